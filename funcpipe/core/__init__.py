@@ -1,0 +1,1 @@
+"""Plain data: trees, stages, schedules, plans, results, errors."""

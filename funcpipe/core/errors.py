@@ -1,0 +1,164 @@
+"""What funcpipe raises: bad data is refused with every fault, a failing stage says where it was."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+
+class FuncpipeError(Exception):
+    """The base of everything that funcpipe itself raises."""
+
+
+class ScheduleError(FuncpipeError, ValueError):
+    """A schedule is wrong by itself: the numbers show it, no stage is needed to see it."""
+
+
+class PlanError(FuncpipeError, ValueError):
+    """Stages, schedule and options do not fit together."""
+
+
+class BatchError(FuncpipeError, ValueError):
+    """A batch, its feeds or its weights cannot be cut into microbatches."""
+
+
+class PlacementError(FuncpipeError, ValueError):
+    """A tensor lies on another device than the plan says."""
+
+
+class Where(NamedTuple):
+    """The coordinates of a failure.
+
+    Attributes:
+        stage: index of the stage, None outside of any stage.
+        name: the stage's name, "" if it has none.
+        microbatch: index of the microbatch, None where none is meant.
+        action: what ran, as printed in a schedule (``2F0``), or a word (``commit``).
+        device: logical device (lane) with its torch device, ``"1 (cpu)"``.
+    """
+
+    stage: int | None
+    name: str
+    microbatch: int | None
+    action: str
+    device: str
+
+    def __str__(self) -> str:
+        parts = [f"in {self.action}"]
+        if self.stage is not None:
+            parts.append(f"of stage {self.stage}" + (f" ({self.name!r})" if self.name else ""))
+        if self.microbatch is not None:
+            parts.append(f"at microbatch {self.microbatch}")
+        if self.device:
+            parts.append(f"on device {self.device}")
+        return " ".join(parts)
+
+
+class StageError(FuncpipeError):
+    """User code failed inside a run.
+
+    What ``run`` raises for an ``Exception`` of the user's is an instance of this class *and* of the user's own type,
+    so both ``except StageError`` and ``except ValueError`` catch it. ``__cause__`` is the original. Exceptions that are
+    not an ``Exception`` (KeyboardInterrupt, SystemExit) arrive as the very object. Both carry `funcpipe`, the
+    coordinates, and a note that says them.
+    """
+
+    funcpipe: Where = Where(None, "", None, "", "")
+
+
+def bullets(title: str, faults: Iterable[str]) -> str:
+    """One message for many faults: a title, then a line for each."""
+    return "\n".join([title, *(f"  * {fault}" for fault in faults)])
+
+
+def located(error: BaseException, where: Where) -> BaseException:
+    """What a run raises for ``error``: it knows where it happened and keeps the type that the user raised.
+
+    An ``Exception`` becomes an instance of StageError and of its own type, built without running the user's
+    ``__init__``. Types that refuse it (final classes, odd layouts) become a plain StageError. Anything else stays the
+    very object, with the coordinates attached.
+    """
+    if isinstance(error, StageError):
+        return error
+    if not isinstance(error, Exception):
+        _attach(error, where)
+        return error
+    new = _twin(error)
+    _attach(new, where)
+    new.__cause__ = error
+    return new.with_traceback(error.__traceback__)
+
+
+def _attach(error: BaseException, where: Where) -> None:
+    # Not setattr and not add_note: a frozen dataclass may be an exception.
+    fields = error.__dict__
+    fields["funcpipe"] = where
+    fields.setdefault("__notes__", []).append(str(where))
+
+
+def _twin(error: Exception) -> StageError:
+    kind = _both(type(error))
+    if kind is not None:
+        try:
+            return _blank(kind, error)
+        except Exception:
+            pass
+    plain = StageError(f"{type(error).__name__}: {error}")
+    plain.__dict__["__notes__"] = list(getattr(error, "__notes__", ()))
+    return plain
+
+
+@functools.lru_cache(maxsize=256)
+def _both(kind: type[Exception]) -> type[StageError] | None:
+    """A class that is StageError and ``kind``, or None where Python refuses such a class."""
+
+    def text(self: Exception) -> str:
+        return kind.__str__(self)
+
+    def reduce(self: Exception) -> Any:
+        # A class made at run time cannot be found by pickle: the plain form travels.
+        return (_plain, (f"{kind.__name__}: {self}", self.__dict__.get("funcpipe"), self.__dict__.get("__notes__", [])))
+
+    body = {"__module__": kind.__module__, "__str__": text, "__reduce__": reduce, "__doc__": StageError.__doc__}
+    try:
+        return type(StageError)(f"StageError[{kind.__name__}]", (StageError, kind), body)
+    except TypeError:
+        return None
+
+
+def _plain(message: str, where: Where, notes: list[str]) -> StageError:
+    error = StageError(message)
+    error.__dict__.update(funcpipe=where, __notes__=notes)
+    return error
+
+
+def _blank(kind: type[StageError], source: Exception) -> StageError:
+    """An instance of ``kind`` with everything that ``source`` holds, the user's ``__init__`` not run."""
+    new = kind.__new__(kind, *source.args)
+    native = next(k for k in type(source).__mro__ if not k.__flags__ & (1 << 9))  # the nearest class made in C
+    try:
+        native.__init__(new, *source.args)
+    except TypeError:
+        pass  # wants other arguments than it keeps; its fields are copied below
+    new.args = source.args
+    fields = {key: value for key, value in source.__dict__.items() if key != "__notes__"}
+    new.__dict__.update(fields, __notes__=list(getattr(source, "__notes__", ())))
+    for name in _members(type(source)):
+        try:
+            value = getattr(source, name)
+            if value is not None:
+                BaseException.__setattr__(new, name, value)
+        except (AttributeError, TypeError):
+            continue  # read-only or unset
+    return new
+
+
+def _members(kind: type) -> Iterable[str]:
+    """Names of the slots and C fields of an exception class: errno, name, object, start, ..."""
+    for base in kind.__mro__:
+        if base is BaseException or base is object:
+            return
+        for name, value in vars(base).items():
+            if type(value).__name__ in ("member_descriptor", "getset_descriptor") and not name.startswith("__"):
+                yield name

@@ -1,0 +1,392 @@
+"""A plan: the lowered program, tasks over named values, with the stages and the loss that it runs.
+
+The program stores integers. A *wire* is a value with its microbatch left open; the value of wire ``w`` at microbatch
+``m`` is the number ``w * M + m``. A *row* is a task with its microbatch left open; the program's order is a list of
+``row * M + m``. `Task` and `Value` are built when someone looks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias, overload
+
+from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.core.stage import Stage
+
+Ties: TypeAlias = tuple[tuple[tuple[int, Any], ...], ...]
+"""Groups of (stage, path): leaves that are one parameter."""
+
+CALLER = -1
+"""The lane of what the caller gives: inputs, targets, feeds."""
+
+
+class Role(Enum):
+    """What a value is for."""
+
+    INPUT = "input"
+    """A microbatch of the inputs, for stage 0."""
+    TARGET = "target"
+    """A microbatch of the target, for the loss in the last stage."""
+    FEED = "feed"
+    """A microbatch of a named feed."""
+    ACT = "act"
+    """The output of a stage, for the next."""
+    SKIP = "skip"
+    """A stashed value, for the stages that pop it."""
+    GRAD = "grad"
+    """The gradient of a stage's output."""
+    SKIP_GRAD = "skip_grad"
+    """The gradient of a skip from one of its poppers (the peer)."""
+    RESIDUAL = "residual"
+    """What a forward keeps for its backward."""
+    WEIGHT_RESIDUAL = "weight_residual"
+    """What the backward of the input keeps for that of the weights."""
+    REPORT = "report"
+    """What a forward has for the end of the batch: statistics, losses, aux; the caller takes it."""
+    OUTPUT = "output"
+    """The last stage's output, where the plan returns outputs; the caller takes it."""
+
+    __hash__ = object.__hash__
+
+
+class Value(NamedTuple):
+    """One named tree that tasks read or write, printed ``skip[0,3,e1]``.
+
+    Attributes:
+        role: what it is for.
+        stage: the stage that it belongs to: that wrote it, or (for gradients) whose value it is the gradient of.
+        microbatch: None: it lives for the whole run.
+        name: of a skip or a feed.
+        peer: of a skip gradient: the stage that popped; else -1.
+    """
+
+    role: Role
+    stage: int
+    microbatch: int | None
+    name: str = ""
+    peer: int = -1
+
+    def __str__(self) -> str:
+        parts = [str(self.stage), "*" if self.microbatch is None else str(self.microbatch)]
+        parts += [self.name] if self.name else []
+        parts += [f"from {self.peer}"] if self.peer >= 0 else []
+        return f"{self.role.value}[{','.join(parts)}]"
+
+
+class TaskKind(Enum):
+    """The closed set of things that a task can be."""
+
+    COMPUTE = "compute"
+    COPY = "copy"
+
+    __hash__ = object.__hash__
+
+
+class Task(NamedTuple):
+    """One step of a plan.
+
+    Attributes:
+        kind: compute (an action) or copy (a value to another lane).
+        action: None for a copy.
+        lane: where it runs; for a copy where the value arrives.
+        source: where a copy comes from, -1 for the caller; for a compute the lane itself.
+        reads: values that must be there.
+        writes: values that are there afterwards.
+        frees: values that nobody on the lane needs any more.
+        slots: for each value written by a copy, the place that it occupies at its lane until it is freed.
+    """
+
+    kind: TaskKind
+    action: Action | None
+    lane: int
+    source: int
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+    frees: tuple[Value, ...]
+    slots: tuple[int, ...]
+
+    def __str__(self) -> str:
+        words = [str(self.action) if self.action else f"copy {_lane(self.source)} -> {self.lane}", f"on {self.lane}:"]
+        if self.action is None:
+            words = [f"copy {_lane(self.source)}->{self.lane}:"]
+        words += ["reads " + " ".join(map(str, self.reads))] if self.reads else []
+        words += ["writes " + " ".join(map(str, self.writes))] if self.writes and self.action else []
+        words += [f"slot {slot}" for slot in self.slots]
+        words += ["frees " + " ".join(map(str, self.frees))] if self.frees else []
+        return "  ".join(words)
+
+
+def _lane(lane: int) -> str:
+    return "caller" if lane == CALLER else str(lane)
+
+
+class Wire(NamedTuple):
+    """A value with its microbatch left open."""
+
+    role: Role
+    stage: int
+    name: str = ""
+    peer: int = -1
+
+
+class Pool(NamedTuple):
+    """The slots of one kind of value on one directed edge between lanes.
+
+    Attributes:
+        source: the lane that sends, -1 for the caller.
+        lane: the lane where the values lie.
+        role: what kind of value.
+        slots: how many of them may lie there at a time: the most that do in plan order.
+    """
+
+    source: int
+    lane: int
+    role: Role
+    slots: int
+
+
+class Row(NamedTuple):
+    """An action with its microbatch left open, and everything that follows from it.
+
+    Attributes:
+        kind: what it does.
+        stage: on which stage.
+        lane: where.
+        keeps: does a forward keep its residual.
+        reads: wires that must be in the lane's store.
+        writes: wires that it puts there.
+        fetches: (wire, pool) that the lane takes from the caller just before.
+        frees: (wire, pool) that die after it, where no other task may read them later; pool -1: made on this lane.
+        sends: (wire, lane, pool): copies that follow it.
+        drops: wires written and sent that this lane does not read itself.
+        shared: (wire, pool) read by several tasks of the lane; the last of them frees (see `Lowered.late`).
+    """
+
+    kind: Kind
+    stage: int
+    lane: int
+    keeps: bool
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    fetches: tuple[tuple[int, int], ...]
+    frees: tuple[tuple[int, int], ...]
+    sends: tuple[tuple[int, int, int], ...]
+    drops: tuple[int, ...]
+    shared: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The program of a plan: integers and names, no functions. Compares, hashes, pickles.
+
+    Attributes:
+        num_stages, num_microbatches, num_lanes: the counts.
+        wires: what the wire numbers mean.
+        rows: what the row numbers mean.
+        order: ``row * num_microbatches + microbatch`` for each action, in plan order: an order in which one thread can
+            run everything, and which every lane follows for its own tasks.
+        pools: the slots.
+        late: for positions in the order, further (value, pool) that die after that action.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    num_lanes: int
+    wires: tuple[Wire, ...]
+    rows: tuple[Row, ...]
+    order: tuple[int, ...]
+    pools: tuple[Pool, ...]
+    late: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+
+    def value(self, number: int) -> Value:
+        """The value with this number."""
+        wire, microbatch = divmod(number, self.num_microbatches)
+        role, stage, name, peer = self.wires[wire]
+        return Value(role, stage, microbatch, name, peer)
+
+    def action(self, code: int) -> Action:
+        """The action with this code of the order."""
+        row, microbatch = divmod(code, self.num_microbatches)
+        return Action(self.rows[row].kind, self.rows[row].stage, microbatch)
+
+    @cached_property
+    def late_frees(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """`late` as a dict."""
+        return dict(self.late)
+
+    @cached_property
+    def lanes(self) -> tuple[list[tuple[int, int]], ...]:
+        """For each lane its part of the order, as (position in the order, code)."""
+        lanes: tuple[list[tuple[int, int]], ...] = tuple([] for _ in range(self.num_lanes))
+        lane_of = [row.lane for row in self.rows]
+        count = self.num_microbatches
+        for position, code in enumerate(self.order):
+            lanes[lane_of[code // count]].append((position, code))
+        return lanes
+
+    @cached_property
+    def _slots(self) -> dict[tuple[int, int], int]:
+        """The slot of each copy by (value, lane): the one that has been free for longest."""
+        taken: dict[tuple[int, int], tuple[int, int]] = {}
+        free: list[list[int]] = [list(range(pool.slots)) for pool in self.pools]
+        out: dict[tuple[int, int], int] = {}
+        for position, code in enumerate(self.order):
+            row, microbatch = divmod(code, self.num_microbatches)
+            step = self.rows[row]
+            late = self.late_frees.get(position, ())
+
+            def take(wire: int, lane: int, pool: int, microbatch: int = microbatch) -> None:
+                key = (wire * self.num_microbatches + microbatch, lane)
+                out[key] = free[pool].pop(0)
+                taken[key] = (pool, out[key])
+
+            for wire, pool in step.fetches:
+                take(wire, step.lane, pool)
+            dead = [(wire * self.num_microbatches + microbatch, pool) for wire, pool in step.frees]
+            for number, pool in (*dead, *late):
+                if pool >= 0:
+                    free[pool].append(taken.pop((number, step.lane))[1])
+            for wire, lane, pool in step.sends:
+                take(wire, lane, pool)
+        return out
+
+    def tasks_of(self, position: int) -> list[Task]:
+        """The tasks of one action: its fetches, itself, its sends."""
+        code = self.order[position]
+        index, microbatch = divmod(code, self.num_microbatches)
+        row = self.rows[index]
+
+        def see(wire: int) -> Value:
+            return self.value(wire * self.num_microbatches + microbatch)
+
+        def copy(wire: int, source: int, lane: int) -> Task:
+            slot = self._slots[wire * self.num_microbatches + microbatch, lane]
+            value = (see(wire),)
+            return Task(TaskKind.COPY, None, lane, source, value, value, (), (slot,))
+
+        late = [number for number, _ in self.late_frees.get(position, ())]
+        frees = [see(wire) for wire, _ in row.frees] + [self.value(number) for number in late]
+        frees += [see(wire) for wire in row.drops]
+        return [
+            *(copy(wire, CALLER, row.lane) for wire, _ in row.fetches),
+            Task(
+                TaskKind.COMPUTE,
+                self.action(code),
+                row.lane,
+                row.lane,
+                tuple(map(see, row.reads)),
+                tuple(map(see, row.writes)),
+                tuple(frees),
+                (),
+            ),
+            *(copy(wire, row.lane, lane) for wire, lane, _ in row.sends),
+        ]
+
+
+class Tasks(Sequence[Task]):
+    """The tasks of a plan in plan order, each built when it is looked at."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self._lowered = lowered
+        sizes = [1 + len(row.fetches) + len(row.sends) for row in lowered.rows]
+        count = lowered.num_microbatches
+        self._ends = list(accumulate(sizes[code // count] for code in lowered.order))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        from bisect import bisect_right
+
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        position = bisect_right(self._ends, at)
+        return self._lowered.tasks_of(position)[at - (self._ends[position - 1] if position else 0)]
+
+    def __iter__(self) -> Iterator[Task]:
+        for position in range(len(self._lowered.order)):
+            yield from self._lowered.tasks_of(position)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tasks>"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A schedule lowered for stages: what `run` runs, `simulate` times and `draw` draws. Made by `make_plan`.
+
+    Printing it shows every task.
+
+    Attributes:
+        stages: the stages.
+        schedule: the schedule.
+        program: the lowered program, plain data.
+        devices: a torch device (or its name) for each lane; None: chosen at the run.
+        loss: ``(y, target) -> loss``, or None.
+        weight: ``target -> number``, or None for rows.
+        ties: groups of (stage, path) that are one parameter.
+        train: what stages that ask for it get.
+        outputs: does a run return the merged outputs of the last stage.
+    """
+
+    stages: tuple[Stage, ...]
+    schedule: Schedule
+    program: Lowered = field(repr=False)
+    devices: tuple[Any, ...] | None = None
+    loss: Callable[..., Any] | None = None
+    weight: Callable[..., Any] | None = None
+    ties: Ties = ()
+    train: bool = True
+    outputs: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+
+    @cached_property
+    def tasks(self) -> Tasks:
+        """The tasks in plan order."""
+        return Tasks(self.program)
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages."""
+        return len(self.stages)
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches at most; a batch with fewer rows has fewer."""
+        return self.schedule.num_microbatches
+
+    @property
+    def num_devices(self) -> int:
+        """How many lanes."""
+        return self.schedule.num_devices
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything but the functions: the same in every process that made the same plan."""
+        parts = [str(self.schedule), str(self.train), str(self.outputs), str(self.loss is None), repr(self.ties)]
+        parts += [repr((s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers)) for s in self.stages]
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+    def __str__(self) -> str:
+        devices = "unbound" if self.devices is None else ", ".join(map(str, self.devices))
+        head = f"plan: {self.schedule!r} on {devices}; {len(self.tasks)} tasks"
+        slots = [
+            f"  {pool.slots} slot{'s' * (pool.slots != 1)} for {pool.role.value} {_lane(pool.source)}->{pool.lane}"
+            for pool in self.program.pools
+        ]
+        return "\n".join([head, *slots, *map(str, self.tasks)])

@@ -1,0 +1,176 @@
+"""A schedule: which action each device runs, in which order. Numbers only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from funcpipe.core.errors import ScheduleError, bullets
+
+
+class Kind(Enum):
+    """What an action does; the closed set, by the letters of the zero-bubble paper (arXiv 2401.10241) and torch."""
+
+    F = "F"
+    """Forward of one microbatch through one stage."""
+    B = "B"
+    """The whole backward: gradients of the input and of the weights."""
+    I = "I"
+    """Backward of the input only (the paper's B)."""
+    W = "W"
+    """Backward of the weights only; what `I` left to do."""
+    R = "R"
+    """Remat: compute again the residual that `F` did not keep."""
+
+    # Members are singletons: identity is hash enough, and ten times faster than hashing the name in Python.
+    __hash__ = object.__hash__
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Action(NamedTuple):
+    """One kind of work of one stage on one microbatch, printed ``2F0``: stage 2, forward, microbatch 0."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read one action.
+
+        >>> Action.parse("12W3")
+        Action(kind=<Kind.W: 'W'>, stage=12, microbatch=3)
+
+        Raises:
+            ScheduleError: the text is anything else than stage, letter, microbatch.
+        """
+        found = _ACTION.fullmatch(text)
+        if found is None:
+            raise ScheduleError(f"{text!r} is no action: write stage, one of F B I W R, microbatch, as in 2F0")
+        stage, kind, microbatch = found.groups()
+        return cls(Kind(kind), int(stage), int(microbatch))
+
+
+_ACTION = re.compile(r"([0-9]{1,9})([FBIWR])([0-9]{1,9})")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of actions on each device.
+
+    Compares, hashes and pickles by its orders; the name is a label. A schedule may hold anything until `check` (which
+    `make_plan` and `simulate` call) has seen it.
+
+    Attributes:
+        orders: one tuple of Actions per device, in the order in which the device runs them.
+        name: what to call it in pictures.
+    """
+
+    orders: tuple[tuple[Action, ...], ...]
+    name: str = field(default="custom", compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.orders, tuple) or not all(isinstance(order, tuple) for order in self.orders):
+            object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
+
+    @classmethod
+    def parse(cls, text: str, *, name: str = "custom") -> Schedule:
+        """Read the text form: one line per device, actions apart by spaces, ``#`` starts a comment.
+
+        >>> print(Schedule.parse("0F0 0F1 0B0 0B1"))
+        0F0 0F1 0B0 0B1
+
+        Raises:
+            ScheduleError: some words are no actions; each is named with its line.
+        """
+        orders: list[tuple[Action, ...]] = []
+        faults: list[str] = []
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.partition("#")[0].split()
+            bad = [word for word in words if _ACTION.fullmatch(word) is None]
+            faults += [f"line {number}: {word!r} is no action" for word in bad]
+            if words and not bad:
+                orders.append(tuple(map(Action.parse, words)))
+        if faults:
+            raise ScheduleError(bullets("write stage, one of F B I W R, microbatch, as in 2F0:", faults))
+        return cls(tuple(orders), name)
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, order)) for order in self.orders)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Schedule {self.name}: {self.num_stages} stages, {self.num_microbatches} microbatches, "
+            f"{self.num_devices} devices>"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"orders": self.orders, "name": self.name}
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices (lanes) the schedule has."""
+        return len(self.orders)
+
+    @cached_property
+    def num_stages(self) -> int:
+        """How many stages: one more than the largest index."""
+        return 1 + max((action[1] for order in self.orders for action in order), default=-1)
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """How many microbatches: one more than the largest index."""
+        return 1 + max((action[2] for order in self.orders for action in order), default=-1)
+
+    @cached_property
+    def device_of(self) -> tuple[int, ...]:
+        """The device of each stage, by stage index; -1 for a stage without actions."""
+        found = [-1] * self.num_stages
+        for device, order in enumerate(self.orders):
+            for action in order:
+                found[action[1]] = device
+        return tuple(found)
+
+    @cached_property
+    def has_backward(self) -> bool:
+        """Does any action compute gradients."""
+        return any(kind is not Kind.F for order in self.orders for kind in {action[0] for action in order})
+
+    @cached_property
+    def is_ascending(self) -> bool:
+        """Do the gradients of every stage accumulate in ascending microbatch order (then such schedules agree)."""
+        last: dict[tuple[bool, int], int] = {}
+        for order in self.orders:
+            for kind, stage, microbatch in order:
+                if kind is not Kind.F and kind is not Kind.R:
+                    key = (kind is Kind.W, stage)
+                    if last.get(key, -1) > microbatch:
+                        return False
+                    last[key] = microbatch
+        return True
+
+    def backward_order(self, stage: int) -> tuple[int, ...]:
+        """The microbatches of a stage in the order in which their gradients accumulate."""
+        order = self.orders[self.device_of[stage]]
+        kinds = {Kind.W} if any(a.kind is Kind.W and a.stage == stage for a in order) else {Kind.B, Kind.I}
+        return tuple(a.microbatch for a in order if a.stage == stage and a.kind in kinds)
+
+    def first(self, num_microbatches: int) -> Schedule:
+        """The schedule of the first few microbatches: every action of the others dropped, the order kept."""
+        if num_microbatches >= self.num_microbatches:
+            return self
+        return Schedule(select(self.orders, lambda action: action.microbatch < num_microbatches), self.name)
+
+
+def select(orders: Sequence[Iterable[Action]], keep: Any) -> tuple[tuple[Action, ...], ...]:
+    """The orders with only the actions for which ``keep(action)`` holds."""
+    return tuple(tuple(filter(keep, order)) for order in orders)

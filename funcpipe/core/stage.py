@@ -1,0 +1,458 @@
+"""A stage: a pure function with declared stash, pop, feeds and state."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeAlias, overload, runtime_checkable
+
+from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.tree import Tree
+
+StageFn: TypeAlias = Callable[..., Any]
+Commit: TypeAlias = Callable[[Tree, tuple[Tree, ...]], Tree]
+
+
+class Out(NamedTuple):
+    """What a stage function returns when it has more to give than its output.
+
+    Attributes:
+        y: the output, any tree: the next stage's input, or what the loss gets.
+        stash: a tree for each declared name; later stages take it by ``pop``.
+        stats: statistics of this microbatch for the stage's ``commit``, any tree.
+        loss: an auxiliary loss ``(sum, weight)``; each microbatch adds ``sum / weight`` with the microbatch's own
+            weight to the plan's loss. None for none.
+    """
+
+    y: Tree
+    stash: Mapping[str, Tree] = {}
+    stats: Tree = ()
+    loss: tuple[Any, Any] | None = None
+
+
+class BoundFn(Protocol):
+    """A stage function with its parameters put in: what one run calls, from one thread."""
+
+    def __call__(self, x: Tree, **extras: Any) -> Any:
+        """Call the function on one microbatch with the extras that its stage declares."""
+        ...
+
+    def release(self) -> None:
+        """Drop the parameters; the run is over."""
+        ...
+
+
+@runtime_checkable
+class Bindable(Protocol):
+    """A stage function that wants to know its parameters for a whole run (module stages, compositions)."""
+
+    def bind(self, params: Tree, state: Tree) -> BoundFn:
+        """Put parameters and state in. Raises PlanError where they do not fit."""
+        ...
+
+    def layers(self) -> Mapping[str, Any]:
+        """Every place that may draw random numbers, by its path in the model."""
+        ...
+
+
+class _Plain:
+    """A plain function and its parameters."""
+
+    __slots__ = ("fn", "params", "state")
+
+    def __init__(self, fn: StageFn, params: Tree, state: Tree) -> None:
+        self.fn, self.params, self.state = fn, params, state
+
+    def __call__(self, x: Tree, **extras: Any) -> Any:
+        if "state" in extras:
+            extras["state"] = self.state
+        return self.fn(self.params, x, **extras)
+
+    def release(self) -> None:
+        self.params = self.state = None
+
+
+_SCOPE: ContextVar[str] = ContextVar("funcpipe_scope", default="")
+
+
+@contextmanager
+def scope(name: str) -> Generator[None]:
+    """While inside, random numbers are keyed by this name: compositions keep the names of their parts."""
+    token = _SCOPE.set(name)
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)
+
+
+def current_scope() -> str:
+    """The innermost `scope`, "" outside of any."""
+    return _SCOPE.get()
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A pure function with declared stash, pop, feeds and state. Made by `stage`, `from_module`, `compose`.
+
+    Calling it returns what the function returned, so a stage is its own unit test::
+
+        decoder(params, x, skips={"e1": t})
+
+    Attributes:
+        fn: ``fn(params, x, **what it declares)``.
+        name: what errors and pictures call it; keys its random numbers.
+        stash: names that it hands to later stages.
+        pop: names that it takes from earlier stages; they arrive as ``skips``.
+        feeds: names of values of the batch that it gets besides ``x``; they arrive as ``feeds``.
+        state: does it read state (running statistics, tables); it arrives as ``state``.
+        commit: ``(state, stats of the microbatches) -> state``, once per batch; None: the state never changes.
+        offers: stashed names that nobody has to pop, because a composition already popped them inside.
+    """
+
+    fn: StageFn
+    name: str = ""
+    stash: tuple[str, ...] = ()
+    pop: tuple[str, ...] = ()
+    feeds: tuple[str, ...] = ()
+    state: bool = False
+    commit: Commit | None = None
+    offers: tuple[str, ...] = field(default=(), repr=False)
+    takes_train: bool = field(default=False, repr=False)
+
+    def __call__(
+        self,
+        params: Tree,
+        x: Tree,
+        *,
+        skips: Mapping[str, Tree] | None = None,
+        feeds: Mapping[str, Tree] | None = None,
+        state: Tree = None,
+        train: bool = False,
+    ) -> Any:
+        """Run the stage alone; no pipeline, no autograd of ours: torch.func transforms it.
+
+        Raises:
+            PlanError: a declared skip, feed or the state is missing.
+        """
+        missing = [f"skips={{{name!r}: ...}}" for name in self.pop if name not in (skips or {})]
+        missing += [f"feeds={{{name!r}: ...}}" for name in self.feeds if name not in (feeds or {})]
+        missing += ["state=..."] if self.state and state is None else []
+        if missing:
+            raise PlanError(f"stage {self.name!r} declares more than it was given; add " + ", ".join(missing))
+        extras = self.extras(
+            {name: (skips or {})[name] for name in self.pop},
+            {name: (feeds or {})[name] for name in self.feeds},
+            state,
+            train,
+        )
+        return self.fn(params, x, **extras)
+
+    def extras(self, skips: Mapping[str, Tree], feeds: Mapping[str, Tree], state: Tree, train: bool) -> dict[str, Any]:
+        """The keywords that the function gets: those that the stage declares, no others."""
+        out: dict[str, Any] = {}
+        if self.pop:
+            out["skips"] = skips
+        if self.feeds:
+            out["feeds"] = feeds
+        if self.state:
+            out["state"] = state
+        if self.takes_train:
+            out["train"] = train
+        return out
+
+    def bind(self, params: Tree, state: Tree) -> BoundFn:
+        """The function with parameters and state put in, for one run."""
+        return self.fn.bind(params, state) if isinstance(self.fn, Bindable) else _Plain(self.fn, params, state)
+
+    def layers(self) -> Mapping[str, Any]:
+        """The places that may draw random numbers, by path; a plain function is one place, its name."""
+        return self.fn.layers() if isinstance(self.fn, Bindable) else {self.name: self.fn}
+
+    def __reduce__(self) -> Any:
+        found = _importable(self)
+        if found is not None:
+            return (_import, found)
+        fields = (self.fn, self.name, self.stash, self.pop, self.feeds, self.state, self.commit)
+        if inspect.isfunction(self.fn) and _importable(self.fn) is None:
+            raise PlanError(
+                f"stage {self.name!r} cannot be pickled: its function {self.fn.__qualname__} is not importable; "
+                "define it at the top of a module"
+            )
+        return (Stage, (*fields, self.offers, self.takes_train))
+
+
+def normalise(result: Any) -> Out:
+    """What a stage function returned, as an Out."""
+    return result if isinstance(result, Out) else Out(result)
+
+
+@overload
+def stage(fn: StageFn, /, *, name: str = ..., stash: Sequence[str] = ..., pop: Sequence[str] = ...,
+          feeds: Sequence[str] = ..., state: bool = ..., commit: Commit | None = ...) -> Stage: ...  # fmt: skip
+@overload
+def stage(fn: None = None, /, *, name: str = ..., stash: Sequence[str] = ..., pop: Sequence[str] = ...,
+          feeds: Sequence[str] = ..., state: bool = ...,
+          commit: Commit | None = ...) -> Callable[[StageFn], Stage]: ...  # fmt: skip
+def stage(
+    fn: StageFn | None = None,
+    /,
+    *,
+    name: str = "",
+    stash: Sequence[str] = (),
+    pop: Sequence[str] = (),
+    feeds: Sequence[str] = (),
+    state: bool = False,
+    commit: Commit | None = None,
+) -> Stage | Callable[[StageFn], Stage]:
+    """Make a stage of a pure function; also a decorator, with or without arguments.
+
+    The function is ``fn(params, x) -> y``, or with what it declares
+    ``fn(params, x, *, skips, feeds, state, train) -> Out(y, stash=..., stats=..., loss=...)``.
+
+    >>> @stage(pop=["e1"])
+    ... def decoder(params, x, *, skips):
+    ...     return params["w"] * (x + skips["e1"])
+    >>> decoder({"w": 2.0}, 3.0, skips={"e1": 1.0})
+    8.0
+
+    Args:
+        fn: the function.
+        name: default: the function's own name.
+        stash: names of the values that it hands to later stages (``Out(stash={name: tree})``).
+        pop: names of the values that it takes from earlier stages; the keyword ``skips`` has them.
+        feeds: names of values given with the batch; the keyword ``feeds`` has them.
+        state: does it read state; implied by ``commit`` and by a keyword ``state``.
+        commit: ``(state, stats: tuple over microbatches) -> state``.
+
+    Raises:
+        PlanError: the declaration and the function's keywords do not fit.
+    """
+    if fn is None:
+        return lambda f: stage(f, name=name, stash=stash, pop=pop, feeds=feeds, state=state, commit=commit)
+    label = name or getattr(fn, "__name__", "")
+    made = Stage(
+        fn,
+        "" if label == "<lambda>" else label,
+        _names(stash, "stash"),
+        _names(pop, "pop"),
+        _names(feeds, "feeds"),
+        state or commit is not None or "state" in _keywords(fn),
+        commit,
+        takes_train="train" in _keywords(fn),
+    )
+    _check_declaration(made)
+    return made
+
+
+def _names(names: Sequence[str], what: str) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise PlanError(f"{what}={names!r}: give a sequence of names, {what}=[{names!r}]")
+    return tuple(names)
+
+
+def _keywords(fn: StageFn) -> dict[str, inspect.Parameter]:
+    try:
+        found = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # built-ins without a signature
+        return {}
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return {p.name: p for p in list(found)[2:] if p.kind in kinds}
+
+
+def _check_declaration(made: Stage) -> None:
+    keywords = _keywords(made.fn)
+    try:
+        parameters = inspect.signature(made.fn).parameters.values()
+    except (TypeError, ValueError):
+        return
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    declared = {"skips": made.pop, "feeds": made.feeds, "state": made.state}
+    faults: list[str] = []
+    for keyword, given in declared.items():
+        option = "pop" if keyword == "skips" else keyword
+        if given and keyword not in keywords and not takes_all:
+            faults.append(f"declares {option} but its function takes no keyword {keyword!r}")
+        needed = keyword in keywords and keywords[keyword].default is inspect.Parameter.empty
+        if not given and needed:
+            faults.append(f"takes the keyword {keyword!r} but declares no {option}; add {option}=[...]")
+    faults += [
+        f"names {name!r} twice in {what}"
+        for what, names in (("stash", made.stash), ("pop", made.pop), ("feeds", made.feeds))
+        for name in sorted({n for n in names if names.count(n) > 1})
+    ]
+    faults += [f"both stashes and pops {name!r}" for name in made.stash if name in made.pop]
+    if faults:
+        raise PlanError(bullets(f"stage {made.name!r} and its function do not fit:", faults))
+
+
+def compose(*stages: Stage, name: str = "") -> Stage:
+    """Neighbouring stages as one. Parameters and state are tuples of the inner ones; inner names keep their keys.
+
+    A value stashed and popped inside vanishes from the outside, unless a later stage pops it as well.
+
+    >>> double, add = stage(lambda p, x: p * x), stage(lambda p, x: p + x)
+    >>> compose(double, add)((2, 5), 10)
+    25
+
+    Raises:
+        PlanError: no stages, or stash and pop inside do not fit.
+    """
+    if not stages:
+        raise PlanError("compose needs at least one stage")
+    inside: set[str] = set()
+    popped: set[str] = set()
+    outside: dict[str, None] = {}
+    faults: list[str] = []
+    for part in stages:
+        for pop_name in part.pop:
+            (popped.add if pop_name in inside else outside.setdefault)(pop_name)
+        for stash_name in (*part.stash, *part.offers):
+            faults += [f"{part.name!r} stashes {stash_name!r} again"] if stash_name in inside else []
+            faults += [f"{part.name!r} stashes {stash_name!r} after it was popped"] if stash_name in outside else []
+            inside.add(stash_name)
+    if faults:
+        raise PlanError(bullets("stash and pop do not match inside compose:", faults))
+    offered = {name for part in stages for name in part.offers} | popped
+    return Stage(
+        _Composition(stages),
+        name or "+".join(part.name or "?" for part in stages),
+        stash=tuple(n for part in stages for n in part.stash if n not in offered),
+        pop=tuple(outside),
+        feeds=tuple(dict.fromkeys(n for part in stages for n in part.feeds)),
+        state=any(part.state for part in stages),
+        commit=_CommitEach(stages) if any(part.commit for part in stages) else None,
+        offers=tuple(n for part in stages for n in (*part.stash, *part.offers) if n in offered),
+        takes_train=any(part.takes_train for part in stages),
+    )
+
+
+def chain(
+    stages: Sequence[Stage],
+    calls: Sequence[Callable[..., Any]],
+    x: Tree,
+    extras: Mapping[str, Any],
+    states: Sequence[Tree],
+) -> Out:
+    """Call stages one after the other, ``calls[i](x, **extras)`` for the i-th, threading skips; sums their losses."""
+    skips = dict(extras.get("skips", {}))
+    stats: list[Tree] = []
+    stash: dict[str, Tree] = {}
+    losses: list[tuple[Any, Any]] = []
+    for part, call, state in zip(stages, calls, states, strict=True):
+        feeds = extras.get("feeds", {})
+        own = part.extras({n: skips[n] for n in part.pop}, {n: feeds[n] for n in part.feeds}, state, extras["train"])
+        with scope("" if isinstance(part.fn, Bindable) else part.name):
+            out = normalise(call(x, **own))
+        x = out.y
+        skips.update(out.stash)
+        stash.update(out.stash)
+        stats.append(out.stats)
+        if out.loss is not None:
+            losses.append(out.loss)
+    loss = None
+    if len(losses) == 1:
+        loss = losses[0]
+    elif losses:
+        loss = (sum(total / weight for total, weight in losses), 1.0)
+    return Out(x, stash, tuple(stats), loss)
+
+
+class _Composition:
+    """Stages called one after the other."""
+
+    def __init__(self, stages: tuple[Stage, ...]) -> None:
+        self.stages = stages
+
+    def __call__(self, params: Tree, x: Tree, **extras: Any) -> Any:
+        _check_length("params", params, self.stages)
+        calls = [_with_params(part, p) for part, p in zip(self.stages, params, strict=True)]
+        return self._call(calls, x, extras)
+
+    def _call(self, calls: Sequence[Callable[..., Any]], x: Tree, extras: dict[str, Any]) -> Any:
+        states = extras.get("state")
+        if states is None:
+            states = ((),) * len(self.stages)
+        _check_length("state", states, self.stages)
+        out = chain(self.stages, calls, x, {"train": False, **extras}, states)
+        plain = not out.stash and out.loss is None and not any(part.commit for part in self.stages)
+        return out.y if plain else out
+
+    def bind(self, params: Tree, state: Tree) -> BoundFn:
+        """Bind every inner stage."""
+        _check_length("params", params, self.stages)
+        states = state if any(part.state for part in self.stages) else ((),) * len(self.stages)
+        _check_length("state", states, self.stages)
+        bound = [part.bind(p, s) for part, p, s in zip(self.stages, params, states, strict=True)]
+        return _BoundComposition(self, bound)
+
+    def layers(self) -> Mapping[str, Any]:
+        """The places of all inner stages."""
+        return {path: layer for part in self.stages for path, layer in part.layers().items()}
+
+
+class _BoundComposition:
+    def __init__(self, composition: _Composition, bound: list[BoundFn]) -> None:
+        self.composition, self.bound = composition, bound
+
+    def __call__(self, x: Tree, **extras: Any) -> Any:
+        return self.composition._call(self.bound, x, extras)  # pyright: ignore[reportPrivateUsage]
+
+    def release(self) -> None:
+        for part in self.bound:
+            part.release()
+
+
+class _CommitEach:
+    """The commits of a composition: each inner stage commits its own statistics."""
+
+    def __init__(self, stages: tuple[Stage, ...]) -> None:
+        self.stages = stages
+
+    def __call__(self, state: Tree, stats: tuple[Tree, ...]) -> Tree:
+        new: list[Tree] = []
+        for index, part in enumerate(self.stages):
+            own = state[index]
+            new.append(own if part.commit is None else part.commit(own, tuple(one[index] for one in stats)))
+        return tuple(new)
+
+
+def _with_params(part: Stage, params: Tree) -> Callable[..., Any]:
+    return lambda x, **extras: part.fn(params, x, **extras)
+
+
+def _check_length(what: str, trees: Any, stages: Sequence[Stage]) -> None:
+    if not isinstance(trees, (tuple, list)) or len(trees) != len(stages):  # pyright: ignore[reportUnknownArgumentType]
+        found = f"a {type(trees).__name__}" + (f" of {len(trees)}" if isinstance(trees, Sequence) else "")
+        names = ", ".join(part.name or "?" for part in stages)
+        raise PlanError(f"{what} of a composition of {len(stages)} stages ({names}) is a tuple with one tree per stage; got {found}")  # fmt: skip
+
+
+def _importable(thing: Any) -> tuple[str, str] | None:
+    """(module, qualified name) under which pickle finds this very object, or None."""
+    fn = thing.fn if isinstance(thing, Stage) else thing
+    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or "<" in name:
+        return None
+    try:
+        found = _import(module, name)
+    except (AttributeError, KeyError):
+        return None
+    return (module, name) if found is thing else None
+
+
+def _import(module: str, name: str) -> Any:
+    if module not in sys.modules:
+        __import__(module)
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def names_of(stages: Iterable[Stage]) -> list[str]:
+    """``stage 2 ('decoder')`` for each stage, as errors write it."""
+    return [f"stage {i}" + (f" ({s.name!r})" if s.name else "") for i, s in enumerate(stages)]

@@ -1,0 +1,1 @@
+"""Stages and a schedule become a plan."""

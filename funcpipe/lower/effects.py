@@ -1,0 +1,75 @@
+"""What each kind of action reads and writes. The only table; everything else follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from funcpipe.core.plan import Role, Wire
+from funcpipe.core.schedule import Kind
+from funcpipe.core.stage import Stage
+from funcpipe.lower.skips import Route
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the table depends on besides the action.
+
+    Attributes:
+        stages: the stages.
+        routes: the skips.
+        loss: does the last stage end in the plan's loss.
+        outputs: does the caller get the last stage's outputs.
+    """
+
+    stages: Sequence[Stage]
+    routes: Mapping[str, Route]
+    loss: bool
+    outputs: bool
+
+
+def effects(kind: Kind, stage: int, keeps: bool, given: Context) -> tuple[list[Wire], list[Wire]]:
+    """The wires that an action reads and writes.
+
+    Args:
+        kind: what it does.
+        stage: on which stage.
+        keeps: does a forward keep its residual (False where it is computed again, or never needed).
+        given: stages, skips, loss.
+
+    Returns:
+        Reads, writes. Gradients of one skip from several pops are read in descending order of the popper: plain
+        autograd adds them in that order.
+    """
+    this, last = given.stages[stage], len(given.stages) - 1
+    ends_in_loss = stage == last and given.loss
+    residual = Wire(Role.RESIDUAL, stage)
+    arguments = [Wire(Role.ACT, stage - 1) if stage else Wire(Role.INPUT, 0)]
+    arguments += [Wire(Role.SKIP, given.routes[name].stash, name) for name in this.pop]
+    arguments += [Wire(Role.FEED, 0, name) for name in this.feeds]
+    arguments += [Wire(Role.TARGET, stage)] if ends_in_loss else []
+    stashes = [name for name in (*this.stash, *this.offers) if name in given.routes]
+    match kind:
+        case Kind.F:
+            results = [Wire(Role.ACT, stage)] if stage < last else []
+            results += [Wire(Role.OUTPUT, stage)] if stage == last and given.outputs else []
+            results += [Wire(Role.SKIP, stage, name) for name in stashes]
+            results += [Wire(Role.REPORT, stage)]
+            results += [residual] if keeps else []
+            return arguments, results
+        case Kind.R:
+            return arguments, [residual]
+        case Kind.B | Kind.I:
+            cotangents = [] if ends_in_loss else [Wire(Role.GRAD, stage)]
+            for name in stashes:
+                poppers = sorted(given.routes[name].pops, reverse=True)
+                cotangents += [Wire(Role.SKIP_GRAD, stage, name, popper) for popper in poppers]
+            gradients = [Wire(Role.GRAD, stage - 1)] if stage else []
+            gradients += [Wire(Role.SKIP_GRAD, given.routes[name].stash, name, stage) for name in this.pop]
+            gradients += [Wire(Role.WEIGHT_RESIDUAL, stage)] if kind is Kind.I else []
+            return [residual, *cotangents], gradients
+        case Kind.W:
+            return [Wire(Role.WEIGHT_RESIDUAL, stage)], []
+        case _:
+            assert_never(kind)

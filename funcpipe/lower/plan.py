@@ -1,0 +1,123 @@
+"""make_plan: the checks that need stages, and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.plan import Lowered, Plan, Ties
+from funcpipe.core.schedule import Schedule
+from funcpipe.core.stage import Stage, names_of
+from funcpipe.lower.tasks import lower
+
+
+def make_plan(
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    *,
+    devices: Any = None,
+    loss: Callable[..., Any] | None = None,
+    weight: Callable[..., Any] | None = None,
+    ties: Sequence[Sequence[tuple[int, Any]]] = (),
+    train: bool | None = None,
+    outputs: bool | None = None,
+) -> Plan:
+    """Lower a schedule for stages; everything that can be wrong before there are numbers is refused here.
+
+    >>> from funcpipe.core.stage import stage
+    >>> from funcpipe.schedules.families import one_f_one_b
+    >>> plan = make_plan([stage(lambda p, x: p * x), stage(lambda p, x: p + x)], one_f_one_b(2, 1), loss=print)
+    >>> print(plan.tasks[0])
+    copy caller->0:  reads input[0,0]  slot 0
+
+    Args:
+        stages: the stages, in order.
+        schedule: any schedule with as many stages; checked.
+        devices: a ``torch.device`` or its name for each device of the schedule, or one for all of them; None: chosen
+            when the plan runs (CUDA devices if there are any, else the CPU).
+        loss: ``(y, target)`` -> the mean over the microbatch, or ``(sum, weight)``, or a `Loss`.
+        weight: ``target -> number``, the microbatch's share in the loss, evaluated before any forward; None: its rows.
+        ties: groups of ``(stage, path)`` that are one parameter: gradients are summed and every holder gets the sum.
+        train: what stages that take ``train`` get (dropout, batch norm); None: True if the schedule has backwards.
+        outputs: does a run return the last stage's outputs, merged; None: True if the schedule has no backwards.
+
+    Raises:
+        ScheduleError: the schedule is not legal.
+        PlanError: stages, schedule and options do not fit; every fault is listed.
+    """
+    faults: list[str] = []
+    if isinstance(stages, Stage):
+        stages = (stages,)
+    for index, part in enumerate(stages):
+        if not isinstance(part, Stage):
+            faults.append(f"stage {index} is a {type(part).__name__}; make it one with fp.stage(fn) or fp.from_module(module)")  # fmt: skip
+    if not isinstance(schedule, Schedule):
+        faults.append(f"schedule is a {type(schedule).__name__}; make one with fp.one_f_one_b(...) or Schedule.parse(text)")  # fmt: skip
+    for name, fn in (("loss", loss), ("weight", weight)):
+        if fn is not None and not callable(fn):
+            faults.append(f"{name} is a {type(fn).__name__}, not a function")
+    if weight is not None and loss is None:
+        faults.append("weight= is the share of each microbatch in the loss, but there is no loss=")
+    if faults:
+        raise PlanError(bullets("no such plan:", faults))
+    with_outputs = not schedule.has_backward if outputs is None else outputs
+    program = lower(tuple(stages), schedule, loss=loss is not None, outputs=with_outputs)
+    return Plan(
+        tuple(stages),
+        schedule,
+        program,
+        _devices(devices, schedule.num_devices),
+        loss,
+        weight,
+        _ties(ties, stages),
+        schedule.has_backward if train is None else train,
+        with_outputs,
+    )
+
+
+def program_for(plan: Plan, num_microbatches: int) -> Lowered:
+    """The plan's program for a batch with fewer microbatches: the tasks of the others are dropped."""
+    if num_microbatches >= plan.num_microbatches:
+        return plan.program
+    cache: dict[int, Lowered] = plan.__dict__.setdefault("_programs", {})
+    found = cache.get(num_microbatches)
+    if found is None:
+        schedule = plan.schedule.first(num_microbatches)
+        found = lower(plan.stages, schedule, loss=plan.loss is not None, outputs=plan.outputs)
+        cache[num_microbatches] = found
+    return found
+
+
+def _devices(devices: Any, count: int) -> tuple[Any, ...] | None:
+    if devices is None:
+        return None
+    if isinstance(devices, str) or not isinstance(devices, (list, tuple)):
+        return (devices,) * count
+    given = tuple(cast("Sequence[Any]", devices))
+    if len(given) != count:
+        raise PlanError(f"the schedule has {count} devices, but devices= names {len(given)}; give one for each (the same may stand many times), or fp.devices({count})")  # fmt: skip
+    return given
+
+
+def _ties(ties: Sequence[Sequence[tuple[int, Any]]], stages: Sequence[Stage]) -> Ties:
+    faults: list[str] = []
+    seen: dict[tuple[int, Any], int] = {}
+    out: list[tuple[tuple[int, Any], ...]] = []
+    for number, group in enumerate(ties):
+        members = [tuple(member) for member in group]
+        for member in members:
+            if len(member) != 2 or not isinstance(member[0], int) or not 0 <= member[0] < len(stages):
+                faults.append(
+                    f"group {number}: {member!r} is no (stage, path) with a stage from 0 to {len(stages) - 1}"
+                )
+                continue
+            if (member[0], member[1]) in seen:
+                faults.append(f"group {number}: {member!r} stands in group {seen[member[0], member[1]]} already")
+            seen[member[0], member[1]] = number
+        if len(members) < 2:
+            faults.append(f"group {number} has {len(members)} member; a tie has two or more")
+        out.append(tuple((member[0], member[1]) for member in members if len(member) == 2))
+    if faults:
+        raise PlanError(bullets(f"ties do not fit the stages ({', '.join(names_of(stages))}):", faults))
+    return tuple(out)

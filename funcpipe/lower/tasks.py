@@ -1,0 +1,175 @@
+"""Stages and a schedule become a program: plan order, copies, frees, slots.
+
+Copies follow one rule: a task reads a value that lives on another lane, so the lane where it is made sends it there,
+once, straight after making it. What the caller gives is fetched just before its first use. Liveness decides every
+free: the last task of a lane that reads a value frees it there. The slots of an edge are the most values that lie at
+its end at a time, in plan order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.plan import CALLER, Lowered, Pool, Role, Row, Wire
+from funcpipe.core.schedule import Kind, Schedule
+from funcpipe.core.stage import Stage
+from funcpipe.lower.effects import Context, effects
+from funcpipe.lower.skips import routes
+from funcpipe.schedules.check import Legal, examine
+
+_KINDS = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W)
+_GIVEN = (Role.INPUT, Role.TARGET, Role.FEED)
+_TAKEN = (Role.REPORT, Role.OUTPUT)
+
+
+def lower(stages: Sequence[Stage], schedule: Schedule, *, loss: bool, outputs: bool) -> Lowered:
+    """Lower a schedule for stages. Linear in the number of actions.
+
+    Args:
+        stages: as many as the schedule has.
+        schedule: any schedule; it is checked.
+        loss: does the plan have a loss.
+        outputs: does the caller get the last stage's outputs.
+
+    Raises:
+        ScheduleError: the schedule is not legal.
+        PlanError: the number of stages differs, or stash and pop do not match.
+    """
+    legal = examine(schedule)
+    if len(stages) != schedule.num_stages:
+        raise PlanError(f"the schedule has {schedule.num_stages} stages, but {len(stages)} are given")
+    rows = _Rows(Context(stages, routes(stages), loss, outputs), schedule, legal)
+    order = rows.order()
+    late, slots = _lives(rows.made, order, schedule.num_microbatches, len(rows.pools))
+    pools = tuple(Pool(*key, slots[number]) for key, number in rows.pools.items())
+    counts = (schedule.num_stages, schedule.num_microbatches, schedule.num_devices)
+    return Lowered(*counts, tuple(rows.wires), tuple(rows.made), tuple(order), pools, late)
+
+
+class _Rows:
+    """Numbers wires, pools and rows, each when it is first met."""
+
+    def __init__(self, given: Context, schedule: Schedule, legal: Legal) -> None:
+        self.given, self.schedule, self.legal = given, schedule, legal
+        self.wires: dict[Wire, int] = {}
+        self.pools: dict[tuple[int, int, Role], int] = {}
+        self.made: list[Row] = []
+        self.readers: dict[Wire, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        """For each wire, for each lane, the stages that read it there, ascending."""
+        kinds = self._kinds()
+        for stage in range(schedule.num_stages):
+            for kind in kinds[stage]:
+                for wire in effects(kind, stage, True, given)[0]:
+                    found = self.readers[wire][schedule.device_of[stage]]
+                    if stage not in found:
+                        found.append(stage)
+
+    def _kinds(self) -> list[set[Kind]]:
+        present: list[set[Kind]] = [set() for _ in range(self.schedule.num_stages)]
+        flags = [[False] * self.schedule.num_stages for _ in _KINDS]
+        for lane in self.legal.lanes:
+            for code, stage, _ in lane:
+                flags[code][stage] = True
+        for code, row in enumerate(flags):
+            for stage, one in enumerate(row):
+                if one:
+                    present[stage].add(_KINDS[code])
+        return present
+
+    def order(self) -> list[int]:
+        """The plan order as ``row * M + microbatch``."""
+        count, lanes = self.schedule.num_microbatches, self.legal.lanes
+        rematted, backward = self.legal.rematted, self.schedule.has_backward
+        # By code, then stage: the first number of the row, -1 while it is not made. Code 5: an F that keeps nothing.
+        table = [[-1] * self.schedule.num_stages for _ in range(6)]
+        out: list[int] = []
+        for device, position in self.legal.plan_order:
+            code, stage, microbatch = lanes[device][position]
+            if code == 0 and (not backward or (rematted and stage * count + microbatch in rematted)):
+                code = 5
+            base = table[code][stage]
+            if base < 0:
+                base = table[code][stage] = count * len(self.made)
+                again = code == 5 and backward
+                self.made.append(self._row(_KINDS[code % 5], stage, device, code != 5, again))
+            out.append(base + microbatch)
+        return out
+
+    def _number(self, wire: Wire) -> int:
+        return self.wires.setdefault(wire, len(self.wires))
+
+    def _pool(self, source: int, lane: int, role: Role) -> int:
+        return self.pools.setdefault((source, lane, role), len(self.pools))
+
+    def _home(self, wire: Wire) -> int:
+        """The lane where a value is made."""
+        device_of = self.schedule.device_of
+        if wire.role in _GIVEN:
+            return CALLER
+        if wire.role is Role.GRAD:
+            return device_of[wire.stage + 1] if wire.stage + 1 < len(device_of) else CALLER
+        return device_of[wire.peer if wire.role is Role.SKIP_GRAD else wire.stage]
+
+    def _row(self, kind: Kind, stage: int, lane: int, keeps: bool, again: bool) -> Row:
+        """One row. ``again``: a later R of this stage reads its arguments once more."""
+        reads, writes = effects(kind, stage, keeps, self.given)
+        fetches: list[tuple[int, int]] = []
+        frees: list[tuple[int, int]] = []
+        shared: list[tuple[int, int]] = []
+        for wire in reads:
+            home, number = self._home(wire), self._number(wire)
+            pool = -1 if home == lane else self._pool(home, lane, wire.role)
+            readers = self.readers[wire][lane]
+            if home == CALLER and readers[0] == stage and kind is not Kind.R:
+                fetches.append((number, pool))
+            if len(readers) > 1:
+                shared.append((number, pool))
+            elif not again:
+                frees.append((number, pool))
+        sends: list[tuple[int, int, int]] = []
+        drops: list[int] = []
+        for wire in writes:
+            if wire.role in _TAKEN:
+                continue
+            number, lanes = self._number(wire), self.readers[wire]
+            away = [to for to in lanes if to != lane]
+            sends += [(number, to, self._pool(lane, to, wire.role)) for to in sorted(away)]
+            if lane not in lanes:
+                drops.append(number)
+        written = tuple(map(self._number, writes))
+        read = tuple(map(self._number, reads))
+        return Row(kind, stage, lane, keeps, read, written, tuple(fetches), tuple(frees), tuple(sends), tuple(drops), tuple(shared))  # fmt: skip
+
+
+def _lives(
+    rows: list[Row], order: list[int], count: int, num_pools: int
+) -> tuple[tuple[tuple[int, tuple[tuple[int, int], ...]], ...], list[int]]:
+    """The late frees by position, and the most values that lie in each pool at a time."""
+    late: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    if any(row.shared for row in rows):
+        last: dict[tuple[int, int, int], int] = {}
+        for position, code in enumerate(order):
+            row = rows[code // count]
+            for wire, pool in row.shared:
+                last[wire * count + code % count, row.lane, pool] = position
+        for (number, _, pool), position in last.items():
+            late[position].append((number, pool))
+    moves = [
+        [(pool, 1) for _, pool in row.fetches]
+        + [(pool, -1) for _, pool in row.frees if pool >= 0]
+        + [(pool, 1) for _, _, pool in row.sends]
+        for row in rows
+    ]
+    live, most = [0] * num_pools, [0] * num_pools
+    for position, code in enumerate(order):
+        for pool, change in moves[code // count]:
+            live[pool] = now = live[pool] + change
+            if now > most[pool]:
+                most[pool] = now
+        if position in late:
+            for _, pool in late[position]:
+                if pool >= 0:
+                    live[pool] -= 1
+    return tuple((position, tuple(dead)) for position, dead in sorted(late.items())), most

@@ -1,0 +1,213 @@
+"""Batch norm whose statistics are handed back instead of written: deferred state.
+
+A forward normalises by its own microbatch, as ``nn.BatchNorm`` would, and gives ``(count, mean, M2)``. Once per batch
+the statistics of all microbatches are merged in their order (Chan, Golub, LeVeque 1979) and committed: the new state
+is that of ``nn.BatchNorm``'s own update applied once to all inputs that the layer saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from funcpipe.core.errors import BatchError, PlanError
+from funcpipe.core.tree import Tree
+
+_BatchNorm = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+
+class Moments(NamedTuple):
+    """Statistics of some values per channel.
+
+    Attributes:
+        size: how many values.
+        mean: [C], float64 where the device has it.
+        m2: [C], sum of squared distances from the mean.
+    """
+
+    size: int
+    mean: Tensor
+    m2: Tensor
+
+
+class BatchNorm:
+    """``batch_norm``: the function, with ``init`` and ``commit`` for its state beside it."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        state: dict[str, Tensor],
+        *,
+        train: bool = True,
+        eps: float = 1e-5,
+    ) -> tuple[Tensor, tuple[Moments, ...]]:
+        """Normalise over every dimension but the second, 1d, 2d and 3d alike; nothing is written.
+
+        >>> import torch
+        >>> state = batch_norm.init(3)
+        >>> y, stats = batch_norm(torch.randn(8, 3), None, None, state)
+        >>> batch_norm.commit(state, (stats,))["num_batches_tracked"]
+        tensor(1)
+
+        Args:
+            x: [N, C, ...].
+            weight: [C], or None.
+            bias: [C], or None.
+            state: ``running_mean`` and ``running_var``, each [C]; see `init`.
+            train: by the microbatch's statistics (True) or by the running ones.
+            eps: added to the variance.
+
+        Returns:
+            The output, and the statistics to give to `commit` (empty in evaluation).
+
+        Raises:
+            BatchError: training with one value per channel, which has no variance.
+        """
+        mean, var = state["running_mean"], state["running_var"]
+        if not train:
+            return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps), ()
+        count = x.numel() // x.shape[1]
+        if count <= 1:
+            raise BatchError(
+                f"batch norm in training needs more than one value per channel, but a microbatch has shape "
+                f"{tuple(x.shape)}; use fewer microbatches, or a larger batch"
+            )
+        # torch's own kernel fills these: momentum 1 makes the running statistics those of the microbatch.
+        own_mean, own_var = torch.zeros_like(mean), torch.zeros_like(var)
+        y = F.batch_norm(x, own_mean, own_var, weight, bias, True, 1.0, eps)
+        with torch.no_grad():
+            # Its float32 mean is too coarse to merge means of 1e4 that differ by 0.1.
+            wide = _wide(x)
+            dims = [0, *range(2, x.dim())]
+            exact = x.detach().mean(dims, dtype=wide) if wide != own_mean.dtype else own_mean
+            return y, (Moments(count, exact, own_var.to(wide) * (count - 1)),)
+
+    def init(self, num_features: int, *, device: Any = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The state of a fresh layer: mean 0, variance 1, no batches seen."""
+        return {
+            "running_mean": torch.zeros(num_features, device=device, dtype=dtype),
+            "running_var": torch.ones(num_features, device=device, dtype=dtype),
+            "num_batches_tracked": torch.zeros((), device=device, dtype=torch.long),
+        }
+
+    def commit(
+        self, state: dict[str, Tensor], stats: Sequence[Sequence[Moments]], *, momentum: float | None = 0.1
+    ) -> dict[str, Tensor]:
+        """The state after one batch.
+
+        Args:
+            state: before.
+            stats: what each microbatch gave, in their order.
+            momentum: of the running averages; None: the plain average of all batches.
+        """
+        moments = [one for microbatch in stats for one in microbatch]
+        if not moments:
+            return state
+        merged = merge(moments)
+        tracked = state.get("num_batches_tracked")
+        new = dict(state)
+        if tracked is not None:
+            tracked = new["num_batches_tracked"] = tracked + 1
+        if momentum is None and tracked is None:
+            raise PlanError("momentum=None averages over all batches and needs num_batches_tracked in the state")
+        share = momentum if momentum is not None else 1.0 / float(tracked or 1)
+        unbiased = merged.m2 / (merged.size - 1)
+        for name, value in (("running_mean", merged.mean), ("running_var", unbiased)):
+            old = state[name]
+            new[name] = ((1.0 - share) * old.to(value.dtype) + share * value).to(old.dtype)
+        return new
+
+
+batch_norm = BatchNorm()
+
+
+def merge(moments: Sequence[Moments]) -> Moments:
+    """The statistics of all values together, merged in order.
+
+    >>> import torch
+    >>> parts = [Moments(2, torch.tensor([0.5]), torch.tensor([0.5])), Moments(1, torch.tensor([2.0]), torch.zeros(1))]
+    >>> merge(parts)
+    Moments(size=3, mean=tensor([1.]), m2=tensor([2.]))
+    """
+    count, mean, m2 = moments[0]
+    for other, other_mean, other_m2 in moments[1:]:
+        total = count + other
+        delta = other_mean - mean
+        mean = mean + delta * (other / total)
+        m2 = m2 + other_m2 + delta * delta * (count * other / total)
+        count = total
+    return Moments(count, mean, m2)
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """A batch norm layer of a stage's private copy: collects statistics instead of writing its buffers."""
+
+    replaces: type[_BatchNorm]
+    path: str
+    collected: list[Moments] | None
+
+    @classmethod
+    def convert(cls, layer: _BatchNorm, path: str) -> None:
+        """Turn a layer of a private copy into a deferred one, in place."""
+        vars(layer).update(replaces=type(layer), path=path, collected=None)
+        layer.__class__ = cls
+
+    @staticmethod
+    def converts(layer: nn.Module) -> bool:
+        """Is this a layer whose running statistics can be deferred: torch's own forward, tracking."""
+        return (
+            isinstance(layer, _BatchNorm)
+            and type(layer).forward is _BatchNorm.forward
+            and layer.track_running_stats
+            and layer.running_mean is not None
+        )
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        self.replaces._check_input_dim(self, input)  # pyright: ignore[reportPrivateUsage]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As ``nn.BatchNorm`` does, without touching a buffer."""
+        self._check_input_dim(input)
+        mean, var = self.running_mean, self.running_var
+        assert mean is not None
+        assert var is not None
+        state = {"running_mean": mean, "running_var": var}
+        try:
+            y, stats = batch_norm(input, self.weight, self.bias, state, train=self.training, eps=self.eps)
+        except BatchError as error:
+            raise BatchError(f"layer {self.path!r}: {error}") from None
+        if self.collected is not None:
+            self.collected += stats
+        return y
+
+
+class CommitLayers:
+    """The commit of a module stage: each of its batch norm layers by its own momentum.
+
+    State is the flat dict of the module's buffers; statistics are ``{path: moments}`` per microbatch.
+    """
+
+    def __init__(self, momentum: dict[str, float | None]) -> None:
+        self.momentum = momentum
+
+    def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
+        """The module's buffers after one batch."""
+        new = dict(state)
+        names = ("running_mean", "running_var", "num_batches_tracked")
+        for path, momentum in self.momentum.items():
+            keys = {name: f"{path}.{name}" if path else name for name in names}
+            own = {name: state[key] for name, key in keys.items() if key in state}
+            seen = [one[path] for one in stats if path in one]
+            committed = batch_norm.commit(own, seen, momentum=momentum)
+            new.update({keys[name]: value for name, value in committed.items()})
+        return new
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.device.type == "mps" else torch.float64

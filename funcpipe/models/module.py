@@ -1,0 +1,228 @@
+"""One nn.Module as one stage: a parameter-free copy of it, and its parameters and buffers as flat dicts."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.stage import Out, Stage
+from funcpipe.core.tree import Tree
+from funcpipe.models.batchnorm import CommitLayers, DeferredBatchNorm
+
+Params: TypeAlias = dict[str, Tensor]
+State: TypeAlias = Any
+
+
+def from_module(module: nn.Module, *, name: str = "", feeds: Sequence[str] = ()) -> tuple[Stage, Params, State]:
+    """A module as a stage, with its parameters and state.
+
+    The stage owns a copy of the module without its numbers; the module itself is never touched. Batch norm layers
+    become deferred ones (`batch_norm`). Whether the copy trains is the plan's matter; layers that are in evaluation
+    mode inside a training module (frozen batch norm) stay there.
+
+    >>> from torch import nn
+    >>> block, params, state = from_module(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
+    >>> sorted(params), sorted(state)[0]
+    (['0.bias', '0.weight', '1.bias', '1.weight'], '1.num_batches_tracked')
+
+    Args:
+        module: any module. Its input is the stage's input; exactly a ``tuple`` is spread over its arguments.
+        name: what errors call the stage.
+        feeds: names of values of the batch that its forward takes as keywords.
+
+    Returns:
+        The stage; the module's own parameters by the module's own names; copies of its buffers by name, or ``()``.
+
+    Raises:
+        PlanError: not a module, not initialised, or one that cannot be copied.
+    """
+    if not isinstance(module, nn.Module):
+        raise PlanError(f"from_module takes an nn.Module; got a {type(module).__name__} (for a function: fp.stage(fn))")
+    lazy = [n for n, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise PlanError(f"parameters {lazy} are not initialised yet; call the module once on an example first")
+    params: Params = dict(module.named_parameters())
+    state = {key: buffer.detach().clone() for key, buffer in module.named_buffers()}
+    fn = ModuleFn(module, tuple(feeds))
+    commit = CommitLayers(fn.momentum) if fn.momentum else None
+    made = Stage(fn, name, feeds=tuple(feeds), state=bool(state), commit=commit, takes_train=True)
+    return made, params, state or ()
+
+
+class ModuleFn:
+    """A module as a function of its parameters: ``fn(params, x, feeds=, state=, train=)``."""
+
+    def __init__(self, module: nn.Module, feeds: tuple[str, ...] = ()) -> None:
+        self.feeds = feeds
+        aliases = _all_tensors(module)
+        first: dict[int, str] = {}
+        self.canonical = {alias: first.setdefault(id(tensor), alias) for alias, tensor in aliases.items()}
+        self.shapes = {
+            alias: tuple(tensor.shape) for alias, tensor in aliases.items() if self.canonical[alias] == alias
+        }
+        buffers = {alias for alias, _ in module.named_buffers(remove_duplicate=False)}
+        self.param_names = [alias for alias in self.shapes if alias not in buffers]
+        self.buffer_names = [alias for alias in self.shapes if alias in buffers]
+        memo = {id(tensor): _placeholder(tensor) for tensor in aliases.values()}
+        try:
+            self.skeleton = copy.deepcopy(module, memo)
+        except Exception as error:
+            raise PlanError(f"the module cannot be copied ({error}); a stage needs a copy of its own, so tensors that a forward computed must not be kept as attributes") from error  # fmt: skip
+        self.momentum: dict[str, float | None] = {}
+        for path, layer in self.skeleton.named_modules():
+            if DeferredBatchNorm.converts(layer):
+                assert isinstance(layer, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
+                self.momentum[path] = layer.momentum
+                DeferredBatchNorm.convert(layer, path)
+        # A training module keeps the layers that its user froze; one in evaluation mode has no such wish.
+        self.frozen = [path for path, layer in self.skeleton.named_modules() if module.training and not layer.training]
+        self._idle: list[_Copy] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_idle": []}
+
+    def __call__(self, params: Params, x: Tree, **extras: Any) -> Any:
+        """Call on a copy of its own: safe under torch.func and from any thread."""
+        made = _Copy(self)
+        made.install(params, extras.get("state", ()))
+        return made(x, **extras)
+
+    def bind(self, params: Params, state: State) -> _Copy:
+        """A copy with these tensors as its parameters, kept for the next run when released."""
+        try:
+            made = self._idle.pop()
+        except IndexError:
+            made = _Copy(self)
+        made.install(params, state)
+        return made
+
+    def give_back(self, made: _Copy) -> None:
+        """Keep a copy whose run went well."""
+        self._idle.append(made)
+
+    def layers(self) -> Mapping[str, Any]:
+        """Every submodule without children, by its path."""
+        return {path: layer for path, layer in self.skeleton.named_modules() if not any(layer.children())}
+
+    def check(self, params: Any, state: Any) -> None:
+        """Refuse parameters and buffers that are not exactly those of the module. Raises PlanError."""
+        faults = _key_faults("params", params, self.param_names)
+        faults += _key_faults("state", state or {}, self.buffer_names)
+        if not faults:
+            for key, tensor in [*params.items(), *(state or {}).items()]:
+                if not isinstance(tensor, Tensor):
+                    faults.append(f"{key!r} is a {type(tensor).__name__}, not a tensor")
+                elif tuple(tensor.shape) != self.shapes[key]:
+                    faults.append(f"{key!r} has shape {tuple(tensor.shape)}, the module wants {self.shapes[key]}")
+        if faults:
+            raise PlanError(bullets(f"these are not the tensors of {type(self.skeleton).__name__}:", faults))
+
+
+class _Copy:
+    """A private copy of the module with tensors in the places of its parameters."""
+
+    def __init__(self, owner: ModuleFn) -> None:
+        self.owner = owner
+        self.module = copy.deepcopy(owner.skeleton)
+        self.train = self.module.training
+        self.places = {id(layer): path for path, layer in self.module.named_modules()}
+        self.norms = [layer for layer in self.module.modules() if isinstance(layer, DeferredBatchNorm)]
+        self.recurrent = [layer for layer in self.module.modules() if isinstance(layer, nn.RNNBase)]
+        self.slots: list[tuple[dict[str, Any], str, str]] = []
+        for path, layer in self.module.named_modules(remove_duplicate=False):
+            for table in (layer._parameters, layer._buffers):
+                for local, tensor in table.items():
+                    if tensor is not None:
+                        alias = f"{path}.{local}" if path else local
+                        self.slots.append((table, local, owner.canonical[alias]))
+        self.buffers: list[Tensor] = []
+
+    def install(self, params: Params, state: State) -> None:
+        """Put tensors in the places of parameters and buffers."""
+        self.owner.check(params, state)
+        given = {**params, **(state or {})}
+        for table, local, key in self.slots:
+            table[local] = given[key]
+        for layer in self.recurrent:  # they keep a second list of their weights
+            layer._flat_weights = [getattr(layer, n, None) for n in layer._flat_weights_names]  # pyright: ignore
+        self.buffers = [given[key] for key in self.owner.buffer_names]
+
+    def __call__(self, x: Tree, **extras: Any) -> Any:
+        train = bool(extras.get("train", False))
+        if train is not self.train:
+            self._set_train(train)
+        collects = train and bool(self.norms)
+        for layer in self.norms:
+            layer.collected = [] if collects else None
+        before = [buffer._version for buffer in self.buffers] if self.buffers else []
+        # Exactly a tuple is spread; a named tuple is one argument.
+        arguments = x if type(x) is tuple else (x,)
+        y = self.module(*arguments, **extras.get("feeds", {}))
+        if before and before != [buffer._version for buffer in self.buffers]:
+            self._refuse_writes(before)
+        if not collects:
+            return y
+        stats: dict[str, Any] = {}
+        for layer in self.norms:
+            stats[layer.path] = tuple(layer.collected or ())
+            layer.collected = None  # what a recomputation inside a backward sees does not count
+        return Out(y, stats=stats)
+
+    def _set_train(self, train: bool) -> None:
+        self.module.train(train)
+        for path in self.owner.frozen:
+            self.module.get_submodule(path).training = False
+        self.train = train
+
+    def _refuse_writes(self, before: list[int]) -> None:
+        names = [n for n, b, v in zip(self.owner.buffer_names, self.buffers, before, strict=True) if b._version != v]
+        raise PlanError(
+            f"the forward of {type(self.module).__name__} writes into its buffers {names}, and the order of microbatches "
+            "must not matter; only batch norm layers are deferred by themselves. Make it a function stage that returns "
+            "its statistics in Out(stats=...) and folds them in commit=..., or put the layer in evaluation mode"
+        )
+
+    def release(self) -> None:
+        """Forget the tensors and be ready for another run."""
+        for table, local, _ in self.slots:
+            table[local] = None
+        for layer in self.recurrent:
+            layer._flat_weights = []  # pyright: ignore[reportPrivateUsage]
+        self.buffers = []
+        self.owner.give_back(self)
+
+
+def _all_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under every name that they have."""
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return dict(named)
+
+
+def _placeholder(tensor: Tensor) -> Tensor:
+    """As much of a tensor as a copy without numbers needs."""
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _key_faults(what: str, given: Any, expected: list[str]) -> list[str]:
+    if not isinstance(given, Mapping):
+        return [f"{what} is a {type(given).__name__}, not a dict by the module's names"]
+    known: list[str] = [str(key) for key in given]  # pyright: ignore
+    faults: list[str] = []
+    for key in known:
+        if key not in expected:
+            near = difflib.get_close_matches(key, expected, 1)
+            faults.append(
+                f"{what} has {key!r}, which the module does not" + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+    for key in expected:
+        if key not in known:
+            near = difflib.get_close_matches(key, [k for k in known if k not in expected], 1)
+            faults.append(f"{what} lacks {key!r}" + (f"; is it {near[0]!r}?" if near else ""))
+    return faults

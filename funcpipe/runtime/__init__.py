@@ -1,0 +1,1 @@
+"""A plan becomes numbers; autograd, threads and streams live only here."""

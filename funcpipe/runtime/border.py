@@ -1,0 +1,125 @@
+"""Values at the borders of stages: detached, dense, never written by two hands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.tree import Spec, Tree, flatten, unflatten
+
+LEAF: Spec = flatten(None)[1]
+"""The structure of a tree that is one leaf."""
+
+
+class Border:
+    """A tree between stages: its leaves, its structure, and which leaves carry gradients back.
+
+    Tensors are detached and dense. They are immutable by agreement: whoever may write gets `own` copies.
+    """
+
+    __slots__ = ("flags", "leaves", "spec")
+
+    def __init__(self, leaves: list[Any], spec: Spec, flags: Sequence[bool]) -> None:
+        self.leaves, self.spec, self.flags = leaves, spec, flags
+
+    def tree(self) -> Tree:
+        """The tree itself."""
+        return unflatten(self.spec, self.leaves)
+
+
+def given(tree: Tree) -> Border:
+    """What the caller gives: no gradients flow back into it."""
+    leaves, spec = flatten(tree)
+    return Border(leaves, spec, (False,) * len(leaves))
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor itself if it fills its memory from the start, else a copy that does.
+
+    A slice or an expanded tensor would be compacted by a copy to another device but not by a hand-over on the same one,
+    and kernels round differently by layout and alignment: made dense always, both are the same.
+    """
+    if tensor.layout is not torch.strided:
+        return tensor.to_dense()
+    if tensor.storage_offset() == 0 and (tensor.is_contiguous() or _fills(tensor)):
+        return tensor
+    return tensor.clone(memory_format=torch.preserve_format)
+
+
+def _fills(tensor: Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def own(tensor: Tensor) -> Tensor:
+    """A copy of one's own that is made only when someone writes (differentiable).
+
+    In-place layers at a border then work and touch nobody else's tensor.
+    """
+    try:
+        return _lazy_clone(tensor)
+    except (RuntimeError, NotImplementedError):  # memory that torch did not allocate (numpy, shared), odd layouts
+        return tensor.clone()
+
+
+_lazy_clone = torch._lazy_clone if hasattr(torch, "_lazy_clone") else torch.clone  # pyright: ignore
+
+
+def open_border(border: Border, *, grad: bool) -> tuple[Tree, list[tuple[int, Tensor]]]:
+    """The tree that a stage gets, and the leaves that will hold the gradients of it: (index, leaf)."""
+    leaves: list[tuple[int, Tensor]] = []
+    out: list[Any] = []
+    for index, value in enumerate(border.leaves):
+        if isinstance(value, Tensor):
+            if grad and border.flags[index]:
+                value = value.detach().requires_grad_()
+                leaves.append((index, value))
+            value = own(value)
+        out.append(value)
+    return (out[0] if border.spec is LEAF else unflatten(border.spec, out)), leaves
+
+
+def close_border(tree: Tree, *, grad: bool, differentiable: bool) -> tuple[Border, list[Any]]:
+    """What a stage hands out: the border, and its leaves with their graphs.
+
+    Args:
+        tree: what the stage returned.
+        grad: was the stage recorded by autograd.
+        differentiable: where it was not, may floating leaves have gradients (they will when it runs again).
+    """
+    if isinstance(tree, Tensor):
+        leaves, spec = [tree], LEAF
+    else:
+        leaves, spec = flatten(tree)
+    graph: list[Any] = []
+    flags: list[bool] = []
+    values: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            leaf = dense(leaf)
+            flags.append(
+                leaf.requires_grad if grad else differentiable and (leaf.is_floating_point() or leaf.is_complex())
+            )
+            values.append(leaf.detach())
+        else:
+            flags.append(False)
+            values.append(leaf)
+        graph.append(leaf)
+    return Border(values, spec, flags), graph
+
+
+def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def add_gradients(first: list[Tensor | None] | None, *others: list[Tensor | None] | None) -> list[Tensor | None] | None:
+    """Sum gradients of one value leaf by leaf, in the order given, out of place. None is no gradient."""
+    total = first
+    for more in others:
+        if total is None:
+            total = more
+        elif more is not None:
+            total = [_plus(a, b) for a, b in zip(total, more, strict=True)]
+    return total

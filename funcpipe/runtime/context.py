@@ -1,0 +1,103 @@
+"""What a thread does not inherit and a stage must see all the same: autocast, inference mode, default device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch.utils._device import DeviceContext
+
+from funcpipe.core.errors import FuncpipeError
+
+RUNNING: ContextVar[bool] = ContextVar("funcpipe_running", default=False)
+"""True inside of a run: a stage that calls `run` is refused."""
+
+
+def under_transform() -> bool:
+    """Is this call inside torch.func's grad, vmap, jvp, ..."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+
+
+def refuse_transforms(name: str) -> None:
+    """Runs use autograd themselves, so torch.func cannot look into them. Raises FuncpipeError."""
+    if under_transform():
+        raise FuncpipeError(
+            f"{name} computes gradients itself and cannot be called under torch.func (grad, vmap, jvp, ...); transform "
+            "fp.apply(stages, params, inputs), the composed pure function; for gradients of outputs there is fp.vjp, and "
+            "fp.Pipe inside a module"
+        )
+
+
+def not_carried() -> list[str]:
+    """What the caller has switched on that other threads cannot take over."""
+    found: list[str] = []
+    functions = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    found += [f"function mode {type(m).__name__}" for m in functions if not isinstance(m, DeviceContext)]
+    if torch._C._len_torch_dispatch_stack():
+        modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+        found += [f"dispatch mode {type(m).__name__}" for m in modes]
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore
+        found.append("saved-tensor hooks")
+    return found
+
+
+class Context:
+    """What the caller of a run has switched on, to be entered on every thread that works for it."""
+
+    def __init__(self) -> None:
+        self.inference = torch.is_inference_mode_enabled()
+        self.device = torch.get_default_device()
+        kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+        self.autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+
+    @contextmanager
+    def entered(self) -> Generator[None]:
+        """Enter all of it on this thread."""
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            if self.device != torch.device("cpu"):
+                stack.enter_context(self.device)
+            yield
+
+
+@contextmanager
+def no_autocast_cache() -> Generator[None]:
+    """Autocast keeps casts of weights; one made by a forward without autograd would cut the next one's graph."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def intra_op_threads(count: int) -> Generator[None]:
+    """This many intra-op threads on this thread, and the caller's number again afterwards."""
+    before = torch.get_num_threads()
+    if count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def cores() -> list[int]:
+    """The processors that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def pin(lane: int, num_lanes: int, available: list[int]) -> None:
+    """Give this thread its own share of the cores: the kernel likes to put two lanes on one. Ends with the thread."""
+    count = len(available)
+    if count >= num_lanes > 1 and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, available[lane * count // num_lanes : (lane + 1) * count // num_lanes])

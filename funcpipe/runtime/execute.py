@@ -1,0 +1,296 @@
+"""The executor: for each task wait for its reads and slots, do it, publish, free. It knows no schedule, no autograd."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from time import perf_counter_ns
+from typing import Any, NoReturn, assert_never
+
+import torch
+
+from funcpipe.core.errors import FuncpipeError, Where, located
+from funcpipe.core.plan import CALLER, Lowered, Plan, Role, Row
+from funcpipe.core.result import Span, Timeline
+from funcpipe.core.schedule import Kind
+from funcpipe.runtime.border import Border
+from funcpipe.runtime.context import no_autocast_cache
+from funcpipe.runtime.program import Bound, StageArgs
+from funcpipe.runtime.stream import Edge, Place, Ticket
+from funcpipe.schedules.memory import residual_peak
+
+
+class Stop(SystemExit):
+    """Unwinds a lane whose run is over. Never leaves this room."""
+
+
+STOP = object()
+
+
+class Lane:
+    """A device at run time: its part of the order, its store, its inbox.
+
+    Only the lane's own thread touches the store; other lanes put (value number, ticket) or (None, pool, event) in the
+    inbox.
+    """
+
+    def __init__(self, index: int, place: Place, order: list[tuple[int, int]], num_pools: int) -> None:
+        self.index, self.place, self.order = index, place, order
+        self.here: dict[int, Any] = {}
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.freed: list[list[Any]] = [[] for _ in range(num_pools)]
+        self.sent = [0] * num_pools
+        self.most = [0] * num_pools
+        self.spans: list[tuple[int, int, int]] = []
+        self.now = -1
+
+    def take(self) -> None:
+        """Wait for one message and act on it."""
+        message = self.inbox.get()
+        if message is STOP:
+            raise Stop
+        number, payload = message
+        if number >= 0:
+            self.place.wait(payload.event)
+            self.here[number] = payload.value
+        else:
+            self.freed[-1 - number].append(payload)
+
+
+class Execution:
+    """One run of a program: lanes, edges, and what each action does."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Lowered,
+        bounds: Sequence[Bound],
+        places: Sequence[Place],
+        caller: dict[int, Border],
+        *,
+        threaded: bool,
+    ) -> None:
+        self.plan, self.program, self.bounds, self.caller = plan, program, bounds, caller
+        count = len(program.pools)
+        self.lanes = [Lane(i, place, program.lanes[i], count) for i, place in enumerate(places)]
+        self.edges = {
+            (pool.source, pool.lane): Edge(None if pool.source == CALLER else places[pool.source], places[pool.lane])
+            for pool in program.pools
+        }
+        self.threaded = threaded
+        self.stopped = False
+
+    # -- one action --------------------------------------------------------------------------------------------------
+
+    def perform(self, lane: Lane, position: int, code: int) -> None:
+        """One action of a lane with everything around it."""
+        lane.now = position
+        count = self.program.num_microbatches
+        index, microbatch = divmod(code, count)
+        row = self.program.rows[index]
+        here = lane.here
+        for wire, pool in row.fetches:
+            self._fetch(lane, wire * count + microbatch, pool)
+        for wire in row.reads:
+            number = wire * count + microbatch
+            while number not in here:
+                lane.take()
+        start = perf_counter_ns()
+        self._compute(row, microbatch, here)
+        lane.spans.append((code, start, perf_counter_ns()))
+        for wire, pool in row.frees:
+            self._free(lane, wire * count + microbatch, pool)
+        for number, pool in self.program.late_frees.get(position, ()):
+            self._free(lane, number, pool)
+        for wire, to, pool in row.sends:
+            self._send(lane, wire * count + microbatch, to, pool)
+        for wire in row.drops:
+            del here[wire * count + microbatch]
+
+    def _compute(self, row: Row, microbatch: int, here: dict[int, Any]) -> None:
+        count = self.program.num_microbatches
+        bound = self.bounds[row.stage]
+        reads = [here[wire * count + microbatch] for wire in row.reads]
+        kind = row.kind
+        if kind is Kind.F:
+            out, residual = bound.forward(self._arguments(row, reads, microbatch), keep=row.keeps)
+            results = self._forward_results(row, out, residual)
+        elif kind is Kind.R:
+            results = [bound.forward(self._arguments(row, reads, microbatch), keep=True)[1]]
+        elif kind is Kind.B:
+            results = self._gradients(row, bound.backward(*self._cotangents(row, reads)))
+        elif kind is Kind.I:
+            gradients, rest = bound.backward_input(*self._cotangents(row, reads))
+            results = [*self._gradients(row, gradients), rest]
+        elif kind is Kind.W:
+            bound.backward_weight(reads[0])
+            results = []
+        else:
+            assert_never(kind)
+        for wire, value in zip(row.writes, results, strict=True):
+            here[wire * count + microbatch] = value
+
+    def _arguments(self, row: Row, reads: list[Any], microbatch: int) -> StageArgs:
+        """The reads of F and R, which stand in the order of the effects table."""
+        stage = self.plan.stages[row.stage]
+        pops = 1 + len(stage.pop)
+        feeds = pops + len(stage.feeds)
+        return StageArgs(
+            reads[0], reads[1:pops], reads[pops:feeds], reads[feeds] if len(reads) > feeds else None, microbatch
+        )
+
+    def _forward_results(self, row: Row, out: Any, residual: Any) -> list[Any]:
+        results: list[Any] = []
+        for wire in row.writes:
+            role, _, name, _ = self.program.wires[wire]
+            if role is Role.ACT or role is Role.OUTPUT:
+                results.append(out.y)
+            elif role is Role.SKIP:
+                results.append(out.stash[name])
+            else:
+                results.append(out.report if role is Role.REPORT else residual)
+        return results
+
+    def _cotangents(self, row: Row, reads: list[Any]) -> tuple[Any, Any, dict[str, list[Any]]]:
+        y: Any = None
+        stash: dict[str, list[Any]] = {}
+        for wire, value in zip(row.reads[1:], reads[1:], strict=True):
+            role, _, name, _ = self.program.wires[wire]
+            if role is Role.GRAD:
+                y = value.leaves
+            else:
+                stash.setdefault(name, []).append(value.leaves)
+        return reads[0], y, stash
+
+    def _gradients(self, row: Row, gradients: Any) -> list[Border]:
+        """The gradients in the order of the effects table: of the input where a stage is before, of each skip."""
+        parts = [gradients.x, *gradients.skips] if row.stage else gradients.skips
+        return [Border(leaves, None, ()) for leaves in parts]  # pyright: ignore[reportArgumentType]
+
+    # -- values between lanes ----------------------------------------------------------------------------------------
+
+    def _fetch(self, lane: Lane, number: int, pool: int) -> None:
+        self._count(lane, pool)
+        freed = lane.freed[pool]
+        need = lane.sent[pool] - self.program.pools[pool].slots
+        ticket = self.edges[CALLER, lane.index].send(self.caller[number], freed[need - 1] if need > 0 else None)
+        lane.place.wait(ticket.event)
+        lane.here[number] = ticket.value
+
+    def _send(self, lane: Lane, number: int, to: int, pool: int) -> None:
+        need = lane.sent[pool] + 1 - self.program.pools[pool].slots
+        freed = lane.freed[pool]
+        while len(freed) < need:  # every slot is taken: wait until the reader frees one
+            lane.take()
+        self._count(lane, pool)
+        ticket = self.edges[lane.index, to].send(lane.here[number], freed[need - 1] if need > 0 else None)
+        self.post(self.lanes[to], number, ticket)
+
+    def _count(self, lane: Lane, pool: int) -> None:
+        lane.sent[pool] += 1
+        lane.most[pool] = max(lane.most[pool], lane.sent[pool] - len(lane.freed[pool]))
+
+    def _free(self, lane: Lane, number: int, pool: int) -> None:
+        del lane.here[number]
+        if pool >= 0:
+            source = self.program.pools[pool].source
+            if source == CALLER:
+                lane.freed[pool].append(lane.place.event())
+            else:
+                self.credit(self.lanes[source], pool, lane.place.event())
+
+    def post(self, lane: Lane, number: int, ticket: Ticket) -> None:
+        """Hand a value to a lane."""
+        if self.threaded:
+            lane.inbox.put((number, ticket))
+        else:
+            lane.place.wait(ticket.event)
+            lane.here[number] = ticket.value
+
+    def credit(self, lane: Lane, pool: int, event: Any) -> None:
+        """Tell a lane that a slot is free again."""
+        if self.threaded:
+            lane.inbox.put((-1 - pool, event))
+        else:
+            lane.freed[pool].append(event)
+
+    # -- after the run -----------------------------------------------------------------------------------------------
+
+    def where(self, lane: Lane) -> Where:
+        """The coordinates of what the lane is doing."""
+        code = self.program.order[lane.now] if lane.now >= 0 else self.program.order[0]
+        row = self.program.rows[code // self.program.num_microbatches]
+        action = self.program.action(code)
+        phase = self.bounds[row.stage].phase
+        word = f"{action} ({phase})" if phase else str(action)
+        device = f"{lane.index} ({lane.place.device})"
+        return Where(row.stage, self.plan.stages[row.stage].name, action.microbatch, word, device)
+
+    def collect(self, role: Role) -> dict[tuple[int, int], Any]:
+        """What the caller takes, by (stage, microbatch); it leaves the stores."""
+        out: dict[tuple[int, int], Any] = {}
+        count = self.program.num_microbatches
+        for number, wire in enumerate(self.program.wires):
+            if wire.role is role:
+                for lane in self.lanes:
+                    for microbatch in range(count):
+                        value = lane.here.pop(number * count + microbatch, None)
+                        if value is not None:
+                            out[wire.stage, microbatch] = value
+        return out
+
+    def check_empty(self) -> None:
+        """Every value was freed: the plan's liveness and what ran agree."""
+        left = [str(self.program.value(number)) for lane in self.lanes for number in lane.here]
+        if left:
+            raise FuncpipeError(f"internal error: values left in the stores: {left}")
+
+    def timeline(self) -> Timeline:
+        """The measured spans, in seconds from the first start."""
+        first = min((lane.spans[0][1] for lane in self.lanes if lane.spans), default=0)
+        spans = [
+            Span(lane.index, (start - first) / 1e9, (end - first) / 1e9, self.program.action(code))
+            for lane in self.lanes
+            for code, start, end in lane.spans
+        ]
+        spans.sort(key=lambda span: (span.start, span.device))
+        schedule = self.plan.schedule.first(self.program.num_microbatches)
+        peak = tuple(residual_peak(order, schedule) for order in schedule.orders)
+        return Timeline(tuple(spans), len(self.lanes), peak, "s", 0.0, schedule.name)
+
+    def most(self) -> tuple[int, ...]:
+        """The most values that lay in each pool at a time."""
+        return tuple(max(lane.most[pool] for lane in self.lanes) for pool in range(len(self.program.pools)))
+
+
+def run_serial(execution: Execution) -> None:
+    """Everything on this thread, in plan order."""
+    lanes, program = execution.lanes, execution.program
+    lane_of = [row.lane for row in program.rows]
+    count = program.num_microbatches
+    lane = lanes[0]
+    try:
+        with no_autocast_cache(), torch.autograd.set_multithreading_enabled(False):
+            for position, code in enumerate(program.order):
+                lane = lanes[lane_of[code // count]]
+                if lane.place.asynchronous:
+                    with lane.place.active():
+                        execution.perform(lane, position, code)
+                else:
+                    execution.perform(lane, position, code)
+    except BaseException as error:
+        raise_located([(lane.now, located(error, execution.where(lane)))])
+
+
+def raise_located(failures: list[tuple[int, BaseException]]) -> NoReturn:
+    """Raise the earliest in plan order; the others become notes of it."""
+    failures.sort(key=lambda failure: failure[0])
+    first = failures[0][1]
+    for _, other in failures[1:]:
+        notes = first.__dict__.setdefault("__notes__", [])
+        notes.append(f"also failed: {type(other).__name__}: {other} ({getattr(other, 'funcpipe', '')})")
+    failures.clear()
+    try:
+        raise first
+    finally:
+        del first  # the traceback's frames must not point back at the exception

@@ -1,0 +1,149 @@
+"""The end of a run: losses folded, gradients scaled and tied, statistics committed, outputs merged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.errors import BatchError, PlanError, Where, bullets, located
+from funcpipe.core.plan import Plan
+from funcpipe.core.result import Loss, Result, RunStats, Timeline
+from funcpipe.core.tree import Tree, flatten, locations, map_leaves, paths, unflatten
+from funcpipe.runtime.border import Border, own
+from funcpipe.runtime.microbatch import merge
+from funcpipe.runtime.prepare import Prepared, key_of
+from funcpipe.runtime.program import Report
+
+ByPlace = Mapping[tuple[int, int], Any]
+"""Values by (stage, microbatch)."""
+
+
+def finish(ready: Prepared, reports: ByPlace, outputs: ByPlace, timeline: Timeline | None, stats: RunStats) -> Result:
+    """What a run gives back, from what its forwards reported and its backwards summed."""
+    plan, count = ready.plan, ready.batch.num_microbatches
+    last = plan.num_stages - 1
+    _refuse_param_writes(ready)
+    loss, weight, losses, aux, late = _fold_losses(ready, reports)
+    grads: tuple[Tree, ...] | None = None
+    unused: list[tuple[int, Any]] = []
+    if plan.schedule.has_backward:
+        grads = _grads(ready, 1.0 / weight if late and weight else 1.0)
+        for stage, bound in enumerate(ready.bounds):
+            unused += [(stage, key_of(paths(ready.params[stage])[number])) for number in bound.unused()]
+    state = tuple(_commit(ready, stage, reports) for stage in range(plan.num_stages))
+    merged: Tree = None
+    if plan.outputs:
+        pieces: list[Border] = [outputs[last, m] for m in range(count)]
+        merged = merge(pieces, ready.batch.rows, merged=ready.batch.merged)
+    for bound in ready.bounds:
+        bound.release()
+    return Result(loss, weight, losses, aux, grads, tuple(unused), state, merged, timeline, stats)
+
+
+def _refuse_param_writes(ready: Prepared) -> None:
+    faults = [
+        locations(ready.params[stage], f"params[{stage}]")[number]
+        for stage, bound in enumerate(ready.bounds)
+        for number in bound.written()
+    ]
+    if faults:
+        raise PlanError(bullets("a stage wrote into its parameters; a stage is pure, so compute with a copy:", faults))
+
+
+def _fold_losses(
+    ready: Prepared, reports: ByPlace
+) -> tuple[Any, float | None, tuple[Any, ...], tuple[Tree, ...], bool]:
+    """Loss, weight, losses, aux, and whether the total weight was unknown until now."""
+    plan, shares, count = ready.plan, ready.shares, ready.batch.num_microbatches
+    if plan.loss is None:
+        return None, None, (), (), False
+    last = plan.num_stages - 1
+    found: list[Loss] = [reports[last, m].loss for m in range(count)]
+    sums = [loss.weight is not None for loss in found]
+    if any(sums) and not all(sums):
+        raise BatchError("the loss returned a mean for some microbatches and (sum, weight) for others; return one form always")  # fmt: skip
+    late = sums[0] and not shares.explicit
+    weight = float(sum(float(loss.weight) for loss in found)) if late else shares.total
+    if not weight:
+        raise BatchError("the weights that the loss returned are 0 for every microbatch, so the loss of this batch is not defined")  # fmt: skip
+    total: Any = None
+    with torch.no_grad():
+        for m, loss in enumerate(found):
+            factor = 1.0 / weight if late else shares.factor(loss, m)
+            if factor:
+                part = loss.sum.reshape(()) * factor
+                total = part if total is None else total + part
+        total = _add_sides(ready, reports, total, late)
+        losses = tuple(_mean(loss) for loss in found)
+    return total, weight, losses, tuple(loss.aux for loss in found), late
+
+
+def _mean(loss: Loss) -> Any:
+    if loss.weight is None:
+        return loss.sum.reshape(())
+    weight = float(loss.weight)
+    return loss.sum.reshape(()) / weight if weight else torch.zeros_like(loss.sum.reshape(()))
+
+
+def _add_sides(ready: Prepared, reports: ByPlace, total: Any, late: bool) -> Any:
+    """The auxiliary losses of all stages, each microbatch's mean by the microbatch's share."""
+    for stage in range(ready.plan.num_stages):
+        for m in range(ready.batch.num_microbatches):
+            report: Report = reports[stage, m]
+            if report.side is None:
+                continue
+            if late:
+                raise BatchError(f"stage {stage} returned an auxiliary loss, but how much its microbatch counts is not known while the loss itself brings the weights; give make_plan(..., weight=target -> number)")  # fmt: skip
+            side, weight = report.side
+            if float(weight):
+                part = side * (ready.shares.share(m) / float(weight))
+                part = part.to(total.device).reshape(()) if isinstance(part, Tensor) else part
+                total = total + part
+    return total
+
+
+def _grads(ready: Prepared, scale: float) -> tuple[Tree, ...]:
+    """The gradient trees: scaled where the weight came late, tied leaves summed."""
+    sums = [bound.grads() for bound in ready.bounds]
+    with torch.no_grad():
+        if scale != 1.0:
+            for own_sums in sums:
+                for gradient in own_sums:
+                    if gradient is not None:
+                        gradient.mul_(scale)
+        for group in ready.ties:
+            parts = [gradient for s, n in group if (gradient := sums[s][n]) is not None]
+            if not parts:
+                continue
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part.to(total.device)
+            for s, n in group:
+                held = sums[s][n]
+                if held is not None:  # each holder gets a tensor of its own: clipping in place must not act twice
+                    sums[s][n] = total.to(held.device, copy=True)
+    specs = [flatten(tree)[1] for tree in ready.params]
+    return tuple(unflatten(spec, own_sums) for spec, own_sums in zip(specs, sums, strict=True))
+
+
+def _commit(ready: Prepared, stage: int, reports: ByPlace) -> Tree:
+    plan: Plan = ready.plan
+    part, state = plan.stages[stage], ready.state[stage]
+    if part.commit is None or not plan.train:
+        return state
+    stats = tuple(reports[stage, m].stats for m in range(ready.batch.num_microbatches))
+    try:
+        with torch.no_grad():
+            # Its own copy: a commit that updates in place must not reach the caller's state.
+            mine = map_leaves(lambda leaf: own(leaf.detach()) if isinstance(leaf, Tensor) else leaf, state)
+            return part.commit(mine, stats)
+    except BaseException as error:
+        device = plan.schedule.device_of[stage]
+        failure = located(error, Where(stage, part.name, None, "commit", f"{device} ({ready.where[device]})"))
+    try:
+        raise failure
+    finally:
+        del failure

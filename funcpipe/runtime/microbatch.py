@@ -1,0 +1,288 @@
+"""A batch cut into microbatches and outputs merged again; no row is ever lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.errors import BatchError, bullets
+from funcpipe.core.plan import Plan
+from funcpipe.core.tree import Tree, flatten, locations, unflatten
+from funcpipe.runtime.border import Border, given, own
+from funcpipe.runtime.program import Shares
+
+
+class Replicate:
+    """A leaf of a batch that every microbatch gets whole: ``fp.Replicate(table)``.
+
+    Attributes:
+        value: a tensor, or anything.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Replicate({type(self.value).__name__})"
+
+
+class Axis:
+    """A leaf of a batch whose rows lie along another axis than 0: ``fp.Axis(mask, 1)``.
+
+    Attributes:
+        value: the tensor.
+        axis: of its rows; negative counts from the end.
+    """
+
+    def __init__(self, value: Tensor, axis: int) -> None:
+        self.value, self.axis = value, axis
+
+    def __repr__(self) -> str:
+        return f"Axis({type(self.value).__name__}, {self.axis})"
+
+
+class Microbatches(Sequence[Any]):
+    """Microbatches that are cut already, or that cannot be merged: one tree each.
+
+    Give them as inputs, target or feeds where the library should not cut (packed sequences, ragged rows). Outputs come
+    back in this form where the inputs had it, and for leaves that have no rows to join.
+    """
+
+    def __init__(self, trees: Iterable[Tree]) -> None:
+        self.trees = tuple(trees)
+
+    def __len__(self) -> int:
+        return len(self.trees)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.trees[index]
+
+    def __repr__(self) -> str:
+        return f"Microbatches({len(self.trees)})"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch, cut.
+
+    Attributes:
+        inputs: one border per microbatch.
+        target: likewise, or None without a loss.
+        feeds: likewise, by name.
+        rows: of each microbatch; 1 where nothing has rows.
+        merged: should outputs be merged.
+        handles: keeps the caller's memory marked as shared while the run lasts.
+    """
+
+    inputs: list[Border]
+    target: list[Border] | None
+    feeds: dict[str, list[Border]]
+    rows: tuple[int, ...]
+    merged: bool
+    handles: list[Any]
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches have rows."""
+        return len(self.rows)
+
+
+def sizes(rows: int, count: int) -> list[int]:
+    """Rows of each microbatch: as equal as can be, the larger first, none empty.
+
+    >>> sizes(10, 8), sizes(3, 8)
+    ([2, 2, 1, 1, 1, 1, 1, 1], [1, 1, 1])
+    """
+    parts = min(rows, count)
+    return [rows // parts + (index < rows % parts) for index in range(parts)]
+
+
+def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None) -> Batch:
+    """Cut inputs, target and feeds alike.
+
+    Raises:
+        BatchError: leaves with different numbers of rows, without rows, no rows at all, feeds missing or unknown, or
+            the wrong number of ready-made microbatches; every fault with its place.
+    """
+    trees: dict[str, Tree] = {"inputs": inputs}
+    if plan.loss is not None:
+        trees["target"] = target
+    wanted = dict.fromkeys(name for part in plan.stages for name in part.feeds)
+    faults = [f"feeds lacks {name!r}, which {_stage_that_feeds(plan, name)} declares" for name in wanted if name not in (feeds or {})]  # fmt: skip
+    faults += [f"feeds has {name!r}, which no stage declares" for name in feeds or {} if name not in wanted]
+    trees.update({f"feeds[{name!r}]": (feeds or {})[name] for name in wanted if name in (feeds or {})})
+    leaves = [_Leaves(name, tree) for name, tree in trees.items()]
+    rows, found = _rows(leaves)
+    faults += found
+    ready = {one.name: len(one.ready) for one in leaves if one.ready is not None}
+    most = plan.num_microbatches
+    faults += [f"{name} is cut into {n} microbatches, the plan has {most}" for name, n in ready.items() if not 0 < n <= most]  # fmt: skip
+    if len(set(ready.values())) > 1:
+        faults.append(
+            "ready-made microbatches differ in number: " + ", ".join(f"{name} has {n}" for name, n in ready.items())
+        )
+    if faults:
+        raise BatchError(bullets("this batch cannot be cut into microbatches:", faults))
+    if ready:
+        count = next(iter(ready.values()))
+        by_microbatch = next(
+            (one.ready_rows() for one in leaves if one.ready is not None and any(one.ready_rows())), [1] * count
+        )
+        if rows is not None and rows != sum(by_microbatch):
+            raise BatchError(f"the ready-made microbatches have {sum(by_microbatch)} rows ({by_microbatch}), other leaves have {rows}")  # fmt: skip
+        parts = [max(1, one) for one in by_microbatch]
+    else:
+        parts = sizes(rows, most) if rows is not None else [1] * most
+    pieces = {one.name: one.cut(parts) for one in leaves}
+    handles = [handle for one in leaves for handle in one.handles]
+    by_feed = {name: pieces[f"feeds[{name!r}]"] for name in wanted}
+    return Batch(pieces["inputs"], pieces.get("target"), by_feed, tuple(parts), "inputs" not in ready, handles)
+
+
+class _Leaves:
+    """One tree of the batch, its leaves with their places and axes."""
+
+    def __init__(self, name: str, tree: Tree) -> None:
+        self.name = name
+        self.ready = tree if isinstance(tree, Microbatches) else None
+        self.leaves, self.spec = flatten(tree if self.ready is None else None)
+        self.axes: list[int | None] = []
+        self.faults: list[str] = []
+        self.rows: dict[str, int] = {}
+        self.handles: list[Any] = []
+        places = locations(tree, name) if self.ready is None else [name]
+        for index, (place, leaf) in enumerate(zip(places, self.leaves, strict=True)):
+            self.axes.append(self._axis(index, place, leaf))
+
+    def _axis(self, index: int, place: str, leaf: Any) -> int | None:
+        """The axis along which a leaf is cut; None: it is shared."""
+        if isinstance(leaf, Replicate):
+            self.leaves[index] = leaf.value
+            return None
+        axis = 0
+        if isinstance(leaf, Axis):
+            axis, leaf = leaf.axis, leaf.value
+            self.leaves[index] = leaf
+        if not isinstance(leaf, Tensor):
+            return None
+        if leaf.dim() == 0:
+            self.faults.append(f"{place} is a 0-dim tensor and has no rows; share it: fp.Replicate({place})")
+            return None
+        if not -leaf.dim() <= axis < leaf.dim():
+            self.faults.append(f"{place} has shape {tuple(leaf.shape)} and no axis {axis}")
+            return None
+        self.rows[place] = leaf.shape[axis]
+        return axis % leaf.dim()
+
+    def ready_rows(self) -> list[int]:
+        """The rows of ready-made microbatches: those of the first leaf that has any."""
+        assert self.ready is not None
+        out: list[int] = []
+        for tree in self.ready:
+            tensors = [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor) and leaf.dim()]
+            out.append(tensors[0].shape[0] if tensors else 0)
+        return out
+
+    def cut(self, parts: Sequence[int]) -> list[Border]:
+        """One border per microbatch: views of the caller's tensors."""
+        if self.ready is not None:
+            self._share([leaf for tree in self.ready for leaf in flatten(tree)[0]])
+            return [given(tree) for tree in self.ready]
+        self._share(self.leaves)
+        out: list[Border] = []
+        start = 0
+        flags = (False,) * len(self.leaves)
+        for size in parts:
+            piece = [
+                leaf if axis is None else leaf.detach().narrow(axis, start, size)
+                for leaf, axis in zip(self.leaves, self.axes, strict=True)
+            ]
+            out.append(Border(piece, self.spec, flags))
+            start += size
+        return out
+
+    def _share(self, leaves: Iterable[Any]) -> None:
+        # Copy-on-write is entered here, in one thread: two lanes must not turn the same memory at the same time.
+        self.handles = [own(leaf.detach()) for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
+
+
+def _rows(leaves: Sequence[_Leaves]) -> tuple[int | None, list[str]]:
+    """The number of rows of a batch, None if nothing has any; and what is wrong with it."""
+    faults = [fault for one in leaves for fault in one.faults]
+    rows = {place: count for one in leaves for place, count in one.rows.items()}
+    counts = set(rows.values())
+    if len(counts) > 1:
+        listed = ", ".join(f"{place} has {count}" for place, count in rows.items())
+        faults.append(f"leaves differ in rows: {listed}; share a leaf that has none with fp.Replicate(leaf), name another axis with fp.Axis(leaf, axis)")  # fmt: skip
+    if counts == {0}:
+        faults.append(f"the batch has no rows: {', '.join(rows)}")
+    return (next(iter(counts)) if counts else None), faults
+
+
+def _stage_that_feeds(plan: Plan, name: str) -> str:
+    index = next(i for i, part in enumerate(plan.stages) if name in part.feeds)
+    return f"stage {index} ({plan.stages[index].name!r})"
+
+
+def shares(batch: Batch, weight: Callable[..., Any] | None, loss_scale: Any) -> Shares:
+    """The weight of every microbatch, before any forward.
+
+    Raises:
+        BatchError: a weight is not a number from 0, or all are 0.
+    """
+    scale = float(loss_scale)
+    if weight is None:
+        return Shares(tuple(map(float, batch.rows)), float(sum(batch.rows)), False, scale)
+    weights: list[float] = []
+    for index, target in enumerate(batch.target or []):
+        value = weight(target.tree())
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if not 0 <= number < float("inf"):
+            raise BatchError(f"weight(target) is a number from 0; for microbatch {index} it gave {value!r}")
+        weights.append(number)
+    if not sum(weights):
+        raise BatchError(
+            "weight(target) is 0 for every microbatch, so the loss of this batch is not defined; leave it out"
+        )
+    return Shares(tuple(weights), sum(weights), True, scale)
+
+
+def merge(pieces: Sequence[Border], rows: Sequence[int], *, merged: bool) -> Tree:
+    """The outputs of all microbatches as one tree.
+
+    Leaves with one row per row of the batch are joined along axis 0. Tensors without them, and non-tensors that differ,
+    come as `Microbatches`, one value each.
+
+    Raises:
+        BatchError: microbatches returned trees of different structure, or rows of different shape.
+    """
+    if not merged:
+        return Microbatches(piece.tree() for piece in pieces)
+    for index, piece in enumerate(pieces):
+        if piece.spec != pieces[0].spec:
+            raise BatchError(f"outputs of microbatch {index} have another structure ({piece.spec}) than those of microbatch 0 ({pieces[0].spec})")  # fmt: skip
+    places = locations(pieces[0].tree(), "outputs")
+    columns = zip(places, *(piece.leaves for piece in pieces), strict=True)
+    return unflatten(pieces[0].spec, [_join(place, values, rows) for place, *values in columns])
+
+
+def _join(place: str, values: Sequence[Any], rows: Sequence[int]) -> Any:
+    if all(isinstance(one, Tensor) for one in values):
+        if all(one.dim() and one.shape[0] == count for one, count in zip(values, rows, strict=True)):
+            if len({(one.shape[1:], one.dtype) for one in values}) > 1:
+                shapes = [tuple(one.shape) for one in values]
+                raise BatchError(f"{place} cannot be joined over microbatches of shapes {shapes}; give the inputs as fp.Microbatches to get one output each")  # fmt: skip
+            return torch.cat(list(values)) if len(values) > 1 else values[0]
+        return Microbatches(values)
+    try:
+        same = all(type(one) is type(values[0]) and bool(one == values[0]) for one in values)
+    except Exception:
+        same = False
+    return values[0] if same else Microbatches(values)

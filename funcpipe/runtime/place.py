@@ -1,0 +1,106 @@
+"""Devices, and trees on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from funcpipe.core.errors import PlacementError, bullets
+from funcpipe.core.plan import Plan
+from funcpipe.core.tree import Tree, flatten, locations, map_leaves
+
+
+def devices(count: int) -> tuple[torch.device, ...]:
+    """A device for each lane: the CUDA devices if there are any (in turn, if there are fewer), else the CPU.
+
+    >>> len(devices(4))
+    4
+    """
+    if torch.cuda.is_available():
+        return tuple(torch.device("cuda", index % torch.cuda.device_count()) for index in range(count))
+    return (torch.device("cpu"),) * count
+
+
+def plan_devices(plan: Plan) -> tuple[torch.device, ...]:
+    """The torch device of each lane of a plan. Raises PlacementError where torch has no such device."""
+    if plan.devices is None:
+        return devices(plan.num_devices)
+    faults: list[str] = []
+    out: list[torch.device] = []
+    for lane, name in enumerate(plan.devices):
+        try:
+            device = torch.device(name)
+            if device.type == "cuda" and not torch.cuda.is_available():
+                faults.append(f"device {lane} is {name}, but torch sees no CUDA device")
+            elif device.type == "cuda" and str(device) == "cuda":
+                device = torch.device("cuda", torch.cuda.current_device())
+            elif device.type == "cuda" and device.index >= torch.cuda.device_count():
+                faults.append(f"device {lane} is {name}, but torch sees {torch.cuda.device_count()} CUDA devices")
+            out.append(device)
+        except (RuntimeError, TypeError) as error:
+            faults.append(f"device {lane} is {name!r}: {str(error).splitlines()[0]}")
+    if faults:
+        raise PlacementError(bullets("the plan's devices are not here; make it with fp.devices(n):", faults))
+    return tuple(out)
+
+
+def place(plan: Plan, params: Sequence[Tree]) -> tuple[Tree, ...]:
+    """Each stage's tree on its device. Works for parameters, state, or any tuple with a tree per stage.
+
+    Tensors that are there already stay the very same, so an optimizer and a module that hold them see every step.
+    Moved ones keep ``requires_grad`` and being a Parameter.
+
+    Raises:
+        PlacementError: not one tree per stage.
+    """
+    if not isinstance(params, (tuple, list)) or len(params) != plan.num_stages:
+        raise PlacementError(
+            f"place takes a tuple with one tree for each of {plan.num_stages} stages; got {_describe(params)}"
+        )
+    where = plan_devices(plan)
+    device_of = plan.schedule.device_of
+    return tuple(_move(tree, where[device_of[stage]]) for stage, tree in enumerate(params))
+
+
+def _move(tree: Tree, device: torch.device) -> Tree:
+    moved: dict[int, Tensor] = {}  # a tensor that stands twice stays one
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or same_device(leaf.device, device):
+            return leaf
+        if id(leaf) not in moved:
+            new = leaf.detach().to(device)
+            if isinstance(leaf, nn.Parameter):
+                new = nn.Parameter(new, leaf.requires_grad)
+            moved[id(leaf)] = new.requires_grad_(leaf.requires_grad)
+        return moved[id(leaf)]
+
+    return map_leaves(move, tree)
+
+
+def misplaced(plan: Plan, trees: Sequence[Tree], where: Sequence[torch.device], what: str) -> list[str]:
+    """The tensors that do not lie on their stage's device, one line each."""
+    device_of = plan.schedule.device_of
+    faults: list[str] = []
+    for stage, tree in enumerate(trees):
+        device = where[device_of[stage]]
+        leaves = flatten(tree)[0]
+        if all(same_device(leaf.device, device) for leaf in leaves if isinstance(leaf, Tensor)):
+            continue
+        for name, leaf in zip(locations(tree, f"{what}[{stage}]"), leaves, strict=True):
+            if isinstance(leaf, Tensor) and not same_device(leaf.device, device):
+                faults.append(f"{name} lies on {leaf.device}, stage {stage} runs on {device}")
+    return faults
+
+
+def same_device(a: torch.device, b: torch.device) -> bool:
+    """Are these one device; every CPU is the same."""
+    return a == b or (a.type == b.type == "cpu")
+
+
+def _describe(value: Any) -> str:
+    kind = type(value).__name__
+    return f"a {kind} of {len(value)}" if isinstance(value, (tuple, list, dict)) else f"a {kind}"  # pyright: ignore

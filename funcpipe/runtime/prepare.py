@@ -1,0 +1,258 @@
+"""Everything that a run checks and binds before the first action."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, bullets
+from funcpipe.core.plan import Lowered, Plan
+from funcpipe.core.stage import names_of
+from funcpipe.core.tree import Path, Tree, flatten, is_differentiable, paths
+from funcpipe.lower.plan import program_for
+from funcpipe.runtime import microbatch
+from funcpipe.runtime.context import RUNNING, cores, refuse_transforms
+from funcpipe.runtime.place import misplaced, plan_devices
+from funcpipe.runtime.program import EagerBound, Shares
+from funcpipe.runtime.rng import Keys
+
+Trainable: TypeAlias = bool | Callable[[str, Tensor], bool] | Sequence[Any] | None
+"""Which leaves get gradients; see `run`."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run, ready to begin.
+
+    Attributes:
+        plan: the plan.
+        program: its program for the microbatches that have rows.
+        batch: the batch, cut.
+        shares: how much each microbatch counts.
+        params, state: as given, one tree per stage.
+        bounds: the stages with their parameters.
+        where: the torch device of each lane.
+        threads: intra-op threads of a lane.
+        ties: groups of (stage, leaf number).
+    """
+
+    plan: Plan
+    program: Lowered
+    batch: microbatch.Batch
+    shares: Shares
+    params: tuple[Tree, ...]
+    state: tuple[Tree, ...]
+    bounds: list[EagerBound]
+    where: tuple[torch.device, ...]
+    threads: int
+    ties: tuple[tuple[tuple[int, int], ...], ...]
+
+
+def prepare(
+    name: str,
+    plan: Plan,
+    params: Sequence[Tree],
+    batch: Any,
+    *,
+    state: Sequence[Tree] | None,
+    feeds: Mapping[str, Tree] | None,
+    seed: int | None,
+    trainable: Trainable,
+    loss_scale: float,
+    threads_per_lane: int | None,
+) -> Prepared:
+    """Check everything that can be checked, cut the batch, bind the stages. Nothing has run when it raises."""
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"{name} takes a plan; got a {type(plan).__name__}; make one: fp.make_plan(stages, schedule, loss=...)"
+        )
+    refuse_transforms(name)
+    if RUNNING.get():
+        raise FuncpipeError(f"{name} was called inside of a stage of another run; a stage is one step of a plan: use fp.apply there, or fp.compose to nest stages")  # fmt: skip
+    backward = plan.schedule.has_backward
+    _check_modes(name, plan, backward)
+    if seed is not None and not isinstance(seed, int):
+        raise PlanError(f"seed is an int; got a {type(seed).__name__}")
+    trees = _per_stage("params", params, plan)
+    states = _states(state, plan)
+    where = plan_devices(plan)
+    faults = misplaced(plan, trees, where, "params") + misplaced(plan, states, where, "state")
+    if faults:
+        raise PlacementError(
+            bullets("tensors must lie where their stage runs; move them with fp.place(plan, params):", faults)
+        )
+    inputs, target = _split_batch(plan, batch)
+    cut = microbatch.cut(plan, inputs, target, feeds)
+    shares = microbatch.shares(cut, plan.weight, loss_scale)
+    wanted = trainable_leaves(trees, trainable) if backward else [[False] * len(flatten(t)[0]) for t in trees]
+    ties = _resolve_ties(plan, trees, wanted)
+    if backward:
+        _refuse_undeclared_ties(trees, wanted, ties)
+    threads = threads_per_lane or max(1, len(cores()) // plan.num_devices)
+    keys = Keys(seed, plan.stages)
+    last = plan.num_stages - 1
+    bounds: list[EagerBound] = []
+    for index, part in enumerate(plan.stages):
+        try:
+            bounds.append(
+                EagerBound(
+                    part,
+                    index,
+                    trees[index],
+                    states[index],
+                    trainable=wanted[index],
+                    train=plan.train,
+                    keys=keys,
+                    loss=plan.loss if index == last else None,
+                    shares=shares,
+                )
+            )
+        except PlanError as error:
+            raise PlanError(f"{names_of(plan.stages)[index]}: {error}") from None
+    program = program_for(plan, cut.num_microbatches)
+    return Prepared(plan, program, cut, shares, trees, states, bounds, where, threads, ties)
+
+
+def _check_modes(name: str, plan: Plan, backward: bool) -> None:
+    if not backward:
+        return
+    if plan.loss is None:
+        raise PlanError(f"the plan's schedule has backwards but the plan has no loss, so {name} does not know where gradients begin: make_plan(..., loss=fn); for gradients of outputs use fp.vjp; for outputs alone a forward-only schedule, fp.fill_drain(..., backward=False)")  # fmt: skip
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise PlanError(f"the plan has backwards, but {name} was called under torch.{mode}; evaluate with a forward-only schedule, fp.fill_drain(..., backward=False)")  # fmt: skip
+
+
+def _per_stage(what: str, trees: Any, plan: Plan) -> tuple[Tree, ...]:
+    if not isinstance(trees, (tuple, list)):
+        raise PlanError(f"{what} is a tuple with one tree for each of {plan.num_stages} stages (() for none); got a {type(trees).__name__}")  # fmt: skip
+    given = tuple(cast("Sequence[Tree]", trees))
+    if len(given) != plan.num_stages:
+        raise PlanError(f"{what} has {len(given)} trees, the plan has {plan.num_stages} stages ({', '.join(names_of(plan.stages))}); give one tree for each, () for none")  # fmt: skip
+    return given
+
+
+def _states(state: Any, plan: Plan) -> tuple[Tree, ...]:
+    labels = names_of(plan.stages)
+    if state is None:
+        needing = [labels[i] for i, part in enumerate(plan.stages) if part.state]
+        if needing:
+            raise PlanError(f"{', '.join(needing)} have state; give state=, a tuple with one tree per stage (fp.from_module returns each; the new one is in result.state)")  # fmt: skip
+        return ((),) * plan.num_stages
+    states = _per_stage("state", state, plan)
+    faults = [f"{labels[i]} declares no state, but state[{i}] is not ()" for i, part in enumerate(plan.stages) if not part.state and not _empty(states[i])]  # fmt: skip
+    faults += [f"{labels[i]} declares state, but state[{i}] is None" for i, part in enumerate(plan.stages) if part.state and states[i] is None]  # fmt: skip
+    if faults:
+        raise PlanError(bullets("state does not fit the stages:", faults))
+    return states
+
+
+def _empty(tree: Tree) -> bool:
+    return tree is None or not flatten(tree)[0]
+
+
+def _split_batch(plan: Plan, batch: Any) -> tuple[Tree, Tree]:
+    if plan.loss is None:
+        return batch, None
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        found = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")  # pyright: ignore
+        raise BatchError(f"the plan has a loss, so a batch is (inputs, target); got {found}; target may be None")
+    return batch[0], batch[1]
+
+
+def trainable_leaves(trees: Sequence[Tree], trainable: Trainable) -> list[list[bool]]:
+    """For each stage, for each leaf: does it get a gradient. Raises PlanError."""
+    flat = [flatten(tree)[0] for tree in trees]
+    if trainable is None:
+        marked = any(isinstance(leaf, Tensor) and leaf.requires_grad for own in flat for leaf in own)
+        return [[is_differentiable(leaf) and (leaf.requires_grad or not marked) for leaf in own] for own in flat]
+    if isinstance(trainable, bool):
+        return [[trainable and is_differentiable(leaf) for leaf in own] for own in flat]
+    if callable(trainable):
+        chosen: list[list[bool]] = []
+        for stage, tree in enumerate(trees):
+            names = [".".join(map(str, (stage, *path))) for path in paths(tree)]
+            pairs = zip(names, flat[stage], strict=True)
+            chosen.append([is_differentiable(leaf) and bool(trainable(name, leaf)) for name, leaf in pairs])
+        return chosen
+    if len(trainable) != len(trees):
+        raise PlanError(f"trainable has {len(trainable)} entries for {len(trees)} stages; give True, False or a tree of them for each")  # fmt: skip
+    return [_flags(stage, tree, trainable[stage]) for stage, tree in enumerate(trees)]
+
+
+def _flags(stage: int, tree: Tree, wanted: Any) -> list[bool]:
+    leaves, spec = flatten(tree)
+    if isinstance(wanted, bool):
+        return [wanted and is_differentiable(leaf) for leaf in leaves]
+    flags, own_spec = flatten(wanted)
+    if own_spec != spec or not all(isinstance(flag, bool) for flag in flags):
+        raise PlanError(
+            f"trainable[{stage}] is True, False, or a tree of them like params[{stage}] ({spec}); got {own_spec}"
+        )
+    faults = [
+        f"{path}"
+        for path, leaf, flag in zip(paths(tree), leaves, flags, strict=True)
+        if flag and not is_differentiable(leaf)
+    ]
+    if faults:
+        raise PlanError(
+            f"trainable[{stage}] names leaves that cannot have gradients (not floating): {', '.join(faults)}"
+        )
+    return flags
+
+
+def _resolve_ties(
+    plan: Plan, trees: Sequence[Tree], wanted: list[list[bool]]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    faults: list[str] = []
+    groups: list[tuple[tuple[int, int], ...]] = []
+    for group in plan.ties:
+        members: list[tuple[int, int]] = []
+        for stage, key in group:
+            found = paths(trees[stage])
+            path: Path = key if isinstance(key, tuple) else (key,)
+            if path in found:
+                members.append((stage, found.index(path)))
+            else:
+                near = difflib.get_close_matches(str(key), [str(p[0] if len(p) == 1 else p) for p in found], 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                faults.append(f"params[{stage}] has no leaf at {key!r}{hint}")
+        shapes = {tuple(flatten(trees[s])[0][n].shape) for s, n in members}
+        if len(shapes) > 1:
+            faults.append(f"the leaves of {group} differ in shape: {sorted(shapes)}")
+        if len({wanted[s][n] for s, n in members}) > 1:
+            faults.append(f"some leaves of {group} are trainable and some are not")
+        groups.append(tuple(members))
+    if faults:
+        raise PlanError(bullets("the plan's ties do not fit params:", faults))
+    return tuple(groups)
+
+
+def _refuse_undeclared_ties(
+    trees: Sequence[Tree], wanted: list[list[bool]], ties: Sequence[Sequence[tuple[int, int]]]
+) -> None:
+    declared = {member: number for number, group in enumerate(ties) for member in group}
+    first: dict[int, tuple[int, int]] = {}
+    for stage, tree in enumerate(trees):
+        for number, leaf in enumerate(flatten(tree)[0]):
+            if not wanted[stage][number]:
+                continue
+            other = first.setdefault(id(leaf), (stage, number))
+            if other[0] == stage:
+                continue
+            group = declared.get((stage, number))
+            if group is None or group != declared.get(other):
+                here, there = paths(tree)[number], paths(trees[other[0]])[other[1]]
+                raise PlanError(f"params[{other[0]}] at {_key(there)!r} and params[{stage}] at {_key(here)!r} are one tensor in two stages; say so, and its gradients are summed: make_plan(..., ties=[(({other[0]}, {_key(there)!r}), ({stage}, {_key(here)!r}))])")  # fmt: skip
+
+
+def _key(path: Path) -> Any:
+    return path[0] if len(path) == 1 else path
+
+
+key_of = _key

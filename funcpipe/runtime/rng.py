@@ -1,0 +1,289 @@
+"""Keyed randomness: what a stage draws depends on seed, layer, draw and microbatch, and on nothing else.
+
+CPU operations share one generator per process and ``F.dropout`` takes none, so a dispatch mode gives every random
+operation a generator seeded by its key. Where the draw happens is read from the Python stack: the innermost layer of
+the stage whose method is running. The mode costs about 8 us per operation, so it is on only for stages that draw; the
+first forward of a stage tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcpipe.core.errors import FuncpipeError
+from funcpipe.core.stage import Stage, current_scope
+
+_SEEDED = torch.Tag.nondeterministic_seeded
+_CHECKPOINT = "torch/utils/checkpoint.py"
+_global_draw = threading.Lock()
+
+
+def fold_in(seed: int, data: int | str) -> int:
+    """A new seed from a seed and a number (or a name): the step of training, the rank, the epoch.
+
+    >>> fold_in(0, 1) == fold_in(0, 1), fold_in(0, 1) == fold_in(1, 0)
+    (True, False)
+
+    Args:
+        seed: any int.
+        data: what to fold in.
+
+    Returns:
+        63 bits, by a hash (BLAKE2b).
+    """
+    return _mix(seed, data)
+
+
+def _mix(*parts: int | str) -> int:
+    text = "\x1f".join(f"{type(part).__name__[0]}{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class DrawError(FuncpipeError, RuntimeError):
+    """A stage draws random numbers in a way that cannot be keyed."""
+
+
+class Keys:
+    """The keys of one run: the seed, and which stage draws at which path."""
+
+    def __init__(self, seed: int | None, stages: Sequence[Stage]) -> None:
+        self.seed = seed
+        self.stages = stages
+        self.owners: dict[str, int] = {}
+        self._clashing: set[int] | None = None
+
+    def path(self, stage: int, layer: str) -> str:
+        """The unique path of a drawing layer; unique in the model, so the place of the cuts does not matter.
+
+        Only where two stages have layers of the same path (they come from separate modules) the stage's name is put
+        before it.
+        """
+        if self._clashing is None:
+            self._clashing = _clashing(self.stages)
+        name = self.stages[stage].name
+        path = layer or name
+        if stage in self._clashing and layer and layer != name:
+            path = f"{name}.{layer}"
+            if not name:
+                raise DrawError(f"stage {stage} draws random numbers in its layer {layer!r}, and another stage has a layer of that path too; give the stages names (name=), so that they draw different numbers")  # fmt: skip
+        if not path:
+            raise DrawError(f"stage {stage} draws random numbers but has no name to key them by; give it one: name=...")
+        owner = self.owners.setdefault(path, stage)
+        if owner != stage:
+            raise DrawError(f"stages {owner} and {stage} both draw random numbers as {path!r} and would draw the same; give each stage its own name (name=)")  # fmt: skip
+        return path
+
+
+def _clashing(stages: Sequence[Stage]) -> set[int]:
+    layers = [set(stage.layers()) - {""} for stage in stages]
+    counts = Counter(path for own in layers for path in own)
+    return {index for index, own in enumerate(layers) if any(counts[path] > 1 for path in own)}
+
+
+class Keyed(TorchDispatchMode):
+    """While on, random operations of one task draw from generators seeded by their keys.
+
+    Attributes:
+        counts: draws so far by path.
+        replayable: paths drawn inside a ``torch.utils.checkpoint`` region, with how many draws each made.
+    """
+
+    def __init__(
+        self,
+        keys: Keys,
+        stage: int,
+        places: Mapping[int, str],
+        microbatch: int,
+        replays: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.keys, self.stage, self.places, self.microbatch = keys, stage, places, microbatch
+        self.replays = replays
+        self.counts: Counter[str] = Counter()
+        self.regions: dict[str, Any] = {}
+
+    @property
+    def drew(self) -> bool:
+        """Did anything draw."""
+        return bool(self.counts)
+
+    @property
+    def replayable(self) -> dict[str, int]:
+        """Draws inside checkpoint regions, by path."""
+        return {path: self.counts[path] for path, region in self.regions.items() if region is not None}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation; if it draws, with its key."""
+        kwargs = kwargs or {}
+        if _SEEDED not in func.tags:
+            return func(*args, **kwargs)
+        twin = _TWINS.get(func)
+        if twin is None:
+            twin = _TWINS[func] = _twin(func)
+        if kwargs.get("generator") is not None:
+            raise DrawError(f"stage {self.stage} draws with a generator of its own in {func}; a stage is pure, so leave the generator out: run(..., seed=) keys every draw")  # fmt: skip
+        if twin is _BY_STATE:
+            return self._by_state(func, args, kwargs)
+        generator = torch.Generator(_device(args, kwargs))
+        generator.manual_seed(self._key(func))
+        return twin(*args, **kwargs, generator=generator)
+
+    def _key(self, func: Any) -> int:
+        if self.keys.seed is None:
+            raise DrawError(f"stage {self.stage} draws random numbers ({func}), but no seed was given: run(..., seed=step); a new seed for each step, e.g. fp.fold_in(seed, step)")  # fmt: skip
+        layer, region, depth = self._locate()
+        path = self.keys.path(self.stage, layer)
+        nth = self.counts[path]
+        self.counts[path] += 1
+        if self.replays is not None:  # a recomputation inside a backward
+            if path not in self.replays:
+                raise DrawError(f"{path!r} draws random numbers in the backward of stage {self.stage}; only what torch.utils.checkpoint computes again may draw there")  # fmt: skip
+            nth %= self.replays[path]
+        elif depth > 1 or not _same(self.regions.setdefault(path, region), region):
+            raise DrawError(f"{path!r} draws random numbers both in a torch.utils.checkpoint region and outside of it, or in several; the recomputation could not draw the same. Use fp.remat instead of checkpoint for stage {self.stage}")  # fmt: skip
+        return _mix(self.keys.seed, path, nth, self.microbatch)
+
+    def _locate(self) -> tuple[str, Any, int]:
+        """The layer that draws, the innermost checkpoint region around it, and how many regions there are."""
+        frame = sys._getframe(2)
+        layer: str | None = None
+        region, depth = None, 0
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "checkpoint" and code.co_filename.replace("\\", "/").endswith(_CHECKPOINT):
+                depth += 1
+                region = region or _region(frame)
+            elif layer is None and code.co_argcount and code.co_varnames[0] == "self":
+                layer = self.places.get(id(frame.f_locals.get("self")))
+            frame = frame.f_back
+        return layer or current_scope(), region, depth
+
+    def _by_state(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """For operations that take no generator: seed the device's own, run, put its state back."""
+        with _global_draw:
+            generator = default_generator(_device(args, kwargs))
+            before = generator.get_state()
+            try:
+                probe = 0x5EED if self.keys.seed is None else None
+                start = before
+                if probe is None:
+                    counts, regions = self.counts.copy(), dict(self.regions)
+                    generator.manual_seed(self._key(func))
+                    start = generator.get_state()
+                    out = func(*args, **kwargs)
+                    if torch.equal(generator.get_state(), start):  # drew nothing: attention without dropout
+                        self.counts, self.regions = counts, regions
+                    return out
+                out = func(*args, **kwargs)
+                if not torch.equal(generator.get_state(), start):
+                    self._key(func)
+                return out
+            finally:
+                generator.set_state(before)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The process-wide generator of a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device.type)
+    return module.default_generators[device.index if ":" in str(device) else module.current_device()]
+
+
+_BY_STATE: Callable[..., Any] = lambda *args, **kwargs: None  # noqa: E731  a mark, never called
+_TWINS: dict[Any, Callable[..., Any]] = {}
+
+
+def _twin(func: Any) -> Callable[..., Any]:
+    """The overload of a random operation that takes a generator; `_BY_STATE` where there is none."""
+
+    def takes(overload: Any) -> bool:
+        return any(argument.name == "generator" for argument in overload._schema.arguments)
+
+    if takes(func):
+        return func
+    own = [(a.name, str(a.type)) for a in func._schema.arguments]
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        names = [(a.name, str(a.type)) for a in other._schema.arguments if a.name != "generator"]
+        if takes(other) and names == own:
+            return other
+    return _BY_STATE
+
+
+def _device(args: Any, kwargs: Any) -> torch.device:
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    for value in (*args, *kwargs.values()):
+        for one in value if isinstance(value, (list, tuple)) else (value,):  # pyright: ignore
+            if isinstance(one, Tensor):
+                return one.device
+    return torch.get_default_device()
+
+
+def _region(frame: Any) -> Any:
+    """A mark of one call of checkpoint that does not keep its tensors alive."""
+    found = frame.f_locals.get("gen")
+    try:
+        return weakref.ref(found) if found is not None else weakref.ref(frame.f_locals["function"])
+    except TypeError:
+        return id(frame)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (a is not None and b is not None and a == b)
+
+
+class Watch:
+    """Which stages draw: learnt from their first forward, remembered as long as the stage lives."""
+
+    def __init__(self) -> None:
+        self._draws: weakref.WeakKeyDictionary[Stage, dict[bool, bool]] = weakref.WeakKeyDictionary()
+
+    def keyed(self, stage: Stage, train: bool) -> bool:
+        """Must the forwards of this stage run under the mode: it draws, or nobody knows yet."""
+        return self._draws.get(stage, {}).get(train, True)
+
+    def saw(self, stage: Stage, train: bool, drew: bool) -> None:
+        """What a forward under the mode did."""
+        known = self._draws.setdefault(stage, {})
+        known[train] = known.get(train, False) or drew
+
+    def forget(self, stages: Sequence[Stage]) -> None:
+        """Look again: something drew unseen."""
+        for stage in stages:
+            self._draws.pop(stage, None)
+
+
+WATCH = Watch()
+
+
+class GlobalGuard:
+    """Notices draws from the process-wide generator that no mode saw."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = stages
+        self.before = torch.default_generator.get_state()
+
+    def check(self) -> None:
+        """Warn if the state moved during the run, and watch all stages again."""
+        if not torch.equal(self.before, torch.default_generator.get_state()):
+            WATCH.forget(self.stages)
+            warnings.warn(
+                "torch's global generator moved during the run: another thread drew from it, or a stage drew only in "
+                "some microbatch and those numbers were not keyed; all stages are watched again from the next run on",
+                RuntimeWarning,
+                stacklevel=4,
+            )

@@ -1,0 +1,159 @@
+"""The oracle: the same stages on the same microbatches in a plain loop; no plan, no lanes, no slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from funcpipe.core.errors import Where, located
+from funcpipe.core.plan import Plan
+from funcpipe.core.result import Result, RunStats
+from funcpipe.core.tree import Tree
+from funcpipe.lower.skips import routes
+from funcpipe.runtime.border import Border
+from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache
+from funcpipe.runtime.finish import finish
+from funcpipe.runtime.prepare import Prepared, Trainable, prepare
+from funcpipe.runtime.program import Gradients, StageArgs
+from funcpipe.runtime.stream import Edge, Place
+
+
+def run_sequential(
+    plan: Plan,
+    params: Sequence[Tree],
+    batch: Any,
+    *,
+    state: Sequence[Tree] | None = None,
+    feeds: Mapping[str, Tree] | None = None,
+    seed: int | None = None,
+    trainable: Trainable = None,
+    loss_scale: float = 1.0,
+    threads_per_lane: int | None = None,
+) -> Result:
+    """What `run` must equal: every microbatch through all stages and back, one after the other, on this thread.
+
+    Gradients of a stage accumulate in the order in which the schedule runs its backwards. Arguments, result and errors
+    are those of `run`.
+    """
+    ready = prepare(
+        "run_sequential",
+        plan,
+        params,
+        batch,
+        state=state,
+        feeds=feeds,
+        seed=seed,
+        trainable=trainable,
+        loss_scale=loss_scale,
+        threads_per_lane=threads_per_lane,
+    )
+    token = RUNNING.set(True)
+    began = perf_counter()
+    try:
+        with intra_op_threads(ready.threads), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False):
+            loop = _Loop(ready)
+            loop.run()
+            stats = RunStats(
+                "sequential", "the oracle", ready.threads, ready.batch.num_microbatches, perf_counter() - began
+            )
+            return finish(ready, loop.reports, loop.outputs, None, stats)
+    finally:
+        RUNNING.reset(token)
+
+
+class _Loop:
+    def __init__(self, ready: Prepared) -> None:
+        self.ready, self.plan, self.routes = ready, ready.plan, routes(ready.plan.stages)
+        self.reports: dict[tuple[int, int], Any] = {}
+        self.outputs: dict[tuple[int, int], Any] = {}
+        self.residuals: dict[tuple[int, int], Any] = {}
+        self.grads: dict[tuple[int, int], Gradients] = {}
+        self.skip_grads: dict[tuple[str, int, int], Gradients] = {}
+        self.at = (0, 0, "F")
+
+    def run(self) -> None:
+        plan, count = self.plan, self.ready.batch.num_microbatches
+        backward = plan.schedule.has_backward
+        try:
+            for m in range(count):
+                self.forward(m, keep=backward)
+                if backward and plan.schedule.is_ascending:
+                    for stage in reversed(range(plan.num_stages)):
+                        self.backward(stage, m)
+            if backward and not plan.schedule.is_ascending:
+                for stage in reversed(range(plan.num_stages)):
+                    for m in plan.schedule.backward_order(stage):
+                        if m < count:
+                            self.backward(stage, m)
+        except BaseException as error:
+            failure = located(error, self.where())
+        else:
+            return
+        try:
+            raise failure
+        finally:
+            del failure
+
+    def where(self) -> Where:
+        stage, m, letter = self.at
+        phase = self.ready.bounds[stage].phase
+        lane = self.plan.schedule.device_of[stage]
+        word = f"{stage}{letter}{m}" + (f" ({phase})" if phase else "")
+        return Where(stage, self.plan.stages[stage].name, m, word, f"{lane} ({self.ready.where[lane]})")
+
+    def moved(self, value: Border, stage: int) -> Border:
+        """The value on the stage's device."""
+        place = Place(self.ready.where[self.plan.schedule.device_of[stage]], alone=True)
+        if not place.asynchronous and all(getattr(leaf, "device", place.device).type == "cpu" for leaf in value.leaves):
+            return value
+        ticket = Edge(None, place).send(value)
+        place.wait(ticket.event)
+        return ticket.value
+
+    def forward(self, m: int, *, keep: bool) -> None:
+        plan, batch = self.plan, self.ready.batch
+        x = batch.inputs[m]
+        skips: dict[str, Border] = {}
+        for stage, part in enumerate(plan.stages):
+            self.at = (stage, m, "F")
+            last = stage == plan.num_stages - 1
+            args = StageArgs(
+                self.moved(x, stage),
+                [self.moved(skips[name], stage) for name in part.pop],
+                [self.moved(batch.feeds[name][m], stage) for name in part.feeds],
+                self.moved(batch.target[m], stage) if last and batch.target is not None else None,
+                m,
+            )
+            out, residual = self.ready.bounds[stage].forward(args, keep=keep)
+            self.reports[stage, m] = out.report
+            if residual is not None:
+                self.residuals[stage, m] = residual
+            skips.update({name: value for name, value in out.stash.items() if name in self.routes})
+            x = out.y
+        if plan.outputs:
+            self.outputs[plan.num_stages - 1, m] = x
+
+    def backward(self, stage: int, m: int) -> None:
+        self.at = (stage, m, "B")
+        part = self.plan.stages[stage]
+        y = self.grads.pop((stage, m), None)
+        stash = {
+            name: [
+                self.to(self.skip_grads.pop((name, popper, m)), stage)
+                for popper in sorted(self.routes[name].pops, reverse=True)
+            ]
+            for name in (*part.stash, *part.offers)
+            if name in self.routes
+        }
+        given = None if y is None else self.to(y, stage)
+        cotangents = self.ready.bounds[stage].backward(self.residuals.pop((stage, m)), given, stash)
+        if stage:
+            self.grads[stage - 1, m] = cotangents.x
+        for name, gradient in zip(part.pop, cotangents.skips, strict=True):
+            self.skip_grads[name, stage, m] = gradient
+
+    def to(self, gradients: Gradients, stage: int) -> Gradients:
+        return self.moved(Border(list(gradients), None, ()), stage).leaves  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,1 @@
+"""Numbers become schedules; schedules become other schedules; schedules are checked."""

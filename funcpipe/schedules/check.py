@@ -1,0 +1,255 @@
+"""Is a schedule legal, and in which order can it run: every fault at once, or one clock for all devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.schedule import Action, Kind, Schedule
+
+_MOST_FAULTS = 20
+_CODE = {Kind.F: 0, Kind.R: 1, Kind.B: 2, Kind.I: 3, Kind.W: 4}
+F, R, B, I, W = range(5)
+_UNITS = (1, 1, 2, 1, 1)
+_LETTERS = "FRBIW"
+
+
+@dataclass(frozen=True)
+class Legal:
+    """What `check` learned of a legal schedule; integers only, for those that walk over all actions.
+
+    Attributes:
+        lanes: for each device its actions as ``(code, stage, microbatch)`` with codes F R B I W = 0 1 2 3 4.
+        plan_order: every action as ``(device, position)``, by the time at which it starts when F, R, I, W take one
+            unit and B takes two: an order in which one thread can run the schedule.
+        rematted: ``stage * M + microbatch`` of each R.
+    """
+
+    lanes: tuple[list[tuple[int, int, int]], ...]
+    plan_order: list[tuple[int, int]]
+    rematted: frozenset[int]
+
+
+def check(schedule: Schedule) -> None:
+    """Refuse a schedule that is not legal, with every fault found.
+
+    Legal means: stages and microbatches are numbered without gaps, a stage lives on one device, each (stage,
+    microbatch) runs one F and, if the schedule has backwards, one B or one I and one W, at most one R, in the order
+    F R B or F R I W; and all devices come to their end.
+
+    Time is linear in the number of actions.
+
+    Raises:
+        ScheduleError: with all faults, each named like ``2F0 on device 1``; where devices wait for each other, with
+            the picture of who waits for what.
+    """
+    examine(schedule)
+
+
+def examine(schedule: Schedule) -> Legal:
+    """`check` with its findings; remembered on the schedule."""
+    found = schedule.__dict__.get("_legal")
+    if found is None:
+        found = _examine(schedule)
+        schedule.__dict__["_legal"] = found  # a cache beside the frozen fields; not pickled, not compared
+    return found
+
+
+def _examine(schedule: Schedule) -> Legal:
+    faults = _malformed(schedule)
+    if faults:
+        _refuse(schedule, faults)
+    lanes = tuple([(_CODE[kind], stage, microbatch) for kind, stage, microbatch in order] for order in schedule.orders)
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    faults, rematted = _incomplete(lanes, stages, microbatches, schedule.device_of)
+    if faults:
+        _refuse(schedule, faults)
+    starts, stuck = clock(lanes, stages, microbatches, lambda code, _stage: _UNITS[code])
+    if stuck:
+        raise ScheduleError(_waiting(schedule, lanes, stuck))
+    buckets: list[list[tuple[int, int]]] = [[] for _ in range(1 + max(int(row[-1]) for row in starts))]
+    for device, row in enumerate(starts):
+        for position, start in enumerate(row):
+            buckets[int(start)].append((device, position))
+    return Legal(lanes, [place for bucket in buckets for place in bucket], rematted)
+
+
+def _refuse(schedule: Schedule, faults: list[str]) -> None:
+    more = len(faults) - _MOST_FAULTS
+    shown = faults[:_MOST_FAULTS] + ([f"and {more} more"] if more > 0 else [])
+    raise ScheduleError(bullets(f"schedule {schedule.name!r} is not legal:", shown))
+
+
+def _malformed(schedule: Schedule) -> list[str]:
+    """Faults in the words themselves: not actions, negative numbers, devices without work."""
+    faults: list[str] = []
+    if not schedule.orders:
+        return ["it has no devices"]
+    for device, order in enumerate(schedule.orders):
+        if not order:
+            faults.append(f"device {device} runs nothing; leave it out")
+        for action in order:
+            if type(action) is Action:
+                kind, stage, microbatch = action
+                if type(stage) is int and type(microbatch) is int and stage >= 0 <= microbatch and type(kind) is Kind:
+                    continue
+            faults.append(f"{_show(action)} on device {device} is no action: write Action(Kind.F, stage, microbatch) with numbers from 0")  # fmt: skip
+    return faults
+
+
+def _show(action: Any) -> str:
+    try:
+        return str(action) if isinstance(action, Action) else repr(action)
+    except Exception:
+        return object.__repr__(action)
+
+
+def _incomplete(
+    lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int, device_of: tuple[int, ...]
+) -> tuple[list[str], frozenset[int]]:
+    """Faults in the whole: gaps, duplicates, stages on two devices, wrong order within a (stage, microbatch)."""
+    total = sum(map(len, lanes))
+    if stages * microbatches > 5 * total:  # absurd indices: name them before anything is allocated by them
+        return _gaps(lanes, stages, microbatches), frozenset()
+    faults: list[str] = []
+    done = [bytearray(stages * microbatches) for _ in range(5)]
+    f, r, b, i, w = done
+    for device, lane in enumerate(lanes):
+        for code, stage, microbatch in lane:
+            at = stage * microbatches + microbatch
+            if device_of[stage] != device:
+                faults.append(f"{stage}{_LETTERS[code]}{microbatch} on device {device}: stage {stage} lives on device {device_of[stage]} too; a stage lives on one device")  # fmt: skip
+            if done[code][at]:
+                faults.append(f"{stage}{_LETTERS[code]}{microbatch} on device {device} stands twice")
+            done[code][at] = 1
+            if code == F:
+                early = r[at] or b[at] or i[at] or w[at]
+                before = "F comes first"
+            elif code == R:
+                early = b[at] or i[at] or w[at]
+                before = "R comes before the backward"
+            else:
+                early = not f[at] or (code == W and not i[at])
+                before = "F comes first" if not f[at] else "W comes after I"
+            if early:
+                faults.append(f"{stage}{_LETTERS[code]}{microbatch} on device {device} stands too early or too late: {before}")  # fmt: skip
+    backward = any(b) or any(i) or any(w) or any(r)
+    # Compare whole rows in C; look for the places only where they differ.
+    if f.count(1) != len(f):
+        faults += [f"{at // microbatches}F{at % microbatches} is missing" for at, one in enumerate(f) if not one]
+    if backward and bytes(b) != bytes(1 - one for one in i):
+        for at, (whole, half) in enumerate(zip(b, i, strict=True)):
+            name = f"{at // microbatches}{{}}{at % microbatches}"
+            if not whole and not half:
+                faults.append(f"{name.format('B')} is missing (or {name.format('I')} and {name.format('W')})")
+            elif whole and half:
+                faults.append(f"{name.format('B')} and {name.format('I')} both stand: one whole backward, or I and W")
+    if i != w:
+        for at, (half, rest) in enumerate(zip(i, w, strict=True)):
+            if half != rest:
+                missing = "W" if half else "I"
+                faults.append(f"{at // microbatches}{missing}{at % microbatches} is missing: I and W come in pairs")
+    return faults, frozenset(at for at, one in enumerate(r) if one) if any(r) else frozenset()
+
+
+def _gaps(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int) -> list[str]:
+    seen = [sorted({action[column] for lane in lanes for action in lane}) for column in (1, 2)]
+    faults: list[str] = []
+    for what, present, count in (("stage", seen[0], stages), ("microbatch", seen[1], microbatches)):
+        missing = next((n for n, found in enumerate(present) if n != found), None)
+        if missing is not None:
+            faults.append(f"{what} {missing} is missing, but {what} {count - 1} stands; number them without gaps")
+    return faults or ["most of its actions are missing"]
+
+
+def clock(
+    lanes: tuple[list[tuple[int, int, int]], ...],
+    stages: int,
+    microbatches: int,
+    duration: Callable[[int, int], float],
+    latency: Callable[[int, int], float] | None = None,
+) -> tuple[list[list[float]], list[int]]:
+    """When each action starts if all run as early as they can, each device in its order.
+
+    F waits for the F of the stage before, B and I for the B or I of the stage after; everything else a device does for
+    itself, in order. Linear: a device that must wait is woken by the very action that it waits for.
+
+    Args:
+        lanes: as in `Legal`.
+        stages: how many stages.
+        microbatches: how many microbatches.
+        duration: of (code, stage).
+        latency: from (stage, to stage); None: none.
+
+    Returns:
+        The start of each action by device and position, and the positions at which devices are stuck (empty if none).
+    """
+    count = stages * microbatches
+    ends: list[list[float]] = [[-1.0] * count, [-1.0] * count]  # of forwards, of backwards, by stage and microbatch
+    waiting: dict[tuple[int, int], int] = {}
+    starts: list[list[float]] = [[] for _ in lanes]
+    now = [0.0] * len(lanes)
+    durations = [[duration(code, stage) for stage in range(stages)] for code in range(5)]
+    hops = [[0.0] * stages, [0.0] * stages]
+    if latency is not None:
+        hops = [[latency(s - 1, s) if s else 0.0 for s in range(stages)]]
+        hops.append([latency(s + 1, s) if s < stages - 1 else 0.0 for s in range(stages)])
+    ready = list(range(len(lanes)))[::-1]
+    while ready:
+        device = ready.pop()
+        lane, row, time = lanes[device], starts[device], now[device]
+        for position in range(len(row), len(lane)):
+            code, stage, microbatch = lane[position]
+            at = stage * microbatches + microbatch
+            if code == F:
+                back, needs = 0, at - microbatches if stage else -1
+            elif code in (B, I):
+                back, needs = 1, at + microbatches if stage < stages - 1 else -1
+            else:
+                row.append(time)
+                time += durations[code][stage]
+                continue
+            if needs >= 0:
+                ready_at = ends[back][needs]
+                if ready_at < 0:
+                    waiting[back, needs] = device
+                    break
+                ready_at += hops[back][stage]
+                if ready_at > time:
+                    time = ready_at
+            row.append(time)
+            time += durations[code][stage]
+            ends[back][at] = time
+            if waiting and (back, at) in waiting:
+                ready.append(waiting.pop((back, at)))
+        now[device] = time
+    stuck = [len(row) if len(row) < len(lane) else -1 for lane, row in zip(lanes, starts, strict=True)]
+    return starts, stuck if any(position >= 0 for position in stuck) else []
+
+
+def _waiting(schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], stuck: list[int]) -> str:
+    """The picture of a schedule that cannot go on: each waiting device, what it waits for, and where that stands."""
+    place = {action: (device, at) for device, lane in enumerate(lanes) for at, action in enumerate(lane)}
+    lines: list[str] = []
+    for device, position in enumerate(stuck):
+        if position < 0:
+            lines.append(f"device {device} is done")
+            continue
+        code, stage, microbatch = lanes[device][position]
+        if code == F:
+            needs = (F, stage - 1, microbatch)
+        else:
+            needs = (B, stage + 1, microbatch)
+            needs = needs if needs in place else (I, stage + 1, microbatch)
+        other, where = place[needs]
+        name = f"{needs[1]}{_LETTERS[needs[0]]}{needs[2]}"
+        steps = where - stuck[other]
+        behind = schedule.orders[other][stuck[other]]
+        detail = (
+            f"{steps} actions behind {behind}, at which that device waits" if steps else "at which that device waits"
+        )
+        lines.append(f"device {device} waits before {schedule.orders[device][position]} for {name}, which is on device {other}, {detail}")  # fmt: skip
+    title = f"schedule {schedule.name!r} cannot come to its end; move one of these actions before what it blocks:"
+    return bullets(title, lines)

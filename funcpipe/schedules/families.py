@@ -1,0 +1,250 @@
+"""The published schedules, all from one formula: warmup, steady, cooldown.
+
+A device has a list of forwards and a list of backwards. It runs a few forwards (warmup), then one forward and one
+backward in turn (steady), then the backwards that are left (cooldown). What differs is how stages are placed, how the
+lists are ordered, how long the warmup is, and whether weight gradients are held back. Every family visits microbatches
+in ascending order, so all of them accumulate gradients alike and agree bit for bit.
+
+Sources: GPipe (arXiv 1811.06965), PipeDream-Flush / DAPPLE for 1F1B (arXiv 2006.09503, 2007.01045), Megatron-LM for
+interleaved (arXiv 2104.04473), breadth-first (arXiv 2211.05953), zero bubble (arXiv 2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from operator import index
+
+from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.schedule import Action, Kind, Schedule
+
+
+def weave(
+    forwards: Sequence[Action],
+    backwards: Sequence[Action],
+    *,
+    warmup: int,
+    size: int = 1,
+    weights: Sequence[Action] = (),
+    delay: int = 0,
+) -> tuple[Action, ...]:
+    """The order of one device: ``warmup`` forwards, then forward and backward in turn, then the other backwards.
+
+    Args:
+        forwards: the device's forwards in their order.
+        backwards: as many backwards (B, or I) in their order.
+        warmup: steps of forwards before the first pair of forward and backward.
+        size: actions that make one step (the stages of a block).
+        weights: the W that belong to ``backwards``, if they are I.
+        delay: so many steps of W are held back; they fill the waits of later I.
+    """
+    steps = len(forwards) // size
+    warm = min(warmup, steps)
+    order = list(forwards[: warm * size])
+    for step in range(steps):
+        order += forwards[(warm + step) * size : (warm + step + 1) * size]
+        order += backwards[step * size : (step + 1) * size]
+        if weights and step >= delay:
+            order += weights[(step - delay) * size : (step - delay + 1) * size]
+    order += weights[max(0, steps - delay) * size :]
+    return tuple(order)
+
+
+def fill_drain(
+    num_stages: int, num_microbatches: int, *, num_devices: int | None = None, backward: bool = True
+) -> Schedule:
+    """All forwards, then all backwards (GPipe, figure 2c of its paper).
+
+    Bubble ``(D - 1) / (M + D - 1)`` for equal stages; every device holds M residuals, the schedule to use with `remat`.
+
+    >>> print(fill_drain(2, 3))
+    0F0 0F1 0F2 0B0 0B1 0B2
+    1F0 1F1 1F2 1B0 1B1 1B2
+
+    Args:
+        num_stages: how many stages, S.
+        num_microbatches: how many microbatches, M.
+        num_devices: how many devices, D; S by default. Fewer devices run neighbouring stages (blocks) each.
+        backward: False: the forward-only schedule for evaluation.
+
+    Raises:
+        ScheduleError: a count that is not positive, or more devices than stages.
+    """
+    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices)
+    orders: list[tuple[Action, ...]] = []
+    for block in _blocks(stages, devices):
+        forwards, backwards = _straight(block, microbatches)
+        orders.append(weave(forwards, backwards, warmup=microbatches, size=len(block)) if backward else tuple(forwards))
+    return Schedule(tuple(orders), "fill-drain" if backward else "forward-only")
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+    """One forward, one backward (PipeDream-Flush, DAPPLE): the bubble of fill-drain, the memory of the pipeline's depth.
+
+    Device d holds at most ``min(M, D - d)`` residuals of each of its stages; bubble ``(D - 1) / (M + D - 1)``.
+
+    >>> print(one_f_one_b(2, 3))
+    0F0 0F1 0B0 0F2 0B1 0B2
+    1F0 1B0 1F1 1B1 1F2 1B2
+
+    Args:
+        num_stages: how many stages, S.
+        num_microbatches: how many microbatches, M.
+        num_devices: how many devices, D; S by default. Fewer devices run neighbouring stages (blocks) each.
+
+    Raises:
+        ScheduleError: a count that is not positive, or more devices than stages.
+    """
+    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices)
+    orders = [
+        weave(*_straight(block, microbatches), warmup=devices - 1 - device, size=len(block))
+        for device, block in enumerate(_blocks(stages, devices))
+    ]
+    return Schedule(tuple(orders), "1F1B")
+
+
+def looped_bfs(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+    """Breadth-first over looped stages: all microbatches through a stage, then the device's next stage.
+
+    Stage s lies on device ``s mod D``. Bubble ``(D - 1) / v`` full microbatches with v stages a device, memory M.
+    (torch runs the backwards in descending microbatch order; here they ascend, as in every family.)
+
+    >>> print(looped_bfs(4, 2, num_devices=2))
+    0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+    1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
+
+    Args:
+        num_stages: how many stages, S; a multiple of D.
+        num_microbatches: how many microbatches, M.
+        num_devices: how many devices, D; by default two stages a device where S is even.
+
+    Raises:
+        ScheduleError: a count that is not positive, or S is no multiple of D.
+    """
+    stages, microbatches, devices = _loop_counts(num_stages, num_microbatches, num_devices)
+    rounds = [range(microbatches)]
+    orders: list[tuple[Action, ...]] = []
+    for device in range(devices):
+        forwards, backwards = (_looped(kind, device, stages, devices, rounds) for kind in (Kind.F, Kind.B))
+        orders.append(weave(forwards, backwards, warmup=len(forwards)))
+    return Schedule(tuple(orders), "looped-BFS")
+
+
+def interleaved(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+    """Interleaved 1F1B (Megatron-LM, figure 4): v looped stages a device make the bubble v times smaller.
+
+    Stage s lies on device ``s mod D``. Microbatches go in rounds of about D through each local stage. Device d holds at
+    most ``2 (D - 1 - d) + (v - 1) D + 1`` residuals where D divides M.
+
+    >>> print(interleaved(4, 2, num_devices=2))
+    0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+    1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+
+    Args:
+        num_stages: how many stages, S; a multiple of D.
+        num_microbatches: how many microbatches, M; any number (rounds differ by at most one microbatch).
+        num_devices: how many devices, D; by default two stages a device where S is even.
+
+    Raises:
+        ScheduleError: a count that is not positive, or S is no multiple of D.
+    """
+    stages, microbatches, devices = _loop_counts(num_stages, num_microbatches, num_devices)
+    rounds, longest = _rounds(microbatches, devices)
+    orders: list[tuple[Action, ...]] = []
+    for device in range(devices):
+        forwards, backwards = (_looped(kind, device, stages, devices, rounds) for kind in (Kind.F, Kind.B))
+        warmup = (stages // devices - 1) * longest + 2 * (devices - 1 - device)
+        orders.append(weave(forwards, backwards, warmup=warmup))
+    return Schedule(tuple(orders), "interleaved")
+
+
+def zero_bubble(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+    """Zero bubble ZB-H1 (arXiv 2401.10241, figure 2): backwards split into I and W, and W fills the waits.
+
+    Span ``M (F + I + W) + (D - 1)(F + I - W)`` at the memory of 1F1B. With fewer devices than stages the stages loop
+    (stage s on device ``s mod D``): torch's ``InterleavedZeroBubble``.
+
+    >>> print(zero_bubble(2, 3))
+    0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+    1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+
+    Args:
+        num_stages: how many stages, S; a multiple of D.
+        num_microbatches: how many microbatches, M.
+        num_devices: how many devices, D; S by default.
+
+    Raises:
+        ScheduleError: a count that is not positive, or S is no multiple of D.
+    """
+    stages, microbatches, devices = _loop_counts(num_stages, num_microbatches, num_devices or num_stages)
+    rounds, longest = _rounds(microbatches, devices)
+    chunks = stages // devices
+    orders: list[tuple[Action, ...]] = []
+    for device in range(devices):
+        forwards, inputs, weights = (
+            _looped(kind, device, stages, devices, rounds) for kind in (Kind.F, Kind.I, Kind.W)
+        )
+        warmup = (chunks - 1) * longest + (devices - 1 - device)
+        orders.append(weave(forwards, inputs, warmup=warmup, weights=weights, delay=device))
+    return Schedule(tuple(orders), "ZB-H1" if chunks == 1 else "interleaved-ZB")
+
+
+def _counts(num_stages: int, num_microbatches: int, num_devices: int | None) -> tuple[int, int, int]:
+    given = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    given["num_devices"] = num_stages if num_devices is None else num_devices
+    faults: list[str] = []
+    for name, value in given.items():
+        try:
+            given[name] = index(value)
+        except TypeError:
+            faults.append(f"{name} is a whole number; got {value!r}")
+            continue
+        if value <= 0:
+            faults.append(f"{name} is positive; got {value}")
+    stages, microbatches, devices = given.values()
+    if not faults and devices > stages:
+        faults.append(f"num_devices is at most num_stages; got {devices} devices for {stages} stages")
+    if faults:
+        raise ScheduleError(bullets("no such schedule:", faults))
+    return stages, microbatches, devices
+
+
+def _loop_counts(num_stages: int, num_microbatches: int, num_devices: int | None) -> tuple[int, int, int]:
+    if num_devices is None and num_stages > 1:
+        num_devices = num_stages // 2 if num_stages % 2 == 0 else num_stages
+    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices)
+    if stages % devices:
+        divisors = [d for d in range(1, stages + 1) if stages % d == 0]
+        raise ScheduleError(
+            f"looped stages are spread evenly: num_devices divides num_stages; got {stages} stages on {devices} "
+            f"devices; take num_devices from {divisors}"
+        )
+    return stages, microbatches, devices
+
+
+def _blocks(stages: int, devices: int) -> list[range]:
+    """Neighbouring stages for each device, as equal as can be."""
+    size, larger = divmod(stages, devices)
+    starts = [device * size + min(device, larger) for device in range(devices + 1)]
+    return [range(a, b) for a, b in pairwise(starts)]
+
+
+def _straight(block: range, microbatches: int) -> tuple[list[Action], list[Action]]:
+    """Forwards and backwards of a block of stages, microbatch by microbatch."""
+    forwards = [Action(Kind.F, s, m) for m in range(microbatches) for s in block]
+    backwards = [Action(Kind.B, s, m) for m in range(microbatches) for s in reversed(block)]
+    return forwards, backwards
+
+
+def _rounds(microbatches: int, devices: int) -> tuple[list[range], int]:
+    """The microbatches in rounds of D (of a bit more where D does not divide M), and the longest round."""
+    rounds = _blocks(microbatches, max(1, microbatches // devices))
+    return rounds, max(map(len, rounds))
+
+
+def _looped(kind: Kind, device: int, stages: int, devices: int, rounds: list[range]) -> list[Action]:
+    """The actions of one kind on a device with looped stages: each round through one local stage after the other."""
+    local = range(device, stages, devices)
+    chain = local if kind is Kind.F else local[::-1]
+    new = tuple.__new__  # a third of the time of Action(...), and there may be a hundred thousand
+    return [new(Action, (kind, s, m)) for around in rounds for s in chain for m in around]

@@ -1,0 +1,1 @@
+"""Interpreters without a device: clock and pictures."""

@@ -1,0 +1,29 @@
+"""Fixtures of the whole suite: a fixed seed, and threads that must not outlive a test."""
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `common`, the helpers that several rooms share
+
+settings.register_profile("suite", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_survives():
+    before = set(threading.enumerate())
+    threads = torch.get_num_threads()
+    yield
+    left = [t.name for t in threading.enumerate() if t not in before and t.name.startswith("funcpipe")]
+    assert [] == left
+    assert threads == torch.get_num_threads()
