@@ -1,0 +1,75 @@
+"""The families as text: tests/golden has one file per case, to be read by people.
+
+To write them anew, after a deliberate change: ``FUNCPIPE_GOLDEN=write python -m pytest tests/schedules``, then look at
+the diff. The variable is the only way; nothing is ever written without it.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from funcpipe.core.schedule import Schedule
+from funcpipe.schedules.check import check
+from funcpipe.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
+from funcpipe.schedules.remat import remat
+
+FOLDER = Path(__file__).parents[1] / "golden"
+WRITE = os.environ.get("FUNCPIPE_GOLDEN") == "write"
+
+Sizes = tuple[int, ...]
+
+
+def forward_only(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+    """Fill-drain for evaluation."""
+    return fill_drain(num_stages, num_microbatches, num_devices=num_devices, backward=False)
+
+
+def fill_drain_remat_except_last(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+    """GPipe with checkpoints as torchgpipe has them."""
+    last = num_microbatches - 1
+    schedule = fill_drain(num_stages, num_microbatches, num_devices=num_devices)
+    return remat(schedule, keep=lambda action: action.microbatch == last)
+
+
+def one_f_one_b_remat(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+    """1F1B that keeps nothing."""
+    return remat(one_f_one_b(num_stages, num_microbatches, num_devices=num_devices))
+
+
+def zero_bubble_remat(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+    """ZB-H1 that computes the residuals of every stage but the first again."""
+    schedule = zero_bubble(num_stages, num_microbatches, num_devices=num_devices)
+    return remat(schedule, keep=lambda action: action.stage == 0)
+
+
+CASES: dict[Callable[..., Schedule], list[Sizes]] = {
+    fill_drain: [(1, 1), (3, 5), (5, 3, 2)],
+    forward_only: [(1, 1), (3, 4), (5, 2, 2)],
+    one_f_one_b: [(2, 3), (4, 8), (5, 6, 2)],
+    looped_bfs: [(4, 2, 2), (6, 4, 2), (6, 5, 3)],
+    interleaved: [(4, 2, 2), (8, 8, 4), (6, 7, 2)],
+    zero_bubble: [(2, 3), (4, 8), (8, 6, 4)],
+    fill_drain_remat_except_last: [(1, 3), (3, 4), (4, 2, 2)],
+    one_f_one_b_remat: [(2, 3), (4, 6), (4, 3, 2)],
+    zero_bubble_remat: [(2, 3), (4, 6), (4, 4, 2)],
+}
+ALL = [pytest.param(family, sizes, id=f"{family.__name__}_{'x'.join(map(str, sizes))}") for family in CASES for sizes in CASES[family]]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "sizes"), ALL)
+def test_the_family_is_word_for_word_the_golden_text(family: Callable[..., Schedule], sizes: Sizes) -> None:
+    """What is printed runs, so a change in any order must show up as a change in a file."""
+    file = FOLDER / f"{family.__name__}_{'x'.join(map(str, sizes))}.txt"
+    schedule = family(sizes[0], sizes[1], num_devices=sizes[2] if len(sizes) > 2 else None)
+    check(schedule)
+    if WRITE:
+        file.write_text(f"{schedule}\n")
+    assert file.read_text() == f"{schedule}\n"
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_every_family_has_three_golden_sizes(family: Callable[..., Schedule]) -> None:
+    """One size shows a pattern, three show a rule."""
+    assert 3 == len(list(FOLDER.glob(f"{family.__name__}_[0-9]*.txt")))
