@@ -6,6 +6,7 @@ of that one program. The names here are the public ones; the rooms below are not
 
 from __future__ import annotations
 
+from funcpipe.core.compose import compose as compose
 from funcpipe.core.errors import BatchError as BatchError
 from funcpipe.core.errors import FuncpipeError as FuncpipeError
 from funcpipe.core.errors import PlacementError as PlacementError
@@ -28,7 +29,6 @@ from funcpipe.core.schedule import Kind as Kind
 from funcpipe.core.schedule import Schedule as Schedule
 from funcpipe.core.stage import Out as Out
 from funcpipe.core.stage import Stage as Stage
-from funcpipe.core.stage import compose as compose
 from funcpipe.core.stage import stage as stage
 from funcpipe.core.tree import leaves as leaves
 from funcpipe.core.tree import named_leaves as named_leaves

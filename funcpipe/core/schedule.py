@@ -170,6 +170,14 @@ class Schedule:
             return self
         return Schedule(select(self.orders, lambda action: action.microbatch < num_microbatches), self.name)
 
+    def forwards(self) -> Schedule:
+        """The forwards alone: the schedule that evaluates with every stage where it trains.
+
+        >>> print(Schedule.parse("0F0 0F1 0B0 0B1").forwards())
+        0F0 0F1
+        """
+        return Schedule(select(self.orders, lambda action: action.kind is Kind.F), f"{self.name} forwards")
+
 
 def select(orders: Sequence[Iterable[Action]], keep: Any) -> tuple[tuple[Action, ...], ...]:
     """The orders with only the actions for which ``keep(action)`` holds."""

@@ -17,8 +17,9 @@ from funcpipe.core.tree import Path, Tree, flatten, is_differentiable, paths
 from funcpipe.lower.plan import program_for
 from funcpipe.runtime import microbatch
 from funcpipe.runtime.context import RUNNING, cores, refuse_transforms
+from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.place import misplaced, plan_devices
-from funcpipe.runtime.program import EagerBound, Shares
+from funcpipe.runtime.program import Bound, Program, Shares
 from funcpipe.runtime.rng import Keys
 
 Trainable: TypeAlias = bool | Callable[[str, Tensor], bool] | Sequence[Any] | None
@@ -47,7 +48,7 @@ class Prepared:
     shares: Shares
     params: tuple[Tree, ...]
     state: tuple[Tree, ...]
-    bounds: list[EagerBound]
+    bounds: list[Bound]
     where: tuple[torch.device, ...]
     threads: int
     ties: tuple[tuple[tuple[int, int], ...], ...]
@@ -96,11 +97,12 @@ def prepare(
     threads = threads_per_lane or max(1, len(cores()) // plan.num_devices)
     keys = Keys(seed, plan.stages)
     last = plan.num_stages - 1
-    bounds: list[EagerBound] = []
+    program_of_stage: Program = EagerBound  # compiled stages will bring their own
+    bounds: list[Bound] = []
     for index, part in enumerate(plan.stages):
         try:
             bounds.append(
-                EagerBound(
+                program_of_stage(
                     part,
                     index,
                     trees[index],

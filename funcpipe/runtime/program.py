@@ -1,25 +1,21 @@
-"""One stage for one run: forward, backward, the two halves of the backward; plain autograd at the borders.
+"""What a stage is to the executor: forward, backward, the two halves of the backward.
 
-A forward runs on detached leaves; a backward goes into private aliases of the parameters whose ``.grad`` is there from
-the start, so that sums grow in place and nothing of the caller's is touched. The `Program` and `Bound` protocols are
-what compiled stages implement later.
+`Bound` is one stage with its parameters for one run, `Program` makes it. Eager stages are the first program; compiled
+ones implement the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from funcpipe.core.errors import PlanError, StageError, bullets
 from funcpipe.core.result import Loss
-from funcpipe.core.stage import Stage, normalise
-from funcpipe.core.tree import Tree, flatten, is_differentiable, locations, unflatten
-from funcpipe.runtime.border import Border, add_gradients, close_border, dense, open_border, own
-from funcpipe.runtime.rng import WATCH, Keyed, Keys
+from funcpipe.core.stage import Stage
+from funcpipe.core.tree import Tree
+from funcpipe.runtime.border import Border
+from funcpipe.runtime.rng import Keys
 
 Gradients = list[Tensor | None]
 """The gradient of each leaf of a border; None where there is none."""
@@ -108,6 +104,14 @@ class Bound(Protocol):
         """The sums, by leaf of the parameters."""
         ...
 
+    def unused(self) -> list[int]:
+        """Trainable leaves (by number) that no backward added to."""
+        ...
+
+    def written(self) -> list[int]:
+        """Parameter leaves (by number) that the stage wrote into, which it must not."""
+        ...
+
     def release(self) -> None:
         """Forget every tensor; the run went well."""
         ...
@@ -145,283 +149,21 @@ class Shares(NamedTuple):
         return 1.0 / self.total if self.explicit else 1.0
 
 
-class EagerResidual:
-    """The graph of one forward: its outputs, and the leaves at its inputs."""
+class Program(Protocol):
+    """How a stage becomes numbers: eager, or compiled."""
 
-    __slots__ = ("draws", "loss", "microbatch", "side", "skips", "stash", "x", "x_count", "y")
-
-    def __init__(self, microbatch: int) -> None:
-        self.microbatch = microbatch
-        self.y: list[Any] = []
-        self.stash: dict[str, list[Any]] = {}
-        self.loss: Loss | None = None
-        self.side: tuple[Any, Any] | None = None
-        self.x: list[tuple[int, Tensor]] = []
-        self.x_count = 0
-        self.skips: list[tuple[int, list[tuple[int, Tensor]]]] = []
-        self.draws: dict[str, int] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the inputs and outputs; what autograd saved in between is not counted."""
-        named = [*self.y, *(leaf for leaves in self.stash.values() for leaf in leaves), *(leaf for _, leaf in self.x)]
-        named += [leaf for _, leaves in self.skips for _, leaf in leaves]
-        return sum(leaf.nbytes for leaf in named if isinstance(leaf, Tensor))
-
-
-class EagerBound:
-    """A stage run by plain autograd."""
-
-    def __init__(
+    def __call__(
         self,
         stage: Stage,
         index: int,
         params: Tree,
         state: Tree,
         *,
-        trainable: Sequence[bool] | None,
+        trainable: Sequence[bool],
         train: bool,
         keys: Keys,
-        loss: Callable[..., Any] | None = None,
-        shares: Shares | None = None,
-    ) -> None:
-        self.stage, self.index, self.train, self.keys = stage, index, train, keys
-        self.loss, self.shares = loss, shares
-        self.phase = ""
-        self.leaves, self.spec = flatten(params)
-        self.versions = [leaf._version if _versioned(leaf) else 0 for leaf in self.leaves]
-        wanted = trainable if trainable is not None else [False] * len(self.leaves)
-        self.aliases = [_alias(leaf, want) for leaf, want in zip(self.leaves, wanted, strict=True)]
-        self.inputs = [alias for alias, want in zip(self.aliases, wanted, strict=True) if want]
-        self.fresh = [alias.grad._version for alias in self.inputs if alias.grad is not None]
-        self.state, self.state_leaves = _own_state(state)
-        self.fn = stage.bind(unflatten(self.spec, self.aliases), self.state)
-        self.places = getattr(self.fn, "places", {})
-
-    # -- forward ---------------------------------------------------------------------------------------------------
-
-    def forward(self, args: StageArgs, *, keep: bool) -> tuple[StageOut, EagerResidual | None]:
-        """Run the stage; with ``keep`` under autograd, and the residual is what its backward needs."""
-        residual = EagerResidual(args.microbatch) if keep else None
-        with torch.set_grad_enabled(keep):
-            if WATCH.keyed(self.stage, self.train):
-                mode = Keyed(self.keys, self.index, self.places, args.microbatch)
-                with mode:
-                    out = self._forward(args, residual)
-                WATCH.saw(self.stage, self.train, mode.drew)
-                if residual is not None:
-                    residual.draws = mode.replayable
-            else:
-                out = self._forward(args, residual)
-        return out, residual
-
-    def _forward(self, args: StageArgs, residual: EagerResidual | None) -> StageOut:
-        stage, grad = self.stage, residual is not None
-        x, x_leaves = open_border(args.x, grad=grad)
-        skips: dict[str, Tree] = {}
-        skip_leaves: list[tuple[int, list[tuple[int, Tensor]]]] = []
-        for name, border in zip(stage.pop, args.skips, strict=True):
-            skips[name], leaves = open_border(border, grad=grad)
-            skip_leaves.append((len(border.leaves), leaves))
-        feeds = {name: open_border(b, grad=False)[0] for name, b in zip(stage.feeds, args.feeds, strict=True)}
-        before = [leaf._version for leaf in self.state_leaves]
-        returned = self.fn(x, **stage.extras(skips, feeds, self.state, self.train))
-        if before != [leaf._version for leaf in self.state_leaves]:
-            self._refuse_state_writes(before)
-        out = normalise(returned)
-        self._check_stash(out.stash)
-        differentiable = bool(self.inputs) or any(args.x.flags) or any(any(b.flags) for b in args.skips)
-        y, y_graph = close_border(out.y, grad=grad, differentiable=differentiable)
-        stash: dict[str, Border] = {}
-        for name in out.stash:
-            stash[name], graph = close_border(out.stash[name], grad=grad, differentiable=differentiable)
-            if residual is not None:
-                residual.stash[name] = graph
-        loss = None if self.loss is None else self._loss(self.loss, args.target, y, y_graph)
-        if residual is not None:
-            residual.y, residual.x, residual.x_count, residual.skips = (
-                y_graph,
-                x_leaves,
-                len(args.x.leaves),
-                skip_leaves,
-            )
-            residual.loss = loss
-            residual.side = out.loss
-        report = Report(_detached(out.stats), None if loss is None else Loss(*map(_detached, loss)), _side(out.loss))
-        return StageOut(y, stash, report)
-
-    def _loss(self, fn: Callable[..., Any], target: Border | None, y: Border, graph: list[Any]) -> Loss:
-        """The plan's loss of one microbatch, on the dense outputs."""
-        assert target is not None
-        self.phase = "loss"
-        # The output may be handed out as well, so an in-place loss gets its own.
-        leaves = [own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in graph]
-        value = fn(unflatten(y.spec, leaves), open_border(target, grad=False)[0])
-        loss = as_loss(value)
-        self.phase = ""
-        return loss
-
-    def _check_stash(self, stash: Any) -> None:
-        allowed = {*self.stage.stash, *self.stage.offers}
-        if stash.keys() == allowed or (not stash and not self.stage.stash):
-            return
-        faults = [f"declares stash {name!r} but did not return it in Out(stash=...)" for name in self.stage.stash if name not in stash]  # fmt: skip
-        faults += [f"returned stash {name!r} without declaring it; add stash=[{name!r}]" for name in stash if name not in allowed]  # fmt: skip
-        if faults:
-            raise PlanError(bullets("what the stage returned is not what it declares: it", faults))
-
-    def _refuse_state_writes(self, before: list[int]) -> None:
-        where = [
-            name
-            for name, leaf, version in zip(locations(self.state, "state"), flatten(self.state)[0], before, strict=False)
-            if isinstance(leaf, Tensor) and leaf._version != version
-        ]
-        raise PlanError(f"the stage writes into its state {where}; a stage is pure: return statistics in Out(stats=...) and fold them in commit=")  # fmt: skip
-
-    # -- backward --------------------------------------------------------------------------------------------------
-
-    def backward(self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
-        """Plain autograd from the outputs into the leaves and the sums."""
-        roots: list[Tensor] = []
-        cotangents: list[Tensor | None] = []
-
-        def root(tensor: Any, gradient: Tensor | None) -> None:
-            if isinstance(tensor, Tensor) and tensor.requires_grad and gradient is not None:
-                roots.append(tensor)
-                cotangents.append(gradient)
-
-        if y is not None:
-            for tensor, gradient in zip(residual.y, y, strict=True):
-                root(tensor, gradient)
-        for name, parts in stash.items():
-            for tensor, gradient in zip(residual.stash[name], add_gradients(None, *parts) or (), strict=True):
-                root(tensor, gradient)
-        self._loss_roots(residual, root)
-        leaves = [leaf for _, leaf in residual.x] + [leaf for _, own_ in residual.skips for _, leaf in own_]
-        inputs = self.inputs + leaves
-        if roots and inputs:
-            draws = residual.draws
-            replay = Keyed(self.keys, self.index, self.places, residual.microbatch, draws) if draws else nullcontext()
-            with replay:
-                torch.autograd.backward(roots, cotangents, inputs=inputs)
-        skips = [_gradients(count, own_) for count, own_ in residual.skips]
-        return Cotangents(_gradients(residual.x_count, residual.x), skips)
-
-    def _loss_roots(self, residual: EagerResidual, root: Callable[[Any, Tensor], None]) -> None:
-        """Where the gradients begin: the loss, and the stage's auxiliary loss, each by its factor."""
-        shares, microbatch = self.shares, residual.microbatch
-        if shares is None:
-            return
-        if residual.loss is not None:
-            total = residual.loss.sum
-            factor = shares.factor(residual.loss, microbatch)
-            if factor:  # weight 0 adds exactly nothing, even where the loss is nan
-                root(total, torch.full_like(total, factor * shares.loss_scale))
-        if residual.side is not None:
-            total, weight = residual.side
-            factor = shares.share(microbatch)
-            if isinstance(total, Tensor) and factor and float(weight):
-                root(total, torch.full_like(total, factor / float(weight) * shares.loss_scale))
-
-    def backward_input(
-        self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]
-    ) -> tuple[Cotangents, None]:
-        """The whole backward: splitting an autograd graph costs more than it gains (compiled stages do split)."""
-        return self.backward(residual, y, stash), None
-
-    def backward_weight(self, residual: None) -> None:
-        """Nothing is left to do."""
-
-    # -- the end ---------------------------------------------------------------------------------------------------
-
-    def grads(self) -> list[Tensor | None]:
-        """The sum of each leaf; None where it is not trainable."""
-        sums = {id(alias): alias.grad for alias in self.inputs}
-        return [sums.get(id(alias)) for alias in self.aliases]
-
-    def unused(self) -> list[int]:
-        """Trainable leaves (by number) that no backward added to."""
-        touched = {
-            id(alias)
-            for alias, fresh in zip(self.inputs, self.fresh, strict=True)
-            if alias.grad is not None and alias.grad._version != fresh
-        }
-        trainable = {id(alias) for alias in self.inputs}
-        return [i for i, a in enumerate(self.aliases) if id(a) in trainable and id(a) not in touched]
-
-    def written(self) -> list[int]:
-        """Parameter leaves (by number) that the stage wrote into, which it must not."""
-        return [
-            number
-            for number, (leaf, version) in enumerate(zip(self.leaves, self.versions, strict=True))
-            if _versioned(leaf) and leaf._version != version
-        ]
-
-    def release(self) -> None:
-        """Forget every tensor; the copy of a module goes back to its stage."""
-        self.fn.release()
-        for alias in self.inputs:
-            alias.grad = None
-        self.inputs, self.aliases, self.leaves, self.state, self.state_leaves = [], [], [], None, []
-
-
-def as_loss(value: Any) -> Loss:
-    """What a loss function returned, as a Loss whose ``weight`` is None for a mean. Raises StageError."""
-    if isinstance(value, Loss):
-        loss = value
-    elif isinstance(value, tuple) and len(value) == 2:  # pyright: ignore[reportUnknownArgumentType]
-        loss = Loss(*value)
-    else:
-        loss = Loss(value)
-    total = loss.sum
-    if not isinstance(total, Tensor) or total.numel() != 1 or not is_differentiable(total):
-        found = f"a tensor of shape {tuple(total.shape)}, {total.dtype}" if isinstance(total, Tensor) else f"a {type(total).__name__}"  # fmt: skip
-        raise StageError(f"the loss is a floating number in a tensor: the mean over the microbatch, (sum, weight), or fp.Loss(sum, weight, aux); got {found}")  # fmt: skip
-    return loss
-
-
-def _side(side: Any) -> tuple[Any, Any] | None:
-    if side is None:
-        return None
-    if not isinstance(side, tuple) or len(side) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        raise StageError(f"Out.loss is (sum, weight); got {type(side).__name__}")
-    total, weight = side  # pyright: ignore[reportUnknownVariableType]
-    return (_detached(total), _detached(weight))
-
-
-def _alias(leaf: Any, trainable: bool) -> Any:
-    """What a stage computes with instead of a parameter: shares its memory, has a gradient sum of its own."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    alias = leaf.clone() if leaf.is_inference() and not torch.is_inference_mode_enabled() else leaf.detach()
-    if trainable:
-        alias.requires_grad_()
-        # There from the start: autograd would make the first gradient itself the sum, and that may be a view of a
-        # value already handed on, into which the next microbatch would then be added.
-        alias.grad = torch.zeros_like(alias)
-    return alias
-
-
-def _own_state(state: Tree) -> tuple[Tree, list[Tensor]]:
-    leaves, spec = flatten(state)
-    owned = [own(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return unflatten(spec, owned), [leaf for leaf in owned if isinstance(leaf, Tensor) and _versioned(leaf)]
-
-
-def _versioned(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not leaf.is_inference()
-
-
-def _detached(tree: Tree) -> Tree:
-    if tree is None or (isinstance(tree, tuple) and not tree):
-        return tree  # pyright: ignore[reportUnknownVariableType]
-    leaves, spec = flatten(tree)
-    return unflatten(spec, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-
-
-def _gradients(count: int, leaves: list[tuple[int, Tensor]]) -> Gradients:
-    out: Gradients = [None] * count
-    for index, leaf in leaves:
-        if leaf.grad is not None:
-            out[index] = dense(leaf.grad)
-    return out
+        loss: Callable[..., Any] | None,
+        shares: Shares | None,
+    ) -> Bound:
+        """Bind a stage for one run. Raises PlanError where parameters or state do not fit."""
+        ...

@@ -1,4 +1,5 @@
 """Schedules as data: what the text form says, what compares equal, what a schedule knows of itself."""
+# ruff: noqa: SIM300  (assertions are written expected == actual)
 
 import pickle
 from collections.abc import Callable
@@ -36,7 +37,18 @@ def test_an_action_reads_back_what_it_prints(action: Action) -> None:
 
 
 JUNK = ["", "F", "1F", "F0", "-1F0", "1F-1", "1X0", "1f0", "1F0xyz", "x1F0", "1F0 ", " 1F0", "1F0\n", "1FF0", "1.0F0"]
-JUNK += ["1_0F0", "+1F0", "0x1F0", "1F0,", "\u0663F0", "1F\u0663", "\uff12F0", "1F\u00b2", "1234567890F0", "1F1234567890"]
+JUNK += [
+    "1_0F0",
+    "+1F0",
+    "0x1F0",
+    "1F0,",
+    "\u0663F0",
+    "1F\u0663",
+    "\uff12F0",
+    "1F\u00b2",
+    "1234567890F0",
+    "1F1234567890",
+]
 
 
 @pytest.mark.parametrize("text", JUNK)
@@ -154,7 +166,14 @@ def test_device_of_tells_where_each_stage_lives() -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("0F0 0F1", False), ("0F0 0B0", True), ("0F0 0I0 0W0", True), ("0F0\n1F0 1B0", True), ("0F0 0R0", True), ("", False)],
+    [
+        ("0F0 0F1", False),
+        ("0F0 0B0", True),
+        ("0F0 0I0 0W0", True),
+        ("0F0\n1F0 1B0", True),
+        ("0F0 0R0", True),
+        ("", False),
+    ],
 )
 def test_has_backward_is_anything_but_forwards(text: str, expected: bool) -> None:
     """A schedule of forwards alone is for evaluation."""

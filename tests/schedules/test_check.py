@@ -1,4 +1,5 @@
 """check names every fault of a schedule at once; a deadlock comes with the picture of who waits for what."""
+# ruff: noqa: SIM300  (assertions are written expected == actual)
 
 import pytest
 
@@ -136,7 +137,6 @@ class _Rude:
         ("0F0", "'0F0'"),
         (None, "None"),
         ((Kind.F, 0, 0), "(<Kind.F: 'F'>, 0, 0)"),
-        (Action("F", 0, 0), "0?0"),  # pyright: ignore[reportArgumentType]
         (Action(Kind.F, -1, 0), "-1F0"),
         (Action(Kind.F, 0, -2), "0F-2"),
         (Action(Kind.F, True, 0), "TrueF0"),
@@ -146,25 +146,24 @@ class _Rude:
 def test_entries_that_are_no_actions_are_shown(entry: object, shown: str) -> None:
     """None (another library's bubble), text, plain tuples, other numbers; check may not fail on any."""
     schedule = Schedule(((Action(Kind.F, 0, 0),), (entry,)))  # pyright: ignore[reportArgumentType]
-    (line,) = faults_of(schedule)
-    assert line.endswith(" on device 1 is no action: write Action(Kind.F, stage, microbatch) with numbers from 0")
-    if shown != "0?0":
-        assert f"{shown} on device 1 " == line[: len(shown) + 13]
+    rest = "on device 1 is no action: write Action(Kind.F, stage, microbatch) with numbers from 0"
+    assert [f"{shown} {rest}"] == faults_of(schedule)
 
 
 def test_an_entry_that_cannot_be_shown_does_not_hide_the_fault() -> None:
-    """A repr that raises is replaced."""
-    (line,) = faults_of(Schedule(((_Rude(),),)))  # pyright: ignore[reportArgumentType]
-    assert "_Rude object at" in line
+    """A repr or str that raises is replaced."""
+    odd = Action("F", 0, 0)  # pyright: ignore[reportArgumentType]
+    lines = faults_of(Schedule(((_Rude(), odd),)))  # pyright: ignore[reportArgumentType]
+    assert ["_Rude object at", "Action object at"] == [
+        word for word, line in zip(("_Rude object at", "Action object at"), lines, strict=True) if word in line
+    ]
 
 
 def test_all_malformed_entries_and_empty_devices_come_at_once() -> None:
     """Words first: one message for all of them."""
     schedule = Schedule(((None, Action(Kind.B, -1, 0)), (), ("x",)))  # pyright: ignore[reportArgumentType]
-    assert ["None on device 0", "-1B0 on device 0", "device 1 runs", "'x' on device 2"] == [
-        " ".join(line.split()[: 2 if "runs" in line else 4]).removesuffix(" is") + (" runs" if "runs" in line else "")
-        for line in faults_of(schedule)
-    ]
+    expected = ["None on device 0", "-1B0 on device 0", "device 1 runs nothing; leave it out", "'x' on device 2"]
+    assert expected == [line.partition(" is no action")[0] for line in faults_of(schedule)]
 
 
 def test_an_absurd_microbatch_is_a_gap_not_an_allocation() -> None:
@@ -187,14 +186,14 @@ def test_the_picture_shows_devices_that_are_done_and_waits_for_i() -> None:
         "device 0 waits before 0I0 for 1I0, which is on device 1, at which that device waits",
         "device 1 waits before 1I0 for 2I0, which is on device 1, 2 actions behind 1I0, at which that device waits",
     ] == faults_of("0F0 0I0 0W0\n1F0 2F0 1I0 1W0 2I0 2W0")
-    assert "device 2 is done" == faults_of("0F0 1F0 0B0 1B0\n2F0\n".replace("2F0", "2F0 2B0") + "3F0 3B0")[-1]
+    assert "device 2 is done" == faults_of("0F0 1F0 0B0 1B0\n2F0 2B0\n3F0 3B0")[-1]
 
 
 def test_a_device_may_wait_for_itself() -> None:
     """Two stages on one device in an order that cannot be."""
-    assert ["device 0 waits before 1F0 for 0F0, which is on device 0, 1 actions behind 1F0, at which that device waits"] == (
-        faults_of("1F0 0F0")
-    )
+    assert [
+        "device 0 waits before 1F0 for 0F0, which is on device 0, 1 actions behind 1F0, at which that device waits"
+    ] == (faults_of("1F0 0F0"))
 
 
 def test_the_plan_order_holds_every_action_once_and_after_what_it_needs() -> None:

@@ -1,4 +1,5 @@
 """check against an independent judge: schedules broken at random are refused exactly where they cannot run."""
+# ruff: noqa: SIM300  (assertions are written expected == actual)
 
 from collections import Counter
 
@@ -62,7 +63,9 @@ def is_complete(orders: Orders) -> bool:
         and stages == set(range(len(stages)))
         and microbatches == set(range(len(microbatches)))
         and len(homes) == len(stages)
-        and all(is_whole({k for k in Kind if Action(k, s, m) in counts}, backward) for s in stages for m in microbatches)
+        and all(
+            is_whole({k for k in Kind if Action(k, s, m) in counts}, backward) for s in stages for m in microbatches
+        )
     )
 
 
@@ -139,7 +142,8 @@ def test_check_accepts_exactly_what_is_complete_and_runs_to_the_end(orders: Orde
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("0F0 0B0", True), ("0B0 0F0", False), ("1F0 0F0", False), ("0F0 0W0", False), ("0F0 0F1", True)]
+    ("text", "expected"),
+    [("0F0 0B0", True), ("0B0 0F0", False), ("1F0 0F0", False), ("0F0 0W0", False), ("0F0 0F1", True)],
 )
 def test_the_judge_itself_can_say_no(text: str, expected: bool) -> None:
     """A judge that accepts everything would prove nothing."""

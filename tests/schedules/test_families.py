@@ -1,4 +1,5 @@
 """Every family: legal for all counts, ascending, as it is published, and clear about counts that make no schedule."""
+# ruff: noqa: SIM300  (assertions are written expected == actual)
 
 import itertools
 from collections import Counter
@@ -171,7 +172,9 @@ def test_weave_runs_warmup_then_pairs_then_the_rest(warmup: int, expected: str) 
     assert expected == "".join(action.kind.name for action in weave(forwards, backwards, warmup=warmup))
 
 
-@pytest.mark.parametrize(("delay", "expected"), [(0, "FIWFIWFIW"), (1, "FIFIWFIWW"), (3, "FIFIFIWWW"), (8, "FIFIFIWWW")])
+@pytest.mark.parametrize(
+    ("delay", "expected"), [(0, "FIWFIWFIW"), (1, "FIFIWFIWW"), (3, "FIFIFIWWW"), (8, "FIFIFIWWW")]
+)
 def test_weave_holds_weights_back_by_the_delay(delay: int, expected: str) -> None:
     """W trails its I by so many steps, and none is lost."""
     forwards, inputs, weights = ([Action(kind, 0, m) for m in range(3)] for kind in (Kind.F, Kind.I, Kind.W))

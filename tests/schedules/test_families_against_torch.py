@@ -55,7 +55,9 @@ def test_looped_bfs_equals_torchs_but_for_the_direction_of_the_backwards(devices
     for chunks in range(1, 4):
         for count in range(1, 7):
             schedule = looped_bfs(devices * chunks, count, num_devices=devices)
-            for ours, text in zip(schedule.orders, torch_rows(theirs.ScheduleLoopedBFS, devices, chunks, count), strict=True):
+            for ours, text in zip(
+                schedule.orders, torch_rows(theirs.ScheduleLoopedBFS, devices, chunks, count), strict=True
+            ):
                 words = text.split()
                 half = len(words) // 2
                 turned = [words[at : at + count][::-1] for at in range(half, 2 * half, count)]
@@ -70,7 +72,7 @@ def test_fill_drain_equals_torchs_gpipe(stages: int) -> None:
 
 
 def test_torchs_printed_1f1b_is_wrong_on_the_last_rank_and_check_says_so() -> None:
-    """The other ranks agree; the last has no 3F0 and a 3F8 that does not exist. Their runtime does not run this table."""
+    """The other ranks agree; the last has no 3F0 and a 3F8 that does not exist. Their runtime runs another order."""
     table, ours = torch_rows(theirs.Schedule1F1B, 4, 1, 8), str(one_f_one_b(4, 8)).split("\n")
     assert ours[:3] == table[:3]
     with pytest.raises(ScheduleError, match="3F0 is missing"):

@@ -1,4 +1,5 @@
 """The families as text: tests/golden has one file per case, to be read by people.
+# ruff: noqa: SIM300  (assertions are written expected == actual)
 
 To write them anew, after a deliberate change: ``FUNCPIPE_GOLDEN=write python -m pytest tests/schedules``, then look at
 the diff. The variable is the only way; nothing is ever written without it.
@@ -55,13 +56,18 @@ CASES: dict[Callable[..., Schedule], list[Sizes]] = {
     one_f_one_b_remat: [(2, 3), (4, 6), (4, 3, 2)],
     zero_bubble_remat: [(2, 3), (4, 6), (4, 4, 2)],
 }
-ALL = [pytest.param(family, sizes, id=f"{family.__name__}_{'x'.join(map(str, sizes))}") for family in CASES for sizes in CASES[family]]  # fmt: skip
+ALL = [(family, sizes) for family in CASES for sizes in CASES[family]]
 
 
-@pytest.mark.parametrize(("family", "sizes"), ALL)
+def file_of(family: Callable[..., Schedule], sizes: Sizes) -> Path:
+    """``one_f_one_b_5x6x2.txt``: stages, microbatches, and devices where they are not the stages."""
+    return FOLDER / f"{family.__name__}_{'x'.join(map(str, sizes))}.txt"
+
+
+@pytest.mark.parametrize(("family", "sizes"), ALL, ids=[file_of(*case).stem for case in ALL])
 def test_the_family_is_word_for_word_the_golden_text(family: Callable[..., Schedule], sizes: Sizes) -> None:
     """What is printed runs, so a change in any order must show up as a change in a file."""
-    file = FOLDER / f"{family.__name__}_{'x'.join(map(str, sizes))}.txt"
+    file = file_of(family, sizes)
     schedule = family(sizes[0], sizes[1], num_devices=sizes[2] if len(sizes) > 2 else None)
     check(schedule)
     if WRITE:
@@ -72,4 +78,5 @@ def test_the_family_is_word_for_word_the_golden_text(family: Callable[..., Sched
 @pytest.mark.parametrize("family", CASES)
 def test_every_family_has_three_golden_sizes(family: Callable[..., Schedule]) -> None:
     """One size shows a pattern, three show a rule."""
-    assert 3 == len(list(FOLDER.glob(f"{family.__name__}_[0-9]*.txt")))
+    expected = sorted(file_of(family, sizes) for sizes in CASES[family])
+    assert (3, expected) == (len(expected), sorted(FOLDER.glob(f"{family.__name__}_[0-9]*.txt")))

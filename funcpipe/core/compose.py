@@ -1,0 +1,152 @@
+"""Neighbouring stages as one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.stage import Bindable, BoundFn, Out, Stage, normalise, scope
+from funcpipe.core.tree import Tree
+
+
+def compose(*stages: Stage, name: str = "") -> Stage:
+    """Neighbouring stages as one. Parameters and state are tuples of the inner ones; inner names keep their keys.
+
+    A value stashed and popped inside vanishes from the outside, unless a later stage pops it as well.
+
+    >>> double, add = stage(lambda p, x: p * x), stage(lambda p, x: p + x)
+    >>> compose(double, add)((2, 5), 10)
+    25
+
+    Raises:
+        PlanError: no stages, or stash and pop inside do not fit.
+    """
+    if not stages:
+        raise PlanError("compose needs at least one stage")
+    inside: set[str] = set()
+    popped: set[str] = set()
+    outside: dict[str, None] = {}
+    faults: list[str] = []
+    for part in stages:
+        for pop_name in part.pop:
+            (popped.add if pop_name in inside else outside.setdefault)(pop_name)
+        for stash_name in (*part.stash, *part.offers):
+            faults += [f"{part.name!r} stashes {stash_name!r} again"] if stash_name in inside else []
+            faults += [f"{part.name!r} stashes {stash_name!r} after it was popped"] if stash_name in outside else []
+            inside.add(stash_name)
+    if faults:
+        raise PlanError(bullets("stash and pop do not match inside compose:", faults))
+    offered = {name for part in stages for name in part.offers} | popped
+    return Stage(
+        _Composition(stages),
+        name or "+".join(part.name or "?" for part in stages),
+        stash=tuple(n for part in stages for n in part.stash if n not in offered),
+        pop=tuple(outside),
+        feeds=tuple(dict.fromkeys(n for part in stages for n in part.feeds)),
+        state=any(part.state for part in stages),
+        commit=_CommitEach(stages) if any(part.commit for part in stages) else None,
+        offers=tuple(n for part in stages for n in (*part.stash, *part.offers) if n in offered),
+        takes_train=any(part.takes_train for part in stages),
+    )
+
+
+def chain(
+    stages: Sequence[Stage],
+    calls: Sequence[Callable[..., Any]],
+    x: Tree,
+    extras: Mapping[str, Any],
+    states: Sequence[Tree],
+) -> Out:
+    """Call stages one after the other, ``calls[i](x, **extras)`` for the i-th, threading skips; sums their losses."""
+    skips = dict(extras.get("skips", {}))
+    stats: list[Tree] = []
+    stash: dict[str, Tree] = {}
+    losses: list[tuple[Any, Any]] = []
+    for part, call, state in zip(stages, calls, states, strict=True):
+        feeds = extras.get("feeds", {})
+        own = part.extras({n: skips[n] for n in part.pop}, {n: feeds[n] for n in part.feeds}, state, extras["train"])
+        with scope("" if isinstance(part.fn, Bindable) else part.name):
+            out = normalise(call(x, **own))
+        x = out.y
+        skips.update(out.stash)
+        stash.update(out.stash)
+        stats.append(out.stats)
+        if out.loss is not None:
+            losses.append(out.loss)
+    loss = None
+    if len(losses) == 1:
+        loss = losses[0]
+    elif losses:
+        loss = (sum(total / weight for total, weight in losses), 1.0)
+    return Out(x, stash, tuple(stats), loss)
+
+
+class _Composition:
+    """Stages called one after the other."""
+
+    def __init__(self, stages: tuple[Stage, ...]) -> None:
+        self.stages = stages
+
+    def __call__(self, params: Tree, x: Tree, **extras: Any) -> Any:
+        _check_length("params", params, self.stages)
+        calls = [_with_params(part, p) for part, p in zip(self.stages, params, strict=True)]
+        return self._call(calls, x, extras)
+
+    def _call(self, calls: Sequence[Callable[..., Any]], x: Tree, extras: dict[str, Any]) -> Any:
+        states = extras.get("state")
+        if states is None:
+            states = ((),) * len(self.stages)
+        _check_length("state", states, self.stages)
+        out = chain(self.stages, calls, x, {"train": False, **extras}, states)
+        plain = not out.stash and out.loss is None and not any(part.commit for part in self.stages)
+        return out.y if plain else out
+
+    def bind(self, params: Tree, state: Tree) -> BoundFn:
+        """Bind every inner stage."""
+        _check_length("params", params, self.stages)
+        states = state if any(part.state for part in self.stages) else ((),) * len(self.stages)
+        _check_length("state", states, self.stages)
+        bound = [part.bind(p, s) for part, p, s in zip(self.stages, params, states, strict=True)]
+        return _BoundComposition(self, bound)
+
+    def layers(self) -> Mapping[str, Any]:
+        """The places of all inner stages."""
+        return {path: layer for part in self.stages for path, layer in part.layers().items()}
+
+
+class _BoundComposition:
+    def __init__(self, composition: _Composition, bound: list[BoundFn]) -> None:
+        self.composition, self.bound = composition, bound
+
+    def __call__(self, x: Tree, **extras: Any) -> Any:
+        return self.composition._call(self.bound, x, extras)  # pyright: ignore[reportPrivateUsage]
+
+    def release(self) -> None:
+        for part in self.bound:
+            part.release()
+
+
+class _CommitEach:
+    """The commits of a composition: each inner stage commits its own statistics."""
+
+    def __init__(self, stages: tuple[Stage, ...]) -> None:
+        self.stages = stages
+
+    def __call__(self, state: Tree, stats: tuple[Tree, ...]) -> Tree:
+        new: list[Tree] = []
+        for index, part in enumerate(self.stages):
+            own = state[index]
+            new.append(own if part.commit is None else part.commit(own, tuple(one[index] for one in stats)))
+        return tuple(new)
+
+
+def _with_params(part: Stage, params: Tree) -> Callable[..., Any]:
+    return lambda x, **extras: part.fn(params, x, **extras)
+
+
+def _check_length(what: str, trees: Any, stages: Sequence[Stage]) -> None:
+    if not isinstance(trees, (tuple, list)) or len(trees) != len(stages):  # pyright: ignore[reportUnknownArgumentType]
+        found = f"a {type(trees).__name__}" + (f" of {len(trees)}" if isinstance(trees, Sequence) else "")
+        names = ", ".join(part.name or "?" for part in stages)
+        raise PlanError(f"{what} of a composition of {len(stages)} stages ({names}) is a tuple with one tree per stage; got {found}")  # fmt: skip

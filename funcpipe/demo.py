@@ -1,0 +1,219 @@
+"""The main job in small: a U-Net-like classifier on scikit-learn's digits, trained through a pipeline.
+
+1797 real images of 8x8 pixels. Real skips (e1, e2), batch norm, dropout; up to four stages on any number of lanes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import funcpipe as fp
+
+FAMILIES: dict[str, Callable[..., fp.Schedule]] = {
+    "fill-drain": fp.fill_drain,
+    "1f1b": fp.one_f_one_b,
+    "looped-bfs": fp.looped_bfs,
+    "interleaved": fp.interleaved,
+    "zero-bubble": fp.zero_bubble,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the demo can be told; see ``python -m funcpipe demo --help``."""
+
+    schedule: str = "interleaved"
+    stages: int = 4
+    devices: int = 2
+    microbatches: int = 8
+    remat: tuple[int, ...] = (0, 1)
+    device: str = "cpu"
+    seed: int = 0
+    epochs: int = 8
+    batch: int = 128
+    trace: str | None = None
+
+
+def block(inputs: int, outputs: int) -> nn.Sequential:
+    """Convolution, batch norm, ReLU, dropout."""
+    convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True), nn.Dropout(0.1))
+
+
+def keep(name: str) -> fp.Stage:
+    """Hand the features to the decoder of the same size, and halve them."""
+
+    def fn(params: Any, x: Tensor) -> fp.Out:
+        return fp.Out(F.max_pool2d(x, 2), stash={name: x})
+
+    return fp.stage(fn, name=f"keep {name}", stash=[name])
+
+
+def join(name: str) -> fp.Stage:
+    """Double the features, and put those of the encoder beside them."""
+
+    def fn(params: Any, x: Tensor, *, skips: dict[str, Tensor]) -> Tensor:
+        return torch.cat([F.interpolate(x, scale_factor=2), skips[name]], 1)
+
+    return fp.stage(fn, name=f"join {name}", pop=[name])
+
+
+def network(num_stages: int) -> tuple[tuple[fp.Stage, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """The network as stages, with their parameters and state; 1, 2 or 4 stages."""
+    nothing: tuple[Any, Any] = ((), ())
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    parts: list[list[Any]] = [
+        [fp.from_module(block(1, 32), name="down1"), (keep("e1"), *nothing)],
+        [fp.from_module(block(32, 64), name="down2"), (keep("e2"), *nothing)],
+        [
+            fp.from_module(block(64, 128), name="bottom"),
+            (join("e2"), *nothing),
+            fp.from_module(block(192, 64), name="up2"),
+        ],
+        [(join("e1"), *nothing), fp.from_module(block(96, 32), name="up1"), fp.from_module(head, name="head")],
+    ]
+    size = len(parts) // num_stages
+    groups = [list(chain(*parts[start : start + size])) for start in range(0, len(parts), size)]
+    stages = tuple(fp.compose(*(stage for stage, _, _ in group)) for group in groups)
+    params = tuple(tuple(own for _, own, _ in group) for group in groups)
+    state = tuple(tuple(own for _, _, own in group) for group in groups)
+    return stages, params, state
+
+
+def digits(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Images [N, 1, 8, 8] in 0..1 and labels [N], for training (1497) and for the test (300)."""
+    try:
+        from sklearn.datasets import load_digits  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError as error:
+        raise SystemExit("the demo reads scikit-learn's digits: pip install 'torch-funcpipe[demo]'") from error
+    found: Any = load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(found.target, dtype=torch.long)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    test, train = order[:300], order[300:]
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+def main(options: Options) -> float:
+    """Train, test, draw, prove. Returns the accuracy on the test images."""
+    devices = tuple(options.device for _ in range(options.devices))
+    family = FAMILIES[options.schedule]
+    schedule = family(options.stages, options.microbatches, num_devices=options.devices)
+    if options.remat:
+        schedule = fp.remat(schedule, keep=lambda action: action.stage not in options.remat)
+    torch.manual_seed(options.seed)
+    stages, params, state = network(options.stages)
+    plan = fp.make_plan(stages, schedule, devices=devices, loss=F.cross_entropy)
+    params, state = fp.place(plan, params), fp.place(plan, state)
+    optimizer = torch.optim.AdamW(fp.leaves(params), lr=4e-3, weight_decay=0.05)
+    (images, labels), test = digits(options.seed)
+    steps = options.epochs * (len(labels) // options.batch)
+    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 8e-3, total_steps=steps)
+    print(f"{len(labels)} images, {sum(p.numel() for p in fp.leaves(params))} parameters, {schedule!r}")
+
+    line, timeline = "", fp.Timeline((), options.devices)
+    began = perf_counter()
+    with fp.lanes(plan) as lanes, progress(steps) as advance:
+        executor = lanes if options.device == "cpu" and options.devices > 1 else None
+        for nth, chosen in enumerate(batches(len(labels), options, steps)):
+            last = nth == steps - 1
+            batch, seed = (images[chosen], labels[chosen]), fp.fold_in(options.seed, nth)
+            result = fp.run(plan, params, batch, state=state, seed=seed, record=last, executor=executor)
+            if last:
+                line = proof(fp.run_sequential(plan, params, batch, state=state, seed=seed), result)
+                timeline = result.timeline or timeline
+            fp.step(optimizer, params, result.grads, max_norm=1.0)
+            rate.step()
+            state = result.state
+            advance(float(result.loss))
+    seconds = perf_counter() - began
+
+    accuracy = evaluate(plan, params, state, test)
+    print(f"test accuracy {accuracy:.2%} on {len(test[1])} images, trained for {seconds:.1f} s\n")
+    print(fp.draw(timeline))
+    if options.trace:
+        timeline.to_chrome_trace(options.trace)
+        print(f"\ntrace for Perfetto written to {options.trace}")
+    print("\n" + line)
+    return accuracy
+
+
+def batches(count: int, options: Options, steps: int) -> Iterator[Tensor]:
+    """Indices of the rows of each step, shuffled anew each epoch."""
+    generator = torch.Generator().manual_seed(options.seed)
+    done = 0
+    while True:
+        order = torch.randperm(count, generator=generator)
+        for start in range(0, count - options.batch + 1, options.batch):
+            if done == steps:
+                return
+            yield order[start : start + options.batch]
+            done += 1
+
+
+def evaluate(plan: fp.Plan, params: tuple[Any, ...], state: tuple[Any, ...], test: tuple[Tensor, Tensor]) -> float:
+    """The share of test images that are read right, by the forwards of the plan's schedule."""
+    images, labels = test
+    forwards = fp.make_plan(plan.stages, plan.schedule.forwards(), devices=plan.devices)
+    result = fp.run(forwards, params, images, state=state)
+    return float((result.outputs.argmax(-1).cpu() == labels).float().mean())
+
+
+def proof(expected: fp.Result, result: fp.Result) -> str:
+    """Are loss and gradients, bit for bit, those of a plain loop over the same stages."""
+    pairs = list(zip(fp.leaves(expected.grads), fp.leaves(result.grads), strict=True))
+    same = [torch.equal(a, b) for a, b in pairs]
+    if not (all(same) and torch.equal(expected.loss, result.loss)):
+        raise SystemExit(f"NOT PROVEN: {same.count(False)} of {len(same)} gradients differ from the sequential oracle")
+    return (
+        f"proven: loss {float(result.loss):.6f} and all {len(pairs)} gradients of the last batch equal the sequential "
+        "oracle bit for bit"
+    )
+
+
+@contextmanager
+def progress(total: int) -> Generator[Callable[[float], None]]:
+    """A progress bar with the loss: rich's if it is installed, else a line now and then."""
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        done = 0
+
+        def tell(loss: float) -> None:
+            nonlocal done
+            done += 1
+            if done % max(1, total // 10) == 0 or done == total:
+                print(f"step {done} of {total}, loss {loss:.4f}")
+
+        yield tell
+        return
+    loss_column = TextColumn("loss {task.fields[loss]:.4f}")
+    with Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss_column) as bar:
+        task = bar.add_task("training", total=total, loss=float("nan"))
+        yield lambda loss: bar.update(task, advance=1, loss=loss)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The demo's options on a parser."""
+    defaults = Options()
+    parser.add_argument("--schedule", choices=list(FAMILIES), default=defaults.schedule, help="default: %(default)s")
+    parser.add_argument("--stages", type=int, choices=[1, 2, 4], default=defaults.stages, help="default: %(default)s")
+    parser.add_argument("--devices", type=int, default=defaults.devices, help="lanes; default: %(default)s")
+    parser.add_argument("--microbatches", type=int, default=defaults.microbatches, help="default: %(default)s")
+    parser.add_argument("--remat", type=int, nargs="*", default=list(defaults.remat), metavar="STAGE",
+                        help="stages whose residuals are computed again; none: --remat; default: 0 1")  # fmt: skip
+    parser.add_argument("--device", default=defaults.device, help="torch device of every lane; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="default: %(default)s")
+    parser.add_argument("--epochs", type=int, default=defaults.epochs, help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=defaults.batch, help="rows of a batch; default: %(default)s")
+    parser.add_argument("--trace", metavar="FILE", help="write the last step's timeline for Perfetto")

@@ -1,0 +1,158 @@
+"""Costs and timelines as data: what they refuse, what they compute, how they travel."""
+# ruff: noqa: SIM300  (assertions are written expected == actual)
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from funcpipe.core.errors import ScheduleError
+from funcpipe.core.result import Cost, Span, Timeline
+from funcpipe.core.schedule import Action, Kind
+from funcpipe.schedules.families import one_f_one_b, zero_bubble
+from funcpipe.view.simulate import simulate
+
+
+def test_a_default_cost_is_one_for_each_half_and_two_for_a_whole_backward() -> None:
+    """F 1, I 1, W 1, B their sum, R that of F."""
+    assert [1, 2, 1, 1, 1] == [Cost().of(kind, 0) for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)]
+
+
+def test_a_cost_is_read_by_kind_and_stage() -> None:
+    """One number for all stages, or one for each; B and R fall back stage by stage."""
+    cost = Cost([1, 2], 10, (100, 200))
+    assert [1, 110, 10, 100, 1, 2, 210, 10, 200, 2] == [
+        cost.of(kind, s) for s in (0, 1) for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
+    ]
+
+
+def test_a_backward_of_zero_is_not_the_sum() -> None:
+    """None means the sum; zero means zero."""
+    assert [0, 0] == [Cost(backward=0, remat=0).of(kind, 0) for kind in (Kind.B, Kind.R)]
+
+
+@pytest.mark.parametrize("bad", [-1, float("inf"), float("nan"), -0.5, "1", 1j, [1, -1], (1, None), {"a": 1}, "12"])
+def test_numbers_below_zero_and_what_is_no_number_are_refused(bad: object) -> None:
+    """Every field is checked; the message has the field and what came."""
+    shown = tuple(bad) if isinstance(bad, (list, str)) else bad
+    with pytest.raises(ScheduleError) as error:
+        Cost(forward=bad, residual=bad)  # pyright: ignore[reportArgumentType]
+    assert [
+        "no such cost:",
+        f"  * forward is a number from 0, or a sequence of them; got {shown!r}",
+        f"  * residual is a number from 0, or a sequence of them; got {shown!r}",
+    ] == str(error.value).splitlines()
+
+
+def test_the_latency_is_one_number() -> None:
+    """Hops are not per stage."""
+    with pytest.raises(ScheduleError, match="comm is a number from 0"):
+        Cost(comm=[1, 2])  # pyright: ignore[reportArgumentType]
+
+
+def test_costs_compare_hash_and_pickle_whatever_sequence_came() -> None:
+    """Lists become tuples."""
+    a, b = Cost([1, 2]), Cost((1, 2))
+    assert (a, hash(a), a) == (b, hash(b), pickle.loads(pickle.dumps(b)))
+
+
+def spans() -> tuple[Span, ...]:
+    """Two devices; the second starts late."""
+    return (
+        Span(0, 0.0, 1.0, Action(Kind.F, 0, 0)),
+        Span(1, 2.0, 4.0, Action(Kind.F, 1, 0)),
+        Span(1, 4.0, 5.0, Action(Kind.B, 1, 0)),
+        Span(0, 6.0, 8.0, Action(Kind.B, 0, 0)),
+    )
+
+
+def test_a_timeline_knows_its_ends_and_its_bubbles() -> None:
+    """makespan: the end of all; span: the longest device; bubbles: against the busiest device's work, 3."""
+    timeline = Timeline(spans(), 2, comm=1.0)
+    assert (8.0, 8.0, (3.0, 3.0)) == (timeline.makespan, timeline.span, timeline.busy)
+    assert (1 - 3 / 8, 1 - 3 / 8) == (timeline.bubble, timeline.span_bubble)
+
+
+def test_span_is_shorter_than_makespan_where_the_longest_device_starts_late() -> None:
+    """The steady-state cost leaves out the wait before the first start."""
+    timeline = Timeline(spans()[1:3], 2)
+    assert (5.0, 3.0, 0.0) == (timeline.makespan, timeline.span, timeline.span_bubble)
+
+
+def test_the_critical_path_of_a_timeline_goes_over_the_hops() -> None:
+    """There and back."""
+    path = Timeline(spans(), 2, comm=1.0).critical_path
+    assert "0F0 1F0 1B0 0B0" == " ".join(map(str, path))
+
+
+def test_an_empty_timeline_is_nothing_at_all() -> None:
+    """Zeros, no division."""
+    empty = Timeline((), 0)
+    assert (0.0, 0.0, 0.0, 0.0, (), ()) == (
+        empty.makespan, empty.span, empty.bubble, empty.span_bubble, empty.critical_path, empty.busy,
+    )  # fmt: skip
+
+
+def test_durations_are_grouped_by_kind_and_stage() -> None:
+    """What profile and pictures read."""
+    timeline = simulate(zero_bubble(2, 3), Cost((1, 2), 3, 4))
+    assert (1, 1, 1) == timeline.by_kind[Kind.F, 0]
+    assert {(kind, s) for kind in (Kind.F, Kind.I, Kind.W) for s in (0, 1)} == set(timeline.by_kind)
+
+
+def test_timelines_compare_hash_and_pickle_without_their_caches() -> None:
+    """Simulating twice gives equal data; looking at it changes nothing."""
+    a, b = (simulate(one_f_one_b(3, 5), Cost(comm=0.5)) for _ in range(2))
+    bare = len(pickle.dumps(a))
+    assert all([a.makespan, a.critical_path, a.by_kind, a.busy, a.span])
+    copy = pickle.loads(pickle.dumps(a))
+    assert (a, hash(a), a.critical_path, bare) == (b, hash(b), copy.critical_path, len(pickle.dumps(a)))
+    assert copy == b
+
+
+def test_timelines_of_other_costs_differ() -> None:
+    """Equality sees the times."""
+    assert 3 == len({simulate(one_f_one_b(2, 2), Cost(comm=comm)) for comm in (0, 1, 2)})
+
+
+def test_a_timeline_prints_one_line_with_its_numbers() -> None:
+    """The figures that people compare."""
+    expected = (
+        "1F1B: 8 actions on 2 devices; makespan 9 units, span 9 units; "
+        "bubble 33.3% of the makespan, 33.3% of the span; peak 2, 1 residuals"
+    )
+    assert expected == str(simulate(one_f_one_b(2, 2))) == repr(simulate(one_f_one_b(2, 2)))
+
+
+def test_the_trace_has_one_complete_event_for_each_action(tmp_path: Path) -> None:
+    """Chrome's JSON: microseconds (a unit shows as a millisecond), one named thread for each device."""
+    timeline = simulate(one_f_one_b(2, 3), Cost(comm=0.5))
+    file = tmp_path / "trace.json"
+    timeline.to_chrome_trace(file)
+    trace = json.loads(file.read_text())
+    assert timeline.chrome_trace() == trace
+    complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [(str(s.action), s.device, s.start * 1e3, (s.end - s.start) * 1e3) for s in timeline.spans] == [
+        (event["name"], event["tid"], event["ts"], event["dur"]) for event in complete
+    ]
+    assert {"stage": 0, "microbatch": 0, "kind": "F"} == complete[0]["args"]
+
+
+def test_the_trace_names_process_and_threads() -> None:
+    """Perfetto shows the schedule's name and the devices in order."""
+    meta = [event for event in simulate(one_f_one_b(2, 1)).chrome_trace()["traceEvents"] if event["ph"] == "M"]
+    names = [(event["name"], event.get("tid"), next(iter(event["args"].values()))) for event in meta]
+    assert [
+        ("process_name", None, "1F1B"),
+        ("thread_name", 0, "device 0"),
+        ("thread_sort_index", 0, 0),
+        ("thread_name", 1, "device 1"),
+        ("thread_sort_index", 1, 1),
+    ] == names
+
+
+def test_a_measured_timeline_is_traced_in_real_microseconds() -> None:
+    """Seconds, not units."""
+    events = Timeline(spans(), 2, unit="s").chrome_trace()["traceEvents"]
+    assert [0.0, 2e6, 4e6, 6e6] == [event["ts"] for event in events if event["ph"] == "X"]

@@ -1,0 +1,137 @@
+"""What each action reads and writes, as a table for one small net: a skip with two pops, a feed, a loss."""
+# ruff: noqa: SIM300  (assertions are written expected == actual)
+
+import pytest
+
+from funcpipe.core.plan import Role, TaskKind, Wire
+from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.core.compose import compose
+from funcpipe.core.stage import Stage, stage
+from funcpipe.lower.effects import Context, effects
+from funcpipe.lower.plan import make_plan
+from funcpipe.lower.skips import routes
+
+
+def net() -> list[Stage]:
+    """Stage 0 stashes e; stage 1 pops it and takes a feed; stage 2 pops it again and ends in the loss."""
+    return [
+        stage(lambda p, x: x, stash=["e"]),
+        stage(lambda p, x, *, skips, feeds: x, pop=["e"], feeds=["mask"]),
+        stage(lambda p, x, *, skips: x, pop=["e"]),
+    ]
+
+
+def table(stages: list[Stage], *, loss: bool, outputs: bool) -> dict[str, str]:
+    """``reads -> writes`` for each kind of each stage; ``F-`` is a forward that keeps nothing."""
+    given = Context(stages, routes(stages), loss, outputs)
+    out: dict[str, str] = {}
+    for s in range(len(stages)):
+        rows = [("F-", Kind.F, False), *((kind.name, kind, True) for kind in Kind)]
+        for word, kind, keeps in rows:
+            reads, writes = effects(kind, s, keeps, given)
+            out[f"{s}{word}"] = " ".join(map(show, reads)) + " -> " + " ".join(map(show, writes))
+    return out
+
+
+def show(wire: Wire) -> str:
+    """``skip_grad0(e)<2``: role and stage, name, popper."""
+    name = f"({wire.name})" if wire.name else ""
+    return f"{wire.role.value}{wire.stage}{name}" + (f"<{wire.peer}" if wire.peer >= 0 else "")
+
+
+def test_the_table_of_a_net_with_a_skip_two_pops_and_a_feed() -> None:
+    """The only place where effects are written down, against what the paper would say."""
+    assert {
+        "0F": "input0 -> act0 skip0(e) report0 residual0",
+        "0F-": "input0 -> act0 skip0(e) report0",
+        "0R": "input0 -> residual0",
+        "0B": "residual0 grad0 skip_grad0(e)<2 skip_grad0(e)<1 -> ",
+        "0I": "residual0 grad0 skip_grad0(e)<2 skip_grad0(e)<1 -> weight_residual0",
+        "0W": "weight_residual0 -> ",
+        "1F": "act0 skip0(e) feed0(mask) -> act1 report1 residual1",
+        "1F-": "act0 skip0(e) feed0(mask) -> act1 report1",
+        "1R": "act0 skip0(e) feed0(mask) -> residual1",
+        "1B": "residual1 grad1 -> grad0 skip_grad0(e)<1",
+        "1I": "residual1 grad1 -> grad0 skip_grad0(e)<1 weight_residual1",
+        "1W": "weight_residual1 -> ",
+        "2F": "act1 skip0(e) target2 -> report2 residual2",
+        "2F-": "act1 skip0(e) target2 -> report2",
+        "2R": "act1 skip0(e) target2 -> residual2",
+        "2B": "residual2 -> grad1 skip_grad0(e)<2",
+        "2I": "residual2 -> grad1 skip_grad0(e)<2 weight_residual2",
+        "2W": "weight_residual2 -> ",
+    } == table(net(), loss=True, outputs=False)
+
+
+def test_without_a_loss_the_last_stage_needs_the_gradient_of_its_output() -> None:
+    """vjp: the caller gives it; no target is read."""
+    rows = table(net(), loss=False, outputs=True)
+    assert "act1 skip0(e) -> output2 report2 residual2" == rows["2F"]
+    assert "residual2 grad2 -> grad1 skip_grad0(e)<2" == rows["2B"]
+
+
+def test_outputs_come_only_from_the_last_stage() -> None:
+    """With a loss too, where the plan returns outputs."""
+    rows = table(net(), loss=True, outputs=True)
+    assert ["2F", "2F-"] == [word for word, row in rows.items() if "output" in row]
+    assert "act1 skip0(e) target2 -> output2 report2 residual2" == rows["2F"]
+
+
+@pytest.mark.parametrize("kind", [Kind.R, Kind.W])
+def test_remat_and_the_weights_write_nothing_that_others_see(kind: Kind) -> None:
+    """R writes the residual only, so statistics cannot count twice; W ends in the parameters."""
+    given = Context(net(), routes(net()), True, False)
+    expected = {Kind.R: [Role.RESIDUAL], Kind.W: []}[kind]
+    assert [expected] * 3 == [[wire.role for wire in effects(kind, s, True, given)[1]] for s in range(3)]
+
+
+def test_one_stage_reads_the_input_and_writes_only_its_report() -> None:
+    """First and last at once."""
+    rows = table([stage(lambda p, x: x)], loss=True, outputs=False)
+    assert ["input0 target0 -> report0 residual0", "residual0 -> "] == [rows["0F"], rows["0B"]]
+
+
+def test_a_skip_that_nobody_pops_is_not_written() -> None:
+    """What a composition already popped inside is offered, and dropped where no one takes it."""
+    inner = compose(stage(lambda p, x: x, stash=["e"]), stage(lambda p, x, *, skips: x, pop=["e"]))
+    assert ("e",) == inner.offers
+    last = stage(lambda p, x: x)
+    taker = stage(lambda p, x, *, skips: x, pop=["e"])
+    assert "input0 -> act0 report0 residual0" == table([inner, last], loss=True, outputs=False)["0F"]
+    assert "input0 -> act0 skip0(e) report0 residual0" == table([inner, taker], loss=True, outputs=False)["0F"]
+
+
+def test_the_tasks_of_a_small_plan_word_for_word() -> None:
+    """What print(plan) shows: slots first, then every task in plan order."""
+    plan = make_plan([stage(lambda p, x: x)] * 2, Schedule.parse("0F0 0B0\n1F0 1I0 1W0", name="two"), loss=print)
+    assert [
+        "plan: <Schedule two: 2 stages, 1 microbatches, 2 devices> on unbound; 9 tasks",
+        "  1 slot for input caller->0",
+        "  1 slot for act 0->1",
+        "  1 slot for target caller->1",
+        "  1 slot for grad 1->0",
+        "copy caller->0:  reads input[0,0]  slot 0",
+        "0F0  on 0:  reads input[0,0]  writes act[0,0] report[0,0] residual[0,0]  frees input[0,0] act[0,0]",
+        "copy 0->1:  reads act[0,0]  slot 0",
+        "copy caller->1:  reads target[1,0]  slot 0",
+        "1F0  on 1:  reads act[0,0] target[1,0]  writes report[1,0] residual[1,0]  frees act[0,0] target[1,0]",
+        "1I0  on 1:  reads residual[1,0]  writes grad[0,0] weight_residual[1,0]  frees residual[1,0] grad[0,0]",
+        "copy 1->0:  reads grad[0,0]  slot 0",
+        "0B0  on 0:  reads residual[0,0] grad[0,0]  frees residual[0,0] grad[0,0]",
+        "1W0  on 1:  reads weight_residual[1,0]  frees weight_residual[1,0]",
+    ] == str(plan).splitlines()
+
+
+def test_skips_go_straight_to_who_pops_them() -> None:
+    """One copy for each lane that pops, none through the stages between."""
+    stages = [
+        stage(lambda p, x: x, stash=["e"]),
+        stage(lambda p, x: x),
+        stage(lambda p, x, *, skips: x, pop=["e"]),
+        stage(lambda p, x, *, skips: x, pop=["e"]),
+    ]
+    plan = make_plan(stages, Schedule.parse("0F0\n1F0\n2F0 3F0"))
+    skips = [t for t in plan.tasks if t.kind is TaskKind.COPY and t.reads[0].role is Role.SKIP]
+    assert [(0, 2)] == [(task.source, task.lane) for task in skips]
+    (last,) = [task for task in plan.tasks if task.action == Action(Kind.F, 3, 0)]
+    assert ["act[2,0]", "skip[0,0,e]"] == list(map(str, last.frees))
