@@ -87,7 +87,7 @@ def located(error: BaseException, where: Where) -> BaseException:
     new = _twin(error)
     _attach(new, where)
     new.__cause__ = error
-    return new.with_traceback(error.__traceback__)
+    return new
 
 
 def _attach(error: BaseException, where: Where) -> None:

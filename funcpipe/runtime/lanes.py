@@ -7,6 +7,7 @@ import ctypes
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -16,7 +17,46 @@ from funcpipe.core.plan import Plan
 from funcpipe.runtime.context import Context, cores, no_autocast_cache, pin
 from funcpipe.runtime.execute import STOP, Execution, Lane, Stop, raise_located
 
-_Job = Callable[[], None]
+_Job = Callable[[], Any]
+
+
+class _Worker:
+    """One thread that does jobs until it gets None, and can be interrupted inside of a job only."""
+
+    def __init__(self, index: int) -> None:
+        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        self._interruptible = False
+        self.thread = threading.Thread(target=self._loop, name=f"funcpipe lane {index}", daemon=True)
+
+    def _loop(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            self._do(job)
+            del job  # it holds the run's values
+
+    def _do(self, job: _Job) -> None:
+        try:
+            self._interruptible = True
+            try:
+                job()
+            finally:
+                with self._gate:
+                    self._interruptible = False
+        except Stop:
+            pass  # it came while the job was ending
+
+    def interrupt(self) -> None:
+        """Raise Stop in the thread at its next bytecode, that is after the operation that it is in."""
+        with self._gate:
+            if self._interruptible and self.thread.ident is not None:
+                identity = ctypes.c_ulong(self.thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(Stop))
+
+    def end(self) -> None:
+        """Wait for the thread's end, after the job that it does."""
+        self.jobs.put(None)
+        if self.thread.ident is not None:
+            self.thread.join()
 
 
 class Lanes:
@@ -25,8 +65,7 @@ class Lanes:
     def __init__(self, count: int) -> None:
         self.count = count
         self._cores = cores()
-        self._threads: list[threading.Thread] = []
-        self._jobs: list[queue.SimpleQueue[_Job | None]] = []
+        self._workers: list[_Worker] = []
         self._busy = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -38,9 +77,9 @@ class Lanes:
 
     def close(self) -> None:
         """End all threads."""
-        for jobs in self._jobs:
-            jobs.put(None)
-        self._join()
+        for worker in self._workers:
+            worker.end()
+        self._workers = []
 
     def run(self, execution: Execution, context: Context, threads: int) -> None:
         """Run every lane of an execution in its thread; come back when all are done, or raise what failed."""
@@ -62,10 +101,9 @@ class Lanes:
         try:
             # Inside of try: Ctrl-C between two starts must stop the first.
             self._start()
-            for lane in execution.lanes:
+            for lane, worker in zip(execution.lanes, self._workers, strict=True):
                 job = _job(self, execution, lane, context, threads, failures, done)
-                carried = contextvars.copy_context()
-                self._jobs[lane.index].put(lambda carried=carried, job=job: carried.run(job))
+                worker.jobs.put(partial(contextvars.copy_context().run, job))
             for _ in execution.lanes:
                 done.get()  # waits in C and can be interrupted
                 if failures:
@@ -78,44 +116,23 @@ class Lanes:
             raise_located(failures)
 
     def _start(self) -> None:
-        if self._threads:
-            return
-        self._jobs = [queue.SimpleQueue() for _ in range(self.count)]
-        for index in range(self.count):
-            thread = threading.Thread(
-                target=_work, args=(self._jobs[index],), name=f"funcpipe lane {index}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+        if not self._workers:
+            self._workers = [_Worker(index) for index in range(self.count)]
+            for worker in self._workers:
+                worker.thread.start()
 
     def _halt(self, execution: Execution) -> None:
         """End every lane: those that wait at once, those that compute after the operation that they are in."""
         execution.stopped = True
         for lane in execution.lanes:
             lane.inbox.put(STOP)
-        for jobs in self._jobs:
-            jobs.put(None)
-        for thread in self._threads:
-            if thread.is_alive() and thread.ident is not None:
-                identity = ctypes.c_ulong(thread.ident)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(Stop))
-        self._join()
-
-    def _join(self) -> None:
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
-        self._threads, self._jobs = [], []
+        for worker in self._workers:
+            worker.interrupt()
+        self.close()
 
     def pin(self, lane: int) -> None:
         """Give the calling thread its share of the cores."""
         pin(lane, self.count, self._cores)
-
-
-def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job
 
 
 def _job(

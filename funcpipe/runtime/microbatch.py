@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, bullets
+from funcpipe.core.errors import BatchError, Where, bullets, located
 from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Tree, flatten, locations, unflatten
-from funcpipe.runtime.border import Border, given, own
+from funcpipe.runtime.border import Border, given, open_border, own
 from funcpipe.runtime.program import Shares
 
 
@@ -239,7 +239,10 @@ def shares(batch: Batch, weight: Callable[..., Any] | None, loss_scale: Any) -> 
         return Shares(tuple(map(float, batch.rows)), float(sum(batch.rows)), False, scale)
     weights: list[float] = []
     for index, target in enumerate(batch.target or []):
-        value = weight(target.tree())
+        try:
+            value = weight(open_border(target, grad=False)[0])
+        except Exception as error:
+            raise located(error, Where(None, "", index, "weight", "")) from error
         try:
             number = float(value)
         except (TypeError, ValueError):

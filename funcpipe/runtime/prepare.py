@@ -95,29 +95,30 @@ def prepare(
     if backward:
         _refuse_undeclared_ties(trees, wanted, ties)
     threads = threads_per_lane or max(1, len(cores()) // plan.num_devices)
-    keys = Keys(seed, plan.stages)
-    last = plan.num_stages - 1
-    program_of_stage: Program = EagerBound  # compiled stages will bring their own
-    bounds: list[Bound] = []
-    for index, part in enumerate(plan.stages):
-        try:
-            bounds.append(
-                program_of_stage(
-                    part,
-                    index,
-                    trees[index],
-                    states[index],
-                    trainable=wanted[index],
-                    train=plan.train,
-                    keys=keys,
-                    loss=plan.loss if index == last else None,
-                    shares=shares,
-                )
-            )
-        except PlanError as error:
-            raise PlanError(f"{names_of(plan.stages)[index]}: {error}") from None
+    bounds = _bind(plan, trees, states, wanted, Keys(seed, plan.stages), shares)
     program = program_for(plan, cut.num_microbatches)
     return Prepared(plan, program, cut, shares, trees, states, bounds, where, threads, ties)
+
+
+def _bind(
+    plan: Plan,
+    trees: Sequence[Tree],
+    states: Sequence[Tree],
+    wanted: list[list[bool]],
+    keys: Keys,
+    shares: Shares,
+) -> list[Bound]:
+    """Every stage with its parameters and state."""
+    program: Program = EagerBound  # compiled stages will bring their own
+    bounds: list[Bound] = []
+    for index, (part, params, state) in enumerate(zip(plan.stages, trees, states, strict=True)):
+        loss = plan.loss if index == plan.num_stages - 1 else None
+        options: dict[str, Any] = {"trainable": wanted[index], "train": plan.train, "keys": keys}
+        try:
+            bounds.append(program(part, index, params, state, loss=loss, shares=shares, **options))
+        except PlanError as error:
+            raise PlanError(f"{names_of(plan.stages)[index]}: {error}") from None
+    return bounds
 
 
 def _check_modes(name: str, plan: Plan, backward: bool) -> None:

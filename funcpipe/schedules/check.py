@@ -248,7 +248,9 @@ def _waiting(schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], 
         steps = where - stuck[other]
         behind = schedule.orders[other][stuck[other]]
         detail = (
-            f"{steps} actions behind {behind}, at which that device waits" if steps else "at which that device waits"
+            f"{steps} action{'s' * (steps != 1)} behind {behind}, at which that device waits"
+            if steps
+            else "at which that device waits"
         )
         lines.append(f"device {device} waits before {schedule.orders[device][position]} for {name}, which is on device {other}, {detail}")  # fmt: skip
     title = f"schedule {schedule.name!r} cannot come to its end; move one of these actions before what it blocks:"

@@ -4,9 +4,9 @@
 
 Both do what every rank does before the first step: compute the order of all devices, validate it, add communication.
 torch's part is what the constructor of ``ScheduleInterleaved1F1B`` runs (``_calculate_single_rank_operations`` for
-every rank, ``_validate_schedule``, ``_add_unshard_reshard``, ``_add_reduce_grad``, ``_add_send_recv``), called without a
-process group. Ours is `interleaved`, `check` (across devices, which torch does not do) and `make_plan` for plain stages
-with a loss. The two alternate; printed are the medians over the repeats, their range, and the ratio of the medians.
+every rank, ``_validate_schedule``, ``_add_unshard_reshard``, ``_add_reduce_grad``, ``_add_send_recv``), called without
+a process group. Ours is `interleaved`, `check` (across devices, which torch does not do) and `make_plan` for plain
+stages with a loss. The two alternate; printed are the medians over the repeats, their range, and their ratio.
 """
 
 import argparse

@@ -1,0 +1,118 @@
+"""Draw schedules, plans and timelines: text for terminals, SVG for papers, HTML for notebooks."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from operator import index
+from os import PathLike
+from pathlib import Path
+
+from funcpipe.core.plan import Plan
+from funcpipe.core.result import Result, Timeline
+from funcpipe.core.schedule import Schedule
+from funcpipe.view.simulate import simulate
+from funcpipe.view.svg import page, svg
+from funcpipe.view.text import LEAST_WIDTH, text
+
+_FILE_WIDTH = 120
+
+
+def draw(what: Schedule | Plan | Timeline) -> Drawing:
+    """A picture of who does what when: a row for each device, time from left to right.
+
+    >>> from funcpipe.schedules.families import one_f_one_b
+    >>> print(draw(one_f_one_b(2, 3)).text(width=60))
+    1F1B: makespan 12 units, span 12 units, bubble 25.0%,
+    span bubble 25.0%
+                                               busy  peak
+    dev 0 │F0 F1 ······B0─── F2 B1─── ···B2─── │  75%     2
+    dev 1 │···F0 B0─── F1 B1─── F2 B2─── ······│  75%     1
+          └──────────────┴──────────────┴──────┘
+           0             5              10 units
+    F forward  B backward  · idle
+
+    Args:
+        what: a timeline, simulated or measured. A schedule, or the schedule of a plan, is drawn as its simulation under
+            the default `Cost`: F, I, W take one unit each, B two. Draw ``simulate(schedule, cost)`` for other costs.
+
+    Returns:
+        A drawing: print it, let a notebook show it, or save it.
+
+    Raises:
+        TypeError: it is none of these.
+        ScheduleError: the schedule is not legal.
+    """
+    if isinstance(what, Timeline):
+        return Drawing(what)
+    if isinstance(what, (Schedule, Plan)):
+        return Drawing(simulate(what))
+    hint = "; draw its timeline (run with record=True)" if isinstance(what, Result) else ""
+    raise TypeError(f"draw takes a Schedule, a Plan or a Timeline; got {type(what).__name__}{hint}")
+
+
+@dataclass(frozen=True, repr=False)
+class Drawing:
+    """A picture of a timeline: `str` for a terminal, inline SVG in a notebook, a file with `save`.
+
+    Attributes:
+        timeline: what is drawn.
+    """
+
+    timeline: Timeline
+
+    def text(self, width: int | None = None, *, color: bool = False) -> str:
+        """The picture as text.
+
+        Actions have their labels (``F0``, and ``2F0`` where a device runs several stages) as long as most of these fit;
+        then each column shows one letter, in proportion to the time that each kind takes.
+
+        Args:
+            width: no line is longer. None: the width of the terminal, 80 without one.
+            color: paint the actions with a terminal's 256 colours; the letters are the same.
+
+        Raises:
+            TypeError: the width is no whole number.
+            ValueError: the width is less than 40.
+        """
+        if width is None:
+            columns = max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
+        else:
+            columns = index(width)
+        if columns < LEAST_WIDTH:
+            raise ValueError(f"a drawing is at least {LEAST_WIDTH} columns wide; got width={width}")
+        return text(self.timeline, columns, color=color)
+
+    def svg(self) -> str:
+        """The picture as a standalone SVG: no scripts, scales to any size, follows the viewer's light or dark mode."""
+        return svg(self.timeline)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the picture to a file.
+
+        Args:
+            path: ends in ``.svg``, ``.html``, or ``.txt`` (120 columns); written anew.
+
+        Raises:
+            ValueError: it ends otherwise.
+        """
+        file = Path(path)
+        match file.suffix.lower():
+            case ".svg":
+                content = self.svg()
+            case ".html" | ".htm":
+                content = page(self.timeline)
+            case ".txt":
+                content = self.text(_FILE_WIDTH) + "\n"
+            case other:
+                raise ValueError(f"drawings are saved as .svg, .html or .txt; got {other!r} in {str(file)!r}")
+        file.write_text(content, encoding="utf-8", newline="\n")
+
+    def _repr_html_(self) -> str:
+        # Not _repr_svg_: Jupyter shows that as an image, which cannot inherit the page's text colour.
+        return svg(self.timeline, inline=True)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__

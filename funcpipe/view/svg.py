@@ -1,0 +1,235 @@
+"""A timeline as SVG: a Gantt chart with a lane for each device."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from html import escape
+from typing import NamedTuple
+
+from funcpipe.core.result import Span, Timeline
+from funcpipe.core.schedule import Kind
+from funcpipe.view import facts
+
+_INK = "#1f2328"
+_STYLE = (
+    ".funcpipe{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif;"
+    "font-variant-numeric:tabular-nums}"
+    ".funcpipe text{fill:currentColor}"
+    ".funcpipe .name{font-size:17px;font-weight:600}"
+    ".funcpipe .soft{opacity:.72}"
+    ".funcpipe .end{text-anchor:end}"
+    ".funcpipe .mid{text-anchor:middle}"
+    ".funcpipe .lane{fill:currentColor;opacity:.06}"
+    ".funcpipe .grid{stroke:currentColor;opacity:.16;fill:none}"
+    f".funcpipe .num text{{fill:{_INK};text-anchor:middle;pointer-events:none}}"
+    ".funcpipe rect:hover{stroke:currentColor;stroke-width:1.5}"
+)
+"""The same in every drawing, as are the rules for shades: several drawings in one page cannot disturb each other."""
+
+_ALONE = (
+    f".funcpipe.alone{{color:{_INK}}}"
+    "@media (prefers-color-scheme:dark){.funcpipe.alone{color:#e6edf3}}"
+)  # fmt: skip
+"""Text colours for a file; in a page the drawing has those of its surroundings."""
+
+_TOP, _BOTTOM, _MARGIN = 92.0, 42.0, 16.0
+
+
+class Frame(NamedTuple):
+    """Where things are, in pixels.
+
+    Attributes:
+        left: of the chart.
+        chart: its width.
+        width, height: of the whole picture.
+        scale: pixels per unit of time.
+        bar: height of a lane.
+        pitch: from lane to lane.
+        font: size of the numbers in the actions.
+    """
+
+    left: float
+    chart: float
+    width: float
+    height: float
+    scale: float
+    bar: float
+    pitch: float
+    font: float
+
+
+def svg(timeline: Timeline, *, inline: bool = False) -> str:
+    """The picture.
+
+    Args:
+        timeline: what to draw.
+        inline: True: for a place inside an HTML page, whose text colour it takes. False: a file of its own, which
+            follows the viewer's light or dark mode.
+    """
+    frame = _frame(timeline)
+    ranks = facts.ranks(timeline)
+    most = max(ranks.values(), default=0)
+    shades = {(kind, _tint(rank, most)) for kind in facts.kinds(timeline) for rank in range(most + 1)}
+    rules = "".join(_rule(kind, tint) for kind, tint in sorted(shades, key=lambda one: (one[0].value, one[1])))
+    label = escape(f"{facts.title(timeline)}: {', '.join(facts.facts(timeline))}")
+    size = f'width="{_px(frame.width)}" height="{_px(frame.height)}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="funcpipe{"" if inline else " alone"}" {size} '
+        f'viewBox="0 0 {_px(frame.width)} {_px(frame.height)}" role="img" aria-label="{label}" '
+        f'style="max-width:100%;height:auto">',
+        f"<style>{_STYLE}{'' if inline else _ALONE}{rules}</style>",
+        *_heading(timeline, frame),
+    ]
+    if timeline.spans:
+        parts += [*_legend(timeline, frame, most), *_axis(timeline, frame), *_lanes(timeline, frame, ranks, most)]
+    return "\n".join([*parts, "</svg>"])
+
+
+def page(timeline: Timeline) -> str:
+    """The picture as an HTML page of its own, light or dark as the viewer likes."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(facts.title(timeline))}</title></head>\n<body>\n{svg(timeline, inline=True)}\n</body></html>\n"
+    )
+
+
+def _frame(timeline: Timeline) -> Frame:
+    """Choose the sizes: short actions get room for their number, up to a width that screens have."""
+    digits = len(str(max(0, timeline.num_devices - 1)))
+    left = _MARGIN + 50 + 7 * digits
+    end = timeline.makespan or 1.0
+    short = facts.quantile((span.end - span.start for span in timeline.spans), 0.1)
+    chart = min(1600.0, max(640.0, 24 * end / short)) if timeline.spans else 640.0
+    bar, pitch, font = (30, 35, 12) if timeline.num_devices <= 8 else (22, 25, 11) if timeline.num_devices <= 16 else (16, 18, 9)  # fmt: skip
+    busy, peak = facts.columns(timeline)
+    right = _MARGIN + (44 if busy else 0) + (16 + 7 * max(4, *map(len, peak)) if peak else 0)
+    lanes = timeline.num_devices * pitch if timeline.spans else 0
+    height = _TOP + lanes + _BOTTOM if timeline.spans else 66.0
+    # A little before the end is kept free: measured times never fill it to the pixel.
+    return Frame(left, chart, left + chart + right, height, chart / end, bar, pitch, font)
+
+
+def _heading(timeline: Timeline, frame: Frame) -> list[str]:
+    name = facts.title(timeline)
+    most = int((frame.width - 2 * _MARGIN) / 9.5)
+    name = name if len(name) <= most else name[: most - 1] + "…"
+    count = len({span.action.microbatch for span in timeline.spans})
+    stages = len({span.action.stage for span in timeline.spans})
+    words = [_many(timeline.num_devices, "device"), _many(stages, "stage"), _many(count, "microbatch")]
+    words = [*words, *facts.facts(timeline)] if timeline.spans else [words[0], "no actions"]
+    return [
+        f'<text class="name" x="{_px(_MARGIN)}" y="28">{escape(name)}</text>',
+        f'<text class="soft" x="{_px(_MARGIN)}" y="48">{escape(" · ".join(words))}</text>',
+    ]
+
+
+def _legend(timeline: Timeline, frame: Frame, most: int) -> list[str]:
+    """Swatches and words in one line above the chart: all shades of each kind."""
+    out = ['<g class="legend">']
+    x, y = _MARGIN, 60.0
+    # Of many shades a few show the idea.
+    tints = sorted({_tint(rank * most // min(most, 5), most) for rank in range(min(most, 5) + 1)}) if most else [0]
+    for kind in facts.kinds(timeline):
+        for tint in tints:
+            out.append(f'<path class="{kind.value}{tint}" d="M{_px(x)} {_px(y)}h12v12h-12z"/>')
+            x += 12
+        word = f"{kind.value} {facts.look(kind).word}"
+        out.append(f'<text x="{_px(x + 6)}" y="{_px(y + 10.5)}">{word}</text>')
+        x += 6 + 6.4 * len(word) + 18
+    if most:
+        out.append(f'<text class="soft" x="{_px(x)}" y="{_px(y + 10.5)}">lighter: later stages of a device</text>')
+    return [*out, "</g>"]
+
+
+def _axis(timeline: Timeline, frame: Frame) -> list[str]:
+    """Grid lines, their times below the lanes, and the headings of the right columns."""
+    bottom = _TOP + timeline.num_devices * frame.pitch
+    marks = facts.ticks(timeline, int(frame.chart / 80))
+    lines = "".join(f"M{_px(frame.left + time * frame.scale)} {_px(_TOP - 4)}V{_px(bottom + 3)}" for time, _ in marks)
+    out = [f'<path class="grid" d="{lines}"/>', '<g class="soft mid">']
+    for time, label in marks:
+        out.append(f'<text x="{_px(frame.left + time * frame.scale)}" y="{_px(bottom + 18)}">{label}</text>')
+    out.append("</g>")
+    unit = escape(facts.time_text(timeline).unit)
+    out.append(f'<text class="soft end" x="{_px(frame.left - 10)}" y="{_px(bottom + 18)}">{unit}</text>')
+    _, peak = facts.columns(timeline)
+    out.append(f'<text class="soft end" x="{_px(frame.left + frame.chart + 44)}" y="{_px(_TOP - 8)}">busy</text>')
+    if peak:
+        x = frame.width - _MARGIN
+        out.append(f'<text class="soft end" x="{_px(x)}" y="{_px(_TOP - 8)}">peak</text>')
+    return out
+
+
+def _lanes(timeline: Timeline, frame: Frame, ranks: dict[tuple[int, int], int], most: int) -> list[str]:
+    """One group per device: its name, its idle track, its actions by shade, their numbers, busy and peak."""
+    lanes: list[dict[str, list[Span]]] = [defaultdict(list) for _ in range(timeline.num_devices)]
+    for span in timeline.spans:
+        kind, stage, _ = span.action
+        lanes[span.device][f"{kind.value}{_tint(ranks[span.device, stage], most)}"].append(span)
+    shown = facts.time_text(timeline)
+    words = {kind: facts.look(kind).word for kind in Kind}
+    busy, peak = facts.columns(timeline)
+    base = frame.bar / 2 + 4
+    out: list[str] = []
+    for device, groups in enumerate(lanes):
+        y = _TOP + device * frame.pitch
+        out.append(f'<g transform="translate({_px(frame.left)} {_px(y)})">')
+        out.append(f'<text class="end" x="-10" y="{_px(base)}">device {device}</text>')
+        out.append(f'<path class="lane" d="M0 0h{_px(frame.chart)}v{_px(frame.bar)}H0z"/>')
+        numbers: list[str] = []
+        for shade, spans in sorted(groups.items()):
+            out.append(f'<g class="{shade}">')
+            for span in spans:
+                x, width, number = _place(span, frame)
+                out.append(
+                    f'<rect x="{_px(x)}" width="{_px(width)}" height="{_px(frame.bar)}"><title>{_hover(span, shown, words)}'
+                    "</title></rect>"
+                )
+                numbers += [f'<text x="{_px(x + width / 2)}">{span.action.microbatch}</text>'] if number else []
+            out.append("</g>")
+        if numbers:
+            down = _px(frame.bar / 2 + 0.36 * frame.font)
+            out.append(f'<g class="num" transform="translate(0 {down})" font-size="{_px(frame.font)}">')
+            out += [*numbers, "</g>"]
+        out.append(f'<text class="end" x="{_px(frame.chart + 44)}" y="{_px(base)}">{busy[device]}</text>')
+        if peak:
+            x = frame.width - frame.left - _MARGIN
+            out.append(f'<text class="end" x="{_px(x)}" y="{_px(base)}">{peak[device]}</text>')
+        out.append("</g>")
+    return out
+
+
+def _place(span: Span, frame: Frame) -> tuple[float, float, bool]:
+    """Left edge and width of an action, with a hair of the lane between neighbours; does its number fit."""
+    width = (span.end - span.start) * frame.scale
+    drawn = max(0.3, width - min(1.0, 0.12 * width))
+    return span.start * frame.scale, drawn, len(str(span.action.microbatch)) * 0.6 * frame.font + 3 <= drawn
+
+
+def _hover(span: Span, shown: facts.TimeText, words: dict[Kind, str]) -> str:
+    kind, stage, microbatch = span.action
+    times = f"{shown.number(span.start, 1)}–{shown.number(span.end, 1)} {escape(shown.unit)}"
+    return f"{span.action} {words[kind]}, stage {stage}, microbatch {microbatch}: {times}"
+
+
+def _tint(rank: int, most: int) -> int:
+    """How many percent of white a device's stage gets: none for its first."""
+    return round(min(62, 38 + 8 * (most - 1)) * rank / most) if most else 0
+
+
+def _rule(kind: Kind, tint: int) -> str:
+    """The rule of one shade. Its name says its colour, so it means the same in every drawing."""
+    mixed = (round(part + (255 - part) * tint / 100) for part in facts.look(kind).colour)
+    return f".funcpipe .{kind.value}{tint}{{fill:#{''.join(f'{part:02x}' for part in mixed)}}}"
+
+
+def _many(count: int, word: str) -> str:
+    plural = word + ("es" if word.endswith("ch") else "s")
+    return f"{count} {word if count == 1 else plural}"
+
+
+def _px(number: float) -> str:
+    """Pixels: a tenth is fine enough, and files stay small."""
+    return facts.plain(number, 1)

@@ -1,0 +1,256 @@
+"""A timeline as text: a row for each device, time from left to right, never wider than asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from math import floor, gcd
+from typing import NamedTuple
+from unicodedata import east_asian_width
+
+from funcpipe.core.result import Span, Timeline
+from funcpipe.core.schedule import Kind
+from funcpipe.view import facts
+
+LEAST_WIDTH = 40
+"""Narrower pictures show nothing."""
+
+_IDLE, _FILL = "·", "─"
+_MOST_FIT = 0.75
+"""Labels are written if they fit in this share of the actions."""
+
+
+class Piece(NamedTuple):
+    """Some letters of a row and their terminal colour, None for none."""
+
+    text: str
+    code: int | None = None
+
+
+class Layout(NamedTuple):
+    """How the rows are laid out.
+
+    Attributes:
+        labels: of the devices, all of one length.
+        right: what stands right of each device.
+        heading: what stands above that.
+        scale: columns per unit of time.
+        columns: of the chart.
+        stages: do the labels of actions have stages.
+        labelled: do actions have labels; if not, each column shows one letter.
+    """
+
+    labels: tuple[str, ...]
+    right: tuple[str, ...]
+    heading: str
+    scale: float
+    columns: int
+    stages: bool
+    labelled: bool
+
+
+def text(timeline: Timeline, width: int, *, color: bool = False) -> str:
+    """The picture.
+
+    Args:
+        timeline: what to draw.
+        width: no line is longer; at least `LEAST_WIDTH`.
+        color: paint actions with a terminal's 256 colours. Without it the letters are the same.
+    """
+    name = _clip(facts.title(timeline), width - 1)
+    if not timeline.spans:
+        return _wrap([f"{name}:", "no actions", f"on {timeline.num_devices} devices"], width, " ")
+    layout = _layout(timeline, width)
+    ranks = facts.ranks(timeline)
+    lanes: list[list[Span]] = [[] for _ in range(timeline.num_devices)]
+    for span in sorted(timeline.spans, key=lambda one: (one.start, one.end)):
+        lanes[span.device].append(span)
+    left = len(layout.labels[0])
+    fill = " " * (left + 1 + layout.columns)
+    head = [f"{name}:", *(f"{fact}," for fact in facts.facts(timeline)[:-1]), facts.facts(timeline)[-1]]
+    lines = [_wrap(head, width, " "), fill + layout.heading]
+    for label, lane, right in zip(layout.labels, lanes, layout.right, strict=True):
+        pieces = _labelled(lane, layout, ranks) if layout.labelled else _columns(lane, layout)
+        lines.append(f"{label}│{''.join(_paint(pieces, color))}│{right}")
+    lines += [" " * left + line for line in _ruler(timeline, layout, width - left)]
+    lines.append(_legend(timeline, layout, width, color))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _layout(timeline: Timeline, width: int) -> Layout:
+    """Choose the scale, and what the actions show, so that all fits."""
+    word = "device" if width >= 80 else "dev"
+    digits = len(str(timeline.num_devices - 1))
+    labels = tuple(f"{word} {device:>{digits}} " for device in range(timeline.num_devices))
+    busy, peak = facts.columns(timeline)
+    wide = max(4, *map(len, peak)) if peak else 0
+    right = tuple(f" {one:>4}" + (f"  {peak[device]:>{wide}}" if peak else "") + " " for device, one in enumerate(busy))
+    heading = "  busy" + (f"  {'peak':>{wide}}" if peak else "")
+    room = width - len(labels[0]) - 2 - max(map(len, right))
+    several = max(facts.ranks(timeline).values()) > 0
+    scale = _scale(timeline, room, _longest(timeline, several) + 1)
+    columns = max(1, _column(timeline.makespan, scale))
+    stages = several and _fit(timeline, scale, stages=True)
+    labelled = stages or _fit(timeline, scale, stages=False)
+    return Layout(labels, right, heading, scale, columns, stages, labelled)
+
+
+def _scale(timeline: Timeline, room: int, wanted: int) -> float:
+    """Columns per unit of time: as many as short actions want for their labels, or as there is room for.
+
+    Where all times are whole multiples of a step, a step takes a whole number of columns (if it gets one at all), so
+    that equal actions look equal.
+    """
+    end = timeline.makespan
+    if end <= 0:
+        return 1.0
+    short = facts.quantile((span.end - span.start for span in timeline.spans), 0.1)
+    most = min(room / end, wanted / short)
+    times = {time for span in timeline.spans for time in (span.start, span.end)}
+    if all(float(time).is_integer() for time in times):
+        step = gcd(*map(int, times))
+        if step * most >= 1:
+            return floor(step * most + 1e-9) / step
+    return most
+
+
+def _column(time: float, scale: float) -> int:
+    """The column border nearest to a time: cells that touch in time touch on the page."""
+    return max(0, floor(time * scale + 0.5))
+
+
+def _label(span: Span, stages: bool) -> str:
+    kind, stage, microbatch = span.action
+    return f"{stage if stages else ''}{kind.value}{microbatch}"
+
+
+def _longest(timeline: Timeline, stages: bool) -> int:
+    return max(len(_label(span, stages)) for span in timeline.spans)
+
+
+def _fit(timeline: Timeline, scale: float, *, stages: bool) -> bool:
+    """Do the labels of most actions fit. With stages they need a blank behind: ``0F02F0`` reads two ways."""
+    fit = sum(
+        _column(span.end, scale) - _column(span.start, scale) >= len(_label(span, stages)) + stages
+        for span in timeline.spans
+    )
+    return fit >= _MOST_FIT * len(timeline.spans)
+
+
+def _labelled(lane: list[Span], layout: Layout, ranks: dict[tuple[int, int], int]) -> list[Piece]:
+    """A row of cells, each as wide as its action is long."""
+    out: list[Piece] = []
+    done = 0
+    for span in lane:
+        start = max(done, _column(span.start, layout.scale))
+        size = min(layout.columns, _column(span.end, layout.scale)) - start
+        if size <= 0:
+            continue
+        kind = span.action.kind
+        names = [_label(span, True)] if layout.stages else []
+        names = [name for name in (*names, _label(span, False)) if len(name) + layout.stages <= size]
+        cell = (names[0] if names else kind.value).ljust(size, _FILL)
+        codes = facts.look(kind).codes
+        code = codes[ranks[span.device, span.action.stage] % len(codes)]
+        out.append(Piece(_IDLE * (start - done)))
+        # The last column stays open where it is not needed, so that neighbours do not run into each other.
+        out += [Piece(cell[:-1], code), Piece(" ")] if cell.endswith(_FILL) else [Piece(cell, code)]
+        done = start + size
+    return [*out, Piece(_IDLE * (layout.columns - done))]
+
+
+def _columns(lane: list[Span], layout: Layout) -> list[Piece]:
+    """A row of single letters: each column shows a kind that is in it.
+
+    Where a column holds several, what was shown too little so far comes first; so over a few columns the share of each
+    letter is the share of its kind, also where every column holds one F and one B.
+    """
+    shares: list[dict[Kind | None, float]] = [{} for _ in range(layout.columns)]
+    for span in lane:
+        start, end = (max(0.0, time * layout.scale) for time in (span.start, span.end))
+        for at in range(floor(start), min(layout.columns, floor(end) + 1)):
+            share = min(end, at + 1) - max(start, at)
+            if share > 1e-9:
+                shares[at][span.action.kind] = shares[at].get(span.action.kind, 0.0) + share
+    owed: dict[Kind | None, float] = {}
+    shown: list[Kind | None] = []
+    for column in shares:
+        idle = 1.0 - sum(column.values())
+        if idle > 1e-9:
+            column[None] = idle
+        for kind, share in column.items():
+            owed[kind] = owed.get(kind, 0.0) + share
+        best = max(column, key=lambda kind: round(owed[kind], 6))
+        owed[best] -= 1.0
+        shown.append(best)
+    runs = ((kind, len(list(run))) for kind, run in groupby(shown))
+    return [Piece(kind.value * size, facts.look(kind).codes[0]) if kind else Piece(_IDLE * size) for kind, size in runs]
+
+
+def _ruler(timeline: Timeline, layout: Layout, room: int) -> list[str]:
+    """The time axis: a line with ticks, and their labels with the unit behind the last."""
+    marks = facts.ticks(timeline, max(2, layout.columns // 10))
+    at = [_column(time, layout.scale) for time, _ in marks]
+    line = "".join("┴" if column in at[1:] else "─" for column in range(layout.columns))
+    labels = ""
+    for column, (_, label) in zip(at, marks, strict=True):
+        start = column + 1  # the axis begins below the left border
+        if len(labels) < start and start + len(label) <= room:
+            labels = labels.ljust(start) + label
+    unit = facts.time_text(timeline).unit
+    labels += f" {unit}" if len(labels) + 1 + len(unit) <= room else ""
+    return [f"└{line}┘", labels]
+
+
+def _legend(timeline: Timeline, layout: Layout, width: int, color: bool) -> str:
+    """The meaning of every letter in the picture."""
+    found = facts.kinds(timeline)
+    words = [f"{kind.value} {facts.look(kind).word}" for kind in found]
+    words.append(f"{_IDLE} idle")
+    if layout.stages:
+        first = next(span.action for span in timeline.spans)
+        words.append(f"{first} stage {first.stage}, microbatch {first.microbatch}")
+    elif not layout.labelled:
+        words.append(f"1 column = {_clip(facts.time_text(timeline)(1 / layout.scale), 20)}")
+    lines = _wrap(words, width, "  ").split("\n")
+    if color:
+        for kind in found:
+            letter = "".join(_paint([Piece(kind.value, facts.look(kind).codes[0])], color))
+            word = f"{kind.value} {facts.look(kind).word}"
+            lines = [line.replace(word, letter + word[1:], 1) for line in lines]
+    return "\n".join(lines)
+
+
+def _paint(pieces: Iterable[Piece], color: bool) -> Iterable[str]:
+    """The letters, with colour codes if asked for: dark on the colour of the kind."""
+    for piece in pieces:
+        if color and piece.code is not None and piece.text:
+            yield f"\x1b[38;5;16;48;5;{piece.code}m{piece.text}\x1b[0m"
+        else:
+            yield piece.text
+
+
+def _wrap(words: Sequence[str], width: int, gap: str) -> str:
+    """The words on as few lines as they need; a word is broken nowhere and clipped if it must."""
+    lines: list[str] = []
+    for word in words:
+        word = _clip(word, width)
+        if lines and _wide(lines[-1] + gap + word) <= width:
+            lines[-1] += gap + word
+        else:
+            lines.append(word)
+    return "\n".join(lines)
+
+
+def _wide(words: str) -> int:
+    """Columns that a terminal needs: two for a wide letter."""
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in words)
+
+
+def _clip(words: str, width: int) -> str:
+    """The words, cut where they are too wide."""
+    if _wide(words) <= width:
+        return words
+    while _wide(words) > width - 1:
+        words = words[:-1]
+    return words + "…"
