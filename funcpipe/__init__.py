@@ -57,7 +57,6 @@ from funcpipe.schedules.families import one_f_one_b as one_f_one_b
 from funcpipe.schedules.families import zero_bubble as zero_bubble
 from funcpipe.schedules.remat import never as never
 from funcpipe.schedules.remat import remat as remat
-
 from funcpipe.view.draw import Drawing as Drawing
 from funcpipe.view.draw import draw as draw
 from funcpipe.view.simulate import simulate as simulate

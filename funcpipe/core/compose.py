@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.stage import Bindable, BoundFn, Out, Stage, normalise, scope
+from funcpipe.core.stage import BoundFn, Out, Stage, normalise, scope
 from funcpipe.core.tree import Tree
 
 
@@ -15,6 +15,7 @@ def compose(*stages: Stage, name: str = "") -> Stage:
 
     A value stashed and popped inside vanishes from the outside, unless a later stage pops it as well.
 
+    >>> from funcpipe.core.stage import stage
     >>> double, add = stage(lambda p, x: p * x), stage(lambda p, x: p + x)
     >>> compose(double, add)((2, 5), 10)
     25
@@ -66,7 +67,7 @@ def chain(
     for part, call, state in zip(stages, calls, states, strict=True):
         feeds = extras.get("feeds", {})
         own = part.extras({n: skips[n] for n in part.pop}, {n: feeds[n] for n in part.feeds}, state, extras["train"])
-        with scope("" if isinstance(part.fn, Bindable) else part.name):
+        with scope(part):
             out = normalise(call(x, **own))
         x = out.y
         skips.update(out.stash)
@@ -110,14 +111,21 @@ class _Composition:
         bound = [part.bind(p, s) for part, p, s in zip(self.stages, params, states, strict=True)]
         return _BoundComposition(self, bound)
 
-    def layers(self) -> Mapping[str, Any]:
-        """The places of all inner stages."""
-        return {path: layer for part in self.stages for path, layer in part.layers().items()}
+    def layers(self) -> tuple[str, ...]:
+        """None of its own."""
+        return ()
+
+    def parts(self) -> tuple[Stage, ...]:
+        """The stages that it calls."""
+        return self.stages
 
 
 class _BoundComposition:
     def __init__(self, composition: _Composition, bound: list[BoundFn]) -> None:
         self.composition, self.bound = composition, bound
+        self.places: dict[int, str] = {}
+        for part in bound:
+            self.places.update(getattr(part, "places", {}))
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
         return self.composition._call(self.bound, x, extras)  # pyright: ignore[reportPrivateUsage]

@@ -54,8 +54,12 @@ class Bindable(Protocol):
         """Put parameters and state in. Raises PlanError where they do not fit."""
         ...
 
-    def layers(self) -> Mapping[str, Any]:
-        """Every place that may draw random numbers, by its path in the model."""
+    def layers(self) -> Iterable[str]:
+        """The paths of its layers, which key what they draw; a composition has none of its own."""
+        ...
+
+    def parts(self) -> Iterable[Stage]:
+        """The stages that a composition calls."""
         ...
 
 
@@ -76,21 +80,21 @@ class _Plain:
         self.params = self.state = None
 
 
-_SCOPE: ContextVar[str] = ContextVar("funcpipe_scope", default="")
+_SCOPE: ContextVar[Stage | None] = ContextVar("funcpipe_scope", default=None)
 
 
 @contextmanager
-def scope(name: str) -> Generator[None]:
-    """While inside, random numbers are keyed by this name: compositions keep the names of their parts."""
-    token = _SCOPE.set(name)
+def scope(part: Stage) -> Generator[None]:
+    """While inside, random numbers are those of this part of a composition, as if it stood alone."""
+    token = _SCOPE.set(part)
     try:
         yield
     finally:
         _SCOPE.reset(token)
 
 
-def current_scope() -> str:
-    """The innermost `scope`, "" outside of any."""
+def current_scope() -> Stage | None:
+    """The innermost `scope`, None outside of any."""
     return _SCOPE.get()
 
 
@@ -168,9 +172,14 @@ class Stage:
         """The function with parameters and state put in, for one run."""
         return self.fn.bind(params, state) if isinstance(self.fn, Bindable) else _Plain(self.fn, params, state)
 
-    def layers(self) -> Mapping[str, Any]:
-        """The places that may draw random numbers, by path; a plain function is one place, its name."""
-        return self.fn.layers() if isinstance(self.fn, Bindable) else {self.name: self.fn}
+    def layers(self) -> set[str]:
+        """The paths of the layers of a module stage; a function has none."""
+        return set(self.fn.layers()) if isinstance(self.fn, Bindable) else set()
+
+    def simple(self) -> list[Stage]:
+        """The stages that this one is made of, itself if it is no composition."""
+        inner = list(self.fn.parts()) if isinstance(self.fn, Bindable) else []
+        return [leaf for part in inner for leaf in part.simple()] or [self]
 
     def __reduce__(self) -> Any:
         found = _importable(self)

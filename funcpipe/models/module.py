@@ -106,9 +106,13 @@ class ModuleFn:
         """Keep a copy whose run went well."""
         self._idle.append(made)
 
-    def layers(self) -> Mapping[str, Any]:
-        """Every submodule without children, by its path."""
-        return {path: layer for path, layer in self.skeleton.named_modules() if not any(layer.children())}
+    def layers(self) -> list[str]:
+        """The paths of all submodules without children."""
+        return [path for path, layer in self.skeleton.named_modules() if path and not any(layer.children())]
+
+    def parts(self) -> tuple[Stage, ...]:
+        """A module is no composition."""
+        return ()
 
     def check(self, params: Any, state: Any) -> None:
         """Refuse parameters and buffers that are not exactly those of the module. Raises PlanError."""

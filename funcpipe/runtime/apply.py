@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from funcpipe.core.compose import chain
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.stage import Bindable, Out, Stage, names_of, normalise, scope
+from funcpipe.core.stage import BoundFn, Out, Stage, names_of
 from funcpipe.core.tree import Tree
 from funcpipe.lower.skips import routes
 from funcpipe.runtime.rng import Keyed, Keys
@@ -54,31 +54,18 @@ def apply(
     faults += [f"{label} has state, which is not given" for label, part in zip(names_of(parts), parts, strict=True) if part.state and state is None]  # fmt: skip
     if faults:
         raise PlanError(bullets("apply cannot call these stages:", faults))
+    states = ((),) * len(parts) if state is None else tuple(state)
+    bound = [part.bind(own, kept) for part, own, kept in zip(parts, params, states, strict=True)]
     keys = Keys(seed, parts)
-    x: Tree = inputs
-    skips: dict[str, Tree] = {}
-    stats: list[Tree] = []
-    loss: tuple[Any, Any] | None = None
-    for index, part in enumerate(parts):
-        own = part.extras(
-            {name: skips[name] for name in part.pop},
-            {name: (feeds or {})[name] for name in part.feeds},
-            None if state is None else state[index],
-            train,
-        )
-        bound = part.bind(params[index], () if state is None else state[index])
-        places: Mapping[int, str] = getattr(bound, "places", {})
-        mode = nullcontext() if seed is None else Keyed(keys, index, places, 0)
-        with mode, scope("" if isinstance(part.fn, Bindable) else part.name):
-            out = normalise(bound(x, **own))
-        x = out.y
-        skips.update(out.stash)
-        stats.append(out.stats)
-        loss = _plus(loss, out.loss)
-    return Out(x, skips, tuple(stats), loss)
+    calls = bound if seed is None else [_keyed(keys, index, call) for index, call in enumerate(bound)]
+    return chain(parts, calls, inputs, {"feeds": feeds or {}, "train": train}, states)
 
 
-def _plus(a: tuple[Any, Any] | None, b: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return (a[0] / a[1] + b[0] / b[1], 1.0)
+def _keyed(keys: Keys, index: int, call: BoundFn) -> Callable[..., Any]:
+    """The stage's function, its random numbers keyed as in microbatch 0 of a run."""
+
+    def keyed(x: Tree, **extras: Any) -> Any:
+        with Keyed(keys, index, getattr(call, "places", {}), 0):
+            return call(x, **extras)
+
+    return keyed

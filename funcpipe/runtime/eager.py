@@ -19,7 +19,7 @@ from funcpipe.core.stage import Stage, normalise
 from funcpipe.core.tree import Tree, flatten, is_differentiable, locations, unflatten
 from funcpipe.runtime.border import Border, add_gradients, close_border, dense, open_border, own
 from funcpipe.runtime.program import Cotangents, Gradients, Report, Shares, StageArgs, StageOut
-from funcpipe.runtime.rng import WATCH, Keyed, Keys
+from funcpipe.runtime.rng import Keyed, Keys, may_draw, saw
 
 
 class EagerResidual:
@@ -80,11 +80,11 @@ class EagerBound:
         """Run the stage; with ``keep`` under autograd, and the residual is what its backward needs."""
         residual = EagerResidual(args.microbatch) if keep else None
         with torch.set_grad_enabled(keep):
-            if WATCH.keyed(self.stage, self.train):
+            if may_draw(self.stage, self.train):
                 mode = Keyed(self.keys, self.index, self.places, args.microbatch)
                 with mode:
                     out = self._forward(args, residual)
-                WATCH.saw(self.stage, self.train, mode.drew)
+                saw(self.stage, self.train, mode.drew)
                 if residual is not None:
                     residual.draws = mode.replayable
             else:

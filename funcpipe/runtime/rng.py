@@ -60,35 +60,36 @@ class Keys:
     def __init__(self, seed: int | None, stages: Sequence[Stage]) -> None:
         self.seed = seed
         self.stages = stages
-        self.owners: dict[str, int] = {}
+        self.owners: dict[str, tuple[int, int]] = {}
         self._clashing: set[int] | None = None
 
     def path(self, stage: int, layer: str) -> str:
         """The unique path of a drawing layer; unique in the model, so the place of the cuts does not matter.
 
         Only where two stages have layers of the same path (they come from separate modules) the stage's name is put
-        before it.
+        before it. A function stage draws by its name.
         """
         if self._clashing is None:
             self._clashing = _clashing(self.stages)
-        name = self.stages[stage].name
-        path = layer or name
-        if stage in self._clashing and layer and layer != name:
-            path = f"{name}.{layer}"
-            if not name:
+        part = current_scope() or self.stages[stage]
+        path = layer or part.name
+        if layer and id(part) in self._clashing:
+            path = f"{part.name}.{layer}"
+            if not part.name:
                 raise DrawError(f"stage {stage} draws random numbers in its layer {layer!r}, and another stage has a layer of that path too; give the stages names (name=), so that they draw different numbers")  # fmt: skip
         if not path:
             raise DrawError(f"stage {stage} draws random numbers but has no name to key them by; give it one: name=...")
-        owner = self.owners.setdefault(path, stage)
-        if owner != stage:
-            raise DrawError(f"stages {owner} and {stage} both draw random numbers as {path!r} and would draw the same; give each stage its own name (name=)")  # fmt: skip
+        owner = self.owners.setdefault(path, (stage, id(part)))
+        if owner != (stage, id(part)):
+            raise DrawError(f"two stages ({owner[0]} and {stage}) draw random numbers as {path!r} and would draw the same; give each stage its own name (name=)")  # fmt: skip
         return path
 
 
 def _clashing(stages: Sequence[Stage]) -> set[int]:
-    layers = [set(stage.layers()) - {""} for stage in stages]
-    counts = Counter(path for own in layers for path in own)
-    return {index for index, own in enumerate(layers) if any(counts[path] > 1 for path in own)}
+    """The simple stages that share the path of a layer with another."""
+    parts = [part for stage in stages for part in stage.simple()]
+    counts = Counter(path for part in parts for path in part.layers())
+    return {id(part) for part in parts if any(counts[path] > 1 for path in part.layers())}
 
 
 class Keyed(TorchDispatchMode):
@@ -167,7 +168,7 @@ class Keyed(TorchDispatchMode):
             elif layer is None and code.co_argcount and code.co_varnames[0] == "self":
                 layer = self.places.get(id(frame.f_locals.get("self")))
             frame = frame.f_back
-        return layer or current_scope(), region, depth
+        return layer or "", region, depth
 
     def _by_state(self, func: Any, args: Any, kwargs: Any) -> Any:
         """For operations that take no generator: seed the device's own, run, put its state back."""
@@ -246,28 +247,15 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (a is not None and b is not None and a == b)
 
 
-class Watch:
-    """Which stages draw: learnt from their first forward, remembered as long as the stage lives."""
-
-    def __init__(self) -> None:
-        self._draws: weakref.WeakKeyDictionary[Stage, dict[bool, bool]] = weakref.WeakKeyDictionary()
-
-    def keyed(self, stage: Stage, train: bool) -> bool:
-        """Must the forwards of this stage run under the mode: it draws, or nobody knows yet."""
-        return self._draws.get(stage, {}).get(train, True)
-
-    def saw(self, stage: Stage, train: bool, drew: bool) -> None:
-        """What a forward under the mode did."""
-        known = self._draws.setdefault(stage, {})
-        known[train] = known.get(train, False) or drew
-
-    def forget(self, stages: Sequence[Stage]) -> None:
-        """Look again: something drew unseen."""
-        for stage in stages:
-            self._draws.pop(stage, None)
+def may_draw(stage: Stage, train: bool) -> bool:
+    """Must the forwards of this stage run under the mode: it draws, or nobody knows yet."""
+    return stage.__dict__.get("_draws", {}).get(train, True)
 
 
-WATCH = Watch()
+def saw(stage: Stage, train: bool, drew: bool) -> None:
+    """Remember what a forward under the mode did, as long as the stage lives."""
+    known: dict[bool, bool] = stage.__dict__.setdefault("_draws", {})
+    known[train] = known.get(train, False) or drew
 
 
 class GlobalGuard:
@@ -280,7 +268,8 @@ class GlobalGuard:
     def check(self) -> None:
         """Warn if the state moved during the run, and watch all stages again."""
         if not torch.equal(self.before, torch.default_generator.get_state()):
-            WATCH.forget(self.stages)
+            for stage in self.stages:
+                stage.__dict__.pop("_draws", None)
             warnings.warn(
                 "torch's global generator moved during the run: another thread drew from it, or a stage drew only in "
                 "some microbatch and those numbers were not keyed; all stages are watched again from the next run on",

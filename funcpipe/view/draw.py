@@ -25,11 +25,11 @@ def draw(what: Schedule | Plan | Timeline) -> Drawing:
     >>> print(draw(one_f_one_b(2, 3)).text(width=60))
     1F1B: makespan 12 units, span 12 units, bubble 25.0%,
     span bubble 25.0%
-                                               busy  peak
+                                                 busy  peak
     dev 0 │F0 F1 ······B0─── F2 B1─── ···B2─── │  75%     2
     dev 1 │···F0 B0─── F1 B1─── F2 B2─── ······│  75%     1
-          └──────────────┴──────────────┴──────┘
-           0             5              10 units
+          └───────────────┴──────────────┴─────┘
+           0              5              10 units
     F forward  B backward  · idle
 
     Args:
@@ -75,10 +75,9 @@ class Drawing:
             TypeError: the width is no whole number.
             ValueError: the width is less than 40.
         """
-        if width is None:
-            columns = max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
-        else:
-            columns = index(width)
+        # A terminal may say that it is narrower than any drawing; then lines wrap, and printing still works.
+        terminal = max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
+        columns = terminal if width is None else index(width)
         if columns < LEAST_WIDTH:
             raise ValueError(f"a drawing is at least {LEAST_WIDTH} columns wide; got width={width}")
         return text(self.timeline, columns, color=color)

@@ -117,7 +117,7 @@ def facts(timeline: Timeline) -> tuple[str, ...]:
     )
 
 
-def columns(timeline: Timeline) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def sides(timeline: Timeline) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What stands right of the devices, as texts: how busy each is, and its peak (empty where it is not known)."""
     whole = timeline.makespan or 1.0
     busy = tuple(f"{one / whole:.0%}" for one in timeline.busy)

@@ -27,10 +27,10 @@ _STYLE = (
 """The same in every drawing, as are the rules for shades: several drawings in one page cannot disturb each other."""
 
 _ALONE = (
-    f".funcpipe.alone{{color:{_INK}}}"
+    f".funcpipe.alone{{color:{_INK};color-scheme:light dark}}"
     "@media (prefers-color-scheme:dark){.funcpipe.alone{color:#e6edf3}}"
-)  # fmt: skip
-"""Text colours for a file; in a page the drawing has those of its surroundings."""
+)
+"""Text colours for a file (the scheme lets browsers darken what is behind it); in a page they are those of the page."""
 
 _TOP, _BOTTOM, _MARGIN = 92.0, 42.0, 16.0
 
@@ -46,6 +46,7 @@ class Frame(NamedTuple):
         bar: height of a lane.
         pitch: from lane to lane.
         font: size of the numbers in the actions.
+        least: the width that an action needs to show its number.
     """
 
     left: float
@@ -56,6 +57,7 @@ class Frame(NamedTuple):
     bar: float
     pitch: float
     font: float
+    least: float
 
 
 def svg(timeline: Timeline, *, inline: bool = False) -> str:
@@ -100,15 +102,24 @@ def _frame(timeline: Timeline) -> Frame:
     digits = len(str(max(0, timeline.num_devices - 1)))
     left = _MARGIN + 50 + 7 * digits
     end = timeline.makespan or 1.0
-    short = facts.quantile((span.end - span.start for span in timeline.spans), 0.1)
-    chart = min(1600.0, max(640.0, 24 * end / short)) if timeline.spans else 640.0
-    bar, pitch, font = (30, 35, 12) if timeline.num_devices <= 8 else (22, 25, 11) if timeline.num_devices <= 16 else (16, 18, 9)  # fmt: skip
-    busy, peak = facts.columns(timeline)
-    right = _MARGIN + (44 if busy else 0) + (16 + 7 * max(4, *map(len, peak)) if peak else 0)
-    lanes = timeline.num_devices * pitch if timeline.spans else 0
-    height = _TOP + lanes + _BOTTOM if timeline.spans else 66.0
-    # A little before the end is kept free: measured times never fill it to the pixel.
-    return Frame(left, chart, left + chart + right, height, chart / end, bar, pitch, font)
+    times = [span.end - span.start for span in timeline.spans]
+    chart = min(1240.0, max(640.0, 24 * end / facts.quantile(times, 0.1))) if times else 640.0
+    bar, pitch, font = _sizes(timeline.num_devices)
+    # The longest number decides for all: a row that shows 8 and 9 but not 10 looks broken.
+    longest = 0.6 * max((len(str(span.action.microbatch)) for span in timeline.spans), default=1)
+    room = facts.quantile(times, 0.75) * chart / end - 4
+    font = min(font, max(8.0, room / longest))
+    _, peak = facts.sides(timeline)
+    right = _MARGIN + 44 + (16 + 7 * max(4, *map(len, peak)) if peak else 0)
+    height = _TOP + timeline.num_devices * pitch + _BOTTOM if times else 66.0
+    return Frame(left, chart, left + chart + right, height, chart / end, bar, pitch, font, longest * font + 3)
+
+
+def _sizes(num_devices: int) -> tuple[float, float, float]:
+    """Height of a lane, from lane to lane, of the letters: smaller where there are many."""
+    if num_devices <= 8:
+        return 30, 35, 12
+    return (22, 25, 11) if num_devices <= 16 else (16, 18, 9)
 
 
 def _heading(timeline: Timeline, frame: Frame) -> list[str]:
@@ -129,8 +140,8 @@ def _legend(timeline: Timeline, frame: Frame, most: int) -> list[str]:
     """Swatches and words in one line above the chart: all shades of each kind."""
     out = ['<g class="legend">']
     x, y = _MARGIN, 60.0
-    # Of many shades a few show the idea.
-    tints = sorted({_tint(rank * most // min(most, 5), most) for rank in range(min(most, 5) + 1)}) if most else [0]
+    few = min(most, 3)  # of many shades four show the idea
+    tints = sorted({_tint(rank * most // few, most) for rank in range(few + 1)}) if most else [0]
     for kind in facts.kinds(timeline):
         for tint in tints:
             out.append(f'<path class="{kind.value}{tint}" d="M{_px(x)} {_px(y)}h12v12h-12z"/>')
@@ -139,7 +150,7 @@ def _legend(timeline: Timeline, frame: Frame, most: int) -> list[str]:
         out.append(f'<text x="{_px(x + 6)}" y="{_px(y + 10.5)}">{word}</text>')
         x += 6 + 6.4 * len(word) + 18
     if most:
-        out.append(f'<text class="soft" x="{_px(x)}" y="{_px(y + 10.5)}">lighter: later stages of a device</text>')
+        out.append(f'<text class="soft" x="{_px(x)}" y="{_px(y + 10.5)}">lighter: later stages</text>')
     return [*out, "</g>"]
 
 
@@ -152,9 +163,10 @@ def _axis(timeline: Timeline, frame: Frame) -> list[str]:
     for time, label in marks:
         out.append(f'<text x="{_px(frame.left + time * frame.scale)}" y="{_px(bottom + 18)}">{label}</text>')
     out.append("</g>")
-    unit = escape(facts.time_text(timeline).unit)
+    unit = facts.time_text(timeline).unit
+    unit = escape(unit if len(unit) <= 10 else f"{unit[:9]}…")
     out.append(f'<text class="soft end" x="{_px(frame.left - 10)}" y="{_px(bottom + 18)}">{unit}</text>')
-    _, peak = facts.columns(timeline)
+    _, peak = facts.sides(timeline)
     out.append(f'<text class="soft end" x="{_px(frame.left + frame.chart + 44)}" y="{_px(_TOP - 8)}">busy</text>')
     if peak:
         x = frame.width - _MARGIN
@@ -163,55 +175,58 @@ def _axis(timeline: Timeline, frame: Frame) -> list[str]:
 
 
 def _lanes(timeline: Timeline, frame: Frame, ranks: dict[tuple[int, int], int], most: int) -> list[str]:
-    """One group per device: its name, its idle track, its actions by shade, their numbers, busy and peak."""
+    """One group per device: its name, its idle track, its actions, busy and peak."""
     lanes: list[dict[str, list[Span]]] = [defaultdict(list) for _ in range(timeline.num_devices)]
     for span in timeline.spans:
         kind, stage, _ = span.action
         lanes[span.device][f"{kind.value}{_tint(ranks[span.device, stage], most)}"].append(span)
     shown = facts.time_text(timeline)
-    words = {kind: facts.look(kind).word for kind in Kind}
-    busy, peak = facts.columns(timeline)
-    base = frame.bar / 2 + 4
+    busy, peak = facts.sides(timeline)
+    base = _px(frame.bar / 2 + 4)
     out: list[str] = []
-    for device, groups in enumerate(lanes):
-        y = _TOP + device * frame.pitch
-        out.append(f'<g transform="translate({_px(frame.left)} {_px(y)})">')
-        out.append(f'<text class="end" x="-10" y="{_px(base)}">device {device}</text>')
+    for device, shades in enumerate(lanes):
+        out.append(f'<g transform="translate({_px(frame.left)} {_px(_TOP + device * frame.pitch)})">')
+        out.append(f'<text class="end" x="-10" y="{base}">device {device}</text>')
         out.append(f'<path class="lane" d="M0 0h{_px(frame.chart)}v{_px(frame.bar)}H0z"/>')
-        numbers: list[str] = []
-        for shade, spans in sorted(groups.items()):
-            out.append(f'<g class="{shade}">')
-            for span in spans:
-                x, width, number = _place(span, frame)
-                out.append(
-                    f'<rect x="{_px(x)}" width="{_px(width)}" height="{_px(frame.bar)}"><title>{_hover(span, shown, words)}'
-                    "</title></rect>"
-                )
-                numbers += [f'<text x="{_px(x + width / 2)}">{span.action.microbatch}</text>'] if number else []
-            out.append("</g>")
-        if numbers:
-            down = _px(frame.bar / 2 + 0.36 * frame.font)
-            out.append(f'<g class="num" transform="translate(0 {down})" font-size="{_px(frame.font)}">')
-            out += [*numbers, "</g>"]
-        out.append(f'<text class="end" x="{_px(frame.chart + 44)}" y="{_px(base)}">{busy[device]}</text>')
+        out += _actions(shades, frame, shown)
+        out.append(f'<text class="end" x="{_px(frame.chart + 44)}" y="{base}">{busy[device]}</text>')
         if peak:
             x = frame.width - frame.left - _MARGIN
-            out.append(f'<text class="end" x="{_px(x)}" y="{_px(base)}">{peak[device]}</text>')
+            out.append(f'<text class="end" x="{_px(x)}" y="{base}">{peak[device]}</text>')
         out.append("</g>")
     return out
 
 
-def _place(span: Span, frame: Frame) -> tuple[float, float, bool]:
-    """Left edge and width of an action, with a hair of the lane between neighbours; does its number fit."""
+def _actions(shades: dict[str, list[Span]], frame: Frame, shown: facts.TimeText) -> list[str]:
+    """The actions of a lane in one group per shade, and over them their numbers where they fit."""
+    out: list[str] = []
+    numbers: list[str] = []
+    for shade, spans in sorted(shades.items()):
+        out.append(f'<g class="{shade}">')
+        for span in spans:
+            x, width = _place(span, frame)
+            place = f'x="{_px(x)}" width="{_px(width)}" height="{_px(frame.bar)}"'
+            out.append(f"<rect {place}><title>{_hover(span, shown)}</title></rect>")
+            if width >= frame.least:
+                numbers.append(f'<text x="{_px(x + width / 2)}">{span.action.microbatch}</text>')
+        out.append("</g>")
+    if numbers:
+        down = _px(frame.bar / 2 + 0.36 * frame.font)
+        out.append(f'<g class="num" transform="translate(0 {down})" font-size="{_px(frame.font)}">')
+        out += [*numbers, "</g>"]
+    return out
+
+
+def _place(span: Span, frame: Frame) -> tuple[float, float]:
+    """Left edge and width of an action: a hair of the lane stays between neighbours, and nothing is invisible."""
     width = (span.end - span.start) * frame.scale
-    drawn = max(0.3, width - min(1.0, 0.12 * width))
-    return span.start * frame.scale, drawn, len(str(span.action.microbatch)) * 0.6 * frame.font + 3 <= drawn
+    return span.start * frame.scale, max(0.3, width - min(1.0, 0.12 * width))
 
 
-def _hover(span: Span, shown: facts.TimeText, words: dict[Kind, str]) -> str:
+def _hover(span: Span, shown: facts.TimeText) -> str:
     kind, stage, microbatch = span.action
-    times = f"{shown.number(span.start, 1)}–{shown.number(span.end, 1)} {escape(shown.unit)}"
-    return f"{span.action} {words[kind]}, stage {stage}, microbatch {microbatch}: {times}"
+    times = f"{shown.number(span.start, 1)} to {shown.number(span.end, 1)} {escape(shown.unit)}"
+    return f"{span.action} {facts.look(kind).word}, stage {stage}, microbatch {microbatch}: {times}"
 
 
 def _tint(rank: int, most: int) -> int:

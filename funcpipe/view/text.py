@@ -82,7 +82,7 @@ def _layout(timeline: Timeline, width: int) -> Layout:
     word = "device" if width >= 80 else "dev"
     digits = len(str(timeline.num_devices - 1))
     labels = tuple(f"{word} {device:>{digits}} " for device in range(timeline.num_devices))
-    busy, peak = facts.columns(timeline)
+    busy, peak = facts.sides(timeline)
     wide = max(4, *map(len, peak)) if peak else 0
     right = tuple(f" {one:>4}" + (f"  {peak[device]:>{wide}}" if peak else "") + " " for device, one in enumerate(busy))
     heading = "  busy" + (f"  {'peak':>{wide}}" if peak else "")
@@ -189,7 +189,7 @@ def _columns(lane: list[Span], layout: Layout) -> list[Piece]:
 
 def _ruler(timeline: Timeline, layout: Layout, room: int) -> list[str]:
     """The time axis: a line with ticks, and their labels with the unit behind the last."""
-    marks = facts.ticks(timeline, max(2, layout.columns // 10))
+    marks = facts.ticks(timeline, max(3, layout.columns // 10))
     at = [_column(time, layout.scale) for time, _ in marks]
     line = "".join("┴" if column in at[1:] else "─" for column in range(layout.columns))
     labels = ""

@@ -175,8 +175,8 @@ def test_an_absurd_microbatch_is_a_gap_not_an_allocation() -> None:
 def test_devices_that_wait_for_each_other_are_drawn() -> None:
     """Who waits before what, for what, where that stands, and behind what."""
     assert [
-        "device 0 waits before 0B0 for 1B0, which is on device 1, 1 actions behind 1F1, at which that device waits",
-        "device 1 waits before 1F1 for 0F1, which is on device 0, 1 actions behind 0B0, at which that device waits",
+        "device 0 waits before 0B0 for 1B0, which is on device 1, 1 action behind 1F1, at which that device waits",
+        "device 1 waits before 1F1 for 0F1, which is on device 0, 1 action behind 0B0, at which that device waits",
     ] == faults_of("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
 
 
@@ -192,7 +192,7 @@ def test_the_picture_shows_devices_that_are_done_and_waits_for_i() -> None:
 def test_a_device_may_wait_for_itself() -> None:
     """Two stages on one device in an order that cannot be."""
     assert [
-        "device 0 waits before 1F0 for 0F0, which is on device 0, 1 actions behind 1F0, at which that device waits"
+        "device 0 waits before 1F0 for 0F0, which is on device 0, 1 action behind 1F0, at which that device waits"
     ] == (faults_of("1F0 0F0"))
 
 
