@@ -90,7 +90,9 @@ def test_import_is_light():
     import sys
 
     code = "import torch, sys; before = set(sys.modules); import funcpipe; print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
-    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
     assert {"funcpipe", "optree"} <= loaded
     assert set() == loaded & {"matplotlib", "rich", "ortools", "sklearn", "numpy", "IPython", "pandas"}
 
@@ -98,4 +100,6 @@ def test_import_is_light():
 def test_no_machine_is_named():
     """No committed file names a package host or a path of someone's machine."""
     for path in [*FILES, ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / ".ci" / "run"]:
-        assert not re.search(r"https?://(?!arxiv|github\.com|doi|www\.w3\.org)|/root/|/tmp/[a-z]", path.read_text()), path
+        assert not re.search(r"https?://(?!arxiv|github\.com|doi|www\.w3\.org)|/root/|/tmp/[a-z]", path.read_text()), (
+            path
+        )

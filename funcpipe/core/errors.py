@@ -79,9 +79,9 @@ def located(error: BaseException, where: Where) -> BaseException:
     ``__init__``. Types that refuse it (final classes, odd layouts) become a plain StageError. Anything else stays the
     very object, with the coordinates attached.
     """
-    if isinstance(error, StageError):
-        return error
-    if not isinstance(error, Exception):
+    if isinstance(error, StageError) and "funcpipe" in error.__dict__:
+        return error  # it says already where it was
+    if isinstance(error, StageError) or not isinstance(error, Exception):
         _attach(error, where)
         return error
     new = _twin(error)

@@ -97,7 +97,7 @@ class Task(NamedTuple):
         source: where a copy comes from, -1 for the caller; for a compute the lane itself.
         reads: values that must be there.
         writes: values that are there afterwards.
-        frees: values that nobody on the lane needs any more.
+        frees: values that nobody on the lane needs any more; for a copy: on the lane that it comes from.
         slots: for each value written by a copy, the place that it occupies at its lane until it is freed.
     """
 
@@ -163,7 +163,7 @@ class Row(NamedTuple):
         fetches: (wire, pool) that the lane takes from the caller just before.
         frees: (wire, pool) that die after it, where no other task may read them later; pool -1: made on this lane.
         sends: (wire, lane, pool): copies that follow it.
-        drops: wires written and sent that this lane does not read itself.
+        drops: wires written that this lane does not read itself; they die after they are sent.
         shared: (wire, pool) read by several tasks of the lane; the last of them frees (see `Lowered.late`).
     """
 
@@ -267,14 +267,16 @@ class Lowered:
         def see(wire: int) -> Value:
             return self.value(wire * self.num_microbatches + microbatch)
 
-        def copy(wire: int, source: int, lane: int) -> Task:
+        def copy(wire: int, source: int, lane: int, *, last: bool = False) -> Task:
             slot = self._slots[wire * self.num_microbatches + microbatch, lane]
             value = (see(wire),)
-            return Task(TaskKind.COPY, None, lane, source, value, value, (), (slot,))
+            return Task(TaskKind.COPY, None, lane, source, value, value, value if last else (), (slot,))
 
         late = [number for number, _ in self.late_frees.get(position, ())]
         frees = [see(wire) for wire, _ in row.frees] + [self.value(number) for number in late]
-        frees += [see(wire) for wire in row.drops]
+        sent = [wire for wire, _, _ in row.sends]
+        frees += [see(wire) for wire in row.drops if wire not in sent]
+        final = {wire: at for at, wire in enumerate(sent) if wire in row.drops}
         return [
             *(copy(wire, CALLER, row.lane) for wire, _ in row.fetches),
             Task(
@@ -287,7 +289,7 @@ class Lowered:
                 tuple(frees),
                 (),
             ),
-            *(copy(wire, row.lane, lane) for wire, lane, _ in row.sends),
+            *(copy(wire, row.lane, lane, last=final.get(wire) == at) for at, (wire, lane, _) in enumerate(row.sends)),
         ]
 
 

@@ -62,9 +62,9 @@ class Cost:
         faults: list[str] = []
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if value is None:
+            if value is None and name in ("backward", "remat"):
                 continue
-            if isinstance(value, Sequence) and name != "comm":
+            if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and name != "comm":
                 value = tuple(value)
                 object.__setattr__(self, name, value)
             for one in value if isinstance(value, tuple) else (value,):

@@ -94,7 +94,7 @@ class Schedule:
         """
         orders: list[tuple[Action, ...]] = []
         faults: list[str] = []
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):
             words = line.partition("#")[0].split()
             bad = [word for word in words if _ACTION.fullmatch(word) is None]
             faults += [f"line {number}: {word!r} is no action" for word in bad]
@@ -148,21 +148,22 @@ class Schedule:
     @cached_property
     def is_ascending(self) -> bool:
         """Do the gradients of every stage accumulate in ascending microbatch order (then such schedules agree)."""
-        last: dict[tuple[bool, int], int] = {}
+        # A stage that splits its backward adds at W, one that does not at I; both must ascend, and B counts for both.
+        last: dict[tuple[Kind, int], int] = {}
         for order in self.orders:
             for kind, stage, microbatch in order:
-                if kind is not Kind.F and kind is not Kind.R:
-                    key = (kind is Kind.W, stage)
-                    if last.get(key, -1) > microbatch:
+                if kind is Kind.F or kind is Kind.R:
+                    continue
+                for half in (Kind.I, Kind.W) if kind is Kind.B else (kind,):
+                    if last.get((half, stage), -1) > microbatch:
                         return False
-                    last[key] = microbatch
+                    last[half, stage] = microbatch
         return True
 
     def backward_order(self, stage: int) -> tuple[int, ...]:
-        """The microbatches of a stage in the order in which their gradients accumulate."""
+        """The microbatches of a stage in the order of their backwards (B or I)."""
         order = self.orders[self.device_of[stage]]
-        kinds = {Kind.W} if any(a.kind is Kind.W and a.stage == stage for a in order) else {Kind.B, Kind.I}
-        return tuple(a.microbatch for a in order if a.stage == stage and a.kind in kinds)
+        return tuple(a.microbatch for a in order if a.stage == stage and a.kind in (Kind.B, Kind.I))
 
     def first(self, num_microbatches: int) -> Schedule:
         """The schedule of the first few microbatches: every action of the others dropped, the order kept."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from funcpipe.core.errors import PlanError, bullets
@@ -47,8 +47,7 @@ def make_plan(
         PlanError: stages, schedule and options do not fit; every fault is listed.
     """
     faults: list[str] = []
-    if isinstance(stages, Stage):
-        stages = (stages,)
+    stages = (stages,) if isinstance(stages, Stage) else tuple(stages)
     for index, part in enumerate(stages):
         if not isinstance(part, Stage):
             faults.append(f"stage {index} is a {type(part).__name__}; make it one with fp.stage(fn) or fp.from_module(module)")  # fmt: skip
@@ -92,9 +91,9 @@ def program_for(plan: Plan, num_microbatches: int) -> Lowered:
 def _devices(devices: Any, count: int) -> tuple[Any, ...] | None:
     if devices is None:
         return None
-    if isinstance(devices, str) or not isinstance(devices, (list, tuple)):
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
         return (devices,) * count
-    given = tuple(cast("Sequence[Any]", devices))
+    given = tuple(cast("Iterable[Any]", devices))
     if len(given) != count:
         raise PlanError(f"the schedule has {count} devices, but devices= names {len(given)}; give one for each (the same may stand many times), or fp.devices({count})")  # fmt: skip
     return given
@@ -105,12 +104,13 @@ def _ties(ties: Sequence[Sequence[tuple[int, Any]]], stages: Sequence[Stage]) ->
     seen: dict[tuple[int, Any], int] = {}
     out: list[tuple[tuple[int, Any], ...]] = []
     for number, group in enumerate(ties):
+        if not isinstance(group, Sequence) or not all(isinstance(member, (tuple, list)) for member in group):
+            faults.append(f"group {number}: {group!r} is no group; write ties=[[(0, path), (1, path)], ...]")
+            continue
         members = [tuple(member) for member in group]
         for member in members:
-            if len(member) != 2 or not isinstance(member[0], int) or not 0 <= member[0] < len(stages):
-                faults.append(
-                    f"group {number}: {member!r} is no (stage, path) with a stage from 0 to {len(stages) - 1}"
-                )
+            if not _is_place(member, len(stages)):
+                faults.append(f"group {number}: {member!r} is no (stage, path): a stage from 0 to {len(stages) - 1}, a key or a tuple of keys")  # fmt: skip
                 continue
             if (member[0], member[1]) in seen:
                 faults.append(f"group {number}: {member!r} stands in group {seen[member[0], member[1]]} already")
@@ -121,3 +121,9 @@ def _ties(ties: Sequence[Sequence[tuple[int, Any]]], stages: Sequence[Stage]) ->
     if faults:
         raise PlanError(bullets(f"ties do not fit the stages ({', '.join(names_of(stages))}):", faults))
     return tuple(out)
+
+
+def _is_place(member: tuple[Any, ...], num_stages: int) -> bool:
+    if len(member) != 2 or not isinstance(member[0], int) or not 0 <= member[0] < num_stages:
+        return False
+    return isinstance(member[1], (str, int, tuple))

@@ -94,7 +94,7 @@ class Execution:
         for wire in row.reads:
             number = wire * count + microbatch
             while number not in here:
-                lane.take()
+                self._wait(lane)
         start = perf_counter_ns()
         self._compute(row, microbatch, here)
         lane.spans.append((code, start, perf_counter_ns()))
@@ -181,10 +181,15 @@ class Execution:
         need = lane.sent[pool] + 1 - self.program.pools[pool].slots
         freed = lane.freed[pool]
         while len(freed) < need:  # every slot is taken: wait until the reader frees one
-            lane.take()
+            self._wait(lane)
         self._count(lane, pool)
         ticket = self.edges[lane.index, to].send(lane.here[number], freed[need - 1] if need > 0 else None)
         self.post(self.lanes[to], number, ticket)
+
+    def _wait(self, lane: Lane) -> None:
+        if not self.threaded:
+            raise FuncpipeError("internal error: a task came before what it waits for in plan order")
+        lane.take()
 
     def _count(self, lane: Lane, pool: int) -> None:
         lane.sent[pool] += 1
@@ -269,8 +274,8 @@ def run_serial(execution: Execution) -> None:
     lane_of = [row.lane for row in program.rows]
     count = program.num_microbatches
     lane = lanes[0]
-    try:
-        with no_autocast_cache(), torch.autograd.set_multithreading_enabled(False):
+    with no_autocast_cache(), torch.autograd.set_multithreading_enabled(False):
+        try:
             for position, code in enumerate(program.order):
                 lane = lanes[lane_of[code // count]]
                 if lane.place.asynchronous:
@@ -278,8 +283,8 @@ def run_serial(execution: Execution) -> None:
                         execution.perform(lane, position, code)
                 else:
                     execution.perform(lane, position, code)
-    except BaseException as error:
-        raise_located([(lane.now, located(error, execution.where(lane)))])
+        except BaseException as error:  # in here: context managers write to the exceptions that they see
+            raise_located([(lane.now, located(error, execution.where(lane)))])
 
 
 def raise_located(failures: list[tuple[int, BaseException]]) -> NoReturn:

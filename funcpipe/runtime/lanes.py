@@ -157,10 +157,7 @@ def _job(
                 torch.autograd.set_multithreading_enabled(False),
                 lane.place.active(),
             ):
-                for position, code in lane.order:
-                    if execution.stopped:
-                        raise Stop
-                    execution.perform(lane, position, code)
+                _walk(execution, lane, failures)
         except Stop:
             pass
         except BaseException as error:
@@ -169,6 +166,31 @@ def _job(
             done.put(lane.index)
 
     return work
+
+
+def _walk(execution: Execution, lane: Lane, failures: list[tuple[int, BaseException]]) -> None:
+    """The lane's part of the order. What fails is taken here: context managers write to the exceptions that they see."""
+    try:
+        for position, code in lane.order:
+            if execution.stopped:
+                raise Stop
+            execution.perform(lane, position, code)
+    except BaseException as error:
+        if execution.stopped and _from_stop(error):
+            return
+        execution.stopped = True  # no lane begins another action, even before the caller wakes
+        failures.append((lane.now, located(error, execution.where(lane))))
+
+
+def _from_stop(error: BaseException | None) -> bool:
+    """Is this Stop, or what user code made of it (``except BaseException as e: raise Mine from e``)."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, Stop):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def lanes(plan: Plan) -> Lanes:

@@ -63,6 +63,8 @@ def _examine(schedule: Schedule) -> Legal:
         _refuse(schedule, faults)
     lanes = tuple([(_CODE[kind], stage, microbatch) for kind, stage, microbatch in order] for order in schedule.orders)
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    if stages * microbatches > 5 * sum(map(len, lanes)):  # absurd indices: named before anything is allocated by them
+        _refuse(schedule, _gaps(lanes, stages, microbatches))
     faults, rematted = _incomplete(lanes, stages, microbatches, schedule.device_of)
     if faults:
         _refuse(schedule, faults)
@@ -110,9 +112,6 @@ def _incomplete(
     lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int, device_of: tuple[int, ...]
 ) -> tuple[list[str], frozenset[int]]:
     """Faults in the whole: gaps, duplicates, stages on two devices, wrong order within a (stage, microbatch)."""
-    total = sum(map(len, lanes))
-    if stages * microbatches > 5 * total:  # absurd indices: name them before anything is allocated by them
-        return _gaps(lanes, stages, microbatches), frozenset()
     faults: list[str] = []
     done = [bytearray(stages * microbatches) for _ in range(5)]
     f, r, b, i, w = done

@@ -121,7 +121,7 @@ def looped_bfs(num_stages: int, num_microbatches: int, *, num_devices: int | Non
     Raises:
         ScheduleError: a count that is not positive, or S is no multiple of D.
     """
-    stages, microbatches, devices = _loop_counts(num_stages, num_microbatches, num_devices)
+    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices, looped=True, share=2)
     rounds = [range(microbatches)]
     orders: list[tuple[Action, ...]] = []
     for device in range(devices):
@@ -148,7 +148,7 @@ def interleaved(num_stages: int, num_microbatches: int, *, num_devices: int | No
     Raises:
         ScheduleError: a count that is not positive, or S is no multiple of D.
     """
-    stages, microbatches, devices = _loop_counts(num_stages, num_microbatches, num_devices)
+    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices, looped=True, share=2)
     rounds, longest = _rounds(microbatches, devices)
     orders: list[tuple[Action, ...]] = []
     for device in range(devices):
@@ -176,7 +176,7 @@ def zero_bubble(num_stages: int, num_microbatches: int, *, num_devices: int | No
     Raises:
         ScheduleError: a count that is not positive, or S is no multiple of D.
     """
-    stages, microbatches, devices = _loop_counts(num_stages, num_microbatches, num_devices or num_stages)
+    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices, looped=True)
     rounds, longest = _rounds(microbatches, devices)
     chunks = stages // devices
     orders: list[tuple[Action, ...]] = []
@@ -189,37 +189,37 @@ def zero_bubble(num_stages: int, num_microbatches: int, *, num_devices: int | No
     return Schedule(tuple(orders), "ZB-H1" if chunks == 1 else "interleaved-ZB")
 
 
-def _counts(num_stages: int, num_microbatches: int, num_devices: int | None) -> tuple[int, int, int]:
-    given = {"num_stages": num_stages, "num_microbatches": num_microbatches}
-    given["num_devices"] = num_stages if num_devices is None else num_devices
+def _counts(
+    num_stages: int, num_microbatches: int, num_devices: int | None, *, looped: bool = False, share: int = 1
+) -> tuple[int, int, int]:
+    """The counts as ints; every fault of them in one message.
+
+    Without ``num_devices`` there is one device for ``share`` stages, where that divides them, else for each.
+    """
     faults: list[str] = []
+    given = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_devices": num_devices}
+    found: dict[str, int] = {}
     for name, value in given.items():
+        if value is None and name == "num_devices":
+            continue
         try:
-            given[name] = index(value)
+            found[name] = index(value)  # pyright: ignore[reportArgumentType]
         except TypeError:
             faults.append(f"{name} is a whole number; got {value!r}")
             continue
-        if value <= 0:
+        if found[name] <= 0:
             faults.append(f"{name} is positive; got {value}")
-    stages, microbatches, devices = given.values()
-    if not faults and devices > stages:
+    stages, devices = found.get("num_stages", 0), found.get("num_devices", 0)
+    if stages > 0 and num_devices is None:
+        devices = stages // share if stages % share == 0 else stages
+    if 0 < stages < devices:
         faults.append(f"num_devices is at most num_stages; got {devices} devices for {stages} stages")
+    elif looped and stages > 0 and devices > 0 and stages % devices:
+        divisors = [d for d in range(1, stages + 1) if stages % d == 0]
+        faults.append(f"looped stages are spread evenly, so num_devices divides num_stages; got {stages} stages on {devices} devices; take num_devices from {divisors}")  # fmt: skip
     if faults:
         raise ScheduleError(bullets("no such schedule:", faults))
-    return stages, microbatches, devices
-
-
-def _loop_counts(num_stages: int, num_microbatches: int, num_devices: int | None) -> tuple[int, int, int]:
-    if num_devices is None and num_stages > 1:
-        num_devices = num_stages // 2 if num_stages % 2 == 0 else num_stages
-    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices)
-    if stages % devices:
-        divisors = [d for d in range(1, stages + 1) if stages % d == 0]
-        raise ScheduleError(
-            f"looped stages are spread evenly: num_devices divides num_stages; got {stages} stages on {devices} "
-            f"devices; take num_devices from {divisors}"
-        )
-    return stages, microbatches, devices
+    return stages, found["num_microbatches"], devices
 
 
 def _blocks(stages: int, devices: int) -> list[range]:

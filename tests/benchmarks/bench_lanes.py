@@ -59,7 +59,9 @@ def main() -> None:
         for name, samples in times.items():
             median = statistics.median(wall for wall, _ in samples)
             cores = statistics.median(cpu / wall for wall, cpu in samples)
-            print(f"| {width} x {layers}, {rows}, {microbatches} | {name} | {median * 1e3:.1f} | {median / base:.2f} | {cores:.2f} |")
+            print(
+                f"| {width} x {layers}, {rows}, {microbatches} | {name} | {median * 1e3:.1f} | {median / base:.2f} | {cores:.2f} |"
+            )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
 """Schedules as data: what the text form says, what compares equal, what a schedule knows of itself."""
-# ruff: noqa: SIM300  (assertions are written expected == actual)
 
 import pickle
 from collections.abc import Callable
@@ -202,10 +201,22 @@ def test_is_ascending_looks_at_backwards_of_each_stage_only(text: str, expected:
     assert expected == Schedule.parse(text).is_ascending
 
 
-def test_backward_order_is_that_of_the_gradients_of_the_weights() -> None:
-    """B where backwards are whole, W where they are split, each stage for itself."""
+def test_a_mixed_stage_ascends_only_if_both_halves_do() -> None:
+    """A whole backward between I and W of an earlier microbatch puts its weights before theirs."""
+    assert not Schedule.parse("0F0 0F1 0I0 0B1 0W0").is_ascending
+    assert Schedule.parse("0F0 0F1 0I0 0W0 0B1").is_ascending
+    assert (0, 1) == Schedule.parse("0F0 0F1 0B0 0I1 0W1").backward_order(0)
+
+
+def test_lines_end_at_newlines_only() -> None:
+    """A form feed in a comment makes no new device."""
+    assert 1 == Schedule.parse("0F0 # page\f0F1\r\n").num_devices
+
+
+def test_backward_order_is_that_of_the_backwards() -> None:
+    """B where backwards are whole, I where they are split, each stage for itself."""
     schedule = Schedule.parse("0F0 0F1 0F2 0B1 0B0 0B2\n1F0 1F1 1F2 1I0 1I1 1I2 1W2 1W0 1W1")
-    assert [(1, 0, 2), (2, 0, 1)] == [schedule.backward_order(stage) for stage in range(2)]
+    assert [(1, 0, 2), (0, 1, 2)] == [schedule.backward_order(stage) for stage in range(2)]
 
 
 def test_backward_order_without_backwards_is_empty() -> None:

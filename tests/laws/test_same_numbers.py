@@ -1,5 +1,7 @@
 """Law 1: the same bits for every schedule, executor, remat choice. Law 2: those of plain autograd, to rounding."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn as nn
@@ -10,7 +12,10 @@ import funcpipe as fp
 
 
 def linear(i, o, g):
-    return {"w": torch.randn(o, i, generator=g, dtype=torch.float64), "b": torch.randn(o, generator=g, dtype=torch.float64)}
+    return {
+        "w": torch.randn(o, i, generator=g, dtype=torch.float64),
+        "b": torch.randn(o, generator=g, dtype=torch.float64),
+    }
 
 
 def net():
@@ -20,7 +25,9 @@ def net():
     @fp.stage(stash=["far", "mixed"])
     def first(p, x):
         h = torch.tanh(x @ p["w"].T + p["b"])
-        return fp.Out({"h": h.clone(), "ids": x.argmax(-1), "flag": True}, stash={"far": h * 2, "mixed": (h > 0, 3, h.detach())})
+        return fp.Out(
+            {"h": h.clone(), "ids": x.argmax(-1), "flag": True}, stash={"far": h * 2, "mixed": (h > 0, 3, h.detach())}
+        )
 
     @fp.stage(pop=["far"], feeds=["scale"])
     def second(p, x, *, skips, feeds):
@@ -87,7 +94,9 @@ def test_same_bits_as_the_oracle_and_as_autograd(schedule, rows, data):
             if mine[key] is None:
                 assert gradient is None
             else:
-                torch.testing.assert_close(mine[key], torch.zeros_like(mine[key]) if gradient is None else gradient, rtol=1e-10, atol=1e-10)
+                torch.testing.assert_close(
+                    mine[key], torch.zeros_like(mine[key]) if gradient is None else gradient, rtol=1e-10, atol=1e-10
+                )
     assert ((1, "unused"), (2, "b")) == expected.unused
     assert expected.grads[2]["steps"] is None
 
@@ -129,7 +138,7 @@ def unet(cuts):
         layers += [nn.Conv2d(width, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.3), nn.ReLU(inplace=True)]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 25, 3))
     bounds = [0, *cuts, len(model)]
-    parts = [fp.from_module(model[a:b], name=f"part{i}") for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))]
+    parts = [fp.from_module(model[a:b], name=f"part{i}") for i, (a, b) in enumerate(pairwise(bounds))]
     stages, params, state = zip(*parts, strict=True)
     return stages, params, state
 

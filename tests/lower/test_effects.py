@@ -1,5 +1,4 @@
 """What each action reads and writes, as a table for one small net: a skip with two pops, a feed, a loss."""
-# ruff: noqa: SIM300  (assertions are written expected == actual)
 
 import pytest
 
@@ -111,12 +110,12 @@ def test_the_tasks_of_a_small_plan_word_for_word() -> None:
         "  1 slot for target caller->1",
         "  1 slot for grad 1->0",
         "copy caller->0:  reads input[0,0]  slot 0",
-        "0F0  on 0:  reads input[0,0]  writes act[0,0] report[0,0] residual[0,0]  frees input[0,0] act[0,0]",
-        "copy 0->1:  reads act[0,0]  slot 0",
+        "0F0  on 0:  reads input[0,0]  writes act[0,0] report[0,0] residual[0,0]  frees input[0,0]",
+        "copy 0->1:  reads act[0,0]  slot 0  frees act[0,0]",
         "copy caller->1:  reads target[1,0]  slot 0",
         "1F0  on 1:  reads act[0,0] target[1,0]  writes report[1,0] residual[1,0]  frees act[0,0] target[1,0]",
-        "1I0  on 1:  reads residual[1,0]  writes grad[0,0] weight_residual[1,0]  frees residual[1,0] grad[0,0]",
-        "copy 1->0:  reads grad[0,0]  slot 0",
+        "1I0  on 1:  reads residual[1,0]  writes grad[0,0] weight_residual[1,0]  frees residual[1,0]",
+        "copy 1->0:  reads grad[0,0]  slot 0  frees grad[0,0]",
         "0B0  on 0:  reads residual[0,0] grad[0,0]  frees residual[0,0] grad[0,0]",
         "1W0  on 1:  reads weight_residual[1,0]  frees weight_residual[1,0]",
     ] == str(plan).splitlines()

@@ -1,5 +1,4 @@
 """What make_plan refuses, and what it makes of its options."""
-# ruff: noqa: SIM300  (assertions are written expected == actual)
 
 import copy
 import pickle
@@ -118,12 +117,12 @@ def test_every_wrong_tie_is_listed() -> None:
     ties = [[(0, "w"), (5, "w")], [(1, "b")], [(0, "w"), (1, "w")], [("0", "w"), (1, "v", 2)], [(-1, "w"), (0, "u")]]
     assert [
         "ties do not fit the stages (stage 0, stage 1):",
-        "group 0: (5, 'w') is no (stage, path) with a stage from 0 to 1",
+        "group 0: (5, 'w') is no (stage, path): a stage from 0 to 1, a key or a tuple of keys",
         "group 1 has 1 member; a tie has two or more",
         "group 2: (0, 'w') stands in group 0 already",
-        "group 3: ('0', 'w') is no (stage, path) with a stage from 0 to 1",
-        "group 3: (1, 'v', 2) is no (stage, path) with a stage from 0 to 1",
-        "group 4: (-1, 'w') is no (stage, path) with a stage from 0 to 1",
+        "group 3: ('0', 'w') is no (stage, path): a stage from 0 to 1, a key or a tuple of keys",
+        "group 3: (1, 'v', 2) is no (stage, path): a stage from 0 to 1, a key or a tuple of keys",
+        "group 4: (-1, 'w') is no (stage, path): a stage from 0 to 1, a key or a tuple of keys",
     ] == faults_of(plain(2), fill_drain(2, 2), ties=ties)
 
 
@@ -275,3 +274,16 @@ def test_actions_and_values_are_built_from_their_numbers() -> None:
     assert "0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1" == " ".join(str(program.action(code)) for code in program.order)
     assert [Action(Kind.F, 0, 0), Action(Kind.F, 0, 1)] == [program.action(code) for code in program.order[:2]]
     assert ["input[0,0]", "input[0,1]"] == [str(program.value(number)) for number in range(2)]
+
+
+@pytest.mark.parametrize("ties", [[(0, "w"), (1, "w")], [[(0, ["a"]), (1, ["a"])]], [3]])
+def test_ties_of_a_wrong_shape_are_refused(ties: list[object]) -> None:
+    """One pair of brackets left out, a path that is no key, no group at all."""
+    with pytest.raises(PlanError, match="ties do not fit"):
+        make_plan(plain(2), fill_drain(2, 1), ties=ties)  # pyright: ignore[reportArgumentType]
+
+
+def test_stages_and_devices_may_be_iterators() -> None:
+    """They are read once."""
+    plan = make_plan(iter(plain(2)), fill_drain(2, 1), devices=iter(["cpu", "meta"]))  # pyright: ignore[reportArgumentType]
+    assert (2, ("cpu", "meta")) == (plan.num_stages, plan.devices)

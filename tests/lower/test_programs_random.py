@@ -1,5 +1,4 @@
 """Any legal schedule of any net, walked task by task: nothing is read before it is there, nothing is left over."""
-# ruff: noqa: SIM300  (assertions are written expected == actual)
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -103,21 +102,20 @@ class Walk:
         self.most[edge] = max(self.most[edge], len(self.taken[edge]))
 
     def compute(self, task: Task) -> None:
-        """Everything read is there, everything written is new; what it frees of others' goes now."""
+        """Everything read is there, everything written is new."""
         assert task.source == task.lane
         assert set(task.reads) <= self.stores[task.lane]
         assert len(task.reads) == len(set(task.reads))
         for value in task.writes:
             self._put(value, task.lane)
-        self.free(task, [value for value in task.frees if value not in task.writes])
 
-    def free(self, task: Task, values: list[Value]) -> None:
+    def free(self, lane: int, values: tuple[Value, ...]) -> None:
         """Drop values that are there, and their slots."""
         assert len(values) == len(set(values))
         for value in values:
-            self.stores[task.lane].remove(value)
+            self.stores[lane].remove(value)
             for edge, slots in self.taken.items():
-                if edge[1] == task.lane and edge[2] is value.role:
+                if edge[1] == lane and edge[2] is value.role:
                     self.taken[edge] = {slot: other for slot, other in slots.items() if other != value}
 
     def _put(self, value: Value, lane: int) -> None:
@@ -127,20 +125,15 @@ class Walk:
 
 
 def walk(plan: Plan) -> Walk:
-    """Walk the tasks in order. Values that a task sends on and does not need itself go after their copies."""
+    """Walk the tasks in order; a copy frees at the lane that it comes from."""
     state = Walk([set() for _ in range(plan.num_devices)])
-    ended: Task | None = None
     for task in plan.tasks:
-        if ended is not None and not (task.kind is TaskKind.COPY and task.source == ended.lane):
-            state.free(ended, [value for value in ended.frees if value in ended.writes])
-            ended = None
         if task.kind is TaskKind.COPY:
             state.copy(task)
+            state.free(task.source, task.frees)
         else:
             state.compute(task)
-            ended = task
-    if ended is not None:
-        state.free(ended, [value for value in ended.frees if value in ended.writes])
+            state.free(task.lane, task.frees)
     return state
 
 
@@ -203,9 +196,10 @@ def test_a_value_is_freed_by_the_last_task_of_its_lane_that_reads_it(plan: Plan)
     last: dict[tuple[Value, int], int] = {}
     freed: dict[tuple[Value, int], int] = {}
     for at, task in enumerate(plan.tasks):
-        if task.kind is TaskKind.COMPUTE:
-            last.update({(value, task.lane): at for value in (*task.reads, *task.writes)})
-            freed.update({(value, task.lane): at for value in task.frees})
+        home = task.lane if task.kind is TaskKind.COMPUTE else task.source
+        last.update({(value, home): at for value in task.reads if home != CALLER})
+        last.update({(value, task.lane): at for value in task.writes})
+        freed.update({(value, home): at for value in task.frees})
     assert {key: at for key, at in last.items() if key[0].role not in (Role.REPORT, Role.OUTPUT)} == freed
 
 

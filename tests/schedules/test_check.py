@@ -1,5 +1,4 @@
 """check names every fault of a schedule at once; a deadlock comes with the picture of who waits for what."""
-# ruff: noqa: SIM300  (assertions are written expected == actual)
 
 import pytest
 
@@ -241,3 +240,9 @@ def test_the_clock_looks_at_each_action_a_bounded_number_of_times() -> None:
         _, stuck = clock(lanes, devices, count, lambda code, stage: 1)
         assert [] == stuck
         assert Counted.looks <= 2 * sum(map(len, lanes))
+
+
+def test_an_absurd_stage_is_a_gap_not_an_allocation() -> None:
+    """Named before anything is allocated by the largest index."""
+    schedule = Schedule(((Action(Kind.F, 0, 0), Action(Kind.F, 10**30, 0)),), "mine")
+    assert [f"stage 1 is missing, but stage {10**30} stands; number them without gaps"] == faults_of(schedule)

@@ -1,5 +1,4 @@
 """check against an independent judge: schedules broken at random are refused exactly where they cannot run."""
-# ruff: noqa: SIM300  (assertions are written expected == actual)
 
 from collections import Counter
 

@@ -1,5 +1,4 @@
 """Every family: legal for all counts, ascending, as it is published, and clear about counts that make no schedule."""
-# ruff: noqa: SIM300  (assertions are written expected == actual)
 
 import itertools
 from collections import Counter
@@ -160,8 +159,8 @@ def test_devices_that_do_not_divide_the_stages_are_refused_with_those_that_do(fa
     with pytest.raises(ScheduleError) as error:
         family(6, 4, num_devices=4)
     assert (
-        "looped stages are spread evenly: num_devices divides num_stages; got 6 stages on 4 devices; "
-        "take num_devices from [1, 2, 3, 6]" == str(error.value)
+        "no such schedule:\n  * looped stages are spread evenly, so num_devices divides num_stages; got 6 stages on "
+        "4 devices; take num_devices from [1, 2, 3, 6]" == str(error.value)
     )
 
 
@@ -217,3 +216,18 @@ def test_remat_twice_is_refused() -> None:
     """Two passes would leave two R; the message says how to choose in one."""
     with pytest.raises(ScheduleError, match=r"'1F1B\+remat' has R already; apply remat once, with keep="):
         remat(remat(one_f_one_b(2, 2)))
+
+
+@pytest.mark.parametrize("family", [fill_drain, one_f_one_b, looped_bfs, interleaved, zero_bubble])
+def test_every_fault_of_the_counts_is_named(family: Family) -> None:
+    """Also those of num_devices, where the other counts are wrong; nothing that was not given."""
+    with pytest.raises(ScheduleError) as error:
+        family(2, 0, num_devices=3)
+    assert ["num_microbatches is positive; got 0", "num_devices is at most num_stages; got 3 devices for 2 stages"] == [
+        line.removeprefix("  * ") for line in str(error.value).splitlines()[1:]
+    ]
+    with pytest.raises(ScheduleError, match="num_devices is positive; got 0"):
+        family(2, 3, num_devices=0)
+    with pytest.raises(ScheduleError) as error:
+        family("4", 2)  # pyright: ignore[reportArgumentType]
+    assert "no such schedule:\n  * num_stages is a whole number; got '4'" == str(error.value)

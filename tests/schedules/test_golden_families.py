@@ -1,5 +1,4 @@
 """The families as text: tests/golden has one file per case, to be read by people.
-# ruff: noqa: SIM300  (assertions are written expected == actual)
 
 To write them anew, after a deliberate change: ``FUNCPIPE_GOLDEN=write python -m pytest tests/schedules``, then look at
 the diff. The variable is the only way; nothing is ever written without it.

@@ -6,6 +6,7 @@ import re
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from unicodedata import east_asian_width
 
 import pytest
 from hypothesis import given, settings
@@ -122,6 +123,11 @@ def test_ticks_are_round_and_lie_where_they_say() -> None:
     ]
 
 
+def columns(line: str) -> int:
+    """What a terminal needs: two columns for a wide letter."""
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in line)
+
+
 @st.composite
 def timelines(draw_one: st.DrawFn) -> Timeline:
     """Simulated and measured ones, of every kind, with names that nobody should give."""
@@ -143,11 +149,9 @@ def timelines(draw_one: st.DrawFn) -> Timeline:
 @settings(max_examples=150, deadline=None)
 @given(timelines(), st.integers(40, 260))
 def test_text_is_never_wider_than_asked_and_has_a_row_for_each_device(one: Timeline, width: int) -> None:
-    from unicodedata import east_asian_width
-
     lines = draw(one).text(width).split("\n")
     for line in lines:
-        assert sum(2 if east_asian_width(letter) in "WF" else 1 for letter in line) <= width
+        assert columns(line) <= width
     rows = [line for line in lines if re.match(r"dev(ice)? +\d+ │", line)]
     assert len(rows) == one.num_devices
     assert len({line.rindex("│") for line in rows}) == 1
@@ -191,6 +195,7 @@ def test_svg_stays_small_and_readable_when_large() -> None:
     content = drawn.svg()
     assert content.count("<rect") == 8192
     assert len(content.encode()) < 1_200_000
+    assert 'class="num"' not in content  # no number would fit
     rows = [line for line in drawn.text(100).split("\n") if line.startswith("device")]
     assert len(rows) == 32
     steady = rows[0].partition("│")[2][20:60]
@@ -239,6 +244,7 @@ def test_names_are_escaped(name: str, tmp_path: Path) -> None:
     assert text is not None
     assert text.text is not None
     assert name[:1] == text.text[:1]
+    assert max(map(columns, drawn.text(80).split("\n"))) <= 80
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", drawn.text(80))
     drawn.save(tmp_path / "x.html")
     assert "<script" not in (tmp_path / "x.html").read_text(encoding="utf-8")

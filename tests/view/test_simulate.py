@@ -1,5 +1,4 @@
 """The clock against closed forms, the zero-bubble paper's tables, and an independent event simulator."""
-# ruff: noqa: SIM300  (assertions are written expected == actual)
 
 import itertools
 from collections.abc import Callable
