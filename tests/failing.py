@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+
 import torch
 import torch.nn.functional as F
 from watch import Watch
@@ -80,3 +83,41 @@ def caught(call):
     except BaseException as error:
         return error
     raise AssertionError("nothing was raised")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class Needs(Exception):
+    def __init__(self, a, *, b):
+        super().__init__(f"{a} and {b}")
+        self.a, self.b = a, b
+
+
+class Slots(Exception):
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Final(Exception):
+    def __init_subclass__(cls):
+        raise TypeError("no subclasses")
+
+
+# Exceptions that are hard to build again, with the fields that must survive; None: refuses a subclass.
+ODD = [
+    (lambda: Needs(1, b=2), ("a", "b")),
+    (lambda: Slots([1]), ("x",)),
+    (lambda: Frozen(3), ("code",)),
+    (lambda: FileNotFoundError(errno.ENOENT, "gone", "f.txt"), ("errno", "strerror", "filename")),
+    (lambda: UnicodeDecodeError("utf8", b"\xff", 0, 1, "bad"), ("encoding", "object", "start", "end", "reason")),
+    (lambda: ExceptionGroup("two", [ValueError(1), KeyError(2)]), ("message", "exceptions")),
+    (lambda: StopIteration(7), ("value",)),
+    (lambda: torch.OutOfMemoryError("no memory"), ()),
+    (lambda: KeyError("key"), ()),
+    (lambda: Final("last"), None),
+]

@@ -1,18 +1,16 @@
 """Who is still alive: tensors told by their memory, graphs by what they hold; no garbage collector needed.
 
-A weak reference to a tensor dies with its Python object, also where autograd keeps the tensor. Tensors here lie in a
-buffer whose death is seen, and graph nodes hold a token.
+A weak reference to a tensor dies with its Python object, also where autograd keeps the tensor. So memory is watched by
+weak references to storages, and every graph node holds a token.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import torch
-
-
-class Buffer(bytearray):
-    """Memory that can be watched."""
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Token:
@@ -20,31 +18,35 @@ class Token:
 
 
 class Watch:
-    """Weak references to what stages make: ``memory`` of tensors, ``graphs`` of forwards under autograd."""
+    """What stages make: ``memory`` of tensors, ``graphs`` of forwards."""
 
     def __init__(self) -> None:
-        self.memory: list[weakref.ref] = []
+        self.memory: list[StorageWeakRef] = []
         self.graphs: list[weakref.ref] = []
 
-    def tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """A copy whose memory is watched."""
-        buffer = Buffer(like.numel() * like.element_size())
-        self.memory.append(weakref.ref(buffer))
-        return torch.frombuffer(buffer, dtype=like.dtype).view(like.shape).copy_(like)
+    def tensor(self, made: torch.Tensor) -> torch.Tensor:
+        """The tensor, from now on watched."""
+        self.memory.append(StorageWeakRef(made.untyped_storage()))
+        return made
 
     def layer(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        """``x * w``; output, gradients and graph are watched."""
-        return _Layer.apply(x, w, self)
+        """``x * w``; input, output, gradients and graph are watched."""
+        return _Layer.apply(self.tensor(x), w, self)
 
     @property
     def alive(self) -> int:
         """Everything that lives."""
-        return sum(ref() is not None for ref in [*self.memory, *self.graphs])
+        return sum(not ref.expired() for ref in self.memory) + self.live_graphs
 
     @property
     def live_graphs(self) -> int:
         """Graphs that live."""
         return sum(ref() is not None for ref in self.graphs)
+
+
+def num_tensors() -> int:
+    """How many tensor objects there are, whoever made them."""
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
 class _Layer(torch.autograd.Function):

@@ -64,25 +64,30 @@ class Keys:
         self._clashing: set[int] | None = None
 
     def path(self, stage: int, layer: str) -> str:
-        """The unique path of a drawing layer; unique in the model, so the place of the cuts does not matter.
+        """The path of a drawing layer; unique in the model, so the place of the cuts does not matter.
 
         Only where two stages have layers of the same path (they come from separate modules) the stage's name is put
         before it. A function stage draws by its name.
         """
-        if self._clashing is None:
-            self._clashing = _clashing(self.stages)
         part = current_scope() or self.stages[stage]
-        path = layer or part.name
-        if layer and id(part) in self._clashing:
-            path = f"{part.name}.{layer}"
-            if not part.name:
-                raise DrawError(f"stage {stage} draws random numbers in its layer {layer!r}, and another stage has a layer of that path too; give the stages names (name=), so that they draw different numbers")  # fmt: skip
+        return f"{part.name}.{layer}" if layer and self._clashes(part) else layer or part.name
+
+    def claim(self, stage: int, layer: str) -> None:
+        """Refuse a path that names no layer, or one that another stage draws at. Raises DrawError."""
+        part = current_scope() or self.stages[stage]
+        path = self.path(stage, layer)
+        if layer and not part.name and self._clashes(part):
+            raise DrawError(f"stage {stage} draws random numbers in its layer {layer!r}, and another stage has a layer of that path too; give the stages names (name=), so that they draw different numbers")  # fmt: skip
         if not path:
             raise DrawError(f"stage {stage} draws random numbers but has no name to key them by; give it one: name=...")
         owner = self.owners.setdefault(path, (stage, id(part)))
         if owner != (stage, id(part)):
             raise DrawError(f"two stages ({owner[0]} and {stage}) draw random numbers as {path!r} and would draw the same; give each stage its own name (name=)")  # fmt: skip
-        return path
+
+    def _clashes(self, part: Stage) -> bool:
+        if self._clashing is None:
+            self._clashing = _clashing(self.stages)
+        return id(part) in self._clashing
 
 
 def _clashing(stages: Sequence[Stage]) -> set[int]:
@@ -134,30 +139,48 @@ class Keyed(TorchDispatchMode):
             twin = _TWINS[func] = _twin(func)
         if kwargs.get("generator") is not None:
             raise DrawError(f"stage {self.stage} draws with a generator of its own in {func}; a stage is pure, so leave the generator out: run(..., seed=) keys every draw")  # fmt: skip
-        if twin is _BY_STATE:
-            return self._by_state(func, args, kwargs)
-        generator = torch.Generator(_device(args, kwargs))
-        generator.manual_seed(self._key(func))
-        return twin(*args, **kwargs, generator=generator)
+        if twin is not _BY_STATE:
+            generator = torch.Generator(_device(args, kwargs))
+            return self._draw(generator, func, lambda: twin(*args, **kwargs, generator=generator))
+        # It takes no generator: seed the device's own, run, put its state back.
+        with _global_draw:
+            generator = default_generator(_device(args, kwargs))
+            before = generator.get_state()
+            try:
+                return self._draw(generator, func, lambda: func(*args, **kwargs))
+            finally:
+                generator.set_state(before)
 
-    def _key(self, func: Any) -> int:
-        if self.keys.seed is None:
-            raise DrawError(f"stage {self.stage} draws random numbers ({func}), but no seed was given: run(..., seed=step); a new seed for each step, e.g. fp.fold_in(seed, step)")  # fmt: skip
+    def _draw(self, generator: torch.Generator, func: Any, call: Callable[[], Any]) -> Any:
+        """Run an operation with a generator seeded by its key. Attention without dropout could draw, but does not."""
         layer, region, depth = self._locate()
         path = self.keys.path(self.stage, layer)
         nth = self.counts[path]
-        self.counts[path] += 1
         if self.replays is not None:  # a recomputation inside a backward
+            nth %= self.replays.get(path, 1)
+        generator.manual_seed(_mix(self.keys.seed or 0, path, nth, self.microbatch))
+        start = generator.get_state()
+        out = call()
+        if not torch.equal(generator.get_state(), start):
+            self._check(func, layer, region, depth)
+            self.counts[path] += 1
+        return out
+
+    def _check(self, func: Any, layer: str, region: Any, depth: int) -> None:
+        """Refuse a draw that has no key, or that a backward could not repeat."""
+        if self.keys.seed is None:
+            raise DrawError(f"stage {self.stage} draws random numbers ({func}), but no seed was given: run(..., seed=step); a new seed for each step, e.g. fp.fold_in(seed, step)")  # fmt: skip
+        self.keys.claim(self.stage, layer)
+        path = self.keys.path(self.stage, layer)
+        if self.replays is not None:
             if path not in self.replays:
                 raise DrawError(f"{path!r} draws random numbers in the backward of stage {self.stage}; only what torch.utils.checkpoint computes again may draw there")  # fmt: skip
-            nth %= self.replays[path]
         elif depth > 1 or not _same(self.regions.setdefault(path, region), region):
             raise DrawError(f"{path!r} draws random numbers both in a torch.utils.checkpoint region and outside of it, or in several; the recomputation could not draw the same. Use fp.remat instead of checkpoint for stage {self.stage}")  # fmt: skip
-        return _mix(self.keys.seed, path, nth, self.microbatch)
 
     def _locate(self) -> tuple[str, Any, int]:
         """The layer that draws, the innermost checkpoint region around it, and how many regions there are."""
-        frame = sys._getframe(2)
+        frame = sys._getframe(1)
         layer: str | None = None
         region, depth = None, 0
         while frame is not None:
@@ -169,29 +192,6 @@ class Keyed(TorchDispatchMode):
                 layer = self.places.get(id(frame.f_locals.get("self")))
             frame = frame.f_back
         return layer or "", region, depth
-
-    def _by_state(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """For operations that take no generator: seed the device's own, run, put its state back."""
-        with _global_draw:
-            generator = default_generator(_device(args, kwargs))
-            before = generator.get_state()
-            try:
-                probe = 0x5EED if self.keys.seed is None else None
-                start = before
-                if probe is None:
-                    counts, regions = self.counts.copy(), dict(self.regions)
-                    generator.manual_seed(self._key(func))
-                    start = generator.get_state()
-                    out = func(*args, **kwargs)
-                    if torch.equal(generator.get_state(), start):  # drew nothing: attention without dropout
-                        self.counts, self.regions = counts, regions
-                    return out
-                out = func(*args, **kwargs)
-                if not torch.equal(generator.get_state(), start):
-                    self._key(func)
-                return out
-            finally:
-                generator.set_state(before)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -266,13 +266,13 @@ class GlobalGuard:
         self.before = torch.default_generator.get_state()
 
     def check(self) -> None:
-        """Warn if the state moved during the run, and watch all stages again."""
+        """Warn if the state moved during the run, and watch every forward of all stages from now on."""
         if not torch.equal(self.before, torch.default_generator.get_state()):
             for stage in self.stages:
-                stage.__dict__.pop("_draws", None)
+                stage.__dict__["_draws"] = {True: True, False: True}
             warnings.warn(
                 "torch's global generator moved during the run: another thread drew from it, or a stage drew only in "
-                "some microbatch and those numbers were not keyed; all stages are watched again from the next run on",
+                "some microbatch and those numbers were not keyed; from the next run on all stages are watched always",
                 RuntimeWarning,
                 stacklevel=4,
             )

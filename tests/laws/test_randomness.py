@@ -1,0 +1,351 @@
+"""Law 4: what is drawn depends on seed, layer, draw and microbatch only."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import EXECUTORS, assert_same_result, same, schedules
+from torch.utils.checkpoint import checkpoint
+
+import funcpipe as fp
+from funcpipe.runtime import rng
+
+WAYS = {
+    "dropout": lambda x: F.dropout(x, 0.4),
+    "dropout_": lambda x: F.dropout(x * 1, 0.4, inplace=True),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
+    "feature_dropout": lambda x: F.dropout1d(x[None], 0.4)[0],
+    "rand": lambda x: x * torch.rand(x.shape),
+    "randn": lambda x: x + torch.randn(*x.shape),
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "randint": lambda x: x * torch.randint(1, 5, x.shape),
+    "randperm": lambda x: x[:, torch.randperm(x.shape[1])],
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "bernoulli_": lambda x: x * torch.empty_like(x).bernoulli_(0.5),
+    "exponential_": lambda x: x * torch.empty_like(x).exponential_(),
+    "multinomial": lambda x: x + x.gather(1, torch.multinomial(x.detach().abs() + 0.1, x.shape[1], replacement=True)),
+    "normal": lambda x: x + torch.normal(0.0, 1.0, x.shape),
+    "normal of means": lambda x: x + torch.normal(x.detach(), 1.0),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "gumbel": lambda x: x * F.gumbel_softmax(x, hard=True),
+    "attention": lambda x: F.scaled_dot_product_attention(*[x.view(1, 1, *x.shape)] * 3, dropout_p=0.4)[0, 0],
+}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LSTM(8, 8, num_layers=2, dropout=0.4, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x)[0]
+
+
+class Noise(nn.Module):
+    """Appends columns of fresh random numbers, by two draws."""
+
+    def forward(self, x):
+        return torch.cat([x, torch.rand(len(x), 1), torch.rand(len(x), 1)], 1)
+
+
+LAYERS = {
+    "dropout": lambda: nn.Dropout(0.4),
+    "rrelu": nn.RReLU,
+    "attention": Attention,
+    "lstm": Recurrent,
+    "encoder": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.4, batch_first=True),
+}
+
+
+def functions(way, count=3):
+    return tuple(fp.stage(lambda p, x: WAYS[way](x * p), name=f"s{i}") for i in range(count))
+
+
+def run_everywhere(stages, params, batch, every=1, seed=3):
+    """The one result that schedules, devices, remat choices and executors give."""
+    first = None
+    for schedule in schedules(len(stages), 3)[::every]:
+        plan = fp.make_plan(stages, schedule, loss=F.mse_loss, outputs=True, devices="cpu")
+        for executor in EXECUTORS:
+            result = fp.run(plan, params, batch, seed=seed, executor=executor, threads_per_lane=1)
+            if first is None:
+                first = fp.run_sequential(plan, params, batch, seed=seed, threads_per_lane=1)
+            assert_same_result(first, result)
+    return first
+
+
+def ones(count):
+    return tuple(torch.ones(()) for _ in range(count))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_draw_is_keyed(way):
+    """One result over schedules, devices, remat and executors, another by another seed; torch's generator rests."""
+    before = torch.get_rng_state()
+    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(6, 4)
+    stages = functions(way)
+    result = run_everywhere(stages, ones(3), batch, every=3)
+    other = run_everywhere(stages, ones(3), batch, every=99, seed=4)
+    assert same(before, torch.get_rng_state())
+    assert not same(result.outputs, other.outputs)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_draw_the_same_wherever_the_model_is_cut(layer):
+    """Attention, LSTM and the rest: loss and gradients are those of 1, 2 and 5 stages (kernels round by layout)."""
+    batch = torch.randn(6, 5, 8, dtype=torch.float64), torch.randn(6, 5, 8, dtype=torch.float64)
+    found = []
+    for cuts in ((), (3,), (1, 2, 3, 4)):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 8), LAYERS[layer](), nn.Linear(8, 8), LAYERS[layer](), nn.Linear(8, 8)).double()
+        bounds = [0, *cuts, 5]
+        parts = [Part(model, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        stages, params, _ = zip(*map(fp.from_module, parts), strict=True)
+        result = run_everywhere(stages, params, batch, every=3)
+        found.append((result.loss, {key: value for tree in result.grads for key, value in tree.items()}))
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other, rtol=1e-12, atol=1e-14)
+
+
+class Part(nn.Module):
+    """Some layers of a model under the model's own names."""
+
+    def __init__(self, model, start, end):
+        super().__init__()
+        for index in range(start, end):
+            self.add_module(str(index), model[index])
+
+    def forward(self, x):
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+def test_draws_differ_by_microbatch_layer_draw_and_seed():
+    """No two columns, rows' halves or seeds share a number."""
+    stages, params, _ = zip(fp.from_module(nn.Sequential(Noise(), Noise()), name="a"), fp.from_module(nn.Sequential(Noise()), name="b"), strict=True)
+    plan = fp.make_plan(stages, fp.fill_drain(2, 2, backward=False), devices="cpu")
+    outputs = [fp.run(plan, params, torch.zeros(2, 0), seed=seed).outputs for seed in (0, 1)]
+    assert (2, 6) == outputs[0].shape
+    assert 24 == torch.cat(outputs).unique().numel()
+
+
+def test_the_same_key_draws_the_same_again():
+    """A run again, on the same plan or another of as many microbatches, repeats every number."""
+    stages, params, _ = zip(fp.from_module(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), name="a"), strict=True)
+    batch = torch.randn(4, 4), torch.zeros(4, 4)
+    plans = [fp.make_plan(stages, fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu") for _ in range(2)]
+    results = [fp.run(plan, params, batch, seed=9).grads for plan in (*plans, *plans)]
+    assert all(same(results[0], one) for one in results)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("way", WAYS)
+def test_drawing_without_a_seed_names_the_argument(way, executor):
+    """seed=None is an error as soon as something draws, and torch's generator has not moved."""
+    plan = fp.make_plan(functions(way, 2), fp.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    before = torch.get_rng_state()
+    with pytest.raises(fp.StageError, match=r"seed="):
+        fp.run(plan, ones(2), (torch.randn(4, 4, generator=torch.Generator()), torch.zeros(4, 4)), executor=executor)
+    assert same(before, torch.get_rng_state())
+
+
+QUIET = {
+    "attention": lambda x: F.scaled_dot_product_attention(*[x.view(1, 1, *x.shape)] * 3)[0, 0],
+    "dropout 0": lambda x: F.dropout(x, 0.0),
+    "dropout off": lambda x: F.dropout(x, 0.5, training=False),
+    "rrelu off": lambda x: F.rrelu(x, training=False),
+}
+
+
+@pytest.mark.parametrize("way", QUIET)
+def test_nothing_drawn_needs_no_seed(way):
+    """Operations that could draw but do not pass without a seed."""
+    plan = fp.make_plan([fp.stage(lambda p, x: QUIET[way](x * p))], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    assert fp.run(plan, ones(1), (torch.randn(4, 4), torch.zeros(4, 4))).loss.isfinite()
+
+
+def test_attention_without_dropout_needs_no_seed():
+    """nn.MultiheadAttention and nn.LSTM with dropout=0, and dropout layers in evaluation."""
+    for module in (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), nn.LSTM(8, 8, 2)):
+        part, params, _ = fp.from_module(module)
+        plan = fp.make_plan([part], fp.fill_drain(1, 2), loss=lambda y, t: (y if torch.is_tensor(y) else y[0]).sum(), devices="cpu")
+        assert fp.run(plan, (params,), (torch.randn(4, 3, 8), None)).loss.isfinite()
+    part, params, _ = fp.from_module(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True))
+    plan = fp.make_plan([part], fp.fill_drain(1, 2, backward=False), devices="cpu")
+    assert (4, 3, 8) == fp.run(plan, (params,), torch.randn(4, 3, 8)).outputs.shape
+
+
+def test_attention_that_draws_nothing_is_held_to_no_rule():
+    """With a seed too: no name, no path of its own, in and out of checkpoint regions, beside layers that do draw."""
+    attend = QUIET["attention"]
+    region = lambda x: checkpoint(lambda h: F.dropout(attend(h), 0.5), x, use_reentrant=False)
+    stages = fp.stage(lambda p, x: attend(attend(x) * p)), fp.stage(lambda p, x: region(attend(x) * p), name="b"), fp.stage(lambda p, x: attend(x * p), name="b")
+    run_everywhere(stages, ones(3), (torch.randn(6, 4), torch.zeros(6, 4)), every=9)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.drop = nn.MultiheadAttention(8, 2, batch_first=True), nn.Dropout(0.5)
+
+        def forward(self, x):
+            return checkpoint(lambda h: self.drop(self.attention(h, h, h)[0]), x, use_reentrant=False)
+
+    part, params, _ = fp.from_module(Block())
+    run_everywhere([part], [params], (torch.randn(6, 5, 8), torch.zeros(6, 5, 8)))
+
+
+def dropouts(*names):
+    return zip(*[fp.from_module(nn.Sequential(nn.Dropout(0.5), nn.Identity()), name=n) for n in names], strict=True)
+
+
+def test_stages_whose_layers_clash_want_names():
+    """Two modules with a drawing layer "0" are refused without names, and draw different masks with them."""
+    stages, params, _ = dropouts("", "")
+    plan = fp.make_plan(stages, fp.fill_drain(2, 1, backward=False), train=True, devices="cpu")
+    with pytest.raises(fp.StageError, match=r"name="):
+        fp.run(plan, params, torch.ones(2, 50), seed=0)
+    stages, params, _ = dropouts("a", "a")
+    plan = fp.make_plan(stages, fp.fill_drain(2, 1, backward=False), train=True, devices="cpu")
+    with pytest.raises(fp.StageError, match=r"name="):
+        fp.run(plan, params, torch.ones(2, 50), seed=0)
+    stages, params, _ = dropouts("a", "b")
+    plan = fp.make_plan(stages, fp.fill_drain(2, 1, backward=False), train=True, devices="cpu")
+    y = fp.run(plan, params, torch.ones(2, 50), seed=0).outputs
+    assert {0.0, 4.0} == set(y.unique().tolist())
+    assert 10 < int((y == 4).sum()) < 40  # about a quarter; a half if the masks were one
+
+
+def test_function_stages_draw_by_unique_names():
+    """Two of one name are refused, one without a name too."""
+    drop = lambda p, x: F.dropout(x, 0.5)
+    for stages, reason in (([fp.stage(drop, name="d")] * 2, "'d'"), ([fp.stage(drop)], "name=")):
+        plan = fp.make_plan(stages, fp.fill_drain(len(stages), 1, backward=False), devices="cpu")
+        with pytest.raises(fp.StageError, match=reason):
+            fp.run(plan, ((),) * len(stages), torch.ones(4, 4), seed=0)
+
+
+def test_a_generator_of_the_stages_own_is_refused():
+    """It would be state outside of the stage."""
+    own = torch.Generator()
+    plan = fp.make_plan([fp.stage(lambda p, x: x + torch.rand(x.shape, generator=own), name="a")], fp.fill_drain(1, 1, backward=False), devices="cpu")
+    with pytest.raises(fp.StageError, match="generator"):
+        fp.run(plan, ((),), torch.ones(4, 4), seed=0)
+
+
+def test_compose_keeps_the_keys_of_the_inner_stages():
+    """Four stages, two compositions of two, one of a composition: the same bits; modules and functions."""
+    f = fp.stage(lambda p, x: F.dropout(x * p, 0.3), name="f")
+    g = fp.stage(lambda p, x: x + torch.rand_like(x) * p, name="g")
+    (m, n), (pm, pn), _ = dropouts("m", "n")
+    pf, pg = ones(2)
+    batch = torch.randn(6, 4), torch.randn(6, 4)
+    forms = [
+        ((f, m, g, n), (pf, pm, pg, pn)),
+        ((fp.compose(f, m), fp.compose(g, n)), ((pf, pm), (pg, pn))),
+        ((fp.compose(fp.compose(f, m), g), n), (((pf, pm), pg), pn)),
+        ((fp.compose(f, m, g, n),), ((pf, pm, pg, pn),)),
+    ]
+    results = [run_everywhere(stages, params, batch, every=5) for stages, params in forms]
+    for result in results[1:]:
+        assert same(results[0].outputs, result.outputs)
+        assert same(fp.leaves(results[0].grads), fp.leaves(result.grads))
+
+
+def checkpointed(use_reentrant, wrap):
+    """Three stages, the middle one with a checkpointed (or plain) region that draws."""
+
+    def middle(p, x):
+        region = lambda h: F.dropout(torch.tanh(h * p), 0.5) + F.dropout(h, 0.2)
+        return checkpoint(region, x, use_reentrant=use_reentrant) if wrap else region(x)
+
+    return fp.stage(lambda p, x: x * p, name="a"), fp.stage(middle, name="b"), fp.stage(lambda p, x: F.dropout(x * p, 0.3), name="c")
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_an_inner_checkpoint_replays_its_draws(use_reentrant):
+    """The recomputation draws the same masks; torch itself refuses the reentrant kind, by name."""
+    batch = torch.randn(6, 4), torch.randn(6, 4)
+    expected = run_everywhere(checkpointed(use_reentrant, False), ones(3), batch, every=7)
+    stages = checkpointed(use_reentrant, True)
+    if use_reentrant:
+        with pytest.raises(fp.StageError, match="use_reentrant"):
+            run_everywhere(stages, ones(3), batch, every=7)
+    else:
+        assert_same_result(expected, run_everywhere(stages, ones(3), batch, every=7))
+
+
+def test_an_inner_checkpoint_of_layers_replays_their_draws():
+    """The same inside of a module, where the layers have paths of their own."""
+
+    class Block(nn.Module):
+        def __init__(self, wrap):
+            super().__init__()
+            self.a, self.d, self.e, self.wrap = nn.Linear(4, 4), nn.Dropout(0.5), nn.Dropout(0.5), wrap
+
+        def forward(self, x):
+            x = self.e(x)
+            return checkpoint(lambda h: self.d(self.a(h)), x, use_reentrant=False) if self.wrap else self.d(self.a(x))
+
+    batch = torch.randn(6, 4), torch.randn(6, 4)
+    found = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        stages, params, _ = zip(*[fp.from_module(Block(wrap), name=f"block{i}") for i in range(2)], strict=True)
+        found.append(run_everywhere(stages, params, batch, every=4))
+    assert_same_result(*found)
+
+
+def test_draws_inside_and_outside_of_a_region_are_refused():
+    """One path cannot be replayed if only some of its draws are computed again; nor from two regions."""
+    region = lambda h: checkpoint(lambda z: F.dropout(torch.tanh(z), 0.5), h, use_reentrant=False)
+    for body in (lambda p, x: region(F.dropout(x * p, 0.5)), lambda p, x: F.dropout(region(x * p), 0.5), lambda p, x: region(region(x * p))):
+        plan = fp.make_plan([fp.stage(body, name="a")], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+        with pytest.raises(fp.StageError, match=r"checkpoint.*remat"):
+            fp.run(plan, ones(1), (torch.randn(4, 4), torch.zeros(4, 4)), seed=0)
+
+
+def test_fold_in_makes_new_seeds():
+    """A hash: no collisions on a grid, ordered arguments, ints and names apart, 63 bits, any int, manual_seed takes it."""
+    grid = [fp.fold_in(seed, data) for seed in range(-20, 20) for data in (*range(40), *map(str, range(40)))]
+    assert len(grid) == len(set(grid))
+    assert fp.fold_in(1, 2) != fp.fold_in(2, 1)
+    assert fp.fold_in(fp.fold_in(0, 1), 2) != fp.fold_in(fp.fold_in(0, 2), 1)
+    assert all(0 <= one < 2**63 for one in (*grid, fp.fold_in(2**200, -1)))
+    assert fp.fold_in(7, "warmup") == fp.fold_in(7, "warmup") == torch.Generator().manual_seed(fp.fold_in(7, "warmup")).initial_seed()
+
+
+def test_only_stages_that_draw_run_under_the_mode(monkeypatch):
+    """The first forward of a stage tells: 1 entry for one that never draws, one per forward for one that does."""
+    entries = []
+    enter = rng.Keyed.__enter__
+    monkeypatch.setattr(rng.Keyed, "__enter__", lambda self: (entries.append(self.stage), enter(self))[1])
+    stages = fp.stage(lambda p, x: x * p, name="quiet"), fp.stage(lambda p, x: F.dropout(x * p, 0.5), name="loud")
+    plan = fp.make_plan(stages, fp.remat(fp.one_f_one_b(2, 4)), loss=F.mse_loss, devices="cpu")
+    for _ in range(3):
+        fp.run(plan, ones(2), (torch.randn(4, 4), torch.zeros(4, 4)), seed=0, executor="serial")
+    assert 1 == entries.count(0)
+    assert 3 * 8 == entries.count(1)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_draw_that_nobody_keyed_warns(executor):
+    """A stage that draws in some later microbatch only is noticed by torch's generator, and keyed from then on."""
+    late = fp.stage(lambda p, x: x * p + (torch.rand(()) if x[0, 0] > 0 else 0.0), name="late")
+    plan = fp.make_plan([late, fp.stage(lambda p, x: x * p, name="b")], fp.fill_drain(2, 2), loss=F.mse_loss, devices="cpu")
+    batch = torch.tensor([[-1.0], [1.0]]), torch.zeros(2, 1)
+    with pytest.warns(RuntimeWarning, match="global generator moved"):
+        fp.run(plan, ones(2), batch, seed=0, executor=executor)
+    before = torch.get_rng_state()
+    first, again = (fp.run(plan, ones(2), batch, seed=0, executor=executor) for _ in range(2))
+    assert_same_result(first, again)
+    assert same(before, torch.get_rng_state())
