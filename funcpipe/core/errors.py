@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 
 class FuncpipeError(Exception):
@@ -88,6 +88,15 @@ def located(error: BaseException, where: Where) -> BaseException:
     _attach(new, where)
     new.__cause__ = error
     return new
+
+
+def fail(error: BaseException, where: Where) -> NoReturn:
+    """Raise what a run raises for ``error``."""
+    failure = located(error, where)
+    try:
+        raise failure
+    finally:
+        del failure, error  # the traceback's frames must not point back at the exception
 
 
 def _attach(error: BaseException, where: Where) -> None:

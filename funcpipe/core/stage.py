@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, overload, runtime_checkable
@@ -83,14 +82,17 @@ class _Plain:
 _SCOPE: ContextVar[Stage | None] = ContextVar("funcpipe_scope", default=None)
 
 
-@contextmanager
-def scope(part: Stage) -> Generator[None]:
+class scope:
     """While inside, random numbers are those of this part of a composition, as if it stood alone."""
-    token = _SCOPE.set(part)
-    try:
-        yield
-    finally:
-        _SCOPE.reset(token)
+
+    def __init__(self, part: Stage) -> None:
+        self.part = part
+
+    def __enter__(self) -> None:
+        self.token = _SCOPE.set(self.part)
+
+    def __exit__(self, *error: object) -> None:
+        _SCOPE.reset(self.token)
 
 
 def current_scope() -> Stage | None:

@@ -30,7 +30,7 @@ def flatten(tree: Tree) -> tuple[Leaves, Spec]:
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
     for leaf in leaves:
         if isinstance(leaf, (dict, UserDict)):
-            _register(type(cast("object", leaf)))
+            _register(cast("MutableMapping[Any, Any]", leaf))
             return flatten(tree)
     return leaves, spec
 
@@ -101,11 +101,14 @@ def is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _register(kind: type) -> None:
-    """Make a mapping type a container, its items in sorted order, rebuilt by its own class."""
+def _register(leaf: MutableMapping[Any, Any]) -> None:
+    """Make the type of a mapping a container, its items in sorted order, rebuilt by its own class."""
+    kind = type(leaf)
     with _registering:
         if kind in _registered:
-            raise TypeError(f"cannot flatten {kind.__name__}: optree sees its instances as leaves")
+            if optree.tree_is_leaf(leaf, namespace=_NAMESPACE):
+                raise TypeError(f"cannot flatten {kind.__name__}: optree sees its instances as leaves")
+            return  # another thread was faster
 
         def take(mapping: MutableMapping[Any, Any]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
             keys = sorted(mapping, key=lambda key: (type(key).__name__, str(key)))

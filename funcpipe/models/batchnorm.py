@@ -7,6 +7,7 @@ is that of ``nn.BatchNorm``'s own update applied once to all inputs that the lay
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,7 +80,8 @@ class BatchNorm:
                 f"{tuple(x.shape)}; use fewer microbatches, or a larger batch"
             )
         # torch's own kernel fills these: momentum 1 makes the running statistics those of the microbatch.
-        own_mean, own_var = torch.zeros_like(mean), torch.zeros_like(var)
+        # Made from x, they are batched where vmap batches x.
+        own_mean, own_var = (x.new_zeros(old.shape, dtype=old.dtype) for old in (mean, var))
         y = F.batch_norm(x, own_mean, own_var, weight, bias, True, 1.0, eps)
         with torch.no_grad():
             # Its float32 mean is too coarse to merge means of 1e4 that differ by 0.1.
@@ -146,17 +148,19 @@ def merge(moments: Sequence[Moments]) -> Moments:
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """A batch norm layer of a stage's private copy: collects statistics instead of writing its buffers."""
+    """A batch norm layer of a stage's private copy: collects statistics instead of writing its buffers.
 
-    replaces: type[_BatchNorm]
+    Its class is this one before the layer's own, so that what a user's subclass brings stays.
+    """
+
     path: str
     collected: list[Moments] | None
 
     @classmethod
     def convert(cls, layer: _BatchNorm, path: str) -> None:
         """Turn a layer of a private copy into a deferred one, in place."""
-        vars(layer).update(replaces=type(layer), path=path, collected=None)
-        layer.__class__ = cls
+        vars(layer).update(path=path, collected=None)
+        layer.__class__ = _deferred(type(layer))
 
     @staticmethod
     def converts(layer: nn.Module) -> bool:
@@ -168,8 +172,9 @@ class DeferredBatchNorm(_BatchNorm):
             and layer.running_mean is not None
         )
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        self.replaces._check_input_dim(self, input)  # pyright: ignore[reportPrivateUsage]
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A class made at run time cannot be found by pickle: it is made again.
+        return (_blank, (type(self).__mro__[2],), self.__dict__)
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.BatchNorm`` does, without touching a buffer."""
@@ -185,6 +190,16 @@ class DeferredBatchNorm(_BatchNorm):
         if self.collected is not None:
             self.collected += stats
         return y
+
+
+@functools.lru_cache(maxsize=256)
+def _deferred(kind: type[_BatchNorm]) -> type[DeferredBatchNorm]:
+    return type(f"Deferred{kind.__name__}", (DeferredBatchNorm, kind), {})
+
+
+def _blank(kind: type[_BatchNorm]) -> DeferredBatchNorm:
+    made = _deferred(kind)
+    return made.__new__(made)
 
 
 class CommitLayers:

@@ -145,7 +145,7 @@ class _Copy:
                     if tensor is not None:
                         alias = f"{path}.{local}" if path else local
                         self.slots.append((table, local, owner.canonical[alias]))
-        self.buffers: list[Tensor] = []
+        self.buffers: list[tuple[tuple[dict[str, Any], str, str], Tensor]] = []
 
     def install(self, params: Params, state: State) -> None:
         """Put tensors in the places of parameters and buffers."""
@@ -155,7 +155,8 @@ class _Copy:
             table[local] = given[key]
         for layer in self.recurrent:  # they keep a second list of their weights
             layer._flat_weights = [getattr(layer, n, None) for n in layer._flat_weights_names]  # pyright: ignore
-        self.buffers = [given[key] for key in self.owner.buffer_names]
+        buffers = set(self.owner.buffer_names)
+        self.buffers = [(slot, given[slot[2]]) for slot in self.slots if slot[2] in buffers]
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
         train = bool(extras.get("train", False))
@@ -164,12 +165,11 @@ class _Copy:
         collects = train and bool(self.norms)
         for layer in self.norms:
             layer.collected = [] if collects else None
-        before = [buffer._version for buffer in self.buffers] if self.buffers else []
+        before = [_version(buffer) for _, buffer in self.buffers]
         # Exactly a tuple is spread; a named tuple is one argument.
         arguments = x if type(x) is tuple else (x,)
         y = self.module(*arguments, **extras.get("feeds", {}))
-        if before and before != [buffer._version for buffer in self.buffers]:
-            self._refuse_writes(before)
+        self._refuse_writes(before)
         if not collects:
             return y
         stats: dict[str, Any] = {}
@@ -185,7 +185,13 @@ class _Copy:
         self.train = train
 
     def _refuse_writes(self, before: list[int]) -> None:
-        names = [n for n, b, v in zip(self.owner.buffer_names, self.buffers, before, strict=True) if b._version != v]
+        names = [
+            key
+            for ((table, local, key), buffer), version in zip(self.buffers, before, strict=True)
+            if table.get(local) is not buffer or _version(buffer) != version
+        ]
+        if not names:
+            return
         raise PlanError(
             f"the forward of {type(self.module).__name__} writes into its buffers {names}, and the order of microbatches "
             "must not matter; only batch norm layers are deferred by themselves. Make it a function stage that returns "
@@ -200,6 +206,11 @@ class _Copy:
             layer._flat_weights = []  # pyright: ignore[reportPrivateUsage]
         self.buffers = []
         self.owner.give_back(self)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written to; under inference mode torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _all_tensors(module: nn.Module) -> dict[str, Tensor]:

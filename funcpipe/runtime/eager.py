@@ -7,7 +7,7 @@ touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -79,17 +79,17 @@ class EagerBound:
     def forward(self, args: StageArgs, *, keep: bool) -> tuple[StageOut, EagerResidual | None]:
         """Run the stage; with ``keep`` under autograd, and the residual is what its backward needs."""
         residual = EagerResidual(args.microbatch) if keep else None
-        with torch.set_grad_enabled(keep):
-            if may_draw(self.stage, self.train):
-                mode = Keyed(self.keys, self.index, self.places, args.microbatch)
-                with mode:
-                    out = self._forward(args, residual)
-                saw(self.stage, self.train, mode.drew)
-                if residual is not None:
-                    residual.draws = mode.replayable
-            else:
+        # Entering a grad mode costs more than asking for it, and it is the right one most of the time.
+        with nullcontext() if torch.is_grad_enabled() is keep else torch.set_grad_enabled(keep):
+            if not may_draw(self.stage, self.train):
+                return self._forward(args, residual), residual
+            mode = Keyed(self.keys, self.index, self.places, args.microbatch)
+            with mode:
                 out = self._forward(args, residual)
-        return out, residual
+            saw(self.stage, self.train, mode.drew)
+            if residual is not None:
+                residual.draws = mode.replayable
+            return out, residual
 
     def _forward(self, args: StageArgs, residual: EagerResidual | None) -> StageOut:
         stage, grad = self.stage, residual is not None
@@ -106,7 +106,7 @@ class EagerBound:
             self._refuse_state_writes(before)
         out = normalise(returned)
         self._check_stash(out.stash)
-        differentiable = bool(self.inputs) or any(args.x.flags) or any(any(b.flags) for b in args.skips)
+        differentiable = not grad and self._differentiable(args)
         y, y_graph = close_border(out.y, grad=grad, differentiable=differentiable)
         stash: dict[str, Border] = {}
         for name in out.stash:
@@ -125,6 +125,10 @@ class EagerBound:
             residual.side = out.loss
         report = Report(_detached(out.stats), None if loss is None else Loss(*map(_detached, loss)), _side(out.loss))
         return StageOut(y, stash, report)
+
+    def _differentiable(self, args: StageArgs) -> bool:
+        """May the outputs have gradients, where autograd did not record: it will when the stage runs again."""
+        return bool(self.inputs) or any(args.x.flags) or any(any(b.flags) for b in args.skips)
 
     def _loss(self, fn: Callable[..., Any], target: Border | None, y: Border, graph: list[Any]) -> Loss:
         """The plan's loss of one microbatch, on the dense outputs."""
@@ -178,7 +182,7 @@ class EagerBound:
         if roots and inputs:
             draws = residual.draws
             replay = Keyed(self.keys, self.index, self.places, residual.microbatch, draws) if draws else nullcontext()
-            with replay:
+            with replay, _no_autocast():
                 torch.autograd.backward(roots, cotangents, inputs=inputs)
         skips = [_gradients(count, own_) for count, own_ in residual.skips]
         return Cotangents(_gradients(residual.x_count, residual.x), skips)
@@ -263,6 +267,17 @@ def _side(side: Any) -> tuple[Any, Any] | None:
         raise StageError(f"Out.loss is (sum, weight); got {type(side).__name__}")
     total, weight = side  # pyright: ignore[reportUnknownVariableType]
     return (_detached(total), _detached(weight))
+
+
+def _no_autocast() -> AbstractContextManager[Any]:
+    """Backwards run in the types that their forwards chose; what a stage did with autocast off must stay exact."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        return nullcontext()
+    stack = ExitStack()
+    for kind in kinds:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 def _alias(leaf: Any, trainable: bool) -> Any:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import queue
 from collections.abc import Sequence
 from time import perf_counter_ns
-from typing import Any, NoReturn, assert_never
+from typing import Any, NoReturn
 
 import torch
 
 from funcpipe.core.errors import FuncpipeError, Where, located
-from funcpipe.core.plan import CALLER, Lowered, Plan, Role, Row
+from funcpipe.core.plan import CALLER, Lowered, Plan, Role
 from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import Kind
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import no_autocast_cache
-from funcpipe.runtime.program import Bound, StageArgs
-from funcpipe.runtime.stream import Edge, Place, Ticket
+from funcpipe.runtime.program import Bound
+from funcpipe.runtime.steps import make_step
+from funcpipe.runtime.stream import Channel, Edge, Place, Ticket
 from funcpipe.schedules.memory import residual_peak
 
 
@@ -30,8 +30,8 @@ STOP = object()
 class Lane:
     """A device at run time: its part of the order, its store, its inbox.
 
-    Only the lane's own thread touches the store; other lanes put (value number, ticket) or (None, pool, event) in the
-    inbox.
+    Only the lane's own thread touches the store; other lanes put (value number, ticket) or (-1 - pool, event of
+    a free slot) in the inbox.
     """
 
     def __init__(self, index: int, place: Place, order: list[tuple[int, int]], num_pools: int) -> None:
@@ -71,9 +71,11 @@ class Execution:
         threaded: bool,
     ) -> None:
         self.plan, self.program, self.bounds, self.caller = plan, program, bounds, caller
-        count = len(program.pools)
-        self.lanes = [Lane(i, place, program.lanes[i], count) for i, place in enumerate(places)]
-        self.edges = {
+        self.rows, self.count, self.late = program.rows, program.num_microbatches, program.late_frees
+        self.steps = [make_step(row, program.wires, plan.stages[row.stage], bounds[row.stage]) for row in program.rows]
+        num_pools = len(program.pools)
+        self.lanes = [Lane(i, place, program.lanes[i], num_pools) for i, place in enumerate(places)]
+        self.edges: dict[tuple[int, int], Channel] = {
             (pool.source, pool.lane): Edge(None if pool.source == CALLER else places[pool.source], places[pool.lane])
             for pool in program.pools
         }
@@ -85,87 +87,35 @@ class Execution:
     def perform(self, lane: Lane, position: int, code: int) -> None:
         """One action of a lane with everything around it."""
         lane.now = position
-        count = self.program.num_microbatches
+        count = self.count
         index, microbatch = divmod(code, count)
-        row = self.program.rows[index]
-        here = lane.here
+        row, here = self.rows[index], lane.here
         for wire, pool in row.fetches:
             self._fetch(lane, wire * count + microbatch, pool)
+        reads: list[Any] = []
         for wire in row.reads:
             number = wire * count + microbatch
             while number not in here:
                 self._wait(lane)
+            reads.append(here[number])
         start = perf_counter_ns()
-        self._compute(row, microbatch, here)
+        results = self.steps[index](reads, microbatch)
         lane.spans.append((code, start, perf_counter_ns()))
+        for at, wire in enumerate(row.writes):
+            here[wire * count + microbatch] = results[at]
+        del reads, results  # else a value would outlive its free while this lane waits for a slot
         for wire, pool in row.frees:
-            self._free(lane, wire * count + microbatch, pool)
-        for number, pool in self.program.late_frees.get(position, ()):
-            self._free(lane, number, pool)
+            del here[wire * count + microbatch]
+            if pool >= 0:
+                self._credit(lane, pool)
+        for number, pool in self.late.get(position, ()):
+            del here[number]
+            if pool >= 0:
+                self._credit(lane, pool)
         for wire, to, pool in row.sends:
             self._send(lane, wire * count + microbatch, to, pool)
         for wire in row.drops:
             del here[wire * count + microbatch]
-
-    def _compute(self, row: Row, microbatch: int, here: dict[int, Any]) -> None:
-        count = self.program.num_microbatches
-        bound = self.bounds[row.stage]
-        reads = [here[wire * count + microbatch] for wire in row.reads]
-        kind = row.kind
-        if kind is Kind.F:
-            out, residual = bound.forward(self._arguments(row, reads, microbatch), keep=row.keeps)
-            results = self._forward_results(row, out, residual)
-        elif kind is Kind.R:
-            results = [bound.forward(self._arguments(row, reads, microbatch), keep=True)[1]]
-        elif kind is Kind.B:
-            results = self._gradients(row, bound.backward(*self._cotangents(row, reads)))
-        elif kind is Kind.I:
-            gradients, rest = bound.backward_input(*self._cotangents(row, reads))
-            results = [*self._gradients(row, gradients), rest]
-        elif kind is Kind.W:
-            bound.backward_weight(reads[0])
-            results = []
-        else:
-            assert_never(kind)
-        for wire, value in zip(row.writes, results, strict=True):
-            here[wire * count + microbatch] = value
-
-    def _arguments(self, row: Row, reads: list[Any], microbatch: int) -> StageArgs:
-        """The reads of F and R, which stand in the order of the effects table."""
-        stage = self.plan.stages[row.stage]
-        pops = 1 + len(stage.pop)
-        feeds = pops + len(stage.feeds)
-        return StageArgs(
-            reads[0], reads[1:pops], reads[pops:feeds], reads[feeds] if len(reads) > feeds else None, microbatch
-        )
-
-    def _forward_results(self, row: Row, out: Any, residual: Any) -> list[Any]:
-        results: list[Any] = []
-        for wire in row.writes:
-            role, _, name, _ = self.program.wires[wire]
-            if role is Role.ACT or role is Role.OUTPUT:
-                results.append(out.y)
-            elif role is Role.SKIP:
-                results.append(out.stash[name])
-            else:
-                results.append(out.report if role is Role.REPORT else residual)
-        return results
-
-    def _cotangents(self, row: Row, reads: list[Any]) -> tuple[Any, Any, dict[str, list[Any]]]:
-        y: Any = None
-        stash: dict[str, list[Any]] = {}
-        for wire, value in zip(row.reads[1:], reads[1:], strict=True):
-            role, _, name, _ = self.program.wires[wire]
-            if role is Role.GRAD:
-                y = value.leaves
-            else:
-                stash.setdefault(name, []).append(value.leaves)
-        return reads[0], y, stash
-
-    def _gradients(self, row: Row, gradients: Any) -> list[Border]:
-        """The gradients in the order of the effects table: of the input where a stage is before, of each skip."""
-        parts = [gradients.x, *gradients.skips] if row.stage else gradients.skips
-        return [Border(leaves, None, ()) for leaves in parts]  # pyright: ignore[reportArgumentType]
 
     # -- values between lanes ----------------------------------------------------------------------------------------
 
@@ -195,14 +145,15 @@ class Execution:
         lane.sent[pool] += 1
         lane.most[pool] = max(lane.most[pool], lane.sent[pool] - len(lane.freed[pool]))
 
-    def _free(self, lane: Lane, number: int, pool: int) -> None:
-        del lane.here[number]
-        if pool >= 0:
-            source = self.program.pools[pool].source
-            if source == CALLER:
-                lane.freed[pool].append(lane.place.event())
-            else:
-                self.credit(self.lanes[source], pool, lane.place.event())
+    def _credit(self, lane: Lane, pool: int) -> None:
+        """A slot at this lane is free once the lane has done what it has queued: tell the sender."""
+        source, event = self.program.pools[pool].source, lane.place.event()
+        if source == CALLER:
+            lane.freed[pool].append(event)
+        elif self.threaded:
+            self.lanes[source].inbox.put((-1 - pool, event))
+        else:
+            self.lanes[source].freed[pool].append(event)
 
     def post(self, lane: Lane, number: int, ticket: Ticket) -> None:
         """Hand a value to a lane."""
@@ -211,13 +162,6 @@ class Execution:
         else:
             lane.place.wait(ticket.event)
             lane.here[number] = ticket.value
-
-    def credit(self, lane: Lane, pool: int, event: Any) -> None:
-        """Tell a lane that a slot is free again."""
-        if self.threaded:
-            lane.inbox.put((-1 - pool, event))
-        else:
-            lane.freed[pool].append(event)
 
     # -- after the run -----------------------------------------------------------------------------------------------
 

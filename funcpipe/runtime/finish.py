@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, PlanError, Where, bullets, located
+from funcpipe.core.errors import BatchError, PlanError, Where, bullets, fail
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Loss, Result, RunStats, Timeline
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves, paths, unflatten
@@ -142,8 +142,4 @@ def _commit(ready: Prepared, stage: int, reports: ByPlace) -> Tree:
             return part.commit(mine, stats)
     except BaseException as error:
         device = plan.schedule.device_of[stage]
-        failure = located(error, Where(stage, part.name, None, "commit", f"{device} ({ready.where[device]})"))
-    try:
-        raise failure
-    finally:
-        del failure
+        fail(error, Where(stage, part.name, None, "commit", f"{device} ({ready.where[device]})"))

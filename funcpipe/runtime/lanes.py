@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable
 from functools import partial
+from time import monotonic
 from typing import Any, Self
 
 import torch
@@ -18,6 +19,9 @@ from funcpipe.runtime.context import Context, cores, no_autocast_cache, pin
 from funcpipe.runtime.execute import STOP, Execution, Lane, Stop, raise_located
 
 _Job = Callable[[], Any]
+
+_PATIENCE = 0.05
+"""Seconds that lanes get to end by themselves before they are interrupted."""
 
 
 class _Worker:
@@ -52,11 +56,11 @@ class _Worker:
                 identity = ctypes.c_ulong(self.thread.ident)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(Stop))
 
-    def end(self) -> None:
-        """Wait for the thread's end, after the job that it does."""
+    def end(self, seconds: float | None = None) -> None:
+        """Wait for the thread's end, after the job that it does; for so long at most."""
         self.jobs.put(None)
         if self.thread.ident is not None:
-            self.thread.join()
+            self.thread.join(seconds)
 
 
 class Lanes:
@@ -122,10 +126,14 @@ class Lanes:
                 worker.thread.start()
 
     def _halt(self, execution: Execution) -> None:
-        """End every lane: those that wait at once, those that compute after the operation that they are in."""
+        """End every lane: those that wait at once, those that compute after a short action or the operation in it."""
         execution.stopped = True
         for lane in execution.lanes:
             lane.inbox.put(STOP)
+        # Most end by themselves. An interruption may land in some object's __del__, where Python prints and drops it.
+        deadline = monotonic() + _PATIENCE
+        for worker in self._workers:
+            worker.end(max(0.0, deadline - monotonic()))
         for worker in self._workers:
             worker.interrupt()
         self.close()
@@ -149,6 +157,7 @@ def _job(
     def work() -> None:
         try:
             # In the thread itself: MKL counts per thread, and a thread that never said its number takes every core.
+            torch.get_num_threads()  # else torch takes at the first operation what another run has set since
             torch.set_num_threads(threads)
             crew.pin(lane.index)
             with (

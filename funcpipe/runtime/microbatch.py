@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, Where, bullets, located
+from funcpipe.core.errors import BatchError, Where, bullets, fail
 from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Tree, flatten, locations, unflatten
 from funcpipe.runtime.border import Border, given, open_border, own
@@ -125,16 +125,16 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
         faults.append(
             "ready-made microbatches differ in number: " + ", ".join(f"{name} has {n}" for name, n in ready.items())
         )
+    faults += [f"microbatch {index} of {one.name} has no rows; leave it out" for one in leaves if one.ready is not None for index, size in enumerate(one.ready_rows()) if size == 0]  # fmt: skip
     if faults:
         raise BatchError(bullets("this batch cannot be cut into microbatches:", faults))
     if ready:
         count = next(iter(ready.values()))
-        by_microbatch = next(
-            (one.ready_rows() for one in leaves if one.ready is not None and any(one.ready_rows())), [1] * count
-        )
+        found_rows = [one.ready_rows() for one in leaves if one.ready is not None]
+        by_microbatch = [size or 1 for size in next(filter(any, found_rows), [1] * count)]
         if rows is not None and rows != sum(by_microbatch):
             raise BatchError(f"the ready-made microbatches have {sum(by_microbatch)} rows ({by_microbatch}), other leaves have {rows}")  # fmt: skip
-        parts = [max(1, one) for one in by_microbatch]
+        parts = by_microbatch
     else:
         parts = sizes(rows, most) if rows is not None else [1] * most
     pieces = {one.name: one.cut(parts) for one in leaves}
@@ -178,13 +178,13 @@ class _Leaves:
         self.rows[place] = leaf.shape[axis]
         return axis % leaf.dim()
 
-    def ready_rows(self) -> list[int]:
-        """The rows of ready-made microbatches: those of the first leaf that has any."""
+    def ready_rows(self) -> list[int | None]:
+        """The rows of ready-made microbatches: those of the first leaf that can have any, None if there is none."""
         assert self.ready is not None
-        out: list[int] = []
+        out: list[int | None] = []
         for tree in self.ready:
             tensors = [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor) and leaf.dim()]
-            out.append(tensors[0].shape[0] if tensors else 0)
+            out.append(tensors[0].shape[0] if tensors else None)
         return out
 
     def cut(self, parts: Sequence[int]) -> list[Border]:
@@ -241,8 +241,8 @@ def shares(batch: Batch, weight: Callable[..., Any] | None, loss_scale: Any) -> 
     for index, target in enumerate(batch.target or []):
         try:
             value = weight(open_border(target, grad=False)[0])
-        except Exception as error:
-            raise located(error, Where(None, "", index, "weight", "")) from error
+        except BaseException as error:
+            fail(error, Where(None, "", index, "weight", ""))
         try:
             number = float(value)
         except (TypeError, ValueError):

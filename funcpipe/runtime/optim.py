@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.result import Result, RunStats
-from funcpipe.core.tree import Tree, at, flatten, map_leaves, structure
+from funcpipe.core.tree import Tree, at, flatten, leaves, map_leaves, structure
 
 Ties = Sequence[Sequence[tuple[int, Any]]]
 
@@ -51,23 +51,26 @@ def step(
     if max_norm is not None:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     tied = _tied(params, ties)
-    held: list[Tensor] = []
+    every = leaves(params)
+    held: set[int] = set()
+    for leaf in every:
+        leaf.grad = None  # what an earlier backward left there is not stepped
     try:
         with torch.no_grad():
             for leaf, gradient in zip(flatten(params)[0], flatten(grads)[0], strict=True):
                 if gradient is None or not isinstance(leaf, Tensor):
                     continue
                 mine = gradient if scale is None else gradient * scale.to(gradient.device)
-                if any(leaf is one for one in held):
+                if id(leaf) in held:
                     # One tensor at two places: its gradient is the sum, unless a tie summed it already.
                     if id(leaf) not in tied and leaf.grad is not None:
                         leaf.grad = leaf.grad + mine
                     continue
                 leaf.grad = mine
-                held.append(leaf)
+                held.add(id(leaf))
         optimizer.step()
     finally:
-        for leaf in held:
+        for leaf in every:
             leaf.grad = None
     return norm
 

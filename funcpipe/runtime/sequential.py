@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from funcpipe.core.errors import Where, located
+from funcpipe.core.errors import Where, fail
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, RunStats
 from funcpipe.core.tree import Tree
@@ -89,13 +89,7 @@ class _Loop:
                         if m < count:
                             self.backward(stage, m)
         except BaseException as error:
-            failure = located(error, self.where())
-        else:
-            return
-        try:
-            raise failure
-        finally:
-            del failure
+            fail(error, self.where())
 
     def where(self) -> Where:
         stage, m, letter = self.at

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -76,8 +76,16 @@ class Place:
             event.synchronize()
 
 
+class Channel(Protocol):
+    """One directed edge between lanes: events and copy streams within a process, a communicator between processes."""
+
+    def send(self, value: Border, free: Any = None) -> Ticket:
+        """Start to move a value, after ``free``, the event after which its slot is free (None: it is)."""
+        ...
+
+
 class Edge:
-    """Copies from one lane (or the caller, None) to another."""
+    """The channel within a process: copies from one lane (or the caller, None) to another."""
 
     def __init__(self, source: Place | None, target: Place) -> None:
         self.source, self.target = source, target

@@ -30,6 +30,8 @@ SCHEDULES = [
     fp.remat(fp.one_f_one_b(S, M)),
     fp.remat(fp.zero_bubble(S, M)),
 ]
+
+
 @pytest.fixture(params=EXECUTORS)
 def executor(request):
     """A function from a plan to an executor; lanes are kept for the whole test."""

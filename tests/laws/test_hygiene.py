@@ -61,7 +61,9 @@ def touched(modules):
 
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
 @pytest.mark.parametrize("executor", [*EXECUTORS, "oracle"])
-@pytest.mark.parametrize("schedule", [fp.one_f_one_b(2, 3), fp.remat(fp.fill_drain(2, 3)), fp.zero_bubble(2, 3)], ids=ids)
+@pytest.mark.parametrize(
+    "schedule", [fp.one_f_one_b(2, 3), fp.remat(fp.fill_drain(2, 3)), fp.zero_bubble(2, 3)], ids=ids
+)
 def test_a_run_touches_nothing(schedule, executor, fails):
     """params, .grad, state, buffers, flags, batch and everything process-wide are the same after it."""
     modules = model()
@@ -197,13 +199,13 @@ def test_module_stages_forget_a_run(executor):
     plan = fp.make_plan(stages, fp.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
     x = torch.randn(6, 3)
     with fp.lanes(plan) as lanes:
-        go = lambda: fp.run(plan, params, (x, x), state=state, executor=lanes if executor == "threads" else "serial")
-        go()  # stages make and keep a copy of their module
+        go = lambda executor: fp.run(plan, params, (x, x), state=state, executor=executor)
+        go("serial")  # stages make and keep a copy of their module
         gc.collect()
         before = num_tensors()
         gc.disable()
         try:
-            result = go()
+            result = go(lanes if executor == "threads" else "serial")
             assert result.grads
             del result
             assert watch.memory

@@ -106,7 +106,9 @@ def test_layers_draw_the_same_wherever_the_model_is_cut(layer):
     found = []
     for cuts in ((), (3,), (1, 2, 3, 4)):
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(8, 8), LAYERS[layer](), nn.Linear(8, 8), LAYERS[layer](), nn.Linear(8, 8)).double()
+        model = nn.Sequential(
+            nn.Linear(8, 8), LAYERS[layer](), nn.Linear(8, 8), LAYERS[layer](), nn.Linear(8, 8)
+        ).double()
         bounds = [0, *cuts, 5]
         parts = [Part(model, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
         stages, params, _ = zip(*map(fp.from_module, parts), strict=True)
@@ -132,7 +134,11 @@ class Part(nn.Module):
 
 def test_draws_differ_by_microbatch_layer_draw_and_seed():
     """No two columns, rows' halves or seeds share a number."""
-    stages, params, _ = zip(fp.from_module(nn.Sequential(Noise(), Noise()), name="a"), fp.from_module(nn.Sequential(Noise()), name="b"), strict=True)
+    stages, params, _ = zip(
+        fp.from_module(nn.Sequential(Noise(), Noise()), name="a"),
+        fp.from_module(nn.Sequential(Noise()), name="b"),
+        strict=True,
+    )
     plan = fp.make_plan(stages, fp.fill_drain(2, 2, backward=False), devices="cpu")
     outputs = [fp.run(plan, params, torch.zeros(2, 0), seed=seed).outputs for seed in (0, 1)]
     assert (2, 6) == outputs[0].shape
@@ -178,7 +184,9 @@ def test_attention_without_dropout_needs_no_seed():
     """nn.MultiheadAttention and nn.LSTM with dropout=0, and dropout layers in evaluation."""
     for module in (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), nn.LSTM(8, 8, 2)):
         part, params, _ = fp.from_module(module)
-        plan = fp.make_plan([part], fp.fill_drain(1, 2), loss=lambda y, t: (y if torch.is_tensor(y) else y[0]).sum(), devices="cpu")
+        plan = fp.make_plan(
+            [part], fp.fill_drain(1, 2), loss=lambda y, t: (y if torch.is_tensor(y) else y[0]).sum(), devices="cpu"
+        )
         assert fp.run(plan, (params,), (torch.randn(4, 3, 8), None)).loss.isfinite()
     part, params, _ = fp.from_module(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True))
     plan = fp.make_plan([part], fp.fill_drain(1, 2, backward=False), devices="cpu")
@@ -189,7 +197,11 @@ def test_attention_that_draws_nothing_is_held_to_no_rule():
     """With a seed too: no name, no path of its own, in and out of checkpoint regions, beside layers that do draw."""
     attend = QUIET["attention"]
     region = lambda x: checkpoint(lambda h: F.dropout(attend(h), 0.5), x, use_reentrant=False)
-    stages = fp.stage(lambda p, x: attend(attend(x) * p)), fp.stage(lambda p, x: region(attend(x) * p), name="b"), fp.stage(lambda p, x: attend(x * p), name="b")
+    stages = (
+        fp.stage(lambda p, x: attend(attend(x) * p)),
+        fp.stage(lambda p, x: region(attend(x) * p), name="b"),
+        fp.stage(lambda p, x: attend(x * p), name="b"),
+    )
     run_everywhere(stages, ones(3), (torch.randn(6, 4), torch.zeros(6, 4)), every=9)
 
     class Block(nn.Module):
@@ -237,7 +249,11 @@ def test_function_stages_draw_by_unique_names():
 def test_a_generator_of_the_stages_own_is_refused():
     """It would be state outside of the stage."""
     own = torch.Generator()
-    plan = fp.make_plan([fp.stage(lambda p, x: x + torch.rand(x.shape, generator=own), name="a")], fp.fill_drain(1, 1, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x + torch.rand(x.shape, generator=own), name="a")],
+        fp.fill_drain(1, 1, backward=False),
+        devices="cpu",
+    )
     with pytest.raises(fp.StageError, match="generator"):
         fp.run(plan, ((),), torch.ones(4, 4), seed=0)
 
@@ -268,7 +284,11 @@ def checkpointed(use_reentrant, wrap):
         region = lambda h: F.dropout(torch.tanh(h * p), 0.5) + F.dropout(h, 0.2)
         return checkpoint(region, x, use_reentrant=use_reentrant) if wrap else region(x)
 
-    return fp.stage(lambda p, x: x * p, name="a"), fp.stage(middle, name="b"), fp.stage(lambda p, x: F.dropout(x * p, 0.3), name="c")
+    return (
+        fp.stage(lambda p, x: x * p, name="a"),
+        fp.stage(middle, name="b"),
+        fp.stage(lambda p, x: F.dropout(x * p, 0.3), name="c"),
+    )
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -308,7 +328,11 @@ def test_an_inner_checkpoint_of_layers_replays_their_draws():
 def test_draws_inside_and_outside_of_a_region_are_refused():
     """One path cannot be replayed if only some of its draws are computed again; nor from two regions."""
     region = lambda h: checkpoint(lambda z: F.dropout(torch.tanh(z), 0.5), h, use_reentrant=False)
-    for body in (lambda p, x: region(F.dropout(x * p, 0.5)), lambda p, x: F.dropout(region(x * p), 0.5), lambda p, x: region(region(x * p))):
+    for body in (
+        lambda p, x: region(F.dropout(x * p, 0.5)),
+        lambda p, x: F.dropout(region(x * p), 0.5),
+        lambda p, x: region(region(x * p)),
+    ):
         plan = fp.make_plan([fp.stage(body, name="a")], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
         with pytest.raises(fp.StageError, match=r"checkpoint.*remat"):
             fp.run(plan, ones(1), (torch.randn(4, 4), torch.zeros(4, 4)), seed=0)
@@ -321,7 +345,11 @@ def test_fold_in_makes_new_seeds():
     assert fp.fold_in(1, 2) != fp.fold_in(2, 1)
     assert fp.fold_in(fp.fold_in(0, 1), 2) != fp.fold_in(fp.fold_in(0, 2), 1)
     assert all(0 <= one < 2**63 for one in (*grid, fp.fold_in(2**200, -1)))
-    assert fp.fold_in(7, "warmup") == fp.fold_in(7, "warmup") == torch.Generator().manual_seed(fp.fold_in(7, "warmup")).initial_seed()
+    assert (
+        fp.fold_in(7, "warmup")
+        == fp.fold_in(7, "warmup")
+        == torch.Generator().manual_seed(fp.fold_in(7, "warmup")).initial_seed()
+    )
 
 
 def test_only_stages_that_draw_run_under_the_mode(monkeypatch):
@@ -341,7 +369,9 @@ def test_only_stages_that_draw_run_under_the_mode(monkeypatch):
 def test_a_draw_that_nobody_keyed_warns(executor):
     """A stage that draws in some later microbatch only is noticed by torch's generator, and keyed from then on."""
     late = fp.stage(lambda p, x: x * p + (torch.rand(()) if x[0, 0] > 0 else 0.0), name="late")
-    plan = fp.make_plan([late, fp.stage(lambda p, x: x * p, name="b")], fp.fill_drain(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [late, fp.stage(lambda p, x: x * p, name="b")], fp.fill_drain(2, 2), loss=F.mse_loss, devices="cpu"
+    )
     batch = torch.tensor([[-1.0], [1.0]]), torch.zeros(2, 1)
     with pytest.warns(RuntimeWarning, match="global generator moved"):
         fp.run(plan, ones(2), batch, seed=0, executor=executor)

@@ -1,0 +1,272 @@
+"""Law 5: batch norm's new state is its own update, applied once to all that the layer saw; nothing else is counted."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import EXECUTORS, same, schedules, snapshot
+from torch.utils.checkpoint import checkpoint
+
+import funcpipe as fp
+
+
+class Seen(nn.Module):
+    """Batch norm layers that write down their inputs: microbatch by microbatch, in a plain loop."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.inputs = model, {}
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                layer.register_forward_pre_hook(
+                    lambda _, args, name=name: self.inputs.setdefault(name, []).append(args[0].detach())
+                )
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    norm = nn.BatchNorm2d(4)
+    with torch.no_grad():
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), norm, nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, momentum=0.3, eps=1e-3),
+        nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5, affine=False),
+    ).double()  # fmt: skip
+
+
+def expected_state(make, parts):
+    """The state of each layer after one update of torch's own by all that it saw."""
+    seen = Seen(make())
+    for part in parts:
+        seen.model(part)
+    fresh = make()
+    for name, layer in fresh.named_modules():
+        if name in seen.inputs:
+            layer(torch.cat(seen.inputs[name]))
+    return dict(fresh.named_buffers())
+
+
+def cut(make, bounds):
+    """The model as stages under its own names."""
+    whole = make()
+    parts = [fp.from_module(whole[a:b], name=f"part{a}") for a, b in zip(bounds, bounds[1:], strict=False)]
+    return zip(*parts, strict=True)
+
+
+def flat(trees):
+    return {key: value for tree in trees for key, value in (tree or {}).items()}
+
+
+def assert_states(expected, state, rtol=1e-12):
+    assert expected.keys() == state.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(state[key], value, rtol=rtol, atol=1e-14, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("rows", [12, 11, 8])
+@pytest.mark.parametrize("bounds", [(0, 8), (0, 2, 5, 8)], ids=len)
+def test_state_is_the_update_by_all_that_a_layer_saw(bounds, rows):
+    """Three layers, 1d and 2d, even and uneven; every schedule, remat, executor: and the same bits."""
+    x = torch.randn(rows, 1, 8, 8, dtype=torch.float64)
+    expected = expected_state(model, x.tensor_split(4))
+    stages, params, state = cut(model, bounds)
+    before = snapshot(state)
+    first = None
+    for schedule in schedules(len(stages), 4)[::2]:
+        plan = fp.make_plan(stages, schedule, loss=lambda y, t: y.square().mean(), devices="cpu")
+        for executor in EXECUTORS:
+            new = fp.run(plan, params, (x, None), state=state, executor=executor, threads_per_lane=1).state
+            first = first or new
+            assert same(first, new)
+    assert_states(expected, flat(first))
+    assert same(before, snapshot(state))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_the_plain_average_over_several_steps(count):
+    """momentum=None: the average of all batches so far, for any number of microbatches."""
+    make = lambda: nn.Sequential(nn.BatchNorm1d(3, momentum=None)).double()
+    part, params, state = fp.from_module(make())
+    plan = fp.make_plan([part], fp.fill_drain(1, count), loss=lambda y, t: y.sum(), devices="cpu")
+    plain, states = make(), (state,)
+    for step in range(4):
+        x = torch.randn(10, 3, dtype=torch.float64) * (step + 1) + step
+        states = fp.run(plan, (params,), (x, None), state=states).state
+        plain(x)
+        assert step + 1 == int(states[0]["0.num_batches_tracked"])
+    assert_states(dict(plain.named_buffers()), states[0])
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_a_large_mean_in_float32_keeps_its_variance(count):
+    """Mean 1e4, deviation 1: 1e-5 relative; sums of squares would give noise."""
+    x = torch.randn(64, 3) + torch.tensor([1e4, -1e4, 0.0])
+    part, params, state = fp.from_module(nn.BatchNorm1d(3, momentum=1.0))
+    plan = fp.make_plan([part], fp.one_f_one_b(1, count), loss=lambda y, t: y.sum(), devices="cpu")
+    new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
+    torch.testing.assert_close(new["running_mean"].double(), x.double().mean(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(new["running_var"].double(), x.double().var(0), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_run_counts_once_whatever_is_computed_again(executor):
+    """num_batches_tracked rises by 1 per run: 1, 4 microbatches, remat of all, planning, a second run."""
+    part, params, state = fp.from_module(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), name="a")
+    other, more, rest = fp.from_module(nn.BatchNorm1d(3), name="b")
+    for schedule in (fp.one_f_one_b(2, 1), fp.remat(fp.one_f_one_b(2, 4)), fp.remat(fp.zero_bubble(2, 4))):
+        plan = fp.make_plan((part, other), schedule, loss=F.mse_loss, devices="cpu")
+        states = (state, rest)
+        for step in (1, 2):
+            states = fp.run(
+                plan, (params, more), (torch.randn(9, 3), torch.zeros(9, 3)), state=states, executor=executor
+            ).state
+            assert step == int(states[0]["1.num_batches_tracked"]) == int(states[1]["num_batches_tracked"])
+
+
+def test_evaluation_leaves_the_very_same_state():
+    """Forward-only plans use the running statistics and give back the objects that they got."""
+    stages, params, state = cut(model, (0, 3, 8))
+    plan = fp.make_plan(stages, fp.fill_drain(2, 3, backward=False), devices="cpu")
+    x = torch.randn(7, 1, 8, 8, dtype=torch.float64)
+    result = fp.run(plan, params, x, state=state)
+    assert all(mine is given for mine, given in zip(result.state, state, strict=True))
+    assert all(result.state[i][key] is value for i, tree in enumerate(state) for key, value in tree.items())
+    torch.testing.assert_close(result.outputs, model().eval()(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_frozen_layer_stays_as_it_was():
+    """bn.eval() inside of a training module: running statistics are used and kept; its neighbour trains."""
+    make = lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    torch.manual_seed(0)
+    plain = make()
+    plain[0].running_mean += 2
+    plain[0].eval()
+    part, params, state = fp.from_module(plain)
+    plan = fp.make_plan([part], fp.fill_drain(1, 1), loss=F.mse_loss, outputs=True, devices="cpu")
+    x = torch.randn(6, 3, dtype=torch.float64)
+    result = fp.run(plan, (params,), (x, x), state=(state,))
+    for key in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
+        assert torch.equal(state[key], result.state[0][key])
+    torch.testing.assert_close(result.outputs, plain(x), rtol=1e-12, atol=1e-12)
+    assert_states(dict(plain.named_buffers()), result.state[0])
+    assert 1 == int(result.state[0]["2.num_batches_tracked"])
+
+
+def test_gradients_are_those_of_batch_norm_microbatch_by_microbatch():
+    """Sums of torch's own gradients in a plain loop, weighted by rows."""
+    x, t = torch.randn(10, 1, 8, 8, dtype=torch.float64), torch.randn(10, 5, dtype=torch.float64)
+    plain = model()
+    for a, b in zip(x.tensor_split(4), t.tensor_split(4), strict=True):
+        (F.mse_loss(plain(a), b) * len(a) / 10).backward()
+    stages, params, state = cut(model, (0, 2, 5, 8))
+    plan = fp.make_plan(stages, fp.remat(fp.one_f_one_b(3, 4)), loss=F.mse_loss, devices="cpu")
+    grads = flat(fp.run(plan, params, (x, t), state=state).grads)
+    for key, parameter in plain.named_parameters():
+        torch.testing.assert_close(grads[key], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_recomputation_inside_of_a_stage_does_not_count(use_reentrant):
+    """Batch norm in an inner checkpoint: the state without it, for one update; or refused by torch, by name."""
+
+    class Block(nn.Module):
+        def __init__(self, wrap):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.n, self.wrap = nn.Linear(3, 3), nn.BatchNorm1d(3), wrap
+
+        def forward(self, x):
+            body = lambda h: torch.tanh(self.n(self.a(h)))
+            return checkpoint(body, x, use_reentrant=use_reentrant) if self.wrap else body(x)
+
+    found = []
+    for wrap in (False, True):
+        (a, b), params, state = zip(fp.from_module(Block(False)), fp.from_module(Block(wrap)), strict=True)
+        plan = fp.make_plan([a, b], fp.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+        batch = torch.linspace(-1, 1, 24).view(8, 3), torch.zeros(8, 3)
+        if wrap and use_reentrant:
+            with pytest.raises(fp.StageError, match="use_reentrant"):
+                fp.run(plan, params, batch, state=state)
+            return
+        found.append(fp.run(plan, params, batch, state=state))
+    assert same(found[0].state, found[1].state)
+    assert same(found[0].grads, found[1].grads)
+    assert 1 == int(found[1].state[1]["n.num_batches_tracked"])
+
+
+def test_a_layer_used_twice_sees_both_inputs():
+    """One update by the concatenation of everything, also from two uses in one forward."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.n = nn.BatchNorm1d(3).double()
+
+        def forward(self, x):
+            return self.n(self.n(x) + x)
+
+    x = torch.randn(7, 3, dtype=torch.float64)
+    part, params, state = fp.from_module(Twice())
+    plan = fp.make_plan([part], fp.fill_drain(1, 3), loss=lambda y, t: y.sum(), devices="cpu")
+    new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
+    assert_states(expected_state(Twice, x.tensor_split(3)), new)
+
+
+def test_other_written_buffers_are_refused_by_name():
+    """A module that counts its calls, an instance norm that tracks, an own statistic in a function stage."""
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("table", torch.ones(3))
+
+        def forward(self, x):
+            self.calls += 1
+            return x * self.table
+
+    class Rebinds(Counts):
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return x * self.table
+
+    inputs = torch.randn(4, 3)
+    for module, name in (
+        (Counts(), "calls"),
+        (Rebinds(), "calls"),
+        (nn.InstanceNorm1d(3, track_running_stats=True), "running_mean"),
+    ):
+        part, params, state = fp.from_module(module)
+        plan = fp.make_plan([part], fp.fill_drain(1, 2, backward=False), train=True, devices="cpu")
+        with pytest.raises(fp.PlanError, match=name) as caught:
+            fp.run(plan, (params,), inputs if name == "calls" else inputs[..., None].expand(4, 3, 5), state=(state,))
+        assert "table" not in str(caught.value)
+
+    @fp.stage
+    def own(p, x, *, state):
+        state["seen"] += 1
+        return x
+
+    plan = fp.make_plan([own], fp.fill_drain(1, 2, backward=False), devices="cpu")
+    state = ({"seen": torch.zeros(()), "fixed": torch.ones(3)},)
+    with pytest.raises(fp.PlanError, match="seen"):
+        fp.run(plan, ((),), inputs, state=state)
+    assert 0 == float(state[0]["seen"])
+
+
+@fp.stage(commit=lambda state, stats: {"count": state["count"] + sum(n for n, _ in stats), "first": stats[0][1]})
+def counting(p, x, *, state, train):
+    return fp.Out(x * p + state["count"] * 0, stats=(len(x), x.sum().detach()))
+
+
+def test_a_function_stage_commits_once_in_microbatch_order():
+    """commit gets the statistics of all microbatches by their number, in every schedule; not in evaluation."""
+    x = torch.arange(6.0)[:, None]
+    for schedule in (fp.fill_drain(1, 3), fp.remat(fp.fill_drain(1, 3)), fp.Schedule.parse("0F2 0F0 0F1 0B1 0B2 0B0")):
+        plan = fp.make_plan([counting], schedule, loss=lambda y, t: y.sum(), devices="cpu")
+        state = fp.run(plan, (torch.ones(()),), (x, None), state=({"count": torch.tensor(5.0), "first": None},)).state
+        assert {"count": 11.0, "first": 1.0} == {key: float(value) for key, value in state[0].items()}
+    given = ({"count": torch.tensor(5.0), "first": None},)
+    plan = fp.make_plan([counting], fp.fill_drain(1, 3, backward=False), devices="cpu")
+    assert fp.run(plan, (torch.ones(()),), x, state=given).state[0] is given[0]

@@ -1,0 +1,242 @@
+"""step, global_norm, accumulate, leaves, place, devices."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import same, snapshot
+
+import funcpipe as fp
+
+
+def trees():
+    return (
+        {"b": torch.ones(2), "a": torch.full((3,), 2.0), "steps": torch.tensor(1)},
+        [torch.zeros(2), None, "name", (torch.ones(1),)],
+    )
+
+
+def test_leaves_are_tensors_once_in_a_fixed_order():
+    """Dict keys sorted, non-tensors left out, a tensor at two places once; names are dotted."""
+    params = trees()
+    params[1][0] = params[0]["b"]
+    assert ["0.a", "0.b", "0.steps", "1.3.0"] == [name for name, _ in fp.named_leaves(params)]
+    assert all(
+        a is b
+        for a, b in zip(
+            fp.leaves(params), [params[0]["a"], params[0]["b"], params[0]["steps"], params[1][3][0]], strict=True
+        )
+    )
+    assert [] == fp.leaves(((), None, "x"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, 0.1, foreach=True)],
+    ids=["sgd", "adamw"],
+)
+@pytest.mark.parametrize("max_norm", [None, 0.5, 100.0])
+def test_steps_are_those_of_eager_training(make, max_norm):
+    """Three steps with clipping: parameters and norms equal backward, clip_grad_norm_, step of the plain model."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    parts = [
+        fp.from_module(nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double()),
+        fp.from_module(nn.Linear(3, 2).double()),
+    ]
+    stages, params, _ = zip(*parts, strict=True)
+    with torch.no_grad():
+        for mine, theirs in zip(
+            fp.leaves([sorted(p.items()) for p in params]),
+            [plain[0].bias, plain[0].weight, plain[2].bias, plain[2].weight],
+            strict=True,
+        ):
+            mine.copy_(theirs)
+    optimizer, reference = make(fp.leaves(params)), make(plain.parameters())
+    plan = fp.make_plan(stages, fp.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+    for _ in range(3):
+        x, t = torch.randn(7, 4, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
+        grads = fp.run(plan, params, (x, t)).grads
+        before = snapshot(grads)
+        norm = fp.step(optimizer, params, grads, max_norm=max_norm)
+        assert same(before, snapshot(grads))
+        reference.zero_grad()
+        F.mse_loss(plain(x), t).backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm if max_norm else float("inf"))
+        reference.step()
+        torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0)
+        torch.testing.assert_close(params[0]["0.weight"].detach(), plain[0].weight.detach(), rtol=1e-9, atol=1e-11)
+        assert all(leaf.grad is None for leaf in fp.leaves(params))
+
+
+def test_a_step_leaves_no_grad_behind_even_when_it_fails():
+    """.grad is None again after an optimizer that raises, and what was in it before is not stepped."""
+    params = trees()
+    grads = ({"b": torch.ones(2), "a": None, "steps": None}, [torch.ones(2), None, None, (None,)])
+
+    class Fails(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ZeroDivisionError
+
+    optimizer = Fails([params[0]["b"], params[1][0]], lr=1.0)
+    with pytest.raises(ZeroDivisionError):
+        fp.step(optimizer, params, grads)
+    assert [None, None] == [params[0]["b"].grad, params[1][0].grad]
+
+
+def test_stale_grads_are_not_stepped():
+    """A leaf without a gradient stays, whatever some earlier backward left in its .grad."""
+    params = ({"a": torch.ones(2), "b": torch.ones(2)},)
+    params[0]["a"].grad = torch.full((2,), 9.0)
+    optimizer = torch.optim.SGD(fp.leaves(params), lr=1.0)
+    fp.step(optimizer, params, ({"a": None, "b": torch.ones(2)},))
+    assert ([1, 1], [0, 0]) == (params[0]["a"].tolist(), params[0]["b"].tolist())
+    assert [None, None] == [leaf.grad for leaf in fp.leaves(params)]
+
+
+def test_structures_must_match():
+    """params and grads of different trees are refused."""
+    with pytest.raises(fp.PlanError, match="differ in structure"):
+        fp.step(torch.optim.SGD([torch.ones(1)], lr=1.0), ({"a": torch.ones(1)},), ({"b": torch.ones(1)},))
+
+
+def test_the_norm_counts_tied_leaves_once():
+    """sqrt(9 + 16 + 16) is without ties; with them one of the equal ones counts."""
+    grads = ({"w": torch.tensor([3.0]), "t": torch.tensor([4.0])}, {"t": torch.tensor([4.0]), "none": None})
+    ties = [[(0, "t"), (1, "t")]]
+    assert 41**0.5 == pytest.approx(float(fp.global_norm(grads)))
+    assert 5.0 == float(fp.global_norm(grads, ties=ties))
+    assert 5.0 == float(fp.global_norm(grads, ties=[[(1, "t"), (0, ("t",))]]))
+    assert 0.0 == float(fp.global_norm(({}, {"a": None})))
+    assert () == fp.global_norm(grads).shape
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_tied_parameters_step_together(replicas):
+    """One tensor at two places moves once, by the summed gradient; replicas move alike; both like eager."""
+    w = torch.tensor([1.0, 2.0])
+    times = fp.stage(lambda p, x: x * p["w"], name="times")
+    ties = [[(0, "w"), (1, "w")]]
+    plan = fp.make_plan([times, times], fp.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties, devices="cpu")
+    leaf = w.clone().requires_grad_()
+    x = torch.randn(4, 2)
+    (x * leaf * leaf).mean().backward()
+    params = ({"w": w}, {"w": w.clone() if replicas else w})
+    result = fp.run(plan, params, (x, None))
+    norm = fp.step(torch.optim.SGD(fp.leaves(params), lr=0.5), params, result.grads, max_norm=0.1, ties=ties)
+    torch.testing.assert_close(norm, leaf.grad.norm())
+    expected = leaf.detach() - 0.5 * leaf.grad * min(1.0, 0.1 / float(leaf.grad.norm()))
+    for tree in params:
+        torch.testing.assert_close(tree["w"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_one_tensor_twice_in_a_stage_gets_both_gradients():
+    """Two names of one tensor in one stage: each has a gradient of its own, and a step adds them."""
+    w = torch.ones(2)
+    part = fp.stage(lambda p, x: x * p["a"] + 2 * x * p["b"])
+    plan = fp.make_plan([part], fp.fill_drain(1, 2), loss=lambda y, t: y.mean(), devices="cpu")
+    params = ({"a": w, "b": w},)
+    grads = fp.run(plan, params, (torch.ones(4, 2), None)).grads
+    assert ([0.5, 0.5], [1.0, 1.0]) == (grads[0]["a"].tolist(), grads[0]["b"].tolist())
+    fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, grads)
+    assert [-0.5, -0.5] == w.tolist()
+
+
+def two_runs(cut, weight=None):
+    """One run over 10 rows, and the accumulation of two over its parts."""
+    x, t = torch.randn(10, 3, dtype=torch.float64), torch.randint(0, 3, (10,))
+    t[:3] = -100
+    stages = [fp.stage(lambda p, x: torch.tanh(x @ p["w"]) if "w" in p else x, name=f"s{i}") for i in range(2)]
+    params = (
+        {"w": torch.randn(3, 3, dtype=torch.float64), "never": torch.ones(1)},
+        {"w": torch.randn(3, 3, dtype=torch.float64), "n": 3},
+    )
+    plan = fp.make_plan(
+        stages,
+        fp.one_f_one_b(2, 3),
+        loss=F.cross_entropy if weight else lambda y, t: F.mse_loss(y, x[:1]),
+        weight=weight,
+        devices="cpu",
+    )
+    parts = [fp.run(plan, params, (x[a], t[a])) for a in (slice(None, cut), slice(cut, None))]
+    return fp.run(plan, params, (x, t)), fp.accumulate(parts)
+
+
+@pytest.mark.parametrize("cut", [5, 4, 9])
+@pytest.mark.parametrize("weight", [None, lambda t: (t != -100).sum()], ids=["rows", "tokens"])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_accumulation_is_one_run_over_all(cut, weight):
+    """Loss, gradients and weight, equal parts or not, weights or rows."""
+    once, twice = two_runs(cut, weight)
+    torch.testing.assert_close(twice.loss, once.loss, rtol=1e-12, atol=1e-14)
+    assert once.weight == twice.weight
+    assert ((0, "never"),) == once.unused == twice.unused
+    assert twice.grads[1]["n"] is None
+    for a, b in zip(twice.grads, once.grads, strict=True):
+        torch.testing.assert_close(a["w"], b["w"], rtol=1e-12, atol=1e-14)
+    assert 3 + min(3, 10 - cut) == twice.stats.num_microbatches == len(twice.losses)
+
+
+def test_accumulation_takes_results_with_gradients():
+    """Nothing, and evaluations, are refused."""
+    plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.fill_drain(1, 1, backward=False), devices="cpu")
+    for results in ([], [fp.run(plan, ((),), torch.ones(2))]):
+        with pytest.raises(fp.PlanError, match="accumulate"):
+            fp.accumulate(results)
+
+
+def test_place_keeps_what_is_there():
+    """The very same tensors on their device; moved ones keep flags, class, and being one tensor."""
+    w = nn.Parameter(torch.ones(2), requires_grad=False)
+    params = (OrderedDict(w=w, again=w, n=3), [nn.Parameter(torch.ones(1))])
+    stages = [fp.stage(lambda p, x: x)] * 2
+    plan = fp.make_plan(stages, fp.fill_drain(2, 1), devices="cpu")
+    placed = fp.place(plan, params)
+    assert placed[0]["w"] is w is placed[0]["again"]
+    assert placed[1][0] is params[1][0]
+    plan = fp.make_plan(stages, fp.fill_drain(2, 1), devices=["cpu", "meta"])
+    placed = fp.place(plan, params)
+    assert placed[0]["w"] is w
+    assert "meta" == placed[1][0].device.type
+    assert nn.Parameter is type(placed[1][0])
+    assert placed[1][0].requires_grad
+    plan = fp.make_plan(stages, fp.fill_drain(2, 1), devices="meta")
+    placed = fp.place(plan, params)
+    assert placed[0]["w"] is placed[0]["again"]
+    assert (nn.Parameter, False, OrderedDict, 3) == (
+        type(placed[0]["w"]),
+        placed[0]["w"].requires_grad,
+        type(placed[0]),
+        placed[0]["n"],
+    )
+    with pytest.raises(fp.PlacementError, match="one tree for each of 2 stages; got a tuple of 1"):
+        fp.place(plan, params[:1])
+
+
+def test_misplaced_tensors_are_all_named():
+    """Parameters and state on another device than their stage's: every one, with the call that moves them."""
+    stages = [fp.stage(lambda p, x: x)] * 2
+    plan = fp.make_plan(stages, fp.fill_drain(2, 1, backward=False), devices=["cpu", "meta"])
+    with pytest.raises(fp.PlacementError, match=r"fp\.place") as caught:
+        fp.run(
+            plan,
+            ({"a": torch.ones(1, device="meta")}, {"b": torch.ones(1), "c": torch.ones(1, device="meta")}),
+            torch.ones(2),
+        )
+    assert "params[0]['a'] lies on meta, stage 0 runs on cpu" in str(caught.value)
+    assert "params[1]['b'] lies on cpu, stage 1 runs on meta" in str(caught.value)
+    assert "'c'" not in str(caught.value)
+
+
+def test_devices():
+    """As many as asked; names that torch does not know are refused when the plan runs, all at once."""
+    assert 3 == len(fp.devices(3))
+    assert {"cuda" if torch.cuda.is_available() else "cpu"} == {device.type for device in fp.devices(3)}
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x)] * 2, fp.fill_drain(2, 1, backward=False), devices=["nonsense", "cuda:77"]
+    )
+    with pytest.raises(fp.PlacementError, match="device 0 is 'nonsense'") as caught:
+        fp.run(plan, ((), ()), torch.ones(2))
+    assert "device 1 is cuda:77" in str(caught.value)
