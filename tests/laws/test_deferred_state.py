@@ -270,3 +270,17 @@ def test_a_function_stage_commits_once_in_microbatch_order():
     given = ({"count": torch.tensor(5.0), "first": None},)
     plan = fp.make_plan([counting], fp.fill_drain(1, 3, backward=False), devices="cpu")
     assert fp.run(plan, (torch.ones(()),), x, state=given).state[0] is given[0]
+
+
+@pytest.mark.xfail(reason="EagerBound sees writes into tensors of the state, not new entries of its dicts", strict=True)
+def test_a_state_that_is_rebound_is_refused():
+    """state["seen"] = ... is a write like state["seen"] += ...: the next microbatch would see it."""
+
+    @fp.stage
+    def own(p, x, *, state):
+        state["seen"] = state["seen"] + 1
+        return x * state["seen"]
+
+    plan = fp.make_plan([own], fp.fill_drain(1, 2, backward=False), devices="cpu")
+    with pytest.raises(fp.PlanError, match="seen"):
+        fp.run(plan, ((),), torch.ones(4, 3), state=({"seen": torch.zeros(())},))
