@@ -106,7 +106,7 @@ def _register(leaf: MutableMapping[Any, Any]) -> None:
     kind = type(leaf)
     with _registering:
         if kind in _registered:
-            if optree.tree_is_leaf(leaf, namespace=_NAMESPACE):
+            if optree.tree_is_leaf(cast("Any", leaf), namespace=_NAMESPACE):
                 raise TypeError(f"cannot flatten {kind.__name__}: optree sees its instances as leaves")
             return  # another thread was faster
 

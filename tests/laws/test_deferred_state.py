@@ -145,6 +145,8 @@ def test_a_frozen_layer_stays_as_it_was():
     part, params, state = fp.from_module(plain)
     plan = fp.make_plan([part], fp.fill_drain(1, 1), loss=F.mse_loss, outputs=True, devices="cpu")
     x = torch.randn(6, 3, dtype=torch.float64)
+    evaluate = fp.make_plan([part], fp.fill_drain(1, 1, backward=False), devices="cpu")
+    fp.run(evaluate, (params,), x, state=(state,))  # the copy goes into evaluation and must come back as it was
     result = fp.run(plan, (params,), (x, x), state=(state,))
     for key in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
         assert torch.equal(state[key], result.state[0][key])

@@ -59,7 +59,12 @@ def test_p3_integer_ids_go_between_stages(executor):
     """A tokenizer stage before an embedding: every id is a real one, from the first step on."""
     seen = []
     embed = fp.stage(lambda p, x: (seen.append(x), F.embedding(x, p))[1], name="embed")
-    plan = fp.make_plan([fp.stage(lambda p, x: x + 1, name="ids"), embed], fp.one_f_one_b(2, 3), loss=lambda y, t: y.sum(), devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x + 1, name="ids"), embed],
+        fp.one_f_one_b(2, 3),
+        loss=lambda y, t: y.sum(),
+        devices="cpu",
+    )
     result = fp.run(plan, ((), torch.ones(9, 2)), (torch.arange(6), None), executor=executor)
     assert list(range(1, 7)) == torch.cat(seen).tolist()
     assert [False, *[True] * 6, False, False] == (result.grads[1][:, 0] > 0).tolist()
@@ -97,7 +102,9 @@ def test_p8_batches_may_grow_and_shrink(executor):
 def test_p9_the_places_of_crossing_values_do_not_grow_with_the_batch():
     """1F1B on 4 devices: as many slots for 64 microbatches as for 8."""
     pools = [fp.make_plan([TIMES] * 4, fp.one_f_one_b(4, m), loss=F.mse_loss).program.pools for m in (8, 64)]
-    assert [(p.role, p.source, p.lane, p.slots) for p in pools[0]] == [(p.role, p.source, p.lane, p.slots) for p in pools[1]]
+    assert [(p.role, p.source, p.lane, p.slots) for p in pools[0]] == [
+        (p.role, p.source, p.lane, p.slots) for p in pools[1]
+    ]
     assert max(p.slots for p in pools[1]) <= 4
 
 
@@ -127,7 +134,11 @@ def test_p11_the_two_halves_are_one_backward(monkeypatch):
     monkeypatch.setattr(torch.autograd, "backward", lambda *a, **k: (calls.append(1), backward(*a, **k))[1])
     for schedule in (fp.one_f_one_b(2, 4), fp.zero_bubble(2, 4)):
         calls.clear()
-        fp.run(fp.make_plan([TIMES, TIMES], schedule, loss=F.mse_loss, devices="cpu"), ones(2), (torch.randn(4, 1), torch.randn(4, 1)))
+        fp.run(
+            fp.make_plan([TIMES, TIMES], schedule, loss=F.mse_loss, devices="cpu"),
+            ones(2),
+            (torch.randn(4, 1), torch.randn(4, 1)),
+        )
         assert 8 == len(calls)
 
 
@@ -150,10 +161,15 @@ def test_p22_what_is_printed_is_what_runs(schedule, executor):
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_g2_functional_call_with_remat_has_the_given_weights(executor):
     """A function stage around functional_call: recomputed with the run's parameters, not the module's own."""
-    linear = nn.Linear(1, 1, bias=False)
-    body = fp.stage(lambda p, x: torch.func.functional_call(linear, p, x), name="body")
-    for schedule in (fp.fill_drain(2, 2), fp.remat(fp.fill_drain(2, 2)), fp.remat(fp.fill_drain(2, 2), keep=lambda a: a.microbatch == 1)):
-        plan = fp.make_plan([body, body], schedule, loss=lambda y, t: y.sum(), devices="cpu")
+    # A module each: functional_call puts tensors into the module, so two threads must not share one.
+    modules = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    bodies = [fp.stage(lambda p, x, m=m: torch.func.functional_call(m, p, x), name="body") for m in modules]
+    for schedule in (
+        fp.fill_drain(2, 2),
+        fp.remat(fp.fill_drain(2, 2)),
+        fp.remat(fp.fill_drain(2, 2), keep=lambda a: a.microbatch == 1),
+    ):
+        plan = fp.make_plan(bodies, schedule, loss=lambda y, t: y.sum(), devices="cpu")
         params = ({"weight": torch.full((1, 1), 10.0)}, {"weight": torch.full((1, 1), 10.0)})
         grads = fp.run(plan, params, (torch.ones(2, 1), None), executor=executor).grads
         assert [10.0, 10.0] == [float(tree["weight"]) for tree in grads]
@@ -221,7 +237,12 @@ def test_g10_two_cpu_devices_are_two_threads():
             return g * 2, None
 
     stages = [fp.stage(lambda p, x, i=i: Look.apply(x * p, i), name=str(i)) for i in range(2)]
-    fp.run(fp.make_plan(stages, fp.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu"), ones(2), (torch.randn(4, 1), torch.randn(4, 1)), executor="threads")
+    fp.run(
+        fp.make_plan(stages, fp.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu"),
+        ones(2),
+        (torch.randn(4, 1), torch.randn(4, 1)),
+        executor="threads",
+    )
     assert [1, 1] == [len(one) for one in threads]
     assert 3 == len(threads[0] | threads[1] | {threading.get_ident()})
 
@@ -259,12 +280,35 @@ def test_a8_half_gradients_do_not_overflow_where_weights_are_known():
     assert 100.0 == pytest.approx(float(result.grads[0]), rel=1e-2)
 
 
-@pytest.mark.parametrize("form", [lambda h: h[:, ::2], lambda h: h.T.contiguous().T, lambda h: h[:, :1].expand(-1, 4), lambda h: h[1:].clone() if len(h) > 9 else h[:, 1:5]])
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda h: h[:, ::2],
+        lambda h: h.T.contiguous().T,
+        lambda h: h[:, :1].expand(-1, 4),
+        lambda h: h[1:].clone() if len(h) > 9 else h[:, 1:5],
+    ],
+)
 def test_a10_layouts_do_not_depend_on_copies(form):
     """Slices, transposes and expands at a border: sums have the same bits on 1 device and on 2."""
-    stages = fp.stage(lambda p, x: form(torch.sin(x * p)), name="a"), fp.stage(lambda p, x: (x.sum(1) * x.mean() * p).cumsum(0), name="b")
+    stages = (
+        fp.stage(lambda p, x: form(torch.sin(x * p)), name="a"),
+        fp.stage(lambda p, x: (x.sum(1) * x.mean() * p).cumsum(0), name="b"),
+    )
     x = torch.randn(6, 8)
-    results = [fp.run(fp.make_plan(stages, fp.fill_drain(2, 2, num_devices=d), loss=lambda y, t: y.sum(), outputs=True, devices="cpu"), ones(2), (x, None), executor=e, threads_per_lane=1) for d in (1, 2) for e in EXECUTORS]
+    results = [
+        fp.run(
+            fp.make_plan(
+                stages, fp.fill_drain(2, 2, num_devices=d), loss=lambda y, t: y.sum(), outputs=True, devices="cpu"
+            ),
+            ones(2),
+            (x, None),
+            executor=e,
+            threads_per_lane=1,
+        )
+        for d in (1, 2)
+        for e in EXECUTORS
+    ]
     for result in results[1:]:
         assert_same_result(results[0], result)
 
@@ -273,9 +317,16 @@ def test_a10_layouts_do_not_depend_on_copies(form):
 def test_a10_intra_op_threads_are_reported_and_restored(executor):
     """threads_per_lane is what stages see, and the caller's number is back afterwards."""
     seen, before = set(), torch.get_num_threads()
-    plan = fp.make_plan([fp.stage(lambda p, x: (seen.add(torch.get_num_threads()), x)[1])] * 2, fp.fill_drain(2, 2, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: (seen.add(torch.get_num_threads()), x)[1])] * 2,
+        fp.fill_drain(2, 2, backward=False),
+        devices="cpu",
+    )
     for count in (1, 3):
         seen.clear()
-        assert count == fp.run(plan, ((), ()), torch.ones(2), executor=executor, threads_per_lane=count).stats.threads_per_lane
+        assert (
+            count
+            == fp.run(plan, ((), ()), torch.ones(2), executor=executor, threads_per_lane=count).stats.threads_per_lane
+        )
         assert {count} == seen
         assert before == torch.get_num_threads()
