@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +65,16 @@ def own(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
+def share(leaves: Iterable[Any]) -> list[Any]:
+    """Own copies of what the caller gives; `own` of the same memory is safe from any thread while they live.
+
+    Turning memory into copy-on-write is not safe from two threads at once, and two runs may be given the same tensors.
+    """
+    with _sharing:
+        return [own(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+_sharing = threading.Lock()
 _lazy_clone = torch._lazy_clone if hasattr(torch, "_lazy_clone") else torch.clone  # pyright: ignore
 
 
@@ -81,33 +92,15 @@ def open_border(border: Border, *, grad: bool) -> tuple[Tree, list[tuple[int, Te
     return (out[0] if border.spec is LEAF else unflatten(border.spec, out)), leaves
 
 
-def close_border(tree: Tree, *, grad: bool, differentiable: bool) -> tuple[Border, list[Any]]:
-    """What a stage hands out: the border, and its leaves with their graphs.
-
-    Args:
-        tree: what the stage returned.
-        grad: was the stage recorded by autograd.
-        differentiable: where it was not, may floating leaves have gradients (they will when it runs again).
-    """
+def close_border(tree: Tree) -> tuple[Border, list[Any]]:
+    """What a stage hands out: the border, and its leaves with their graphs."""
     if isinstance(tree, Tensor):
         leaves, spec = [tree], LEAF
     else:
         leaves, spec = flatten(tree)
-    graph: list[Any] = []
-    flags: list[bool] = []
-    values: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            leaf = dense(leaf)
-            flags.append(
-                leaf.requires_grad if grad else differentiable and (leaf.is_floating_point() or leaf.is_complex())
-            )
-            values.append(leaf.detach())
-        else:
-            flags.append(False)
-            values.append(leaf)
-        graph.append(leaf)
-    return Border(values, spec, flags), graph
+    graph = [dense(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in graph]
+    return Border([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in graph], spec, flags), graph
 
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from operator import is_
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from funcpipe.core.errors import PlanError, StageError, bullets
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Stage, normalise
 from funcpipe.core.tree import Tree, flatten, is_differentiable, locations, unflatten
-from funcpipe.runtime.border import Border, add_gradients, close_border, dense, open_border, own
+from funcpipe.runtime.border import Border, add_gradients, close_border, dense, open_border, own, share
 from funcpipe.runtime.program import Cotangents, Gradients, Report, Shares, StageArgs, StageOut
 from funcpipe.runtime.rng import Keyed, Keys, may_draw, saw
 
@@ -58,41 +59,48 @@ class EagerBound:
         *,
         trainable: Sequence[bool],
         train: bool,
+        backwards: bool,
         keys: Keys,
         loss: Callable[..., Any] | None = None,
         shares: Shares | None = None,
     ) -> None:
-        self.stage, self.index, self.train, self.keys = stage, index, train, keys
+        self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
         self.loss, self.shares = loss, shares
         self.phase = ""
         self.leaves, self.spec = flatten(params)
-        self.versions = [leaf._version if _versioned(leaf) else 0 for leaf in self.leaves]
+        self.versions = _versions(self.leaves)
         self.aliases = [_alias(leaf, want) for leaf, want in zip(self.leaves, trainable, strict=True)]
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.fresh = [alias.grad._version for alias in self.inputs if alias.grad is not None]
-        self.state, self.state_leaves = _own_state(state)
-        self.fn = stage.bind(unflatten(self.spec, self.aliases), self.state)
+        state_leaves, state_spec = flatten(state)
+        self.state_leaves = share(state_leaves)
+        self.params, self.state = unflatten(self.spec, self.aliases), unflatten(state_spec, self.state_leaves)
+        self.fn = stage.bind(self.params, self.state)
         self.places = getattr(self.fn, "places", {})
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def forward(self, args: StageArgs, *, keep: bool) -> tuple[StageOut, EagerResidual | None]:
-        """Run the stage; with ``keep`` under autograd, and the residual is what its backward needs."""
-        residual = EagerResidual(args.microbatch) if keep else None
-        # Entering a grad mode costs more than asking for it, and it is the right one most of the time.
-        with nullcontext() if torch.is_grad_enabled() is keep else torch.set_grad_enabled(keep):
-            if not may_draw(self.stage, self.train):
-                return self._forward(args, residual), residual
-            mode = Keyed(self.keys, self.index, self.places, args.microbatch)
-            with mode:
-                out = self._forward(args, residual)
-            saw(self.stage, self.train, mode.drew)
-            if residual is not None:
-                residual.draws = mode.replayable
-            return out, residual
+        """Run the stage; with ``keep`` the residual is what its backward needs.
 
-    def _forward(self, args: StageArgs, residual: EagerResidual | None) -> StageOut:
-        stage, grad = self.stage, residual is not None
+        In a plan with backwards autograd records even what is not kept: without it torch picks other kernels, which
+        round differently, and the computation that is repeated would not be the one that was made.
+        """
+        grad, residual = self.backwards, EagerResidual(args.microbatch)
+        # Entering a grad mode costs more than asking for it, and it is the right one most of the time.
+        with nullcontext() if torch.is_grad_enabled() is grad else torch.set_grad_enabled(grad):
+            if may_draw(self.stage, self.train):
+                mode = Keyed(self.keys, self.index, self.places, args.microbatch)
+                with mode:
+                    out = self._forward(args, residual)
+                saw(self.stage, self.train, mode.drew)
+                residual.draws = mode.replayable
+            else:
+                out = self._forward(args, residual)
+        return out, residual if keep else None
+
+    def _forward(self, args: StageArgs, residual: EagerResidual) -> StageOut:
+        stage, grad = self.stage, self.backwards
         x, x_leaves = open_border(args.x, grad=grad)
         skips: dict[str, Tree] = {}
         skip_leaves: list[tuple[int, list[tuple[int, Tensor]]]] = []
@@ -100,35 +108,21 @@ class EagerBound:
             skips[name], leaves = open_border(border, grad=grad)
             skip_leaves.append((len(border.leaves), leaves))
         feeds = {name: open_border(b, grad=False)[0] for name, b in zip(stage.feeds, args.feeds, strict=True)}
-        before = [leaf._version for leaf in self.state_leaves]
+        before = _versions(self.state_leaves)
         returned = self.fn(x, **stage.extras(skips, feeds, self.state, self.train))
-        if before != [leaf._version for leaf in self.state_leaves]:
+        if self.state_leaves:
             self._refuse_state_writes(before)
         out = normalise(returned)
         self._check_stash(out.stash)
-        differentiable = not grad and self._differentiable(args)
-        y, y_graph = close_border(out.y, grad=grad, differentiable=differentiable)
+        y, y_graph = close_border(out.y)
         stash: dict[str, Border] = {}
         for name in out.stash:
-            stash[name], graph = close_border(out.stash[name], grad=grad, differentiable=differentiable)
-            if residual is not None:
-                residual.stash[name] = graph
+            stash[name], residual.stash[name] = close_border(out.stash[name])
         loss = None if self.loss is None else self._loss(self.loss, args.target, y, y_graph)
-        if residual is not None:
-            residual.y, residual.x, residual.x_count, residual.skips = (
-                y_graph,
-                x_leaves,
-                len(args.x.leaves),
-                skip_leaves,
-            )
-            residual.loss = loss
-            residual.side = out.loss
+        residual.y, residual.loss, residual.side = y_graph, loss, out.loss
+        residual.x, residual.x_count, residual.skips = x_leaves, len(args.x.leaves), skip_leaves
         report = Report(_detached(out.stats), None if loss is None else Loss(*map(_detached, loss)), _side(out.loss))
         return StageOut(y, stash, report)
-
-    def _differentiable(self, args: StageArgs) -> bool:
-        """May the outputs have gradients, where autograd did not record: it will when the stage runs again."""
-        return bool(self.inputs) or any(args.x.flags) or any(any(b.flags) for b in args.skips)
 
     def _loss(self, fn: Callable[..., Any], target: Border | None, y: Border, graph: list[Any]) -> Loss:
         """The plan's loss of one microbatch, on the dense outputs."""
@@ -151,11 +145,11 @@ class EagerBound:
             raise PlanError(bullets("what the stage returned is not what it declares: it", faults))
 
     def _refuse_state_writes(self, before: list[int]) -> None:
-        where = [
-            name
-            for name, leaf, version in zip(locations(self.state, "state"), flatten(self.state)[0], before, strict=False)
-            if isinstance(leaf, Tensor) and leaf._version != version
-        ]
+        now = flatten(self.state)[0]
+        if len(now) == len(before) and all(map(is_, now, self.state_leaves)) and before == _versions(now):
+            return
+        rows = zip(locations(self.state, "state"), now, self.state_leaves, before, strict=False)
+        where = [name for name, leaf, old, n in rows if leaf is not old or _versions([leaf]) != [n]] or ["state"]
         raise PlanError(f"the stage writes into its state {where}; a stage is pure: return statistics in Out(stats=...) and fold them in commit=")  # fmt: skip
 
     # -- backward --------------------------------------------------------------------------------------------------
@@ -231,18 +225,16 @@ class EagerBound:
 
     def written(self) -> list[int]:
         """Parameter leaves (by number) that the stage wrote into, which it must not."""
-        return [
-            number
-            for number, (leaf, version) in enumerate(zip(self.leaves, self.versions, strict=True))
-            if _versioned(leaf) and leaf._version != version
-        ]
+        found = zip(self.versions, _versions(self.leaves), self.aliases, flatten(self.params)[0], strict=False)
+        return [number for number, (old, new, alias, leaf) in enumerate(found) if old != new or alias is not leaf]
 
     def release(self) -> None:
         """Forget every tensor; the copy of a module goes back to its stage."""
         self.fn.release()
         for alias in self.inputs:
             alias.grad = None
-        self.inputs, self.aliases, self.leaves, self.state, self.state_leaves = [], [], [], None, []
+        self.inputs, self.aliases, self.leaves, self.state_leaves = [], [], [], []
+        self.params = self.state = None
 
 
 def as_loss(value: Any) -> Loss:
@@ -293,14 +285,9 @@ def _alias(leaf: Any, trainable: bool) -> Any:
     return alias
 
 
-def _own_state(state: Tree) -> tuple[Tree, list[Tensor]]:
-    leaves, spec = flatten(state)
-    owned = [own(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return unflatten(spec, owned), [leaf for leaf in owned if isinstance(leaf, Tensor) and _versioned(leaf)]
-
-
-def _versioned(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not leaf.is_inference()
+def _versions(leaves: Sequence[Any]) -> list[int]:
+    """How often each leaf was written to; under inference mode torch does not count."""
+    return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
 
 
 def _detached(tree: Tree) -> Tree:

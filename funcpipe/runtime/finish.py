@@ -72,7 +72,7 @@ def _fold_losses(
     total: Any = None
     with torch.no_grad():
         for m, loss in enumerate(found):
-            factor = 1.0 / weight if late else shares.factor(loss, m)
+            factor = shares.factor(loss, m) / (weight if late else 1.0)
             if factor:
                 part = loss.sum.reshape(()) * factor
                 total = part if total is None else total + part

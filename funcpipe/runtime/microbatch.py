@@ -12,7 +12,7 @@ from torch import Tensor
 from funcpipe.core.errors import BatchError, Where, bullets, fail
 from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Tree, flatten, locations, unflatten
-from funcpipe.runtime.border import Border, given, open_border, own
+from funcpipe.runtime.border import Border, given, open_border, own, share
 from funcpipe.runtime.program import Shares
 
 
@@ -190,9 +190,9 @@ class _Leaves:
     def cut(self, parts: Sequence[int]) -> list[Border]:
         """One border per microbatch: views of the caller's tensors."""
         if self.ready is not None:
-            self._share([leaf for tree in self.ready for leaf in flatten(tree)[0]])
+            self.handles = share(leaf for tree in self.ready for leaf in flatten(tree)[0])
             return [given(tree) for tree in self.ready]
-        self._share(self.leaves)
+        self.handles = share(self.leaves)
         out: list[Border] = []
         start = 0
         flags = (False,) * len(self.leaves)
@@ -204,10 +204,6 @@ class _Leaves:
             out.append(Border(piece, self.spec, flags))
             start += size
         return out
-
-    def _share(self, leaves: Iterable[Any]) -> None:
-        # Copy-on-write is entered here, in one thread: two lanes must not turn the same memory at the same time.
-        self.handles = [own(leaf.detach()) for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
 
 
 def _rows(leaves: Sequence[_Leaves]) -> tuple[int | None, list[str]]:

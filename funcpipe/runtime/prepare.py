@@ -114,6 +114,7 @@ def _bind(
     for index, (part, params, state) in enumerate(zip(plan.stages, trees, states, strict=True)):
         loss = plan.loss if index == plan.num_stages - 1 else None
         options: dict[str, Any] = {"trainable": wanted[index], "train": plan.train, "keys": keys}
+        options["backwards"] = plan.schedule.has_backward
         try:
             bounds.append(program(part, index, params, state, loss=loss, shares=shares, **options))
         except PlanError as error:

@@ -142,11 +142,11 @@ class Shares(NamedTuple):
         A mean counts by the microbatch's share; a sum is divided by the total. Where sums come with weights of their
         own that nobody knew before, the factor is 1 and everything is divided once, at the end.
         """
-        if not self.weights[microbatch] and (self.explicit or loss.weight is None):
+        if loss.weight is not None and not self.explicit:
+            return 1.0 if float(loss.weight) else 0.0
+        if not self.weights[microbatch]:
             return 0.0
-        if loss.weight is None:
-            return self.share(microbatch)
-        return 1.0 / self.total if self.explicit else 1.0
+        return self.share(microbatch) if loss.weight is None else 1.0 / self.total
 
 
 class Program(Protocol):
@@ -161,6 +161,7 @@ class Program(Protocol):
         *,
         trainable: Sequence[bool],
         train: bool,
+        backwards: bool,
         keys: Keys,
         loss: Callable[..., Any] | None,
         shares: Shares | None,

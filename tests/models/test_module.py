@@ -193,9 +193,6 @@ def test_gradients_are_those_of_plain_autograd(kind, executor):
     assert (((0, "unused"), (2, "unused")) if kind == "holder" else ()) == result.unused
 
 
-@pytest.mark.xfail(
-    reason="F of a microbatch to be computed again runs under no_grad, where torch takes other kernels", strict=True
-)
 def test_remat_has_the_bits_of_the_oracle_where_kernels_depend_on_grad_mode():
     """Law 1 for float32 LSTM, which has a kernel of its own without autograd."""
     stages, params, _ = zip(fp.from_module(nn.Sequential(nn.Linear(4, 4), Recurrent(nn.LSTM))), strict=True)

@@ -96,9 +96,6 @@ def test_weight_0_adds_exactly_0(executor):
         torch.testing.assert_close(one, gradient)
 
 
-@pytest.mark.xfail(
-    reason="Shares.factor and finish._fold_losses count a nan sum of weight 0 where sums bring weights", strict=True
-)
 def test_a_nan_sum_of_weight_0_adds_exactly_0():
     """Also where the loss itself brings the weights."""
     x = f64(4, 3)
