@@ -76,6 +76,12 @@ def run(
         loss_scale=loss_scale,
         threads_per_lane=threads_per_lane,
     )
+    return _execute(ready, executor, record=record)
+
+
+def _execute(ready: Prepared, executor: Any, *, record: bool) -> Result:
+    """Run what is prepared, and fold what comes out."""
+    plan = ready.plan
     threaded, reason, crew = _choose(executor, ready)
     alone = [sum(other == device for other in ready.where) == 1 for device in ready.where]
     places = [Place(device, alone=one) for device, one in zip(ready.where, alone, strict=True)]
