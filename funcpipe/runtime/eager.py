@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,21 +22,28 @@ from funcpipe.runtime.border import Border, add_gradients, close_border, dense, 
 from funcpipe.runtime.program import Cotangents, Gradients, Report, Shares, StageArgs, StageOut
 from funcpipe.runtime.rng import Keyed, Keys, may_draw, saw
 
+_Held: TypeAlias = list[tuple[int, Tensor]]
+"""The leaves of a border that hold its gradients, each with its number among all."""
+
 
 class EagerResidual:
-    """The graph of one forward: its outputs, and the leaves at its inputs."""
+    """The graph of one forward: its outputs, its losses, and the leaves at its inputs."""
 
     __slots__ = ("draws", "loss", "microbatch", "side", "skips", "stash", "x", "x_count", "y")
 
-    def __init__(self, microbatch: int) -> None:
-        self.microbatch = microbatch
-        self.y: list[Any] = []
-        self.stash: dict[str, list[Any]] = {}
-        self.loss: Loss | None = None
-        self.side: tuple[Any, Any] | None = None
-        self.x: list[tuple[int, Tensor]] = []
-        self.x_count = 0
-        self.skips: list[tuple[int, list[tuple[int, Tensor]]]] = []
+    def __init__(
+        self,
+        microbatch: int,
+        y: list[Any],
+        stash: dict[str, list[Any]],
+        ends: tuple[Loss | None, tuple[Any, Any] | None],
+        x: tuple[int, _Held],
+        skips: list[tuple[int, _Held]],
+    ) -> None:
+        self.microbatch, self.y, self.stash = microbatch, y, stash
+        self.loss, self.side = ends
+        self.x_count, self.x = x
+        self.skips = skips
         self.draws: dict[str, int] = {}
 
     @property
@@ -86,24 +93,24 @@ class EagerBound:
         In a plan with backwards autograd records even what is not kept: without it torch picks other kernels, which
         round differently, and the computation that is repeated would not be the one that was made.
         """
-        grad, residual = self.backwards, EagerResidual(args.microbatch)
+        grad = self.backwards
         # Entering a grad mode costs more than asking for it, and it is the right one most of the time.
         with nullcontext() if torch.is_grad_enabled() is grad else torch.set_grad_enabled(grad):
             if may_draw(self.stage, self.train):
                 mode = Keyed(self.keys, self.index, self.places, args.microbatch)
                 with mode:
-                    out = self._forward(args, residual)
+                    out, residual = self._forward(args)
                 saw(self.stage, self.train, mode.drew)
                 residual.draws = mode.replayable
             else:
-                out = self._forward(args, residual)
+                out, residual = self._forward(args)
         return out, residual if keep else None
 
-    def _forward(self, args: StageArgs, residual: EagerResidual) -> StageOut:
+    def _forward(self, args: StageArgs) -> tuple[StageOut, EagerResidual]:
         stage, grad = self.stage, self.backwards
         x, x_leaves = open_border(args.x, grad=grad)
         skips: dict[str, Tree] = {}
-        skip_leaves: list[tuple[int, list[tuple[int, Tensor]]]] = []
+        skip_leaves: list[tuple[int, _Held]] = []
         for name, border in zip(stage.pop, args.skips, strict=True):
             skips[name], leaves = open_border(border, grad=grad)
             skip_leaves.append((len(border.leaves), leaves))
@@ -116,13 +123,14 @@ class EagerBound:
         self._check_stash(out.stash)
         y, y_graph = close_border(out.y)
         stash: dict[str, Border] = {}
+        graphs: dict[str, list[Any]] = {}
         for name in out.stash:
-            stash[name], residual.stash[name] = close_border(out.stash[name])
+            stash[name], graphs[name] = close_border(out.stash[name])
         loss = None if self.loss is None else self._loss(self.loss, args.target, y, y_graph)
-        residual.y, residual.loss, residual.side = y_graph, loss, out.loss
-        residual.x, residual.x_count, residual.skips = x_leaves, len(args.x.leaves), skip_leaves
+        entered = (len(args.x.leaves), x_leaves)
+        residual = EagerResidual(args.microbatch, y_graph, graphs, (loss, out.loss), entered, skip_leaves)
         report = Report(_detached(out.stats), None if loss is None else Loss(*map(_detached, loss)), _side(out.loss))
-        return StageOut(y, stash, report)
+        return StageOut(y, stash, report), residual
 
     def _loss(self, fn: Callable[..., Any], target: Border | None, y: Border, graph: list[Any]) -> Loss:
         """The plan's loss of one microbatch, on the dense outputs."""
@@ -136,9 +144,9 @@ class EagerBound:
         return loss
 
     def _check_stash(self, stash: Any) -> None:
-        allowed = {*self.stage.stash, *self.stage.offers}
-        if stash.keys() == allowed or (not stash and not self.stage.stash):
+        if not stash and not self.stage.stash:
             return
+        allowed = {*self.stage.stash, *self.stage.offers}
         faults = [f"declares stash {name!r} but did not return it in Out(stash=...)" for name in self.stage.stash if name not in stash]  # fmt: skip
         faults += [f"returned stash {name!r} without declaring it; add stash=[{name!r}]" for name in stash if name not in allowed]  # fmt: skip
         if faults:

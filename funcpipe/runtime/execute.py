@@ -76,7 +76,9 @@ class Execution:
         num_pools = len(program.pools)
         self.lanes = [Lane(i, place, program.lanes[i], num_pools) for i, place in enumerate(places)]
         self.edges: dict[tuple[int, int], Channel] = {
-            (pool.source, pool.lane): Edge(None if pool.source == CALLER else places[pool.source], places[pool.lane])
+            (pool.source, pool.lane): Edge(
+                None if pool.source == CALLER else places[pool.source], places[pool.lane], threaded=threaded
+            )
             for pool in program.pools
         }
         self.threaded = threaded

@@ -87,8 +87,8 @@ class Channel(Protocol):
 class Edge:
     """The channel within a process: copies from one lane (or the caller, None) to another."""
 
-    def __init__(self, source: Place | None, target: Place) -> None:
-        self.source, self.target = source, target
+    def __init__(self, source: Place | None, target: Place, *, threaded: bool = False) -> None:
+        self.source, self.target, self.threaded = source, target, threaded
         self._streams: dict[torch.device, Any] = {}
 
     def send(self, value: Border, free: Any = None) -> Ticket:
@@ -98,11 +98,13 @@ class Edge:
             value: on the source's device, or anywhere if the caller gave it.
             free: the event after which its slot is free; None: it is.
         """
-        tensors = [leaf for leaf in value.leaves if isinstance(leaf, Tensor)]
         if self.source is not None and not self.source.asynchronous and not self.target.asynchronous:
+            if not self.threaded:
+                return Ticket(value)
             # Another thread will read it. Marked copy-on-write here, by one thread, before two can do so at once.
             leaves = [own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
             return Ticket(Border(leaves, value.spec, value.flags))
+        tensors = [leaf for leaf in value.leaves if isinstance(leaf, Tensor)]
         if all(_same(leaf.device, self.target.device) for leaf in tensors):
             return self._hand_over(value, tensors)
         return self._copy(value, tensors, free)
