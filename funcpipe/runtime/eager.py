@@ -184,10 +184,20 @@ class EagerBound:
         if roots and inputs:
             draws = residual.draws
             replay = Keyed(self.keys, self.index, self.places, residual.microbatch, draws) if draws else nullcontext()
+            # The reentrant torch.utils.checkpoint refuses a backward for some leaves only. Every leaf that requires a
+            # gradient is one of ours, unless the stage holds parameters of its own; inputs= leaves those alone.
+            only = None if self._reentrant(roots) else inputs
             with replay, _no_autocast():
-                torch.autograd.backward(roots, cotangents, inputs=inputs)
+                torch.autograd.backward(roots, cotangents, inputs=only)
         skips = [_gradients(count, own_) for count, own_ in residual.skips]
         return Cotangents(_gradients(residual.x_count, residual.x), skips)
+
+    def _reentrant(self, roots: list[Tensor]) -> bool:
+        """Does the stage use the reentrant checkpoint: looked up in its first graph, remembered."""
+        known: dict[bool, bool] = self.stage.__dict__.setdefault("_reentrant", {})
+        if self.train not in known:
+            known[self.train] = _has_node(roots, "CheckpointFunctionBackward")
+        return known[self.train]
 
     def _loss_roots(self, residual: EagerResidual, root: Callable[[Any, Tensor], None]) -> None:
         """Where the gradients begin: the loss, and the stage's auxiliary loss, each by its factor."""
@@ -267,6 +277,21 @@ def _side(side: Any) -> tuple[Any, Any] | None:
         raise StageError(f"Out.loss is (sum, weight); got {type(side).__name__}")
     total, weight = side  # pyright: ignore[reportUnknownVariableType]
     return (_detached(total), _detached(weight))
+
+
+def _has_node(roots: list[Tensor], name: str) -> bool:
+    """Is a node of this name in the graph behind some tensors."""
+    todo: list[Any] = [root.grad_fn for root in roots]
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == name:
+            return True
+        seen.add(node)
+        todo += [after for after, _ in node.next_functions]
+    return False
 
 
 def _no_autocast() -> AbstractContextManager[Any]:

@@ -101,6 +101,24 @@ def test_same_bits_as_the_oracle_and_as_autograd(schedule, rows, data):
     assert expected.grads[2]["steps"] is None
 
 
+@pytest.mark.parametrize("schedule", schedules(4, 8), ids=ids)
+def test_three_rows_over_eight_microbatches(schedule, data):
+    """Microbatches without rows do not exist: their tasks are dropped, the numbers are those of three."""
+    stages, params = net()
+    x, target, scale = data[3]
+    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    expected = fp.run_sequential(plan, params, (x, target), feeds={"scale": scale}, threads_per_lane=1)
+    for executor in EXECUTORS:
+        result = fp.run(
+            plan, params, (x, target), feeds={"scale": scale}, executor=executor, threads_per_lane=1, record=True
+        )
+        assert_same_result(expected, result)
+        assert 3 == result.stats.num_microbatches
+        assert {0, 1, 2} == {span.action.microbatch for span in result.timeline.spans}
+    loss, _ = whole(stages, params, x, target, scale)
+    torch.testing.assert_close(expected.loss, loss, rtol=1e-10, atol=1e-10)
+
+
 def test_all_schedules_agree_with_each_other(data):
     """Every shipped family ascends, so the results are one, whatever the devices."""
     stages, params = net()

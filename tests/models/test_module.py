@@ -205,18 +205,27 @@ def test_remat_has_the_bits_of_the_oracle_where_kernels_depend_on_grad_mode():
     assert torch.equal(expected.outputs, result.outputs)
 
 
-def test_the_reentrant_checkpoint_is_refused_by_name():
-    """torch's reentrant kind cannot be part of a backward for some leaves only; the error says which option."""
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("schedule", [fp.fill_drain(3, 3), fp.remat(fp.one_f_one_b(3, 3)), fp.zero_bubble(3, 3)])
+def test_the_reentrant_checkpoint_gives_right_gradients(schedule, executor):
+    """torch's older kind wants a backward for all leaves; gradients are those of plain autograd."""
 
     class Old(Checkpointed):
         def forward(self, x):
-            return checkpoint(lambda h: self.b(torch.tanh(self.a(h))), x, use_reentrant=True)
+            return checkpoint(lambda h: self.b(torch.tanh(self.a(h))), x, use_reentrant=True) + x
 
-    parts = [fp.from_module(nn.Linear(4, 4)), fp.from_module(Old())]
-    stages, params, _ = zip(*parts, strict=True)
-    plan = fp.make_plan(stages, fp.fill_drain(2, 2), loss=F.mse_loss, devices="cpu")
-    with pytest.raises(fp.StageError, match="use_reentrant"):
-        fp.run(plan, params, (torch.randn(4, 4), torch.randn(4, 4)))
+    model = nn.Sequential(nn.Linear(4, 4), Old(), Old()).double()
+    stages, params, _ = zip(*(fp.from_module(model[at : at + 1]) for at in range(3)), strict=True)
+    x, target = torch.randn(7, 4).double(), torch.randn(7, 4).double()
+    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    expected = fp.run_sequential(plan, params, (x, target), threads_per_lane=1)
+    result = fp.run(plan, params, (x, target), executor=executor, threads_per_lane=1)
+    assert all(map(torch.equal, fp.leaves(expected.grads), fp.leaves(result.grads)))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    F.mse_loss(model(x), target).backward()
+    grads = {key: value for tree in result.grads for key, value in tree.items()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-10, atol=1e-10)
 
 
 def test_what_cannot_be_copied_is_refused():
