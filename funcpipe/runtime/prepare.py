@@ -184,6 +184,8 @@ def trainable_leaves(trees: Sequence[Tree], trainable: Trainable) -> list[list[b
             pairs = zip(names, flat[stage], strict=True)
             chosen.append([is_differentiable(leaf) and bool(trainable(name, leaf)) for name, leaf in pairs])
         return chosen
+    if isinstance(trainable, str) or not isinstance(trainable, Sequence):
+        raise PlanError(f"trainable is True, False, a function (name, leaf) -> bool, or a tuple with a tree of bools for each stage; got {trainable!r}")  # fmt: skip
     if len(trainable) != len(trees):
         raise PlanError(f"trainable has {len(trainable)} entries for {len(trees)} stages; give True, False or a tree of them for each")  # fmt: skip
     return [_flags(stage, tree, trainable[stage]) for stage, tree in enumerate(trees)]

@@ -277,10 +277,11 @@ def test_marked_leaves_win_over_floating_ones():
 
 
 def test_wrong_trainable_is_refused():
-    """Another number of stages, another structure, leaves that are not floating."""
+    """A word, another number of stages, another structure, leaves that are not floating."""
     plan = plan_of(lambda y, t: y.sum(), (TREE, TREE), 2)
     for trainable, reason in (
         ((True,), "1 entries for 2"),
+        ("all", r"trainable is True, False, a function.*got .all."),
         (({"w": True}, True), r"trainable\[0\]"),
         ((dict.fromkeys(params_of()[0], True), True), "not floating.*steps"),
     ):
