@@ -79,7 +79,8 @@ def chain(
     if len(losses) == 1:
         loss = losses[0]
     elif losses:
-        loss = (sum(total / weight for total, weight in losses), 1.0)
+        counted = [total / weight for total, weight in losses if float(weight)]
+        loss = (sum(counted), 1.0) if counted else losses[0]
     return Out(x, stash, tuple(stats), loss)
 
 

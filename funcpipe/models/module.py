@@ -135,6 +135,7 @@ class _Copy:
         self.owner = owner
         self.module = copy.deepcopy(owner.skeleton)
         self.train = self.module.training
+        self.attributes = [(vars(layer), dict(vars(layer))) for layer in self.module.modules()]
         self.places = {id(layer): path for path, layer in self.module.named_modules()}
         self.norms = [layer for layer in self.module.modules() if isinstance(layer, DeferredBatchNorm)]
         self.recurrent = [layer for layer in self.module.modules() if isinstance(layer, nn.RNNBase)]
@@ -205,7 +206,15 @@ class _Copy:
         for layer in self.recurrent:
             layer._flat_weights = []  # pyright: ignore[reportPrivateUsage]
         self.buffers = []
-        self.owner.give_back(self)
+        if self._unchanged():  # what a forward kept on the module (an attention map) goes with the copy
+            self.owner.give_back(self)
+
+    def _unchanged(self) -> bool:
+        moving = {"training", "collected", "_flat_weights"}
+        return all(
+            now.keys() == then.keys() and all(now[key] is then[key] for key in then if key not in moving)
+            for now, then in self.attributes
+        )
 
 
 def _version(tensor: Tensor) -> int:

@@ -66,7 +66,13 @@ def _fold_losses(
     if any(sums) and not all(sums):
         raise BatchError("the loss returned a mean for some microbatches and (sum, weight) for others; return one form always")  # fmt: skip
     late = sums[0] and not shares.explicit
-    weight = float(sum(float(loss.weight) for loss in found)) if late else shares.total
+    weights = [float(loss.weight) for loss in found] if late else []
+    bad = [(m, one) for m, one in enumerate(weights) if not 0 <= one < float("inf")]
+    if bad:
+        raise BatchError(
+            f"the loss returned (sum, weight) with weights that are no numbers from 0, by microbatch: {bad}"
+        )
+    weight = sum(weights) if late else shares.total
     if not weight:
         raise BatchError("the weights that the loss returned are 0 for every microbatch, so the loss of this batch is not defined")  # fmt: skip
     total: Any = None

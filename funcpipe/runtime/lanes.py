@@ -71,6 +71,7 @@ class Lanes:
         self._cores = cores()
         self._workers: list[_Worker] = []
         self._busy = threading.Lock()
+        self._closed = False
 
     def __enter__(self) -> Self:
         self._start()
@@ -80,13 +81,19 @@ class Lanes:
         self.close()
 
     def close(self) -> None:
-        """End all threads."""
+        """End all threads; these lanes run nothing more."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
         for worker in self._workers:
             worker.end()
         self._workers = []
 
     def run(self, execution: Execution, context: Context, threads: int) -> None:
         """Run every lane of an execution in its thread; come back when all are done, or raise what failed."""
+        if self._closed:
+            raise FuncpipeError("these lanes are closed; run inside of their with block")
         if not self._busy.acquire(blocking=False):
             raise FuncpipeError(
                 "these lanes are busy with another run; give each concurrent run its own fp.lanes(plan)"
@@ -136,7 +143,7 @@ class Lanes:
             worker.end(max(0.0, deadline - monotonic()))
         for worker in self._workers:
             worker.interrupt()
-        self.close()
+        self._end()  # the next run starts new ones
 
     def pin(self, lane: int) -> None:
         """Give the calling thread its share of the cores."""

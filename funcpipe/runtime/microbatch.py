@@ -168,6 +168,8 @@ class _Leaves:
             axis, leaf = leaf.axis, leaf.value
             self.leaves[index] = leaf
         if not isinstance(leaf, Tensor):
+            if getattr(leaf, "shape", ()) and hasattr(leaf, "__array__"):
+                self.faults.append(f"{place} is a {type(leaf).__name__} with rows but no tensor: torch.from_numpy({place}), or share it: fp.Replicate({place})")  # fmt: skip
             return None
         if leaf.dim() == 0:
             self.faults.append(f"{place} is a 0-dim tensor and has no rows; share it: fp.Replicate({place})")

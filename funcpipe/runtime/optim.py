@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def step(
         The norm before clipping, a 0-dim tensor.
 
     Raises:
-        PlanError: params and grads differ in structure.
+        PlanError: params and grads differ in structure, or the optimizer holds none of the leaves with a gradient.
     """
     if structure(params) != structure(grads):
         raise PlanError(f"params and grads differ in structure: {structure(params)} and {structure(grads)}")
@@ -50,24 +50,23 @@ def step(
     scale: Tensor | None = None
     if max_norm is not None:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    tied = _tied(params, ties)
     every = leaves(params)
-    held: set[int] = set()
+    _check_optimizer(optimizer, params, grads)
+    held: dict[int, int] = {}
     for leaf in every:
         leaf.grad = None  # what an earlier backward left there is not stepped
     try:
         with torch.no_grad():
-            for leaf, gradient in zip(flatten(params)[0], flatten(grads)[0], strict=True):
-                if gradient is None or not isinstance(leaf, Tensor):
-                    continue
+            for stage, leaf, gradient in _pairs(params, grads):
                 mine = gradient if scale is None else gradient * scale.to(gradient.device)
                 if id(leaf) in held:
-                    # One tensor at two places: its gradient is the sum, unless a tie summed it already.
-                    if id(leaf) not in tied and leaf.grad is not None:
+                    # One tensor at two places of a stage: its gradient is the sum. In two stages it is tied (a run
+                    # refuses it otherwise), and every holder was given the whole sum already.
+                    if held[id(leaf)] == stage and leaf.grad is not None:
                         leaf.grad = leaf.grad + mine
                     continue
                 leaf.grad = mine
-                held.add(id(leaf))
+                held[id(leaf)] = stage
         optimizer.step()
     finally:
         for leaf in every:
@@ -150,5 +149,21 @@ def accumulate(results: Sequence[Result]) -> Result:
     )
 
 
-def _tied(params: Tree, ties: Ties) -> set[int]:
-    return {id(at(cast("Sequence[Tree]", params)[stage], path)) for group in ties for stage, path in group}
+def _pairs(params: Tree, grads: Tree) -> list[tuple[int, Tensor, Tensor]]:
+    """(stage, leaf, gradient) for each leaf that has one."""
+    stages = isinstance(params, (tuple, list))
+    rows = zip(params, grads, strict=True) if stages else [(params, grads)]
+    return [
+        (stage, leaf, gradient)
+        for stage, (own, theirs) in enumerate(rows)
+        for leaf, gradient in zip(flatten(own)[0], flatten(theirs)[0], strict=True)
+        if isinstance(leaf, Tensor) and gradient is not None
+    ]
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, params: Tree, grads: Tree) -> None:
+    """Refuse a step that could change nothing: made over other tensors than those that were run."""
+    held = {id(leaf) for group in optimizer.param_groups for leaf in group["params"]}
+    pairs = _pairs(params, grads)
+    if pairs and not any(id(leaf) in held for _, leaf, _ in pairs):
+        raise PlanError("the optimizer holds none of the leaves that have a gradient; make it after fp.place, over the very params that are run: torch.optim.AdamW(fp.leaves(params))")  # fmt: skip

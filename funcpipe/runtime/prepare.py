@@ -79,6 +79,8 @@ def prepare(
     _check_modes(name, plan, backward)
     if seed is not None and not isinstance(seed, int):
         raise PlanError(f"seed is an int; got a {type(seed).__name__}")
+    if threads_per_lane is not None and (not isinstance(threads_per_lane, int) or threads_per_lane < 1):
+        raise PlanError(f"threads_per_lane is a positive int or None; got {threads_per_lane!r}")
     trees = _per_stage("params", params, plan)
     states = _states(state, plan)
     where = plan_devices(plan)
@@ -94,7 +96,7 @@ def prepare(
     ties = _resolve_ties(plan, trees, wanted)
     if backward:
         _refuse_undeclared_ties(trees, wanted, ties)
-    threads = threads_per_lane or max(1, len(cores()) // plan.num_devices)
+    threads = max(1, len(cores()) // plan.num_devices) if threads_per_lane is None else threads_per_lane
     bounds = _bind(plan, trees, states, wanted, Keys(seed, plan.stages), shares)
     program = program_for(plan, cut.num_microbatches)
     return Prepared(plan, program, cut, shares, trees, states, bounds, where, threads, ties)
@@ -129,7 +131,7 @@ def _check_modes(name: str, plan: Plan, backward: bool) -> None:
         raise PlanError(f"the plan's schedule has backwards but the plan has no loss, so {name} does not know where gradients begin: make_plan(..., loss=fn); for gradients of outputs use fp.vjp; for outputs alone a forward-only schedule, fp.fill_drain(..., backward=False)")  # fmt: skip
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-        raise PlanError(f"the plan has backwards, but {name} was called under torch.{mode}; evaluate with a forward-only schedule, fp.fill_drain(..., backward=False)")  # fmt: skip
+        raise PlanError(f"the plan has backwards, but {name} was called under torch.{mode}; evaluate with the forwards alone: fp.make_plan(stages, schedule.forwards(), ...)")  # fmt: skip
 
 
 def _per_stage(what: str, trees: Any, plan: Plan) -> tuple[Tree, ...]:

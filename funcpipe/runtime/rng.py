@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcpipe.core.errors import FuncpipeError
+from funcpipe.core.plan import Plan
+from funcpipe.core.result import Result
 from funcpipe.core.stage import Stage, current_scope
 
 _SEEDED = torch.Tag.nondeterministic_seeded
@@ -258,21 +259,20 @@ def saw(stage: Stage, train: bool, drew: bool) -> None:
     known[train] = known.get(train, False) or drew
 
 
-class GlobalGuard:
-    """Notices draws from the process-wide generator that no mode saw."""
+def exactly(plan: Plan, attempt: Callable[[], Result]) -> Result:
+    """Make a run; if a draw escaped the keys, make it again with every forward watched.
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self.stages = stages
-        self.before = torch.default_generator.get_state()
-
-    def check(self) -> None:
-        """Warn if the state moved during the run, and watch every forward of all stages from now on."""
-        if not torch.equal(self.before, torch.default_generator.get_state()):
-            for stage in self.stages:
-                stage.__dict__["_draws"] = {True: True, False: True}
-            warnings.warn(
-                "torch's global generator moved during the run: another thread drew from it, or a stage drew only in "
-                "some microbatch and those numbers were not keyed; from the next run on all stages are watched always",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+    A stage that did not draw in its first forward is not watched any more (dropout that begins later, noise that depends
+    on data). Should it draw after all, torch's global generator moves. A run is pure, so the answer is to run once more;
+    from then on these stages are watched always. (Another thread that draws meanwhile has the same effect, once.)
+    """
+    before = torch.default_generator.get_state()
+    result = attempt()
+    always = {True: True, False: True}
+    unseen = [stage for stage in plan.stages if stage.__dict__.get("_draws") != always]
+    if not unseen or torch.equal(before, torch.default_generator.get_state()):
+        return result
+    torch.default_generator.set_state(before)
+    for stage in unseen:
+        stage.__dict__["_draws"] = dict(always)
+    return attempt()

@@ -16,7 +16,7 @@ from funcpipe.runtime.execute import Execution, run_serial
 from funcpipe.runtime.finish import finish
 from funcpipe.runtime.lanes import Lanes, parallel
 from funcpipe.runtime.prepare import Prepared, Trainable, prepare
-from funcpipe.runtime.rng import GlobalGuard
+from funcpipe.runtime.rng import exactly
 from funcpipe.runtime.stream import Place
 
 _SMALL = 100e-6
@@ -64,19 +64,13 @@ def run(
         PlanError, PlacementError, BatchError: something does not fit; nothing has run.
         StageError: user code failed; also an instance of what it raised, see there.
     """
-    ready = prepare(
-        "run",
-        plan,
-        params,
-        batch,
-        state=state,
-        feeds=feeds,
-        seed=seed,
-        trainable=trainable,
-        loss_scale=loss_scale,
-        threads_per_lane=threads_per_lane,
-    )
-    return _execute(ready, executor, record=record)
+    options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
+    options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane}
+
+    def attempt() -> Result:
+        return _execute(prepare("run", plan, params, batch, **options), executor, record=record)
+
+    return exactly(plan, attempt)
 
 
 def _execute(ready: Prepared, executor: Any, *, record: bool) -> Result:
@@ -86,7 +80,6 @@ def _execute(ready: Prepared, executor: Any, *, record: bool) -> Result:
     alone = [sum(other == device for other in ready.where) == 1 for device in ready.where]
     places = [Place(device, alone=one) for device, one in zip(ready.where, alone, strict=True)]
     execution = Execution(plan, ready.program, ready.bounds, places, _numbered(ready), threaded=threaded)
-    guard = GlobalGuard(plan.stages)
     token = RUNNING.set(True)
     began = perf_counter()
     try:
@@ -106,7 +99,6 @@ def _execute(ready: Prepared, executor: Any, *, record: bool) -> Result:
         RUNNING.reset(token)
     seconds = perf_counter() - began
     _remember(plan, execution)
-    guard.check()
     name = "threads" if threaded else "serial"
     stats = RunStats(name, reason, ready.threads, ready.batch.num_microbatches, seconds, execution.most())
     reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)

@@ -18,6 +18,7 @@ from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cach
 from funcpipe.runtime.finish import finish
 from funcpipe.runtime.prepare import Prepared, Trainable, prepare
 from funcpipe.runtime.program import Gradients, StageArgs
+from funcpipe.runtime.rng import exactly
 from funcpipe.runtime.stream import Edge, Place
 
 
@@ -38,27 +39,24 @@ def run_sequential(
     Gradients of a stage accumulate in the order in which the schedule runs its backwards. Arguments, result and errors
     are those of `run`.
     """
-    ready = prepare(
-        "run_sequential",
-        plan,
-        params,
-        batch,
-        state=state,
-        feeds=feeds,
-        seed=seed,
-        trainable=trainable,
-        loss_scale=loss_scale,
-        threads_per_lane=threads_per_lane,
-    )
+    options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
+    options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane}
+
+    def attempt() -> Result:
+        return _execute(prepare("run_sequential", plan, params, batch, **options))
+
+    return exactly(plan, attempt)
+
+
+def _execute(ready: Prepared) -> Result:
     token = RUNNING.set(True)
     began = perf_counter()
     try:
         with intra_op_threads(ready.threads), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False):
             loop = _Loop(ready)
             loop.run()
-            stats = RunStats(
-                "sequential", "the oracle", ready.threads, ready.batch.num_microbatches, perf_counter() - began
-            )
+            seconds = perf_counter() - began
+            stats = RunStats("sequential", "the oracle", ready.threads, ready.batch.num_microbatches, seconds)
             return finish(ready, loop.reports, loop.outputs, None, stats)
     finally:
         RUNNING.reset(token)

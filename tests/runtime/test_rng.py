@@ -1,5 +1,7 @@
 """Seeds, the mode that keys draws, and the guard of torch's own generator."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,17 +42,19 @@ def test_only_stages_that_draw_run_under_the_mode(monkeypatch):
     assert 3 * 8 == entries.count(1)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_draw_that_nobody_keyed_warns(executor):
-    """A stage that draws in some later microbatch only is noticed by torch's generator, and keyed from then on."""
+@pytest.mark.parametrize("run", [fp.run_sequential, *(partial(fp.run, executor=e) for e in EXECUTORS)])
+@pytest.mark.parametrize("wrap", [lambda schedule: schedule, fp.remat])
+def test_a_draw_that_escaped_the_keys_makes_the_run_again(wrap, run):
+    """A stage that draws only in some later microbatch, or later run, is exact all the same, with and without remat."""
     late = fp.stage(lambda p, x: x * p + (torch.rand(()) if x[0, 0] > 0 else 0.0), name="late")
-    plan = fp.make_plan(
-        [late, fp.stage(lambda p, x: x * p, name="b")], fp.fill_drain(2, 2), loss=F.mse_loss, devices="cpu"
-    )
-    batch = torch.tensor([[-1.0], [1.0]]), torch.zeros(2, 1)
-    with pytest.warns(RuntimeWarning, match="global generator moved"):
-        fp.run(plan, ones(2), batch, seed=0, executor=executor)
+    stages = [late, fp.stage(lambda p, x: x * p, name="b")]
+    plan = fp.make_plan(stages, wrap(fp.fill_drain(2, 2)), loss=F.mse_loss, devices="cpu")
+    quiet, loud = torch.tensor([[-1.0], [-1.0]]), torch.tensor([[-1.0], [1.0]])
+    run(plan, ones(2), (quiet, torch.zeros(2, 1)), seed=0)
     before = torch.get_rng_state()
-    first, again = (fp.run(plan, ones(2), batch, seed=0, executor=executor) for _ in range(2))
+    first, again = (run(plan, ones(2), (loud, torch.zeros(2, 1)), seed=0) for _ in range(2))
     assert_same_result(first, again)
+    assert not same(first.loss, run(plan, ones(2), (loud, torch.zeros(2, 1)), seed=1).loss)
+    with pytest.raises(fp.StageError, match="no seed was given"):
+        run(plan, ones(2), (loud, torch.zeros(2, 1)))
     assert same(before, torch.get_rng_state())

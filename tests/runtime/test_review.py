@@ -1,0 +1,107 @@
+"""What a stranger's review found: each was wrong once."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import funcpipe as fp
+
+SCALE = fp.stage(lambda p, x: x * p["w"], name="scale")
+
+
+def plan_of(*stages, **options):
+    return fp.make_plan(stages, fp.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu", **options)
+
+
+def test_a_tied_tensor_is_stepped_once():
+    """One tensor in two stages: a run hands its whole gradient to both, and step takes it once, ties= given or not."""
+    batch = torch.randn(4, 3), torch.randn(4, 3)
+    moved = []
+    for ties in ((), (((0, "w"), (1, "w")),)):
+        w = nn.Parameter(torch.full((3,), 2.0))
+        plan = plan_of(SCALE, SCALE, ties=(((0, "w"), (1, "w")),))
+        params = ({"w": w}, {"w": w})
+        result = fp.run(plan, params, batch)
+        expected = w.detach() - result.grads[0]["w"]
+        fp.step(torch.optim.SGD([w], lr=1.0), params, result.grads, ties=ties)
+        assert torch.equal(expected, w.detach())
+        moved.append(w.detach())
+    assert torch.equal(*moved)
+
+
+def test_an_optimizer_of_other_tensors_is_refused():
+    """A step that could change nothing says so."""
+    params = ({"w": torch.ones(2)},)
+    optimizer = torch.optim.SGD([torch.ones(2)], lr=1.0)
+    with pytest.raises(fp.PlanError, match="holds none of the leaves"):
+        fp.step(optimizer, params, ({"w": torch.ones(2)},))
+
+
+def test_an_auxiliary_loss_of_weight_0_counts_nothing_in_a_composition():
+    """As it does where the stages stand alone."""
+
+    def part(weight):
+        return fp.stage(lambda p, x: fp.Out(x * p, loss=((x * p).sum(), weight)), name=f"aux{weight}")
+
+    x = torch.ones(4, 2), torch.zeros(4, 2)
+    parts, ones = (part(0.0), part(1.0)), (torch.ones(()), torch.ones(()))
+    apart = fp.run(plan_of(*parts), ones, x).loss
+    together = fp.run(plan_of(fp.compose(*parts)), (ones,), x).loss
+    assert torch.isfinite(together)
+    assert torch.equal(apart, together)
+
+
+def test_arrays_are_not_given_whole_to_every_microbatch():
+    """An array has rows, but only tensors are cut: refused with the mend."""
+    array = torch.zeros(4, 3).numpy()
+    with pytest.raises(fp.BatchError, match=r"inputs is a ndarray.*torch.from_numpy\(inputs\)"):
+        fp.run(plan_of(SCALE), ({"w": torch.ones(3)},), (array, torch.zeros(4, 3)))
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_weights_from_the_loss_are_checked(weight):
+    """A (loss, something else) pair is not silently a (sum, weight)."""
+    plan = fp.make_plan([SCALE], fp.fill_drain(1, 2), loss=lambda y, t: (y.sum(), weight), devices="cpu")
+    with pytest.raises(fp.BatchError, match="no numbers from 0"):
+        fp.run(plan, ({"w": torch.ones(3)},), (torch.ones(4, 3), None))
+
+
+def test_closed_lanes_run_nothing():
+    """After their with block no thread starts again."""
+    plan = plan_of(SCALE, SCALE)
+    params, batch = ({"w": torch.ones(3)}, {"w": torch.ones(3)}), (torch.ones(4, 3), torch.ones(4, 3))
+    with fp.lanes(plan) as lanes:
+        fp.run(plan, params, batch, executor=lanes)
+    with pytest.raises(fp.FuncpipeError, match="closed"):
+        fp.run(plan, params, batch, executor=lanes)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "2"])
+def test_threads_per_lane_is_checked(threads):
+    """Before anything runs."""
+    with pytest.raises(fp.PlanError, match="threads_per_lane is a positive int"):
+        fp.run(plan_of(SCALE), ({"w": torch.ones(3)},), (torch.ones(4, 3), torch.ones(4, 3)), threads_per_lane=threads)
+
+
+def test_what_a_forward_keeps_on_its_module_dies_with_the_run():
+    """An attention map cached on self, graph and all, goes when the result goes."""
+
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.map = nn.Linear(3, 3), None
+
+        def forward(self, x):
+            self.map = self.layer(x)
+            seen.append(weakref.ref(self.map))
+            return self.map * 2
+
+    seen = []
+    stage, params, _ = fp.from_module(Keeps())
+    fp.run(plan_of(stage), (params,), (torch.ones(4, 3), torch.ones(4, 3)))
+    gc.collect()
+    assert [None, None] == [ref() for ref in seen]
