@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.stage import BoundFn, Out, Stage, normalise, scope
-from funcpipe.core.tree import Tree
+from funcpipe.core.tree import Tree, map_leaves, own
 
 
 def compose(*stages: Stage, name: str = "") -> Stage:
@@ -66,9 +68,11 @@ def chain(
     losses: list[tuple[Any, Any]] = []
     for part, call, state in zip(stages, calls, states, strict=True):
         feeds = extras.get("feeds", {})
-        own = part.extras({n: skips[n] for n in part.pop}, {n: feeds[n] for n in part.feeds}, state, extras["train"])
+        # Each part gets copies of its own, as in a plan: what it writes in place reaches nobody else.
+        taken = {name: _own_tree(skips[name]) for name in part.pop}
+        own_extras = part.extras(taken, {n: _own_tree(feeds[n]) for n in part.feeds}, state, extras["train"])
         with scope(part):
-            out = normalise(call(x, **own))
+            out = normalise(call(_own_tree(x), **own_extras))
         x = out.y
         skips.update(out.stash)
         stash.update(out.stash)
@@ -82,6 +86,10 @@ def chain(
         counted = [total / weight for total, weight in losses if float(weight)]
         loss = (sum(counted), 1.0) if counted else losses[0]
     return Out(x, stash, tuple(stats), loss)
+
+
+def _own_tree(tree: Tree) -> Tree:
+    return map_leaves(lambda leaf: own(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 class _Composition:

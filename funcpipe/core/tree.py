@@ -96,6 +96,27 @@ def at(tree: Tree, path: str | Path) -> Any:
     return tree
 
 
+def under_transform() -> bool:
+    """Is this call inside torch.func's grad, vmap, jvp, ..."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+
+
+def own(tensor: Tensor) -> Tensor:
+    """A copy of one's own that is made only when someone writes (differentiable).
+
+    In-place layers at a border then work and touch nobody else's tensor.
+    """
+    if under_transform():  # torch.func has no rule for the lazy kind
+        return tensor.clone()
+    try:
+        return _lazy_clone(tensor)
+    except (RuntimeError, NotImplementedError):  # memory that torch did not allocate (numpy, shared), odd layouts
+        return tensor.clone()
+
+
+_lazy_clone = torch._lazy_clone if hasattr(torch, "_lazy_clone") else torch.clone  # pyright: ignore
+
+
 def is_differentiable(leaf: Any) -> bool:
     """May this leaf have a gradient: a floating or complex tensor."""
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.tree import Spec, Tree, flatten, unflatten
+from funcpipe.core.tree import Spec, Tree, flatten, own, unflatten
 
 LEAF: Spec = flatten(None)[1]
 """The structure of a tree that is one leaf."""
@@ -54,17 +54,6 @@ def _fills(tensor: Tensor) -> bool:
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
-def own(tensor: Tensor) -> Tensor:
-    """A copy of one's own that is made only when someone writes (differentiable).
-
-    In-place layers at a border then work and touch nobody else's tensor.
-    """
-    try:
-        return _lazy_clone(tensor)
-    except (RuntimeError, NotImplementedError):  # memory that torch did not allocate (numpy, shared), odd layouts
-        return tensor.clone()
-
-
 def share(leaves: Iterable[Any]) -> list[Any]:
     """Own copies of what the caller gives; `own` of the same memory is safe from any thread while they live.
 
@@ -75,7 +64,6 @@ def share(leaves: Iterable[Any]) -> list[Any]:
 
 
 _sharing = threading.Lock()
-_lazy_clone = torch._lazy_clone if hasattr(torch, "_lazy_clone") else torch.clone  # pyright: ignore
 
 
 def open_border(border: Border, *, grad: bool) -> tuple[Tree, list[tuple[int, Tensor]]]:

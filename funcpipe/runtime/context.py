@@ -11,14 +11,10 @@ import torch
 from torch.utils._device import DeviceContext
 
 from funcpipe.core.errors import FuncpipeError
+from funcpipe.core.tree import under_transform
 
 RUNNING: ContextVar[bool] = ContextVar("funcpipe_running", default=False)
 """True inside of a run: a stage that calls `run` is refused."""
-
-
-def under_transform() -> bool:
-    """Is this call inside torch.func's grad, vmap, jvp, ..."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
 
 
 def refuse_transforms(name: str) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from funcpipe.core.errors import PlanError, StageError, bullets
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Stage, normalise
-from funcpipe.core.tree import Tree, flatten, is_differentiable, locations, unflatten
-from funcpipe.runtime.border import Border, add_gradients, close_border, dense, open_border, own, share
+from funcpipe.core.tree import Tree, flatten, is_differentiable, locations, own, unflatten
+from funcpipe.runtime.border import Border, add_gradients, close_border, dense, open_border, share
 from funcpipe.runtime.program import Cotangents, Gradients, Report, Shares, StageArgs, StageOut
 from funcpipe.runtime.rng import Keyed, Keys, may_draw, saw
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from funcpipe.core.errors import BatchError, PlanError, Where, bullets, fail
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Loss, Result, RunStats, Timeline
-from funcpipe.core.tree import Tree, flatten, locations, map_leaves, paths, unflatten
-from funcpipe.runtime.border import Border, own
+from funcpipe.core.tree import Tree, flatten, locations, map_leaves, own, paths, unflatten
+from funcpipe.runtime.border import Border
 from funcpipe.runtime.microbatch import merge
 from funcpipe.runtime.prepare import Prepared, key_of
 from funcpipe.runtime.program import Report

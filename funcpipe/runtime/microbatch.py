@@ -11,8 +11,8 @@ from torch import Tensor
 
 from funcpipe.core.errors import BatchError, Where, bullets, fail
 from funcpipe.core.plan import Plan
-from funcpipe.core.tree import Tree, flatten, locations, unflatten
-from funcpipe.runtime.border import Border, given, open_border, own, share
+from funcpipe.core.tree import Tree, flatten, locations, own, unflatten
+from funcpipe.runtime.border import Border, given, open_border, share
 from funcpipe.runtime.program import Shares
 
 

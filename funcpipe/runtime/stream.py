@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from funcpipe.runtime.border import Border, own
+from funcpipe.core.tree import own
+from funcpipe.runtime.border import Border
 
 
 class Ticket(NamedTuple):

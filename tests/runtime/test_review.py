@@ -105,3 +105,26 @@ def test_what_a_forward_keeps_on_its_module_dies_with_the_run():
     fp.run(plan_of(stage), (params,), (torch.ones(4, 3), torch.ones(4, 3)))
     gc.collect()
     assert [None, None] == [ref() for ref in seen]
+
+
+def test_parts_of_a_composition_write_to_nobody():
+    """In place in one part, a skip past it: composed, applied and apart are one number."""
+    a = fp.stage(lambda p, x: (lambda h: fp.Out(h, stash={"e": h}))(x * p), stash=["e"], name="a")
+    b = fp.stage(lambda p, x: x.mul_(2) * p, name="b")
+    c = fp.stage(lambda p, x, *, skips: x + skips["e"] * p, pop=["e"], name="c")
+    params = tuple(torch.tensor(value, requires_grad=True) for value in (1.5, 2.0, 3.0))
+    x, target = torch.randn(4, 3), torch.randn(4, 3)
+    apart = fp.run(plan_of(a, b, c), params, (x, target))
+    together = fp.run(plan_of(fp.compose(a, b, c)), (params,), (x, target))
+    assert torch.equal(apart.loss, together.loss)
+    assert all(map(torch.equal, fp.leaves(apart.grads), fp.leaves(together.grads)))
+    before = x.clone()
+    torch.testing.assert_close(F.mse_loss(fp.apply((a, b, c), params, x).y, target), apart.loss)
+    assert torch.equal(before, x)
+
+    def loss(p):
+        return F.mse_loss(fp.apply((a, b, c), p, x).y, target)
+
+    grads = torch.func.grad(loss)(tuple(p.detach() for p in params))
+    for plain, mine in zip(grads, apart.grads, strict=True):
+        torch.testing.assert_close(mine, plain)
