@@ -256,11 +256,9 @@ def _refuse_undeclared_ties(
             group = declared.get((stage, number))
             if group is None or group != declared.get(other):
                 here, there = paths(tree)[number], paths(trees[other[0]])[other[1]]
-                raise PlanError(f"params[{other[0]}] at {_key(there)!r} and params[{stage}] at {_key(here)!r} are one tensor in two stages; say so, and its gradients are summed: make_plan(..., ties=[(({other[0]}, {_key(there)!r}), ({stage}, {_key(here)!r}))])")  # fmt: skip
+                raise PlanError(f"params[{other[0]}] at {key_of(there)!r} and params[{stage}] at {key_of(here)!r} are one tensor in two stages; say so, and its gradients are summed: make_plan(..., ties=[(({other[0]}, {key_of(there)!r}), ({stage}, {key_of(here)!r}))])")  # fmt: skip
 
 
-def _key(path: Path) -> Any:
+def key_of(path: Path) -> Any:
+    """A path as users write it: the one key of a flat dict, else the tuple of keys."""
     return path[0] if len(path) == 1 else path
-
-
-key_of = _key

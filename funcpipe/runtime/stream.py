@@ -16,6 +16,7 @@ from torch import Tensor
 
 from funcpipe.core.tree import own
 from funcpipe.runtime.border import Border
+from funcpipe.runtime.place import same_device
 
 
 class Ticket(NamedTuple):
@@ -106,7 +107,7 @@ class Edge:
             leaves = [own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
             return Ticket(Border(leaves, value.spec, value.flags))
         tensors = [leaf for leaf in value.leaves if isinstance(leaf, Tensor)]
-        if all(_same(leaf.device, self.target.device) for leaf in tensors):
+        if all(same_device(leaf.device, self.target.device) for leaf in tensors):
             return self._hand_over(value, tensors)
         return self._copy(value, tensors, free)
 
@@ -163,7 +164,3 @@ class Edge:
         if place.device not in self._streams:
             self._streams[place.device] = place.module.Stream(place.device)
         return self._streams[place.device]
-
-
-def _same(a: torch.device, b: torch.device) -> bool:
-    return a == b or (a.type == b.type == "cpu")
