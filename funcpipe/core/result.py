@@ -299,6 +299,7 @@ class Result:
         outputs: of the last stage, merged over microbatches; None unless the plan returns outputs.
         timeline: measured, with ``record=True``.
         stats: how the run went.
+        loss_scale: what the gradients (not the loss) were multiplied by.
     """
 
     loss: Any
@@ -311,3 +312,4 @@ class Result:
     outputs: Tree
     timeline: Timeline | None
     stats: RunStats
+    loss_scale: float = 1.0

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, overload, runtime_checkable
 
 from funcpipe.core.errors import PlanError, bullets
@@ -34,7 +35,7 @@ class Out(NamedTuple):
 
 
 class BoundFn(Protocol):
-    """A stage function with its parameters put in: what one run calls, from one thread."""
+    """A stage function with its parameters put in: what one run calls, from one thread, and drops at its end."""
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
         """Call the function on one microbatch with the extras that its stage declares."""
@@ -62,21 +63,11 @@ class Bindable(Protocol):
         ...
 
 
-class _Plain:
-    """A plain function and its parameters."""
-
-    __slots__ = ("fn", "params", "state")
-
-    def __init__(self, fn: StageFn, params: Tree, state: Tree) -> None:
-        self.fn, self.params, self.state = fn, params, state
-
-    def __call__(self, x: Tree, **extras: Any) -> Any:
-        if "state" in extras:
-            extras["state"] = self.state
-        return self.fn(self.params, x, **extras)
+class _Plain(partial[Any]):
+    """A plain function with its parameters in front."""
 
     def release(self) -> None:
-        self.params = self.state = None
+        """Nothing to do: who drops this drops the parameters."""
 
 
 _SCOPE: ContextVar[Stage | None] = ContextVar("funcpipe_scope", default=None)
@@ -172,7 +163,7 @@ class Stage:
 
     def bind(self, params: Tree, state: Tree) -> BoundFn:
         """The function with parameters and state put in, for one run."""
-        return self.fn.bind(params, state) if isinstance(self.fn, Bindable) else _Plain(self.fn, params, state)
+        return self.fn.bind(params, state) if isinstance(self.fn, Bindable) else _Plain(self.fn, params)
 
     def layers(self) -> set[str]:
         """The paths of the layers of a module stage; a function has none."""

@@ -108,6 +108,11 @@ def own(tensor: Tensor) -> Tensor:
     """
     if under_transform():  # torch.func has no rule for the lazy kind
         return tensor.clone()
+    return lazy(tensor)
+
+
+def lazy(tensor: Tensor) -> Tensor:
+    """`own` where no transform of torch.func can be on."""
     try:
         return _lazy_clone(tensor)
     except (RuntimeError, NotImplementedError):  # memory that torch did not allocate (numpy, shared), odd layouts

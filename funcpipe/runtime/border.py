@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.tree import Spec, Tree, flatten, own, unflatten
+from funcpipe.core.tree import Spec, Tree, flatten, lazy, own, unflatten
 
 LEAF: Spec = flatten(None)[1]
 """The structure of a tree that is one leaf."""
@@ -33,6 +33,8 @@ class Border:
 
 def given(tree: Tree) -> Border:
     """What the caller gives: no gradients flow back into it."""
+    if isinstance(tree, Tensor):
+        return Border([tree], LEAF, (False,))
     leaves, spec = flatten(tree)
     return Border(leaves, spec, (False,) * len(leaves))
 
@@ -66,26 +68,31 @@ def share(leaves: Iterable[Any]) -> list[Any]:
 _sharing = threading.Lock()
 
 
-def open_border(border: Border, *, grad: bool) -> tuple[Tree, list[tuple[int, Tensor]]]:
-    """The tree that a stage gets, and the leaves that will hold the gradients of it: (index, leaf)."""
-    leaves: list[tuple[int, Tensor]] = []
+def open_border(border: Border, *, grad: bool) -> tuple[Tree, dict[int, Tensor]]:
+    """The tree that a stage gets, and the leaves that will hold the gradients of it, by their numbers."""
+    if border.spec is LEAF and isinstance(border.leaves[0], Tensor):  # most of the time
+        tensor = border.leaves[0]
+        if not (grad and border.flags[0]):
+            return lazy(tensor), {}
+        leaf = tensor.detach().requires_grad_()
+        return lazy(leaf), {0: leaf}
+    held: dict[int, Tensor] = {}
     out: list[Any] = []
     for index, value in enumerate(border.leaves):
         if isinstance(value, Tensor):
             if grad and border.flags[index]:
-                value = value.detach().requires_grad_()
-                leaves.append((index, value))
-            value = own(value)
+                value = held[index] = value.detach().requires_grad_()
+            value = lazy(value)  # a run refuses transforms
         out.append(value)
-    return (out[0] if border.spec is LEAF else unflatten(border.spec, out)), leaves
+    return unflatten(border.spec, out), held
 
 
 def close_border(tree: Tree) -> tuple[Border, list[Any]]:
     """What a stage hands out: the border, and its leaves with their graphs."""
-    if isinstance(tree, Tensor):
-        leaves, spec = [tree], LEAF
-    else:
-        leaves, spec = flatten(tree)
+    if isinstance(tree, Tensor):  # most of the time
+        tensor = dense(tree)
+        return Border([tensor.detach()], LEAF, (tensor.requires_grad,)), [tensor]
+    leaves, spec = flatten(tree)
     graph = [dense(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in graph]
     return Border([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in graph], spec, flags), graph

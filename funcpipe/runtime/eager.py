@@ -16,14 +16,19 @@ from torch import Tensor
 
 from funcpipe.core.errors import PlanError, StageError, bullets
 from funcpipe.core.result import Loss
-from funcpipe.core.stage import Stage, normalise
-from funcpipe.core.tree import Tree, flatten, is_differentiable, locations, own, unflatten
-from funcpipe.runtime.border import Border, add_gradients, close_border, dense, open_border, share
+from funcpipe.core.stage import Out, Stage
+from funcpipe.core.tree import Tree, flatten, is_differentiable, lazy, locations, unflatten
+from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, dense, open_border, share
 from funcpipe.runtime.program import Cotangents, Gradients, Report, Shares, StageArgs, StageOut
 from funcpipe.runtime.rng import Keyed, Keys, may_draw, saw
 
-_Held: TypeAlias = list[tuple[int, Tensor]]
-"""The leaves of a border that hold its gradients, each with its number among all."""
+_NOTHING = Report((), None, None)
+"""What most forwards have to report."""
+
+_engine: Any = torch.autograd.Variable._execution_engine.run_backward
+
+_Held: TypeAlias = dict[int, Tensor]
+"""The leaves of a border that hold its gradients, by their numbers among all."""
 
 
 class EagerResidual:
@@ -36,21 +41,21 @@ class EagerResidual:
         microbatch: int,
         y: list[Any],
         stash: dict[str, list[Any]],
-        ends: tuple[Loss | None, tuple[Any, Any] | None],
-        x: tuple[int, _Held],
+        loss: Loss | None,
+        side: tuple[Any, Any] | None,
+        x_count: int,
+        x: _Held,
         skips: list[tuple[int, _Held]],
     ) -> None:
-        self.microbatch, self.y, self.stash = microbatch, y, stash
-        self.loss, self.side = ends
-        self.x_count, self.x = x
-        self.skips = skips
+        self.microbatch, self.y, self.stash, self.loss, self.side = microbatch, y, stash, loss, side
+        self.x_count, self.x, self.skips = x_count, x, skips
         self.draws: dict[str, int] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the inputs and outputs; what autograd saved in between is not counted."""
-        named = [*self.y, *(leaf for leaves in self.stash.values() for leaf in leaves), *(leaf for _, leaf in self.x)]
-        named += [leaf for _, leaves in self.skips for _, leaf in leaves]
+        named = [*self.y, *(leaf for leaves in self.stash.values() for leaf in leaves), *self.x.values()]
+        named += [leaf for _, held in self.skips for leaf in held.values()]
         return sum(leaf.nbytes for leaf in named if isinstance(leaf, Tensor))
 
 
@@ -74,6 +79,10 @@ class EagerBound:
         self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
         self.loss, self.shares = loss, shares
         self.phase = ""
+        self.watched = may_draw(stage, train)
+        self.reentrant: bool | None = None
+        self.autocast = bool(_autocasting())  # of the caller; it travels to the lane
+        self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train)
         self.leaves, self.spec = flatten(params)
         self.versions = _versions(self.leaves)
         self.aliases = [_alias(leaf, want) for leaf, want in zip(self.leaves, trainable, strict=True)]
@@ -87,65 +96,84 @@ class EagerBound:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def forward(self, args: StageArgs, *, keep: bool) -> tuple[StageOut, EagerResidual | None]:
+    def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
         """Run the stage; with ``keep`` the residual is what its backward needs.
 
         In a plan with backwards autograd records even what is not kept: without it torch picks other kernels, which
         round differently, and the computation that is repeated would not be the one that was made.
         """
-        grad = self.backwards
+        run = self._drawing if self.watched else self._forward
         # Entering a grad mode costs more than asking for it, and it is the right one most of the time.
-        with nullcontext() if torch.is_grad_enabled() is grad else torch.set_grad_enabled(grad):
-            if may_draw(self.stage, self.train):
-                mode = Keyed(self.keys, self.index, self.places, args.microbatch)
-                with mode:
-                    out, residual = self._forward(args)
-                saw(self.stage, self.train, mode.drew)
-                residual.draws = mode.replayable
-            else:
-                out, residual = self._forward(args)
-        return out, residual if keep else None
+        if torch.is_grad_enabled() is self.backwards:
+            return run(args, keep)
+        with torch.set_grad_enabled(self.backwards):
+            return run(args, keep)
 
-    def _forward(self, args: StageArgs) -> tuple[StageOut, EagerResidual]:
-        stage, grad = self.stage, self.backwards
-        x, x_leaves = open_border(args.x, grad=grad)
-        skips: dict[str, Tree] = {}
+    def _drawing(self, args: StageArgs, keep: bool) -> StageOut:
+        """A forward that may draw random numbers."""
+        mode = Keyed(self.keys, self.index, self.places, args.microbatch)
+        with mode:
+            out = self._forward(args, keep)
+        saw(self.stage, self.train, mode.drew)
+        self.watched = may_draw(self.stage, self.train)
+        if keep:
+            out.residual.draws = mode.replayable
+        return out
+
+    def _forward(self, args: StageArgs, keep: bool) -> StageOut:
+        x, held = open_border(args.x, grad=self.backwards)
         skip_leaves: list[tuple[int, _Held]] = []
+        returned = self._call(x, args, skip_leaves) if self.declares else self.fn(x)
+        loss = side = None
+        stats: Tree = ()
+        stash: dict[str, Border] = {}
+        graphs: dict[str, list[Any]] = {}
+        if isinstance(returned, Out):
+            returned, given, stats, side = returned
+            self._check_stash(given)
+            for name in given:
+                stash[name], graphs[name] = close_border(given[name])
+        elif self.stage.stash:
+            self._check_stash({})
+        y, graph = close_border(returned)
+        if self.loss is not None:
+            loss = self._loss(self.loss, args.target, y, graph)
+            report = Report(_detached(stats), Loss(*map(_detached, loss)), _side(side))
+        elif side is None and _empty(stats):
+            report = _NOTHING
+        else:
+            report = Report(_detached(stats), None, _side(side))
+        if not keep:
+            return StageOut(y, report, None, stash)
+        residual = EagerResidual(args.microbatch, graph, graphs, loss, side, len(args.x.leaves), held, skip_leaves)
+        return StageOut(y, report, residual, stash)
+
+    def _call(self, x: Tree, args: StageArgs, skip_leaves: list[tuple[int, _Held]]) -> Any:
+        """Call a stage that declares skips, feeds, state or train."""
+        stage = self.stage
+        skips: dict[str, Tree] = {}
         for name, border in zip(stage.pop, args.skips, strict=True):
-            skips[name], leaves = open_border(border, grad=grad)
-            skip_leaves.append((len(border.leaves), leaves))
+            skips[name], held = open_border(border, grad=self.backwards)
+            skip_leaves.append((len(border.leaves), held))
         feeds = {name: open_border(b, grad=False)[0] for name, b in zip(stage.feeds, args.feeds, strict=True)}
         before = _versions(self.state_leaves)
         returned = self.fn(x, **stage.extras(skips, feeds, self.state, self.train))
         if self.state_leaves:
             self._refuse_state_writes(before)
-        out = normalise(returned)
-        self._check_stash(out.stash)
-        y, y_graph = close_border(out.y)
-        stash: dict[str, Border] = {}
-        graphs: dict[str, list[Any]] = {}
-        for name in out.stash:
-            stash[name], graphs[name] = close_border(out.stash[name])
-        loss = None if self.loss is None else self._loss(self.loss, args.target, y, y_graph)
-        entered = (len(args.x.leaves), x_leaves)
-        residual = EagerResidual(args.microbatch, y_graph, graphs, (loss, out.loss), entered, skip_leaves)
-        report = Report(_detached(out.stats), None if loss is None else Loss(*map(_detached, loss)), _side(out.loss))
-        return StageOut(y, stash, report), residual
+        return returned
 
     def _loss(self, fn: Callable[..., Any], target: Border | None, y: Border, graph: list[Any]) -> Loss:
         """The plan's loss of one microbatch, on the dense outputs."""
         assert target is not None
         self.phase = "loss"
         # The output may be handed out as well, so an in-place loss gets its own.
-        leaves = [own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in graph]
-        value = fn(unflatten(y.spec, leaves), open_border(target, grad=False)[0])
-        loss = as_loss(value)
+        leaves = [lazy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in graph]
+        tree = leaves[0] if y.spec is LEAF else unflatten(y.spec, leaves)
+        loss = as_loss(fn(tree, open_border(target, grad=False)[0]))
         self.phase = ""
         return loss
 
     def _check_stash(self, stash: Any) -> None:
-        if not stash and not self.stage.stash:
-            return
         allowed = {*self.stage.stash, *self.stage.offers}
         faults = [f"declares stash {name!r} but did not return it in Out(stash=...)" for name in self.stage.stash if name not in stash]  # fmt: skip
         faults += [f"returned stash {name!r} without declaring it; add stash=[{name!r}]" for name in stash if name not in allowed]  # fmt: skip
@@ -165,55 +193,56 @@ class EagerBound:
     def backward(self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
         """Plain autograd from the outputs into the leaves and the sums."""
         roots: list[Tensor] = []
-        cotangents: list[Tensor | None] = []
-
-        def root(tensor: Any, gradient: Tensor | None) -> None:
-            if isinstance(tensor, Tensor) and tensor.requires_grad and gradient is not None:
-                roots.append(tensor)
-                cotangents.append(gradient)
-
+        cotangents: list[Tensor] = []
         if y is not None:
-            for tensor, gradient in zip(residual.y, y, strict=True):
-                root(tensor, gradient)
+            _root(residual.y, y, roots, cotangents)
         for name, parts in stash.items():
-            for tensor, gradient in zip(residual.stash[name], add_gradients(None, *parts) or (), strict=True):
-                root(tensor, gradient)
-        self._loss_roots(residual, root)
-        leaves = [leaf for _, leaf in residual.x] + [leaf for _, own_ in residual.skips for _, leaf in own_]
-        inputs = self.inputs + leaves
+            _root(residual.stash[name], add_gradients(None, *parts) or (), roots, cotangents)
+        if self.shares is not None:
+            self._loss_roots(residual, self.shares, roots, cotangents)
+        inputs = [*self.inputs, *residual.x.values()]
+        for _, held in residual.skips:
+            inputs += held.values()
         if roots and inputs:
-            draws = residual.draws
-            replay = Keyed(self.keys, self.index, self.places, residual.microbatch, draws) if draws else nullcontext()
             # The reentrant torch.utils.checkpoint refuses a backward for some leaves only. Every leaf that requires a
             # gradient is one of ours, unless the stage holds parameters of its own; inputs= leaves those alone.
-            only = None if self._reentrant(roots) else inputs
-            with replay, _no_autocast():
-                torch.autograd.backward(roots, cotangents, inputs=only)
-        skips = [_gradients(count, own_) for count, own_ in residual.skips]
+            only = () if self._reentrant(roots) else tuple(inputs)
+            if residual.draws or self.autocast:
+                draws = residual.draws
+                replay = (
+                    Keyed(self.keys, self.index, self.places, residual.microbatch, draws) if draws else nullcontext()
+                )
+                with replay, _no_autocast():
+                    _walk(roots, cotangents, only)
+            else:
+                _walk(roots, cotangents, only)
+        skips = [_gradients(count, held) for count, held in residual.skips]
         return Cotangents(_gradients(residual.x_count, residual.x), skips)
 
     def _reentrant(self, roots: list[Tensor]) -> bool:
         """Does the stage use the reentrant checkpoint: looked up in its first graph, remembered."""
-        known: dict[bool, bool] = self.stage.__dict__.setdefault("_reentrant", {})
-        if self.train not in known:
-            known[self.train] = _has_node(roots, "CheckpointFunctionBackward")
-        return known[self.train]
+        if self.reentrant is None:
+            known: dict[bool, bool] = self.stage.__dict__.setdefault("_reentrant", {})
+            if self.train not in known:
+                known[self.train] = _has_node(roots, "CheckpointFunctionBackward")
+            self.reentrant = known[self.train]
+        return self.reentrant
 
-    def _loss_roots(self, residual: EagerResidual, root: Callable[[Any, Tensor], None]) -> None:
+    def _loss_roots(
+        self, residual: EagerResidual, shares: Shares, roots: list[Tensor], cotangents: list[Tensor]
+    ) -> None:
         """Where the gradients begin: the loss, and the stage's auxiliary loss, each by its factor."""
-        shares, microbatch = self.shares, residual.microbatch
-        if shares is None:
-            return
+        ends: list[tuple[Any, float]] = []
         if residual.loss is not None:
-            total = residual.loss.sum
-            factor = shares.factor(residual.loss, microbatch)
-            if factor:  # weight 0 adds exactly nothing, even where the loss is nan
-                root(total, torch.full_like(total, factor * shares.loss_scale))
+            ends.append((residual.loss.sum, shares.factor(residual.loss, residual.microbatch)))
         if residual.side is not None:
             total, weight = residual.side
-            factor = shares.share(microbatch)
-            if isinstance(total, Tensor) and factor and float(weight):
-                root(total, torch.full_like(total, factor / float(weight) * shares.loss_scale))
+            ends.append((total, shares.share(residual.microbatch) / float(weight) if float(weight) else 0.0))
+        for total, factor in ends:
+            # Factor 0 adds exactly nothing, even where the loss is nan.
+            if factor and isinstance(total, Tensor) and total.requires_grad:
+                roots.append(total)
+                cotangents.append(torch.full_like(total, factor * shares.loss_scale))
 
     def backward_input(
         self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]
@@ -294,13 +323,31 @@ def _has_node(roots: list[Tensor], name: str) -> bool:
     return False
 
 
+def _root(graph: Sequence[Any], gradients: Sequence[Tensor | None], roots: list[Tensor], out: list[Tensor]) -> None:
+    """Add the tensors that have a gradient to the roots of a backward."""
+    for tensor, gradient in zip(graph, gradients, strict=True):
+        if gradient is not None and isinstance(tensor, Tensor) and tensor.requires_grad:
+            roots.append(tensor)
+            out.append(gradient)
+
+
+def _walk(roots: list[Tensor], cotangents: list[Tensor], inputs: tuple[Tensor, ...]) -> None:
+    """``torch.autograd.backward`` from its second half on: cotangents have the shapes of their roots here.
+
+    The first half looks at every pair for nested tensors, symbolic shapes and more, and costs as much as the backward of
+    a small stage.
+    """
+    _engine(tuple(roots), tuple(cotangents), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
+
+
+def _autocasting() -> list[str]:
+    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+
 def _no_autocast() -> AbstractContextManager[Any]:
     """Backwards run in the types that their forwards chose; what a stage did with autocast off must stay exact."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    if not kinds:
-        return nullcontext()
     stack = ExitStack()
-    for kind in kinds:
+    for kind in _autocasting():
         stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
 
@@ -323,16 +370,22 @@ def _versions(leaves: Sequence[Any]) -> list[int]:
     return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
 
 
+def _empty(tree: Tree) -> bool:
+    return tree is None or (type(tree) is tuple and not tree)
+
+
 def _detached(tree: Tree) -> Tree:
-    if tree is None or (isinstance(tree, tuple) and not tree):
-        return tree  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(tree, Tensor):
+        return tree.detach()
+    if _empty(tree):
+        return tree
     leaves, spec = flatten(tree)
     return unflatten(spec, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
-def _gradients(count: int, leaves: list[tuple[int, Tensor]]) -> Gradients:
+def _gradients(count: int, held: _Held) -> Gradients:
     out: Gradients = [None] * count
-    for index, leaf in leaves:
+    for index, leaf in held.items():
         if leaf.grad is not None:
             out[index] = dense(leaf.grad)
     return out

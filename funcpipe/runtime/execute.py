@@ -69,9 +69,17 @@ class Execution:
         caller: dict[int, Border],
         *,
         threaded: bool,
+        timed: bool,
     ) -> None:
         self.plan, self.program, self.bounds, self.caller = plan, program, bounds, caller
         self.rows, self.count, self.late = program.rows, program.num_microbatches, program.late_frees
+        self.slots = [pool.slots for pool in program.pools]
+        self.sources = [pool.source for pool in program.pools]
+        # One thread and no streams: a value is at its reader as soon as it is made.
+        self.direct = [
+            not threaded and not any(i == CALLER or places[i].asynchronous for i in (pool.source, pool.lane))
+            for pool in program.pools
+        ]
         self.steps = [make_step(row, program.wires, plan.stages[row.stage], bounds[row.stage]) for row in program.rows]
         num_pools = len(program.pools)
         self.lanes = [Lane(i, place, program.lanes[i], num_pools) for i, place in enumerate(places)]
@@ -81,7 +89,7 @@ class Execution:
             )
             for pool in program.pools
         }
-        self.threaded = threaded
+        self.threaded, self.timed = threaded, timed
         self.stopped = False
 
     # -- one action --------------------------------------------------------------------------------------------------
@@ -89,9 +97,9 @@ class Execution:
     def perform(self, lane: Lane, position: int, code: int) -> None:
         """One action of a lane with everything around it."""
         lane.now = position
-        count = self.count
+        count, here = self.count, lane.here
         index, microbatch = divmod(code, count)
-        row, here = self.rows[index], lane.here
+        row, step = self.rows[index], self.steps[index]
         for wire, pool in row.fetches:
             self._fetch(lane, wire * count + microbatch, pool)
         reads: list[Any] = []
@@ -100,9 +108,12 @@ class Execution:
             while number not in here:
                 self._wait(lane)
             reads.append(here[number])
-        start = perf_counter_ns()
-        results = self.steps[index](reads, microbatch)
-        lane.spans.append((code, start, perf_counter_ns()))
+        if self.timed:
+            start = perf_counter_ns()
+            results = step(reads, microbatch)
+            lane.spans.append((code, start, perf_counter_ns()))
+        else:
+            results = step(reads, microbatch)
         for at, wire in enumerate(row.writes):
             here[wire * count + microbatch] = results[at]
         del reads, results  # else a value would outlive its free while this lane waits for a slot
@@ -110,32 +121,37 @@ class Execution:
             del here[wire * count + microbatch]
             if pool >= 0:
                 self._credit(lane, pool)
-        for number, pool in self.late.get(position, ()):
-            del here[number]
-            if pool >= 0:
-                self._credit(lane, pool)
+        if position in self.late:
+            for number, pool in self.late[position]:
+                del here[number]
+                if pool >= 0:
+                    self._credit(lane, pool)
         for wire, to, pool in row.sends:
-            self._send(lane, wire * count + microbatch, to, pool)
+            number = wire * count + microbatch
+            if self.direct[pool]:
+                self._count(lane, pool)
+                self.lanes[to].here[number] = here[number]
+            else:
+                self._send(lane, number, to, pool)
         for wire in row.drops:
             del here[wire * count + microbatch]
 
     # -- values between lanes ----------------------------------------------------------------------------------------
 
     def _fetch(self, lane: Lane, number: int, pool: int) -> None:
-        self._count(lane, pool)
-        freed = lane.freed[pool]
-        need = lane.sent[pool] - self.program.pools[pool].slots
-        ticket = self.edges[CALLER, lane.index].send(self.caller[number], freed[need - 1] if need > 0 else None)
-        lane.place.wait(ticket.event)
+        need = self._count(lane, pool)
+        ticket = self.edges[CALLER, lane.index].send(self.caller[number], lane.freed[pool][need] if need >= 0 else None)
+        if ticket.event is not None:
+            lane.place.wait(ticket.event)
         lane.here[number] = ticket.value
 
     def _send(self, lane: Lane, number: int, to: int, pool: int) -> None:
-        need = lane.sent[pool] + 1 - self.program.pools[pool].slots
+        need = lane.sent[pool] - self.slots[pool]
         freed = lane.freed[pool]
-        while len(freed) < need:  # every slot is taken: wait until the reader frees one
+        while len(freed) <= need:  # every slot is taken: wait until the reader frees one
             self._wait(lane)
         self._count(lane, pool)
-        ticket = self.edges[lane.index, to].send(lane.here[number], freed[need - 1] if need > 0 else None)
+        ticket = self.edges[lane.index, to].send(lane.here[number], freed[need] if need >= 0 else None)
         self.post(self.lanes[to], number, ticket)
 
     def _wait(self, lane: Lane) -> None:
@@ -143,13 +159,18 @@ class Execution:
             raise FuncpipeError("internal error: a task came before what it waits for in plan order")
         lane.take()
 
-    def _count(self, lane: Lane, pool: int) -> None:
-        lane.sent[pool] += 1
-        lane.most[pool] = max(lane.most[pool], lane.sent[pool] - len(lane.freed[pool]))
+    def _count(self, lane: Lane, pool: int) -> int:
+        """One more value in a pool. Returns which of the slots' frees it follows, in order; below 0: none."""
+        sent = lane.sent[pool] = lane.sent[pool] + 1
+        live = sent - len(lane.freed[pool])
+        if live > lane.most[pool]:
+            lane.most[pool] = live
+        return sent - 1 - self.slots[pool]
 
     def _credit(self, lane: Lane, pool: int) -> None:
         """A slot at this lane is free once the lane has done what it has queued: tell the sender."""
-        source, event = self.program.pools[pool].source, lane.place.event()
+        source = self.sources[pool]
+        event = lane.place.event() if lane.place.asynchronous else None
         if source == CALLER:
             lane.freed[pool].append(event)
         elif self.threaded:
@@ -162,7 +183,8 @@ class Execution:
         if self.threaded:
             lane.inbox.put((number, ticket))
         else:
-            lane.place.wait(ticket.event)
+            if ticket.event is not None:
+                lane.place.wait(ticket.event)
             lane.here[number] = ticket.value
 
     # -- after the run -----------------------------------------------------------------------------------------------
@@ -208,6 +230,10 @@ class Execution:
         schedule = self.plan.schedule.first(self.program.num_microbatches)
         peak = tuple(residual_peak(order, schedule) for order in schedule.orders)
         return Timeline(tuple(spans), len(self.lanes), peak, "s", 0.0, schedule.name)
+
+    def busy(self) -> float:
+        """Seconds that all lanes together spent in actions."""
+        return sum(end - start for lane in self.lanes for _, start, end in lane.spans) / 1e9
 
     def most(self) -> tuple[int, ...]:
         """The most values that lay in each pool at a time."""

@@ -40,7 +40,8 @@ def finish(ready: Prepared, reports: ByPlace, outputs: ByPlace, timeline: Timeli
         merged = merge(pieces, ready.batch.rows, merged=ready.batch.merged)
     for bound in ready.bounds:
         bound.release()
-    return Result(loss, weight, losses, aux, grads, tuple(unused), state, merged, timeline, stats)
+    scale = ready.shares.loss_scale
+    return Result(loss, weight, losses, aux, grads, tuple(unused), state, merged, timeline, stats, scale)
 
 
 def _refuse_param_writes(ready: Prepared) -> None:

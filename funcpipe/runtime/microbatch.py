@@ -12,7 +12,7 @@ from torch import Tensor
 from funcpipe.core.errors import BatchError, Where, bullets, fail
 from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Tree, flatten, locations, own, unflatten
-from funcpipe.runtime.border import Border, given, open_border, share
+from funcpipe.runtime.border import LEAF, Border, given, open_border, share
 from funcpipe.runtime.program import Shares
 
 
@@ -149,7 +149,8 @@ class _Leaves:
     def __init__(self, name: str, tree: Tree) -> None:
         self.name = name
         self.ready = tree if isinstance(tree, Microbatches) else None
-        self.leaves, self.spec = flatten(tree if self.ready is None else None)
+        self.leaves, spec = flatten(tree if self.ready is None else None)
+        self.spec = LEAF if isinstance(tree, Tensor) else spec
         self.axes: list[int | None] = []
         self.faults: list[str] = []
         self.rows: dict[str, int] = {}

@@ -54,11 +54,19 @@ class Report(NamedTuple):
 
 
 class StageOut(NamedTuple):
-    """What a forward gives: output, stash by name, report."""
+    """What a forward gives.
+
+    Attributes:
+        y: the output.
+        report: for the end of the batch.
+        residual: what the backward needs, None where nothing is kept.
+        stash: by name.
+    """
 
     y: Border
-    stash: dict[str, Border]
     report: Report
+    residual: Any
+    stash: dict[str, Border]
 
 
 class Cotangents(NamedTuple):
@@ -82,7 +90,7 @@ class Bound(Protocol):
 
     phase: str
 
-    def forward(self, args: StageArgs, *, keep: bool) -> tuple[StageOut, Any]:
+    def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
         """F; R is the same call with the outputs dropped."""
         ...
 

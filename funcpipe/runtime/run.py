@@ -79,7 +79,9 @@ def _execute(ready: Prepared, executor: Any, *, record: bool) -> Result:
     threaded, reason, crew = _choose(executor, ready)
     alone = [sum(other == device for other in ready.where) == 1 for device in ready.where]
     places = [Place(device, alone=one) for device, one in zip(ready.where, alone, strict=True)]
-    execution = Execution(plan, ready.program, ready.bounds, places, _numbered(ready), threaded=threaded)
+    execution = Execution(
+        plan, ready.program, ready.bounds, places, _numbered(ready), threaded=threaded, timed=record or threaded
+    )
     token = RUNNING.set(True)
     began = perf_counter()
     try:
@@ -98,7 +100,8 @@ def _execute(ready: Prepared, executor: Any, *, record: bool) -> Result:
             place.join()
         RUNNING.reset(token)
     seconds = perf_counter() - began
-    _remember(plan, execution)
+    busy = execution.busy() if execution.timed else seconds
+    plan.__dict__["_mean_action"] = busy / max(1, len(ready.program.order))  # for the next choice of an executor
     name = "threads" if threaded else "serial"
     stats = RunStats(name, reason, ready.threads, ready.batch.num_microbatches, seconds, execution.most())
     reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
@@ -160,9 +163,3 @@ def _choose(executor: Any, ready: Prepared) -> tuple[bool, str, Lanes | None]:
 def _refuse_uncarried(found: Sequence[str]) -> None:
     if found:
         raise PlanError(f"{', '.join(found)} cannot be taken over by other threads; use executor='serial'")
-
-
-def _remember(plan: Plan, execution: Execution) -> None:
-    """How long an action takes, for the next choice of an executor."""
-    total = sum(end - start for lane in execution.lanes for _, start, end in lane.spans)
-    plan.__dict__["_mean_action"] = total / 1e9 / max(1, len(execution.program.order))

@@ -119,10 +119,10 @@ class _Loop:
                 self.moved(batch.target[m], stage) if last and batch.target is not None else None,
                 m,
             )
-            out, residual = self.ready.bounds[stage].forward(args, keep=keep)
+            out = self.ready.bounds[stage].forward(args, keep=keep)
             self.reports[stage, m] = out.report
-            if residual is not None:
-                self.residuals[stage, m] = residual
+            if out.residual is not None:
+                self.residuals[stage, m] = out.residual
             skips.update({name: value for name, value in out.stash.items() if name in self.routes})
             x = out.y
         if plan.outputs:

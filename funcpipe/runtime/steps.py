@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias, assert_never
 
 from funcpipe.core.plan import Role, Row, Wire
@@ -40,24 +40,29 @@ def _forward(row: Row, wires: Sequence[Wire], stage: Stage, bound: Bound) -> Ste
     loss = len(row.reads) > feeds
     keeps = row.keeps or row.kind is Kind.R
     forward = bound.forward
-    picks = [_pick(wires[number]) for number in row.writes]
+    take = _taker([wires[number] for number in row.writes])
 
     def step(reads: list[Any], microbatch: int) -> Sequence[Any]:
         target = reads[feeds] if loss else None
-        both = forward(StageArgs(reads[0], reads[1:pops], reads[pops:feeds], target, microbatch), keep=keeps)
-        return [pick(both) for pick in picks]
+        if feeds == 1:  # neither skips nor feeds, most of the time
+            args = StageArgs(reads[0], (), (), target, microbatch)
+        else:
+            args = StageArgs(reads[0], reads[1:pops], reads[pops:feeds], target, microbatch)
+        return take(forward(args, keep=keeps))
 
     return step
 
 
-def _pick(wire: Wire) -> Callable[[tuple[StageOut, Any]], Any]:
-    """Where a value that a forward writes stands in what it returned."""
-    role, name = wire.role, wire.name
-    if role is Role.ACT or role is Role.OUTPUT:
-        return lambda both: both[0].y
-    if role is Role.SKIP:
-        return lambda both: both[0].stash[name]
-    return (lambda both: both[0].report) if role is Role.REPORT else (lambda both: both[1])
+def _taker(wires: Sequence[Wire]) -> Callable[[StageOut], Sequence[Any]]:
+    """What picks the values that a forward writes out of what it returned."""
+    places = {Role.ACT: 0, Role.OUTPUT: 0, Role.REPORT: 1, Role.RESIDUAL: 2}
+    if len(wires) > 1 and all(wire.role in places for wire in wires):
+        return itemgetter(*[places[wire.role] for wire in wires])
+
+    def take(out: StageOut) -> Sequence[Any]:
+        return [out.stash[wire.name] if wire.role is Role.SKIP else out[places[wire.role]] for wire in wires]
+
+    return take
 
 
 def _backward(row: Row, wires: Sequence[Wire], bound: Bound) -> Step:
@@ -73,14 +78,15 @@ def _backward(row: Row, wires: Sequence[Wire], bound: Bound) -> Step:
 
     def step(reads: list[Any], microbatch: int) -> Sequence[Any]:
         y = None if output is None else reads[output].leaves
-        stash = {name: [leaves_of(reads[at]) for at in places] for name, places in stashed.items()}
-        rest: list[Any] = []
+        stash = {name: [leaves_of(reads[at]) for at in places] for name, places in stashed.items()} if stashed else {}
         if split:
             gradients, residual = bound.backward_input(reads[0], y, stash)
-            rest = [residual]
         else:
-            gradients = bound.backward(reads[0], y, stash)
-        parts = gradients.skips if first else [gradients.x, *gradients.skips]
-        return [*(Border(leaves, LEAF, ()) for leaves in parts), *rest]
+            gradients, residual = bound.backward(reads[0], y, stash), None
+        out: list[Any] = [] if first else [Border(gradients.x, LEAF, ())]
+        out += [Border(leaves, LEAF, ()) for leaves in gradients.skips]
+        if split:
+            out.append(residual)
+        return out
 
     return step
