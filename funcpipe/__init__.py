@@ -9,8 +9,10 @@ from __future__ import annotations
 from funcpipe.core.compose import compose as compose
 from funcpipe.core.errors import BatchError as BatchError
 from funcpipe.core.errors import FuncpipeError as FuncpipeError
+from funcpipe.core.errors import NotFiniteError as NotFiniteError
 from funcpipe.core.errors import PlacementError as PlacementError
 from funcpipe.core.errors import PlanError as PlanError
+from funcpipe.core.errors import RunTimeout as RunTimeout
 from funcpipe.core.errors import ScheduleError as ScheduleError
 from funcpipe.core.errors import StageError as StageError
 from funcpipe.core.errors import Where as Where
@@ -49,6 +51,8 @@ from funcpipe.runtime.place import place as place
 from funcpipe.runtime.rng import fold_in as fold_in
 from funcpipe.runtime.run import run as run
 from funcpipe.runtime.sequential import run_sequential as run_sequential
+from funcpipe.runtime.vjp import Pullback as Pullback
+from funcpipe.runtime.vjp import vjp as vjp
 from funcpipe.schedules.check import check as check
 from funcpipe.schedules.families import fill_drain as fill_drain
 from funcpipe.schedules.families import interleaved as interleaved

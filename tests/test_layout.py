@@ -22,6 +22,7 @@ ALLOWED = {
     "view": {"core", "schedules", "lower"},
     "models": {"core"},
     "runtime": {"core", "schedules", "lower"},
+    "testing": {"core", "lower", "runtime"},
 }
 WITHOUT_TORCH = {"schedules", "lower", "view"}
 FACE = {"__init__.py", "__main__.py", "demo.py"}

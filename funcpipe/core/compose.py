@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.stage import BoundFn, Out, Stage, normalise, scope
+from funcpipe.core.stage import BoundFn, Out, Stage, normalise, scope, side_loss
 from funcpipe.core.tree import Tree, map_leaves, own
 
 
@@ -77,9 +77,10 @@ def chain(
         skips.update(out.stash)
         stash.update(out.stash)
         stats.append(out.stats)
-        if out.loss is not None:
-            losses.append(out.loss)
-    loss = None
+        side = side_loss(out)
+        if side is not None:
+            losses.append(side)
+    loss: tuple[Any, ...] = ()
     if len(losses) == 1:
         loss = losses[0]
     elif losses:
@@ -109,7 +110,7 @@ class _Composition:
             states = ((),) * len(self.stages)
         _check_length("state", states, self.stages)
         out = chain(self.stages, calls, x, {"train": False, **extras}, states)
-        plain = not out.stash and out.loss is None and not any(part.commit for part in self.stages)
+        plain = not out.stash and side_loss(out) is None and not any(part.commit for part in self.stages)
         return out.y if plain else out
 
     def bind(self, params: Tree, state: Tree) -> BoundFn:

@@ -67,6 +67,14 @@ class StageError(FuncpipeError):
     funcpipe: Where = Where(None, "", None, "", "")
 
 
+class NotFiniteError(StageError, ArithmeticError):
+    """With ``check="finite"``: a stage made NaN or Inf. It is the first in its lane's order."""
+
+
+class RunTimeout(FuncpipeError, TimeoutError):
+    """With ``timeout=``: nothing went on for so long. The message says what every lane did last and waits for."""
+
+
 def bullets(title: str, faults: Iterable[str]) -> str:
     """One message for many faults: a title, then a line for each."""
     return "\n".join([title, *(f"  * {fault}" for fault in faults)])

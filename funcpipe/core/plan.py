@@ -40,6 +40,8 @@ class Role(Enum):
     """A stashed value, for the stages that pop it."""
     GRAD = "grad"
     """The gradient of a stage's output."""
+    INPUT_GRAD = "input_grad"
+    """The gradient of a microbatch of the inputs, in the program of a `vjp`; the caller takes it."""
     SKIP_GRAD = "skip_grad"
     """The gradient of a skip from one of its poppers (the peer)."""
     RESIDUAL = "residual"
@@ -216,6 +218,11 @@ class Lowered:
         """The action with this code of the order."""
         row, microbatch = divmod(code, self.num_microbatches)
         return Action(self.rows[row].kind, self.rows[row].stage, microbatch)
+
+    @cached_property
+    def num_forwards(self) -> int:
+        """How many actions are F."""
+        return sum(self.rows[code // self.num_microbatches].kind is Kind.F for code in self.order)
 
     @cached_property
     def late_frees(self) -> dict[int, tuple[tuple[int, int], ...]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from funcpipe.core.errors import ScheduleError, bullets
 from funcpipe.core.schedule import Action, Kind
-from funcpipe.core.tree import Tree
+from funcpipe.core.tree import Tree, flatten, is_differentiable
 
 PerStage = float | Sequence[float]
 """One number for all stages, or one for each."""
@@ -313,3 +313,9 @@ class Result:
     timeline: Timeline | None
     stats: RunStats
     loss_scale: float = 1.0
+
+    @cached_property
+    def finite(self) -> bool:
+        """Are the loss and all gradients finite. Looked up when asked, once; waits for the devices."""
+        numbers = [leaf for leaf in flatten((self.loss, self.grads))[0] if is_differentiable(leaf)]
+        return all(bool(leaf.isfinite().all()) for leaf in numbers)

@@ -25,13 +25,14 @@ class Out(NamedTuple):
         stash: a tree for each declared name; later stages take it by ``pop``.
         stats: statistics of this microbatch for the stage's ``commit``, any tree.
         loss: an auxiliary loss ``(sum, weight)``; each microbatch adds ``sum / weight`` with the microbatch's own
-            weight to the plan's loss. None for none.
+            weight to the plan's loss. () for none (not None: every leaf of an ``Out`` is a tensor then, as vmap and
+            jvp want it).
     """
 
     y: Tree
     stash: Mapping[str, Tree] = {}
     stats: Tree = ()
-    loss: tuple[Any, Any] | None = None
+    loss: tuple[Any, Any] | tuple[()] | None = ()
 
 
 class BoundFn(Protocol):
@@ -190,6 +191,12 @@ class Stage:
 def normalise(result: Any) -> Out:
     """What a stage function returned, as an Out."""
     return result if isinstance(result, Out) else Out(result)
+
+
+def side_loss(out: Out) -> tuple[Any, Any] | None:
+    """The auxiliary loss of a stage, None for none."""
+    loss: Any = out.loss
+    return None if isinstance(loss, tuple) and not loss else loss
 
 
 @overload

@@ -21,12 +21,14 @@ class Context:
         routes: the skips.
         loss: does the last stage end in the plan's loss.
         outputs: does the caller get the last stage's outputs.
+        inputs: does the caller get the gradients of the inputs.
     """
 
     stages: Sequence[Stage]
     routes: Mapping[str, Route]
     loss: bool
     outputs: bool
+    inputs: bool = False
 
 
 def effects(kind: Kind, stage: int, keeps: bool, given: Context) -> tuple[list[Wire], list[Wire]]:
@@ -65,7 +67,7 @@ def effects(kind: Kind, stage: int, keeps: bool, given: Context) -> tuple[list[W
             for name in stashes:
                 poppers = sorted(given.routes[name].pops, reverse=True)
                 cotangents += [Wire(Role.SKIP_GRAD, stage, name, popper) for popper in poppers]
-            gradients = [Wire(Role.GRAD, stage - 1)] if stage else []
+            gradients = [Wire(Role.GRAD, stage - 1)] if stage else [Wire(Role.INPUT_GRAD, 0)] if given.inputs else []
             gradients += [Wire(Role.SKIP_GRAD, given.routes[name].stash, name, stage) for name in this.pop]
             gradients += [Wire(Role.WEIGHT_RESIDUAL, stage)] if kind is Kind.I else []
             return [residual, *cotangents], gradients

@@ -75,16 +75,16 @@ def make_plan(
     )
 
 
-def program_for(plan: Plan, num_microbatches: int) -> Lowered:
-    """The plan's program for a batch with fewer microbatches: the tasks of the others are dropped."""
-    if num_microbatches >= plan.num_microbatches:
+def program_for(plan: Plan, num_microbatches: int, *, halves: bool = False) -> Lowered:
+    """The plan's program for a batch with fewer microbatches (the tasks of the others are dropped), or for a `vjp`."""
+    if num_microbatches >= plan.num_microbatches and not halves:
         return plan.program
-    cache: dict[int, Lowered] = plan.__dict__.setdefault("_programs", {})
-    found = cache.get(num_microbatches)
+    cache: dict[tuple[int, bool], Lowered] = plan.__dict__.setdefault("_programs", {})
+    found = cache.get((num_microbatches, halves))
     if found is None:
         schedule = plan.schedule.first(num_microbatches)
-        found = lower(plan.stages, schedule, loss=plan.loss is not None, outputs=plan.outputs)
-        cache[num_microbatches] = found
+        found = lower(plan.stages, schedule, loss=plan.loss is not None, outputs=plan.outputs, halves=halves)
+        cache[num_microbatches, halves] = found
     return found
 
 

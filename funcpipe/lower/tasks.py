@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from funcpipe.core.errors import PlanError
+from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.plan import CALLER, Lowered, Pool, Role, Row, Wire
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.stage import Stage
@@ -21,10 +21,10 @@ from funcpipe.schedules.check import Legal, examine
 
 _KINDS = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W)
 _GIVEN = (Role.INPUT, Role.TARGET, Role.FEED)
-_TAKEN = (Role.REPORT, Role.OUTPUT)
+_TAKEN = (Role.REPORT, Role.OUTPUT, Role.INPUT_GRAD)
 
 
-def lower(stages: Sequence[Stage], schedule: Schedule, *, loss: bool, outputs: bool) -> Lowered:
+def lower(stages: Sequence[Stage], schedule: Schedule, *, loss: bool, outputs: bool, halves: bool = False) -> Lowered:
     """Lower a schedule for stages. Linear in the number of actions.
 
     Args:
@@ -32,20 +32,39 @@ def lower(stages: Sequence[Stage], schedule: Schedule, *, loss: bool, outputs: b
         schedule: any schedule; it is checked.
         loss: does the plan have a loss.
         outputs: does the caller get the last stage's outputs.
+        halves: the program of a `vjp`: every forward comes before anything else, and the caller gets outputs and the
+            gradients of the inputs.
 
     Raises:
         ScheduleError: the schedule is not legal.
-        PlanError: the number of stages differs, or stash and pop do not match.
+        PlanError: the number of stages differs, stash and pop do not match, or halves are asked for and a device has
+            a forward after a backward.
     """
     legal = examine(schedule)
     if len(stages) != schedule.num_stages:
         raise PlanError(f"the schedule has {schedule.num_stages} stages, but {len(stages)} are given")
-    rows = _Rows(Context(stages, routes(stages), loss, outputs), schedule, legal)
+    if halves:
+        _refuse_mixed(schedule)
+    rows = _Rows(Context(stages, routes(stages), loss, outputs or halves, halves), schedule, legal)
     order = rows.order()
+    if halves:  # no lane's own order changes: its forwards are first already
+        order.sort(key=lambda code: rows.made[code // schedule.num_microbatches].kind is not Kind.F)
     late, slots = _lives(rows.made, order, schedule.num_microbatches, len(rows.pools))
     pools = tuple(Pool(*key, slots[number]) for key, number in rows.pools.items())
     counts = (schedule.num_stages, schedule.num_microbatches, schedule.num_devices)
     return Lowered(*counts, tuple(rows.wires), tuple(rows.made), tuple(order), pools, late)
+
+
+def _refuse_mixed(schedule: Schedule) -> None:
+    """Forwards first, on every device; else they cannot run without the backwards."""
+    faults: list[str] = []
+    for device, order in enumerate(schedule.orders):
+        begun = next((at for at, action in enumerate(order) if action.kind is not Kind.F), len(order))
+        late = next((action for action in order[begun:] if action.kind is Kind.F), None)
+        if late is not None:
+            faults.append(f"device {device} runs {late} after {order[begun]}")
+    if faults:
+        raise PlanError(bullets("vjp runs all forwards before it knows the cotangents, so no forward may stand after a backward; use fp.fill_drain or fp.looped_bfs:", faults))  # fmt: skip
 
 
 class _Rows:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
 import torch
 from torch.utils._device import DeviceContext
 
-from funcpipe.core.errors import FuncpipeError
+from funcpipe.core.errors import FuncpipeError, Where
 from funcpipe.core.tree import under_transform
 
-RUNNING: ContextVar[bool] = ContextVar("funcpipe_running", default=False)
-"""True inside of a run: a stage that calls `run` is refused."""
+RUNNING: ContextVar[Callable[[], Where] | None] = ContextVar("funcpipe_running", default=None)
+"""Inside of a run: says which action this thread is in. A stage that calls `run` is refused."""
 
 
 def refuse_transforms(name: str) -> None:

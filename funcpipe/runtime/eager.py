@@ -16,7 +16,7 @@ from torch import Tensor
 
 from funcpipe.core.errors import PlanError, StageError, bullets
 from funcpipe.core.result import Loss
-from funcpipe.core.stage import Out, Stage
+from funcpipe.core.stage import Out, Stage, side_loss
 from funcpipe.core.tree import Tree, flatten, is_differentiable, lazy, locations, unflatten
 from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, dense, open_border, share
 from funcpipe.runtime.program import Cotangents, Gradients, Report, Shares, StageArgs, StageOut
@@ -129,7 +129,8 @@ class EagerBound:
         stash: dict[str, Border] = {}
         graphs: dict[str, list[Any]] = {}
         if isinstance(returned, Out):
-            returned, given, stats, side = returned
+            side = side_loss(returned)
+            returned, given, stats, _ = returned
             self._check_stash(given)
             for name in given:
                 stash[name], graphs[name] = close_border(given[name])
@@ -269,6 +270,10 @@ class EagerBound:
         }
         trainable = {id(alias) for alias in self.inputs}
         return [i for i, a in enumerate(self.aliases) if id(a) in trainable and id(a) not in touched]
+
+    def params_now(self) -> list[Any]:
+        """The aliases that the stage computes with."""
+        return self.aliases
 
     def written(self) -> list[int]:
         """Parameter leaves (by number) that the stage wrote into, which it must not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import Any, NoReturn
@@ -13,7 +14,7 @@ from funcpipe.core.errors import FuncpipeError, Where, located
 from funcpipe.core.plan import CALLER, Lowered, Plan, Role
 from funcpipe.core.result import Span, Timeline
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.context import no_autocast_cache
+from funcpipe.runtime.context import RUNNING, no_autocast_cache
 from funcpipe.runtime.program import Bound
 from funcpipe.runtime.steps import make_step
 from funcpipe.runtime.stream import Channel, Edge, Place, Ticket
@@ -34,8 +35,9 @@ class Lane:
     a free slot) in the inbox.
     """
 
-    def __init__(self, index: int, place: Place, order: list[tuple[int, int]], num_pools: int) -> None:
-        self.index, self.place, self.order = index, place, order
+    def __init__(self, index: int, place: Place, num_pools: int) -> None:
+        self.index, self.place = index, place
+        self.order: list[tuple[int, int]] = []
         self.here: dict[int, Any] = {}
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.freed: list[list[Any]] = [[] for _ in range(num_pools)]
@@ -43,6 +45,8 @@ class Lane:
         self.most = [0] * num_pools
         self.spans: list[tuple[int, int, int]] = []
         self.now = -1
+        self.waits: int | None = None
+        self.thread = 0
 
     def take(self) -> None:
         """Wait for one message and act on it."""
@@ -82,7 +86,8 @@ class Execution:
         ]
         self.steps = [make_step(row, program.wires, plan.stages[row.stage], bounds[row.stage]) for row in program.rows]
         num_pools = len(program.pools)
-        self.lanes = [Lane(i, place, program.lanes[i], num_pools) for i, place in enumerate(places)]
+        self.lanes = [Lane(i, place, num_pools) for i, place in enumerate(places)]
+        self.part = (0, 0)
         self.edges: dict[tuple[int, int], Channel] = {
             (pool.source, pool.lane): Edge(
                 None if pool.source == CALLER else places[pool.source], places[pool.lane], threaded=threaded
@@ -91,6 +96,13 @@ class Execution:
         }
         self.threaded, self.timed = threaded, timed
         self.stopped = False
+
+    def aim(self, start: int, stop: int) -> None:
+        """What runs next: the actions from one position of the plan order to another."""
+        self.part = (start, stop)
+        whole = (start, stop) == (0, len(self.program.order))
+        for lane, order in zip(self.lanes, self.program.lanes, strict=True):
+            lane.order = order if whole else [step for step in order if start <= step[0] < stop]
 
     # -- one action --------------------------------------------------------------------------------------------------
 
@@ -106,7 +118,7 @@ class Execution:
         for wire in row.reads:
             number = wire * count + microbatch
             while number not in here:
-                self._wait(lane)
+                self._wait(lane, number)
             reads.append(here[number])
         if self.timed:
             start = perf_counter_ns()
@@ -149,15 +161,18 @@ class Execution:
         need = lane.sent[pool] - self.slots[pool]
         freed = lane.freed[pool]
         while len(freed) <= need:  # every slot is taken: wait until the reader frees one
-            self._wait(lane)
+            self._wait(lane, -1 - pool)
         self._count(lane, pool)
         ticket = self.edges[lane.index, to].send(lane.here[number], freed[need] if need >= 0 else None)
         self.post(self.lanes[to], number, ticket)
 
-    def _wait(self, lane: Lane) -> None:
+    def _wait(self, lane: Lane, number: int) -> None:
+        """Wait for one message; ``number`` says what for: a value, or -1 - pool for a slot."""
         if not self.threaded:
             raise FuncpipeError("internal error: a task came before what it waits for in plan order")
+        lane.waits = number
         lane.take()
+        lane.waits = None
 
     def _count(self, lane: Lane, pool: int) -> int:
         """One more value in a pool. Returns which of the slots' frees it follows, in order; below 0: none."""
@@ -198,6 +213,24 @@ class Execution:
         word = f"{action} ({phase})" if phase else str(action)
         device = f"{lane.index} ({lane.place.device})"
         return Where(row.stage, self.plan.stages[row.stage].name, action.microbatch, word, device)
+
+    def failure(self, lane: Lane, error: BaseException) -> BaseException:
+        """What the run raises for an error of a lane: it knows where, and (out of memory) what to do."""
+        found = located(error, self.where(lane))
+        if _out_of_memory(error):
+            held = [value for number, value in lane.here.items() if self._role(number) is Role.RESIDUAL]
+            schedule = self.plan.schedule.first(self.count)
+            most = residual_peak(schedule.orders[lane.index], schedule)
+            size = sum(value.nbytes for value in held) / 2**20
+            found.__dict__.setdefault("__notes__", []).append(
+                f"device {lane.index} holds {len(held)} residuals (the schedule's most is {most:g}) with {size:.1f} MiB at "
+                f"their borders{_free(lane.place.device)}; to hold less: more microbatches of fewer rows, "
+                "fp.remat(schedule), or a schedule that holds fewer (fp.one_f_one_b)"
+            )
+        return found
+
+    def _role(self, number: int) -> Role:
+        return self.program.wires[number // self.count].role
 
     def collect(self, role: Role) -> dict[tuple[int, int], Any]:
         """What the caller takes, by (stage, microbatch); it leaves the stores."""
@@ -240,15 +273,34 @@ class Execution:
         return tuple(max(lane.most[pool] for lane in self.lanes) for pool in range(len(self.program.pools)))
 
 
+def _out_of_memory(error: BaseException) -> bool:
+    words = ("can't allocate memory", "out of memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
+def _free(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    return f", {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free"
+
+
 def run_serial(execution: Execution) -> None:
     """Everything on this thread, in plan order."""
     lanes, program = execution.lanes, execution.program
     lane_of = [row.lane for row in program.rows]
     count = program.num_microbatches
     lane = lanes[0]
+    for one in lanes:
+        one.thread = threading.get_ident()
+    RUNNING.set(lambda: execution.where(lane))  # whoever began the run sets it back
     with no_autocast_cache(), torch.autograd.set_multithreading_enabled(False):
         try:
-            for position, code in enumerate(program.order):
+            start, stop = execution.part
+            for position in range(start, stop):
+                code = program.order[position]
                 lane = lanes[lane_of[code // count]]
                 if lane.place.asynchronous:
                     with lane.place.active():
@@ -256,7 +308,7 @@ def run_serial(execution: Execution) -> None:
                 else:
                     execution.perform(lane, position, code)
         except BaseException as error:  # in here: context managers write to the exceptions that they see
-            raise_located([(lane.now, located(error, execution.where(lane)))])
+            raise_located([(lane.now, execution.failure(lane, error))])
 
 
 def raise_located(failures: list[tuple[int, BaseException]]) -> NoReturn:

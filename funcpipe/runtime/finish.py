@@ -11,47 +11,59 @@ from torch import Tensor
 from funcpipe.core.errors import BatchError, PlanError, Where, bullets, fail
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Loss, Result, RunStats, Timeline
+from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves, own, paths, unflatten
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.microbatch import merge
 from funcpipe.runtime.prepare import Prepared, key_of
 from funcpipe.runtime.program import Report
+from funcpipe.runtime.seam import merge
 
 ByPlace = Mapping[tuple[int, int], Any]
 """Values by (stage, microbatch)."""
 
 
-def finish(ready: Prepared, reports: ByPlace, outputs: ByPlace, timeline: Timeline | None, stats: RunStats) -> Result:
-    """What a run gives back, from what its forwards reported and its backwards summed."""
+def finish(
+    ready: Prepared,
+    reports: ByPlace,
+    outputs: ByPlace,
+    timeline: Timeline | None,
+    stats: RunStats,
+    *,
+    backward: bool,
+) -> Result:
+    """What a run gives back, from what its forwards reported and, with ``backward``, what its backwards summed."""
     plan, count = ready.plan, ready.batch.num_microbatches
     last = plan.num_stages - 1
-    _refuse_param_writes(ready)
+    refuse_writes(ready, "a stage wrote into its parameters; a stage is pure, so compute with a copy:")
     loss, weight, losses, aux, late = _fold_losses(ready, reports)
     grads: tuple[Tree, ...] | None = None
     unused: list[tuple[int, Any]] = []
-    if plan.schedule.has_backward:
-        grads = _grads(ready, 1.0 / weight if late and weight else 1.0)
-        for stage, bound in enumerate(ready.bounds):
-            unused += [(stage, key_of(paths(ready.params[stage])[number])) for number in bound.unused()]
+    if backward:
+        grads, unused = gradients(ready, 1.0 / weight if late and weight else 1.0)
     state = tuple(_commit(ready, stage, reports) for stage in range(plan.num_stages))
     merged: Tree = None
-    if plan.outputs:
+    if outputs:
         pieces: list[Border] = [outputs[last, m] for m in range(count)]
         merged = merge(pieces, ready.batch.rows, merged=ready.batch.merged)
-    for bound in ready.bounds:
-        bound.release()
     scale = ready.shares.loss_scale
     return Result(loss, weight, losses, aux, grads, tuple(unused), state, merged, timeline, stats, scale)
 
 
-def _refuse_param_writes(ready: Prepared) -> None:
+def release(ready: Prepared) -> None:
+    """Everything is taken out: the stages forget their tensors."""
+    for bound in ready.bounds:
+        bound.release()
+
+
+def refuse_writes(ready: Prepared, title: str) -> None:
+    """Parameters have the numbers that they had when they were bound. Raises PlanError."""
     faults = [
         locations(ready.params[stage], f"params[{stage}]")[number]
         for stage, bound in enumerate(ready.bounds)
         for number in bound.written()
     ]
     if faults:
-        raise PlanError(bullets("a stage wrote into its parameters; a stage is pure, so compute with a copy:", faults))
+        raise PlanError(bullets(title, faults))
 
 
 def _fold_losses(
@@ -112,8 +124,8 @@ def _add_sides(ready: Prepared, reports: ByPlace, total: Any, late: bool) -> Any
     return total
 
 
-def _grads(ready: Prepared, scale: float) -> tuple[Tree, ...]:
-    """The gradient trees: scaled where the weight came late, tied leaves summed."""
+def gradients(ready: Prepared, scale: float = 1.0) -> tuple[tuple[Tree, ...], list[tuple[int, Any]]]:
+    """The gradient trees, scaled where the weight came late, tied leaves summed; and the leaves that no backward reached."""
     sums = [bound.grads() for bound in ready.bounds]
     with torch.no_grad():
         if scale != 1.0:
@@ -133,7 +145,13 @@ def _grads(ready: Prepared, scale: float) -> tuple[Tree, ...]:
                 if held is not None:  # each holder gets a tensor of its own: clipping in place must not act twice
                     sums[s][n] = total.to(held.device, copy=True)
     specs = [flatten(tree)[1] for tree in ready.params]
-    return tuple(unflatten(spec, own_sums) for spec, own_sums in zip(specs, sums, strict=True))
+    unused: list[tuple[int, Any]] = []
+    for stage, bound in enumerate(ready.bounds):
+        unused += [(stage, key_of(paths(ready.params[stage])[number])) for number in bound.unused()]
+    if unused and ready.strict:
+        faults = [f"{key!r} of {names_of(ready.plan.stages)[stage]}" for stage, key in unused]
+        raise PlanError(bullets("these trainable leaves got no gradient (check=\"used\"); use them, freeze them (trainable=, requires_grad), or leave the check out:", faults))  # fmt: skip
+    return tuple(unflatten(spec, own_sums) for spec, own_sums in zip(specs, sums, strict=True)), unused
 
 
 def _commit(ready: Prepared, stage: int, reports: ByPlace) -> Tree:

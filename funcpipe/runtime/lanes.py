@@ -7,18 +7,23 @@ import ctypes
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from time import monotonic
 from typing import Any, Self
 
 import torch
 
-from funcpipe.core.errors import FuncpipeError, located
+from funcpipe.core.errors import FuncpipeError, RunTimeout
 from funcpipe.core.plan import Plan
-from funcpipe.runtime.context import Context, cores, no_autocast_cache, pin
+from funcpipe.runtime.context import RUNNING, Context, cores, no_autocast_cache, pin
 from funcpipe.runtime.execute import STOP, Execution, Lane, Stop, raise_located
+from funcpipe.runtime.watchdog import Watchdog
 
 _Job = Callable[[], Any]
+
+_TIMEOUT = -1
+"""What the watchdog puts among the numbers of lanes that are done."""
 
 _PATIENCE = 0.05
 """Seconds that lanes get to end by themselves before they are interrupted."""
@@ -71,7 +76,7 @@ class Lanes:
         self._cores = cores()
         self._workers: list[_Worker] = []
         self._busy = threading.Lock()
-        self._closed = False
+        self.closed = False
 
     def __enter__(self) -> Self:
         self._start()
@@ -82,17 +87,20 @@ class Lanes:
 
     def close(self) -> None:
         """End all threads; these lanes run nothing more."""
-        self._closed = True
+        self.closed = True
         self._end()
 
-    def _end(self) -> None:
+    def _end(self, wait: float | None = None) -> None:
         for worker in self._workers:
-            worker.end()
+            worker.end(wait)
         self._workers = []
 
-    def run(self, execution: Execution, context: Context, threads: int) -> None:
-        """Run every lane of an execution in its thread; come back when all are done, or raise what failed."""
-        if self._closed:
+    def run(self, execution: Execution, context: Context, threads: int, timeout: float | None = None) -> None:
+        """Run every lane of an execution in its thread; come back when all are done, or raise what failed.
+
+        With ``timeout`` raise RunTimeout when no lane begins an action for so many seconds.
+        """
+        if self.closed:
             raise FuncpipeError("these lanes are closed; run inside of their with block")
         if not self._busy.acquire(blocking=False):
             raise FuncpipeError(
@@ -100,29 +108,33 @@ class Lanes:
             )
         before = torch.get_num_threads()
         try:
-            self._run(execution, context, threads)
+            self._run(execution, context, threads, timeout)
         finally:
             torch.set_num_threads(before)  # threads started later by the user begin with his number again
             self._busy.release()
 
-    def _run(self, execution: Execution, context: Context, threads: int) -> None:
+    def _run(self, execution: Execution, context: Context, threads: int, timeout: float | None) -> None:
         failures: list[tuple[int, BaseException]] = []
         done: queue.SimpleQueue[int] = queue.SimpleQueue()
         finished = False
+        dog = None if timeout is None else Watchdog(execution, timeout, lambda _: done.put(_TIMEOUT))
         try:
             # Inside of try: Ctrl-C between two starts must stop the first.
             self._start()
             for lane, worker in zip(execution.lanes, self._workers, strict=True):
                 job = _job(self, execution, lane, context, threads, failures, done)
                 worker.jobs.put(partial(contextvars.copy_context().run, job))
-            for _ in execution.lanes:
-                done.get()  # waits in C and can be interrupted
-                if failures:
-                    break
-            finished = not failures
+            with dog or nullcontext():
+                for _ in execution.lanes:
+                    if done.get() == _TIMEOUT or failures:  # waits in C and can be interrupted
+                        break
+                else:
+                    finished = True
         finally:
             if not finished:
-                self._halt(execution)
+                self._halt(execution, wait=None if dog is None or not dog.report else _PATIENCE)
+        if dog is not None and dog.report and not finished:
+            raise RunTimeout(dog.report)
         if failures:
             raise_located(failures)
 
@@ -132,8 +144,11 @@ class Lanes:
             for worker in self._workers:
                 worker.thread.start()
 
-    def _halt(self, execution: Execution) -> None:
-        """End every lane: those that wait at once, those that compute after a short action or the operation in it."""
+    def _halt(self, execution: Execution, wait: float | None) -> None:
+        """End every lane: those that wait at once, those that compute after a short action or the operation in it.
+
+        Threads that do not end within ``wait`` seconds (None: for ever) are left behind: Python cannot end them.
+        """
         execution.stopped = True
         for lane in execution.lanes:
             lane.inbox.put(STOP)
@@ -143,7 +158,7 @@ class Lanes:
             worker.end(max(0.0, deadline - monotonic()))
         for worker in self._workers:
             worker.interrupt()
-        self._end()  # the next run starts new ones
+        self._end(wait)  # the next run starts new ones
 
     def pin(self, lane: int) -> None:
         """Give the calling thread its share of the cores."""
@@ -163,10 +178,12 @@ def _job(
 
     def work() -> None:
         try:
+            lane.thread = threading.get_ident()
             # In the thread itself: MKL counts per thread, and a thread that never said its number takes every core.
             torch.get_num_threads()  # else torch takes at the first operation what another run has set since
             torch.set_num_threads(threads)
             crew.pin(lane.index)
+            RUNNING.set(partial(execution.where, lane))  # of the copied context, which ends with the job
             with (
                 context.entered(),
                 no_autocast_cache(),
@@ -177,8 +194,9 @@ def _job(
         except Stop:
             pass
         except BaseException as error:
-            failures.append((lane.now, located(error, execution.where(lane))))
+            failures.append((lane.now, execution.failure(lane, error)))
         finally:
+            lane.thread = 0
             done.put(lane.index)
 
     return work
@@ -195,7 +213,7 @@ def _walk(execution: Execution, lane: Lane, failures: list[tuple[int, BaseExcept
         if execution.stopped and _from_stop(error):
             return
         execution.stopped = True  # no lane begins another action, even before the caller wakes
-        failures.append((lane.now, located(error, execution.where(lane))))
+        failures.append((lane.now, execution.failure(lane, error)))
 
 
 def _from_stop(error: BaseException | None) -> bool:

@@ -1,4 +1,4 @@
-"""A batch cut into microbatches and outputs merged again; no row is ever lost."""
+"""A batch cut into microbatches; no row is ever lost."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from funcpipe.core.errors import BatchError, Where, bullets, fail
 from funcpipe.core.plan import Plan
-from funcpipe.core.tree import Tree, flatten, locations, own, unflatten
+from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.runtime.border import LEAF, Border, given, open_border, share
 from funcpipe.runtime.program import Shares
 
@@ -75,6 +74,7 @@ class Batch:
         feeds: likewise, by name.
         rows: of each microbatch; 1 where nothing has rows.
         merged: should outputs be merged.
+        axes: along which each leaf of the inputs was cut, None where microbatches share it.
         handles: keeps the caller's memory marked as shared while the run lasts.
     """
 
@@ -83,6 +83,7 @@ class Batch:
     feeds: dict[str, list[Border]]
     rows: tuple[int, ...]
     merged: bool
+    axes: tuple[int | None, ...]
     handles: list[Any]
 
     @property
@@ -140,7 +141,8 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
     pieces = {one.name: one.cut(parts) for one in leaves}
     handles = [handle for one in leaves for handle in one.handles]
     by_feed = {name: pieces[f"feeds[{name!r}]"] for name in wanted}
-    return Batch(pieces["inputs"], pieces.get("target"), by_feed, tuple(parts), "inputs" not in ready, handles)
+    axes = tuple(leaves[0].axes)  # the inputs are first
+    return Batch(pieces["inputs"], pieces.get("target"), by_feed, tuple(parts), "inputs" not in ready, axes, handles)
 
 
 class _Leaves:
@@ -254,37 +256,3 @@ def shares(batch: Batch, weight: Callable[..., Any] | None, loss_scale: Any) -> 
             "weight(target) is 0 for every microbatch, so the loss of this batch is not defined; leave it out"
         )
     return Shares(tuple(weights), sum(weights), True, scale)
-
-
-def merge(pieces: Sequence[Border], rows: Sequence[int], *, merged: bool) -> Tree:
-    """The outputs of all microbatches as one tree.
-
-    Leaves with one row per row of the batch are joined along axis 0. Tensors without them, and non-tensors that differ,
-    come as `Microbatches`, one value each.
-
-    Raises:
-        BatchError: microbatches returned trees of different structure, or rows of different shape.
-    """
-    if not merged:
-        return Microbatches(piece.tree() for piece in pieces)
-    for index, piece in enumerate(pieces):
-        if piece.spec != pieces[0].spec:
-            raise BatchError(f"outputs of microbatch {index} have another structure ({piece.spec}) than those of microbatch 0 ({pieces[0].spec})")  # fmt: skip
-    places = locations(pieces[0].tree(), "outputs")
-    columns = zip(places, *(piece.leaves for piece in pieces), strict=True)
-    return unflatten(pieces[0].spec, [_join(place, values, rows) for place, *values in columns])
-
-
-def _join(place: str, values: Sequence[Any], rows: Sequence[int]) -> Any:
-    if all(isinstance(one, Tensor) for one in values):
-        if all(one.dim() and one.shape[0] == count for one, count in zip(values, rows, strict=True)):
-            if len({(one.shape[1:], one.dtype) for one in values}) > 1:
-                shapes = [tuple(one.shape) for one in values]
-                raise BatchError(f"{place} cannot be joined over microbatches of shapes {shapes}; give the inputs as fp.Microbatches to get one output each")  # fmt: skip
-            return torch.cat(list(values)) if len(values) > 1 else own(values[0])
-        return Microbatches(values)
-    try:
-        same = all(type(one) is type(values[0]) and bool(one == values[0]) for one in values)
-    except Exception:
-        same = False
-    return values[0] if same else Microbatches(values)

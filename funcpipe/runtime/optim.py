@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.result import Result, RunStats
@@ -22,6 +25,7 @@ def step(
     *,
     max_norm: float | None = None,
     ties: Ties = (),
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Tensor:
     """One step of an optimizer over ``leaves(params)``; every ``.grad`` is None again afterwards.
 
@@ -32,42 +36,43 @@ def step(
     (5.0, [-2.0, -3.0])
 
     Args:
-        optimizer: any torch optimizer that holds some of the leaves of ``params``.
+        optimizer: any torch optimizer that holds some of the leaves of ``params``; the others stay as they are.
         params: the trees that were run.
-        grads: of the same structure, None where there is none (`Result.grads`).
-        max_norm: clip the norm over all stages to it.
+        grads: of the same structure, None where there is none (`Result.grads`); not written to.
+        max_norm: clip the norm over all stages to it, held by this optimizer or not.
         ties: as in the plan: a tied parameter counts once in the norm.
+        scaler: of a run with ``loss_scale=scaler.get_scale()``: gradients are unscaled before they are clipped, and
+            where one of any stage is inf or NaN nothing is stepped. Call ``scaler.update()`` afterwards, once a batch.
 
     Returns:
-        The norm before clipping, a 0-dim tensor.
+        The norm before clipping, a 0-dim tensor; of the unscaled gradients, so not finite where the scaler skips.
 
     Raises:
-        PlanError: params and grads differ in structure, or the optimizer holds none of the leaves with a gradient.
+        PlanError: params and grads differ in structure, no leaf that the optimizer holds has a gradient, it wants a
+            closure (LBFGS), or an option is not what it should be.
     """
     if structure(params) != structure(grads):
         raise PlanError(f"params and grads differ in structure: {structure(params)} and {structure(grads)}")
-    norm = global_norm(grads, ties=ties)
-    scale: Tensor | None = None
-    if max_norm is not None:
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    _check_options(optimizer, max_norm, scaler)
+    found = _by_leaf(params, grads, ties)
+    held = _held(optimizer, found)
     every = leaves(params)
-    _check_optimizer(optimizer, params, grads)
-    held: dict[int, int] = {}
     for leaf in every:
         leaf.grad = None  # what an earlier backward left there is not stepped
     try:
-        with torch.no_grad():
-            for stage, leaf, gradient in _pairs(params, grads):
-                mine = gradient if scale is None else gradient * scale.to(gradient.device)
-                if id(leaf) in held:
-                    # One tensor at two places of a stage: its gradient is the sum. In two stages it is tied (a run
-                    # refuses it otherwise), and every holder was given the whole sum already.
-                    if held[id(leaf)] == stage and leaf.grad is not None:
-                        leaf.grad = leaf.grad + mine
-                    continue
-                leaf.grad = mine
-                held[id(leaf)] = stage
-        optimizer.step()
+        for one in held:
+            if max_norm is not None or scaler is not None:
+                one.gradient = one.gradient.clone()  # clipping and unscaling write, and the caller's are the caller's
+            one.leaf.grad = one.gradient
+        if scaler is not None:
+            _unscale(scaler, optimizer, found, held)
+        norm = get_total_norm([one.gradient for one in found if one.counts])
+        if max_norm is not None:
+            clip_grads_with_norm_(every, max_norm, norm)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
     finally:
         for leaf in every:
             leaf.grad = None
@@ -83,50 +88,54 @@ def global_norm(grads: Tree, *, ties: Ties = ()) -> Tensor:
 
     Args:
         grads: a tuple with one tree per stage, None where there is no gradient.
-        ties: groups of (stage, path); the first member stands for the group.
+        ties: groups of (stage, path), whose gradients are equal; one stands for all.
 
     Returns:
         A 0-dim tensor on the device of the first gradient.
+
+    Raises:
+        PlanError: a tie names no leaf.
     """
-    again = {id(at(grads[stage], path)) for group in ties for stage, path in list(group)[1:]}
-    found = [g for g in flatten(grads)[0] if isinstance(g, Tensor) and id(g) not in again]
-    if not found:
-        return torch.zeros(())
-    norms = [torch.linalg.vector_norm(g.detach()).to(found[0].device) for g in found]
-    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].dtype) for n in norms]))
+    sums = _sums(grads, ties)
+    found: dict[int, Tensor] = {}
+    for gradient in flatten(grads)[0]:
+        if isinstance(gradient, Tensor):
+            found.setdefault(sums.get(id(gradient), id(gradient)), gradient)
+    return get_total_norm(list(found.values()))
 
 
-def accumulate(results: Sequence[Result]) -> Result:
+def accumulate(results: Iterable[Result]) -> Result:
     """Several runs over parts of one batch as one: exact, because every part counts by its weight.
 
     Losses and gradients are those of one run over all rows; the state is that of the last run (give each run the state
-    of the one before).
+    of the one before). What comes out can be accumulated further, so ``total = accumulate([total, result])`` after each
+    run holds two sets of gradients at a time, however many the parts.
 
     Args:
-        results: of the same plan and params.
+        results: of the same plan and params, with the same leaves trained. Gradients of runs with other loss scales
+            are brought to the scale of the last.
 
     Raises:
-        PlanError: no results, or without gradients.
+        PlanError: no results, some that are none, without gradients, or of other params.
     """
-    given = tuple(results)
-    if not given or any(one.grads is None or one.weight is None for one in given):
-        raise PlanError("accumulate takes one or more results of runs with backwards")
-    total = sum(one.weight or 0.0 for one in given)
-    parts = [(one.weight or 0.0) / total for one in given]
+    given = _results(results)
+    last = given[-1]
+    weights = [one.weight or 0.0 for one in given]
+    total = sum(weights)
 
-    def mean(*values: Any) -> Any:
-        if values[0] is None:
-            return None
-        out = values[0] * parts[0]
-        for value, part in zip(values[1:], parts[1:], strict=True):
-            out = out + value * part
+    def add(values: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+        out = values[0] * factors[0]
+        for value, factor in zip(values[1:], factors[1:], strict=True):
+            out.add_(value, alpha=factor)
         return out
 
+    parts = [weight / total for weight in weights]
+    scaled = [part * last.loss_scale / one.loss_scale for part, one in zip(parts, given, strict=True)]
     with torch.no_grad():
-        loss = mean(*(one.loss for one in given))
-        grads = map_leaves(mean, *(one.grads for one in given))
+        loss = add([one.loss for one in given], parts)
+        grads = map_leaves(lambda *row: None if row[0] is None else add(row, scaled), *(one.grads for one in given))
     unused = set(given[0].unused).intersection(*(one.unused for one in given[1:]))
-    first, last = given[0].stats, given[-1]
+    first = given[0].stats
     stats = RunStats(
         first.executor,
         first.reason,
@@ -135,35 +144,131 @@ def accumulate(results: Sequence[Result]) -> Result:
         sum(one.stats.seconds for one in given),
         tuple(max(column) for column in zip(*(one.stats.slots for one in given), strict=False)),
     )
-    return Result(
-        loss,
-        total,
-        tuple(value for one in given for value in one.losses),
-        tuple(value for one in given for value in one.aux),
-        grads,
-        tuple(place for place in given[0].unused if place in unused),
-        last.state,
-        None,
-        None,
-        stats,
+    return replace(
+        last,
+        loss=loss,
+        weight=total,
+        losses=tuple(value for one in given for value in one.losses),
+        aux=tuple(value for one in given for value in one.aux),
+        grads=grads,
+        unused=tuple(place for place in given[0].unused if place in unused),
+        outputs=None,
+        timeline=None,
+        stats=stats,
     )
 
 
-def _pairs(params: Tree, grads: Tree) -> list[tuple[int, Tensor, Tensor]]:
-    """(stage, leaf, gradient) for each leaf that has one."""
+@dataclass
+class _Found:
+    """A leaf of the parameters with its gradient.
+
+    Attributes:
+        leaf: the tensor that the optimizer may hold.
+        gradient: of all its places.
+        stage: where it was met first.
+        sums: which gradients are in it already, see `_sums`.
+        counts: in the norm; not so the replicas of a tied parameter.
+    """
+
+    leaf: Tensor
+    gradient: Tensor
+    stage: int
+    sums: set[int]
+    counts: bool
+
+
+def _by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[_Found]:
+    """Each leaf that has a gradient, once.
+
+    One tensor at two places of a stage: its gradient is the sum. In two stages it is tied (a run refuses it otherwise),
+    and every place was given the whole sum already.
+    """
+    sums = _sums(grads, ties)
+    counted: set[int] = set()
+    found: dict[int, _Found] = {}
     stages = isinstance(params, (tuple, list))
-    rows = zip(params, grads, strict=True) if stages else [(params, grads)]
-    return [
-        (stage, leaf, gradient)
-        for stage, (own, theirs) in enumerate(rows)
-        for leaf, gradient in zip(flatten(own)[0], flatten(theirs)[0], strict=True)
-        if isinstance(leaf, Tensor) and gradient is not None
-    ]
+    for stage, (own, theirs) in enumerate(zip(params, grads, strict=True) if stages else [(params, grads)]):
+        for leaf, gradient in zip(flatten(own)[0], flatten(theirs)[0], strict=True):
+            if not isinstance(leaf, Tensor) or gradient is None:
+                continue
+            key = sums.get(id(gradient), id(gradient))
+            one = found.get(id(leaf))
+            if one is None:
+                found[id(leaf)] = _Found(leaf, gradient, stage, {key}, key not in counted)
+            elif one.stage == stage and key not in one.sums:
+                one.gradient = one.gradient + gradient
+                one.sums.add(key)
+            counted.add(key)
+    return list(found.values())
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, params: Tree, grads: Tree) -> None:
-    """Refuse a step that could change nothing: made over other tensors than those that were run."""
-    held = {id(leaf) for group in optimizer.param_groups for leaf in group["params"]}
-    pairs = _pairs(params, grads)
-    if pairs and not any(id(leaf) in held for _, leaf, _ in pairs):
+def _sums(grads: Tree, ties: Ties) -> dict[int, int]:
+    """Gradients (by id) that are the same sum as others: one number for each tie."""
+    out: dict[int, int] = {}
+    for group in ties:
+        members: list[Any] = []
+        for stage, path in group:
+            try:
+                members.append(at(grads[stage], path))
+            except (KeyError, IndexError, TypeError, AttributeError):
+                raise PlanError(f"ties name {path!r} of stage {stage}, where grads have no leaf; give the plan's: ties=plan.ties") from None  # fmt: skip
+        out.update((id(member), id(members[0])) for member in members)
+    return out
+
+
+def _held(optimizer: torch.optim.Optimizer, found: list[_Found]) -> list[_Found]:
+    """What this optimizer holds. Refuses a step that could change nothing."""
+    if not found:
+        raise PlanError("no leaf has a gradient, so there is nothing to step; run with trainable=True, or set requires_grad on leaves")  # fmt: skip
+    mine = {id(leaf) for group in optimizer.param_groups for leaf in group["params"]}
+    held = [one for one in found if id(one.leaf) in mine]
+    if not held:
         raise PlanError("the optimizer holds none of the leaves that have a gradient; make it after fp.place, over the very params that are run: torch.optim.AdamW(fp.leaves(params))")  # fmt: skip
+    return held
+
+
+def _unscale(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found: list[_Found], held: list[_Found]
+) -> None:
+    """Divide all gradients by the scale; those that the optimizer holds in place, in their leaves' ``.grad``.
+
+    A scaler looks for inf and NaN only at what the optimizer holds. It is all stages or none, so what is not finite
+    elsewhere is brought before it as a NaN (a finite norm times 0 adds nothing).
+    """
+    mine = {id(one) for one in held}
+    others = [one for one in found if id(one) not in mine]
+    first = held[0].gradient
+    if others and scaler.is_enabled():
+        factor = 1.0 / scaler.get_scale()
+        for one in others:
+            one.gradient = one.gradient * factor
+        first.add_(get_total_norm([one.gradient for one in others]).to(first.device) * 0)
+    scaler.scale(torch.zeros((), device=first.device))  # its scale becomes a tensor with the first thing it scales
+    scaler.unscale_(optimizer)
+
+
+def _check_options(optimizer: torch.optim.Optimizer, max_norm: Any, scaler: Any) -> None:
+    if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm >= 0):
+        raise PlanError(f"max_norm is a number from 0, or None; got {max_norm!r}")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise PlanError(f"scaler is a torch.amp.GradScaler, or None; got a {type(scaler).__name__}")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PlanError(f"{type(optimizer).__name__} evaluates the loss itself, several times in a step, so there are no gradients to hand it; call its step(closure) with a closure that runs the plan, puts the gradients into .grad and returns the loss (docs/howto/optimizers.md)")  # fmt: skip
+
+
+def _results(results: Any) -> list[Result]:
+    """Results that may be added. Raises PlanError."""
+    if not isinstance(results, Iterable):
+        raise PlanError(f"accumulate takes results one after the other, accumulate([first, second]); got a {type(results).__name__}")  # fmt: skip
+    given = list(cast("Iterable[Any]", results))
+    strange = sorted({type(one).__name__ for one in given if not isinstance(one, Result)})
+    if strange:
+        raise PlanError(f"accumulate takes results of fp.run; among them came: {', '.join(strange)}")
+    if not given or any(one.grads is None or one.weight is None for one in given):
+        raise PlanError("accumulate takes one or more results of runs with backwards")
+    trained = [[leaf is not None for leaf in flatten(one.grads)[0]] for one in given]
+    for number, one in enumerate(given):
+        if structure(one.grads) != structure(given[0].grads) or trained[number] != trained[0]:
+            raise PlanError(f"result {number} has gradients of other leaves than result 0; accumulate runs of one plan with the same params and trainable=")  # fmt: skip
+    return given

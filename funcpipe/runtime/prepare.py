@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -18,6 +18,7 @@ from funcpipe.lower.plan import program_for
 from funcpipe.runtime import microbatch
 from funcpipe.runtime.context import RUNNING, cores, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
+from funcpipe.runtime.finite import FiniteBound
 from funcpipe.runtime.place import misplaced, plan_devices
 from funcpipe.runtime.program import Bound, Program, Shares
 from funcpipe.runtime.rng import Keys
@@ -40,6 +41,7 @@ class Prepared:
         where: the torch device of each lane.
         threads: intra-op threads of a lane.
         ties: groups of (stage, leaf number).
+        strict: is a trainable leaf that no backward reached an error.
     """
 
     plan: Plan
@@ -48,10 +50,11 @@ class Prepared:
     shares: Shares
     params: tuple[Tree, ...]
     state: tuple[Tree, ...]
-    bounds: list[Bound]
+    bounds: Sequence[Bound]
     where: tuple[torch.device, ...]
     threads: int
     ties: tuple[tuple[tuple[int, int], ...], ...]
+    strict: bool
 
 
 def prepare(
@@ -66,8 +69,13 @@ def prepare(
     trainable: Trainable,
     loss_scale: float,
     threads_per_lane: int | None,
+    check: str | Sequence[str],
+    halves: bool = False,
 ) -> Prepared:
-    """Check everything that can be checked, cut the batch, bind the stages. Nothing has run when it raises."""
+    """Check everything that can be checked, cut the batch, bind the stages. Nothing has run when it raises.
+
+    With ``halves`` the program is that of a `vjp`.
+    """
     if not isinstance(plan, Plan):
         raise PlanError(
             f"{name} takes a plan; got a {type(plan).__name__}; make one: fp.make_plan(stages, schedule, loss=...)"
@@ -76,7 +84,10 @@ def prepare(
     if RUNNING.get():
         raise FuncpipeError(f"{name} was called inside of a stage of another run; a stage is one step of a plan: use fp.apply there, or fp.compose to nest stages")  # fmt: skip
     backward = plan.schedule.has_backward
-    _check_modes(name, plan, backward)
+    if halves:
+        _check_halves(plan, backward)
+    else:
+        _check_modes(name, plan, backward)
     if seed is not None and not isinstance(seed, int):
         raise PlanError(f"seed is an int; got a {type(seed).__name__}")
     if threads_per_lane is not None and (not isinstance(threads_per_lane, int) or threads_per_lane < 1):
@@ -97,9 +108,16 @@ def prepare(
     if backward:
         _refuse_undeclared_ties(trees, wanted, ties)
     threads = max(1, len(cores()) // plan.num_devices) if threads_per_lane is None else threads_per_lane
-    bounds = _bind(plan, trees, states, wanted, Keys(seed, plan.stages), shares)
-    program = program_for(plan, cut.num_microbatches)
-    return Prepared(plan, program, cut, shares, trees, states, bounds, where, threads, ties)
+    checks = _checks(check)
+    bounds: Sequence[Bound] = _bind(plan, trees, states, wanted, Keys(seed, plan.stages), shares)
+    if checks & {"finite", "finite-op"}:
+        operations = "finite-op" in checks
+        bounds = [
+            FiniteBound(b, tree, i, operations=operations)
+            for i, (b, tree) in enumerate(zip(bounds, trees, strict=True))
+        ]
+    program = program_for(plan, cut.num_microbatches, halves=halves)
+    return Prepared(plan, program, cut, shares, trees, states, bounds, where, threads, ties, "used" in checks)
 
 
 def _bind(
@@ -132,6 +150,24 @@ def _check_modes(name: str, plan: Plan, backward: bool) -> None:
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise PlanError(f"the plan has backwards, but {name} was called under torch.{mode}; evaluate with the forwards alone: fp.make_plan(stages, schedule.forwards(), ...)")  # fmt: skip
+
+
+def _checks(check: Any) -> set[str]:
+    """The words of ``check=``. Raises PlanError."""
+    words = {check} if isinstance(check, str) else set(check) if isinstance(check, Iterable) else {repr(check)}
+    unknown = sorted(str(word) for word in words - {"finite", "finite-op", "used"})
+    if unknown:
+        raise PlanError(f"check is any of 'finite', 'finite-op', 'used'; got {', '.join(unknown)}")
+    return words
+
+
+def _check_halves(plan: Plan, backward: bool) -> None:
+    if plan.loss is not None:
+        raise PlanError("vjp is for plans without a loss, and this one has one: fp.run gives its gradients; or leave loss= out of make_plan and give the cotangents of the outputs")  # fmt: skip
+    if not backward:
+        raise PlanError("the plan's schedule has no backwards to pull cotangents through; use fp.fill_drain(num_stages, num_microbatches), or fp.run for outputs alone")  # fmt: skip
+    if torch.is_inference_mode_enabled():
+        raise PlanError("vjp was called under torch.inference_mode, where autograd records nothing; call it outside")
 
 
 def _per_stage(what: str, trees: Any, plan: Plan) -> tuple[Tree, ...]:

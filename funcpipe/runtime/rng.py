@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcpipe.core.errors import FuncpipeError
 from funcpipe.core.plan import Plan
-from funcpipe.core.result import Result
 from funcpipe.core.stage import Stage, current_scope
+
+Made = TypeVar("Made")
 
 _SEEDED = torch.Tag.nondeterministic_seeded
 _CHECKPOINT = "torch/utils/checkpoint.py"
@@ -78,7 +79,7 @@ class Keys:
         part = current_scope() or self.stages[stage]
         path = self.path(stage, layer)
         if layer and not part.name and self._clashes(part):
-            raise DrawError(f"stage {stage} draws random numbers in its layer {layer!r}, and another stage has a layer of that path too; give the stages names (name=), so that they draw different numbers")  # fmt: skip
+            raise DrawError(f"stage {stage} draws random numbers in its layer {layer!r} and has no name, while another stage has layers at the same paths; give the stages names (name=), so that they draw different numbers")  # fmt: skip
         if not path:
             raise DrawError(f"stage {stage} draws random numbers but has no name to key them by; give it one: name=...")
         owner = self.owners.setdefault(path, (stage, id(part)))
@@ -259,7 +260,7 @@ def saw(stage: Stage, train: bool, drew: bool) -> None:
     known[train] = known.get(train, False) or drew
 
 
-def exactly(plan: Plan, attempt: Callable[[], Result]) -> Result:
+def exactly(plan: Plan, attempt: Callable[[], Made]) -> Made:
     """Make a run; if a draw escaped the keys, make it again with every forward watched.
 
     A stage that did not draw in its first forward is not watched any more (dropout that begins later, noise that depends

@@ -15,7 +15,7 @@ from funcpipe.core.tree import Tree
 from funcpipe.lower.skips import routes
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache
-from funcpipe.runtime.finish import finish
+from funcpipe.runtime.finish import finish, release
 from funcpipe.runtime.prepare import Prepared, Trainable, prepare
 from funcpipe.runtime.program import Gradients, StageArgs
 from funcpipe.runtime.rng import exactly
@@ -33,6 +33,7 @@ def run_sequential(
     trainable: Trainable = None,
     loss_scale: float = 1.0,
     threads_per_lane: int | None = None,
+    check: str | Sequence[str] = (),
 ) -> Result:
     """What `run` must equal: every microbatch through all stages and back, one after the other, on this thread.
 
@@ -40,7 +41,7 @@ def run_sequential(
     are those of `run`.
     """
     options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
-    options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane}
+    options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane, "check": check}
 
     def attempt() -> Result:
         return _execute(prepare("run_sequential", plan, params, batch, **options))
@@ -49,15 +50,18 @@ def run_sequential(
 
 
 def _execute(ready: Prepared) -> Result:
-    token = RUNNING.set(True)
+    loop = _Loop(ready)
+    token = RUNNING.set(loop.where)
     began = perf_counter()
     try:
         with intra_op_threads(ready.threads), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False):
-            loop = _Loop(ready)
             loop.run()
             seconds = perf_counter() - began
             stats = RunStats("sequential", "the oracle", ready.threads, ready.batch.num_microbatches, seconds)
-            return finish(ready, loop.reports, loop.outputs, None, stats)
+            backward = ready.plan.schedule.has_backward
+            result = finish(ready, loop.reports, loop.outputs, None, stats, backward=backward)
+            release(ready)
+            return result
     finally:
         RUNNING.reset(token)
 

@@ -73,7 +73,8 @@ def _backward(row: Row, wires: Sequence[Wire], bound: Bound) -> Step:
     for at, wire in enumerate(roles):
         if wire.role is Role.SKIP_GRAD:
             stashed.setdefault(wire.name, []).append(at)
-    first, split = row.stage == 0, row.kind is Kind.I
+    split = row.kind is Kind.I
+    gives = any(wires[number].role in (Role.GRAD, Role.INPUT_GRAD) for number in row.writes)
     leaves_of = attrgetter("leaves")
 
     def step(reads: list[Any], microbatch: int) -> Sequence[Any]:
@@ -83,7 +84,7 @@ def _backward(row: Row, wires: Sequence[Wire], bound: Bound) -> Step:
             gradients, residual = bound.backward_input(reads[0], y, stash)
         else:
             gradients, residual = bound.backward(reads[0], y, stash), None
-        out: list[Any] = [] if first else [Border(gradients.x, LEAF, ())]
+        out: list[Any] = [Border(gradients.x, LEAF, ())] if gives else []
         out += [Border(leaves, LEAF, ()) for leaves in gradients.skips]
         if split:
             out.append(residual)

@@ -52,12 +52,14 @@ class Place:
 
     def fork(self) -> None:
         """What the caller has queued comes before the lane's work."""
-        if self.asynchronous and self.stream is not self.caller:
-            self.stream.wait_stream(self.caller)
+        if self.asynchronous:
+            self.caller = self.module.current_stream(self.device)  # the second half of a vjp may come from another
+            if self.stream != self.caller:
+                self.stream.wait_stream(self.caller)
 
     def join(self) -> None:
         """The lane's work comes before what the caller queues next."""
-        if self.asynchronous and self.stream is not self.caller:
+        if self.asynchronous and self.stream != self.caller:
             self.caller.wait_stream(self.stream)
 
     def event(self) -> Any:

@@ -143,7 +143,7 @@ def plain(stages, params, inputs, target, feeds):
     ]
     out = fp.apply(stages, leaves, (inputs[0].clone(), None), feeds=feeds)
     loss = loss_of(out.y, target)
-    if out.loss is not None:
+    if out.loss:
         loss = loss + out.loss[0] / out.loss[1]
     loss.backward()
     return loss.detach(), leaves

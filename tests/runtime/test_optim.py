@@ -140,8 +140,39 @@ def test_one_tensor_twice_in_a_stage_gets_both_gradients():
     params = ({"a": w, "b": w},)
     grads = fp.run(plan, params, (torch.ones(4, 2), None)).grads
     assert ([0.5, 0.5], [1.0, 1.0]) == (grads[0]["a"].tolist(), grads[0]["b"].tolist())
-    fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, grads)
-    assert [-0.5, -0.5] == w.tolist()
+    norm = fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, grads, max_norm=1.0)
+    assert 1.5 * 2**0.5 == pytest.approx(float(norm))  # of the sum, as plain autograd has it
+    torch.testing.assert_close(w, torch.full((2,), 1 - 0.5**0.5))
+
+
+def test_one_tensor_in_two_stages_is_stepped_once():
+    """Also where nobody tells `step` of the tie: every place has the whole sum already."""
+    w = torch.tensor([1.0, 2.0])
+    times = fp.stage(lambda p, x: x * p["w"], name="times")
+    ties = [[(0, "w"), (1, "w")]]
+    plan = fp.make_plan([times, times], fp.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties, devices="cpu")
+    params = ({"w": w}, {"w": w})
+    grads = fp.run(plan, params, (torch.ones(4, 2), None)).grads
+    norm = fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, grads)
+    assert ([0.0, 0.0], pytest.approx(5**0.5)) == (w.tolist(), float(norm))  # d mean(w w) / dw = w
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_every_place_of_a_tied_tensor_has_the_whole_sum(first):
+    """Twice in stage 0 and once in stage 1, whichever place the tie names first: one step by the sum of all three."""
+    w = torch.tensor([1.0, 2.0])
+    twice = fp.stage(lambda p, x: x * p["a"] + x * p["b"])
+    once = fp.stage(lambda p, x: x * p["w"])
+    places = [(0, "a"), (0, "b"), (1, "w")]
+    ties = [places[first:] + places[:first]]
+    plan = fp.make_plan([twice, once], fp.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties, devices="cpu")
+    params, leaf, x = ({"a": w, "b": w}, {"w": w}), w.clone().requires_grad_(), torch.randn(4, 2)
+    (x * leaf * 2 * leaf).mean().backward()
+    norm = fp.step(
+        torch.optim.SGD(fp.leaves(params), lr=1.0), params, fp.run(plan, params, (x, None)).grads, ties=plan.ties
+    )
+    torch.testing.assert_close(norm, leaf.grad.norm())
+    torch.testing.assert_close(w, leaf.detach() - leaf.grad)
 
 
 def two_runs(cut, weight=None):
@@ -179,12 +210,82 @@ def test_accumulation_is_one_run_over_all(cut, weight):
     assert 3 + min(3, 10 - cut) == twice.stats.num_microbatches == len(twice.losses)
 
 
+def scaled(params, **options):
+    """A run of one stage that multiplies by its parameters."""
+    part = fp.stage(lambda p, x: x * sum(p.values()))
+    plan = fp.make_plan([part], fp.fill_drain(1, 2), loss=lambda y, t: y.mean(), devices="cpu")
+    return fp.run(plan, (params,), (torch.ones(4, 2), None), **options)
+
+
 def test_accumulation_takes_results_with_gradients():
-    """Nothing, and evaluations, are refused."""
+    """Nothing, evaluations, one bare result and what is no result are refused; a generator is welcome."""
     plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.fill_drain(1, 1, backward=False), devices="cpu")
-    for results in ([], [fp.run(plan, ((),), torch.ones(2))]):
+    evaluation = fp.run(plan, ((),), torch.ones(2))
+    result = scaled({"w": torch.ones(2)})
+    for results in ([], iter(()), [evaluation], result, None, 3, [result, None], [result.grads], (2 for _ in "ab")):
         with pytest.raises(fp.PlanError, match="accumulate"):
             fp.accumulate(results)
+    total = fp.accumulate(one for one in (result, result))
+    assert ([0.5, 0.5], 8.0, 2.0) == (total.grads[0]["w"].tolist(), total.weight, float(total.loss) * 2)
+
+
+def test_a_leaf_is_unused_if_no_part_used_it():
+    """A branch that the data choose: unused in one run is not unused in the sum."""
+    part = fp.stage(lambda p, x: x * p["a" if x.sum() > 0 else "b"] + 0 * p["a"])
+    plan = fp.make_plan([part], fp.fill_drain(1, 1), loss=lambda y, t: y.mean(), devices="cpu")
+    params = ({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)},)
+    results = [fp.run(plan, params, (x, None)) for x in (torch.ones(2, 1), -torch.ones(2, 1))]
+    assert ((0, "b"), (0, "c")) == results[0].unused
+    assert ((0, "c"),) == results[1].unused == fp.accumulate(results).unused
+
+
+def test_accumulation_takes_results_of_one_kind():
+    """Other keys or other frozen leaves: which result it is, not an error of some tree."""
+    ones = {"a": torch.ones(2), "b": torch.ones(2)}
+    both = scaled(ones)
+    for other in (scaled({"a": torch.ones(2)}), scaled(ones, trainable=lambda name, leaf: name == "0.a")):
+        with pytest.raises(fp.PlanError, match="result 2 has gradients of other leaves than result 0"):
+            fp.accumulate([both, both, other])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_norm": "a"}, "max_norm is a number from 0, or None; got 'a'"),
+        ({"max_norm": -1.0}, "max_norm is a number from 0"),
+        ({"max_norm": float("nan")}, "max_norm is a number from 0"),
+        ({"scaler": 2.0}, "scaler is a torch.amp.GradScaler, or None; got a float"),
+        ({"ties": [[(0, "w"), (0, "x")]]}, r"ties name 'x' of stage 0.*ties=plan\.ties"),
+        ({"ties": [[(0, "w"), (3, "w")]]}, "ties name 'w' of stage 3"),
+    ],
+    ids=str,
+)
+def test_a_step_refuses_odd_options(options, text):
+    """In words, before anything is touched."""
+    params = ({"w": torch.ones(2)},)
+    params[0]["w"].grad = torch.ones(2)
+    with pytest.raises(fp.PlanError, match=text):
+        fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, ({"w": torch.ones(2)},), **options)
+    assert [1.0, 1.0] == params[0]["w"].tolist() == params[0]["w"].grad.tolist()
+
+
+def test_a_step_needs_a_gradient():
+    """All frozen, or an optimizer over other tensors: a step that could do nothing is refused."""
+    params = ({"w": torch.ones(2), "v": torch.ones(2)},)
+    with pytest.raises(fp.PlanError, match="no leaf has a gradient"):
+        fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, ({"w": None, "v": None},))
+    with pytest.raises(fp.PlanError, match=r"holds none of the leaves.*fp\.place"):
+        fp.step(torch.optim.SGD([params[0]["v"]], lr=1.0), params, ({"w": torch.ones(2), "v": None},))
+
+
+def test_norms_of_mixed_precisions():
+    """Leaves of several dtypes, complex ones too: one norm, every leaf clipped by it."""
+    params = ({"h": torch.zeros(1).half(), "d": torch.zeros(1).double()}, {"c": torch.zeros(1, dtype=torch.complex64)})
+    grads = ({"h": torch.tensor([2.0]).half(), "d": torch.tensor([1.0]).double()}, {"c": torch.tensor([2.0j])})
+    assert 3.0 == float(fp.global_norm(grads))
+    norm = fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, grads, max_norm=1.5)
+    assert 3.0 == float(norm)
+    assert [-1.0, -0.5, -1.0j] == pytest.approx([params[0]["h"].item(), params[0]["d"].item(), params[1]["c"].item()], rel=1e-3)  # fmt: skip
 
 
 def test_place_keeps_what_is_there():

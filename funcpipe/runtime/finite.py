@@ -1,0 +1,201 @@
+"""``check="finite"``: a stage that refuses to hand on NaN or Inf, and finds the operation that made it."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcpipe.core.errors import NotFiniteError, bullets
+from funcpipe.core.tree import Tree, flatten, locations
+from funcpipe.runtime.border import Border
+from funcpipe.runtime.program import Bound, Cotangents, Gradients, StageArgs, StageOut
+
+
+_MOST = 5
+"""How many operations are told."""
+
+
+class FiniteBound:
+    """A bound stage whose outputs, losses and gradients are looked at after every action.
+
+    Args:
+        inner: the stage.
+        params: its parameters, to name them.
+        index: of the stage.
+        operations: keep what the actions were given, and on a fault do the action again to find the operation.
+    """
+
+    def __init__(self, inner: Bound, params: Tree, index: int, *, operations: bool) -> None:
+        self.inner, self.operations = inner, operations
+        self.names = locations(params, f"params[{index}]")
+        self.given: dict[int, StageArgs] = {}
+        self.phase = ""
+
+    def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
+        """The inner one's; then everything that it hands on must be finite."""
+        try:
+            out = self.inner.forward(args, keep=keep)
+        finally:
+            self.phase = self.inner.phase
+        self.phase = ""
+        found = _border(out.y, "output") + [
+            f for name, one in out.stash.items() for f in _border(one, f"stash[{name!r}]")
+        ]
+        if out.report.loss is not None:
+            found += _leaves([("the loss", out.report.loss.sum)])
+        if out.report.side is not None:
+            found += _leaves([("the auxiliary loss", out.report.side[0])])
+        if found:
+            self._refuse(found, args, lambda: self.inner.forward(args, keep=False))
+        if self.operations and keep:
+            self.given[args.microbatch] = args
+        return out
+
+    def backward(self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
+        """The inner one's; then the gradients must be finite."""
+        given = self.given.pop(residual.microbatch, None)
+        found = self.inner.backward(residual, y, stash)
+        self._check_gradients(found, given, y, stash)
+        return found
+
+    def backward_input(
+        self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]
+    ) -> tuple[Cotangents, Any]:
+        """The inner one's; then the gradients must be finite."""
+        given = self.given.pop(residual.microbatch, None)
+        found, rest = self.inner.backward_input(residual, y, stash)
+        self._check_gradients(found, given, y, stash)
+        return found, rest
+
+    def backward_weight(self, residual: Any) -> None:
+        """The inner one's; then the gradients must be finite."""
+        self.inner.backward_weight(residual)
+        self._check_gradients(Cotangents([], []), None, None, {})
+
+    def grads(self) -> list[Tensor | None]:
+        """The inner one's."""
+        return self.inner.grads()
+
+    def unused(self) -> list[int]:
+        """The inner one's."""
+        return self.inner.unused()
+
+    def params_now(self) -> list[Any]:
+        """The inner one's."""
+        return self.inner.params_now()
+
+    def written(self) -> list[int]:
+        """The inner one's."""
+        return self.inner.written()
+
+    def release(self) -> None:
+        """The inner one's."""
+        self.given.clear()
+        self.inner.release()
+
+    def _check_gradients(
+        self, found: Cotangents, given: StageArgs | None, y: Gradients | None, stash: dict[str, list[Gradients]]
+    ) -> None:
+        bad = _leaves((f"the gradient of input leaf {i}", leaf) for i, leaf in enumerate(found.x))
+        for number, skip in enumerate(found.skips):
+            bad += _leaves((f"the gradient of skip {number}, leaf {i}", leaf) for i, leaf in enumerate(skip))
+        bad += _leaves((f"the gradient of {name}", g) for name, g in zip(self.names, self.inner.grads(), strict=True))
+        if not bad:
+            return
+
+        def again() -> None:
+            assert given is not None
+            self.inner.backward(self.inner.forward(given, keep=True).residual, y, stash)
+
+        came = _leaves((f"the gradient of output leaf {i}", leaf) for i, leaf in enumerate(y or ()))
+        self._refuse(bad, given, again if given is not None else None, came)
+
+    def _refuse(self, found: list[str], args: StageArgs | None, again: Any, came: Sequence[str] = ()) -> None:
+        """Raise NotFiniteError, with where it came from."""
+        sources = list(came)
+        if args is not None:
+            sources += _border(args.x, "input") + [f for skip in args.skips for f in _border(skip, "skip")]
+        sources += _leaves(zip(self.names, self.inner.params_now(), strict=True))
+        if sources:
+            found = [*found, *(f"it came in with {source}" for source in sources)]
+        elif self.operations and again is not None:
+            with _Operations() as watched, torch.autograd.set_detect_anomaly(True, check_nan=False):
+                again()
+            found = [*found, *watched.found]
+        elif not self.operations:
+            found = [*found, 'everything that came in was finite; check="finite-op" finds the operation']
+        raise NotFiniteError(bullets("this stage made numbers that are not finite:", found))
+
+
+def _border(border: Border, what: str) -> list[str]:
+    tree = border.tree()
+    return _leaves(zip(locations(tree, what), flatten(tree)[0], strict=True))
+
+
+def _leaves(named: Iterable[tuple[str, Any]]) -> list[str]:
+    """A line for each tensor that has NaN or Inf."""
+    return [f"{name} has {text}" for name, leaf in named if (text := _count(leaf))]
+
+
+def _count(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()) or leaf.is_meta:
+        return ""
+    leaf = leaf.detach()
+    if bool(torch.isfinite(leaf).all()):
+        return ""
+    nans = int(leaf.isnan().sum())
+    infinite = leaf.numel() - int(torch.isfinite(leaf).sum()) - nans
+    return f"{nans} NaN and {infinite} Inf among {leaf.numel()} numbers"
+
+
+class _Operations(TorchDispatchMode):
+    """Notes the operations that make Inf or NaN of operands that have none.
+
+    The first few are told, for the first need not be the culprit: masks of attention are Inf by intent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and look at what it made."""
+        before = {word for leaf in flatten((args, kwargs or {}))[0] for word in _words(leaf)}
+        out = func(*args, **(kwargs or {}))
+        if "empty" not in str(func):  # memory that nobody has filled
+            made = {word for leaf in flatten(out)[0] for word in _words(leaf)}
+            if made - before and len(self.found) < _MOST:
+                self.found.setdefault(f"{' and '.join(sorted(made - before))} made by {func}, {_place()}")
+        return out
+
+
+def _words(leaf: Any) -> list[str]:
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.is_meta:
+        return []
+    leaf = leaf.detach()
+    return ["NaN"] * bool(leaf.isnan().any()) + ["Inf"] * bool(leaf.isinf().any())
+
+
+def _place() -> str:
+    """The line of the user's code: that runs, or (in a backward) that made the node."""
+    node: Any = torch._C._current_autograd_node()
+    if node is not None:
+        frames = "".join(node.metadata.get("traceback_", [])).split("  File ")
+        lines = [frame for frame in frames if _is_users(frame.split('"')[1] if '"' in frame else "")]
+        made = f": made by {lines[-1].splitlines()[0].strip()}" if lines else ""
+        return f"in the backward of {node.name()}{made}"
+    for frame, line in traceback.walk_stack(sys._getframe(2)):
+        if _is_users(frame.f_code.co_filename):
+            return f'at "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_name}'
+    return "outside of Python"
+
+
+def _is_users(file: str) -> bool:
+    path = file.replace("\\", "/")
+    return bool(path) and "/torch/" not in path and "/funcpipe/" not in path and not path.startswith("<frozen")

@@ -1,0 +1,151 @@
+"""vjp: the forwards of a plan now, its backwards later, from any gradients of the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from funcpipe.core.errors import FuncpipeError, PlanError
+from funcpipe.core.plan import Plan, Role
+from funcpipe.core.result import Result
+from funcpipe.core.tree import Tree, is_differentiable
+from funcpipe.runtime.border import Border
+from funcpipe.runtime.context import intra_op_threads, refuse_transforms
+from funcpipe.runtime.drive import Drive
+from funcpipe.runtime.finish import finish, gradients, refuse_writes, release
+from funcpipe.runtime.lanes import Lanes
+from funcpipe.runtime.prepare import Prepared, Trainable, prepare
+from funcpipe.runtime.rng import exactly
+from funcpipe.runtime.seam import Seam, join_input_grads
+
+
+def vjp(
+    plan: Plan,
+    params: Sequence[Tree],
+    inputs: Tree,
+    *,
+    state: Sequence[Tree] | None = None,
+    feeds: Mapping[str, Tree] | None = None,
+    seed: int | None = None,
+    trainable: Trainable = None,
+    input_grads: bool = True,
+    executor: str | Lanes | None = None,
+    threads_per_lane: int | None = None,
+    check: str | Sequence[str] = (),
+    timeout: float | None = None,
+) -> tuple[Result, Pullback]:
+    """Run the forwards of a plan without a loss; what comes back runs its backwards, from any cotangents, once.
+
+    ``jax.vjp`` for a pipeline: `run` with a loss computes the same gradients, bit for bit, where the cotangents are those
+    of the loss. Every device's order has its forwards first (`fill_drain`, `looped_bfs`, with or without `remat`).
+
+    >>> import torch
+    >>> from funcpipe.core.stage import stage
+    >>> from funcpipe.lower.plan import make_plan
+    >>> from funcpipe.schedules.families import fill_drain
+    >>> plan = make_plan([stage(lambda p, x: p * x), stage(lambda p, x: p * x)], fill_drain(2, 2), devices="cpu")
+    >>> result, pullback = vjp(plan, (torch.tensor(3.0), torch.tensor(5.0)), torch.ones(2))
+    >>> grads, input_grads = pullback(torch.ones(2))
+    >>> result.outputs.tolist(), [float(grad) for grad in grads], input_grads.tolist()
+    ([15.0, 15.0], [10.0, 6.0], [15.0, 15.0])
+
+    Args:
+        plan: made without ``loss=``, of a schedule with backwards.
+        params, state, feeds, seed, trainable, executor, threads_per_lane, check, timeout: as for `run`.
+        inputs: the inputs alone; cut as those of `run`.
+        input_grads: compute the gradients of the inputs too: of every floating leaf.
+
+    Returns:
+        The result (``outputs`` and ``state``; no loss, no grads) and the pullback.
+
+    Raises:
+        PlanError, PlacementError, BatchError: something does not fit; nothing has run.
+        StageError: user code failed; also an instance of what it raised.
+    """
+    options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
+    options |= {"loss_scale": 1.0, "threads_per_lane": threads_per_lane, "check": check}
+
+    def attempt() -> tuple[Result, Pullback]:
+        ready = prepare("vjp", plan, params, inputs, **options, halves=True)
+        if input_grads:
+            for border in ready.batch.inputs:
+                border.flags = [is_differentiable(leaf) for leaf in border.leaves]
+        return _forwards(ready, Drive(ready, executor, record=False, timeout=timeout))
+
+    return exactly(plan, attempt)
+
+
+def _forwards(ready: Prepared, drive: Drive) -> tuple[Result, Pullback]:
+    """The first half."""
+    middle = ready.program.num_forwards
+    drive.go(0, middle)
+    execution = drive.execution
+    reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
+    refuse_writes(ready, "a stage wrote into its parameters; a stage is pure, so compute with a copy:")
+    sided = sorted({stage for (stage, _), report in reports.items() if report.side is not None})
+    if sided:
+        raise PlanError(f"stage {sided[0]} returned an auxiliary loss (Out.loss), and vjp has no loss to add it to; return it as an output of the last stage (through a skip) and give its cotangent, or use run with a loss")  # fmt: skip
+    last = ready.plan.num_stages - 1
+    pieces: list[Border] = [outputs[last, m] for m in range(ready.batch.num_microbatches)]
+    with intra_op_threads(ready.threads):
+        result = finish(ready, reports, outputs, None, drive.stats(), backward=False)
+    return result, Pullback(drive, Seam(pieces, ready.batch.rows, merged=ready.batch.merged))
+
+
+class Pullback:
+    """The second half of a `vjp`: cotangents of the outputs in, gradients out; once.
+
+    It keeps what the backwards need (residuals, parameters) until it is called or dropped. Its executor is that of the
+    first half, and what the caller had switched on then (autocast, default device) holds again.
+    """
+
+    def __init__(self, drive: Drive, seam: Seam) -> None:
+        self._drive: Drive | None = drive
+        self._seam = seam
+        self._unused: tuple[tuple[int, Any], ...] = ()
+
+    @property
+    def unused(self) -> tuple[tuple[int, Any], ...]:
+        """(stage, path) of trainable leaves that the backwards did not reach; known after the call."""
+        return self._unused
+
+    def __call__(self, cotangents: Tree) -> tuple[tuple[Tree, ...], Tree]:
+        """Run the backwards.
+
+        Args:
+            cotangents: in the structure of ``result.outputs``: for each leaf a tensor of its shape and dtype, on any
+                device, or None for no gradient.
+
+        Returns:
+            The gradients of the parameters, one tree per stage (None where not trainable, zeros where unused), and those
+            of the inputs, in their structure (None where a leaf has none, or for ``input_grads=False``).
+
+        Raises:
+            BatchError: the cotangents do not fit the outputs; call again with others.
+            PlanError: parameters were written to since the forwards.
+            StageError: user code failed in a backward; the pullback is spent.
+            FuncpipeError: the pullback is spent.
+        """
+        refuse_transforms("a pullback")
+        drive = self._drive
+        if drive is None:
+            raise FuncpipeError("this pullback is spent: its residuals are freed by the first call; call fp.vjp again")
+        pieces = self._seam.cut(cotangents)
+        ready, execution = drive.ready, drive.execution
+        refuse_writes(ready, "parameters were written to between vjp and its pullback, which needs their old values; call the pullback before the optimizer's step:")  # fmt: skip
+        self._drive = None
+        count = ready.batch.num_microbatches
+        wire = next(n for n, one in enumerate(ready.program.wires) if one.role is Role.GRAD and one.stage == ready.plan.num_stages - 1)  # fmt: skip
+        execution.caller.update({wire * count + m: piece for m, piece in enumerate(pieces)})
+        with torch.enable_grad():
+            drive.go(ready.program.num_forwards)
+        found = execution.collect(Role.INPUT_GRAD)
+        drive.done()
+        with intra_op_threads(ready.threads):
+            grads, unused = gradients(ready)
+            inputs = join_input_grads(ready.batch, [found[0, m].leaves for m in range(count)])
+        self._unused = tuple(unused)
+        release(ready)
+        return grads, inputs

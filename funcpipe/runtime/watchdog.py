@@ -1,0 +1,146 @@
+"""``timeout=``: says what every lane did last and waits for when nothing goes on, and ends the run."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from time import monotonic
+from typing import Self
+
+from funcpipe.core.errors import RunTimeout
+from funcpipe.runtime.execute import Execution, Lane, Stop
+
+_GRACE = 1.0
+"""Seconds that a thread gets to react before its stack is printed, whatever holds it."""
+
+
+class Watchdog:
+    """A thread that looks at the lanes while a run lasts.
+
+    Args:
+        execution: whose lanes.
+        timeout: seconds in which some lane must begin an action.
+        bite: called once with the report when none did.
+    """
+
+    def __init__(self, execution: Execution, timeout: float, bite: Callable[[str], None]) -> None:
+        self.execution, self.timeout, self.bite = execution, timeout, bite
+        self.report = ""
+        self._over = threading.Event()
+        self._gate = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="funcpipe watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._backstop()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._gate:
+            self._over.set()
+        faulthandler.cancel_dump_traceback_later()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        marks, since = self._marks(), monotonic()
+        pause = min(1.0, self.timeout / 5)
+        while not self._over.wait(pause):
+            now = self._marks()
+            if now != marks:
+                marks, since = now, monotonic()
+                self._backstop()
+            elif monotonic() - since >= self.timeout:
+                with self._gate:
+                    if self._over.is_set():
+                        return
+                    self.report = describe(self.execution, monotonic() - since)
+                    self.bite(self.report)
+                if not self._over.wait(_GRACE):
+                    print(f"funcpipe: {self.report}", file=sys.stderr, flush=True)
+                return
+
+    def _marks(self) -> list[int]:
+        return [lane.now for lane in self.execution.lanes]
+
+    def _backstop(self) -> None:
+        """Code that never lets go of the interpreter's lock stops this thread too; Python's own timer needs no lock."""
+        try:
+            faulthandler.dump_traceback_later(self.timeout + _GRACE)
+        except (AttributeError, ValueError, OSError, RuntimeError):  # stderr is no file (notebooks)
+            pass
+
+
+def describe(execution: Execution, seconds: float) -> str:
+    """What every lane did last and waits for, and where its Python is."""
+    program = execution.program
+    lines = [f"no action began in any lane for {seconds:.1f} s:"]
+    frames = sys._current_frames()
+    stacks: list[str] = []
+    begun = max(lane.now for lane in execution.lanes)
+    done = 0
+    for lane in execution.lanes:
+        working = lane.thread != 0 and (execution.threaded or lane.now == begun)
+        did = [code for position, code in lane.order if position < lane.now or (position == lane.now and not working)]
+        done += len(did)
+        lines.append(f"  * device {lane.index} ({lane.place.device}) {_state(execution, lane, did, working=working)}")
+        frame = frames.get(lane.thread)
+        if frame is not None and working:
+            shown = [f for f in traceback.extract_stack(frame) if "/funcpipe/" not in f.filename.replace("\\", "/") and not f.filename.endswith("threading.py")]  # fmt: skip
+            stacks += [f"device {lane.index} is at:", *(f"  {line}" for text in traceback.format_list(shown[-12:]) for line in text.rstrip().split("\n"))]  # fmt: skip
+    del frames
+    lines.append(f"{done} of {len(program.order)} actions are done")
+    return "\n".join([*lines, *stacks])
+
+
+def _state(execution: Execution, lane: Lane, did: list[int], *, working: bool) -> str:
+    program = execution.program
+    last = f"did {program.action(did[-1])}" if did else "did nothing yet"
+    if not working:
+        return last if len(did) < len(lane.order) else f"{last} and is done"
+    now = str(execution.where(lane)).removeprefix("in ").rsplit(" on device", 1)[0]
+    if lane.waits is None:
+        return f"{last} and is in {now}"
+    if lane.waits < 0:
+        pool = program.pools[-1 - lane.waits]
+        return f"did {now} and waits until device {pool.lane} frees a slot for {pool.role.value}"
+    return f"{last} and waits, before {now}, for {program.value(lane.waits)}"
+
+
+class interrupting:
+    """While inside, the calling thread is the one that a `Watchdog` interrupts: it then raises RunTimeout.
+
+    The main thread gets SIGINT, which wakes it from sleeping; others get an exception at their next bytecode.
+    """
+
+    def __init__(self, execution: Execution, timeout: float | None) -> None:
+        self.dog = None if timeout is None else Watchdog(execution, timeout, self._bite)
+        self._identity = threading.get_ident()
+
+    def _bite(self, report: str) -> None:
+        main = threading.main_thread().ident == self._identity
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler and hasattr(signal, "pthread_kill"):
+            signal.pthread_kill(self._identity, signal.SIGINT)
+        else:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._identity), ctypes.py_object(Stop))
+
+    def __enter__(self) -> Self:
+        if self.dog is not None:
+            self.dog.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.dog is None:
+            return
+        try:
+            self.dog.__exit__()
+        except (KeyboardInterrupt, Stop):  # it came just now
+            if not self.dog.report:
+                raise
+            self.dog.__exit__()
+        if self.dog.report:
+            raise RunTimeout(self.dog.report) from None

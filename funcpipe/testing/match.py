@@ -1,0 +1,184 @@
+"""assert_matches_sequential: what a plan computes is what a plain loop computes, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.plan import Plan
+from funcpipe.core.result import Result
+from funcpipe.core.tree import Tree, flatten, locations
+from funcpipe.lower.plan import make_plan
+from funcpipe.runtime.lanes import Lanes
+from funcpipe.runtime.microbatch import Microbatches
+from funcpipe.runtime.prepare import Trainable
+from funcpipe.runtime.run import run
+from funcpipe.runtime.sequential import run_sequential
+
+_FIELDS = ("losses", "loss", "weight", "aux", "outputs", "state", "grads", "unused")
+"""Of a result, in the order in which they are made: the first that differs is nearest to the cause."""
+
+_SHOWN = 10
+"""How many differing leaves a message lists."""
+
+
+def assert_matches_sequential(
+    plan: Plan,
+    params: Sequence[Tree],
+    batch: Any,
+    *,
+    state: Sequence[Tree] | None = None,
+    feeds: Mapping[str, Tree] | None = None,
+    seed: int | None = None,
+    trainable: Trainable = None,
+    loss_scale: float = 1.0,
+    threads_per_lane: int | None = None,
+    executors: Sequence[str | Lanes] = ("serial", "threads"),
+    whole_batch: float | None = None,
+) -> Result:
+    """Run a plan by each executor and by the oracle; losses, outputs, state and every gradient have the same bits.
+
+    >>> import torch, funcpipe as fp
+    >>> stages = [fp.stage(lambda p, x: x * p["w"])] * 2
+    >>> plan = fp.make_plan(stages, fp.one_f_one_b(2, 2), loss=torch.nn.functional.mse_loss, devices="cpu")
+    >>> params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
+    >>> x = torch.ones(4, 1)
+    >>> assert_matches_sequential(plan, params, (x, x), whole_batch=1e-6).loss
+    tensor(25.)
+
+    Args:
+        plan: with or without a loss.
+        params, batch, state, feeds, seed, trainable, loss_scale, threads_per_lane: as for ``fp.run``.
+        executors: which to compare, as for ``fp.run``.
+        whole_batch: also compare loss, outputs and gradients with one microbatch of all rows, to this part of the
+            largest number in each tensor (1e-10 suits float64). It holds for stages that treat rows one by one, draw
+            nothing, and losses that are means, or sums with weights. None: do not compare.
+
+    Returns:
+        The result of the last executor.
+
+    Raises:
+        AssertionError: something differs: which leaves, how many of their numbers, by how much.
+    """
+    if not executors or isinstance(executors, str):
+        raise PlanError(f"executors is a sequence of at least one of 'serial', 'threads', fp.lanes(plan); got {executors!r}")  # fmt: skip
+    options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
+    options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane}
+    expected = run_sequential(plan, params, batch, **options)
+    result = expected
+    for executor in executors:
+        result = run(plan, params, batch, executor=executor, **options)
+        name = repr(executor) if isinstance(executor, str) else "fp.lanes(plan)"
+        _compare(result, expected, _FIELDS, f"fp.run(executor={name})", "fp.run_sequential")
+    if whole_batch is not None:
+        kept: dict[str, Any] = {"devices": plan.devices, "loss": plan.loss, "weight": plan.weight, "ties": plan.ties}
+        whole = make_plan(plan.stages, plan.schedule.first(1), train=plan.train, outputs=plan.outputs, **kept)
+        fields = ("loss", "outputs", "grads")
+        title = f"{plan.num_microbatches} microbatches", "one microbatch of all rows"
+        _compare(result, run_sequential(whole, params, batch, **options), fields, *title, part=whole_batch)
+    return result
+
+
+def _compare(
+    result: Result, expected: Result, fields: Sequence[str], came: str, wanted: str, *, part: float | None = None
+) -> None:
+    faults: list[str] = []
+    count = 0
+    for field in fields:
+        a, b = _plain(getattr(result, field)), _plain(getattr(expected, field))
+        found, number = ([], 0) if a is b is None else differences(a, b, field, allowed=part)
+        faults += found
+        count += number
+    if not faults:
+        return
+    more = len(faults) - _SHOWN
+    lines = faults[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+    first = faults[0].split(":")[0]
+    raise AssertionError(bullets(f"{came} differs from {wanted} in {len(faults)} of {count} leaves, first in {first}:", lines))  # fmt: skip
+
+
+def _plain(tree: Tree) -> Tree:
+    return tuple(tree) if isinstance(tree, Microbatches) else tree
+
+
+def differences(came: Tree, wanted: Tree, root: str, *, allowed: float | None = None) -> tuple[list[str], int]:
+    """A line for each leaf that differs, and how many leaves there are.
+
+    Args:
+        came, wanted: the trees.
+        root: what to call them.
+        allowed: None: no bit may differ (but a NaN is a NaN). Else floating numbers may, by this part of the largest.
+    """
+    left, spec = flatten(came)
+    right, other = flatten(wanted)
+    if spec != other:
+        return [f"{root}: the structure is {spec} and should be {other}"], max(len(left), len(right))
+    said = [_difference(a, b, allowed) for a, b in zip(left, right, strict=True)]
+    if not any(said):
+        return [], len(left)
+    return [f"{name}: {text}" for name, text in zip(locations(wanted, root), said, strict=True) if text], len(left)
+
+
+def _difference(came: Any, wanted: Any, allowed: float | None) -> str:
+    """How a leaf differs; "" if it does not."""
+    if not isinstance(came, Tensor) or not isinstance(wanted, Tensor):
+        return "" if _same(came, wanted) else f"{_short(came)} came, {_short(wanted)} expected"
+    if (came.shape, came.dtype, came.device) != (wanted.shape, wanted.dtype, wanted.device):
+        return f"{_short(came)} came, {_short(wanted)} expected"
+    # One row of bytes per number, which every type has.
+    a, b = _bytes(came), _bytes(wanted)
+    differs = (a != b).any(1)
+    if not differs.any():
+        return ""
+    x, y = _wide(came), _wide(wanted)
+    distance = (x - y).abs()
+    differs &= ~(x.isnan() & y.isnan())
+    if allowed is not None:
+        largest = y.abs()[y.isfinite()]
+        differs &= (x != y) & ~(distance <= allowed * float(largest.max() if largest.numel() else 0.0))
+    return _say(x, y, differs, distance, came.shape) if differs.any() else ""
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Are two leaves that are no tensors the same, as far as one can tell."""
+    if a is b or type(a) is not type(b):
+        return a is b
+    if hasattr(a, "__dict__"):
+        return not differences(vars(a), vars(b), "")[0]
+    if type(a).__eq__ is object.__eq__:
+        return True  # an iterator, a lock: nothing to compare
+    equal: Any = a == b
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal) or (a != a and b != b)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    dense = tensor.detach().to_dense().cpu().resolve_conj().resolve_neg().contiguous()
+    return dense.reshape(-1, 1).view(torch.uint8)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    kind = torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.detach().to_dense().cpu().to(kind).reshape(-1)
+
+
+def _say(x: Tensor, y: Tensor, differs: Tensor, distance: Tensor, shape: torch.Size) -> str:
+    at = int(differs.nonzero()[0])
+    index = [int(one) for one in torch.unravel_index(torch.tensor(at), shape)] if shape else []
+    far = distance[differs]
+    relative = far / y[differs].abs()
+    where = f"at {index}: " if index else ""
+    return (
+        f"{int(differs.sum())} of {x.numel()} numbers differ, by {float(far.max()):.3g} at most (relative "
+        f"{float(relative.max()):.3g}); first {where}{x[at].item()!r} came, {y[at].item()!r} expected"
+    )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,148 @@
+"""check="finite", "finite-op", "used": what is named, on both executors, in F, B, the loss; and nothing where all is well."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import EXECUTORS, assert_same_result, ids, schedules
+
+import funcpipe as fp
+from funcpipe.testing import FaultAt
+
+S, M = 3, 4
+
+
+def parts():
+    @fp.stage
+    def linear(p, x):
+        return torch.tanh(x @ p["w"])
+
+    return tuple(fp.stage(linear.fn, name=f"layer{i}") for i in range(S))
+
+
+def params():
+    g = torch.Generator().manual_seed(0)
+    return tuple({"w": torch.randn(3, 3, generator=g)} for _ in range(S))
+
+
+def batch():
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(8, 3, generator=g), torch.randn(8, 3, generator=g)
+
+
+def spoil(value: float):
+    """A fault that puts a number into a tensor."""
+
+    def put(tensor):
+        tensor = tensor.clone()
+        tensor.view(-1)[0] = value
+        return tensor
+
+    return put
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(
+    "schedule", [fp.one_f_one_b(S, M), fp.remat(fp.fill_drain(S, M)), fp.zero_bubble(S, M)], ids=ids
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("kind", "action"), [("F", r"1F2"), ("B", r"1[BI]2")])
+def test_the_first_stage_and_microbatch_are_named(schedule, executor, value, kind, action):
+    stages = FaultAt(1, 2, kind, error=spoil(value))(parts())
+    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    assert not fp.run(plan, params(), batch(), executor=executor).finite  # silent by default, and told when asked
+    with pytest.raises(fp.NotFiniteError, match="NaN and|Inf among") as caught:
+        fp.run(plan, params(), batch(), executor=executor, check="finite")
+    where = caught.value.funcpipe
+    assert (where.stage, where.microbatch) == (1, 2)
+    assert isinstance(caught.value, ArithmeticError)
+    assert re.fullmatch(action, where.action)
+    good = fp.make_plan(parts(), schedule, loss=F.mse_loss, devices="cpu")
+    result = fp.run(good, params(), batch(), executor=executor, check="finite")
+    assert result.finite
+    assert_same_result(fp.run(good, params(), batch(), executor=executor), result)
+
+
+@pytest.mark.parametrize("schedule", schedules(S, M), ids=ids)
+def test_looking_changes_nothing(schedule):
+    plan = fp.make_plan(parts(), schedule, loss=F.mse_loss, devices="cpu")
+    expected = fp.run_sequential(plan, params(), batch(), check=["finite-op", "used"])
+    assert_same_result(expected, fp.run(plan, params(), batch(), check=["finite-op", "used"]))
+
+
+def test_where_it_came_from():
+    """Numbers that were bad before the stage are no fault of its operations."""
+    plan = fp.make_plan(parts(), fp.one_f_one_b(S, M), loss=F.mse_loss, devices="cpu")
+    x, target = batch()
+    x[5, 1] = math.nan
+    with pytest.raises(fp.NotFiniteError, match=r"it came in with input has 1 NaN and 0 Inf among 6 numbers") as caught:
+        fp.run(plan, params(), (x, target), check="finite")
+    assert caught.value.funcpipe.microbatch == 2
+    bad = params()
+    bad[1]["w"][0, 0] = math.inf
+    with pytest.raises(fp.NotFiniteError, match=r"it came in with params\[1\]\['w'\] has 0 NaN and 1 Inf among 9"):
+        fp.run(plan, bad, batch(), check="finite")
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_operation_is_named(executor):
+    def fn(p, x):
+        mask = torch.zeros(3).masked_fill(torch.tensor([False, True, False]), -math.inf)  # legal: softmax takes it away
+        return torch.softmax(x @ p["w"] + mask, -1).log1p() - torch.log(x.sum() * 0)
+
+    plan = fp.make_plan([fp.stage(fn)], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    with pytest.raises(fp.NotFiniteError, match=r'aten\.log\.default, at ".*test_finite\.py", line \d+, in fn'):
+        fp.run(plan, params()[:1], batch(), executor=executor, check="finite-op")
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_operation_of_a_backward_is_named(executor):
+    def fn(p, x):
+        return (x * p["w"][0] * 0).abs().sqrt()  # finite, its derivative is not
+
+    plan = fp.make_plan([fp.stage(fn)], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    with pytest.raises(
+        fp.NotFiniteError, match=r'in the backward of \w+Backward0: made by "?.*test_finite\.py'
+    ) as caught:
+        fp.run(plan, params()[:1], batch(), executor=executor, check="finite-op")
+    assert caught.value.funcpipe.action == "0B0"
+
+
+def test_the_loss_is_looked_at():
+    plan = fp.make_plan(parts(), fp.fill_drain(S, M), loss=lambda y, t: (y - t).sum().log(), devices="cpu")
+    with pytest.raises(fp.NotFiniteError, match="the loss has 1 NaN") as caught:
+        fp.run(plan, params(), (batch()[0], batch()[1] + 5), check="finite")
+    assert caught.value.funcpipe.stage == S - 1
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_unused_leaves(executor):
+    plan = fp.make_plan(parts(), fp.fill_drain(S, M), loss=F.mse_loss, devices="cpu")
+    own = params()
+    own[1]["spare"] = torch.ones(2)
+    result = fp.run(plan, own, batch(), executor=executor)
+    assert result.unused == ((1, "spare"),)
+    assert not result.grads[1]["spare"].any()
+    with pytest.raises(fp.PlanError, match=r"'spare' of stage 1 \('layer1'\)"):
+        fp.run(plan, own, batch(), executor=executor, check="used")
+    fp.run(plan, own, batch(), executor=executor, check="used", trainable=lambda name, _: "spare" not in name)
+
+
+def test_words_that_are_no_checks():
+    plan = fp.make_plan(parts(), fp.fill_drain(S, M), loss=F.mse_loss, devices="cpu")
+    for bad in ("nan", ["finite", "x"], 3):
+        with pytest.raises(fp.PlanError, match="check is any of"):
+            fp.run(plan, params(), batch(), check=bad)
+
+
+def test_vjp_checks_both_halves():
+    stages = FaultAt(1, 2, "B", error=spoil(math.nan))(parts())
+    plan = fp.make_plan(stages, fp.fill_drain(S, M), devices="cpu")
+    result, pullback = fp.vjp(plan, params(), batch()[0], check="finite")
+    with pytest.raises(fp.NotFiniteError) as caught:
+        pullback(torch.ones_like(result.outputs))
+    assert (caught.value.funcpipe.stage, caught.value.funcpipe.microbatch) == (1, 2)
