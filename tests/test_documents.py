@@ -1,9 +1,17 @@
-"""What is printed runs: README's quickstart, doctests, the tutorial's code, the notebooks."""
+"""What is printed runs: README's quickstart, doctests, the code of every page, the notebooks.
+
+In a page, a ``text`` block right after a Python block is what that block prints, word for word. To write these blocks
+anew, after a deliberate change: ``FUNCPIPE_PAGES=write python -m pytest tests/test_documents.py``, then look at the
+diff. The variable is the only way; nothing is ever written without it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import importlib
+import io
+import os
 import re
 import subprocess
 import sys
@@ -11,25 +19,46 @@ from pathlib import Path
 
 import pytest
 
+import funcpipe as fp
+import funcpipe.testing
+
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in sorted((ROOT / "funcpipe").rglob("*.py"))
     if path.name not in ("__main__.py",)
 ]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+# Not rglob: docs/notebooks is a link, and docs/_build may hold copies.
+PAGES = [path for folder in (".", "howto", "reference") for path in sorted((DOCS / folder).glob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+WRITE = os.environ.get("FUNCPIPE_PAGES") == "write"
+
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?P<printed>\n```text\n.*?^```\n)?", flags=re.M | re.S)
 
 
-def blocks(text: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
+def with_output(text: str, name: str) -> str:
+    """The page with what its Python blocks print, where it shows that; the blocks run one after the other."""
+    scope: dict[str, object] = {"__name__": "page"}
+
+    def run(block: re.Match[str]) -> str:
+        lines = "\n" * text[: block.start("code")].count("\n")  # so that a traceback names the page's own line
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(lines + block["code"], name, "exec", dont_inherit=True), scope)
+        shown = f"\n```text\n{printed.getvalue()}```\n" if block["printed"] else ""
+        return f"```python\n{block['code']}```\n{shown}"
+
+    return BLOCK.sub(run, text)
 
 
 def test_quickstart_runs_as_printed():
     """README's first block has at most ten lines and runs."""
-    code = blocks((ROOT / "README.md").read_text())[0]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 10
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    found = BLOCK.search((ROOT / "README.md").read_text())
+    assert found
+    assert len([line for line in found["code"].splitlines() if line.strip()]) <= 10
+    command = [sys.executable, "-W", "error", "-c", found["code"]]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert 0 == done.returncode, done.stderr
     assert "makespan" in done.stdout
 
@@ -40,12 +69,14 @@ def test_doctests(name):
     assert 0 == doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS).failed
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_run_as_printed(page):
-    """The Python blocks of a page run, one after the other."""
-    scope: dict[str, object] = {"__name__": "page"}
-    for code in blocks(page.read_text()):
-        exec(compile(code, str(page), "exec"), scope)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_pages_run_as_printed(page, tmp_path, monkeypatch):
+    """The Python blocks of a page run, and print what the page shows."""
+    monkeypatch.chdir(tmp_path)  # pages may write files
+    text = with_output(page.read_text(), str(page))
+    if WRITE:
+        page.write_text(text)
+    assert page.read_text() == text
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -59,3 +90,42 @@ def test_notebooks_run(path):
     assert len(cells) < 15
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)
     NotebookClient(notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+
+
+def public(module: object) -> set[str]:
+    """The names that a module exports: those imported as themselves."""
+    tree = Path(module.__file__).read_text()  # pyright: ignore
+    return set(re.findall(r" import (\w+) as \1$", tree, flags=re.M))
+
+
+@pytest.mark.parametrize("module", [fp, funcpipe.testing], ids=lambda module: module.__name__)
+def test_reference_has_every_public_name_once(module):
+    """A new public name gets its place in docs/reference, a removed one leaves it."""
+    text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+    current, listed = "", []
+    for directive, name in re.findall(r"^\.\. (currentmodule|auto\w+):: ([\w.]+)$", text, flags=re.M):
+        if directive == "currentmodule":
+            current = name
+        elif current == module.__name__:
+            listed.append(name)
+    assert sorted(public(module)) == sorted(listed)
+
+
+def test_every_error_is_explained():
+    """docs/errors.md has a heading or a row for each class that users can catch."""
+    text = (DOCS / "errors.md").read_text()
+    classes = [name for name in public(fp) if isinstance(found := getattr(fp, name), type) and issubclass(found, Exception)]  # fmt: skip
+    assert len(classes) >= 6
+    assert [] == [name for name in classes if f"`fp.{name}`" not in text]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted(ROOT.glob("*.md"))], ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_pages_name_exist(page):
+    """A path of ours in a page is one that is there; so is every relative link."""
+    text = page.read_text()
+    named = set(re.findall(r"`((?:funcpipe|tests|docs|notebooks)/[\w/.-]*\w)`", text))
+    rooms = "|".join(path.name for path in (ROOT / "funcpipe").iterdir() if path.is_dir())
+    named |= {f"funcpipe/{path}" for path in re.findall(rf"`((?:{rooms})/\w+\.py)`", text)}
+    assert [] == sorted(path for path in named if not (ROOT / path).exists())
+    links = set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text))
+    assert [] == sorted(link for link in links if not (page.parent / link).exists())

@@ -1,0 +1,84 @@
+"""The site of the documents: ``sphinx-build -W docs docs/_build/html`` makes it; every warning is an error.
+
+The pages are Markdown as they lie in ``docs/`` and its folders; ``docs/notebooks`` is a link to the notebooks, which are
+run when the site is built. The reference comes from the docstrings.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sphinx.domains.python import PyObject
+
+import funcpipe
+
+project = "funcpipe"
+author = "the funcpipe developers"
+copyright = "2026, the funcpipe developers"
+release = version = funcpipe.__version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
+language = "en"
+
+# Markdown. Headings get anchors, so pages can point at a paragraph: [the mend](errors.md#placement).
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+# Notebooks are committed without outputs. They run in the build, in a folder of their own; a failure ends the build.
+# Not "cache": that would not see that the library has changed.
+nb_execution_mode = "force"
+nb_execution_timeout = 120
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+
+# Docstrings: Google style; `name` in single backquotes points at the object where there is one.
+default_role = "py:obj"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes as a list; as entries of their own they would stand twice
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+
+html_theme = "furo"
+html_title = f"funcpipe {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+
+def setup(app: Any) -> None:
+    """Hooks of the build."""
+    app.connect("autodoc-skip-member", skip_tuple_field)
+    app.connect("autodoc-process-docstring", hide_colon, priority=400)  # before napoleon, which has 500
+    app.connect("autodoc-process-docstring", show_colon, priority=600)
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"  # what everyone calls them
+
+
+def skip_tuple_field(app: Any, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
+    """The fields of a named tuple stand in its docstring; Python's own text for them says nothing."""
+    return True if type(thing).__name__ == "_tuplegetter" else None
+
+
+_COLON = "\0"
+
+
+def hide_colon(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Napoleon takes what stands before a colon in the text of an attribute for its type; ours is prose."""
+    if what in ("attribute", "property") and lines:
+        lines[0] = lines[0].replace(":", _COLON)
+
+
+def show_colon(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Put the colons back, and show types by their last name, as in signatures."""
+    for number, line in enumerate(lines):
+        if line.startswith(":vartype"):
+            line = re.sub(r"\b(?:\w+\.)+\w+", r"~\g<0>", line)
+        lines[number] = line.replace(_COLON, ":")
