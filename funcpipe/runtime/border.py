@@ -62,7 +62,16 @@ def share(leaves: Iterable[Any]) -> list[Any]:
     Turning memory into copy-on-write is not safe from two threads at once, and two runs may be given the same tensors.
     """
     with _sharing:
-        return [own(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return [apart(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """A copy, for or from the caller: made when someone writes on the CPU, at once on devices with streams.
+
+    There the allocator forgets streams recorded on memory that is shared copy-on-write, and a caller who records his
+    own tensors (a loader that prefetches) must not lose that.
+    """
+    return own(tensor.detach()) if tensor.device.type in ("cpu", "meta") else tensor.detach().clone()
 
 
 _sharing = threading.Lock()

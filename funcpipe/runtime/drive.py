@@ -10,6 +10,7 @@ from typing import Any
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Role
 from funcpipe.core.result import RunStats
+from funcpipe.core.tree import map_leaves
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import RUNNING, Context, intra_op_threads, not_carried
 from funcpipe.runtime.execute import Execution, run_serial
@@ -69,6 +70,22 @@ class Drive:
                 place.join()
             RUNNING.reset(token)
         self.seconds += perf_counter() - began
+
+    def collect(self, role: Role) -> dict[tuple[int, int], Any]:
+        """What the caller takes, by (stage, microbatch); it leaves the stores."""
+        found = self.execution.collect(role)
+        for (stage, microbatch), value in found.items():
+            place = self.execution.lanes[self.ready.plan.schedule.device_of[stage]].place
+            if place.asynchronous and isinstance(value, Border):
+                found[stage, microbatch] = Border([place.hand(leaf) for leaf in value.leaves], value.spec, value.flags)
+            elif place.asynchronous:
+                found[stage, microbatch] = map_leaves(place.hand, value)
+        return found
+
+    def settle(self) -> None:
+        """The caller's stream has read what it wanted of the lanes' memory."""
+        for lane in self.execution.lanes:
+            lane.place.settle()
 
     def done(self) -> None:
         """Everything has run: every value was freed, and how long an action takes is remembered."""

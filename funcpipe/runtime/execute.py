@@ -39,6 +39,7 @@ class Lane:
         self.index, self.place = index, place
         self.order: list[tuple[int, int]] = []
         self.here: dict[int, Any] = {}
+        self.coming: dict[int, Any] = {}
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.freed: list[list[Any]] = [[] for _ in range(num_pools)]
         self.sent = [0] * num_pools
@@ -55,10 +56,15 @@ class Lane:
             raise Stop
         number, payload = message
         if number >= 0:
-            self.place.wait(payload.event)
-            self.here[number] = payload.value
+            self.put(number, payload)
         else:
             self.freed[-1 - number].append(payload)
+
+    def put(self, number: int, ticket: Ticket) -> None:
+        """A value that is on its way; who reads it waits for it, not who comes before."""
+        self.here[number] = ticket.value
+        if ticket.event is not None:
+            self.coming[number] = ticket.event
 
 
 class Execution:
@@ -120,6 +126,8 @@ class Execution:
             while number not in here:
                 self._wait(lane, number)
             reads.append(here[number])
+            if lane.coming:
+                lane.place.wait(lane.coming.pop(number, None))
         if self.timed:
             start = perf_counter_ns()
             results = step(reads, microbatch)
@@ -153,9 +161,7 @@ class Execution:
     def _fetch(self, lane: Lane, number: int, pool: int) -> None:
         need = self._count(lane, pool)
         ticket = self.edges[CALLER, lane.index].send(self.caller[number], lane.freed[pool][need] if need >= 0 else None)
-        if ticket.event is not None:
-            lane.place.wait(ticket.event)
-        lane.here[number] = ticket.value
+        lane.put(number, ticket)
 
     def _send(self, lane: Lane, number: int, to: int, pool: int) -> None:
         need = lane.sent[pool] - self.slots[pool]
@@ -198,9 +204,7 @@ class Execution:
         if self.threaded:
             lane.inbox.put((number, ticket))
         else:
-            if ticket.event is not None:
-                lane.place.wait(ticket.event)
-            lane.here[number] = ticket.value
+            lane.put(number, ticket)
 
     # -- after the run -----------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from funcpipe.core.errors import BatchError, PlanError, Where, bullets, fail
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Loss, Result, RunStats, Timeline
 from funcpipe.core.stage import names_of
-from funcpipe.core.tree import Tree, flatten, locations, map_leaves, own, paths, unflatten
-from funcpipe.runtime.border import Border
+from funcpipe.core.tree import Tree, flatten, locations, map_leaves, paths, unflatten
+from funcpipe.runtime.border import Border, apart
 from funcpipe.runtime.prepare import Prepared, key_of
 from funcpipe.runtime.program import Report
 from funcpipe.runtime.seam import merge
@@ -163,7 +163,7 @@ def _commit(ready: Prepared, stage: int, reports: ByPlace) -> Tree:
     try:
         with torch.no_grad():
             # Its own copy: a commit that updates in place must not reach the caller's state.
-            mine = map_leaves(lambda leaf: own(leaf.detach()) if isinstance(leaf, Tensor) else leaf, state)
+            mine = map_leaves(lambda leaf: apart(leaf) if isinstance(leaf, Tensor) else leaf, state)
             return part.commit(mine, stats)
     except BaseException as error:
         device = plan.schedule.device_of[stage]

@@ -16,7 +16,6 @@ from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.program import Bound, Cotangents, Gradients, StageArgs, StageOut
 
-
 _MOST = 5
 """How many operations are told."""
 

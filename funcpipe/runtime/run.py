@@ -79,10 +79,11 @@ def _execute(drive: Drive, *, record: bool) -> Result:
     """Run what is prepared, and fold what comes out."""
     drive.go()
     ready, execution = drive.ready, drive.execution
-    reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
+    reports, outputs = drive.collect(Role.REPORT), drive.collect(Role.OUTPUT)
     drive.done()
     timeline = execution.timeline() if record else None
     with intra_op_threads(ready.threads):
         result = finish(ready, reports, outputs, timeline, drive.stats(), backward=ready.plan.schedule.has_backward)
     release(ready)
+    drive.settle()
     return result

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import BatchError, bullets
-from funcpipe.core.tree import Spec, Tree, flatten, is_differentiable, locations, own, unflatten
-from funcpipe.runtime.border import LEAF, Border, dense, share
+from funcpipe.core.tree import Spec, Tree, flatten, is_differentiable, locations, unflatten
+from funcpipe.runtime.border import LEAF, Border, apart, dense, share
 from funcpipe.runtime.microbatch import Batch, Microbatches
 from funcpipe.runtime.program import Gradients
 
@@ -40,7 +40,7 @@ def _join(place: str, values: Sequence[Any], rows: Sequence[int]) -> Any:
             if len({(one.shape[1:], one.dtype) for one in values}) > 1:
                 shapes = [tuple(one.shape) for one in values]
                 raise BatchError(f"{place} cannot be joined over microbatches of shapes {shapes}; give the inputs as fp.Microbatches to get one output each")  # fmt: skip
-            return torch.cat(list(values)) if len(values) > 1 else own(values[0])
+            return torch.cat(list(values)) if len(values) > 1 else apart(values[0])
         return Microbatches(values)
     try:
         same = all(type(one) is type(values[0]) and bool(one == values[0]) for one in values)

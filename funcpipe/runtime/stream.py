@@ -8,8 +8,8 @@ A tensor that a stream uses but did not allocate is recorded on it, so its memor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,42 @@ from torch import Tensor
 from funcpipe.core.tree import own
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.place import same_device
+
+
+class Backend:
+    """Streams, events, copies and allocator of real devices; tests put a recording one in its place."""
+
+    def asynchronous(self, device: torch.device) -> bool:
+        """Does the device have streams."""
+        return device.type not in ("cpu", "meta")
+
+    def module(self, device: torch.device) -> Any:
+        """Where Stream, Event, stream and current_stream of the device are."""
+        return torch.get_device_module(device.type)
+
+    def lies_on(self, tensor: Tensor, device: torch.device) -> bool:
+        """Is the tensor's memory the device's."""
+        return same_device(tensor.device, device)
+
+    def streamed(self, tensor: Tensor) -> torch.device | None:
+        """The tensor's device if that has streams, else None."""
+        return tensor.device if self.asynchronous(tensor.device) else None
+
+    def copy(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A copy on the device, queued on the current streams."""
+        return tensor.to(device, non_blocking=True)
+
+    def record(self, tensor: Tensor, stream: Any) -> None:
+        """Tell the allocator that a stream uses the tensor.
+
+        The allocator passes over memory that is shared copy-on-write (it does not know its deleter): see `solid`.
+        """
+        tensor.record_stream(stream)
+
+
+def solid(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it where its memory is shared copy-on-write and no stream could be recorded on it."""
+    return tensor.clone() if torch._C._is_cow_tensor(tensor) else tensor  # pyright: ignore
 
 
 class Ticket(NamedTuple):
@@ -37,10 +73,12 @@ class Place:
     A device that stands for several lanes gets a stream for each; one that stands alone computes on the caller's.
     """
 
+    backend: ClassVar[Backend] = Backend()
+
     def __init__(self, device: torch.device, *, alone: bool) -> None:
         self.device = device
-        self.asynchronous = device.type not in ("cpu", "meta")
-        self.module: Any = torch.get_device_module(device.type) if self.asynchronous else None
+        self.asynchronous = self.backend.asynchronous(device)
+        self.module: Any = self.backend.module(device) if self.asynchronous else None
         self.caller: Any = self.module.current_stream(device) if self.asynchronous else None
         self.stream: Any = self.caller
         if self.asynchronous and not alone:
@@ -61,6 +99,19 @@ class Place:
         """The lane's work comes before what the caller queues next."""
         if self.asynchronous and self.stream != self.caller:
             self.caller.wait_stream(self.stream)
+
+    def settle(self) -> None:
+        """What the caller has read of the lane's memory by now comes before the memory is given out again."""
+        if self.asynchronous and self.stream != self.caller:
+            self.stream.wait_stream(self.caller)
+
+    def hand(self, leaf: Any) -> Any:
+        """A leaf of the lane's, for the caller, who may use and free it as his own."""
+        if not self.asynchronous or self.stream == self.caller or not isinstance(leaf, Tensor):
+            return leaf
+        leaf = solid(leaf)
+        self.backend.record(leaf, self.caller)
+        return leaf
 
     def event(self) -> Any:
         """An event after everything that the lane has queued so far; None where work is done at once."""
@@ -102,64 +153,64 @@ class Edge:
             value: on the source's device, or anywhere if the caller gave it.
             free: the event after which its slot is free; None: it is.
         """
-        if self.source is not None and not self.source.asynchronous and not self.target.asynchronous:
-            if not self.threaded:
-                return Ticket(value)
-            # Another thread will read it. Marked copy-on-write here, by one thread, before two can do so at once.
-            leaves = [own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
-            return Ticket(Border(leaves, value.spec, value.flags))
+        source, target = self.source, self.target
+        if source is not None and not source.asynchronous and not target.asynchronous:
+            return self._share(value) if self.threaded else Ticket(value)
         tensors = [leaf for leaf in value.leaves if isinstance(leaf, Tensor)]
-        if all(same_device(leaf.device, self.target.device) for leaf in tensors):
-            return self._hand_over(value, tensors)
+        if all(target.backend.lies_on(leaf, target.device) for leaf in tensors):
+            # The caller keeps what he gave, and waits for the lanes; the lanes have waited for him.
+            return Ticket(value) if source is None else self._hand_over(source, value, free)
         return self._copy(value, tensors, free)
 
-    def _hand_over(self, value: Border, tensors: Sequence[Tensor]) -> Ticket:
+    def _share(self, value: Border) -> Ticket:
+        """To another thread, which may write: marked copy-on-write here, by one thread, before two can do so at once."""
+        leaves = [own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
+        return Ticket(Border(leaves, value.spec, value.flags))
+
+    def _hand_over(self, source: Place, value: Border, free: Any) -> Ticket:
         """Two lanes of one device: the same memory, in order."""
-        if self.source is None or not self.target.asynchronous:
-            return Ticket(value)
-        event = self.source.event()
-        for leaf in tensors:
-            leaf.record_stream(self.target.stream)
-        return Ticket(value, event)
+        leaves = [solid(leaf) if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
+        event = source.event()
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                source.backend.record(leaf, self.target.stream)
+        if free is not None:
+            source.wait(free)  # no copy could wait for the slot, so the sender does
+        handed = Border(leaves, value.spec, value.flags)
+        return self._share(handed)._replace(event=event) if self.threaded else Ticket(handed, event)
 
     def _copy(self, value: Border, tensors: Sequence[Tensor], free: Any) -> Ticket:
-        ready = self.source.event() if self.source is not None else None
-        places = [place for place in (self.source, self.target) if place is not None and place.asynchronous]
-        given = next((leaf.device for leaf in tensors if leaf.device.type not in ("cpu", "meta")), None)
-        if self.source is None and given is not None and not places:
-            places = [Place(given, alone=True)]
-        streams = [self._stream(place) for place in places]
-        for place, stream in zip(places, streams, strict=True):
-            stream.wait_event(ready) if ready is not None else stream.wait_stream(place.caller)
-            if free is not None:
-                stream.wait_event(free)
-        if self.source is None and given is not None and given != self.target.device:
-            caller = torch.get_device_module(given.type).current_stream(given)
-            for stream in streams:
-                stream.wait_stream(caller)
-        contexts = [place.module.stream(stream) for place, stream in zip(places, streams, strict=True)]
-        for context in contexts:
-            context.__enter__()
-        try:
-            leaves = [
-                leaf.to(self.target.device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
-                for leaf in value.leaves
-            ]
-        finally:
-            for context in reversed(contexts):
-                context.__exit__(None, None, None)
-        arrived = None
-        if places:
-            arrived = places[-1].module.Event()
-            arrived.record(streams[-1])
+        """To another device, on the copy streams of both. Torch orders a copy on the current streams of both ends."""
+        source, target = self.source, self.target
+        backend = target.backend
+        ends = [target] if target.asynchronous else []
+        if source is None:
+            given = dict.fromkeys(d for leaf in tensors if (d := backend.streamed(leaf)) is not None)
+            ends += [Place(device, alone=True) for device in given if device != target.device]
+            for place in ends:  # what the caller gave may still be under way on his streams
+                if place.device in given:
+                    self._stream(place).wait_stream(place.caller)
+        elif source.asynchronous:
+            value = Border([solid(x) if isinstance(x, Tensor) else x for x in value.leaves], value.spec, value.flags)
+            ends.append(source)
+            self._stream(source).wait_event(source.event())
+        if free is not None:
+            self._stream(target).wait_event(free)
+        with ExitStack() as stack:
+            for place in ends:
+                stack.enter_context(place.module.stream(self._stream(place)))
+            leaves = [backend.copy(leaf, target.device) if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
         for old, new in zip(value.leaves, leaves, strict=True):
             if isinstance(old, Tensor):
-                for place, stream in zip(places, streams, strict=True):
-                    if old.device == place.device:
-                        old.record_stream(stream)
-                if self.target.asynchronous:
-                    new.record_stream(self.target.stream)
-        return Ticket(Border(leaves, value.spec, value.flags), arrived)
+                if source is not None and source.asynchronous:
+                    backend.record(old, self._stream(source))
+                if target.asynchronous:
+                    backend.record(new, target.stream)
+        event = None
+        if ends:
+            event = ends[0].module.Event()
+            event.record(self._stream(ends[0]))
+        return Ticket(Border(leaves, value.spec, value.flags), event)
 
     def _stream(self, place: Place) -> Any:
         """The copy stream of this edge on one of its devices."""

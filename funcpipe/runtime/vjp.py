@@ -81,8 +81,7 @@ def _forwards(ready: Prepared, drive: Drive) -> tuple[Result, Pullback]:
     """The first half."""
     middle = ready.program.num_forwards
     drive.go(0, middle)
-    execution = drive.execution
-    reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
+    reports, outputs = drive.collect(Role.REPORT), drive.collect(Role.OUTPUT)
     refuse_writes(ready, "a stage wrote into its parameters; a stage is pure, so compute with a copy:")
     sided = sorted({stage for (stage, _), report in reports.items() if report.side is not None})
     if sided:
@@ -91,6 +90,7 @@ def _forwards(ready: Prepared, drive: Drive) -> tuple[Result, Pullback]:
     pieces: list[Border] = [outputs[last, m] for m in range(ready.batch.num_microbatches)]
     with intra_op_threads(ready.threads):
         result = finish(ready, reports, outputs, None, drive.stats(), backward=False)
+    drive.settle()
     return result, Pullback(drive, Seam(pieces, ready.batch.rows, merged=ready.batch.merged))
 
 
@@ -141,11 +141,12 @@ class Pullback:
         execution.caller.update({wire * count + m: piece for m, piece in enumerate(pieces)})
         with torch.enable_grad():
             drive.go(ready.program.num_forwards)
-        found = execution.collect(Role.INPUT_GRAD)
+        found = drive.collect(Role.INPUT_GRAD)
         drive.done()
         with intra_op_threads(ready.threads):
             grads, unused = gradients(ready)
             inputs = join_input_grads(ready.batch, [found[0, m].leaves for m in range(count)])
         self._unused = tuple(unused)
         release(ready)
+        drive.settle()
         return grads, inputs

@@ -179,7 +179,9 @@ def test_odd_exceptions_survive(build, fields, executor):
 def slow_halt(monkeypatch, seconds):
     """The caller wakes late after a failure."""
     halt = fp.Lanes._halt
-    monkeypatch.setattr(fp.Lanes, "_halt", lambda self, execution: (time.sleep(seconds), halt(self, execution)))
+    monkeypatch.setattr(
+        fp.Lanes, "_halt", lambda self, execution, wait: (time.sleep(seconds), halt(self, execution, wait))
+    )
 
 
 def test_the_earliest_of_two_failures_wins(monkeypatch):

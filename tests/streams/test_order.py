@@ -1,0 +1,238 @@
+"""Streams proven without a GPU: the same runtime against a recording backend, its order proven by vector clocks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import assert_same_result, ids, same
+
+import funcpipe as fp
+from funcpipe.runtime.execute import Execution
+from funcpipe.runtime.stream import Place
+
+sys.path.insert(0, str(Path(__file__).parent))
+from recorder import Recorder
+
+S, M = 4, 3
+
+
+def stages():
+    """Skips with two pops, values handed on unchanged, an in-place first operation, a feed, batch norm, dropout."""
+
+    @fp.stage(stash=["far"])
+    def first(p, x):
+        h = torch.tanh(x @ p["w"])
+        return fp.Out((h, x), stash={"far": h * 2})  # the input goes on as it came
+
+    @fp.stage(pop=["far"], feeds=["scale"])
+    def second(p, x, *, skips, feeds):
+        h, x0 = x
+        return F.relu(h.mul_(1.5) @ p["w"] + skips["far"] * feeds["scale"]), x0
+
+    @fp.stage
+    def third(p, x):
+        h, x0 = x
+        return h @ p["w"] + x0
+
+    @fp.stage(pop=["far"])
+    def fourth(p, x, *, skips):
+        return x.add_(skips["far"]) @ p["w"]
+
+    g = torch.Generator().manual_seed(0)
+    params = tuple({"w": torch.randn(4, 4, generator=g)} for _ in range(S))
+    return (first, second, third, fourth), params, ((),) * S
+
+
+def modules():
+    torch.manual_seed(3)
+    nets = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.2)) for _ in range(S)]
+    made = [fp.from_module(net, name=f"part{i}") for i, net in enumerate(nets)]
+    return tuple(zip(*made, strict=True))
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """Put a recorder in place of torch's streams; the slots of every pool are followed too."""
+
+    def install(skip: int | None = None) -> Recorder:
+        recorder = Recorder(skip)
+        monkeypatch.setattr(Place, "backend", recorder)
+        credits: dict[tuple[int, int], list] = {}
+        sent: dict[tuple[int, int], int] = {}
+        real_credit, real_send, real_fetch = ORIGINAL
+
+        def credit(self, lane, pool):
+            real_credit(self, lane, pool)
+            event = lane.place.event() if lane.place.asynchronous else None
+            credits.setdefault((id(self), pool), []).append(event)
+
+        def follow(self, pool, edge):
+            """The slot that was filled just now: the stream that filled it knows that it was freed."""
+            key = (id(self), pool)
+            sent[key] = sent.get(key, 0) + 1
+            before = sent[key] - 1 - self.slots[pool]
+            if before >= 0:
+                event = credits[key][before]
+                stream = edge._streams.get(edge.target.device) or getattr(edge.source, "stream", None)
+                if None not in (event, stream) and stream.clock.get(event.stream, 0) < event.clock.get(event.stream, 0):
+                    recorder.fault(
+                        f"a slot of pool {pool} is filled on {stream.name} before {event.stream} has freed it"
+                    )
+
+        def send(self, lane, number, to, pool):
+            real_send(self, lane, number, to, pool)
+            follow(self, pool, self.edges[lane.index, to])
+
+        def fetch(self, lane, number, pool):
+            real_fetch(self, lane, number, pool)
+            follow(self, pool, self.edges[-1, lane.index])
+
+        monkeypatch.setattr(Execution, "_credit", credit)
+        monkeypatch.setattr(Execution, "_send", send)
+        monkeypatch.setattr(Execution, "_fetch", fetch)
+        return recorder
+
+    ORIGINAL = (Execution._credit, Execution._send, Execution._fetch)
+    return install
+
+
+SCHEDULES = [
+    fp.one_f_one_b(S, M, num_devices=2),
+    fp.remat(fp.fill_drain(S, M, num_devices=2)),
+    fp.interleaved(S, M, num_devices=2),
+    fp.zero_bubble(S, M),
+]
+PLACES = {
+    "two devices": lambda lane: f"cpu:{lane % 2}",
+    "one device": lambda lane: "cpu:0",
+    "a device and the host": lambda lane: "cpu:0" if lane % 2 else "cpu",
+    "the host and a device": lambda lane: "cpu" if lane % 2 else "cpu:0",
+}
+
+
+def go(recorder, net, schedule, where, *, executor="serial", half=False):
+    """A run (or a vjp) under the recorder."""
+    parts, params, state = net()
+    devices = [where(lane) for lane in range(schedule.num_devices)]
+    for stage, tree in enumerate(zip(params, state, strict=True)):
+        device = torch.device(devices[schedule.device_of[stage]])
+        if device.index is not None:
+            recorder.put(tree, device)
+    g = torch.Generator().manual_seed(1)
+    x, target, scale = (torch.randn(6, 4, generator=g) for _ in range(3))
+    options = {"state": state, "feeds": {"scale": scale} if net is stages else None, "seed": 1, "threads_per_lane": 1}
+    plan = fp.make_plan(parts, schedule, loss=None if half else F.mse_loss, devices=devices)
+
+    def call():
+        if half:
+            result, pullback = fp.vjp(plan, params, x, executor=executor, **options)
+            return (result.outputs, result.state, pullback(torch.ones(6, 4)))
+        result = fp.run(plan, params, (x, target), executor=executor, **options)
+        return result
+
+    if executor == "serial":
+        with recorder.watching():
+            return call()
+    return call()
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=ids)
+@pytest.mark.parametrize("net", [stages, modules])
+def test_everything_is_in_order(net, schedule, place, executor, backend):
+    """No read before its write, no write before a read, no memory or slot given out while it is in use; and the bits."""
+    if executor == "threads" and "host" in place:
+        pytest.skip("the host's own order is the threads' inboxes, which the recorder does not see")
+    parts, params, state = net()
+    g = torch.Generator().manual_seed(1)
+    x, target, scale = (torch.randn(6, 4, generator=g) for _ in range(3))
+    plan = fp.make_plan(parts, schedule, loss=F.mse_loss, devices="cpu")
+    feeds = {"scale": scale} if net is stages else None
+    expected = fp.run_sequential(plan, params, (x, target), state=state, feeds=feeds, seed=1, threads_per_lane=1)
+    recorder = backend()
+    result = go(recorder, net, schedule, PLACES[place], executor=executor)
+    assert recorder.finish() == []
+    assert_same_result(expected, result)
+    assert len(recorder.points) > 10
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_both_halves_of_a_vjp(place, backend):
+    schedule = fp.remat(fp.fill_drain(S, M, num_devices=2))
+    recorder = backend()
+    result = go(recorder, stages, schedule, PLACES[place], half=True)
+    assert recorder.finish() == []
+    other = backend()
+    assert same(result, go(other, stages, schedule, lambda lane: "cpu", half=True))
+
+
+def used_by_the_caller(recorder, where):
+    """The caller computes with what he got, and drops it."""
+    parts, params, _ = stages()
+    schedule = fp.one_f_one_b(S, M, num_devices=2)
+    devices = [where(lane) for lane in range(2)]
+    for stage, tree in enumerate(params):
+        recorder.put(tree, torch.device(devices[schedule.device_of[stage]]))
+    x, scale = torch.randn(6, 4), torch.randn(6, 4)
+    recorder.put((x, scale), torch.device("cpu:2"))  # a batch that lies on a third device
+    plan = fp.make_plan(parts, schedule, loss=lambda y, _: y.square().mean(), devices=devices, outputs=True)
+    with recorder.watching():
+        result = fp.run(plan, params, (x, None), feeds={"scale": scale}, executor="serial")
+        used = result.loss * 2 + sum(result.losses), result.outputs * 2
+        del result
+    return used
+
+
+@pytest.mark.parametrize("place", ["two devices", "one device"])
+def test_the_caller_may_use_and_drop_what_he_got(place, backend):
+    recorder = backend()
+    used_by_the_caller(recorder, PLACES[place])
+    assert recorder.finish() == []
+
+
+CASES = {
+    **{
+        f"{schedule.name}, {place}": lambda r, s=schedule, p=place: go(r, stages, s, PLACES[p])
+        for schedule in (*SCHEDULES[:2], SCHEDULES[3])
+        for place in PLACES
+    },
+    "used, two devices": lambda r: used_by_the_caller(r, PLACES["two devices"]),
+    "used, one device": lambda r: used_by_the_caller(r, PLACES["one device"]),
+}
+ALONE = ("wait: ", "_copy: self._stream(source).wait")
+"""Waits that nothing else stands in for: those for a value."""
+
+
+@pytest.mark.timeout(600)
+def test_every_wait_is_needed(backend):
+    """Each wait and each recording is left out in turn, and the proof must fail.
+
+    A wait for a value must be missed every time, unless its stream knew already what it waited for. A wait for a slot
+    may be implied by the gradient that came back meanwhile, and what guards memory or joins the caller may have a
+    stand-in in one plan; in some plan it must be missed.
+    """
+    spared: list[str] = []
+    missed: dict[str, int] = {}
+    for name, case in CASES.items():
+        whole = backend()
+        case(whole)
+        assert whole.finish() == [], name
+        for number, point in enumerate(whole.points):
+            missed.setdefault(point.site, 0)
+            if not point.news:
+                continue
+            recorder = backend(number)
+            case(recorder)
+            if recorder.finish():
+                missed[point.site] += 1
+            elif point.site.startswith(ALONE):
+                spared.append(f"{name}, {number}: {point}")
+    assert spared == []
+    assert [site for site, count in missed.items() if not count] == []
+    assert len(missed) >= 9, missed
