@@ -87,7 +87,7 @@ class EagerBound:
         self.versions = _versions(self.leaves)
         self.aliases = [_alias(leaf, want) for leaf, want in zip(self.leaves, trainable, strict=True)]
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
-        self.fresh = [alias.grad._version for alias in self.inputs if alias.grad is not None]
+        self.fresh: list[int] | None = None
         state_leaves, state_spec = flatten(state)
         self.state_leaves = share(state_leaves)
         self.params, self.state = unflatten(self.spec, self.aliases), unflatten(state_spec, self.state_leaves)
@@ -193,6 +193,8 @@ class EagerBound:
 
     def backward(self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
         """Plain autograd from the outputs into the leaves and the sums."""
+        if self.fresh is None:
+            self.fresh = self._zeros()
         roots: list[Tensor] = []
         cotangents: list[Tensor] = []
         if y is not None:
@@ -219,6 +221,11 @@ class EagerBound:
                 _walk(roots, cotangents, only)
         skips = [_gradients(count, held) for count, held in residual.skips]
         return Cotangents(_gradients(residual.x_count, residual.x), skips)
+
+    def _zeros(self) -> list[int]:
+        """Fill the sums with zeros, on the lane that will add to them: memory is fast where it was first touched."""
+        with torch.no_grad():
+            return [alias.grad.zero_()._version for alias in self.inputs if alias.grad is not None]
 
     def _reentrant(self, roots: list[Tensor]) -> bool:
         """Does the stage use the reentrant checkpoint: looked up in its first graph, remembered."""
@@ -258,15 +265,18 @@ class EagerBound:
 
     def grads(self) -> list[Tensor | None]:
         """The sum of each leaf; None where it is not trainable."""
+        if self.fresh is None:
+            self.fresh = self._zeros()
         sums = {id(alias): alias.grad for alias in self.inputs}
         return [sums.get(id(alias)) for alias in self.aliases]
 
     def unused(self) -> list[int]:
         """Trainable leaves (by number) that no backward added to."""
+        fresh = self._zeros() if self.fresh is None else self.fresh
         touched = {
             id(alias)
-            for alias, fresh in zip(self.inputs, self.fresh, strict=True)
-            if alias.grad is not None and alias.grad._version != fresh
+            for alias, version in zip(self.inputs, fresh, strict=True)
+            if alias.grad is not None and alias.grad._version != version
         }
         trainable = {id(alias) for alias in self.inputs}
         return [i for i, a in enumerate(self.aliases) if id(a) in trainable and id(a) not in touched]
@@ -365,8 +375,8 @@ def _alias(leaf: Any, trainable: bool) -> Any:
     if trainable:
         alias.requires_grad_()
         # There from the start: autograd would make the first gradient itself the sum, and that may be a view of a
-        # value already handed on, into which the next microbatch would then be added.
-        alias.grad = torch.zeros_like(alias)
+        # value already handed on, into which the next microbatch would then be added. The lane fills it.
+        alias.grad = torch.empty_like(alias)
     return alias
 
 

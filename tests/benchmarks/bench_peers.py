@@ -1,0 +1,209 @@
+"""One training step on two CPU lanes: funcpipe, torchgpipe, torch.distributed.pipelining, plain loops.
+
+    python tests/benchmarks/bench_peers.py [--width 1024] [--depth 8] [--batch 256] [--microbatches 8] [--repeats 15]
+
+A chain of Linear(width) + GELU in fp32, cut into equal parts; a step is forward, mean squared error, backward, until the
+gradients of all parameters are there (those of the step before are dropped inside of it; no optimizer). Every arm has the
+same weights and batch, one intra-op thread per lane, and must give the gradients of plain autograd to 1e-5 before it is
+timed. Arms take turns in a shuffled order; a sample during which other processes used more than 0.15 cores is taken
+again, up to four times and while --seconds last; "clean" counts those that were not disturbed, and figures are of the
+clean samples (of all, with a star, where fewer than five are clean: such rows have no ratio). "1F1B / this" and
+"fill-drain / this" are funcpipe's median with the same remat over this row's: below 1 funcpipe is faster. "cores" is CPU
+time over wall time, of all processes of the arm.
+
+torchgpipe is measured if it is installed, as published: its two CPU partitions share one worker thread.
+torch.distributed.pipelining runs as two processes over gloo, kept between steps, each pinned to its share of the cores as
+funcpipe's lanes are, timed from the first rank's start to the last rank's end (the signal to start is not counted); its
+looped and V schedules have two stages a rank, and so has funcpipe's interleaved one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: threads that peers start themselves obey nothing else
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from peers_samples import Spent, Summary, here, summary, take
+from peers_torch import SCHEDULES, RankError, Ranks
+from peers_work import LANES, LIMIT, Work, gradients
+from torch import Tensor
+
+import funcpipe as fp
+
+REMAT = ("never", "except_last", "always")
+WARMUP = 3
+
+
+class Arm(NamedTuple):
+    """One row: whose, what, which remat; how to do a step, and how far its gradients are from the wanted ones."""
+
+    system: str
+    name: str
+    remat: str
+    step: Callable[[], Spent]
+    error: Callable[[], float]
+
+    def __str__(self) -> str:
+        return f"{self.system}, {self.name}, remat {self.remat}"
+
+
+def plain(work: Work) -> Iterator[Arm]:
+    """Plain autograd in one thread: over the whole batch, and microbatch by microbatch."""
+    model = work.model()
+
+    def whole() -> None:
+        model.zero_grad()
+        F.mse_loss(model(work.x), work.target).backward()
+
+    def loop() -> None:
+        model.zero_grad()
+        for x, target in zip(work.x.chunk(work.microbatches), work.target.chunk(work.microbatches), strict=True):
+            (F.mse_loss(model(x), target) / work.microbatches).backward()
+
+    for name, step in (("whole batch", whole), ("microbatch loop", loop)):
+        yield Arm("plain, 1 thread", name, "never", here(step), lambda: work.error(gradients(model)))
+
+
+def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
+    """1F1B and fill-drain with every remat, and interleaved; lanes are kept."""
+    last = work.microbatches - 1
+    keeps = {"never": lambda _: True, "except_last": lambda forward: forward.microbatch == last, "always": fp.never}
+    makers = {"1F1B": (fp.one_f_one_b, 1, REMAT), "fill-drain": (fp.fill_drain, 1, REMAT), "interleaved": (fp.interleaved, 2, REMAT[:1])}  # fmt: skip
+    for name, (maker, each, modes) in makers.items():
+        count = LANES * each
+        if work.depth % count:
+            continue
+        per, model = work.depth // count, work.model()
+        parts: list[nn.Sequential] = [model[i * per : (i + 1) * per] for i in range(count)]
+        stages, params, _ = zip(*map(fp.from_module, parts), strict=True)
+        schedule = maker(count, work.microbatches, num_devices=LANES)
+        for mode in modes:
+            plan = fp.make_plan(stages, fp.remat(schedule, keep=keeps[mode]), loss=F.mse_loss, devices="cpu")
+            yield _planned(name, mode, plan, params, work, opened.enter_context(fp.lanes(plan)))
+
+
+def _planned(name: str, mode: str, plan: fp.Plan, params: Any, work: Work, lanes: fp.Lanes) -> Arm:
+    grads: tuple[dict[str, Tensor], ...] = ()
+
+    def step() -> None:
+        nonlocal grads
+        grads = fp.run(plan, params, (work.x, work.target), executor=lanes, threads_per_lane=1).grads
+
+    def error() -> float:
+        return work.error([own[key] for own, tree in zip(grads, params, strict=True) for key in tree])
+
+    return Arm("funcpipe", name, mode, here(step), error)
+
+
+def torchgpipe(work: Work) -> Iterator[Arm]:
+    """The published package, its two partitions on the CPU."""
+    from torchgpipe import GPipe
+
+    for mode in REMAT:
+        per = work.depth // LANES
+        model = GPipe(work.model(), [per] * LANES, devices=["cpu"] * LANES, chunks=work.microbatches, checkpoint=mode)
+
+        def step(model: nn.Module = model) -> None:
+            model.zero_grad()
+            F.mse_loss(model(work.x), work.target).backward()
+
+        yield Arm("torchgpipe", "GPipe", mode, here(step), lambda model=model: work.error(gradients(model)))
+
+
+def torch_pipelining(work: Work, opened: ExitStack) -> Iterator[Arm]:
+    """Every schedule of torch that the depth allows, each with two processes of its own."""
+    folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+    work.save(folder / "work.pt")
+    for name, each in SCHEDULES.items():
+        if work.depth % (LANES * each):
+            print(f"skipped: torch {name}; it takes a --depth that {LANES * each} divides")
+            continue
+        ranks = opened.enter_context(Ranks(name, folder))
+        yield Arm("torch pipelining", name, "never", ranks.step, ranks.error)
+
+
+def installed(work: Work, opened: ExitStack) -> Iterator[Arm]:
+    """All arms; for what is not installed, a line."""
+    yield from plain(work)
+    yield from funcpipe(work, opened)
+    if find_spec("torchgpipe"):
+        yield from torchgpipe(work)
+    else:
+        print("skipped: torchgpipe is not installed; to measure it: pip install --no-deps torchgpipe==0.0.7")
+    if torch.distributed.is_available() and torch.distributed.is_gloo_available():
+        yield from torch_pipelining(work, opened)
+    else:
+        print("skipped: this torch was built without gloo; to measure torch pipelining: pip install torch==2.13.0")
+
+
+def proven(arms: list[Arm]) -> list[Arm]:
+    """The arms that run, warm and with the right gradients. Raises SystemExit when some are wrong."""
+    running: list[Arm] = []
+    for arm in arms:
+        try:
+            for _ in range(WARMUP):
+                arm.step()
+            error = arm.error()
+        except RankError as failure:
+            print(f"skipped: {arm} does not run here: {failure}")
+            continue
+        if not error <= LIMIT:
+            raise SystemExit(f"{arm}: its gradients are {error:.1e} away from the plain ones, more than {LIMIT:g}")
+        running.append(arm)
+    return running
+
+
+def table(arms: list[Arm], found: dict[str, Summary]) -> Iterator[str]:
+    """The rows in markdown."""
+    own = {(arm.name, arm.remat): found[str(arm)] for arm in arms if arm.system == "funcpipe"}
+    yield "| system | schedule | remat | median ms (quartiles) | cores | 1F1B / this | fill-drain / this | clean |"
+    yield "|---|---|---|---:|---:|---:|---:|---:|"
+    for arm in arms:
+        this = found[str(arm)]
+        low, middle, high = (f"{seconds * 1e3:.1f}" for seconds in this.quartiles)
+        ratios = " | ".join(_ratio(own[base, arm.remat], this) for base in ("1F1B", "fill-drain"))
+        first = (
+            f"{arm.system} | {arm.name} | {arm.remat} | {middle}{'*' * this.noisy} ({low}-{high}) | {this.cores:.2f}"
+        )
+        yield f"| {first} | {ratios} | {this.clean}/{this.count} |"
+
+
+def _ratio(ours: Summary, this: Summary) -> str:
+    """Of the medians; none where one was disturbed."""
+    return "-" if ours.noisy or this.noisy else f"{ours.median / this.median:.2f}"
+
+
+def main() -> None:
+    """Prove, take turns, print."""
+    assert __doc__
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("width", 1024), ("depth", 8), ("batch", 256), ("microbatches", 8), ("repeats", 15)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--seconds", type=float, default=240.0, help="how long to repeat disturbed samples")
+    given = parser.parse_args()
+    if given.depth % LANES or given.batch % given.microbatches:
+        parser.error(f"{LANES} must divide --depth, and --microbatches must divide --batch, for the sake of the peers")
+    torch.set_num_threads(1)
+    work = Work.make(given.width, given.depth, given.batch, given.microbatches)
+    with ExitStack() as opened:
+        arms = proven(list(installed(work, opened)))
+        samples = take({str(arm): arm.step for arm in arms}, given.repeats, given.seconds)
+    print(f"{given.depth} x Linear({given.width}) + GELU, {given.batch} rows, M = {given.microbatches}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
+    for line in table(arms, {name: summary(own) for name, own in samples.items()}):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""torch.distributed.pipelining as an arm: two processes over gloo, started once, one step at each signal."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any, Self
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from peers_samples import Spent
+from peers_work import LANES, Work, gradients
+
+SCHEDULES = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 2, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}  # fmt: skip
+"""torch's schedules by the names that it gives them, and the stages that each rank holds."""
+
+_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+_PATIENCE = 60.0
+"""Seconds until a rank that does not answer has failed."""
+
+
+class RankError(Exception):
+    """A rank failed, or did not answer."""
+
+
+class Ranks:
+    """The processes of one schedule. Leave the with block to end them."""
+
+    def __init__(self, schedule: str, folder: Path) -> None:
+        """Start them; ``folder`` has the work in ``work.pt``."""
+        self.schedule = schedule
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.pipelining"])  # imported once, not once a process
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        for rank in range(LANES):
+            mine, its = context.Pipe()
+            process = context.Process(target=_main, args=(rank, schedule, folder, its), daemon=True)
+            process.start()
+            its.close()
+            self._processes.append(process)
+            self._pipes.append(mine)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send("end")
+        for process in self._processes:
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def step(self) -> Spent:
+        """One step on all ranks: from the first start to the last end, by the clock that they share."""
+        starts, ends, cpus = zip(*self._ask("step"), strict=True)
+        return Spent(max(ends) - min(starts), sum(cpus))
+
+    def error(self) -> float:
+        """How far the gradients of the last step are from the wanted ones."""
+        return max(self._ask("error"))
+
+    def _ask(self, request: str) -> list[Any]:
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):  # why, it has said before
+                pipe.send(request)
+        replies: dict[Connection, Any] = {}
+        while missing := [pipe for pipe in self._pipes if pipe not in replies]:
+            ready = wait(missing, _PATIENCE)
+            if not ready:
+                raise RankError(f"ranks {[self._pipes.index(pipe) for pipe in missing]} did not answer {request!r}")
+            for pipe in ready:
+                replies[pipe] = self._reply(pipe)
+        return [replies[pipe] for pipe in self._pipes]
+
+    def _reply(self, pipe: Any) -> Any:
+        try:
+            reply = pipe.recv()
+        except EOFError:
+            raise RankError(f"rank {self._pipes.index(pipe)} ended") from None
+        if isinstance(reply, str):
+            raise RankError(reply)
+        return reply
+
+
+def _main(rank: int, schedule: str, folder: Path, pipe: Connection) -> None:
+    """One rank, on its share of the cores: do what is asked until the end; what fails goes back as text."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    _pin(rank)
+    try:
+        where = f"file://{folder / schedule}"
+        patience = timedelta(seconds=_PATIENCE)
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=LANES, timeout=patience)
+        work = Work.load(folder / "work.pt")
+        step, parts = _pipeline(rank, schedule, work)
+        per = work.depth // (LANES * SCHEDULES[schedule])
+        while (request := pipe.recv()) != "end":
+            if request == "step":
+                start, cpu = perf_counter(), process_time()
+                step()
+                pipe.send((start, perf_counter(), process_time() - cpu))
+            else:
+                found = [work.error(gradients(m), layers=slice(i * per, (i + 1) * per)) for i, m in parts.items()]
+                pipe.send(max(found))
+    except EOFError:
+        pass  # the benchmark has ended
+    except BaseException as error:
+        pipe.send(f"rank {rank}: {type(error).__name__}: {error}")
+
+
+def _pin(rank: int) -> None:
+    """As funcpipe does with its lanes: torch's V schedules were 6 and 11 % faster with it on two cores."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        share = len(cores) // LANES
+        if share:
+            os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
+
+
+def _pipeline(rank: int, name: str, work: Work) -> tuple[Callable[[], None], dict[int, nn.Module]]:
+    """The step of one rank, and its parts of the model by their stage."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    each = SCHEDULES[name]
+    count, model = LANES * each, work.model()
+    per = work.depth // count
+    second = count - 1 - rank if name in _V_SHAPED else rank + LANES
+    parts: dict[int, nn.Module] = {i: model[i * per : (i + 1) * per] for i in (rank, second)[:each]}
+    stages = [PipelineStage(part, i, count, torch.device("cpu")) for i, part in parts.items()]
+    made: Any = get_schedule_class(name)
+    schedule = made(stages[0] if each == 1 else stages, n_microbatches=work.microbatches, loss_fn=F.mse_loss)
+    inputs = (work.x,) if 0 in parts else ()
+    target: dict[str, Any] = {"target": work.target} if count - 1 in parts else {}
+
+    def step() -> None:
+        for part in parts.values():
+            part.zero_grad()
+        losses: dict[str, Any] = {"losses": []} if target else {}
+        schedule.step(*inputs, **target, **losses, return_outputs=False)
+
+    return step, parts
