@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from funcpipe.core.compose import compose as compose
 from funcpipe.core.errors import BatchError as BatchError
+from funcpipe.core.errors import DrawError as DrawError
 from funcpipe.core.errors import FuncpipeError as FuncpipeError
 from funcpipe.core.errors import NotFiniteError as NotFiniteError
 from funcpipe.core.errors import PlacementError as PlacementError

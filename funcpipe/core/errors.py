@@ -27,6 +27,10 @@ class PlacementError(FuncpipeError, ValueError):
     """A tensor lies on another device than the plan says."""
 
 
+class DrawError(FuncpipeError, RuntimeError):
+    """A stage draws random numbers in a way that cannot be keyed."""
+
+
 class Where(NamedTuple):
     """The coordinates of a failure.
 

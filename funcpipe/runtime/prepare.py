@@ -175,7 +175,7 @@ def _per_stage(what: str, trees: Any, plan: Plan) -> tuple[Tree, ...]:
         raise PlanError(f"{what} is a tuple with one tree for each of {plan.num_stages} stages (() for none); got a {type(trees).__name__}")  # fmt: skip
     given = tuple(cast("Sequence[Tree]", trees))
     if len(given) != plan.num_stages:
-        raise PlanError(f"{what} has {len(given)} trees, the plan has {plan.num_stages} stages ({', '.join(names_of(plan.stages))}); give one tree for each, () for none")  # fmt: skip
+        raise PlanError(f"{what} is a tuple with one tree for each of {plan.num_stages} stages ({', '.join(names_of(plan.stages))}), () for none; got {len(given)}")  # fmt: skip
     return given
 
 
@@ -184,7 +184,7 @@ def _states(state: Any, plan: Plan) -> tuple[Tree, ...]:
     if state is None:
         needing = [labels[i] for i, part in enumerate(plan.stages) if part.state]
         if needing:
-            raise PlanError(f"{', '.join(needing)} have state; give state=, a tuple with one tree per stage (fp.from_module returns each; the new one is in result.state)")  # fmt: skip
+            raise PlanError(f"state= is missing: {', '.join(needing)} {'has' if len(needing) == 1 else 'have'} state; give state=, a tuple with one tree per stage (fp.from_module returns each; the new one is in result.state)")  # fmt: skip
         return ((),) * plan.num_stages
     states = _per_stage("state", state, plan)
     faults = [f"{labels[i]} declares no state, but state[{i}] is not ()" for i, part in enumerate(plan.stages) if not part.state and not _empty(states[i])]  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcpipe.core.errors import FuncpipeError
+from funcpipe.core.errors import DrawError
 from funcpipe.core.plan import Plan
 from funcpipe.core.stage import Stage, current_scope
 
@@ -50,10 +50,6 @@ def fold_in(seed: int, data: int | str) -> int:
 def _mix(*parts: int | str) -> int:
     text = "\x1f".join(f"{type(part).__name__[0]}{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-class DrawError(FuncpipeError, RuntimeError):
-    """A stage draws random numbers in a way that cannot be keyed."""
 
 
 class Keys:

@@ -91,7 +91,7 @@ def describe(execution: Execution, seconds: float) -> str:
         frame = frames.get(lane.thread)
         if frame is not None and working:
             shown = [f for f in traceback.extract_stack(frame) if "/funcpipe/" not in f.filename.replace("\\", "/") and not f.filename.endswith("threading.py")]  # fmt: skip
-            stacks += [f"device {lane.index} is at:", *(f"  {line}" for text in traceback.format_list(shown[-12:]) for line in text.rstrip().split("\n"))]  # fmt: skip
+            stacks += [] if not shown else [f"device {lane.index} is at:", *(f"  {line}" for text in traceback.format_list(shown[-12:]) for line in text.rstrip().split("\n"))]  # fmt: skip
     del frames
     lines.append(f"{done} of {len(program.order)} actions are done")
     return "\n".join([*lines, *stacks])

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import PlanError
+from funcpipe.core.errors import DrawError, PlanError
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves
 from funcpipe.runtime.border import Border, dense
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.prepare import Trainable, trainable_leaves
 from funcpipe.runtime.program import Gradients, Shares, StageArgs, StageOut
-from funcpipe.runtime.rng import DrawError, Keys, may_draw, saw
+from funcpipe.runtime.rng import Keys, may_draw, saw
 from funcpipe.testing.captured import Captured, storages
 from funcpipe.testing.match import differences
 from funcpipe.testing.observe import Observer
