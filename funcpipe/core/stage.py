@@ -238,10 +238,14 @@ def stage(
         commit: ``(state, stats: tuple over microbatches) -> state``.
 
     Raises:
-        PlanError: the declaration and the function's keywords do not fit.
+        PlanError: this is no function, or the declaration and the function's keywords do not fit.
     """
     if fn is None:
         return lambda f: stage(f, name=name, stash=stash, pop=pop, feeds=feeds, state=state, commit=commit)
+    if hasattr(fn, "named_parameters"):
+        raise PlanError(f"{type(fn).__name__} is a module: its parameters are inside of it, and a stage is a function of them; make one with stage, params, state = fp.from_module(module)")  # fmt: skip
+    if not callable(fn):
+        raise PlanError(f"a stage is made of a function (params, x) -> y; got a {type(fn).__name__}")
     label = name or getattr(fn, "__name__", "")
     made = Stage(
         fn,

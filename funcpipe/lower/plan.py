@@ -56,6 +56,10 @@ def make_plan(
     for name, fn in (("loss", loss), ("weight", weight)):
         if fn is not None and not callable(fn):
             faults.append(f"{name} is a {type(fn).__name__}, not a function")
+        elif isinstance(fn, type):
+            faults.append(
+                f"{name} is the class {fn.__name__}, not a function; make an instance: {name}={fn.__name__}()"
+            )
     if weight is not None and loss is None:
         faults.append("weight= is the share of each microbatch in the loss, but there is no loss=")
     if faults:

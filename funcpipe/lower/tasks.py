@@ -42,7 +42,9 @@ def lower(stages: Sequence[Stage], schedule: Schedule, *, loss: bool, outputs: b
     """
     legal = examine(schedule)
     if len(stages) != schedule.num_stages:
-        raise PlanError(f"the schedule has {schedule.num_stages} stages, but {len(stages)} are given")
+        count = f"{len(stages)} {'is' if len(stages) == 1 else 'are'} given"
+        mend = "make the schedule for as many, or join stages with fp.compose"
+        raise PlanError(f"the schedule has {schedule.num_stages} stages, but {count}; {mend}")
     if halves:
         _refuse_mixed(schedule)
     rows = _Rows(Context(stages, routes(stages), loss, outputs or halves, halves), schedule, legal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -88,8 +89,15 @@ def prepare(
         _check_halves(plan, backward)
     else:
         _check_modes(name, plan, backward)
-    if seed is not None and not isinstance(seed, int):
-        raise PlanError(f"seed is an int; got a {type(seed).__name__}")
+    if seed is not None:
+        try:
+            seed = operator.index(seed)  # numpy's integers too
+        except TypeError:
+            raise PlanError(f"seed is an int; got a {type(seed).__name__}") from None
+    if feeds is not None and not isinstance(feeds, Mapping):
+        raise PlanError(f"feeds is a dict with a tree for each name that stages feed on; got a {type(feeds).__name__}")
+    if not isinstance(loss_scale, (int, float)) or not 0 < loss_scale < float("inf"):
+        raise PlanError(f"loss_scale is a number above 0 (a scaler's get_scale()); got {loss_scale!r}")
     if threads_per_lane is not None and (not isinstance(threads_per_lane, int) or threads_per_lane < 1):
         raise PlanError(f"threads_per_lane is a positive int or None; got {threads_per_lane!r}")
     trees = _per_stage("params", params, plan)

@@ -30,8 +30,16 @@ def remat(schedule: Schedule, *, keep: Callable[[Action], bool] = never) -> Sche
             ``keep=lambda action: action.microbatch == last``.
 
     Raises:
-        ScheduleError: the schedule has no backwards, or has ``R`` already.
+        ScheduleError: this is no schedule, it has no backwards, or it has ``R`` already.
     """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            f"remat takes a schedule; got a {type(schedule).__name__} (of a plan: fp.remat(plan.schedule))"
+        )
+    if not callable(keep):
+        raise ScheduleError(
+            f"keep is a function (action) -> bool; got {keep!r}; e.g. keep=lambda action: action.stage == 1"
+        )
     if not schedule.has_backward:
         raise ScheduleError(f"schedule {schedule.name!r} has no backwards, so there is nothing to compute again")
     if any(action.kind is Kind.R for order in schedule.orders for action in order):

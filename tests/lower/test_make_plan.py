@@ -58,7 +58,9 @@ def test_a_weight_without_a_loss_is_refused() -> None:
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_another_number_of_stages_is_refused(count: int) -> None:
     """Both counts are named."""
-    expected = f"the schedule has 2 stages, but {count} are given"
+    word = "is" if count == 1 else "are"
+    mend = "make the schedule for as many, or join stages with fp.compose"
+    expected = f"the schedule has 2 stages, but {count} {word} given; {mend}"
     assert [expected] == faults_of(plain(count), fill_drain(2, 2), loss=print)
 
 

@@ -128,3 +128,55 @@ def test_parts_of_a_composition_write_to_nobody():
     grads = torch.func.grad(loss)(tuple(p.detach() for p in params))
     for plain, mine in zip(grads, apart.grads, strict=True):
         torch.testing.assert_close(mine, plain)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: fp.stage(torch.nn.Linear(2, 2)), r"Linear is a module.*fp\.from_module"),
+        (lambda: fp.stage(3), "a stage is made of a function"),
+        (
+            lambda: fp.remat(fp.make_plan([fp.stage(lambda p, x: x)], fp.fill_drain(1, 1))),
+            r"fp\.remat\(plan\.schedule\)",
+        ),
+        (lambda: fp.remat(fp.fill_drain(1, 1), keep="0F0"), "keep is a function"),
+        (
+            lambda: fp.make_plan([fp.stage(lambda p, x: x)], fp.fill_drain(1, 1), loss=torch.nn.MSELoss),
+            r"loss=MSELoss\(\)",
+        ),
+        (
+            lambda: fp.make_plan([fp.stage(lambda p, x: x)], fp.fill_drain(3, 1)),
+            "1 is given; make the schedule for as many",
+        ),
+    ],
+)
+def test_wrong_kinds_of_things_name_the_right_call(call, words):
+    with pytest.raises(fp.FuncpipeError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"loss_scale": "a"}, "loss_scale is a number above 0"),
+        ({"loss_scale": 0}, "loss_scale is a number above 0"),
+        ({"feeds": torch.ones(2)}, "feeds is a dict"),
+        ({"seed": 1.5}, "seed is an int"),
+    ],
+)
+def test_options_of_the_wrong_kind(option, words):
+    plan = fp.make_plan([fp.stage(lambda p, x: x * p)], fp.fill_drain(1, 1), loss=torch.nn.MSELoss(), devices="cpu")
+    with pytest.raises(fp.PlanError, match=words):
+        fp.run(plan, (torch.ones(1),), (torch.ones(1), torch.ones(1)), **option)
+
+
+def test_numpys_integers_are_seeds():
+    import numpy as np
+
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: torch.dropout(x * p, 0.5, True), name="d")], fp.fill_drain(1, 1),
+        loss=torch.nn.MSELoss(), devices="cpu",
+    )  # fmt: skip
+    batch = (torch.ones(64), torch.ones(64))
+    losses = [float(fp.run(plan, (torch.ones(1),), batch, seed=seed).loss) for seed in (7, np.int64(7))]
+    assert losses[0] == losses[1]
