@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ Made = TypeVar("Made")
 _SEEDED = torch.Tag.nondeterministic_seeded
 _CHECKPOINT = "torch/utils/checkpoint.py"
 _global_draw = threading.Lock()
+_hidden = False
 
 
 def fold_in(seed: int, data: int | str) -> int:
@@ -116,6 +117,19 @@ class Keyed(TorchDispatchMode):
         self.replays = replays
         self.counts: Counter[str] = Counter()
         self.regions: dict[str, Any] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler (1.4 s) at the first operation of the first run; see `__enter__`."""
+        return False
+
+    def __enter__(self) -> Self:
+        """Push the mode. Where the compiler is in use already, keep it from tracing what is in here."""
+        global _hidden
+        if not _hidden and "torch._dynamo" in sys.modules:
+            Keyed.__torch_dispatch__ = torch._disable_dynamo(Keyed.__torch_dispatch__, recursive=True)  # pyright: ignore[reportPrivateImportUsage]
+            _hidden = True
+        return super().__enter__()
 
     @property
     def drew(self) -> bool:
