@@ -18,7 +18,8 @@ LEAF: Spec = flatten(None)[1]
 class Border:
     """A tree between stages: its leaves, its structure, and which leaves carry gradients back.
 
-    Tensors are detached and dense. They are immutable by agreement: whoever may write gets `own` copies.
+    Tensors are detached and dense. They are immutable by agreement: whoever may write gets `own` copies. A border of
+    gradients has no flags.
     """
 
     __slots__ = ("flags", "leaves", "spec")

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from funcpipe.core.tree import own
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.place import same_device
 
@@ -53,6 +52,20 @@ class Backend:
 def solid(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it where its memory is shared copy-on-write and no stream could be recorded on it."""
     return tensor.clone() if torch._C._is_cow_tensor(tensor) else tensor  # pyright: ignore
+
+
+def _apart(value: Border) -> Border:
+    """A value that another thread may write to and free: a copy, whole.
+
+    Not copy-on-write: two threads that free the last two sharers of such memory at once may lock a mutex that is gone
+    (torch deletes the sharers' context while the other is about to lock it). Nobody writes to gradients, so they go as
+    they are; they are told by having no flags.
+    """
+    if not value.flags:
+        return value
+    return Border(
+        [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves], value.spec, value.flags
+    )
 
 
 class Ticket(NamedTuple):
@@ -155,20 +168,16 @@ class Edge:
         """
         source, target = self.source, self.target
         if source is not None and not source.asynchronous and not target.asynchronous:
-            return self._share(value) if self.threaded else Ticket(value)
+            return Ticket(_apart(value) if self.threaded else value)
         tensors = [leaf for leaf in value.leaves if isinstance(leaf, Tensor)]
         if all(target.backend.lies_on(leaf, target.device) for leaf in tensors):
             # The caller keeps what he gave, and waits for the lanes; the lanes have waited for him.
             return Ticket(value) if source is None else self._hand_over(source, value, free)
         return self._copy(value, tensors, free)
 
-    def _share(self, value: Border) -> Ticket:
-        """To another thread, which may write: marked copy-on-write here, by one thread, before two can do so at once."""
-        leaves = [own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
-        return Ticket(Border(leaves, value.spec, value.flags))
-
     def _hand_over(self, source: Place, value: Border, free: Any) -> Ticket:
         """Two lanes of one device: the same memory, in order."""
+        value = _apart(value) if self.threaded else value
         leaves = [solid(leaf) if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
         event = source.event()
         for leaf in leaves:
@@ -176,8 +185,7 @@ class Edge:
                 source.backend.record(leaf, self.target.stream)
         if free is not None:
             source.wait(free)  # no copy could wait for the slot, so the sender does
-        handed = Border(leaves, value.spec, value.flags)
-        return self._share(handed)._replace(event=event) if self.threaded else Ticket(handed, event)
+        return Ticket(Border(leaves, value.spec, value.flags), event)
 
     def _copy(self, value: Border, tensors: Sequence[Tensor], free: Any) -> Ticket:
         """To another device, on the copy streams of both. Torch orders a copy on the current streams of both ends."""
