@@ -64,6 +64,8 @@ from funcpipe.schedules.remat import never as never
 from funcpipe.schedules.remat import remat as remat
 from funcpipe.view.draw import Drawing as Drawing
 from funcpipe.view.draw import draw as draw
+from funcpipe.view.report import Report as Report
+from funcpipe.view.report import report as report
 from funcpipe.view.simulate import simulate as simulate
 
 __version__ = "0.1.0"

@@ -42,6 +42,7 @@ class Options:
     epochs: int = 8
     batch: int = 128
     trace: str | None = None
+    report: str | None = None
 
 
 def block(inputs: int, outputs: int) -> nn.Sequential:
@@ -121,7 +122,7 @@ def main(options: Options) -> float:
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 8e-3, total_steps=steps)
     print(f"{len(labels)} images, {sum(p.numel() for p in fp.leaves(params))} parameters, {schedule!r}")
 
-    line, timeline = "", fp.Timeline((), options.devices)
+    line, timeline, report = "", fp.Timeline((), options.devices), None
     began = perf_counter()
     with fp.lanes(plan) as lanes, progress(steps) as advance:
         executor = lanes if options.device == "cpu" and options.devices > 1 else None
@@ -132,6 +133,7 @@ def main(options: Options) -> float:
             if last:
                 line = proof(fp.run_sequential(plan, params, batch, state=state, seed=seed), result)
                 timeline = result.timeline or timeline
+                report = fp.report(plan, result, params=params, title="digits") if options.report else None
             fp.step(optimizer, params, result.grads, max_norm=1.0)
             rate.step()
             state = result.state
@@ -144,6 +146,9 @@ def main(options: Options) -> float:
     if options.trace:
         timeline.to_chrome_trace(options.trace)
         print(f"\ntrace for Perfetto written to {options.trace}")
+    if options.report and report:
+        report.save(options.report)
+        print(f"\nreport of the last step written to {options.report}")
     print("\n" + line)
     return accuracy
 
@@ -217,3 +222,4 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=int, default=defaults.epochs, help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=defaults.batch, help="rows of a batch; default: %(default)s")
     parser.add_argument("--trace", metavar="FILE", help="write the last step's timeline for Perfetto")
+    parser.add_argument("--report", metavar="FILE", help="write a report of the last step as an HTML page")

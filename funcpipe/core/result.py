@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from funcpipe.core.errors import ScheduleError, bullets
@@ -195,6 +196,29 @@ class Timeline:
         for span in self.spans:
             out[span.action.kind, span.action.stage].append(span.end - span.start)
         return {key: tuple(values) for key, values in out.items()}
+
+    def cost(self) -> Cost:
+        """The mean time of each kind on each stage, to simulate with: what the actions took, without the waiting.
+
+        Of what a stage did not run, B is I and W together, I and W are half of B each, and R is F, as in `Cost`.
+
+        >>> Timeline((Span(0, 0.0, 1.0, Action(Kind.F, 0, 0)), Span(0, 1.0, 4.0, Action(Kind.F, 0, 1))), 1).cost().forward
+        (2.0,)
+
+        Returns:
+            A cost with one number per stage, in the timeline's unit; ``comm`` is the timeline's.
+        """
+        stages = range(1 + max((stage for _, stage in self.by_kind), default=-1))
+
+        def mean(kind: Kind, otherwise: Sequence[float]) -> tuple[float, ...]:
+            found = (self.by_kind.get((kind, stage)) for stage in stages)
+            return tuple(fmean(times) if times else other for times, other in zip(found, otherwise, strict=True))
+
+        forward = mean(Kind.F, [0.0] * len(stages))
+        half = [time / 2 for time in mean(Kind.B, [0.0] * len(stages))]
+        first, second = mean(Kind.I, half), mean(Kind.W, half)
+        backward = mean(Kind.B, [a + b for a, b in zip(first, second, strict=True)])
+        return Cost(forward, first, second, backward=backward, remat=mean(Kind.R, forward), comm=self.comm)
 
     def to_chrome_trace(self, path: Any) -> None:
         """Write the timeline as a trace that Perfetto and chrome://tracing open.

@@ -82,8 +82,12 @@ def plain(number: float, decimals: int) -> str:
 
 def time_text(timeline: Timeline) -> TimeText:
     """The unit in which a timeline reads best, and the decimals that give its makespan four digits."""
-    end = timeline.makespan
-    unit, factor = clean(timeline.unit), 1.0
+    return time_text_to(timeline.makespan, timeline.unit)
+
+
+def time_text_to(end: float, unit: str) -> TimeText:
+    """The unit in which times up to ``end`` read best, and the decimals that give it four digits."""
+    unit, factor = clean(unit), 1.0
     if unit == "s" and end > 0:
         unit, factor = next(((name, many) for name, many in _TIMES if end * many >= 1), _TIMES[-1])
     digits = floor(log10(end * factor)) if end > 0 else 0
@@ -106,9 +110,9 @@ def ticks(timeline: Timeline, most: int) -> tuple[tuple[float, str], ...]:
     return tuple((at * step / shown.factor, plain(at * step, decimals)) for at in range(count + 1))
 
 
-def facts(timeline: Timeline) -> tuple[str, ...]:
-    """The numbers of the header."""
-    shown = time_text(timeline)
+def facts(timeline: Timeline, axis: Timeline | None = None) -> tuple[str, ...]:
+    """The numbers of the header, in the unit of the axis if another timeline gives it."""
+    shown = time_text(axis or timeline)
     return (
         f"makespan {shown(timeline.makespan)}",
         f"span {shown(timeline.span)}",

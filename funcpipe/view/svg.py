@@ -1,8 +1,9 @@
-"""A timeline as SVG: a Gantt chart with a lane for each device."""
+"""A timeline as SVG: a Gantt chart with a lane for each device, or what the lanes hold over time."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ _STYLE = (
     ".funcpipe .end{text-anchor:end}"
     ".funcpipe .mid{text-anchor:middle}"
     ".funcpipe .lane{fill:currentColor;opacity:.06}"
+    ".funcpipe .held{fill:#8b95d6;shape-rendering:crispEdges}"
     ".funcpipe .grid{stroke:currentColor;opacity:.16;fill:none}"
     f".funcpipe .num text{{fill:{_INK};text-anchor:middle;pointer-events:none}}"
     ".funcpipe rect:hover{stroke:currentColor;stroke-width:1.5}"
@@ -60,31 +62,76 @@ class Frame(NamedTuple):
     least: float
 
 
-def svg(timeline: Timeline, *, inline: bool = False) -> str:
+class Level(NamedTuple):
+    """What a lane holds for some time.
+
+    Attributes:
+        start, end: in the timeline's unit.
+        amount: how much, in the unit of `Timeline.peak`.
+    """
+
+    start: float
+    end: float
+    amount: float
+
+
+def svg(timeline: Timeline, *, inline: bool = False, axis: Timeline | None = None) -> str:
     """The picture.
 
     Args:
         timeline: what to draw.
         inline: True: for a place inside an HTML page, whose text colour it takes. False: a file of its own, which
             follows the viewer's light or dark mode.
+        axis: another timeline, at least as long, on whose time scale this one is drawn: pictures below each other can
+            be compared.
     """
-    frame = _frame(timeline)
+    axis = axis or timeline
+    frame = _frame(axis)
     ranks = facts.ranks(timeline)
     most = max(ranks.values(), default=0)
     shades = {(kind, _tint(rank, most)) for kind in facts.kinds(timeline) for rank in range(most + 1)}
     rules = "".join(_rule(kind, tint) for kind, tint in sorted(shades, key=lambda one: (one[0].value, one[1])))
-    label = escape(f"{facts.title(timeline)}: {', '.join(facts.facts(timeline))}")
-    size = f'width="{_px(frame.width)}" height="{_px(frame.height)}"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="funcpipe{"" if inline else " alone"}" {size} '
-        f'viewBox="0 0 {_px(frame.width)} {_px(frame.height)}" role="img" aria-label="{label}" '
-        f'style="max-width:100%;height:auto">',
-        f"<style>{_STYLE}{'' if inline else _ALONE}{rules}</style>",
-        *_heading(timeline, frame),
-    ]
+    name, words = facts.title(timeline), _counts(timeline)
+    words = [*words, *facts.facts(timeline, axis)] if timeline.spans else [words[0], "no actions"]
+    parts = [*_open(name, words, frame, f"{'' if inline else _ALONE}{rules}", inline=inline)]
     if timeline.spans:
-        parts += [*_legend(timeline, frame, most), *_axis(timeline, frame), *_lanes(timeline, frame, ranks, most)]
+        bodies = _bodies(timeline, frame, ranks, most, facts.time_text(axis))
+        busy, peak = facts.sides(timeline)
+        parts += [*_legend(timeline, frame, most), *_axis(axis, frame), *_lanes(bodies, frame, busy, peak)]
     return "\n".join([*parts, "</svg>"])
+
+
+def held(timeline: Timeline, levels: Sequence[Sequence[Level]], *, name: str, axis: Timeline | None = None) -> str:
+    """What each lane holds over time, as steps, for a place inside an HTML page.
+
+    Args:
+        timeline: whose lanes these are; its peaks stand beside them.
+        levels: for each lane what it holds, by start.
+        name: what is held.
+        axis: as in `svg`.
+    """
+    axis = axis or timeline
+    frame = _frame(axis)
+    shown = facts.time_text(axis)
+    most = max((level.amount for lane in levels for level in lane), default=0.0) or 1.0
+    bodies = [[_step(level, frame, shown, most) for level in lane if level.amount > 0] for lane in levels]
+    words = [_counts(timeline)[0], f"the height of a lane is {facts.plain(most, 1)}"]
+    parts = [*_open(name, words, frame, "", inline=True), *_axis(axis, frame, busy=False)]
+    _, peak = facts.sides(timeline)
+    return "\n".join([*parts, *_lanes(bodies, frame, (), peak), "</svg>"])
+
+
+def _open(name: str, words: list[str], frame: Frame, rules: str, *, inline: bool) -> list[str]:
+    """The beginning of a picture, its style and its heading."""
+    size = f'width="{_px(frame.width)}" height="{_px(frame.height)}"'
+    label = escape(f"{name}: {', '.join(words)}")
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="funcpipe{"" if inline else " alone"}" {size} '
+        f'viewBox="0 0 {_px(frame.width)} {_px(frame.height)}" role="img" '
+        f'aria-label="{label}" style="max-width:100%;height:auto">',
+        f"<style>{_STYLE}{rules}</style>",
+        *_heading(name, words, frame),
+    ]
 
 
 def page(timeline: Timeline) -> str:
@@ -122,14 +169,15 @@ def _sizes(num_devices: int) -> tuple[float, float, float]:
     return (22, 25, 11) if num_devices <= 16 else (16, 18, 9)
 
 
-def _heading(timeline: Timeline, frame: Frame) -> list[str]:
-    name = facts.title(timeline)
-    most = int((frame.width - 2 * _MARGIN) / 9.5)
-    name = name if len(name) <= most else name[: most - 1] + "…"
+def _counts(timeline: Timeline) -> list[str]:
     count = len({span.action.microbatch for span in timeline.spans})
     stages = len({span.action.stage for span in timeline.spans})
-    words = [_many(timeline.num_devices, "device"), _many(stages, "stage"), _many(count, "microbatch")]
-    words = [*words, *facts.facts(timeline)] if timeline.spans else [words[0], "no actions"]
+    return [_many(timeline.num_devices, "device"), _many(stages, "stage"), _many(count, "microbatch")]
+
+
+def _heading(name: str, words: list[str], frame: Frame) -> list[str]:
+    most = int((frame.width - 2 * _MARGIN) / 9.5)
+    name = name if len(name) <= most else name[: most - 1] + "…"
     return [
         f'<text class="name" x="{_px(_MARGIN)}" y="28">{escape(name)}</text>',
         f'<text class="soft" x="{_px(_MARGIN)}" y="48">{escape(" · ".join(words))}</text>',
@@ -154,7 +202,7 @@ def _legend(timeline: Timeline, frame: Frame, most: int) -> list[str]:
     return [*out, "</g>"]
 
 
-def _axis(timeline: Timeline, frame: Frame) -> list[str]:
+def _axis(timeline: Timeline, frame: Frame, *, busy: bool = True) -> list[str]:
     """Grid lines, their times below the lanes, and the headings of the right columns."""
     bottom = _TOP + timeline.num_devices * frame.pitch
     marks = facts.ticks(timeline, int(frame.chart / 80))
@@ -167,34 +215,54 @@ def _axis(timeline: Timeline, frame: Frame) -> list[str]:
     unit = escape(unit if len(unit) <= 10 else f"{unit[:9]}…")
     out.append(f'<text class="soft end" x="{_px(frame.left - 10)}" y="{_px(bottom + 18)}">{unit}</text>')
     _, peak = facts.sides(timeline)
-    out.append(f'<text class="soft end" x="{_px(frame.left + frame.chart + 44)}" y="{_px(_TOP - 8)}">busy</text>')
+    if busy:
+        out.append(f'<text class="soft end" x="{_px(frame.left + frame.chart + 44)}" y="{_px(_TOP - 8)}">busy</text>')
     if peak:
         x = frame.width - _MARGIN
         out.append(f'<text class="soft end" x="{_px(x)}" y="{_px(_TOP - 8)}">peak</text>')
     return out
 
 
-def _lanes(timeline: Timeline, frame: Frame, ranks: dict[tuple[int, int], int], most: int) -> list[str]:
-    """One group per device: its name, its idle track, its actions, busy and peak."""
+def _bodies(
+    timeline: Timeline, frame: Frame, ranks: dict[tuple[int, int], int], most: int, shown: facts.TimeText
+) -> list[list[str]]:
+    """The actions of each device."""
     lanes: list[dict[str, list[Span]]] = [defaultdict(list) for _ in range(timeline.num_devices)]
     for span in timeline.spans:
         kind, stage, _ = span.action
         lanes[span.device][f"{kind.value}{_tint(ranks[span.device, stage], most)}"].append(span)
-    shown = facts.time_text(timeline)
-    busy, peak = facts.sides(timeline)
+    return [_actions(shades, frame, shown) for shades in lanes]
+
+
+def _lanes(bodies: list[list[str]], frame: Frame, busy: Sequence[str], peak: Sequence[str]) -> list[str]:
+    """One group per device: its name, its idle track, what is in it, busy and peak."""
     base = _px(frame.bar / 2 + 4)
     out: list[str] = []
-    for device, shades in enumerate(lanes):
+    for device, body in enumerate(bodies):
         out.append(f'<g transform="translate({_px(frame.left)} {_px(_TOP + device * frame.pitch)})">')
         out.append(f'<text class="end" x="-10" y="{base}">device {device}</text>')
         out.append(f'<path class="lane" d="M0 0h{_px(frame.chart)}v{_px(frame.bar)}H0z"/>')
-        out += _actions(shades, frame, shown)
-        out.append(f'<text class="end" x="{_px(frame.chart + 44)}" y="{base}">{busy[device]}</text>')
+        out += body
+        if busy:
+            out.append(f'<text class="end" x="{_px(frame.chart + 44)}" y="{base}">{busy[device]}</text>')
         if peak:
             x = frame.width - frame.left - _MARGIN
             out.append(f'<text class="end" x="{_px(x)}" y="{base}">{peak[device]}</text>')
         out.append("</g>")
     return out
+
+
+def _step(level: Level, frame: Frame, shown: facts.TimeText, most: float) -> str:
+    """One level as a bar that stands on the lane's floor."""
+    # Both ends rounded as they are written: neighbours touch, or a hairline would look like a moment without any.
+    x, right = round(level.start * frame.scale, 1), round(level.end * frame.scale, 1)
+    width = max(0.3, right - x)
+    height = frame.bar * level.amount / most
+    times = f"{shown.number(level.start, 1)} to {shown.number(level.end, 1)} {escape(shown.unit)}"
+    return (
+        f'<rect class="held" x="{_px(x)}" y="{_px(frame.bar - height)}" width="{_px(width)}" height="{_px(height)}">'
+        f"<title>holds {facts.plain(level.amount, 1)}: {times}</title></rect>"
+    )
 
 
 def _actions(shades: dict[str, list[Span]], frame: Frame, shown: facts.TimeText) -> list[str]:

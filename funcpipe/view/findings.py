@@ -1,0 +1,280 @@
+"""What a recorded run tells: its headline, tables of stages, lanes and edges, and remarks, as plain data."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from statistics import fmean
+from typing import NamedTuple
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.plan import CALLER, Plan
+from funcpipe.core.result import Result, RunStats, Span, Timeline
+from funcpipe.core.schedule import Kind
+from funcpipe.core.stage import names_of
+from funcpipe.core.tree import Tree, leaves
+from funcpipe.lower.plan import program_for
+from funcpipe.view import facts
+from funcpipe.view.simulate import simulate
+from funcpipe.view.svg import Level
+
+_SHORT = 100e-6
+"""Seconds. Below about this two Python threads cost more than they win."""
+_UNEVEN = 1.2
+"""How much longer the busiest lane may work before it is worth a remark."""
+_BYTES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+class Table(NamedTuple):
+    """Rows under headings; all texts.
+
+    Attributes:
+        title: what the rows are.
+        heads: one for each column.
+        rows: as many cells each.
+        words: how many of the first columns are words; the others are numbers.
+    """
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: int = 1
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What there is to say of a run: plain data, no tensors.
+
+    Attributes:
+        title: what the run is called.
+        headline: names and values.
+        measured: the run's timeline.
+        simulated: the same schedule by the clock, each action taking the mean measured time of its kind and stage.
+        note: why the two differ.
+        held: for each lane how many residuals it held when; empty without backwards.
+        tables: stages, lanes, values between lanes.
+        remarks: what is worth a look, a sentence or two each.
+    """
+
+    title: str
+    headline: tuple[tuple[str, str], ...]
+    measured: Timeline
+    simulated: Timeline
+    note: str
+    held: tuple[tuple[Level, ...], ...]
+    tables: tuple[Table, ...]
+    remarks: tuple[str, ...]
+
+
+def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: str) -> Findings:
+    """Look at a run. Raises PlanError: it was not recorded, or is another plan's, or so are the parameters."""
+    measured, stats = result.timeline, result.stats
+    if measured is None:
+        raise PlanError("the run was not recorded, so there is nothing to report; use fp.run(..., record=True)")
+    schedule = plan.schedule.first(stats.num_microbatches)
+    ran = tuple(tuple(span.action for span in lane) for lane in _lanes(measured))
+    if ran != schedule.orders:
+        raise PlanError(
+            f"the result is another plan's: it ran {measured.name!r} on {measured.num_devices} lanes, the plan is "
+            f"{schedule!r}; give the plan that fp.run got"
+        )
+    if params is not None and len(params) != plan.num_stages:
+        raise PlanError(
+            f"params has {len(params)} trees, the plan has {plan.num_stages} stages; give the params of the run"
+        )
+    simulated = replace(simulate(schedule, measured.cost()), unit=measured.unit)
+    return Findings(
+        facts.clean(title) or f"a run of {facts.clean(schedule.name)}",
+        _headline(plan, result, measured, simulated),
+        measured,
+        simulated,
+        _note(stats, measured),
+        _held(measured) if schedule.has_backward else (),
+        (_stages(plan, params, measured), _by_lane(plan, measured, simulated), _edges(plan, stats)),
+        tuple(_remarks(plan, result, measured)),
+    )
+
+
+def _lanes(timeline: Timeline) -> list[list[Span]]:
+    """The spans of each lane, by start."""
+    lanes: list[list[Span]] = [[] for _ in range(timeline.num_devices)]
+    for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
+        lanes[span.device].append(span)
+    return lanes
+
+
+def _headline(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> tuple[tuple[str, str], ...]:
+    stats, shown = result.stats, facts.time_text(measured)
+    some = f" of {plan.num_microbatches}" if stats.num_microbatches < plan.num_microbatches else ""
+    wait = measured.makespan - simulated.makespan
+    loss = () if result.loss is None else (("loss", f"{float(result.loss):.6g}"),)
+    return (
+        ("schedule", facts.clean(plan.schedule.name)),
+        ("stages", str(plan.num_stages)),
+        ("lanes", str(plan.num_devices)),
+        ("microbatches", f"{stats.num_microbatches}{some}"),
+        ("executor", stats.executor),
+        ("because", facts.clean(stats.reason)),
+        ("threads per lane", str(stats.threads_per_lane)),
+        *loss,
+        ("wall clock", facts.time_text_to(stats.seconds, "s")(stats.seconds)),
+        ("makespan, measured", shown(measured.makespan)),
+        ("makespan, simulated", shown(simulated.makespan)),
+        ("difference", f"{shown(wait)} ({wait / (measured.makespan or 1.0):.1%} of the measured)"),
+        ("bubble, measured", f"{max(0.0, measured.bubble):.1%}"),
+        ("bubble, simulated", f"{max(0.0, simulated.bubble):.1%}"),
+    )
+
+
+def _note(stats: RunStats, measured: Timeline) -> str:
+    """What the difference between the two timelines is."""
+    same = "simulated: each action takes the mean measured time of its kind and stage, and hands over in no time; "
+    if stats.executor == "serial" and measured.num_devices > 1:
+        return (
+            same + "measured: one thread ran all lanes in turn, so most of the difference is that they do not overlap"
+        )
+    return same + "the difference is hand-over, waiting, and the spread of the measured times"
+
+
+def _held(timeline: Timeline) -> tuple[tuple[Level, ...], ...]:
+    """How many residuals each lane holds when, by the rules of `Timeline.peak` (after I a part of one is left)."""
+    again = {span.action[1:] for span in timeline.spans if span.action.kind is Kind.R}
+    whole, rest = 1.0, 0.5  # those of Cost(), in which measured timelines count
+    out: list[tuple[Level, ...]] = []
+    for lane in _lanes(timeline):
+        changes: list[tuple[float, float]] = []
+        for _, start, end, (kind, stage, microbatch) in lane:
+            if kind is Kind.R or (kind is Kind.F and (stage, microbatch) not in again):
+                changes.append((start, whole))
+            elif kind is Kind.B:
+                changes.append((end, -whole))
+            elif kind is not Kind.F:
+                changes.append((end, rest - whole if kind is Kind.I else -rest))
+        levels: list[Level] = []
+        amount = 0.0
+        for (time, change), (until, _) in zip(changes, [*changes[1:], (0.0, 0.0)], strict=True):
+            amount += change
+            if until > time:
+                levels.append(Level(time, until, amount))
+        out.append(tuple(levels))
+    return tuple(out)
+
+
+def _stages(plan: Plan, params: Sequence[Tree] | None, measured: Timeline) -> Table:
+    """For each stage its size, the mean and the total time of each kind, and its share of its lane's work."""
+    kinds, times = facts.kinds(measured), measured.by_kind
+    mean = facts.time_text_to(max((fmean(some) for some in times.values()), default=0.0), measured.unit)
+    total = facts.time_text_to(max(map(sum, times.values()), default=0.0), measured.unit)
+    sizes = ("parameters", "bytes") if params is not None else ()
+    heads = [f"{kind.value} {what}, {text.unit}" for kind in kinds for what, text in (("mean", mean), ("total", total))]
+    rows: list[tuple[str, ...]] = []
+    for stage, lane in enumerate(plan.schedule.device_of):
+        row = [str(stage), facts.clean(plan.stages[stage].name), str(lane)]
+        if params is not None:
+            tensors = leaves(params[stage])
+            row.append(f"{sum(one.numel() for one in tensors):,}")
+            row.append(_size(sum(one.numel() * one.element_size() for one in tensors)))
+        own = 0.0
+        for kind in kinds:
+            some = times.get((kind, stage), ())
+            row += [_fixed(mean, fmean(some)), _fixed(total, sum(some))] if some else ["", ""]
+            own += sum(some)
+        rows.append((*row, f"{own / (measured.busy[lane] or 1.0):.1%}"))
+    return Table("Stages", ("stage", "name", "lane", *sizes, *heads, "of its lane"), tuple(rows), words=2)
+
+
+def _by_lane(plan: Plan, measured: Timeline, simulated: Timeline) -> Table:
+    """For each lane how much it works, measured and simulated, and its peak."""
+    shown, end, least = facts.time_text(measured), measured.makespan or 1.0, simulated.makespan or 1.0
+    where = [""] * plan.num_devices if plan.devices is None else [facts.clean(str(device)) for device in plan.devices]
+    counts = [len(lane) for lane in _lanes(measured)]
+    _, peak = facts.sides(measured)
+    rows = tuple(
+        (
+            str(lane),
+            where[lane],
+            _ranges(stage for stage, at in enumerate(plan.schedule.device_of) if at == lane),
+            str(counts[lane]),
+            _fixed(shown, busy),
+            f"{busy / end:.1%}",
+            f"{max(0.0, 1 - busy / end):.1%}",
+            f"{max(0.0, 1 - simulated.busy[lane] / least):.1%}",
+            peak[lane] if peak else "",
+        )
+        for lane, busy in enumerate(measured.busy)
+    )
+    heads = (
+        "lane",
+        "device",
+        "stages",
+        "actions",
+        f"busy, {shown.unit}",
+        "busy",
+        "idle",
+        "idle, simulated",
+        "residuals",
+    )
+    return Table("Lanes", heads, rows, words=3)
+
+
+def _edges(plan: Plan, stats: RunStats) -> Table:
+    """For each directed edge and kind of value: the most that lay in its slots, and the slots."""
+    pools = program_for(plan, stats.num_microbatches).pools
+    rows = tuple(
+        ("caller" if pool.source == CALLER else f"lane {pool.source}", f"lane {pool.lane}", pool.role.value, str(most), str(pool.slots))
+        for pool, most in zip(pools, stats.slots, strict=True)
+    )  # fmt: skip
+    return Table("Values between lanes", ("from", "to", "value", "most at a time", "slots"), rows, words=3)
+
+
+def _remarks(plan: Plan, result: Result, measured: Timeline) -> Iterable[str]:
+    """What is worth a look, what it means, and what mends it."""
+    stats = result.stats
+    short = [span for span in measured.spans if span.end - span.start < _SHORT]
+    if short:
+        where: dict[Kind, set[int]] = defaultdict(set)
+        for span in short:
+            where[span.action.kind].add(span.action.stage)
+        which = "; ".join(f"{kind.value} of {_many_stages(where[kind])}" for kind in Kind if kind in where)
+        yield (
+            f"{len(short)} of {len(measured.spans)} actions took less than 100 us ({which}). There, two threads of Python "
+            "cost more than they win: take fewer microbatches with more rows, or fewer stages."
+        )
+    busy = measured.busy
+    most, least = (pick(range(len(busy)), key=busy.__getitem__) for pick in (max, min))
+    if busy[most] > _UNEVEN * busy[least]:
+        more = f"{busy[most] / busy[least] - 1:.0%} longer than" if busy[least] else "and does not at all"
+        yield f"Lane {most} works {more} lane {least}, and the others wait for it: other cuts of the model may even them out."
+    if result.unused:
+        names = names_of(plan.stages)
+        paths = ", ".join(f"{key!r} of {names[stage]}" for stage, key in result.unused)
+        yield f"No backward reached these trainable leaves: {facts.clean(paths)}. Use them, or freeze them."
+    if stats.executor == "serial" and plan.num_devices > 1:
+        yield f"One thread ran all {plan.num_devices} lanes ({facts.clean(stats.reason)}): the simulated timeline is what lanes that run at a time would take."  # fmt: skip
+    if stats.num_microbatches < plan.num_microbatches:
+        yield f"The batch had rows for {stats.num_microbatches} of the plan's {plan.num_microbatches} microbatches; the bubble is larger for it."
+    if any(not str(device).startswith("cpu") for device in plan.devices or ()):
+        yield "Some lanes are not CPUs: times are those of the host, which may be ahead of the device."
+
+
+def _fixed(text: facts.TimeText, time: float) -> str:
+    """A time without its unit, as long as the others of its column."""
+    return f"{time * text.factor:.{text.decimals}f}"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers, neighbours joined: ``0-3, 6``."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _many_stages(stages: set[int]) -> str:
+    return f"stage{'s' * (len(stages) > 1)} {_ranges(sorted(stages))}"
+
+
+def _size(count: int) -> str:
+    """Bytes in the largest unit that they fill."""
+    unit, many = next(((unit, many) for unit, many in _BYTES if count >= many), ("B", 1))
+    return f"{facts.plain(count / many, 1)} {unit}"

@@ -1,0 +1,180 @@
+"""The report of a run: a page for browsers and notebooks, a text for terminals."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from html import escape
+from os import PathLike
+from pathlib import Path
+
+from funcpipe.core.plan import Plan
+from funcpipe.core.result import Result, Timeline
+from funcpipe.core.tree import Tree
+from funcpipe.view.findings import Findings, Table, findings
+from funcpipe.view.svg import held, svg
+
+_STYLE = """\
+.funcpipe-report{font:14px/1.45 system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif;\
+font-variant-numeric:tabular-nums;max-width:1400px}
+.funcpipe-report h1{font-size:22px;margin:0 0 12px}
+.funcpipe-report h2{font-size:16px;margin:28px 0 8px}
+.funcpipe-report p,.funcpipe-report ul{max-width:80ch;margin:8px 0}
+.funcpipe-report ul{padding-left:20px}
+.funcpipe-report .soft{opacity:.75}
+.funcpipe-report dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(170px,1fr));gap:10px 24px;margin:0}
+.funcpipe-report dt{opacity:.75;font-size:12px}
+.funcpipe-report dd{margin:0;font-weight:600;overflow-wrap:anywhere}
+.funcpipe-report .wide{overflow-x:auto}
+.funcpipe-report .wide svg{min-width:960px;display:block;margin-left:-6px}
+.funcpipe-report table{border-collapse:collapse;background:none;color:inherit;font-size:13px;margin:0}
+.funcpipe-report tr{background:none}
+.funcpipe-report th,.funcpipe-report td{padding:4px 12px 4px 0;text-align:right;white-space:nowrap;\
+border-bottom:1px solid rgba(128,128,128,.35)}
+.funcpipe-report th{font-weight:400;opacity:.75;vertical-align:bottom}
+.funcpipe-report .word{text-align:left}
+"""
+"""Inherits colour and background, so that it fits the page or the notebook around it."""
+
+_PAGE = """\
+:root{color-scheme:light dark}
+body{margin:24px;background:#fff;color:#1f2328}
+@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}}
+@media(max-width:600px){body{margin:12px}}
+"""
+
+
+def report(plan: Plan, result: Result, *, params: Sequence[Tree] | None = None, title: str = "") -> Report:
+    """What a run did, on one page: measured and simulated timelines, memory, stages, lanes, and what is worth a look.
+
+    The simulated timeline is the plan's schedule with the mean measured times, and nothing lost in between: what the
+    measured one takes longer is hand-over and waiting.
+
+    Args:
+        plan: the plan that ran.
+        result: of ``run(plan, ..., record=True)``.
+        params: the parameters of the run, one tree per stage; with them the table of stages has their sizes.
+        title: what to call the run; the name of the schedule if empty.
+
+    Returns:
+        A report: a notebook shows it, `print` writes it, `Report.save` makes a file of it. It keeps no tensor.
+
+    Raises:
+        PlanError: the run was not recorded, or result or params are another plan's.
+    """
+    return Report(findings(plan, result, params, title))
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """The report of a run: `str` for a terminal, HTML in a notebook, a file with `save`. Compares and pickles.
+
+    Attributes:
+        findings: what it says, as data.
+    """
+
+    findings: Findings
+
+    @property
+    def measured(self) -> Timeline:
+        """The run's timeline."""
+        return self.findings.measured
+
+    @property
+    def simulated(self) -> Timeline:
+        """The same schedule with the mean measured times, in seconds."""
+        return self.findings.simulated
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the report as an HTML file that needs nothing else; light or dark as the viewer likes.
+
+        Args:
+            path: of the file; written anew, at once: nobody ever reads half of it.
+        """
+        file = Path(path)
+        part = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+        try:
+            part.write_text(_page(self.findings), encoding="utf-8", newline="\n")
+            os.replace(part, file)
+        finally:
+            with suppress(FileNotFoundError):
+                part.unlink()
+
+    def _repr_html_(self) -> str:
+        return _body(self.findings)
+
+    def __str__(self) -> str:
+        return _text(self.findings)
+
+    __repr__ = __str__
+
+
+def _page(found: Findings) -> str:
+    """A page of its own."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(found.title)}</title>\n<style>{_PAGE}</style></head>\n<body>\n{_body(found)}\n</body></html>\n"
+    )
+
+
+def _body(found: Findings) -> str:
+    """The report for a place inside a page."""
+    axis = max(found.measured, found.simulated, key=lambda timeline: timeline.makespan)
+    pairs = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in found.headline)
+    charts = [
+        svg(replace(found.measured, name="measured"), inline=True, axis=axis),
+        svg(replace(found.simulated, name="simulated"), inline=True, axis=axis),
+    ]
+    if found.held:
+        charts.append(held(found.measured, found.held, name="residuals held, measured", axis=axis))
+    remarks = "".join(f"<li>{escape(remark)}</li>" for remark in found.remarks)
+    return "\n".join(
+        [
+            f'<div class="funcpipe-report"><style>{_STYLE}</style>',
+            f"<h1>{escape(found.title)}</h1>",
+            f"<dl>{pairs}</dl>",
+            f"<h2>Remarks</h2><ul>{remarks}</ul>" if remarks else "",
+            "<h2>Timelines</h2>",
+            f'<p class="soft">{escape(_sentence(found.note))}</p>',
+            *(f'<div class="wide">{chart}</div>' for chart in charts),
+            *map(_table, found.tables),
+            "</div>",
+        ]
+    )
+
+
+def _table(table: Table) -> str:
+    def line(tag: str, cells: Sequence[str]) -> str:
+        words = (' class="word"' if at < table.words else "" for at in range(len(cells)))
+        return "".join(f"<{tag}{word}>{escape(cell)}</{tag}>" for word, cell in zip(words, cells, strict=True))
+
+    rows = "\n".join(f"<tr>{line('td', row)}</tr>" for row in table.rows)
+    head = f"<thead><tr>{line('th', table.heads)}</tr></thead>"
+    return f'<h2>{escape(table.title)}</h2>\n<div class="wide"><table>{head}\n<tbody>{rows}</tbody></table></div>'
+
+
+def _text(found: Findings) -> str:
+    """The report for a terminal."""
+    wide = max(len(name) for name, _ in found.headline)
+    parts = ["\n".join([found.title, *(f"  {name:<{wide}}  {value}" for name, value in found.headline)])]
+    parts += [_columns(table) for table in found.tables if table.rows]
+    remarks = "\n".join(f"  * {remark}" for remark in found.remarks)
+    return "\n\n".join([*parts, *([f"Remarks\n{remarks}"] if remarks else []), _sentence(found.note)])
+
+
+def _columns(table: Table) -> str:
+    lines = [table.heads, *table.rows]
+    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    out = [
+        "  ".join(cell.ljust(w) if at < table.words else cell.rjust(w) for at, (cell, w) in enumerate(zip(line, wide, strict=True)))
+        for line in lines
+    ]  # fmt: skip
+    return "\n".join([table.title, *(f"  {line}".rstrip() for line in out)])
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
