@@ -53,11 +53,15 @@ class Context:
     def entered(self) -> Generator[None]:
         """Enter all of it on this thread."""
         with ExitStack() as stack:
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
-            if self.device != torch.device("cpu"):
+            if self.inference is not torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(self.inference))
+            wanted = dict(self.autocast)
+            for kind in ("cpu", "cuda"):  # what is on now and was not then is switched off
+                if kind in wanted:
+                    stack.enter_context(torch.autocast(kind, wanted[kind], cache_enabled=False))
+                elif torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            if self.device != torch.get_default_device():
                 stack.enter_context(self.device)
             yield
 
@@ -73,18 +77,23 @@ def no_autocast_cache() -> Generator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-@contextmanager
-def intra_op_threads(count: int) -> Generator[None]:
-    """This many intra-op threads on this thread, and the caller's number again afterwards."""
-    before = torch.get_num_threads()
-    if count == before:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+class intra_op_threads:
+    """This many intra-op threads on this thread, and the caller's number again afterwards.
+
+    No generator: what passes through may be an error that is a StopIteration.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __enter__(self) -> None:
+        self.before = torch.get_num_threads()
+        if self.count != self.before:
+            torch.set_num_threads(self.count)
+
+    def __exit__(self, *error: object) -> None:
+        if self.count != self.before:
+            torch.set_num_threads(self.before)
 
 
 def cores() -> list[int]:

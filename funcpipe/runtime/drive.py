@@ -33,7 +33,9 @@ class Drive:
     """
 
     def __init__(self, ready: Prepared, executor: Any, *, record: bool, timeout: float | None) -> None:
-        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+        if timeout is not None and (
+            isinstance(timeout, bool) or not (isinstance(timeout, (int, float)) and timeout > 0)
+        ):
             raise PlanError(f"timeout is a number of seconds above 0, or None; got {timeout!r}")
         self.ready, self.timeout = ready, timeout
         self.threaded, self.reason, self.crew = _choose(executor, ready)

@@ -40,7 +40,8 @@ def finish(
     unused: list[tuple[int, Any]] = []
     if backward:
         grads, unused = gradients(ready, 1.0 / weight if late and weight else 1.0)
-    state = tuple(_commit(ready, stage, reports) for stage in range(plan.num_stages))
+    # A list: a generator would make another error of a StopIteration.
+    state = tuple([_commit(ready, stage, reports) for stage in range(plan.num_stages)])
     merged: Tree = None
     if outputs:
         pieces: list[Border] = [outputs[last, m] for m in range(count)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,6 +19,9 @@ from funcpipe.runtime.program import Bound, Cotangents, Gradients, StageArgs, St
 
 _MOST = 5
 """How many operations are told."""
+
+
+_anomaly = threading.Lock()
 
 
 class FiniteBound:
@@ -124,7 +128,8 @@ class FiniteBound:
         if sources:
             found = [*found, *(f"it came in with {source}" for source in sources)]
         elif self.operations and again is not None:
-            with _Operations() as watched, torch.autograd.set_detect_anomaly(True, check_nan=False):
+            # Anomaly mode is the process's: two lanes that fail at once must not leave it on.
+            with _anomaly, _Operations() as watched, torch.autograd.set_detect_anomaly(True, check_nan=False):
                 again()
             found = [*found, *watched.found]
         elif not self.operations:
@@ -145,12 +150,17 @@ def _leaves(named: Iterable[tuple[str, Any]]) -> list[str]:
 def _count(leaf: Any) -> str:
     if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()) or leaf.is_meta:
         return ""
-    leaf = leaf.detach()
+    leaf = _wide(leaf)
     if bool(torch.isfinite(leaf).all()):
         return ""
     nans = int(leaf.isnan().sum())
     infinite = leaf.numel() - int(torch.isfinite(leaf).sum()) - nans
     return f"{nans} NaN and {infinite} Inf among {leaf.numel()} numbers"
+
+
+def _wide(leaf: Tensor) -> Tensor:
+    """Without its graph; torch looks for NaN in no 8-bit type."""
+    return leaf.detach().float() if leaf.dtype.itemsize == 1 else leaf.detach()
 
 
 class _Operations(TorchDispatchMode):
@@ -175,9 +185,9 @@ class _Operations(TorchDispatchMode):
 
 
 def _words(leaf: Any) -> list[str]:
-    if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.is_meta:
+    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()) or leaf.is_meta:
         return []
-    leaf = leaf.detach()
+    leaf = _wide(leaf)
     return ["NaN"] * bool(leaf.isnan().any()) + ["Inf"] * bool(leaf.isinf().any())
 
 

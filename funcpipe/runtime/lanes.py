@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -76,6 +77,7 @@ class Lanes:
         self._cores = cores()
         self._workers: list[_Worker] = []
         self._busy = threading.Lock()
+        self._process = os.getpid()
         self.closed = False
 
     def __enter__(self) -> Self:
@@ -84,6 +86,10 @@ class Lanes:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        for worker in self._workers:  # nobody holds the lanes any more: their threads end by themselves
+            worker.jobs.put(None)
 
     def close(self) -> None:
         """End all threads; these lanes run nothing more."""
@@ -100,6 +106,8 @@ class Lanes:
 
         With ``timeout`` raise RunTimeout when no lane begins an action for so many seconds.
         """
+        if self._process != os.getpid():  # a fork has none of the threads
+            self._workers, self._busy, self._process = [], threading.Lock(), os.getpid()
         if self.closed:
             raise FuncpipeError("these lanes are closed; run inside of their with block")
         if not self._busy.acquire(blocking=False):
@@ -132,7 +140,8 @@ class Lanes:
                     finished = True
         finally:
             if not finished:
-                self._halt(execution, wait=None if dog is None or not dog.report else _PATIENCE)
+                # With timeout= nobody waits longer than that, whatever a lane is stuck in.
+                self._halt(execution, wait=timeout if dog is None or not dog.report else _PATIENCE)
         if dog is not None and dog.report and not finished:
             raise RunTimeout(dog.report)
         if failures:

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, bullets
+from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, Where, bullets, fail
 from funcpipe.core.plan import Lowered, Plan
 from funcpipe.core.stage import names_of
-from funcpipe.core.tree import Path, Tree, flatten, is_differentiable, paths
+from funcpipe.core.tree import Path, Tree, flatten, is_differentiable, locations, paths
 from funcpipe.lower.plan import program_for
 from funcpipe.runtime import microbatch
 from funcpipe.runtime.context import RUNNING, cores, refuse_transforms
@@ -109,6 +109,10 @@ def prepare(
             bullets("tensors must lie where their stage runs; move them with fp.place(plan, params):", faults)
         )
     inputs, target = _split_batch(plan, batch)
+    if all(device.type != "meta" for device in where):
+        _refuse_meta(
+            {"inputs": inputs, "target": target, **{f"feeds[{name!r}]": one for name, one in (feeds or {}).items()}}
+        )
     cut = microbatch.cut(plan, inputs, target, feeds)
     shares = microbatch.shares(cut, plan.weight, loss_scale)
     wanted = trainable_leaves(trees, trainable) if backward else [[False] * len(flatten(t)[0]) for t in trees]
@@ -126,6 +130,14 @@ def prepare(
         ]
     program = program_for(plan, cut.num_microbatches, halves=halves)
     return Prepared(plan, program, cut, shares, trees, states, bounds, where, threads, ties, "used" in checks)
+
+
+def _refuse_meta(given: Mapping[str, Tree]) -> None:
+    """Tensors without numbers cannot be computed with."""
+    named = [pair for root, tree in given.items() for pair in zip(locations(tree, root), flatten(tree)[0], strict=True)]
+    faults = [f"{name} is on the meta device and has no numbers" for name, leaf in named if isinstance(leaf, Tensor) and leaf.is_meta]  # fmt: skip
+    if faults:
+        raise BatchError(bullets("the batch cannot be run:", faults))
 
 
 def _bind(
@@ -228,7 +240,10 @@ def trainable_leaves(trees: Sequence[Tree], trainable: Trainable) -> list[list[b
         for stage, tree in enumerate(trees):
             names = [".".join(map(str, (stage, *path))) for path in paths(tree)]
             pairs = zip(names, flat[stage], strict=True)
-            chosen.append([is_differentiable(leaf) and bool(trainable(name, leaf)) for name, leaf in pairs])
+            try:
+                chosen.append([is_differentiable(leaf) and bool(trainable(name, leaf)) for name, leaf in pairs])
+            except BaseException as error:
+                fail(error, Where(None, "", None, "trainable", ""))
         return chosen
     if isinstance(trainable, str) or not isinstance(trainable, Sequence):
         raise PlanError(f"trainable is True, False, a function (name, leaf) -> bool, or a tuple with a tree of bools for each stage; got {trainable!r}")  # fmt: skip

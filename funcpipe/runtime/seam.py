@@ -25,7 +25,8 @@ def merge(pieces: Sequence[Border], rows: Sequence[int], *, merged: bool) -> Tre
         BatchError: microbatches returned trees of different structure, or rows of different shape.
     """
     if not merged:
-        return Microbatches(piece.tree() for piece in pieces)
+        # Copies, as joined outputs are: residuals may hold the same memory.
+        return Microbatches(unflatten(piece.spec, _copies(piece.leaves)) for piece in pieces)
     for index, piece in enumerate(pieces):
         if piece.spec != pieces[0].spec:
             raise BatchError(f"outputs of microbatch {index} have another structure ({piece.spec}) than those of microbatch 0 ({pieces[0].spec})")  # fmt: skip
@@ -41,12 +42,16 @@ def _join(place: str, values: Sequence[Any], rows: Sequence[int]) -> Any:
                 shapes = [tuple(one.shape) for one in values]
                 raise BatchError(f"{place} cannot be joined over microbatches of shapes {shapes}; give the inputs as fp.Microbatches to get one output each")  # fmt: skip
             return torch.cat(list(values)) if len(values) > 1 else apart(values[0])
-        return Microbatches(values)
+        return Microbatches(_copies(values))
     try:
         same = all(type(one) is type(values[0]) and bool(one == values[0]) for one in values)
     except Exception:
         same = False
     return values[0] if same else Microbatches(values)
+
+
+def _copies(leaves: Sequence[Any]) -> list[Any]:
+    return [apart(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _has_rows(values: Sequence[Any], rows: Sequence[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +12,8 @@ from funcpipe.core.errors import FuncpipeError, PlanError
 from funcpipe.core.plan import Plan, Role
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, is_differentiable
-from funcpipe.runtime.border import Border
-from funcpipe.runtime.context import intra_op_threads, refuse_transforms
+from funcpipe.runtime.border import Border, share
+from funcpipe.runtime.context import intra_op_threads, not_carried, refuse_transforms
 from funcpipe.runtime.drive import Drive
 from funcpipe.runtime.finish import finish, gradients, refuse_writes, release
 from funcpipe.runtime.lanes import Lanes
@@ -69,6 +70,8 @@ def vjp(
 
     def attempt() -> tuple[Result, Pullback]:
         ready = prepare("vjp", plan, params, inputs, **options, halves=True)
+        for border in [*ready.batch.inputs, *(b for feed in ready.batch.feeds.values() for b in feed)]:
+            border.leaves = share(border.leaves)  # the caller may write into his batch before R reads it again
         if input_grads:
             for border in ready.batch.inputs:
                 border.flags = [is_differentiable(leaf) for leaf in border.leaves]
@@ -104,6 +107,8 @@ class Pullback:
     def __init__(self, drive: Drive, seam: Seam) -> None:
         self._drive: Drive | None = drive
         self._seam = seam
+        self._lock = threading.Lock()
+        self._carried = not_carried()
         self._unused: tuple[tuple[int, Any], ...] = ()
 
     @property
@@ -135,7 +140,12 @@ class Pullback:
         pieces = self._seam.cut(cotangents)
         ready, execution = drive.ready, drive.execution
         refuse_writes(ready, "parameters were written to between vjp and its pullback, which needs their old values; call the pullback before the optimizer's step:")  # fmt: skip
-        self._drive = None
+        if not_carried() != self._carried:
+            raise PlanError("function modes, dispatch modes or saved-tensor hooks are on that were not at vjp, or the other way round; call the pullback where they are the same")  # fmt: skip
+        with self._lock:
+            if self._drive is None:
+                raise FuncpipeError("this pullback is spent: another thread calls it")
+            self._drive = None
         count = ready.batch.num_microbatches
         wire = next(n for n, one in enumerate(ready.program.wires) if one.role is Role.GRAD and one.stage == ready.plan.num_stages - 1)  # fmt: skip
         execution.caller.update({wire * count + m: piece for m, piece in enumerate(pieces)})

@@ -71,7 +71,7 @@ class Watchdog:
         """Code that never lets go of the interpreter's lock stops this thread too; Python's own timer needs no lock."""
         try:
             faulthandler.dump_traceback_later(self.timeout + _GRACE)
-        except (AttributeError, ValueError, OSError, RuntimeError):  # stderr is no file (notebooks)
+        except (AttributeError, ValueError, OSError, RuntimeError, OverflowError):  # stderr is no file (notebooks)
             pass
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
-from operator import index
 from os import PathLike
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from funcpipe.core.result import Result, Timeline
 from funcpipe.core.schedule import Schedule
 from funcpipe.view.simulate import simulate
 from funcpipe.view.svg import page, svg
-from funcpipe.view.text import LEAST_WIDTH, text
+from funcpipe.view.text import columns, text
 
 _FILE_WIDTH = 120
 
@@ -75,12 +73,7 @@ class Drawing:
             TypeError: the width is no whole number.
             ValueError: the width is less than 40.
         """
-        # A terminal may say that it is narrower than any drawing; then lines wrap, and printing still works.
-        terminal = max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
-        columns = terminal if width is None else index(width)
-        if columns < LEAST_WIDTH:
-            raise ValueError(f"a drawing is at least {LEAST_WIDTH} columns wide; got width={width}")
-        return text(self.timeline, columns, color=color)
+        return text(self.timeline, columns(width, "drawing"), color=color)
 
     def svg(self) -> str:
         """The picture as a standalone SVG: no scripts, scales to any size, follows the viewer's light or dark mode."""

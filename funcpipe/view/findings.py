@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -12,10 +11,11 @@ from typing import NamedTuple
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import CALLER, Plan
 from funcpipe.core.result import Result, RunStats, Span, Timeline
-from funcpipe.core.schedule import Kind
+from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree, leaves
 from funcpipe.lower.plan import program_for
+from funcpipe.schedules.memory import residual_levels
 from funcpipe.view import facts
 from funcpipe.view.simulate import simulate
 from funcpipe.view.svg import Level
@@ -24,6 +24,8 @@ _SHORT = 100e-6
 """Seconds. Below about this two Python threads cost more than they win."""
 _UNEVEN = 1.2
 """How much longer the busiest lane may work before it is worth a remark."""
+_SPARE = ("bytes", "total", "actions", "parameters", "device", "simulated", "name", "lane")
+"""Words of headings: columns to leave out where there is no room, in this order."""
 _BYTES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -35,12 +37,14 @@ class Table(NamedTuple):
         heads: one for each column.
         rows: as many cells each.
         words: how many of the first columns are words; the others are numbers.
+        spare: words of headings: these columns go first, in this order, where there is no room for all.
     """
 
     title: str
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     words: int = 1
+    spare: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: s
     if ran != schedule.orders:
         raise PlanError(
             f"the result is another plan's: it ran {measured.name!r} on {measured.num_devices} lanes, the plan is "
-            f"{schedule!r}; give the plan that fp.run got"
+            f"{plan.schedule!r}; give the plan that fp.run got"
         )
     if params is not None and len(params) != plan.num_stages:
         raise PlanError(
@@ -91,8 +95,8 @@ def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: s
         measured,
         simulated,
         _note(stats, measured),
-        _held(measured) if schedule.has_backward else (),
-        (_stages(plan, params, measured), _by_lane(plan, measured, simulated), _edges(plan, stats)),
+        _held(schedule, measured) if schedule.has_backward else (),
+        (_stages(plan, params, measured), _by_lane(plan, result, measured, simulated), _edges(plan, stats)),
         tuple(_remarks(plan, result, measured)),
     )
 
@@ -109,6 +113,8 @@ def _headline(plan: Plan, result: Result, measured: Timeline, simulated: Timelin
     stats, shown = result.stats, facts.time_text(measured)
     some = f" of {plan.num_microbatches}" if stats.num_microbatches < plan.num_microbatches else ""
     wait = measured.makespan - simulated.makespan
+    lane = max(range(plan.num_devices), key=measured.busy.__getitem__)
+    busiest = f"{lane} ({shown(measured.busy[lane])}, {measured.busy[lane] / (measured.makespan or 1.0):.1%})"
     loss = () if result.loss is None else (("loss", f"{float(result.loss):.6g}"),)
     return (
         ("schedule", facts.clean(plan.schedule.name)),
@@ -125,6 +131,7 @@ def _headline(plan: Plan, result: Result, measured: Timeline, simulated: Timelin
         ("difference", f"{shown(wait)} ({wait / (measured.makespan or 1.0):.1%} of the measured)"),
         ("bubble, measured", f"{max(0.0, measured.bubble):.1%}"),
         ("bubble, simulated", f"{max(0.0, simulated.bubble):.1%}"),
+        ("busiest lane", busiest),
     )
 
 
@@ -138,27 +145,18 @@ def _note(stats: RunStats, measured: Timeline) -> str:
     return same + "the difference is hand-over, waiting, and the spread of the measured times"
 
 
-def _held(timeline: Timeline) -> tuple[tuple[Level, ...], ...]:
-    """How many residuals each lane holds when, by the rules of `Timeline.peak` (after I a part of one is left)."""
-    again = {span.action[1:] for span in timeline.spans if span.action.kind is Kind.R}
-    whole, rest = 1.0, 0.5  # those of Cost(), in which measured timelines count
+def _held(schedule: Schedule, measured: Timeline) -> tuple[tuple[Level, ...], ...]:
+    """How many residuals each lane holds when, by the rules of `Timeline.peak`."""
     out: list[tuple[Level, ...]] = []
-    for lane in _lanes(timeline):
-        changes: list[tuple[float, float]] = []
-        for _, start, end, (kind, stage, microbatch) in lane:
-            if kind is Kind.R or (kind is Kind.F and (stage, microbatch) not in again):
-                changes.append((start, whole))
-            elif kind is Kind.B:
-                changes.append((end, -whole))
-            elif kind is not Kind.F:
-                changes.append((end, rest - whole if kind is Kind.I else -rest))
+    for lane, order in zip(_lanes(measured), schedule.orders, strict=True):
         levels: list[Level] = []
-        amount = 0.0
-        for (time, change), (until, _) in zip(changes, [*changes[1:], (0.0, 0.0)], strict=True):
-            amount += change
-            if until > time:
-                levels.append(Level(time, until, amount))
-        out.append(tuple(levels))
+        for span, (during, after) in zip(lane, residual_levels(order, schedule), strict=True):
+            for time, amount in ((span.start, during), (span.end, after)):
+                last = levels[-1] if levels else Level(0.0, 0.0, 0.0)
+                if amount != last.amount:
+                    levels[-1:] = [last._replace(end=time)] if levels else []
+                    levels.append(Level(time, time, amount))
+        out.append(tuple(level for level in levels if level.end > level.start))
     return tuple(out)
 
 
@@ -182,15 +180,26 @@ def _stages(plan: Plan, params: Sequence[Tree] | None, measured: Timeline) -> Ta
             row += [_fixed(mean, fmean(some)), _fixed(total, sum(some))] if some else ["", ""]
             own += sum(some)
         rows.append((*row, f"{own / (measured.busy[lane] or 1.0):.1%}"))
-    return Table("Stages", ("stage", "name", "lane", *sizes, *heads, "of its lane"), tuple(rows), words=2)
+    return Table("Stages", ("stage", "name", "lane", *sizes, *heads, "of its lane"), tuple(rows), 2, _SPARE)
 
 
-def _by_lane(plan: Plan, measured: Timeline, simulated: Timeline) -> Table:
+def _devices(plan: Plan, result: Result) -> list[str]:
+    """The torch device of each lane: the plan's, else where the gradients lie; empty where nothing tells."""
+    if plan.devices is not None:
+        return [facts.clean(str(device)) for device in plan.devices]
+    found = [""] * plan.num_devices
+    for stage, lane in enumerate(plan.schedule.device_of):
+        for gradient in leaves(result.grads[stage]) if result.grads else ():
+            found[lane] = str(gradient.device)
+    return found
+
+
+def _by_lane(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> Table:
     """For each lane how much it works, measured and simulated, and its peak."""
     shown, end, least = facts.time_text(measured), measured.makespan or 1.0, simulated.makespan or 1.0
-    where = [""] * plan.num_devices if plan.devices is None else [facts.clean(str(device)) for device in plan.devices]
     counts = [len(lane) for lane in _lanes(measured)]
     _, peak = facts.sides(measured)
+    where = _devices(plan, result)
     rows = tuple(
         (
             str(lane),
@@ -216,7 +225,7 @@ def _by_lane(plan: Plan, measured: Timeline, simulated: Timeline) -> Table:
         "idle, simulated",
         "residuals",
     )
-    return Table("Lanes", heads, rows, words=3)
+    return Table("Lanes", heads, rows, 3, _SPARE)
 
 
 def _edges(plan: Plan, stats: RunStats) -> Table:
@@ -232,15 +241,25 @@ def _edges(plan: Plan, stats: RunStats) -> Table:
 def _remarks(plan: Plan, result: Result, measured: Timeline) -> Iterable[str]:
     """What is worth a look, what it means, and what mends it."""
     stats = result.stats
-    short = [span for span in measured.spans if span.end - span.start < _SHORT]
+    mean = {key: fmean(times) for key, times in measured.by_kind.items()}
+    # Eager stages do their whole backward in I; their W is no work that anyone could make longer.
+    unsplit = {stage for kind, stage in mean if kind is Kind.W and mean[Kind.W, stage] < 0.05 * mean[Kind.I, stage]}
+    short = {key for key in mean if mean[key] < _SHORT and not (key[0] is Kind.W and key[1] in unsplit)}
     if short:
-        where: dict[Kind, set[int]] = defaultdict(set)
-        for span in short:
-            where[span.action.kind].add(span.action.stage)
-        which = "; ".join(f"{kind.value} of {_many_stages(where[kind])}" for kind in Kind if kind in where)
+        which = "; ".join(
+            f"{kind.value} of {_many_stages({stage for other, stage in short if other is kind})}"
+            for kind in Kind
+            if any(other is kind for other, _ in short)
+        )
+        count = sum(len(measured.by_kind[key]) for key in short)
         yield (
-            f"{len(short)} of {len(measured.spans)} actions took less than 100 us ({which}). There, two threads of Python "
-            "cost more than they win: take fewer microbatches with more rows, or fewer stages."
+            f"{count} of {len(measured.spans)} actions take less than 100 us on average ({which}). Handing over costs "
+            "about as much: take fewer microbatches with more rows, or fewer stages."
+        )
+    if unsplit:
+        yield (
+            f"W takes no time: {_many_stages(unsplit)} {'do' if len(unsplit) > 1 else 'does'} the whole backward in I, so W "
+            "fills no bubble. A schedule with whole backwards (1F1B, interleaved) is as fast."
         )
     busy = measured.busy
     most, least = (pick(range(len(busy)), key=busy.__getitem__) for pick in (max, min))
@@ -255,7 +274,7 @@ def _remarks(plan: Plan, result: Result, measured: Timeline) -> Iterable[str]:
         yield f"One thread ran all {plan.num_devices} lanes ({facts.clean(stats.reason)}): the simulated timeline is what lanes that run at a time would take."  # fmt: skip
     if stats.num_microbatches < plan.num_microbatches:
         yield f"The batch had rows for {stats.num_microbatches} of the plan's {plan.num_microbatches} microbatches; the bubble is larger for it."
-    if any(not str(device).startswith("cpu") for device in plan.devices or ()):
+    if any(device and not device.startswith("cpu") for device in _devices(plan, result)):
         yield "Some lanes are not CPUs: times are those of the host, which may be ahead of the device."
 
 

@@ -10,13 +10,17 @@ from dataclasses import dataclass, replace
 from html import escape
 from os import PathLike
 from pathlib import Path
+from textwrap import wrap
 
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
 from funcpipe.view.findings import Findings, Table, findings
 from funcpipe.view.svg import held, svg
+from funcpipe.view.text import columns, text
 
+_MOST_HOVERS = 5000
+"""Actions of a page that tell their times under a mouse: with more the page would pass two megabytes."""
 _STYLE = """\
 .funcpipe-report{font:14px/1.45 system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif;\
 font-variant-numeric:tabular-nums;max-width:1400px}
@@ -25,11 +29,12 @@ font-variant-numeric:tabular-nums;max-width:1400px}
 .funcpipe-report p,.funcpipe-report ul{max-width:80ch;margin:8px 0}
 .funcpipe-report ul{padding-left:20px}
 .funcpipe-report .soft{opacity:.75}
-.funcpipe-report dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(170px,1fr));gap:10px 24px;margin:0}
+.funcpipe-report dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(140px,1fr));gap:10px 24px;margin:0}
 .funcpipe-report dt{opacity:.75;font-size:12px}
 .funcpipe-report dd{margin:0;font-weight:600;overflow-wrap:anywhere}
 .funcpipe-report .wide{overflow-x:auto}
-.funcpipe-report .wide svg{min-width:960px;display:block;margin-left:-6px}
+.funcpipe-report .wide svg{display:block;min-width:1000px}
+.funcpipe-report .charts{margin-left:-10px}
 .funcpipe-report table{border-collapse:collapse;background:none;color:inherit;font-size:13px;margin:0}
 .funcpipe-report tr{background:none}
 .funcpipe-report th,.funcpipe-report td{padding:4px 12px 4px 0;text-align:right;white-space:nowrap;\
@@ -64,7 +69,13 @@ def report(plan: Plan, result: Result, *, params: Sequence[Tree] | None = None, 
 
     Raises:
         PlanError: the run was not recorded, or result or params are another plan's.
+        TypeError: these are no plan and no result.
     """
+    if not isinstance(plan, Plan) or not isinstance(result, Result):
+        raise TypeError(
+            "report takes a Plan and the Result of fp.run(plan, ..., record=True); got a "
+            f"{type(plan).__name__} and a {type(result).__name__}"
+        )
     return Report(findings(plan, result, params, title))
 
 
@@ -106,8 +117,20 @@ class Report:
     def _repr_html_(self) -> str:
         return _body(self.findings)
 
+    def text(self, width: int | None = None) -> str:
+        """The report as text.
+
+        Args:
+            width: no line is longer; tables leave columns out where they do not fit. None: that of the terminal.
+
+        Raises:
+            TypeError: the width is no whole number.
+            ValueError: the width is less than 40.
+        """
+        return _text(self.findings, columns(width, "report"))
+
     def __str__(self) -> str:
-        return _text(self.findings)
+        return self.text()
 
     __repr__ = __str__
 
@@ -125,12 +148,13 @@ def _body(found: Findings) -> str:
     """The report for a place inside a page."""
     axis = max(found.measured, found.simulated, key=lambda timeline: timeline.makespan)
     pairs = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in found.headline)
+    plain = len(found.measured.spans) > _MOST_HOVERS
     charts = [
-        svg(replace(found.measured, name="measured"), inline=True, axis=axis),
-        svg(replace(found.simulated, name="simulated"), inline=True, axis=axis),
+        svg(replace(timeline, name=name), inline=True, axis=axis, plain=plain)
+        for name, timeline in (("measured", found.measured), ("simulated", found.simulated))
     ]
     if found.held:
-        charts.append(held(found.measured, found.held, name="residuals held, measured", axis=axis))
+        charts.append(held(found.measured, found.held, name="residuals held, measured", axis=axis, plain=plain))
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in found.remarks)
     return "\n".join(
         [
@@ -140,7 +164,7 @@ def _body(found: Findings) -> str:
             f"<h2>Remarks</h2><ul>{remarks}</ul>" if remarks else "",
             "<h2>Timelines</h2>",
             f'<p class="soft">{escape(_sentence(found.note))}</p>',
-            *(f'<div class="wide">{chart}</div>' for chart in charts),
+            f'<div class="wide charts">{"".join(charts)}</div>',
             *map(_table, found.tables),
             "</div>",
         ]
@@ -157,23 +181,38 @@ def _table(table: Table) -> str:
     return f'<h2>{escape(table.title)}</h2>\n<div class="wide"><table>{head}\n<tbody>{rows}</tbody></table></div>'
 
 
-def _text(found: Findings) -> str:
-    """The report for a terminal."""
+def _text(found: Findings, width: int) -> str:
+    """The report for a terminal; no line is wider."""
     wide = max(len(name) for name, _ in found.headline)
-    parts = ["\n".join([found.title, *(f"  {name:<{wide}}  {value}" for name, value in found.headline)])]
-    parts += [_columns(table) for table in found.tables if table.rows]
-    remarks = "\n".join(f"  * {remark}" for remark in found.remarks)
-    return "\n\n".join([*parts, *([f"Remarks\n{remarks}"] if remarks else []), _sentence(found.note)])
-
-
-def _columns(table: Table) -> str:
-    lines = [table.heads, *table.rows]
-    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    out = [
-        "  ".join(cell.ljust(w) if at < table.words else cell.rjust(w) for at, (cell, w) in enumerate(zip(line, wide, strict=True)))
-        for line in lines
+    head = [line for name, value in found.headline for line in _wrap(value, width, f"  {name:<{wide}}  ")]
+    remarks = [line for remark in found.remarks for line in _wrap(remark, width, "  * ")]
+    parts = [
+        [*_wrap(found.title, width, ""), *head],
+        [text(replace(timeline, name=name), width) for name, timeline in (("measured", found.measured), ("simulated", found.simulated))],
+        *([*_wrap(table.title, width, ""), *_columns(table, width)] for table in found.tables if table.rows),
+        ["Remarks", *remarks] if remarks else [],
+        _wrap(_sentence(found.note), width, ""),
     ]  # fmt: skip
-    return "\n".join([table.title, *(f"  {line}".rstrip() for line in out)])
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _wrap(words: str, width: int, first: str) -> list[str]:
+    """The words behind a first few letters, the further lines below them."""
+    return wrap(words, width, initial_indent=first, subsequent_indent=" " * len(first)) or [first.rstrip()]
+
+
+def _columns(table: Table, width: int) -> list[str]:
+    """The table's rows, without the columns that can be spared until it fits."""
+    lines = [table.heads, *table.rows]
+    keep = list(range(len(table.heads)))
+    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for word in table.spare:
+        if sum(wide[at] + 2 for at in keep) > width:
+            keep = [at for at in keep if not (at and word in table.heads[at].replace(",", "").split())]
+    return [
+        "".join(f"  {line[at]:{'<' if at < table.words else '>'}{wide[at]}}" for at in keep).rstrip()[:width]
+        for line in lines
+    ]
 
 
 def _sentence(words: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from math import floor, gcd
+from operator import index
 from typing import NamedTuple
 from unicodedata import east_asian_width
 
@@ -47,6 +49,21 @@ class Layout(NamedTuple):
     columns: int
     stages: bool
     labelled: bool
+
+
+def columns(width: int | None, what: str) -> int:
+    """How wide to print: as asked, or as the terminal is.
+
+    Raises:
+        TypeError: the width is no whole number.
+        ValueError: the width is less than `LEAST_WIDTH`.
+    """
+    if width is None:
+        # A terminal may say that it is narrower than any drawing; then lines wrap, and printing still works.
+        return max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
+    if index(width) < LEAST_WIDTH:
+        raise ValueError(f"a {what} is at least {LEAST_WIDTH} columns wide; got width={width}")
+    return index(width)
 
 
 def text(timeline: Timeline, width: int, *, color: bool = False) -> str:

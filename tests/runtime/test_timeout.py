@@ -153,3 +153,35 @@ def test_vjp_has_it_in_both_halves():
     result, pullback = fp.vjp(plan, PARAMS, X, timeout=0.3)
     with pytest.raises(fp.RunTimeout, match="is in 1B0"):
         pullback(torch.ones_like(result.outputs))
+
+
+def test_a_failure_while_another_lane_cannot_be_interrupted():
+    """With timeout= nobody waits for ever for a lane that is stuck in C."""
+    gate = threading.Lock()
+    gate.acquire()
+    begun = threading.Event()
+
+    def stuck(p, x):
+        begun.set()
+        gate.acquire()
+        return x
+
+    def fails(p, x):
+        if x.sum() > 5:
+            begun.wait(5)
+            raise ValueError("mine")
+        return x * p
+
+    plan = fp.make_plan([fp.stage(fails), fp.stage(stuck)], fp.fill_drain(2, 2), loss=F.mse_loss, devices="cpu")
+    x = torch.tensor([[1.0], [9.0]])
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="mine"):
+        fp.run(plan, (torch.ones(1), ()), (x, x), executor="threads", timeout=1.0)
+    assert time.monotonic() - began < 5
+    gate.release()
+
+
+def test_a_timeout_as_long_as_you_like():
+    assert fp.run(plan_of(microbatch=99), PARAMS, (X, X), timeout=float("inf")).loss == 0
+    with pytest.raises(fp.PlanError, match="number of seconds"):
+        fp.run(plan_of(microbatch=99), PARAMS, (X, X), timeout=True)

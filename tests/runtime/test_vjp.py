@@ -334,3 +334,55 @@ def test_ties_are_summed():
     fp.apply(plan.stages, (leaf, leaf), X).y.sum().backward()
     assert torch.allclose(grads[0], leaf.grad)
     assert torch.equal(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_batch_that_is_used_again_for_the_next(executor, remat):
+    """A loader that fills the same buffers: what R reads is what F read."""
+    part = fp.stage(lambda p, x, *, feeds: x * p * feeds["m"], name="part", feeds=["m"])
+    schedule = fp.fill_drain(2, 2)
+    plan = fp.make_plan([part] * 2, fp.remat(schedule) if remat else schedule, devices="cpu")
+    params = (torch.tensor(2.0), torch.tensor(3.0))
+    x, m = torch.arange(1.0, 5.0), torch.full((4,), 2.0)
+    _, pullback = fp.vjp(plan, params, x.clone(), feeds={"m": m.clone()}, executor=executor)
+    expected = pullback(torch.ones(4))
+    _, pullback = fp.vjp(plan, params, x, feeds={"m": m}, executor=executor)
+    x.zero_()
+    m.zero_()
+    assert same(expected, pullback(torch.ones(4)))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(
+    "around",
+    [lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode, torch.no_grad, lambda: torch.device("meta")],
+)
+def test_what_is_on_at_the_pullback_alone_changes_nothing(around, remat, executor):
+    part = fp.stage(lambda p, x: torch.tanh(F.linear(x, p) + torch.ones(3)), name="part")
+    schedule = fp.fill_drain(2, 2)
+    plan = fp.make_plan([part] * 2, fp.remat(schedule) if remat else schedule, devices="cpu")
+    params, x, c = (torch.rand(3, 3), torch.rand(3, 3)), torch.rand(4, 3), torch.ones(4, 3)
+    _, pullback = fp.vjp(plan, params, x, executor=executor)
+    expected = pullback(c)
+    _, pullback = fp.vjp(plan, params, x, executor=executor)
+    with around():
+        got = pullback(c)
+    assert same(expected, got)
+
+
+def test_hooks_that_came_in_between_are_refused():
+    _, pullback = fp.vjp(linear_plan(), PARAMS, X, executor="serial")
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t * 0, lambda t: t)
+    with hooks, pytest.raises(fp.PlanError, match="saved-tensor hooks are on that were not at vjp"):
+        pullback(torch.ones_like(X))
+    assert pullback(torch.ones_like(X))[0][0].any()
+
+
+def test_outputs_that_are_not_joined_are_copies():
+    result, pullback = fp.vjp(linear_plan(), PARAMS, fp.Microbatches([X[:1], X[1:]]))
+    _, other = fp.vjp(linear_plan(), PARAMS, fp.Microbatches([X[:1], X[1:]]))
+    ones = fp.Microbatches([torch.ones_like(one) for one in result.outputs])
+    result.outputs[0].zero_()
+    assert same(other(ones)[0], pullback(ones)[0])

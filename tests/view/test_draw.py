@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shutil
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -293,7 +294,7 @@ def test_drawing_is_deterministic_and_compares() -> None:
 def test_str_has_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = draw(one_f_one_b(4, 8))
     for columns in (1, 60, 150):
-        monkeypatch.setattr(module.shutil, "get_terminal_size", lambda _, c=columns: os.terminal_size((c, 24)))
+        monkeypatch.setattr(shutil, "get_terminal_size", lambda _, c=columns: os.terminal_size((c, 24)))
         assert str(drawn) == repr(drawn) == drawn.text(max(40, columns))
 
 

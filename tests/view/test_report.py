@@ -80,8 +80,7 @@ def test_text_of_a_report() -> None:
     plan, params = plan_and_params(fp.one_f_one_b(2, 3))
     made = fp.report(plan, pretended(plan, fp.Cost(0.001, backward=0.002, comm=0.0005)), params=params, title="golden")
     assert (
-        str(made)
-        == repr(made)
+        made.text(110)
         == """\
 golden
   schedule             1F1B
@@ -98,6 +97,22 @@ golden
   difference           2 ms (14.3% of the measured)
   bubble, measured     35.7%
   bubble, simulated    25.0%
+  busiest lane         1 (9 ms, 64.3%)
+
+measured: makespan 14 ms, span 14 ms, bubble 35.7%, span bubble 35.7%
+                                                      busy  peak
+device 0 │F0 F1 ·········B0─── F2 B1─── ······B2─── │  64%     2
+device 1 │·····F0 B0─── F1 B1─── ···F2 B2─── ·······│  64%     1
+         └───────────────┴──────────────┴───────────┘
+          0              5              10 ms
+F forward  B backward  · idle
+simulated: makespan 12 ms, span 12 ms, bubble 25.0%, span bubble 25.0%
+                                                busy  peak
+device 0 │F0 F1 ······B0─── F2 B1─── ···B2─── │  75%     2
+device 1 │···F0 B0─── F1 B1─── F2 B2─── ······│  75%     1
+         └───────────────┴──────────────┴─────┘
+          0              5              10 ms
+F forward  B backward  · idle
 
 Stages
   stage  name    lane  parameters  bytes  F mean, ms  F total, ms  B mean, ms  B total, ms  of its lane
@@ -116,8 +131,8 @@ Values between lanes
   caller  lane 1  target               1      1
   lane 1  lane 0  grad                 1      1
 
-Simulated: each action takes the mean measured time of its kind and stage, and hands over in no time; the difference \
-is hand-over, waiting, and the spread of the measured times."""
+Simulated: each action takes the mean measured time of its kind and stage, and hands over in no time; the
+difference is hand-over, waiting, and the spread of the measured times."""
     )
 
 
@@ -279,13 +294,57 @@ def test_remarks_name_what_is_worth_a_look() -> None:
     (uneven,) = fp.report(plan, pretended(plan, fp.Cost((0.001, 0.002), backward=(0.002, 0.004)))).findings.remarks
     assert uneven.startswith("Lane 1 works 100% longer than lane 0")
     (short,) = fp.report(plan, pretended(plan, fp.Cost((0.00009, 0.001), backward=(0.00291, 0.002)))).findings.remarks
-    assert short.startswith("3 of 12 actions took less than 100 us (F of stage 0)")
+    assert short.startswith("3 of 12 actions take less than 100 us on average (F of stage 0)")
     (serial,) = fp.report(
         plan, replace(even, stats=replace(even.stats, executor="serial", reason="why"))
     ).findings.remarks
     assert serial.startswith("One thread ran all 2 lanes (why)")
     (unused,) = fp.report(plan, replace(even, unused=((1, "bias"),))).findings.remarks
     assert "'bias' of stage 1 ('part 1')" in unused
+
+
+def test_a_backward_that_is_not_split_is_told_and_its_w_is_not_called_short() -> None:
+    """Eager stages do the whole backward in I; more rows would not make their W longer."""
+    plan, _ = plan_and_params(fp.zero_bubble(2, 3))
+    (remark,) = fp.report(plan, pretended(plan, fp.Cost(0.001, 0.002, 1e-6))).findings.remarks
+    assert remark.startswith("W takes no time: stages 0-1 do the whole backward in I")
+    assert fp.report(plan, pretended(plan, fp.Cost(0.001, 0.002, 0.001))).findings.remarks == ()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+@pytest.mark.parametrize(
+    "schedule", [fp.one_f_one_b(2, 4), fp.remat(fp.zero_bubble(16, 20))], ids=lambda schedule: schedule.name
+)
+def test_text_is_never_wider_than_asked(schedule: fp.Schedule, width: int) -> None:
+    """Tables leave columns out, but not what the rows are; sentences wrap."""
+    plan, params = plan_and_params(schedule, name="a long name of a stage")
+    made = fp.report(plan, pretended(plan, fp.Cost(0.001, 0.002, 1e-6), reason="why " * 40), params=params)
+    lines = made.text(width).split("\n")
+    assert max(map(len, lines)) <= width
+    heads = [lines[lines.index(title) + 1].split() for title in ("Stages", "Lanes", "Values between lanes")]
+    assert [head[0] for head in heads] == ["stage", "lane", "from"]
+    assert {"busy", "idle", "residuals"} <= set(heads[1]) or width < 60
+    assert [line for line in lines if line.startswith(("measured:", "simulated:"))]
+    with pytest.raises(ValueError, match="a report is at least 40 columns wide; got width=39"):
+        made.text(39)
+
+
+def test_devices_that_the_run_chose_are_those_of_the_gradients() -> None:
+    """A plan without devices= still says where its lanes were."""
+    plan, params = plan_and_params(fp.one_f_one_b(2, 3))
+    free = replace(plan, devices=None)
+    assert [row["device"] for row in table(fp.report(free, recorded(free, params)), "Lanes")] == ["cpu", "cpu"]
+
+
+def test_huge_pages_stay_small() -> None:
+    """8192 actions: drawn as paths, without what a mouse would tell."""
+    plan, _ = plan_and_params(fp.zero_bubble(32, 86))
+    content = fp.report(plan, pretended(plan, fp.Cost(0.001, 0.001, 0.001)))._repr_html_()
+    assert len(content.encode()) < 1_000_000
+    assert "<rect" not in content
+    areas = re.findall(r'<path class="[FIW]\d+" d="([^"]*)"', content)
+    assert sum(area.count("z") for area in areas if "h12v12h" not in area) == 2 * sum(map(len, plan.schedule.orders))
+    Page(content)
 
 
 def test_unused_parameters_of_a_real_run_are_named() -> None:
@@ -367,6 +426,18 @@ def test_what_cannot_be_reported_is_refused() -> None:
         fp.report(other, result)
     with pytest.raises(fp.PlanError, match="params has 1 trees, the plan has 2 stages"):
         fp.report(plan, result, params=params[:1])
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_other_things_are_refused(swapped: bool) -> None:
+    """Arguments in the wrong order, a timeline for a result."""
+    plan, params = plan_and_params(fp.one_f_one_b(2, 3))
+    result = recorded(plan, params)
+    wrong: Any = (result, plan) if swapped else (plan, result.timeline)
+    with pytest.raises(
+        TypeError, match=r"report takes a Plan and the Result of fp.run\(plan, ..., record=True\); got a "
+    ):
+        fp.report(*wrong)
 
 
 def test_save_replaces_the_whole_file_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
