@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options["remat"] = tuple(options["remat"])
     try:
         demo.main(demo.Options(**options))
-    except FuncpipeError as error:
+    except (FuncpipeError, OSError) as error:  # or: the disk is full, the reader of the pipe has left
         parser.exit(2, f"funcpipe: {error}\n")
     return 0
 

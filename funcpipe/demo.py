@@ -143,13 +143,13 @@ def main(options: Options) -> float:
     accuracy = evaluate(plan, params, state, test)
     print(f"test accuracy {accuracy:.2%} on {len(test[1])} images, trained for {seconds:.1f} s\n")
     print(fp.draw(timeline))
+    print("\n" + line)
     if options.trace:
         timeline.to_chrome_trace(options.trace)
         print(f"\ntrace for Perfetto written to {options.trace}")
     if options.report and report:
         report.save(options.report)
         print(f"\nreport of the last step written to {options.report}")
-    print("\n" + line)
     return accuracy
 
 

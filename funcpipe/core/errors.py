@@ -156,7 +156,10 @@ def _plain(message: str, where: Where, notes: list[str]) -> StageError:
 
 def _blank(kind: type[StageError], source: Exception) -> StageError:
     """An instance of ``kind`` with everything that ``source`` holds, the user's ``__init__`` not run."""
-    new = kind.__new__(kind, *source.args)
+    try:
+        new = kind.__new__(kind, *source.args)
+    except TypeError:  # MemoryError's own is refused where MemoryError is not the first base
+        new = BaseException.__new__(kind, *source.args)
     native = next(k for k in type(source).__mro__ if not k.__flags__ & (1 << 9))  # the nearest class made in C
     try:
         native.__init__(new, *source.args)

@@ -115,7 +115,7 @@ def lazy(tensor: Tensor) -> Tensor:
     """`own` where no transform of torch.func can be on."""
     try:
         return _lazy_clone(tensor)
-    except (RuntimeError, NotImplementedError):  # memory that torch did not allocate (numpy, shared), odd layouts
+    except RuntimeError:  # memory that torch did not allocate (numpy, shared), odd layouts
         return tensor.clone()
 
 

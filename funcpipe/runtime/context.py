@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -77,8 +78,16 @@ def no_autocast_cache() -> Generator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+_setting = threading.Lock()
+_live: list[int] = []
+_kept = 0
+
+
 class intra_op_threads:
     """This many intra-op threads on this thread, and the caller's number again afterwards.
+
+    A number set on one thread is what a thread that never set any reads, so while runs of several user threads overlap,
+    one that reads the number of another run takes what the first of them found instead.
 
     No generator: what passes through may be an error that is a StopIteration.
     """
@@ -87,12 +96,19 @@ class intra_op_threads:
         self.count = count
 
     def __enter__(self) -> None:
-        self.before = torch.get_num_threads()
-        if self.count != self.before:
+        global _kept
+        with _setting:
+            self.before = torch.get_num_threads()
+            if not _live:
+                _kept = self.before
+            elif self.before in _live:
+                self.before = _kept
+            _live.append(self.count)
             torch.set_num_threads(self.count)
 
     def __exit__(self, *error: object) -> None:
-        if self.count != self.before:
+        with _setting:
+            _live.remove(self.count)
             torch.set_num_threads(self.before)
 
 

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.plan import Role
+from funcpipe.core.plan import Role, Wire
 from funcpipe.core.result import RunStats
 from funcpipe.core.tree import map_leaves
 from funcpipe.runtime.border import Border
@@ -72,6 +72,11 @@ class Drive:
                 place.join()
             RUNNING.reset(token)
         self.seconds += perf_counter() - began
+
+    def give(self, wire: Wire, pieces: Sequence[Border]) -> None:
+        """What the caller gives for the next part, one value per microbatch."""
+        first = self.ready.program.wires.index(wire) * len(pieces)
+        self.execution.caller.update({first + m: piece for m, piece in enumerate(pieces)})
 
     def collect(self, role: Role) -> dict[tuple[int, int], Any]:
         """What the caller takes, by (stage, microbatch); it leaves the stores."""

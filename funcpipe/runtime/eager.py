@@ -193,8 +193,7 @@ class EagerBound:
 
     def backward(self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
         """Plain autograd from the outputs into the leaves and the sums."""
-        if self.fresh is None:
-            self.fresh = self._zeros()
+        self._begun()
         roots: list[Tensor] = []
         cotangents: list[Tensor] = []
         if y is not None:
@@ -222,10 +221,15 @@ class EagerBound:
         skips = [_gradients(count, held) for count, held in residual.skips]
         return Cotangents(_gradients(residual.x_count, residual.x), skips)
 
-    def _zeros(self) -> list[int]:
-        """Fill the sums with zeros, on the lane that will add to them: memory is fast where it was first touched."""
-        with torch.no_grad():
-            return [alias.grad.zero_()._version for alias in self.inputs if alias.grad is not None]
+    def _begun(self) -> list[int]:
+        """The versions of the sums when they were filled with zeros: once, on the lane that adds to them.
+
+        Memory is fast where it was first touched.
+        """
+        if self.fresh is None:
+            with torch.no_grad():
+                self.fresh = [alias.grad.zero_()._version for alias in self.inputs if alias.grad is not None]
+        return self.fresh
 
     def _reentrant(self, roots: list[Tensor]) -> bool:
         """Does the stage use the reentrant checkpoint: looked up in its first graph, remembered."""
@@ -265,25 +269,19 @@ class EagerBound:
 
     def grads(self) -> list[Tensor | None]:
         """The sum of each leaf; None where it is not trainable."""
-        if self.fresh is None:
-            self.fresh = self._zeros()
+        self._begun()
         sums = {id(alias): alias.grad for alias in self.inputs}
         return [sums.get(id(alias)) for alias in self.aliases]
 
     def unused(self) -> list[int]:
         """Trainable leaves (by number) that no backward added to."""
-        fresh = self._zeros() if self.fresh is None else self.fresh
         touched = {
             id(alias)
-            for alias, version in zip(self.inputs, fresh, strict=True)
+            for alias, version in zip(self.inputs, self._begun(), strict=True)
             if alias.grad is not None and alias.grad._version != version
         }
         trainable = {id(alias) for alias in self.inputs}
         return [i for i, a in enumerate(self.aliases) if id(a) in trainable and id(a) not in touched]
-
-    def params_now(self) -> list[Any]:
-        """The aliases that the stage computes with."""
-        return self.aliases
 
     def written(self) -> list[int]:
         """Parameter leaves (by number) that the stage wrote into, which it must not."""

@@ -85,11 +85,6 @@ class Execution:
         self.rows, self.count, self.late = program.rows, program.num_microbatches, program.late_frees
         self.slots = [pool.slots for pool in program.pools]
         self.sources = [pool.source for pool in program.pools]
-        # One thread and no streams: a value is at its reader as soon as it is made.
-        self.direct = [
-            not threaded and not any(i == CALLER or places[i].asynchronous for i in (pool.source, pool.lane))
-            for pool in program.pools
-        ]
         self.steps = [make_step(row, program.wires, plan.stages[row.stage], bounds[row.stage]) for row in program.rows]
         num_pools = len(program.pools)
         self.lanes = [Lane(i, place, num_pools) for i, place in enumerate(places)]
@@ -147,12 +142,7 @@ class Execution:
                 if pool >= 0:
                     self._credit(lane, pool)
         for wire, to, pool in row.sends:
-            number = wire * count + microbatch
-            if self.direct[pool]:
-                self._count(lane, pool)
-                self.lanes[to].here[number] = here[number]
-            else:
-                self._send(lane, number, to, pool)
+            self._send(lane, wire * count + microbatch, to, pool)
         for wire in row.drops:
             del here[wire * count + microbatch]
 

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcpipe.core.errors import NotFiniteError, bullets
-from funcpipe.core.tree import Tree, flatten, locations
+from funcpipe.core.tree import Tree, flatten, is_differentiable, locations
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.program import Bound, Cotangents, Gradients, StageArgs, StageOut
 
 _MOST = 5
 """How many operations are told."""
-
 
 _anomaly = threading.Lock()
 
@@ -36,7 +35,7 @@ class FiniteBound:
 
     def __init__(self, inner: Bound, params: Tree, index: int, *, operations: bool) -> None:
         self.inner, self.operations = inner, operations
-        self.names = locations(params, f"params[{index}]")
+        self.names, self.params = locations(params, f"params[{index}]"), flatten(params)[0]
         self.given: dict[int, StageArgs] = {}
         self.phase = ""
 
@@ -89,10 +88,6 @@ class FiniteBound:
         """The inner one's."""
         return self.inner.unused()
 
-    def params_now(self) -> list[Any]:
-        """The inner one's."""
-        return self.inner.params_now()
-
     def written(self) -> list[int]:
         """The inner one's."""
         return self.inner.written()
@@ -124,7 +119,7 @@ class FiniteBound:
         sources = list(came)
         if args is not None:
             sources += _border(args.x, "input") + [f for skip in args.skips for f in _border(skip, "skip")]
-        sources += _leaves(zip(self.names, self.inner.params_now(), strict=True))
+        sources += _leaves(zip(self.names, self.params, strict=True))
         if sources:
             found = [*found, *(f"it came in with {source}" for source in sources)]
         elif self.operations and again is not None:
@@ -148,7 +143,7 @@ def _leaves(named: Iterable[tuple[str, Any]]) -> list[str]:
 
 
 def _count(leaf: Any) -> str:
-    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()) or leaf.is_meta:
+    if not is_differentiable(leaf) or leaf.is_meta:
         return ""
     leaf = _wide(leaf)
     if bool(torch.isfinite(leaf).all()):
@@ -185,7 +180,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _words(leaf: Any) -> list[str]:
-    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()) or leaf.is_meta:
+    if not is_differentiable(leaf) or leaf.is_meta:
         return []
     leaf = _wide(leaf)
     return ["NaN"] * bool(leaf.isnan().any()) + ["Inf"] * bool(leaf.isinf().any())

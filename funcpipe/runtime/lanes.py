@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import ctypes
 import os
@@ -17,7 +18,7 @@ import torch
 
 from funcpipe.core.errors import FuncpipeError, RunTimeout
 from funcpipe.core.plan import Plan
-from funcpipe.runtime.context import RUNNING, Context, cores, no_autocast_cache, pin
+from funcpipe.runtime.context import RUNNING, Context, cores, intra_op_threads, no_autocast_cache, pin
 from funcpipe.runtime.execute import STOP, Execution, Lane, Stop, raise_located
 from funcpipe.runtime.watchdog import Watchdog
 
@@ -114,17 +115,18 @@ class Lanes:
             raise FuncpipeError(
                 "these lanes are busy with another run; give each concurrent run its own fp.lanes(plan)"
             )
-        before = torch.get_num_threads()
         try:
-            self._run(execution, context, threads, timeout)
+            with intra_op_threads(threads):  # threads that the user starts later begin with his number again
+                self._run(execution, context, threads, timeout)
         finally:
-            torch.set_num_threads(before)  # threads started later by the user begin with his number again
             self._busy.release()
 
     def _run(self, execution: Execution, context: Context, threads: int, timeout: float | None) -> None:
         failures: list[tuple[int, BaseException]] = []
         done: queue.SimpleQueue[int] = queue.SimpleQueue()
         finished = False
+        leaving = partial(self._halt, execution, wait=1.0)
+        atexit.register(leaving)  # a lane that is in torch's code when Python ends would abort the process
         dog = None if timeout is None else Watchdog(execution, timeout, lambda _: done.put(_TIMEOUT))
         try:
             # Inside of try: Ctrl-C between two starts must stop the first.
@@ -134,11 +136,12 @@ class Lanes:
                 worker.jobs.put(partial(contextvars.copy_context().run, job))
             with dog or nullcontext():
                 for _ in execution.lanes:
-                    if done.get() == _TIMEOUT or failures:  # waits in C and can be interrupted
+                    if _take(done) == _TIMEOUT or failures:
                         break
                 else:
                     finished = True
         finally:
+            atexit.unregister(leaving)
             if not finished:
                 # With timeout= nobody waits longer than that, whatever a lane is stuck in.
                 self._halt(execution, wait=timeout if dog is None or not dog.report else _PATIENCE)
@@ -209,6 +212,15 @@ def _job(
             done.put(lane.index)
 
     return work
+
+
+def _take(done: queue.SimpleQueue[int]) -> int:
+    """The next that is there. Waits in C, where Ctrl-C wakes it, but for one that comes just as it falls asleep."""
+    while True:
+        try:
+            return done.get(timeout=0.5)
+        except queue.Empty:
+            continue
 
 
 def _walk(execution: Execution, lane: Lane, failures: list[tuple[int, BaseException]]) -> None:

@@ -116,10 +116,6 @@ class Bound(Protocol):
         """Trainable leaves (by number) that no backward added to."""
         ...
 
-    def params_now(self) -> list[Any]:
-        """The parameters that the stage computes with, by leaf."""
-        ...
-
     def written(self) -> list[int]:
         """Parameter leaves (by number) that the stage wrote into, which it must not."""
         ...

@@ -58,7 +58,8 @@ def run(
             look at every value), "finite-op" (also finds the operation, by doing the action again), "used" (a trainable
             leaf that no backward reached is an error). See also `Result.finite`, which costs nothing during the run.
         timeout: seconds. When no lane begins an action for so long, RunTimeout says what each did last and waits for,
-            with its Python stack. Code that cannot be interrupted is left behind in its thread.
+            with its Python stack. Code that cannot be interrupted is left behind in its thread. Python's one
+            ``faulthandler.dump_traceback_later`` is taken for the length of the run.
 
     Raises:
         PlanError, PlacementError, BatchError: something does not fit; nothing has run.

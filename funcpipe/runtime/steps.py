@@ -44,10 +44,7 @@ def _forward(row: Row, wires: Sequence[Wire], stage: Stage, bound: Bound) -> Ste
 
     def step(reads: list[Any], microbatch: int) -> Sequence[Any]:
         target = reads[feeds] if loss else None
-        if feeds == 1:  # neither skips nor feeds, most of the time
-            args = StageArgs(reads[0], (), (), target, microbatch)
-        else:
-            args = StageArgs(reads[0], reads[1:pops], reads[pops:feeds], target, microbatch)
+        args = StageArgs(reads[0], reads[1:pops], reads[pops:feeds], target, microbatch)
         return take(forward(args, keep=keeps))
 
     return step

@@ -6,10 +6,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from funcpipe.core.errors import FuncpipeError, PlanError
-from funcpipe.core.plan import Plan, Role
+from funcpipe.core.plan import Plan, Role, Wire
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, is_differentiable
 from funcpipe.runtime.border import Border, share
@@ -85,7 +83,6 @@ def _forwards(ready: Prepared, drive: Drive) -> tuple[Result, Pullback]:
     middle = ready.program.num_forwards
     drive.go(0, middle)
     reports, outputs = drive.collect(Role.REPORT), drive.collect(Role.OUTPUT)
-    refuse_writes(ready, "a stage wrote into its parameters; a stage is pure, so compute with a copy:")
     sided = sorted({stage for (stage, _), report in reports.items() if report.side is not None})
     if sided:
         raise PlanError(f"stage {sided[0]} returned an auxiliary loss (Out.loss), and vjp has no loss to add it to; return it as an output of the last stage (through a skip) and give its cotangent, or use run with a loss")  # fmt: skip
@@ -138,7 +135,7 @@ class Pullback:
         if drive is None:
             raise FuncpipeError("this pullback is spent: its residuals are freed by the first call; call fp.vjp again")
         pieces = self._seam.cut(cotangents)
-        ready, execution = drive.ready, drive.execution
+        ready = drive.ready
         refuse_writes(ready, "parameters were written to between vjp and its pullback, which needs their old values; call the pullback before the optimizer's step:")  # fmt: skip
         if not_carried() != self._carried:
             raise PlanError("function modes, dispatch modes or saved-tensor hooks are on that were not at vjp, or the other way round; call the pullback where they are the same")  # fmt: skip
@@ -146,16 +143,13 @@ class Pullback:
             if self._drive is None:
                 raise FuncpipeError("this pullback is spent: another thread calls it")
             self._drive = None
-        count = ready.batch.num_microbatches
-        wire = next(n for n, one in enumerate(ready.program.wires) if one.role is Role.GRAD and one.stage == ready.plan.num_stages - 1)  # fmt: skip
-        execution.caller.update({wire * count + m: piece for m, piece in enumerate(pieces)})
-        with torch.enable_grad():
-            drive.go(ready.program.num_forwards)
+        drive.give(Wire(Role.GRAD, ready.plan.num_stages - 1), pieces)
+        drive.go(ready.program.num_forwards)
         found = drive.collect(Role.INPUT_GRAD)
         drive.done()
         with intra_op_threads(ready.threads):
             grads, unused = gradients(ready)
-            inputs = join_input_grads(ready.batch, [found[0, m].leaves for m in range(count)])
+            inputs = join_input_grads(ready.batch, [found[0, m].leaves for m in range(len(pieces))])
         self._unused = tuple(unused)
         release(ready)
         drive.settle()

@@ -9,6 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
 from typing import Self
 
@@ -61,7 +62,8 @@ class Watchdog:
                     self.report = describe(self.execution, monotonic() - since)
                     self.bite(self.report)
                 if not self._over.wait(_GRACE):
-                    print(f"funcpipe: {self.report}", file=sys.stderr, flush=True)
+                    with suppress(OSError, ValueError):  # nobody reads it: a closed pipe, a closed file
+                        print(f"funcpipe: {self.report}", file=sys.stderr, flush=True)
                 return
 
     def _marks(self) -> list[int]:
@@ -77,7 +79,6 @@ class Watchdog:
 
 def describe(execution: Execution, seconds: float) -> str:
     """What every lane did last and waits for, and where its Python is."""
-    program = execution.program
     lines = [f"no action began in any lane for {seconds:.1f} s:"]
     frames = sys._current_frames()
     stacks: list[str] = []
@@ -93,7 +94,8 @@ def describe(execution: Execution, seconds: float) -> str:
             shown = [f for f in traceback.extract_stack(frame) if "/funcpipe/" not in f.filename.replace("\\", "/") and not f.filename.endswith("threading.py")]  # fmt: skip
             stacks += [] if not shown else [f"device {lane.index} is at:", *(f"  {line}" for text in traceback.format_list(shown[-12:]) for line in text.rstrip().split("\n"))]  # fmt: skip
     del frames
-    lines.append(f"{done} of {len(program.order)} actions are done")
+    start, stop = execution.part
+    lines.append(f"{done} of {stop - start} actions are done")
     return "\n".join([*lines, *stacks])
 
 
@@ -134,13 +136,14 @@ class interrupting:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self.dog is None:
+        dog, self.dog = self.dog, None  # the two hold each other, and the dog holds the run
+        if dog is None:
             return
         try:
-            self.dog.__exit__()
+            dog.__exit__()
         except (KeyboardInterrupt, Stop):  # it came just now
-            if not self.dog.report:
+            if not dog.report:
                 raise
-            self.dog.__exit__()
-        if self.dog.report:
-            raise RunTimeout(self.dog.report) from None
+            dog.__exit__()
+        if dog.report:
+            raise RunTimeout(dog.report) from None

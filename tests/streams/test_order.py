@@ -141,14 +141,15 @@ def go(recorder, net, schedule, where, *, executor="serial", half=False):
     return call()
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "executor"),
+    # The host's own order between threads is that of their inboxes, which the recorder does not see.
+    [*((place, "serial") for place in PLACES), *((place, "threads") for place in PLACES if "host" not in place)],
+)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=ids)
 @pytest.mark.parametrize("net", [stages, modules])
 def test_everything_is_in_order(net, schedule, place, executor, backend):
     """No read before its write, no write before a read, no memory or slot given out while it is in use; and the bits."""
-    if executor == "threads" and "host" in place:
-        pytest.skip("the host's own order is the threads' inboxes, which the recorder does not see")
     parts, params, state = net()
     g = torch.Generator().manual_seed(1)
     x, target, scale = (torch.randn(6, 4, generator=g) for _ in range(3))
