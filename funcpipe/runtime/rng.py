@@ -118,6 +118,8 @@ class Keyed(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
         self.regions: dict[str, Any] = {}
 
+    supports_higher_order_operators = True  # torch.cond and its like pass; see `_whole`
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Else torch imports its compiler (1.4 s) at the first operation of the first run; see `__enter__`."""
@@ -144,6 +146,8 @@ class Keyed(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation; if it draws, with its key."""
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return self._whole(func, args, kwargs)
         if _SEEDED not in func.tags:
             return func(*args, **kwargs)
         twin = _TWINS.get(func)
@@ -162,6 +166,15 @@ class Keyed(TorchDispatchMode):
                 return self._draw(generator, func, lambda: func(*args, **kwargs))
             finally:
                 generator.set_state(before)
+
+    def _whole(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation over functions (``torch.cond``): the mode is off inside of it, so nothing may draw there."""
+        before = torch.default_generator.get_state()
+        out = func(*args, **kwargs)
+        if not torch.equal(before, torch.default_generator.get_state()):
+            torch.default_generator.set_state(before)
+            raise DrawError(f"stage {self.stage} draws random numbers inside of {func}, where they cannot be keyed; draw before it and hand the numbers in")  # fmt: skip
+        return out
 
     def _draw(self, generator: torch.Generator, func: Any, call: Callable[[], Any]) -> Any:
         """Run an operation with a generator seeded by its key. Attention without dropout could draw, but does not."""

@@ -68,6 +68,7 @@ WAITS = (
 try:
     go(x)
 finally:
+    print(time.monotonic(), flush=True)
     print([t.name for t in threading.enumerate() if t.name.startswith("funcpipe")], flush=True)
 """
 )
@@ -87,7 +88,8 @@ def test_ctrl_c_ends_the_process():
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
-    assert time.monotonic() - began < 1.5  # one second, and leaving takes time too
+    arrived = float(out.strip().splitlines()[-2])  # at the caller; how long Python takes to leave is its own matter
+    assert arrived - began < 1
     assert -signal.SIGINT == process.returncode
     assert "[]" == out.strip().splitlines()[-1]
     assert 1 == sum(line.startswith("KeyboardInterrupt") for line in err.splitlines())

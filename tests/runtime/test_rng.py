@@ -58,3 +58,23 @@ def test_a_draw_that_escaped_the_keys_makes_the_run_again(wrap, run):
     with pytest.raises(fp.StageError, match="no seed was given"):
         run(plan, ones(2), (loud, torch.zeros(2, 1)))
     assert same(before, torch.get_rng_state())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_draw_inside_of_a_conditional_is_refused():
+    """Where the mode is off a draw would not be keyed; without one the conditional works."""
+    from torch._higher_order_ops.cond import cond_op
+
+    def make(fn):
+        @fp.stage(name="cond")
+        def stage(p, x):
+            return cond_op(x.sum() > 0, fn, fn, (x,))
+
+        return fp.make_plan([stage], fp.fill_drain(1, 1, backward=False), devices="cpu")
+
+    x = torch.ones(2, 3)
+    assert torch.equal(fp.run(make(lambda v: v + 1), ((),), x).outputs, x + 1)
+    before = torch.get_rng_state()
+    with pytest.raises(fp.DrawError, match="draws random numbers inside of cond"):
+        fp.run(make(lambda v: v + torch.rand(3)), ((),), x, seed=0)
+    assert torch.equal(before, torch.get_rng_state())
