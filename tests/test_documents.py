@@ -63,6 +63,16 @@ def test_quickstart_runs_as_printed():
     assert "makespan" in done.stdout
 
 
+def test_transformers_quickstart_runs_as_printed():
+    """README's second block has at most ten lines and runs after the first."""
+    pytest.importorskip("transformers")
+    blocks = [block["code"] for block in BLOCK.finditer((ROOT / "README.md").read_text())]
+    assert len([line for line in blocks[1].splitlines() if line.strip()]) <= 10
+    command = [sys.executable, "-c", "".join(blocks[:2])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert 0 == done.returncode, done.stderr
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_doctests(name):
     """Every example in a docstring gives what it says."""

@@ -22,10 +22,11 @@ ALLOWED = {
     "view": {"core", "schedules", "lower"},
     "models": {"core"},
     "runtime": {"core", "schedules", "lower"},
+    "pipe": {"core", "schedules", "lower", "models", "runtime"},
     "testing": {"core", "lower", "runtime"},
 }
 WITHOUT_TORCH = {"schedules", "lower", "view"}
-FACE = {"__init__.py", "__main__.py", "demo.py"}
+FACE = {"__init__.py", "__main__.py", "cli.py", "demo.py"}
 STANDARD = 420
 
 

@@ -205,23 +205,36 @@ def _blank(kind: type[_BatchNorm]) -> DeferredBatchNorm:
 class CommitLayers:
     """The commit of a module stage: each of its batch norm layers by its own momentum.
 
-    State is the flat dict of the module's buffers; statistics are ``{path: moments}`` per microbatch.
+    State is the flat dict of the module's buffers; statistics are ``{path: moments}`` per microbatch. With ``deferred``
+    those of all microbatches make one update; without, every call of a layer makes its own, in their order, as plain
+    batch norm does.
     """
 
-    def __init__(self, momentum: dict[str, float | None]) -> None:
-        self.momentum = momentum
+    def __init__(self, momentum: dict[str, float | None], *, deferred: bool = True) -> None:
+        self.momentum, self.deferred = momentum, deferred
+
+    def written(self) -> list[str]:
+        """The names of the buffers that it may change."""
+        return [key for path in self.momentum for key in _keys(path).values()]
 
     def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
         """The module's buffers after one batch."""
         new = dict(state)
-        names = ("running_mean", "running_var", "num_batches_tracked")
         for path, momentum in self.momentum.items():
-            keys = {name: f"{path}.{name}" if path else name for name in names}
+            keys = _keys(path)
             own = {name: state[key] for name, key in keys.items() if key in state}
             seen = [one[path] for one in stats if path in one]
-            committed = batch_norm.commit(own, seen, momentum=momentum)
-            new.update({keys[name]: value for name, value in committed.items()})
+            updates = [seen] if self.deferred else [[(moments,)] for one in seen for moments in one]
+            for update in updates:
+                own = batch_norm.commit(own, update, momentum=momentum)
+            new.update({keys[name]: value for name, value in own.items()})
         return new
+
+
+def _keys(path: str) -> dict[str, str]:
+    """The names of a layer's statistics in the module, by their names in the layer."""
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    return {name: f"{path}.{name}" if path else name for name in names}
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -11,20 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.stage import Out, Stage
+from funcpipe.core.stage import Stage, normalise
 from funcpipe.core.tree import Tree
 from funcpipe.models.batchnorm import CommitLayers, DeferredBatchNorm
+from funcpipe.models.skip_scope import carrying
+from funcpipe.models.skippable import Skips, skips_of
 
 Params: TypeAlias = dict[str, Tensor]
 State: TypeAlias = Any
 
 
-def from_module(module: nn.Module, *, name: str = "", feeds: Sequence[str] = ()) -> tuple[Stage, Params, State]:
+def from_module(
+    module: nn.Module, *, name: str = "", feeds: Sequence[str] = (), deferred: bool = True
+) -> tuple[Stage, Params, State]:
     """A module as a stage, with its parameters and state.
 
     The stage owns a copy of the module without its numbers; the module itself is never touched. Batch norm layers
-    become deferred ones (`batch_norm`). Whether the copy trains is the plan's matter; layers that are in evaluation
-    mode inside a training module (frozen batch norm) stay there.
+    become deferred ones (`batch_norm`). What its `skippable` layers, at any depth, exchange with other stages the stage
+    stashes and pops. Whether the copy trains is the plan's matter; layers that are in evaluation mode inside a training
+    module (frozen batch norm) stay there.
 
     >>> from torch import nn
     >>> block, params, state = from_module(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
@@ -35,31 +40,70 @@ def from_module(module: nn.Module, *, name: str = "", feeds: Sequence[str] = ())
         module: any module. Its input is the stage's input; exactly a ``tuple`` is spread over its arguments.
         name: what errors call the stage.
         feeds: names of values of the batch that its forward takes as keywords.
+        deferred: batch norm layers update their running statistics once per batch (True), or once per microbatch, as
+            the module itself would if it were called on one microbatch after the other.
 
     Returns:
         The stage; the module's own parameters by the module's own names; copies of its buffers by name, or ``()``.
 
     Raises:
-        PlanError: not a module, not initialised, or one that cannot be copied.
+        PlanError: not a module, not initialised, one that cannot be copied, or one whose layers stash and pop what does
+            not match.
     """
     if not isinstance(module, nn.Module):
         raise PlanError(f"from_module takes an nn.Module; got a {type(module).__name__} (for a function: fp.stage(fn))")
-    lazy = [n for n, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise PlanError(f"parameters {lazy} are not initialised yet; call the module once on an example first")
+    refuse_lazy(module)
+    return stage_of(module, skips_of(module), name=name, feeds=feeds, deferred=deferred)
+
+
+def stage_of(
+    module: nn.Module,
+    skips: Skips,
+    *,
+    name: str = "",
+    feeds: Sequence[str] = (),
+    deferred: bool = True,
+    spread: bool = True,
+) -> tuple[Stage, Params, State]:
+    """`from_module` with these skips; without ``spread`` a tuple is one argument too."""
     params: Params = dict(module.named_parameters())
     state = {key: buffer.detach().clone() for key, buffer in module.named_buffers()}
-    fn = ModuleFn(module, tuple(feeds))
-    commit = CommitLayers(fn.momentum) if fn.momentum else None
-    made = Stage(fn, name, feeds=tuple(feeds), state=bool(state), commit=commit, takes_train=True)
+    fn = ModuleFn(module, tuple(feeds), skips, spread=spread)
+    made = Stage(
+        fn,
+        name,
+        stash=tuple(skips.stash),
+        pop=tuple(skips.pop),
+        feeds=tuple(feeds),
+        state=bool(state),
+        commit=CommitLayers(fn.momentum, deferred=deferred) if fn.momentum else None,
+        offers=tuple(skips.offers),
+        takes_train=True,
+    )
     return made, params, state or ()
 
 
-class ModuleFn:
-    """A module as a function of its parameters: ``fn(params, x, feeds=, state=, train=)``."""
+def refuse_lazy(module: nn.Module) -> None:
+    """Raises PlanError where parameters or buffers have no shape yet."""
+    lazy = [name for name, tensor in _all_tensors(module).items() if nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise PlanError(f"parameters {lazy} are not initialised yet; call the module once on an example first")
 
-    def __init__(self, module: nn.Module, feeds: tuple[str, ...] = ()) -> None:
-        self.feeds = feeds
+
+def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy with these tensors in the places of its own. Raises PlanError."""
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise PlanError(f"the module cannot be copied ({error}); a stage needs a copy of its own, so tensors that a forward computed must not be kept as attributes") from error  # fmt: skip
+
+
+class ModuleFn:
+    """A module as a function of its parameters: ``fn(params, x, skips=, feeds=, state=, train=)``."""
+
+    def __init__(self, module: nn.Module, feeds: tuple[str, ...], skips: Skips, *, spread: bool) -> None:
+        self.feeds, self.skips, self.spread = feeds, skips, spread
+        self.given = {**skips.stash, **skips.offers}
         aliases = _all_tensors(module)
         first: dict[int, str] = {}
         self.canonical = {alias: first.setdefault(id(tensor), alias) for alias, tensor in aliases.items()}
@@ -69,11 +113,7 @@ class ModuleFn:
         buffers = {alias for alias, _ in module.named_buffers(remove_duplicate=False)}
         self.param_names = [alias for alias in self.shapes if alias not in buffers]
         self.buffer_names = [alias for alias in self.shapes if alias in buffers]
-        memo = {id(tensor): _placeholder(tensor) for tensor in aliases.values()}
-        try:
-            self.skeleton = copy.deepcopy(module, memo)
-        except Exception as error:
-            raise PlanError(f"the module cannot be copied ({error}); a stage needs a copy of its own, so tensors that a forward computed must not be kept as attributes") from error  # fmt: skip
+        self.skeleton = copied(module, {id(tensor): _placeholder(tensor) for tensor in aliases.values()})
         self.momentum: dict[str, float | None] = {}
         for path, layer in self.skeleton.named_modules():
             if DeferredBatchNorm.converts(layer):
@@ -167,17 +207,30 @@ class _Copy:
         for layer in self.norms:
             layer.collected = [] if collects else None
         before = [_version(buffer) for _, buffer in self.buffers]
-        # Exactly a tuple is spread; a named tuple is one argument.
-        arguments = x if type(x) is tuple else (x,)
-        y = self.module(*arguments, **extras.get("feeds", {}))
+        y, stash = self._run(x, extras)
         self._refuse_writes(before)
-        if not collects:
+        if not collects and not stash:
             return y
         stats: dict[str, Any] = {}
-        for layer in self.norms:
+        for layer in self.norms if collects else ():
             stats[layer.path] = tuple(layer.collected or ())
             layer.collected = None  # what a recomputation inside a backward sees does not count
-        return Out(y, stats=stats)
+        out = normalise(y)
+        return out._replace(stash={**out.stash, **stash}, stats=stats or out.stats)
+
+    def _run(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
+        """The output, and what the layers stashed for other stages."""
+        # Exactly a tuple is spread; a named tuple is one argument.
+        arguments = x if self.owner.spread and type(x) is tuple else (x,)
+        feeds = extras.get("feeds", {})
+        skips = self.owner.skips
+        if not skips.inside:
+            return self.module(*arguments, **feeds), {}
+        taken = extras.get("skips", {})
+        store = {key: taken[name] for name, key in skips.pop.items()}
+        with carrying(store):
+            y = self.module(*arguments, **feeds)
+        return y, {name: store[key] for name, key in self.owner.given.items() if key in store}
 
     def _set_train(self, train: bool) -> None:
         self.module.train(train)

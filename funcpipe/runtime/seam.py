@@ -82,6 +82,7 @@ class Seam:
         self.spec: Spec = pieces[0].spec
         self.places = locations(pieces[0].tree(), "cotangents")
         self.shapes = [[_shape(leaf) for leaf in piece.leaves] for piece in pieces]
+        self.attached = tuple(tuple(map(bool, piece.flags)) for piece in pieces)
         self.joined = [
             all(isinstance(one, Tensor) for one in values) and _has_rows(values, rows)
             for values in zip(*(piece.leaves for piece in pieces), strict=True)

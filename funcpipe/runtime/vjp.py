@@ -9,12 +9,13 @@ from typing import Any
 from funcpipe.core.errors import FuncpipeError, PlanError
 from funcpipe.core.plan import Plan, Role, Wire
 from funcpipe.core.result import Result
-from funcpipe.core.tree import Tree, is_differentiable
+from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.runtime.border import Border, share
 from funcpipe.runtime.context import intra_op_threads, not_carried, refuse_transforms
 from funcpipe.runtime.drive import Drive
 from funcpipe.runtime.finish import finish, gradients, refuse_writes, release
 from funcpipe.runtime.lanes import Lanes
+from funcpipe.runtime.microbatch import Microbatches
 from funcpipe.runtime.prepare import Prepared, Trainable, prepare
 from funcpipe.runtime.rng import exactly
 from funcpipe.runtime.seam import Seam, join_input_grads
@@ -29,7 +30,7 @@ def vjp(
     feeds: Mapping[str, Tree] | None = None,
     seed: int | None = None,
     trainable: Trainable = None,
-    input_grads: bool = True,
+    input_grads: bool | Tree = True,
     executor: str | Lanes | None = None,
     threads_per_lane: int | None = None,
     check: str | Sequence[str] = (),
@@ -54,7 +55,8 @@ def vjp(
         plan: made without ``loss=``, of a schedule with backwards.
         params, state, feeds, seed, trainable, executor, threads_per_lane, check, timeout: as for `run`.
         inputs: the inputs alone; cut as those of `run`.
-        input_grads: compute the gradients of the inputs too: of every floating leaf.
+        input_grads: compute the gradients of the inputs too: True for those of every floating leaf, or a tree of bools
+            like the inputs.
 
     Returns:
         The result (``outputs`` and ``state``; no loss, no grads) and the pullback.
@@ -70,12 +72,21 @@ def vjp(
         ready = prepare("vjp", plan, params, inputs, **options, halves=True)
         for border in [*ready.batch.inputs, *(b for feed in ready.batch.feeds.values() for b in feed)]:
             border.leaves = share(border.leaves)  # the caller may write into his batch before R reads it again
-        if input_grads:
-            for border in ready.batch.inputs:
-                border.flags = [is_differentiable(leaf) for leaf in border.leaves]
+        if input_grads is not False:
+            _want(ready.batch.inputs, input_grads)
         return _forwards(ready, Drive(ready, executor, record=False, timeout=timeout))
 
     return exactly(plan, attempt)
+
+
+def _want(inputs: Sequence[Border], wanted: Tree) -> None:
+    """Mark the leaves whose gradients are asked for. Raises PlanError."""
+    for index, border in enumerate(inputs):
+        tree = wanted[index] if isinstance(wanted, Microbatches) else wanted
+        flags = [tree] * len(border.leaves) if isinstance(tree, bool) else flatten(tree)[0]
+        if len(flags) != len(border.leaves) or not all(isinstance(flag, bool) for flag in flags):
+            raise PlanError(f"input_grads is True, False, or a tree of them like the inputs ({border.spec}); got {tree!r}")  # fmt: skip
+        border.flags = [flag and is_differentiable(leaf) for flag, leaf in zip(flags, border.leaves, strict=True)]
 
 
 def _forwards(ready: Prepared, drive: Drive) -> tuple[Result, Pullback]:
@@ -107,6 +118,11 @@ class Pullback:
         self._lock = threading.Lock()
         self._carried = not_carried()
         self._unused: tuple[tuple[int, Any], ...] = ()
+
+    @property
+    def attached(self) -> tuple[tuple[bool, ...], ...]:
+        """For each microbatch, which leaves of its outputs can have a gradient: ``requires_grad`` in plain autograd."""
+        return self._seam.attached
 
     @property
     def unused(self) -> tuple[tuple[int, Any], ...]:

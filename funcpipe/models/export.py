@@ -1,0 +1,319 @@
+"""A whole forward as one graph, by ``torch.export``: every tensor of the model an input, nothing of the model touched.
+
+The non-strict training IR is taken as it is. Its functionalised twin would be purer, but drops ``no_grad`` and autocast
+regions, and with them the right gradients; purity comes back at the borders of the stages (`graph`). What export gets
+wrong in silence is refused here, with the way out.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import threading
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.tree import Spec, flatten, paths, unflatten
+from funcpipe.models.batchnorm import DeferredBatchNorm
+from funcpipe.models.nodes import layer_of, writes_of
+from funcpipe.models.signature import Guard, Signature
+from funcpipe.models.traced import refit
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model's forward as one graph over flat values.
+
+    Attributes:
+        module: the graph; its placeholders are parameters, buffers, constants and the leaves of the inputs.
+        params: placeholder -> the parameter's first name in the model.
+        buffers: placeholder -> the buffer's first name in the model.
+        consts: placeholder -> a tensor that the forward uses and nobody registered.
+        outputs: for each leaf of the output a node's name, or a constant.
+        signature: how inputs become values, and values the output.
+        momentum: batch norm layers that track statistics, by path.
+        written: buffers (first names) that the forward writes, batch norm's apart.
+        train: was the model in training mode.
+    """
+
+    module: fx.GraphModule
+    params: Mapping[str, str]
+    buffers: Mapping[str, str]
+    consts: Mapping[str, Tensor]
+    outputs: tuple[Any, ...]
+    signature: Signature
+    momentum: Mapping[str, float | None]
+    written: frozenset[str]
+    train: bool
+
+    @property
+    def body(self) -> list[fx.Node]:
+        """The nodes that compute, in order."""
+        return [n for n in self.module.graph.nodes if n.op in ("call_function", "call_module")]
+
+
+def split_point() -> None:
+    """Mark a place in a model's forward where `split` may cut; does nothing anywhere else.
+
+    >>> from torch import nn
+    >>> class Net(nn.Module):
+    ...     def forward(self, x):
+    ...         x = x + 1
+    ...         split_point()
+    ...         return x * 2
+    >>> Net()(1)
+    4
+    """
+    if _capturing.on:
+        _marker()()
+
+
+class _Capturing(threading.local):
+    on = False
+
+
+_capturing = _Capturing()
+_library: list[Any] = []
+
+
+def _marker() -> Any:
+    """The operation that stands for a mark in a graph; made when it is first needed."""
+    if not _library:
+        library = torch.library.Library("funcpipe", "FRAGMENT")
+        library.define("split_point() -> ()")
+        library.impl("split_point", lambda: None, "CompositeExplicitAutograd")
+        fx.node._side_effectful_functions.add(torch.ops.funcpipe.split_point.default)  # pyright: ignore
+        _library.append(library)
+    return torch.ops.funcpipe.split_point.default
+
+
+def is_marker(node: fx.Node) -> bool:
+    """Is this node a `split_point`."""
+    return bool(_library) and node.target is torch.ops.funcpipe.split_point.default
+
+
+def names_by_tensor(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def shell(model: nn.Module) -> nn.Module:
+    """A copy of the model's structure around the very same tensors: writing attributes on it leaves the model alone.
+
+    Where its configuration asks for a cache of keys and values it does so no more: a cache is for generating, is no value
+    that can leave a stage, and would be filled anew by every microbatch.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    try:
+        own = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    except Exception as error:
+        raise PlanError(f"the model cannot be copied ({error}); tracing works on a copy of its structure, so tensors that a forward computed must not be kept as attributes") from error  # fmt: skip
+    for module in own.modules():
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            vars(module)["config"].use_cache = False
+    return own
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: bool = True) -> Captured:
+    """Trace a model on an example.
+
+    Args:
+        model: in the mode in which it shall run; untouched.
+        args, kwargs: of its forward.
+        rows: keep the number of rows open: the first dimension of every tensor that has as many rows as the first one.
+
+    Raises:
+        PlanError: with the reason and the way out.
+    """
+    from torch.export.graph_signature import InputKind
+
+    canonical = names_by_tensor(model)
+    own = shell(model)
+    momentum = _open_norms(own)
+    flat = _Flat(own, args, kwargs)
+    program = _export(own, flat, rows=rows)
+    placeholders: dict[str, dict[str, Any]] = {"params": {}, "buffers": {}, "consts": {}}
+    inputs: list[str] = []
+    faults: list[str] = []
+    for spec in program.graph_signature.input_specs:
+        name, target = spec.arg.name, spec.target
+        match spec.kind:
+            case InputKind.PARAMETER:
+                placeholders["params"][name] = canonical[target]
+            case InputKind.BUFFER:
+                placeholders["buffers"][name] = canonical[target]
+            case InputKind.CONSTANT_TENSOR:
+                placeholders["consts"][name] = program.constants[target]
+            case InputKind.USER_INPUT:
+                inputs.append(name)
+            case _:
+                faults.append(f"{target or name} is a {spec.kind.name.lower().replace('_', ' ')}, which cannot be cut")
+    if faults:
+        raise PlanError(bullets("the traced model uses what stages cannot hold:", faults))
+    nodes = {node.name: node for node in program.graph.nodes}
+    named = {number: nodes[name] for number, name in zip(flat.tensors, inputs, strict=True)}
+    for number, node in named.items():
+        node._rename(flat.names[number])
+    guards = tuple(
+        Guard.of(named[number], program.range_constraints)
+        if number in named
+        else Guard(flat.names[number], leaf, None, ())
+        for number, leaf in enumerate(flat.leaves)
+    )
+    assert flat.out_spec is not None
+    signature = Signature(guards, tuple(kwargs), flat.spec, flat.out_spec)
+    module = program.graph_module
+    written = _written(module, placeholders, [node.name for node in named.values()])
+    refit(module, momentum)
+    results: Any = module.graph.output_node().args[0]
+    outputs = tuple(one.name if isinstance(one, fx.Node) else one for one in results)
+    return Captured(module, placeholders["params"], placeholders["buffers"], placeholders["consts"], outputs, signature,
+                    momentum, written, model.training)  # fmt: skip
+
+
+def _open_norms(own: nn.Module) -> dict[str, float | None]:
+    """Batch norm layers trace as one operation; their momentum, by path."""
+    momentum: dict[str, float | None] = {}
+    for path, layer in own.named_modules():
+        if DeferredBatchNorm.converts(layer):
+            assert isinstance(layer, nn.modules.batchnorm._BatchNorm)
+            momentum[path] = layer.momentum
+            layer.momentum = 0.1  # None would read the counter's number, which a graph cannot
+            layer._buffers["num_batches_tracked"] = None  # the commit counts
+    return momentum
+
+
+class _Flat:
+    """A forward over the tensors of its inputs alone, and its output's leaves: export sees no container of the user's.
+
+    Our trees know more containers than export's, and what is no tensor is a constant of the trace in any case.
+
+    Attributes:
+        leaves, spec: of the example, (args, kwargs).
+        names: of the leaves.
+        out_spec: of the output, after the trace.
+    """
+
+    def __init__(self, own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.forward = own.forward
+        try:
+            bound = inspect.signature(own.forward).bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise PlanError(f"the example does not fit the forward of {type(own).__name__}: {error}") from None
+        self.leaves, self.spec = flatten((args, kwargs))
+        parameters = list(bound)
+        self.names = [_leaf_name(path, parameters) for path in paths((args, kwargs))]
+        self.tensors = [number for number, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        self.out_spec: Spec | None = None
+
+    def call(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """The forward with these tensors in the places of the example's."""
+        given = list(self.leaves)
+        for number, tensor in zip(self.tensors, tensors, strict=True):
+            given[number] = tensor
+        args, kwargs = unflatten(self.spec, given)
+        leaves, self.out_spec = flatten(self.forward(*args, **kwargs))
+        return tuple(leaves)
+
+
+def _leaf_name(path: tuple[Any, ...], parameters: Sequence[str]) -> str:
+    """A leaf of (args, kwargs) by the name of its parameter and its own keys."""
+    side, first, *rest = path
+    if side == 0:
+        first = parameters[first] if first < len(parameters) else f"argument{first}"
+    return re.sub(r"\W", "_", "_".join(map(str, (first, *rest))))
+
+
+def _export(own: nn.Module, flat: _Flat, *, rows: bool) -> Any:
+    tensors = tuple(flat.leaves[number] for number in flat.tensors)
+    shapes = {"tensors": _open_rows(tensors)} if rows else None
+    own.forward = lambda *tensors: flat.call(*tensors)  # noqa: PLW0108  export wants a plain function
+    customs: set[str] = set()
+    _marker()
+    _capturing.on = True
+    try:
+        with _watching(customs), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(own, tensors, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        raise PlanError(_reason(error)) from error
+    finally:
+        _capturing.on = False
+    if customs:
+        raise PlanError(f"the model uses {', '.join(sorted(customs))}: export traces through a Python autograd.Function and forgets its backward, so gradients would be wrong in silence; wrap it as a torch.library.custom_op with register_autograd, or cut without tracing: split(model, num_stages) without example=")  # fmt: skip
+    return program
+
+
+@contextmanager
+def _watching(found: set[str]) -> Generator[None]:
+    """Note the names of Python autograd.Functions that run in this thread meanwhile."""
+    kind: Any = torch.autograd.Function
+    plain, thread = kind.__dict__["apply"], threading.get_ident()
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread and not cls.__module__.startswith("torch."):
+            found.add(f"{cls.__module__}.{cls.__qualname__}")
+        return plain.__func__(cls, *args, **kwargs)
+
+    kind.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        kind.apply = plain
+
+
+def _open_rows(tensors: Sequence[Tensor]) -> Any:
+    """For ``torch.export``: the first dimension of every tensor with as many rows as the first one is one symbol."""
+    counts = [tensor.shape[0] for tensor in tensors if tensor.dim()]
+    batch = torch.export.Dim("batch")
+    return tuple({0: batch} if tensor.dim() and tensor.shape[0] == counts[0] else None for tensor in tensors)
+
+
+def _reason(error: Exception) -> str:
+    """What torch said, shortened, and what to do."""
+    text = str(error).strip()
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    out = "cut without tracing: split(model, num_stages) without example=, or write the stages yourself with fp.stage"
+    if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or "Could not guard" in text:
+        why = "its Python code branches on the numbers in a tensor, so one graph cannot stand for it; use torch.where or torch.cond"
+    elif "Constraints violated" in text or "specialized" in text or "ConstraintViolation" in type(error).__name__:
+        why = "its code fixes the number of rows (a Python branch, loop or reshape on the batch size); make it independent of the batch size, or give an example with the rows of one microbatch and any_rows=False"
+    else:
+        why = "torch.export does not take it"
+    return f"the model cannot be traced: {why}. torch says: {type(error).__name__}: {first[:300]}. Else {out}"
+
+
+def _written(
+    module: fx.GraphModule, placeholders: Mapping[str, Mapping[str, Any]], inputs: Sequence[str]
+) -> frozenset[str]:
+    """The buffers that the forward writes. Raises PlanError for writes to anything else that is given."""
+    norms = {torch.ops.aten.batch_norm.default}
+    written: set[str] = set()
+    faults: list[str] = []
+    say: Callable[[str, str], str] = lambda what, n: f"{what}, in {n}"  # noqa: E731
+    for node, root in writes_of(module):
+        if root.name in placeholders["buffers"]:
+            layer = layer_of(node)
+            if node.target not in norms or not placeholders["buffers"][root.name].startswith(layer):
+                written.add(placeholders["buffers"][root.name])
+        elif root.name in placeholders["params"]:
+            faults.append(say(f"it writes into its parameter {placeholders['params'][root.name]!r}", node.name))
+        elif root.name in placeholders["consts"]:
+            faults.append(
+                say(f"it writes into the tensor {root.name!r}, which no register_buffer made its state", node.name)
+            )
+        elif root.name in inputs:
+            faults.append(say(f"it writes into its input {root.name!r}; clone it first", node.name))
+    if faults:
+        raise PlanError(bullets("the model's forward is not pure:", faults))
+    return frozenset(written)

@@ -1,0 +1,406 @@
+"""One stage of a layer cut: the model's own forward on a private copy in which other stages' modules are stubs.
+
+What a stub cannot know it fills with NaN: if a stage's output depends on it after all, that shows, and is refused. Only
+shapes, types and devices of such values are right, which is what masks and rotary tables are made from.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.tree import Tree, flatten, is_differentiable, map_leaves, own, under_transform
+from funcpipe.models.layers_find import TRACED, Layers, within
+from funcpipe.models.module import ModuleFn, Params, State
+from funcpipe.models.module import _Copy as Copy  # pyright: ignore[reportPrivateUsage]
+from funcpipe.models.signature import as_call
+
+INPUTS = "inputs"
+"""The skip in which the model's inputs travel from the first stage to all others."""
+
+_CHECKPOINT = "torch/utils/checkpoint.py"
+
+
+@dataclass(frozen=True)
+class Blank:
+    """What is known later of a floating tensor that an entry made in the first stage."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Leave(BaseException):
+    """The stage's last block is done; what it returned."""
+
+    def __init__(self, out: Tree) -> None:
+        self.out = out
+
+
+class LayersFn(ModuleFn):
+    """Some blocks of a model as a function of their parameters.
+
+    Attributes:
+        cut: the stack, and what stands around it.
+        first, last: the stage's blocks, ``last`` excluded.
+        held: names (all of them, of tied ones too) of the tensors that the stage has.
+        verified: the modes (training or not) in which a forward was looked at.
+    """
+
+    def __init__(self, whole: ModuleFn, cut: Layers, first: int, last: int) -> None:
+        vars(self).update(vars(whole))  # nobody runs the copy without numbers, so all stages share it
+        self._idle = []
+        self.cut, self.first, self.last = cut, first, last
+        self.verified: set[bool] = set()
+        self.numbers = {name: number for number, name in enumerate(cut.names)}
+        tables = {
+            alias
+            for alias, buffer in self.skeleton.named_buffers(remove_duplicate=False)
+            if not is_differentiable(buffer) and alias.rpartition(".")[0] not in whole.momentum
+        }
+        self.held = {alias for alias in self.canonical if self._holds(alias, table=alias in tables)}
+        keys = {self.canonical[alias] for alias in self.held}
+        self.param_names = [name for name in whole.param_names if name in keys]
+        self.buffer_names = [name for name in whole.buffer_names if name in keys]
+        self.momentum = {path: one for path, one in whole.momentum.items() if f"{path}.running_mean" in self.held}
+
+    def _holds(self, alias: str, *, table: bool) -> bool:
+        """Is a tensor the stage's: of its blocks, of its side of the stack, or of what all stages run.
+
+        So are tables of ints and masks at both ends: they are small, and forwards look at them from outside.
+        """
+        cut = self.cut
+        prefix = f"{cut.path}." if cut.path else ""
+        if alias.startswith(prefix):
+            number = self.numbers.get(prefix + alias[len(prefix) :].partition(".")[0])
+            if number is not None:
+                return self.first <= number < self.last
+        before, after = (any(within(alias, root) for root in roots) for roots in (cut.entry, cut.exit))
+        if table or not (before or after):
+            return True
+        return (before and self.first == 0) or (after and self.last == len(cut))
+
+    def __call__(self, params: Params, x: Tree, **extras: Any) -> Any:
+        """Call on a copy of its own."""
+        made = LayersCopy(self)
+        made.install(params, extras.get("state", ()))
+        return made(x, **extras)
+
+    def bind(self, params: Params, state: State) -> Copy:
+        """A copy with these tensors, kept for the next run when released."""
+        try:
+            made = self._idle.pop()
+        except IndexError:
+            made = LayersCopy(self)
+        made.install(params, state)
+        return made
+
+    def layers(self) -> list[str]:
+        """The paths of what only this stage runs: what all stages share draws nothing twice, and names no stage."""
+        cut = self.cut
+        roots = list(cut.names[self.first : self.last])
+        roots += cut.entry if self.first == 0 else ()
+        roots += [root for root in cut.exit if root not in cut.entry] if self.last == len(cut) else []
+        return [path for path in super().layers() if any(within(path, root) for root in roots)]
+
+
+class LayersCopy(Copy):
+    """A private copy of the model in which other stages' modules are stubs."""
+
+    owner: LayersFn
+
+    def __init__(self, owner: LayersFn) -> None:
+        super().__init__(owner)
+        cut = owner.cut
+        self.cut, self.first, self.last = cut, owner.first, owner.last
+        self.norms = [norm for norm in self.norms if norm.path in owner.momentum]
+        self.slots, self.absent = self._places()
+        self.filled: torch.device | None = None
+        self.outer = {path: self.module.get_submodule(path) for path in _outer(cut.path)}
+        modules = [
+            (path, one) for path, one in self.module.named_modules() if path not in self.outer and path != cut.path
+        ]
+        around = [*cut.names, *cut.entry, *cut.exit]
+        helpers = [one for path, one in modules if not any(within(path, root) for root in around)]
+        self.sleepers = [*self.outer.values(), *helpers] if self.first else []
+        self._reset()
+        self._put_stubs()
+        self.attributes = [(vars(layer), dict(vars(layer))) for layer in self.module.modules()]
+        self._set_train(self.train)
+
+    def _places(self) -> tuple[list[tuple[dict[str, Any], str, str]], list[tuple[dict[str, Any], str, Tensor]]]:
+        """Where tensors of the stage go, and where those of other stages would."""
+        held: list[tuple[dict[str, Any], str, str]] = []
+        absent: list[tuple[dict[str, Any], str, Tensor]] = []
+        for path, layer in self.module.named_modules(remove_duplicate=False):
+            for table in (layer._parameters, layer._buffers):
+                for local, tensor in table.items():
+                    if tensor is None:
+                        continue
+                    alias = f"{path}.{local}" if path else local
+                    if alias in self.owner.held:
+                        held.append((table, local, self.owner.canonical[alias]))
+                    else:
+                        absent.append((table, local, tensor))
+        return held, absent
+
+    def install(self, params: Params, state: State) -> None:
+        """Put tensors in the places of the stage's parameters and buffers, NaN in those of other stages."""
+        super().install(params, state)
+        given = next(iter([*params.values(), *(state or {}).values()]), None)
+        device = given.device if given is not None else torch.device("cpu")
+        if device != self.filled:
+            self._fill(float("nan"), device)
+
+    def _fill(self, value: float, device: torch.device) -> None:
+        """Give what other stages hold a type, a shape and a device, but no memory and no numbers."""
+        for table, local, tensor in self.absent:
+            known = is_differentiable(tensor)
+            table[local] = (
+                torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape) if known else None
+            )
+        self.filled, self.unknown = device, value
+
+    # -- one call --------------------------------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        """Forget the call."""
+        self.running = self.begun = self.inside = False
+        self.at = 0  # the next block that should run
+        self.x: Tree = None  # what arrived
+        self.nothing: Tree = None  # the same without numbers
+        self.calls: list[tuple[str, Tree]] = []  # of entries, in their order: what they returned
+
+    def _run(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
+        """The stage's output on one microbatch, and what later stages need besides."""
+        inputs, calls = extras["skips"][INPUTS] if self.first else (x, ())
+        travels = self.first == 0 and self.last < len(self.cut)
+        # What a forward writes in place into its inputs, the forwards of later stages write again.
+        kept = map_leaves(lambda leaf: own(leaf) if isinstance(leaf, Tensor) else leaf, inputs) if travels else None
+        y, made = self._forward(x, inputs, calls)
+        if self.train not in self.owner.verified:
+            self._verify(y, x, inputs, calls)
+            self.owner.verified.add(self.train)
+        return y, {INPUTS: (kept, made)} if travels else {}
+
+    def _forward(self, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> tuple[Tree, tuple[Any, ...]]:
+        """The model's forward, left after the stage's last block; and what the entries returned in the first stage."""
+        args, kwargs = as_call(inputs)
+        self._refuse_collecting(kwargs)
+        for path, layer in self.outer.items():
+            self.places[id(layer)] = path or "forward"
+        for table in self.asleep:
+            table["training"] = False
+        self.running, self.x, self.calls = True, x, list(reversed(calls))
+        self.entered = [path for path, _ in calls]
+        try:
+            y = self.module(*args, **kwargs)
+            reached = self.at
+        except _Leave as left:
+            return left.out, tuple(self.calls) if self.first == 0 else ()
+        finally:
+            self._begin()
+            self._reset()
+        if self.last < len(self.cut) or reached < self.first:
+            raise PlanError(f"the forward of {type(self.module).__name__} ended without {self.cut.names[min(reached, self.last - 1)]!r}: it does not run the blocks of {self.cut.path!r} one after the other; {TRACED}")  # fmt: skip
+        return y, ()
+
+    def _begin(self) -> None:
+        """The stack begins."""
+        self.begun = True
+        for table in self.asleep:
+            table["training"] = True
+
+    def _set_train(self, train: bool) -> None:
+        super()._set_train(train)
+        # Before the stack, later stages repeat what the first one did: for shapes and masks, without drawing.
+        self.asleep = [vars(layer) for layer in self.sleepers if layer.training]
+
+    # -- stubs -----------------------------------------------------------------------------------------------------
+
+    def _put_stubs(self) -> None:
+        """Give modules of the copy other forwards; their attributes stay."""
+        cut = self.cut
+        me = cast("LayersCopy", weakref.proxy(self))  # no cycle: who drops this drops the tensors
+        for number, name in enumerate(cut.names):
+            layer = self.module.get_submodule(name)
+            if not self.first <= number < self.last:
+                _stub(layer, partial(LayersCopy._foreign_block, me, number))
+            else:
+                vars(layer)["forward"] = partial(LayersCopy._own_block, me, number, _real(layer))
+        if self.first == 0 and self.last == len(cut):
+            return
+        for root in cut.entry:
+            for path, layer in self.module.get_submodule(root).named_modules(prefix=root):
+                if self.first == 0:
+                    vars(layer)["forward"] = partial(LayersCopy._first_call, me, path, root, _real(layer))
+                elif self.last == len(cut) and root in cut.exit:
+                    vars(layer)["forward"] = partial(LayersCopy._later_call, me, path, root, _real(layer))
+                else:
+                    _stub(layer, partial(LayersCopy._later_call, me, path, root, None))
+        for root in cut.exit if self.last < len(cut) else ():
+            if root not in cut.entry:
+                _stub(self.module.get_submodule(root), partial(LayersCopy._too_early, me, root))
+
+    def _foreign_block(self, number: int, /, *args: Any, **kwargs: Any) -> Tree:
+        """A block of another stage: the one before the stage's first gives what arrived."""
+        if number >= self.first or number != self.at:
+            raise PlanError(f"{self.cut.names[number]!r} runs where {self.cut.names[min(self.at, self.last - 1)]!r} should: {type(self.module).__name__} does not run each block of {self.cut.path!r} once, one after the other; {TRACED}")  # fmt: skip
+        self.at = number + 1
+        if self.at < self.first:
+            if self.nothing is None:  # once for all of them
+                self.nothing = map_leaves(lambda leaf: self._unknown(leaf) if is_differentiable(leaf) else leaf, self.x)
+            return self.nothing
+        self._begin()
+        self._between()
+        return self.x
+
+    def _own_block(self, number: int, real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
+        """A block of the stage."""
+        if not self.running:  # computed again, in a backward
+            return real(*args, **kwargs)
+        if number == 0:
+            self._begin()
+        out = real(*args, **kwargs)
+        self.at = number + 1
+        if self.at == self.last < len(self.cut):
+            self._refuse_region()
+            raise _Leave(out)
+        self._between()
+        return out
+
+    def _between(self) -> None:
+        """What the modules around the stack draw between two blocks, or after all, is not what they drew before."""
+        for path, layer in self.outer.items():
+            self.places[id(layer)] = f"{path or 'forward'}#{self.at}"
+
+    def _first_call(self, path: str, root: str, real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
+        """An entry in the first stage: later stages are told what it returned, without the numbers."""
+        if not self.running or self.begun or self.inside:
+            return real(*args, **kwargs)
+        self.inside = True
+        try:
+            out = real(*args, **kwargs)
+        finally:
+            self.inside = False
+        told = out if root in self.cut.carry else map_leaves(_told, out)
+        self.calls.append((path, told))
+        return out
+
+    def _later_call(self, path: str, root: str, real: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Tree:
+        """An entry in a later stage: it returns what it did in the first, without the numbers."""
+        if not self.running or self.begun:
+            if real is not None:
+                return real(*args, **kwargs)
+            both = f"entry=[{root!r}], " if any(within(name, root) for name in self.entered) else ""
+            raise PlanError(f"{path!r} runs after the first block of {self.cut.path!r} began; if it runs after the last one, say so: layers=fp.find_layers(model, {both}exit=[{root!r}]); else {TRACED}")  # fmt: skip
+        if not self.calls or self.calls[-1][0] != path:
+            expected = f"{self.calls[-1][0]!r} should" if self.calls else "nothing more did in the first stage"
+            raise PlanError(f"{path!r} runs before the blocks of {self.cut.path!r} where {expected}: every stage must do the same there; {TRACED}")  # fmt: skip
+        _, told = self.calls.pop()
+        return map_leaves(lambda leaf: self._dense(leaf) if isinstance(leaf, Blank) else leaf, told)
+
+    def _too_early(self, root: str, /, *args: Any, **kwargs: Any) -> Tree:
+        """A module that was thought to run after the stack."""
+        raise PlanError(f"{root!r} is registered after the blocks of {self.cut.path!r}, but runs before the last of them; if it runs before the first, say so: layers=fp.find_layers(model, entry=[{root!r}]); else {TRACED}")  # fmt: skip
+
+    # -- what is not known here ------------------------------------------------------------------------------------
+
+    def _unknown(self, like: Tensor) -> Tensor:
+        """A tensor of the type and shape of another, without memory."""
+        return torch.full((), self.unknown, dtype=like.dtype, device=self.filled).expand(like.shape)
+
+    def _dense(self, blank: Blank) -> Tensor:
+        """The same with memory: what follows an entry may write in place."""
+        return torch.full(blank.shape, self.unknown, dtype=blank.dtype, device=self.filled)
+
+    def _verify(self, y: Tree, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> None:
+        """Refuse an output that depends on what is not known in this stage; looked at once."""
+        before = None if under_transform() else _nans(y)
+        if before is None or not any(bool(one.any()) for one in before):
+            return
+        assert self.filled is not None
+        collected = [layer.collected for layer in self.norms]
+        for layer in self.norms:
+            layer.collected = None
+        self._fill(0.0, self.filled)
+        try:
+            with torch.no_grad():
+                after = _nans(self._forward(x, inputs, calls)[0])
+        finally:
+            self._fill(float("nan"), self.filled)
+            for layer, seen in zip(self.norms, collected, strict=True):
+                layer.collected = seen
+        if after is not None and all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+            return  # it has NaN of its own
+        entries = ", ".join(self.cut.entry) or "none"
+        mended = "layers=fp.find_layers(model, "
+        raise PlanError(
+            f"blocks {self.cut.path}[{self.first}:{self.last}], or what follows them, use more than what the block before "
+            "them returned: what another module returned, or its parameters, which another stage holds. "
+            f"If it is what an entry ({entries}) returned, let it travel: {mended}carry=[...]); if the end uses a parameter "
+            f"of an entry, give it to both ends: {mended}entry=[...], exit=[...]); else {TRACED}"
+        )
+
+    def _refuse_collecting(self, kwargs: dict[str, Any]) -> None:
+        if self.first == 0 and self.last < len(self.cut):
+            asked = [
+                name for name, value in kwargs.items() if value is True and name.startswith(("output_", "use_cache"))
+            ]
+            if asked:
+                raise PlanError(f"the inputs ask for {asked}, which are collected from all blocks, and a stage sees its own only; leave them out, or {TRACED}")  # fmt: skip
+
+    def _refuse_region(self) -> None:
+        """Leaving from inside of torch.utils.checkpoint would leave it half done."""
+        frame = sys._getframe(1) if self.train not in self.owner.verified else None
+        while frame is not None and frame.f_code is not LayersCopy._forward.__code__:
+            if frame.f_code.co_filename.replace("\\", "/").endswith(_CHECKPOINT):
+                raise PlanError(f"{type(self.module).__name__} runs its blocks inside torch.utils.checkpoint, which a stage cannot leave; switch that off, and make plans with fp.remat(schedule)")  # fmt: skip
+            frame = frame.f_back
+
+
+def _stub(layer: nn.Module, forward: Callable[..., Any]) -> None:
+    """Another forward, and none of the hooks, which are for the stage that has the module."""
+    vars(layer)["forward"] = forward
+    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        vars(layer)[kind] = OrderedDict()
+
+
+def _real(layer: nn.Module) -> Callable[..., Any]:
+    """The forward that a module has, without a reference to the module."""
+    own_forward = vars(layer).get("forward")
+    if own_forward is not None:
+        return own_forward
+    found = weakref.ref(layer)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        one = found()
+        assert one is not None
+        return type(one).forward(one, *args, **kwargs)
+
+    return forward
+
+
+def _told(leaf: Any) -> Any:
+    return Blank(tuple(leaf.shape), leaf.dtype) if is_differentiable(leaf) else leaf
+
+
+def _nans(tree: Tree) -> list[Tensor] | None:
+    """Where the floating tensors of a tree are NaN; None if they are no plain tensors with numbers."""
+    found = [leaf.detach() for leaf in flatten(tree)[0] if is_differentiable(leaf)]
+    plain = all(type(leaf) is Tensor and not leaf.is_meta for leaf in found)
+    return [leaf.isnan() for leaf in found] if plain else None
+
+
+def _outer(path: str) -> list[str]:
+    """The paths of the modules around a list: the model's own first."""
+    steps = path.split(".") if path else []
+    return [".".join(steps[:depth]) for depth in range(len(steps))]

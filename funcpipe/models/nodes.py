@@ -1,0 +1,100 @@
+"""Reading a traced graph: which layer made a node, what shares memory, what writes, what regions hold."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_arg
+
+_VIEWING = torch.Tag.maybe_aliasing_or_mutating
+
+
+def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node, the node whose memory it may share."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        roots[node] = node
+        if node.target is operator.getitem:
+            roots[node] = roots[node.args[0]]
+        elif isinstance(node.target, torch._ops.OpOverload):
+            schema = node.target._schema
+            aliased = [
+                value
+                for value, argument in zip(node.args, schema.arguments, strict=False)
+                if isinstance(value, fx.Node) and argument.alias_info is not None
+            ]
+            if not aliased and _VIEWING in node.target.tags and node.all_input_nodes:
+                aliased = [node.all_input_nodes[0]]
+            if aliased and (any(r.alias_info for r in schema.returns) or _VIEWING in node.target.tags):
+                roots[node] = roots[aliased[0]]
+    return roots
+
+
+def writes_of(module: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
+    """(node, what it writes into) for each write in place, also of those inside regions."""
+    roots = roots_of(module.graph)
+    found: list[tuple[fx.Node, fx.Node]] = []
+    for node in module.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            for value, argument in zip(node.args, node.target._schema.arguments, strict=False):
+                if isinstance(value, fx.Node) and argument.alias_info is not None and argument.alias_info.is_write:
+                    found.append((node, roots[value]))
+            if node.target is torch.ops.aten.batch_norm.default and node.args[5] is True:
+                found += [(node, roots[value]) for value in node.args[3:5] if isinstance(value, fx.Node)]
+        for body, given in regions_of(module, node):
+            inner = [n for n in body.graph.nodes if n.op == "placeholder"]
+            table = dict(zip(inner, given, strict=False))
+            found += [(node, roots[table[root]]) for _, root in writes_of(body) if isinstance(table.get(root), fx.Node)]
+    return found
+
+
+def regions_of(module: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, tuple[Any, ...]]]:
+    """The bodies that a higher-order operation runs (no_grad, autocast, cond), with what they are given."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    flat: list[Any] = []
+    map_arg((node.args, node.kwargs), flat.append)
+    bodies = [(i, n) for i, n in enumerate(flat) if n.op == "get_attr"]
+    found: list[tuple[fx.GraphModule, tuple[Any, ...]]] = []
+    for _, n in bodies:
+        body = _attribute(module, n.target)
+        if isinstance(body, fx.GraphModule):
+            found.append((body, tuple(value for value in flat if value.op != "get_attr")))
+    return found
+
+
+def _attribute(module: nn.Module, path: Any) -> Any:
+    found: Any = module
+    for part in str(path).split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def layer_of(node: fx.Node) -> str:
+    """The path of the module whose forward made a node; ``a.b@1`` in its second call."""
+    stack = _stack(node)
+    if not stack:
+        return ""
+    key = next(reversed(stack))
+    path = str(stack[key][0])
+    return f"{path}@{key.rpartition('@')[2]}" if "@" in str(key) else path
+
+
+def layers_of(module: fx.GraphModule, node: fx.Node) -> set[str]:
+    """The paths of all modules that were running when a node was made, also with the number of the call."""
+    out: set[str] = set()
+    for key, (path, _) in _stack(node).items():
+        out |= {str(path), f"{path}@{key.rpartition('@')[2]}" if "@" in str(key) else f"{path}@0"}
+    for body, _ in regions_of(module, node):
+        for inner in body.graph.nodes:
+            out |= layers_of(body, inner)
+    return out
+
+
+def _stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
+    """The modules around a node, outermost first; export makes up a name where it knows none."""
+    found: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+    return {key: entry for key, entry in found.items() if not str(entry[0]).startswith("_empty_nn_module_stack")}

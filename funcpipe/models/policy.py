@@ -1,0 +1,95 @@
+"""Where to cut: what a policy sees of a model, and the shipped ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from funcpipe.core.errors import PlanError
+from funcpipe.models.balance import balance
+
+
+@dataclass(frozen=True)
+class Units:
+    """A model as a row of units that a cut may part.
+
+    Attributes:
+        names: of the modules that they are.
+        parameters: bytes of each one's parameters; one that several use counts for the first.
+        borders: bytes of a row of the values alive after each unit; zeros where no trace told them.
+        measure: the time of each unit in seconds, measured when it is called.
+    """
+
+    names: tuple[str, ...]
+    parameters: tuple[int, ...]
+    borders: tuple[int, ...]
+    measure: Callable[[], Sequence[float]]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+Policy: TypeAlias = Callable[[Units, "int | None"], Sequence[int]]
+"""``(units, num_stages) -> units of each stage``."""
+
+
+def by_parameters(units: Units, num_stages: int | None) -> Sequence[int]:
+    """As equal parameter bytes as contiguous stages can have: the default. See `split`."""
+    return balance(_some(units.parameters), _count(num_stages, "by_parameters"))
+
+
+def by_time(units: Units, num_stages: int | None) -> Sequence[int]:
+    """As equal measured times as contiguous stages can have; needs ``example=``. See `split`."""
+    return balance(_some(units.measure()), _count(num_stages, "by_time"))
+
+
+def by_memory(limit: float) -> Policy:
+    """Stages of at most ``limit`` bytes of parameters each; ``num_stages=None``: as few as that takes.
+
+    >>> units = Units(("a", "b", "c"), (6, 5, 3), (0, 0, 0), lambda: (1.0, 1.0, 1.0))
+    >>> by_memory(8)(units, None)
+    [1, 2]
+    """
+
+    def policy(units: Units, num_stages: int | None) -> Sequence[int]:
+        sizes: list[int] = []
+        used = float("inf")
+        for name, size in zip(units.names, units.parameters, strict=True):
+            if size > limit:
+                raise PlanError(f"{name!r} alone has {size} bytes of parameters, more than by_memory({limit:g}) allows")
+            if used + size > limit:
+                sizes.append(0)
+                used = 0.0
+            sizes[-1] += 1
+            used += size
+        if num_stages is None:
+            return sizes
+        if len(sizes) > num_stages:
+            raise PlanError(f"{num_stages} stages of at most {limit:g} bytes cannot hold the model; {len(sizes)} can, or a limit of {max(sum(units.parameters) // num_stages, *units.parameters)} and more")  # fmt: skip
+        return balance(_some(units.parameters), num_stages)
+
+    return policy
+
+
+def _some(costs: Sequence[float]) -> list[float]:
+    """Costs for `balance`; where all are 0 every unit counts the same."""
+    return [float(cost) for cost in costs] if any(costs) else [1.0] * len(costs)
+
+
+def _count(num_stages: int | None, name: str) -> int:
+    if num_stages is None:
+        raise PlanError(f"the policy {name} divides a model into a number of stages; give num_stages")
+    return num_stages
+
+
+def checked(sizes: Any, units: Units, num_stages: int | None) -> list[int]:
+    """What a policy returned, as sizes. Raises PlanError."""
+    try:
+        given = [int(size) for size in sizes]
+    except (TypeError, ValueError):
+        raise PlanError(f"a policy returns how many units each stage gets; got {sizes!r}") from None
+    if any(size < 1 for size in given) or sum(given) != len(units) or num_stages not in (None, len(given)):
+        wanted = "" if num_stages is None else f" {num_stages}"
+        raise PlanError(f"the sizes are{wanted} positive numbers that sum to the {len(units)} units of the model; got {given}, which sum to {sum(given)}")  # fmt: skip
+    return given

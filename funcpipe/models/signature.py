@@ -1,0 +1,115 @@
+"""What a trace took for granted of a model's inputs, and how its output is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from funcpipe.core.errors import BatchError, bullets
+from funcpipe.core.tree import Spec, Tree, flatten, unflatten
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What the trace took for granted of one leaf of the inputs.
+
+    Attributes:
+        name: of its value.
+        constant: its value, if it is no tensor.
+        dtype: its type.
+        shape: for each dimension its size, or (symbol, least, most).
+    """
+
+    name: str
+    constant: Any
+    dtype: torch.dtype | None
+    shape: tuple[Any, ...]
+
+    @staticmethod
+    def of(node: fx.Node, ranges: Mapping[Any, Any]) -> Guard:
+        """The guard of a placeholder."""
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return Guard(node.name, value, None, ())
+        return Guard(node.name, None, value.dtype, tuple(_size(size, ranges) for size in value.shape))
+
+    def faults(self, value: Any, seen: dict[str, tuple[int, str]]) -> list[str]:
+        """How a value differs from what was traced."""
+        if self.dtype is None:
+            same = value is self.constant or (type(value) is type(self.constant) and value == self.constant)
+            return [] if same else [f"{self.name} was {self.constant!r} when it was traced, and is a part of the graph since; got {value!r}"]  # fmt: skip
+        if not isinstance(value, Tensor):
+            return [f"{self.name} was a tensor; got a {type(value).__name__}"]
+        if value.dtype != self.dtype or value.dim() != len(self.shape):
+            return [f"{self.name} was {self}; got {value.dtype} {tuple(value.shape)}"]
+        out: list[str] = []
+        for dim, (size, want) in enumerate(zip(value.shape, self.shape, strict=True)):
+            if isinstance(want, int):
+                if size != want:
+                    out.append(f"{self.name} was {self}; got {tuple(value.shape)}: dimension {dim} is fixed")
+                continue
+            symbol, least, most = want
+            first = seen.setdefault(symbol, (size, self.name))
+            if first[0] != size:
+                out.append(f"{self.name} has {size} rows and {first[1]} has {first[0]}")
+            elif not least <= size <= most:
+                out.append(f"{self.name} has {size} in dimension {dim}; the trace holds for {least} to {most}")
+        return out
+
+    def __str__(self) -> str:
+        sizes = ", ".join(str(size) if isinstance(size, int) else "rows" for size in self.shape)
+        return f"{str(self.dtype).removeprefix('torch.')} [{sizes}]"
+
+
+def _size(size: Any, ranges: Mapping[Any, Any]) -> Any:
+    if isinstance(size, int):
+        return size
+    found = ranges.get(size.node.expr)
+    least, most = (0, float("inf")) if found is None else (found.lower, found.upper)
+    return (str(size.node.expr), int(least), float("inf") if not str(most).isdigit() else int(str(most)))
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How the inputs of a model become flat values, and flat values its output.
+
+    Attributes:
+        guards: one for each leaf of the inputs.
+        keywords: of the forward, as the example gave them.
+        in_spec: of (args, kwargs).
+        out_spec: of the output.
+    """
+
+    guards: tuple[Guard, ...]
+    keywords: tuple[str, ...]
+    in_spec: Spec
+    out_spec: Spec
+
+    def values(self, x: Tree) -> dict[str, Any]:
+        """The leaves of the inputs by name. Raises BatchError where they are not what was traced."""
+        args, kwargs = as_call(x)
+        if set(kwargs) != set(self.keywords):
+            raise BatchError(f"the model was traced with the keywords {sorted(self.keywords)}; got {sorted(kwargs)}; split it again with such an example")  # fmt: skip
+        leaves, spec = flatten((args, kwargs))
+        if spec != self.in_spec:
+            raise BatchError(f"the model was traced with inputs like {self.in_spec}; got {spec}")
+        seen: dict[str, tuple[int, str]] = {}
+        faults = [fault for guard, leaf in zip(self.guards, leaves, strict=True) for fault in guard.faults(leaf, seen)]
+        if faults:
+            raise BatchError(bullets("the inputs are not like the example that the model was traced with (split it again with one that is):", faults))  # fmt: skip
+        return {guard.name: leaf for guard, leaf in zip(self.guards, leaves, strict=True)}
+
+    def output(self, leaves: Sequence[Any]) -> Any:
+        """The model's own output."""
+        return unflatten(self.out_spec, leaves)
+
+
+def as_call(x: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs as arguments of a forward: a mapping goes by keyword, a tuple or anything else by position."""
+    if isinstance(x, Mapping):
+        return (), {str(key): value for key, value in x.items()}
+    return (tuple(x) if type(x) is tuple else (x,)), {}

@@ -1,0 +1,137 @@
+"""Measured layers as stages, and stages under a schedule: sums of bytes, nothing is run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from funcpipe.core.plan import Plan, Role, TaskKind, Value
+from funcpipe.core.schedule import Kind, Schedule
+from funcpipe.core.stage import Stage
+from funcpipe.lower.tasks import lower
+from funcpipe.pipe.memory_measure import Bytes, Measured
+
+Contents: TypeAlias = Mapping[Any, int]
+"""The storages of a value, with their sizes. Values that share memory share keys."""
+
+
+def join(row: Sequence[Measured], wanted: set[str]) -> Measured:
+    """Neighbouring layers as one stage.
+
+    A stage holds its borders (inputs, skips, outputs) from its forward to its backward, whether autograd needs them or
+    not. In between it holds what autograd keeps, once, however many layers keep it.
+
+    Args:
+        row: the layers.
+        wanted: names of the skips that other stages pop.
+    """
+    if len(row) == 1:
+        only = row[0]
+        return only._replace(stash={name: size for name, size in only.stash.items() if name in wanted})
+    inside = {name for layer in row for name in layer.stash}
+    stash = {name: one for layer in row for name, one in layer.stash.items() if name in wanted}
+    pops = {name: one for layer in row for name, one in layer.pops.items() if name not in inside}
+    arrived = {**row[0].inputs, **_all(pops)}
+    border = {**arrived, **row[-1].outputs, **_all(stash)}
+    inner = 0
+    alive = dict[int, int]()  # kept or stashed by the layers so far
+    forward = backward = 0
+    for layer in row:
+        now = {**alive, **layer.inputs, **_all(layer.pops)}
+        forward = max(forward, inner + _besides(now, arrived) + layer.forward)
+        inner += layer.inner
+        alive |= {**layer.kept, **_all(layer.stash)}
+        coming = 0 if layer is row[-1] else layer.gradient
+        backward = max(backward, inner + _besides(alive, border) + coming + layer.backward)
+    kept = {value: size for layer in row for value, size in layer.kept.items()}
+    backward -= inner + _besides(kept, border)
+    weights = sum(layer.weights for layer in row)
+    return Measured(inner, kept, row[0].inputs, row[-1].outputs, stash, pops, row[-1].gradient, forward, max(backward, 0), weights)  # fmt: skip
+
+
+def _all(named: Mapping[str, Bytes]) -> Bytes:
+    return {value: size for one in named.values() for value, size in one.items()}
+
+
+def _besides(some: Bytes, others: Bytes) -> int:
+    return sum(size for value, size in some.items() if value not in others)
+
+
+def peaks(rows: Sequence[Measured], schedule: Schedule) -> list[int]:
+    """The most bytes of values that each device holds, going through the program of a schedule."""
+    popped = {name for row in rows for name in row.pops}
+    stages = [
+        Stage(_nothing, f"{number}", stash=tuple(n for n in row.stash if n in popped), pop=tuple(row.pops))
+        for number, row in enumerate(rows)
+    ]
+    program = lower(stages, schedule, loss=schedule.has_backward, outputs=False)
+    lanes = [_Lane() for _ in range(schedule.num_devices)]
+    for task in Plan(tuple(stages), schedule, program).tasks:
+        lane = lanes[task.lane]
+        if task.kind is TaskKind.COPY:
+            lane.add(task.writes, rows)
+            if task.source >= 0:
+                lanes[task.source].drop(task.frees)
+            continue
+        assert task.action is not None
+        row = rows[task.action.stage]
+        working = {Kind.F: row.forward, Kind.R: row.forward, Kind.B: row.backward, Kind.I: row.backward, Kind.W: 0}
+        lane.most(working[task.action.kind])
+        lane.add(task.writes, rows)
+        lane.drop(task.frees)
+    return [lane.peak for lane in lanes]
+
+
+class _Lane:
+    """What lies on one device."""
+
+    def __init__(self) -> None:
+        self.held: dict[Value, Contents] = {}
+        self.holders: Counter[Hashable] = Counter()
+        self.now = self.peak = 0
+
+    def most(self, more: int) -> None:
+        self.peak = max(self.peak, self.now + more)
+
+    def add(self, values: Sequence[Value], rows: Sequence[Measured]) -> None:
+        for value in values:
+            self.held[value] = contents = _contents(value, rows)
+            for key, size in contents.items():
+                if not self.holders[key, value.microbatch]:
+                    self.now += size
+                self.holders[key, value.microbatch] += 1
+        self.most(0)
+
+    def drop(self, values: Sequence[Value]) -> None:
+        for value in values:
+            for key, size in self.held.pop(value, {}).items():
+                self.holders[key, value.microbatch] -= 1
+                if not self.holders[key, value.microbatch]:
+                    self.now -= size
+
+
+def _contents(value: Value, rows: Sequence[Measured]) -> Contents:
+    """The storages that a value holds on."""
+    row = rows[min(value.stage, len(rows) - 1)]
+    match value.role:
+        case Role.INPUT:
+            return row.inputs
+        case Role.ACT:
+            return row.outputs
+        case Role.SKIP:
+            return row.stash[value.name]
+        case Role.RESIDUAL:
+            return {**row.held(), (value.role, value.stage): row.inner}
+        case Role.GRAD:
+            return {(value.role, value.stage): row.gradient}
+        case Role.SKIP_GRAD:
+            return {(value.role, value.name, value.peer): sum(row.stash[value.name].values())}
+        case Role.WEIGHT_RESIDUAL:
+            return {(value.role, value.stage): row.weights}
+        case _:
+            return {}
+
+
+def _nothing(params: Any, x: Any) -> Any:
+    raise AssertionError("it is only counted")

@@ -1,0 +1,336 @@
+"""Pipe: an nn.Sequential as a pipeline, inside of plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from operator import index
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from funcpipe.core.errors import BatchError, PlacementError, PlanError, bullets
+from funcpipe.core.stage import Stage
+from funcpipe.core.tree import Tree, map_leaves
+from funcpipe.lower.plan import make_plan
+from funcpipe.models.sequential import PipeSequential
+from funcpipe.pipe.module_border import (
+    Form,
+    attach,
+    bare,
+    count_microbatches,
+    input_flags,
+    input_leaves,
+    without_saved_tensor_hooks,
+)
+from funcpipe.pipe.module_layout import lay_out
+from funcpipe.pipe.module_stages import CHECKPOINTS, Look, Stages
+from funcpipe.runtime import microbatch
+from funcpipe.runtime.context import RUNNING, refuse_transforms
+from funcpipe.runtime.microbatch import Microbatches
+from funcpipe.runtime.place import same_device
+from funcpipe.runtime.run import run
+from funcpipe.runtime.vjp import vjp
+from funcpipe.schedules.families import fill_drain
+
+_KEPT = 4
+"""Patterns of training flags whose stages are kept: train, eval, and some layers frozen."""
+
+_DENIED = "the layers of a Pipe are on the devices of their stages and are not moved; name the devices when it is made: fp.Pipe(sequential, devices=[...]); dtypes may be changed: .to(dtype), .half()"  # fmt: skip
+
+
+class MoveError(PlacementError, TypeError):
+    """A `Pipe` was to be moved to another device."""
+
+
+class Pipe(nn.Module):
+    """The Sequential itself, computed as a pipeline: microbatches through stages, one device (or CPU lane) each.
+
+    A drop-in for torchgpipe's ``GPipe``: the output hangs in the caller's graph, ``loss.backward()`` and the optimizer
+    are outside, ``state_dict`` and ``parameters`` are those of the Sequential, whose very layers it holds. Inside is a
+    plan: all forwards, then all backwards (`fill_drain`) with `remat`, run by `vjp`.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> pipe = Pipe(model, chunks=3, balance=[2, 1], devices=["cpu", "cpu"])
+    >>> x = torch.randn(10, 4)
+    >>> torch.allclose(pipe(x), model(x), atol=1e-6), list(pipe.state_dict()) == list(model.state_dict())
+    (True, True)
+    >>> pipe(x).square().mean().backward()
+    >>> model[0].weight.grad.shape
+    torch.Size([8, 4])
+
+    ``pipe(*inputs)`` is ``sequential(*inputs)``, whatever trees go in, between layers, and out: a tensor, tuples, dicts
+    (several inputs for a `PipeSequential`). Inputs are cut along axis 0 into at most ``chunks`` microbatches; see
+    `Replicate`, `Axis`, `Microbatches`. In evaluation mode or without gradients nothing is computed twice.
+
+    Random numbers are keyed by a seed drawn from torch's CPU generator, once per call of a model that draws. Running
+    statistics of batch norm are written into the layers when the forwards are done; a call that raises changes nothing.
+    Layers may be frozen, changed, replaced and hooked between calls: what they are is looked at in every call.
+
+    A backward runs once and has no graph of its own: ``retain_graph=True`` and ``create_graph=True`` are refused. Inside
+    of a stage of another run, a Pipe is the plain Sequential.
+
+    Args:
+        sequential: the layers. They are moved in place to the devices of their stages; parameters stay the same objects.
+        chunks: the most microbatches; a batch with fewer rows has fewer.
+        checkpoint: what is computed again in the backwards instead of being kept: "always" every microbatch,
+            "except_last" all but the last, "never" none. All give the same bits.
+        deferred_batch_norm: True: batch norm updates its running statistics once per batch, as if it had seen the whole
+            batch; False: once per microbatch, as the plain layer would.
+        devices: one for each stage, the same may stand many times; one alone is for all. More than there are stages are
+            left out. None: where the layers are, if that is several devices (neighbours on one are one stage), else
+            every CUDA device, else two lanes of the CPU.
+        balance: number of layers of each stage. None: by the bytes of their parameters.
+
+    Raises:
+        PlanError: not a Sequential, a bad option, a balance that does not fit.
+        PlacementError: devices are missing or too few.
+    """
+
+    def __init__(
+        self,
+        sequential: nn.Sequential,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        *,
+        deferred_batch_norm: bool = False,
+        devices: Any = None,
+        balance: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        faults = [*_module_faults(sequential), *_option_faults(chunks, checkpoint)]
+        if faults:
+            raise PlanError(bullets("no such Pipe:", faults))
+        self._chunks, self._checkpoint, self._deferred = index(chunks), checkpoint, bool(deferred_batch_norm)
+        self._kind = PipeSequential if isinstance(sequential, PipeSequential) else nn.Sequential
+        # Not add_module: a layer may have the name of an attribute of ours.
+        self._modules.update(sequential._modules)
+        self.training = sequential.training
+        self._layout = lay_out(self._layers(), balance, devices)
+        self._known: tuple[Look, dict[tuple[bool, ...], Stages]] | None = None
+        if len(self):
+            self._stages()  # what is wrong with the layers shows before they are moved
+        # Backwards, so that a tensor that several stages hold lives where it is used first.
+        for part, device in reversed(list(zip(self.partitions, self.devices, strict=True))):
+            part.to(device)
+
+    # -- looking at it -------------------------------------------------------------------------------------------------
+
+    @property
+    def chunks(self) -> int:
+        """The most microbatches."""
+        return self._chunks
+
+    @property
+    def checkpoint(self) -> str:
+        """What is computed again in the backwards."""
+        return self._checkpoint
+
+    @property
+    def deferred_batch_norm(self) -> bool:
+        """Are running statistics updated once per batch."""
+        return self._deferred
+
+    @property
+    def balance(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return self._layout.balance
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each stage; outputs come on the last one."""
+        return self._layout.devices
+
+    @property
+    def partitions(self) -> tuple[nn.Sequential, ...]:
+        """The layers of each stage, as views: the layers are those of the pipe."""
+        ends = [sum(self.balance[: stage + 1]) for stage in range(len(self.balance))]
+        return tuple(self[end - count : end] for end, count in zip(ends, self.balance, strict=True))
+
+    def _layers(self) -> list[tuple[str, nn.Module]]:
+        # Not named_children: it leaves out a layer that stands twice.
+        return list(self._modules.items())  # pyright: ignore[reportReturnType]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter([layer for _, layer in self._layers()])
+
+    @overload
+    def __getitem__(self, key: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, key: slice) -> nn.Sequential: ...
+    def __getitem__(self, key: int | slice) -> nn.Module | nn.Sequential:
+        if not isinstance(key, slice):
+            return self._layers()[index(key)][1]
+        part = self._kind()
+        part._modules.update(self._layers()[key])
+        part.training = self.training
+        return part
+
+    def extra_repr(self) -> str:
+        """The options, and a line for each stage."""
+        lines = [
+            f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, deferred_batch_norm={self.deferred_batch_norm}"
+        ]
+        for stage, (part, device) in enumerate(zip(self.partitions, self.devices, strict=True)):
+            lines.append(f"stage {stage} on {device}: {', '.join(part._modules)}")
+        return "\n".join(lines)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None}  # stages and plans are made again
+
+    # -- running it ----------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run the pipeline.
+
+        Args:
+            inputs: for the first layer: tensors, or any trees of them, with the same number of rows; any device.
+
+        Returns:
+            What the last layer returned, the rows of all microbatches joined, on the last device.
+
+        Raises:
+            BatchError: inputs that cannot be cut.
+            PlacementError: layers were moved to another device.
+            StageError: a layer failed; also an instance of what it raised.
+        """
+        if torch.compiler.is_compiling():  # a pipeline is no graph: torch.compile leaves it as it is
+            return torch._disable_dynamo(Pipe._call)(self, *inputs)  # pyright: ignore[reportPrivateImportUsage]
+        return self._call(*inputs)
+
+    def _call(self, *inputs: Any) -> Any:
+        if RUNNING.get() is not None:  # a stage is one step of a plan
+            return self[:](*map_leaves(bare, inputs))
+        refuse_transforms("a Pipe")
+        given = self._as_tree(inputs)
+        count = count_microbatches(given, self.chunks)
+        if not len(self):
+            microbatch.cut(make_plan([Stage(_identity)], fill_drain(1, count)), given, None, None)  # for its checks
+            return self[:](*map_leaves(bare, inputs))
+        return self._run(self._stages(), given, count)
+
+    def _run(self, stages: Stages, given: Tree, count: int) -> Any:
+        params, state = stages.gather()
+        wanted = input_flags(given)
+        training = [(place, params[place[0]][place[1]]) for place in stages.home]
+        training = [(place, param) for place, param in training if param.requires_grad]
+        graph = torch.is_grad_enabled() and bool(training or any(input_leaves(wanted)))
+        known = stages.ran and stages.may_draw()
+        # A look at what would come next, where nothing is known to draw.
+        seed = _draw(torch.default_generator if known else torch.default_generator.clone_state())
+        pullback = None
+        with without_saved_tensor_hooks():
+            if graph:
+                plan = stages.plan(count, self.checkpoint if self.training else "never")
+                flags = tuple({name: param.requires_grad for name, param in own.items()} for own in params)
+                options: dict[str, Any] = {"trainable": flags, "input_grads": wanted}
+                result, pullback = vjp(plan, params, given, state=state, seed=seed, **options)
+            else:
+                result = run(stages.plan(count, None), params, given, state=state, seed=seed)
+        outputs: Any = result.outputs
+        form = Form(outputs)
+        if not form.tensors(outputs):
+            raise PlanError(f"the last layer of a Pipe returned no tensor, but {type(outputs).__name__}; is a `return` missing?")  # fmt: skip
+        stages.write(result.state)
+        stages.ran = True
+        if not known and stages.may_draw():
+            _draw(torch.default_generator)
+        return outputs if pullback is None else attach(outputs, form, pullback, training, given)
+
+    def _as_tree(self, inputs: tuple[Any, ...]) -> Tree:
+        """The inputs as the first stage takes them. Raises BatchError where the Sequential takes no such number."""
+        ready = any(isinstance(one, Microbatches) for one in inputs)
+        if len(inputs) == 1 and (ready or self._kind is nn.Sequential):
+            return inputs[0]
+        if ready:
+            raise BatchError("inputs that are cut already come as one: fp.Microbatches([(a, b), ...])")
+        if not inputs or self._kind is nn.Sequential:
+            raise BatchError(f"an nn.Sequential takes one input, a tensor or any tree; got {len(inputs)}; layers with several inputs come in an fp.PipeSequential, which spreads tuples over their arguments")  # fmt: skip
+        return inputs
+
+    def _stages(self) -> Stages:
+        """The stages of the layers as they are now."""
+        if len(self) != sum(self.balance):
+            raise PlanError(f"this Pipe has {len(self)} layers, its balance {list(self.balance)} is for {sum(self.balance)}; wrap them again: fp.Pipe(nn.Sequential(*pipe), ...)")  # fmt: skip
+        model = self[:]
+        look = Look(model)
+        if self._known is None or not look.same(self._known[0]):
+            self._known = (look, {})
+        kept = self._known[1]
+        found = kept.get(look.flags)
+        if found is None:
+            found = Stages(model, self._layout, deferred=self._deferred)
+            while len(kept) >= _KEPT:
+                kept.pop(next(iter(kept)), None)
+            kept[look.flags] = found
+        return found
+
+    # -- staying where it is -------------------------------------------------------------------------------------------
+
+    def to(self, *args: Any, **kwargs: Any) -> Pipe:
+        """As ``nn.Module.to`` for a dtype or a memory format.
+
+        Raises:
+            MoveError: for a device.
+        """
+        if torch._C._nn._parse_to(*args, **kwargs)[0] is not None:  # pyright: ignore[reportAttributeAccessIssue]
+            raise MoveError(_DENIED)
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: Any = None) -> Pipe:
+        """Refused: the layers stay on the devices of their stages."""
+        raise MoveError(_DENIED)
+
+    def cpu(self) -> Pipe:
+        """Refused: the layers stay on the devices of their stages."""
+        raise MoveError(_DENIED)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipe:
+        # Everything that changes tensors comes through here, also from a module around the pipe.
+        for device in {tensor.device for tensor in (*self.parameters(), *self.buffers())}:
+            if not same_device(fn(torch.empty(0, device=device)).device, device):
+                raise MoveError(_DENIED)
+        return super()._apply(fn, recurse)
+
+
+def _module_faults(sequential: Any) -> list[str]:
+    """What keeps a module from being cut into its layers."""
+    if not isinstance(sequential, nn.Sequential):
+        return [f"the module must be an nn.Sequential, whose layers are cut into stages; got a {type(sequential).__name__} (other models: fp.split)"]  # fmt: skip
+    kind = type(sequential)
+    faults: list[str] = []
+    if kind.forward not in (nn.Sequential.forward, PipeSequential.forward) or "forward" in vars(sequential):
+        faults.append(f"{kind.__name__} has a forward of its own, which would never be called; give nn.Sequential(*layers), and do in a layer what it does")  # fmt: skip
+    if own := [*sequential._parameters, *sequential._buffers]:
+        faults.append(f"{kind.__name__} has tensors of its own ({', '.join(own)}), which its forward does not use; put them into a layer")  # fmt: skip
+    hooked = [name for name, held in vars(sequential).items() if name.endswith("_hooks") and held]
+    if any("forward" in name or "backward" in name for name in hooked):
+        faults.append(
+            f"this {kind.__name__} has hooks of its own, which would never be called; register them on the Pipe"
+        )
+    return faults
+
+
+def _option_faults(chunks: Any, checkpoint: Any) -> list[str]:
+    faults: list[str] = []
+    try:
+        if index(chunks) < 1:
+            faults.append(f"number of chunks must be positive integer; got {chunks}")
+    except TypeError:
+        faults.append(f"number of chunks must be positive integer; got {chunks!r}")
+    if checkpoint not in CHECKPOINTS:
+        faults.append(f"checkpoint is not one of 'always', 'except_last', or 'never'; got {checkpoint!r}")
+    return faults
+
+
+def _identity(params: Tree, x: Tree) -> Tree:
+    return x
+
+
+def _draw(generator: torch.Generator) -> int:
+    return int(torch.randint(2**63 - 1, (), generator=generator, device="cpu"))

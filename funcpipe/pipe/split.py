@@ -1,0 +1,305 @@
+"""split: any model into stages, parameter trees with the model's own names, and a good division of the work."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
+
+from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.tree import flatten, map_leaves
+from funcpipe.models import graph as traced_graph
+from funcpipe.models.export import Captured, capture
+from funcpipe.models.layers import cut_layers
+from funcpipe.models.layers_find import Layers, find_layers
+from funcpipe.models.losses import as_loss
+from funcpipe.models.policy import Policy, Units, by_parameters, checked
+from funcpipe.models.sequential import cut_sequential, units_of
+from funcpipe.models.signature import as_call
+from funcpipe.models.split import Split, assemble
+from funcpipe.models.traced import GraphFn
+from funcpipe.models.units import units_of_graph
+from funcpipe.pipe.verify import same_mode, verify
+from funcpipe.runtime.microbatch import Axis, Replicate
+
+
+def split(
+    model: nn.Module,
+    num_stages: int | None = None,
+    *,
+    at: Mapping[str, str] | Sequence[str] | None = None,
+    balance: Sequence[int] | None = None,
+    policy: Policy | None = None,
+    example: Any = None,
+    layers: str | Layers | None = None,
+    ties: str | Mapping[str, str] = "replicate",
+    loss: Any = None,
+    any_rows: bool = True,
+    check: bool = True,
+) -> Split:
+    """Cut a model into pure stages. The model is untouched; the stages get its parameters, by its names.
+
+    Three ways, by what is given. An ``nn.Sequential`` is cut between its layers (those of nested ones too). Any model
+    with ``example=`` is traced by ``torch.export`` and cut anywhere: values that far stages need become skips, and the
+    stages are compared with the model on two inputs. Any other is cut without tracing at the entries of its list of
+    blocks (transformers' decoders, encoders): each stage runs the model's own forward with the other layers left out.
+
+    >>> from torch import nn
+    >>> made = split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), 2)
+    >>> [list(params) for params in made.params]
+    [['0.weight', '0.bias'], ['2.weight', '2.bias']]
+
+    Args:
+        model: in the mode (training or evaluation) in which it will run.
+        num_stages: how many; may be left out where ``at``, ``balance``, `split_point` or the policy tells.
+        at: where to cut: ``{"layers.2": "before"}``, "before" or "after" a module, ``"layers.2@1"`` for its second call;
+            a list of names cuts before each.
+        balance: units of each stage: layers of a Sequential (its own, or with those of the Sequentials inside: whichever
+            the sum fits), blocks of a list, or what a trace counts.
+        policy: chooses the cuts: `by_parameters` (default), `by_time`, ``by_memory(limit)``, or a function
+            ``(Units, num_stages) -> sizes``.
+        example: an input; asks for a trace. A tensor or a tuple goes to forward by position, a mapping by keyword; so do
+            the inputs of the stages.
+        any_rows: trace for any number of rows (the first dimension of every tensor that has as many as the first one);
+            False: the stages run with just the rows of the example, which is then one microbatch.
+        layers: for the way without a trace: the path of the list of blocks ("encoder.layer"), or what `find_layers`
+            returned, mended; None: find it.
+        ties: parameters that several stages use: "replicate" (each holds it, gradients are summed) or "transmit" (the
+            first owns it, its value travels), or one of them by name.
+        loss: where in the output the model's own loss is: a path ("loss", 0, ("aux", "loss")) or a function of the
+            output; None: the output itself, ``.loss`` or ``["loss"]``, if that is a scalar.
+        check: compare traced stages with the model (two forwards and backwards of each on the example).
+
+    Returns:
+        `Split`: stages, params, state, ties, loss; it prints itself.
+
+    Raises:
+        PlanError: the model, the cuts or the example do not fit; the model is untouched.
+    """
+    _check_model(model)
+    example = map_leaves(lambda leaf: leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf, example)
+    cuts = _names(at)
+    _check_choice(num_stages, cuts, balance, policy)
+    if example is not None:
+        return _traced(model, num_stages, cuts, balance, policy, example, ties, loss, any_rows, check)
+    if isinstance(model, nn.Sequential) and layers is None:
+        return _sequential(model, num_stages, cuts, balance, policy, ties, loss)
+    return _layered(model, num_stages, cuts, balance, policy, layers, ties, loss)
+
+
+# -- the three ways ----------------------------------------------------------------------------------------------------
+
+
+def _sequential(
+    model: nn.Sequential, num_stages: int | None, cuts: dict[str, str], sizes: Any, policy: Any, ties: Any, loss: Any
+) -> Split:
+    flat = not (isinstance(sizes, Sequence) and _total(sizes) == len(model))
+    units = _module_units(units_of(model, flat=flat))
+    chosen = _sizes(units, num_stages, cuts, sizes, policy)
+    parts = cut_sequential(model, chosen, flat=flat)
+    return assemble(model, parts, ties=ties, loss=None if loss is None else as_loss(loss))
+
+
+def _total(sizes: Sequence[Any]) -> int:
+    return sum(size for size in sizes if isinstance(size, int))
+
+
+def _layered(
+    model: nn.Module,
+    num_stages: int | None,
+    cuts: dict[str, str],
+    sizes: Any,
+    policy: Any,
+    layers: Any,
+    ties: Any,
+    loss: Any,
+) -> Split:
+    found = layers if isinstance(layers, Layers) else find_layers(model, layers)
+    named = [(name, model.get_submodule(name)) for name in found.names]
+    edges = (found.entry, found.exit)
+    units = _module_units(named, *([model.get_submodule(name) for name in side] for side in edges))
+    chosen = _sizes(units, num_stages, cuts, sizes, policy)
+    return assemble(model, cut_layers(model, chosen, layers=found), ties=ties, loss=as_loss(loss))
+
+
+def _traced(
+    model: nn.Module,
+    num_stages: int | None,
+    cuts: dict[str, str],
+    sizes: Any,
+    policy: Any,
+    example: Any,
+    ties: Any,
+    loss: Any,
+    any_rows: bool,
+    check: bool,
+) -> Split:
+    args, kwargs = as_call(example)
+    captured = capture(model, args, kwargs, rows=any_rows)
+    units, starts = units_of_graph(captured, model, num_stages, lambda bounds: _time(captured, model, example, bounds))
+    if cuts:
+        places = traced_graph.positions(captured, cuts, model)
+    elif num_stages is None and sizes is None and policy is None:
+        places = traced_graph.marked(captured)
+    else:
+        chosen = _sizes(units, num_stages, {}, sizes, policy)
+        places = [starts[sum(chosen[:n])] for n in range(1, len(chosen))]
+    if num_stages is not None and len(places) + 1 != num_stages:
+        raise PlanError(
+            f"num_stages is {num_stages}, but the cuts make {len(places) + 1} stages; leave one of them out"
+        )
+    parts, edges = traced_graph.cut(captured, places, model)
+    made = assemble(model, parts, ties=ties, loss=as_loss(loss), edges=edges)
+    numbers = [
+        *model.parameters(),
+        *model.buffers(),
+        *(leaf for leaf in flatten(example)[0] if isinstance(leaf, Tensor)),
+    ]
+    if check and not any(one.is_meta for one in numbers):
+        verify(model, made, example, train=model.training)
+        if not same_mode(model, made, example, train=not model.training):
+            _modes(made, frozenset({model.training}))
+    return made
+
+
+def _modes(made: Split, modes: frozenset[bool]) -> None:
+    for part in made.stages:
+        fn = getattr(part.fn, "inner", part.fn)
+        assert isinstance(fn, GraphFn)
+        fn.modes = modes
+
+
+# -- where to cut ------------------------------------------------------------------------------------------------------
+
+
+def _sizes(units: Units, num_stages: int | None, cuts: dict[str, str], sizes: Any, policy: Any) -> list[int]:
+    """Units of each stage, by names, by sizes or by a policy."""
+    if cuts:
+        return _by_names(units, cuts, num_stages)
+    if sizes is not None:
+        return checked(sizes, units, num_stages)
+    if num_stages is not None and num_stages > len(units):
+        raise PlanError(f"{num_stages} stages are more than the {len(units)} units that the model has ({', '.join(units.names[:8])}{', ...' if len(units) > 8 else ''})")  # fmt: skip
+    if num_stages is None and policy is None:
+        raise PlanError("into how many stages? Give num_stages, at={module: 'before'}, balance=, or a policy that knows (by_memory)")  # fmt: skip
+    return checked((policy or by_parameters)(units, num_stages), units, num_stages)
+
+
+def _by_names(units: Units, cuts: dict[str, str], num_stages: int | None) -> list[int]:
+    places: set[int] = set()
+    faults: list[str] = []
+    for name, side in cuts.items():
+        hits = [i for i, unit in enumerate(units.names) if unit == name or unit.startswith(f"{name}.")]
+        if side not in ("before", "after"):
+            faults.append(f"at[{name!r}] is 'before' or 'after'; got {side!r}")
+        elif not hits:
+            near = difflib.get_close_matches(name, units.names, 1)
+            faults.append(f"at[{name!r}]: no layer of that name to cut at" + (f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(units.names[:8])}"))  # fmt: skip
+        else:
+            place = hits[0] if side == "before" else hits[-1] + 1
+            if place in (0, len(units)):
+                faults.append(f"at[{name!r}] {side}: nothing is computed {side} it, so a stage would be empty")
+            places.add(place)
+    if not faults and num_stages is not None and len(places) + 1 != num_stages:
+        faults.append(f"num_stages is {num_stages}, but the cuts make {len(places) + 1} stages; leave one of them out")
+    if faults:
+        raise PlanError(bullets("the model cannot be cut there:", faults))
+    bounds = [0, *sorted(places), len(units)]
+    return [b - a for a, b in pairwise(bounds)]
+
+
+def _module_units(
+    named: Sequence[tuple[str, nn.Module]], before: Sequence[nn.Module] = (), after: Sequence[nn.Module] = ()
+) -> Units:
+    """Modules as units; what runs before the first and after the last one counts for them."""
+    seen: set[int] = set()
+    rows: list[list[nn.Module]] = [[module] for _, module in named]
+    rows[0][:0] = before
+    rows[-1].extend(after)
+    sizes: list[int] = []
+    for row in rows:
+        own = {id(one): one for module in row for one in module.parameters() if id(one) not in seen}
+        seen |= set(own)
+        sizes.append(sum(one.numel() * one.element_size() for one in own.values()))
+
+    def measure() -> Sequence[float]:
+        raise PlanError("by_time measures the model on an example; give example=")
+
+    return Units(tuple(name for name, _ in named), tuple(sizes), (0,) * len(sizes), measure)
+
+
+def _time(captured: Captured, model: nn.Module, example: Any, bounds: list[int]) -> list[float]:
+    """Seconds of the forward of each unit: the graph run node by node, medians of five sweeps after one."""
+    tensors = {name: one.detach() for name, one in [*model.named_parameters(), *model.named_buffers()]}
+    given = captured.signature.values(example)
+    numbers = {node: number for number, node in enumerate(captured.body)}
+    sweeps: list[list[float]] = []
+
+    class Clock(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            began = time.perf_counter()
+            out = super().run_node(n)
+            if n in numbers:
+                sweeps[-1][numbers[n]] += time.perf_counter() - began
+            return out
+
+    values: list[Any] = []
+    for node in captured.module.graph.find_nodes(op="placeholder"):
+        name = node.name
+        key = captured.params.get(name) or captured.buffers.get(name)
+        value = tensors[key].clone() if key else captured.consts.get(name, given.get(name))
+        values.append(value)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for _ in range(6):
+            sweeps.append([0.0] * len(numbers))
+            Clock(captured.module).run(*values)
+    columns = [median(column) for column in zip(*sweeps[1:], strict=True)]
+    return [sum(columns[a:b]) for a, b in pairwise(bounds)]
+
+
+# -- what is given -----------------------------------------------------------------------------------------------------
+
+
+def _names(at: Any) -> dict[str, str]:
+    if at is None:
+        return {}
+    if isinstance(at, str):
+        return {at: "before"}
+    if isinstance(at, Mapping):
+        return {str(name): cast("str", side) for name, side in cast("Mapping[Any, Any]", at).items()}
+    return dict.fromkeys(map(str, at), "before")
+
+
+def _check_choice(num_stages: Any, cuts: dict[str, str], sizes: Any, policy: Any) -> None:
+    faults: list[str] = []
+    if num_stages is not None and (not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1):
+        faults.append(f"num_stages is a positive int or None; got {num_stages!r}")
+    chosen = [name for name, given in (("at", cuts), ("balance", sizes is not None), ("policy", policy)) if given]
+    if len(chosen) > 1:
+        faults.append(f"{' and '.join(chosen)} each say where to cut; give one of them")
+    if policy is not None and not callable(policy):
+        faults.append(f"policy is a function (units, num_stages) -> sizes, like fp.by_parameters; got a {type(policy).__name__}")  # fmt: skip
+    if faults:
+        raise PlanError(bullets("split cannot tell where to cut:", faults))
+
+
+def _check_model(model: Any) -> None:
+    """What no way can cut. Raises PlanError."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"split takes an nn.Module; got a {type(model).__name__} (stages of functions: fp.stage)")
+    named = [*model.named_parameters(), *model.named_buffers()]
+    faults = [f"{name} is not initialised yet; call the model once on an example first" for name, one in named if is_lazy(one)]  # fmt: skip
+    known = [(name, one) for name, one in named if not is_lazy(one)]
+    faults += [f"{name} is {'quantized' if one.is_quantized else one.layout}, not a plain dense tensor; convert it first" for name, one in known if one.is_quantized or one.layout is not torch.strided]  # fmt: skip
+    where = {one.device: name for name, one in reversed(known)}
+    if len(where) > 1:
+        faults.append("it lies on several devices (" + ", ".join(f"{name} on {device}" for device, name in where.items()) + "); split it on one and place the parts with fp.place(plan, params)")  # fmt: skip
+    if faults:
+        raise PlanError(bullets("this model cannot be split:", faults))
