@@ -54,6 +54,12 @@ class Captured:
     written: frozenset[str]
     train: bool
 
+    def sample_output(self) -> Any:
+        """The model's output on the example, its tensors without numbers."""
+        nodes = {node.name: node for node in self.module.graph.nodes}
+        found = [nodes[one].meta.get("val") if isinstance(one, str) and one in nodes else one for one in self.outputs]
+        return self.signature.output(found)
+
     @property
     def body(self) -> list[fx.Node]:
         """The nodes that compute, in order."""

@@ -19,7 +19,7 @@ from funcpipe.models import graph as traced_graph
 from funcpipe.models.export import Captured, capture
 from funcpipe.models.layers import cut_layers
 from funcpipe.models.layers_find import Layers, find_layers
-from funcpipe.models.losses import as_loss
+from funcpipe.models.losses import ModelLoss, as_loss
 from funcpipe.models.policy import Policy, Units, by_parameters, checked
 from funcpipe.models.sequential import cut_sequential, units_of
 from funcpipe.models.signature import as_call
@@ -156,7 +156,10 @@ def _traced(
             f"num_stages is {num_stages}, but the cuts make {len(places) + 1} stages; leave one of them out"
         )
     parts, edges = traced_graph.cut(captured, places, model)
-    made = assemble(model, parts, ties=ties, loss=as_loss(loss), edges=edges)
+    own = as_loss(loss)
+    if loss is None and ModelLoss().find(captured.sample_output()) is None:
+        own = None
+    made = assemble(model, parts, ties=ties, loss=own, edges=edges)
     numbers = [
         *model.parameters(),
         *model.buffers(),
