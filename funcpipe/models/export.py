@@ -25,7 +25,7 @@ from funcpipe.core.tree import Spec, flatten, paths, unflatten
 from funcpipe.models.batchnorm import DeferredBatchNorm
 from funcpipe.models.nodes import layer_of, writes_of
 from funcpipe.models.signature import Guard, Signature
-from funcpipe.models.traced import refit
+from funcpipe.models.traced import is_norm, refit
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Captured:
         params: placeholder -> the parameter's first name in the model.
         buffers: placeholder -> the buffer's first name in the model.
         consts: placeholder -> a tensor that the forward uses and nobody registered.
-        outputs: for each leaf of the output a node's name, or a constant.
+        outputs: for each leaf of the output ("value", a node's name) or ("constant", itself).
         signature: how inputs become values, and values the output.
         momentum: batch norm layers that track statistics, by path.
         written: buffers (first names) that the forward writes, batch norm's apart.
@@ -48,7 +48,7 @@ class Captured:
     params: Mapping[str, str]
     buffers: Mapping[str, str]
     consts: Mapping[str, Tensor]
-    outputs: tuple[Any, ...]
+    outputs: tuple[tuple[str, Any], ...]
     signature: Signature
     momentum: Mapping[str, float | None]
     written: frozenset[str]
@@ -57,7 +57,7 @@ class Captured:
     def sample_output(self) -> Any:
         """The model's output on the example, its tensors without numbers."""
         nodes = {node.name: node for node in self.module.graph.nodes}
-        found = [nodes[one].meta.get("val") if isinstance(one, str) and one in nodes else one for one in self.outputs]
+        found = [nodes[one].meta.get("val") if kind == "value" else one for kind, one in self.outputs]
         return self.signature.output(found)
 
     @property
@@ -123,7 +123,7 @@ def shell(model: nn.Module) -> nn.Module:
     try:
         own = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     except Exception as error:
-        raise PlanError(f"the model cannot be copied ({error}); tracing works on a copy of its structure, so tensors that a forward computed must not be kept as attributes") from error  # fmt: skip
+        raise PlanError(f"the model cannot be copied ({error}); tracing works on a copy of its structure, so tensors that a forward computed must not be kept as attributes (instead of torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm)") from error  # fmt: skip
     for module in own.modules():
         if getattr(getattr(module, "config", None), "use_cache", False):
             vars(module)["config"].use_cache = False
@@ -145,8 +145,10 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
 
     canonical = names_by_tensor(model)
     own = shell(model)
-    momentum = _open_norms(own)
+    momentum, norms = _open_norms(own)
     flat = _Flat(own, args, kwargs)
+    if rows:
+        flat.check_rows()
     program = _export(own, flat, rows=rows)
     placeholders: dict[str, dict[str, Any]] = {"params": {}, "buffers": {}, "consts": {}}
     inputs: list[str] = []
@@ -179,24 +181,40 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     assert flat.out_spec is not None
     signature = Signature(guards, tuple(kwargs), flat.spec, flat.out_spec)
     module = program.graph_module
-    written = _written(module, placeholders, [node.name for node in named.values()])
-    refit(module, momentum)
+    written = _written(module, placeholders, [node.name for node in named.values()], norms)
+    _refuse_views(model, written)
+    refit(module, norms)
     results: Any = module.graph.output_node().args[0]
-    outputs = tuple(one.name if isinstance(one, fx.Node) else one for one in results)
+    outputs = tuple(("value", one.name) if isinstance(one, fx.Node) else ("constant", one) for one in results)
     return Captured(module, placeholders["params"], placeholders["buffers"], placeholders["consts"], outputs, signature,
                     momentum, written, model.training)  # fmt: skip
 
 
-def _open_norms(own: nn.Module) -> dict[str, float | None]:
-    """Batch norm layers trace as one operation; their momentum, by path."""
+def _open_norms(own: nn.Module) -> tuple[dict[str, float | None], dict[str, str]]:
+    """Batch norm layers trace as one operation; their momentum by path, and every path of each with the first."""
     momentum: dict[str, float | None] = {}
-    for path, layer in own.named_modules():
+    first: dict[int, str] = {}
+    paths: dict[str, str] = {}
+    for path, layer in own.named_modules(remove_duplicate=False):
         if DeferredBatchNorm.converts(layer):
             assert isinstance(layer, nn.modules.batchnorm._BatchNorm)
-            momentum[path] = layer.momentum
+            paths[path] = first.setdefault(id(layer), path)
+            if paths[path] == path:
+                momentum[path] = layer.momentum
             layer.momentum = 0.1  # None would read the counter's number, which a graph cannot
             layer._buffers["num_batches_tracked"] = None  # the commit counts
-    return momentum
+    return momentum, paths
+
+
+def _refuse_views(model: nn.Module, written: frozenset[str]) -> None:
+    """Buffers that are written must not share their memory: each stage has its own. Raises PlanError."""
+    buffers = {name: one for name, one in model.named_buffers() if not one.is_meta}
+    where: dict[int, list[str]] = {}
+    for name, one in buffers.items():
+        where.setdefault(one.untyped_storage().data_ptr(), []).append(name)
+    for names in where.values():
+        if len(names) > 1 and written & set(names):
+            raise PlanError(f"the buffers {names} share memory and the forward writes into it; make them one buffer")
 
 
 class _Flat:
@@ -219,8 +237,23 @@ class _Flat:
         self.leaves, self.spec = flatten((args, kwargs))
         parameters = list(bound)
         self.names = [_leaf_name(path, parameters) for path in paths((args, kwargs))]
+        for number, name in enumerate(self.names):
+            while name in self.names[:number]:
+                name += "_"
+            self.names[number] = name
         self.tensors = [number for number, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         self.out_spec: Spec | None = None
+
+    def check_rows(self) -> None:
+        """An example for any number of rows has two rows or more. Raises PlanError."""
+        shaped = [number for number in self.tensors if self.leaves[number].dim()]
+        if shaped and self.leaves[shaped[0]].shape[0] < 2:
+            raise PlanError(f"{self.names[shaped[0]]} of the example has {self.leaves[shaped[0]].shape[0]} rows; give an example with two rows or more, so that the number of rows stays open, or any_rows=False")  # fmt: skip
+
+    def rows(self) -> list[str]:
+        """The tensors whose first dimension is taken for rows."""
+        shaped = [number for number in self.tensors if self.leaves[number].dim()]
+        return [self.names[n] for n in shaped if self.leaves[n].shape[0] == self.leaves[shaped[0]].shape[0]]
 
     def call(self, *tensors: Tensor) -> tuple[Any, ...]:
         """The forward with these tensors in the places of the example's."""
@@ -240,6 +273,12 @@ def _leaf_name(path: tuple[Any, ...], parameters: Sequence[str]) -> str:
     return re.sub(r"\W", "_", "_".join(map(str, (first, *rest))))
 
 
+_ADVICE = {
+    "torch.utils.checkpoint.CheckpointFunction": "the backward of torch.utils.checkpoint(use_reentrant=True); use use_reentrant=False, or fp.remat",
+    "torch.nn.modules._functions.BackwardHookFunction": "hooks on the backward of modules; take them off, and look at result.grads",
+}
+
+
 def _export(own: nn.Module, flat: _Flat, *, rows: bool) -> Any:
     tensors = tuple(flat.leaves[number] for number in flat.tensors)
     shapes = {"tensors": _open_rows(tensors)} if rows else None
@@ -252,9 +291,12 @@ def _export(own: nn.Module, flat: _Flat, *, rows: bool) -> Any:
             warnings.simplefilter("ignore")
             program = torch.export.export(own, tensors, dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        raise PlanError(_reason(error)) from error
+        raise PlanError(_reason(error, flat.rows() if rows else [])) from error
     finally:
         _capturing.on = False
+    known = {name: advice for name, advice in _ADVICE.items() if name in customs}
+    if known:
+        raise PlanError(f"the model cannot be traced: export forgets {' and '.join(known.values())}")
     if customs:
         raise PlanError(f"the model uses {', '.join(sorted(customs))}: export traces through a Python autograd.Function and forgets its backward, so gradients would be wrong in silence; wrap it as a torch.library.custom_op with register_autograd, or cut without tracing: split(model, num_stages) without example=")  # fmt: skip
     return program
@@ -267,8 +309,9 @@ def _watching(found: set[str]) -> Generator[None]:
     plain, thread = kind.__dict__["apply"], threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread and not cls.__module__.startswith("torch."):
-            found.add(f"{cls.__module__}.{cls.__qualname__}")
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if threading.get_ident() == thread and (name in _ADVICE or not name.startswith("torch.")):
+            found.add(name)
         return plain.__func__(cls, *args, **kwargs)
 
     kind.apply = classmethod(apply)
@@ -285,7 +328,7 @@ def _open_rows(tensors: Sequence[Tensor]) -> Any:
     return tuple({0: batch} if tensor.dim() and tensor.shape[0] == counts[0] else None for tensor in tensors)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, rows: Sequence[str]) -> str:
     """What torch said, shortened, and what to do."""
     text = str(error).strip()
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
@@ -293,24 +336,25 @@ def _reason(error: Exception) -> str:
     if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or "Could not guard" in text:
         why = "its Python code branches on the numbers in a tensor, so one graph cannot stand for it; use torch.where or torch.cond"
     elif "Constraints violated" in text or "specialized" in text or "ConstraintViolation" in type(error).__name__:
-        why = "its code fixes the number of rows (a Python branch, loop or reshape on the batch size); make it independent of the batch size, or give an example with the rows of one microbatch and any_rows=False"
+        why = f"its code fixes the number of rows (a Python branch, loop or reshape on the batch size); make it independent of the batch size (taken for rows: {', '.join(rows) or 'nothing'}), or give an example with the rows of one microbatch and any_rows=False"
     else:
         why = "torch.export does not take it"
     return f"the model cannot be traced: {why}. torch says: {type(error).__name__}: {first[:300]}. Else {out}"
 
 
 def _written(
-    module: fx.GraphModule, placeholders: Mapping[str, Mapping[str, Any]], inputs: Sequence[str]
+    module: fx.GraphModule,
+    placeholders: Mapping[str, Mapping[str, Any]],
+    inputs: Sequence[str],
+    norms: Mapping[str, str],
 ) -> frozenset[str]:
     """The buffers that the forward writes. Raises PlanError for writes to anything else that is given."""
-    norms = {torch.ops.aten.batch_norm.default}
     written: set[str] = set()
     faults: list[str] = []
     say: Callable[[str, str], str] = lambda what, n: f"{what}, in {n}"  # noqa: E731
     for node, root in writes_of(module):
         if root.name in placeholders["buffers"]:
-            layer = layer_of(node)
-            if node.target not in norms or not placeholders["buffers"][root.name].startswith(layer):
+            if not is_norm(node, layer_of(node), norms):
                 written.add(placeholders["buffers"][root.name])
         elif root.name in placeholders["params"]:
             faults.append(say(f"it writes into its parameter {placeholders['params'][root.name]!r}", node.name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -117,8 +118,8 @@ class _Cutter:
         for node, stage in self.stage.items():
             for value in node.all_input_nodes:
                 self.readers.setdefault(value, set()).add(stage)
-        for name in captured.outputs:
-            if isinstance(name, str) and name in self.nodes:
+        for kind, name in captured.outputs:
+            if kind == "value":
                 self.readers.setdefault(self.nodes[name], set()).add(self.last)
         self.check()
 
@@ -173,6 +174,10 @@ def cut(captured: Captured, starts: Sequence[int], model: nn.Module) -> tuple[li
     edges = [_edge(*one) for one in crossing]
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     parts = [_part(cutter, stage, edges, tensors) for stage in range(cutter.last + 1)]
+    norms = Counter(path for part, _, _ in parts for path in part.fn.layout.norms)  # pyright: ignore
+    twice = [path for path, count in norms.items() if count > 1]
+    if twice:
+        raise PlanError(f"the batch norm layers {twice} run in several stages, and their statistics could not be one; move the cuts")  # fmt: skip
     return parts, edges
 
 
@@ -182,7 +187,7 @@ def _part(cutter: _Cutter, stage: int, edges: Sequence[Edge], tensors: Mapping[s
     received = [edge for edge in edges if stage in edge.targets]
     leaving = [edge for edge in edges if edge.source == stage]
     straight = tuple(edge.name for edge in received if not edge.skip)
-    ends = _ends(cutter) if last else ()
+    ends = captured.outputs if last else ()
     wanted = dict.fromkeys([*(edge.name for edge in leaving), *(value for kind, value in ends if kind == "value")])
     module, takes, results = _graph(cutter, stage, set(straight), wanted)
     params = {name: tensors[name] for kind, name in takes if kind == "param"}
@@ -252,14 +257,6 @@ def _source(captured: Captured, value: fx.Node, stage: int, straight: set[str]) 
     if name in captured.consts:
         return "const", name
     return ("x" if not stage or name in straight else "skip"), name
-
-
-def _ends(cutter: _Cutter) -> tuple[tuple[str, Any], ...]:
-    """Where each leaf of the model's output is."""
-    return tuple(
-        ("value", one) if isinstance(one, str) and one in cutter.nodes else ("constant", one)
-        for one in cutter.captured.outputs
-    )
 
 
 def _attach(root: nn.Module, module: fx.GraphModule, path: str) -> None:

@@ -12,38 +12,60 @@ from torch.fx.node import map_arg
 _VIEWING = torch.Tag.maybe_aliasing_or_mutating
 
 
-def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def op_of(module: nn.Module, node: fx.Node) -> Any:
+    """The operation of a node, also where a module stands in its place; None for what is none of torch's."""
+    op = getattr(_attribute(module, node.target), "op", None) if node.op == "call_module" else node.target
+    return op if isinstance(op, torch._ops.OpOverload) else None
+
+
+def _arguments(op: Any, node: fx.Node) -> list[tuple[Any, fx.Node]]:
+    """(declared argument, value) for each value that an operation is given, in lists and by keyword too."""
+    named = {argument.name: argument for argument in op._schema.arguments}
+    given = [*zip(op._schema.arguments, node.args, strict=False), *((named.get(k), v) for k, v in node.kwargs.items())]
+    out: list[tuple[Any, fx.Node]] = []
+    for argument, value in given:
+        values: list[fx.Node] = []
+        map_arg(value, values.append)
+        out += [(argument, one) for one in values if argument is not None]
+    return out
+
+
+def roots_of(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     """For each node, the node whose memory it may share."""
     roots: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
+    for node in module.graph.nodes:
         roots[node] = node
+        op = op_of(module, node)
         if node.target is operator.getitem:
             roots[node] = roots[node.args[0]]
-        elif isinstance(node.target, torch._ops.OpOverload):
-            schema = node.target._schema
-            aliased = [
-                value
-                for value, argument in zip(node.args, schema.arguments, strict=False)
-                if isinstance(value, fx.Node) and argument.alias_info is not None
-            ]
-            if not aliased and _VIEWING in node.target.tags and node.all_input_nodes:
+        elif op is not None:
+            aliased = [value for argument, value in _arguments(op, node) if argument.alias_info is not None]
+            if not aliased and _VIEWING in op.tags and node.all_input_nodes:
                 aliased = [node.all_input_nodes[0]]
-            if aliased and (any(r.alias_info for r in schema.returns) or _VIEWING in node.target.tags):
+            if aliased and (any(r.alias_info for r in op._schema.returns) or _VIEWING in op.tags):
                 roots[node] = roots[aliased[0]]
     return roots
 
 
+_NORMS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
+"""They write their fourth and fifth argument if the sixth is True, and do not say so."""
+
+
 def writes_of(module: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
     """(node, what it writes into) for each write in place, also of those inside regions."""
-    roots = roots_of(module.graph)
+    roots = roots_of(module)
     found: list[tuple[fx.Node, fx.Node]] = []
     for node in module.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
-            for value, argument in zip(node.args, node.target._schema.arguments, strict=False):
-                if isinstance(value, fx.Node) and argument.alias_info is not None and argument.alias_info.is_write:
-                    found.append((node, roots[value]))
-            if node.target is torch.ops.aten.batch_norm.default and node.args[5] is True:
-                found += [(node, roots[value]) for value in node.args[3:5] if isinstance(value, fx.Node)]
+        op = op_of(module, node)
+        if op is not None:
+            written = [
+                value
+                for argument, value in _arguments(op, node)
+                if argument.alias_info and argument.alias_info.is_write
+            ]
+            if op in _NORMS and len(node.args) > 5 and node.args[5] is True:
+                written += [value for value in node.args[3:5] if isinstance(value, fx.Node)]
+            found += [(node, roots[value]) for value in written]
         for body, given in regions_of(module, node):
             inner = [n for n in body.graph.nodes if n.op == "placeholder"]
             table = dict(zip(inner, given, strict=False))

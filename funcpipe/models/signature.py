@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,11 @@ class Guard:
             elif not least <= size <= most:
                 out.append(f"{self.name} has {size} in dimension {dim}; the trace holds for {least} to {most}")
         return out
+
+    def several(self) -> Guard:
+        """The same for two rows and more."""
+        shape = tuple(size if isinstance(size, int) else (size[0], max(2, size[1]), size[2]) for size in self.shape)
+        return replace(self, shape=shape)
 
     def __str__(self) -> str:
         sizes = ", ".join(str(size) if isinstance(size, int) else "rows" for size in self.shape)

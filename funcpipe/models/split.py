@@ -55,7 +55,7 @@ class Split:
         """Numbers of the stages as the model's ``state_dict``: its names, its order, tied names too.
 
         Args:
-            params: one dict per stage, like ``self.params``.
+            params: one dict per stage, like ``self.params``; or gradients, where None is left out.
             state: one per stage; None: as it was split.
 
         Raises:
@@ -77,7 +77,7 @@ class Split:
             tree = trees[kind][stage]
             if not isinstance(tree, Mapping) or key not in tree:
                 faults.append(f"{kind}[{stage}] lacks {key!r}")
-            else:
+            elif tree[key] is not None:  # gradients have none where nothing is trained
                 out[name] = tree[key].detach()
         if faults:
             raise PlanError(bullets("these are not the trees of this split:", faults))

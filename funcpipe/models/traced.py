@@ -84,8 +84,13 @@ class Norm(nn.Module):
         return y
 
 
-def refit(module: fx.GraphModule, momentum: Mapping[str, Any]) -> None:
-    """Put `Draw` and `Norm` in the places of their operations, in regions too, and take out what export asserts."""
+def refit(module: fx.GraphModule, norms: Mapping[str, str]) -> None:
+    """Put `Draw` and `Norm` in the places of their operations, in regions too, and take out what export asserts.
+
+    Args:
+        module: the graph.
+        norms: every path of a batch norm layer that tracks statistics, with its first.
+    """
     drawn: dict[str, int] = {}
 
     def visit(graph_module: fx.GraphModule) -> None:
@@ -95,7 +100,7 @@ def refit(module: fx.GraphModule, momentum: Mapping[str, Any]) -> None:
             if node.target is torch.ops.aten._assert_tensor_metadata.default:
                 graph_module.graph.erase_node(node)  # device and type of the example; guards say it better
                 continue
-            made = _replacement(node, layer_of(node), momentum, drawn)
+            made = _replacement(node, layer_of(node), norms, drawn)
             if made is not None:
                 name = (
                     f"{node.name}_of_{made.path or 'model'}".replace(".", "_").replace("@", "_call_").replace("#", "_")
@@ -111,13 +116,19 @@ def refit(module: fx.GraphModule, momentum: Mapping[str, Any]) -> None:
     visit(module)
 
 
-def _replacement(node: fx.Node, path: str, momentum: Mapping[str, Any], drawn: dict[str, int]) -> Draw | Norm | None:
+def is_norm(node: fx.Node, path: str, norms: Mapping[str, str]) -> bool:
+    """Is this the batch norm, in training, of a layer whose statistics are deferred."""
+    return node.target is torch.ops.aten.batch_norm.default and path.partition("@")[0] in norms and node.args[5] is True
+
+
+def _replacement(node: fx.Node, path: str, norms: Mapping[str, str], drawn: dict[str, int]) -> Draw | Norm | None:
     op = node.target
     if not isinstance(op, torch._ops.OpOverload):
         return None
+    if is_norm(node, path, norms):
+        return Norm(norms[path.partition("@")[0]], float(node.args[7]))  # pyright: ignore[reportArgumentType]
     if op is torch.ops.aten.batch_norm.default:
-        layer = path.partition("@")[0]
-        return Norm(layer, float(node.args[7])) if layer in momentum and node.args[5] is True else None  # pyright: ignore[reportArgumentType]
+        return None
     names = [argument.name for argument in op._schema.arguments]
     flag = next((names.index(n) for n in ("train", "training") if n in names), None)
     trains = flag is not None and flag < len(node.args) and node.args[flag] is True
@@ -314,5 +325,7 @@ def retarget(module: fx.GraphModule, old: torch.device, new: torch.device) -> fx
             for node in part.graph.nodes:
                 node.args = map_aggregate(node.args, swap)
                 node.kwargs = map_aggregate(node.kwargs, swap)
+                if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[0] == old.type:
+                    node.args = (new.type, *node.args[1:])
             part.recompile()
     return made

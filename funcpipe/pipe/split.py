@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -24,9 +25,8 @@ from funcpipe.models.policy import Policy, Units, by_parameters, checked
 from funcpipe.models.sequential import cut_sequential, units_of
 from funcpipe.models.signature import as_call
 from funcpipe.models.split import Split, assemble
-from funcpipe.models.traced import GraphFn
 from funcpipe.models.units import units_of_graph
-from funcpipe.pipe.verify import same_mode, verify
+from funcpipe.pipe.verify import functions, same_mode, try_once, verify
 from funcpipe.runtime.microbatch import Axis, Replicate
 
 
@@ -88,10 +88,15 @@ def split(
     cuts = _names(at)
     _check_choice(num_stages, cuts, balance, policy)
     if example is not None:
-        return _traced(model, num_stages, cuts, balance, policy, example, ties, loss, any_rows, check)
+        with _tracing:
+            return _traced(model, num_stages, cuts, balance, policy, example, ties, loss, any_rows, check)
     if isinstance(model, nn.Sequential) and layers is None:
         return _sequential(model, num_stages, cuts, balance, policy, ties, loss)
     return _layered(model, num_stages, cuts, balance, policy, layers, ties, loss)
+
+
+_tracing = threading.RLock()
+"""Export, and what is looked at around it, change things of the whole process for a while: one at a time."""
 
 
 # -- the three ways ----------------------------------------------------------------------------------------------------
@@ -142,6 +147,16 @@ def _traced(
     check: bool,
 ) -> Split:
     args, kwargs = as_call(example)
+    numbers = [
+        *model.parameters(),
+        *model.buffers(),
+        *(leaf for leaf in flatten(example)[0] if isinstance(leaf, Tensor)),
+    ]
+    empty = any(one.is_meta for one in numbers)
+    if not empty:
+        if model._forward_hooks or model._forward_pre_hooks:
+            raise PlanError("the model itself has forward hooks, which a trace of its forward does not see; put them on a module inside, or take them off")  # fmt: skip
+        try_once(model, example)
     captured = capture(model, args, kwargs, rows=any_rows)
     units, starts = units_of_graph(captured, model, num_stages, lambda bounds: _time(captured, model, example, bounds))
     if cuts:
@@ -160,23 +175,12 @@ def _traced(
     if loss is None and ModelLoss().find(captured.sample_output()) is None:
         own = None
     made = assemble(model, parts, ties=ties, loss=own, edges=edges)
-    numbers = [
-        *model.parameters(),
-        *model.buffers(),
-        *(leaf for leaf in flatten(example)[0] if isinstance(leaf, Tensor)),
-    ]
-    if check and not any(one.is_meta for one in numbers):
+    if check and not empty:
         verify(model, made, example, train=model.training)
         if not same_mode(model, made, example, train=not model.training):
-            _modes(made, frozenset({model.training}))
+            for fn in functions(made):
+                fn.modes = frozenset({model.training})
     return made
-
-
-def _modes(made: Split, modes: frozenset[bool]) -> None:
-    for part in made.stages:
-        fn = getattr(part.fn, "inner", part.fn)
-        assert isinstance(fn, GraphFn)
-        fn.modes = modes
 
 
 # -- where to cut ------------------------------------------------------------------------------------------------------
@@ -259,7 +263,8 @@ def _time(captured: Captured, model: nn.Module, example: Any, bounds: list[int])
         key = captured.params.get(name) or captured.buffers.get(name)
         value = tensors[key].clone() if key else captured.consts.get(name, given.get(name))
         values.append(value)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    cuda = sorted({one.device for one in tensors.values() if one.device.type == "cuda"}, key=str)
+    with torch.no_grad(), torch.random.fork_rng(devices=cuda):
         for _ in range(6):
             sweeps.append([0.0] * len(numbers))
             Clock(captured.module).run(*values)
@@ -301,8 +306,23 @@ def _check_model(model: Any) -> None:
     faults = [f"{name} is not initialised yet; call the model once on an example first" for name, one in named if is_lazy(one)]  # fmt: skip
     known = [(name, one) for name, one in named if not is_lazy(one)]
     faults += [f"{name} is {'quantized' if one.is_quantized else one.layout}, not a plain dense tensor; convert it first" for name, one in known if one.is_quantized or one.layout is not torch.strided]  # fmt: skip
+    faults += [f"{name} has hooks on its gradient, which a run does not call; apply them to result.grads" for name, one in known if one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None)]  # fmt: skip
+    faults += _loose(model, {id(one) for _, one in named})
     where = {one.device: name for name, one in reversed(known)}
     if len(where) > 1:
         faults.append("it lies on several devices (" + ", ".join(f"{name} on {device}" for device, name in where.items()) + "); split it on one and place the parts with fp.place(plan, params)")  # fmt: skip
     if faults:
         raise PlanError(bullets("this model cannot be split:", faults))
+
+
+def _loose(model: nn.Module, known: set[int]) -> list[str]:
+    """Parameters in plain lists, which nobody would train."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
+                continue
+            if any(isinstance(leaf, nn.Parameter) and id(leaf) not in known for leaf in flatten(value)[0]):
+                place = f"{path}.{name}" if path else name
+                found.append(f"{place} holds parameters that the model does not know, so nobody would train them; use nn.ParameterList or nn.ModuleList")  # fmt: skip
+    return found

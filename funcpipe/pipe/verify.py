@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.tree import flatten, locations, map_leaves
+from funcpipe.core.tree import flatten, locations, map_leaves, unflatten
 from funcpipe.models.export import names_by_tensor, shell
 from funcpipe.models.losses import ModelLoss
 from funcpipe.models.signature import as_call
 from funcpipe.models.split import Split
-from funcpipe.models.traced import GraphFn
+from funcpipe.models.traced import GraphFn, Norm
 from funcpipe.runtime.apply import apply
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Relative to the largest number of a tensor: rounding differs, the mathematics must not."""
 
 
-def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool) -> None:
-    """Compare a split with the model as it stands; the model is untouched.
+def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bool = False) -> None:
+    """Compare a split with the model; the model is untouched.
 
-    Both run twice, the second time on other inputs, so that what a trace took for a constant shows.
+    Both run twice, the second time on other inputs, so that what a trace took for a constant shows (``once``: they do
+    not). Then on one row, which export takes for no number of rows: where that differs, the stages refuse one row.
 
     Raises:
         PlanError: with every value that differs.
@@ -33,44 +38,118 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool) -> None:
     canonical = names_by_tensor(model)
     buffers = {name: one.detach().clone() for name, one in model.named_buffers() if canonical[name] == name}
     params = {name: one.detach().requires_grad_(one.requires_grad) for name, one in model.named_parameters()}
-    state = split.state
-    for number, x in enumerate((inputs, other_inputs(inputs))):
+    state: Any = split.state
+    for number, x in enumerate((inputs,) if once else (inputs, other_inputs(inputs))):
+        kept = {name: one.clone() for name, one in buffers.items()}
         try:
-            wanted, theirs = _eager(own, params, buffers, x, split.loss)
+            wanted = _eager(own, params, buffers, x, split.loss)
         except Exception as error:
             if not number:
                 raise PlanError(f"the model itself fails on the example: {type(error).__name__}: {error}") from error
-            continue  # what we made of the example may be no input of this model
-        found, ours, state = _staged(split, x, state, train=train)
-        faults = _differences(wanted, found, "output")
-        for name in {**theirs, **ours}:
-            faults += _differences(theirs.get(name), ours.get(name), f"gradient of {name}")
-        for name, value in buffers.items():
-            for tree in state:
-                if tree and name in tree:
-                    faults += _differences(value, tree[name], f"buffer {name}")
+            buffers, x = kept, inputs  # what we made of the example is no input of this model
+            wanted = _eager(own, params, buffers, x, split.loss)
+        found, state = _staged(split, x, state, train=train)
+        faults = _faults(split, wanted, found, buffers, state, kept)
         if faults:
             which = "the example" if not number else "inputs other than the example (the trace took something for a constant: a counter, a random number of Python, a number read from a tensor)"  # fmt: skip
             raise PlanError(bullets(f"the traced stages do not compute what the model computes, on {which}; cut without tracing (split without example=), or write the stages yourself:", faults[:12]))  # fmt: skip
+    if not once:
+        _try_one_row(model, split, inputs, train=train)
+
+
+def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) -> None:
+    """Where the stages do not do with one row what the model does, they shall refuse it."""
+    signature = functions(split)[0].signature
+    leaves, spec = flatten(as_call(inputs))
+    opened = [bool(guard.shape) and not isinstance(guard.shape[0], int) for guard in signature.guards]
+    if not any(opened):
+        return
+    args, kwargs = unflatten(spec, [leaf[:1] if one else leaf for leaf, one in zip(leaves, opened, strict=True)])
+    single = kwargs or (args[0] if len(args) == 1 else args)
+    own = shell(model).train(train)
+    for module, theirs in zip(own.modules(), model.modules(), strict=True):
+        module.training = theirs.training if train == model.training else train
+    tensors = {name: one.detach().clone() for name, one in [*model.named_parameters(), *model.named_buffers()]}
+    try:
+        with torch.no_grad():
+            wanted = _call(own, tensors, single)
+    except Exception:
+        return  # the model wants more rows, and says so itself
+    try:
+        with torch.no_grad(), _seeded(single):
+            found = apply(split.stages, split.params, single, state=_copied(split.state), train=train).y
+        differs = bool(_differences([("output", wanted, found)]))
+    except Exception:
+        differs = True
+    if differs:
+        several = replace(signature, guards=tuple(guard.several() for guard in signature.guards))
+        for fn in functions(split):
+            fn.signature = several
 
 
 def same_mode(model: nn.Module, split: Split, inputs: Any, *, train: bool) -> bool:
-    """Do the traced stages compute the model's outputs in the other mode as well."""
-    for part in split.stages:
-        fn = getattr(part.fn, "inner", part.fn)
-        assert isinstance(fn, GraphFn)
+    """Do the traced stages compute what the model computes in the other mode as well."""
+    for fn in functions(split):
         fn.modes = frozenset({True, False})
-    own = shell(model).train(train)
-    params = {name: one.detach() for name, one in model.named_parameters()}
-    buffers = {name: one.detach().clone() for name, one in model.named_buffers()}
     try:
-        with torch.no_grad():
-            wanted = _call(own, {**params, **buffers}, inputs)
-            with _seeded(inputs):
-                found = apply(split.stages, split.params, inputs, state=split.state, train=train).y
+        verify(model, split, inputs, train=train, once=True)
     except Exception:
         return False
-    return not _differences(wanted, found, "output")
+    return True
+
+
+def functions(split: Split) -> list[GraphFn]:
+    """The graphs of a traced split."""
+    found = [getattr(part.fn, "inner", part.fn) for part in split.stages]
+    return [fn for fn in found if isinstance(fn, GraphFn)]
+
+
+def try_once(model: nn.Module, inputs: Any) -> None:
+    """Run the model on the example before anything is traced.
+
+    What its code caches (tables, masks) is then made of numbers, not by the trace; and what no trace can hold is named.
+
+    Raises:
+        PlanError: the model fails on the example, or draws with generators that are not torch's.
+    """
+    others = [("random", random.getstate, random.setstate)]
+    if "numpy" in sys.modules:
+        numpy: Any = sys.modules["numpy"]
+        others.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
+    before = [get() for _, get, _ in others]
+    tensors = {name: one.detach().clone() for name, one in [*model.named_parameters(), *model.named_buffers()]}
+    drew: list[str] = []
+    try:
+        with torch.no_grad():
+            _call(shell(model), tensors, inputs)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(f"the model itself fails on the example: {type(error).__name__}: {error}") from error
+    finally:
+        for (name, get, put), old in zip(others, before, strict=True):
+            if str(get()) != str(old):
+                drew.append(name)
+                put(old)
+    if drew:
+        raise PlanError(f"the forward draws with {' and '.join(drew)}, which a trace would take for a constant; draw with torch")  # fmt: skip
+
+
+def _faults(
+    split: Split, wanted: Any, found: Any, buffers: Mapping[str, Tensor], state: Any, kept: Mapping[str, Tensor]
+) -> list[str]:
+    """What differs: outputs, gradients, buffers."""
+    faults = _differences([("output", wanted[0], found[0])])
+    names = {**wanted[1], **found[1]}
+    faults += _differences([(f"gradient of {name}", wanted[1].get(name), found[1].get(name)) for name in names])
+    norms = Counter(one.path for fn in functions(split) for one in fn.module.modules() if isinstance(one, Norm))
+    # A batch norm that runs twice is updated once, by all that it saw.
+    twice = tuple(f"{path}." for path, count in norms.items() if count > 1)
+    for name, value in buffers.items():
+        held = [tree[name] for tree in state if tree and name in tree] or [kept[name]]
+        if not name.startswith(twice or "\0"):
+            faults += [fault for one in held for fault in _differences([(f"buffer {name}", value, one)])]
+    return faults
 
 
 def other_inputs(inputs: Any) -> Any:
@@ -79,7 +158,8 @@ def other_inputs(inputs: Any) -> Any:
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        turned = leaf.detach().roll(1, 0) if leaf.dim() else leaf.detach()
+        along = 0 if leaf.dim() and leaf.shape[0] > 1 else -1
+        turned = leaf.detach().roll(1, along) if leaf.dim() else leaf.detach()
         return turned * 0.75 if leaf.is_floating_point() and leaf.dim() else turned
 
     return map_leaves(one, inputs)
@@ -93,7 +173,7 @@ def _eager(
         return map_leaves(_plain, y), _gradients(_objective(y, loss), dict(params))
 
 
-def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[Any, dict[str, Tensor], tuple[Any, ...]]:
+def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any, dict[str, Tensor]], tuple[Any, ...]]:
     aliases: dict[int, Tensor] = {}
 
     def alias(leaf: Tensor) -> Tensor:
@@ -101,16 +181,24 @@ def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[Any, dict
 
     trees = tuple({key: alias(leaf) for key, leaf in tree.items()} for tree in split.params)
     named = {name: trees[s][key] for name, home in split.homes.items() for kind, s, key in home.owners[:1] if kind == "params"}  # fmt: skip
+    given = _copied(state)
     with torch.enable_grad(), _seeded(x):
-        out = apply(split.stages, trees, x, state=state, train=train)
+        out = apply(split.stages, trees, x, state=given, train=train)
         first: dict[int, str] = {}
         unique = {name: leaf for name, leaf in named.items() if first.setdefault(id(leaf), name) == name}
         gradients = _gradients(_objective(out.y, split.loss), unique)
+    writes = [name for old, new in zip(state, given, strict=True) for name in old or () if not torch.equal(old[name].nan_to_num(), new[name].nan_to_num())]  # fmt: skip
+    if writes:
+        raise PlanError(f"the forward writes into its buffers {writes} by an operation that does not say so; cut without tracing (split without example=), or write the stage yourself")  # fmt: skip
     after = tuple(
         part.commit(own, (stats,)) if part.commit is not None and train else own
         for part, own, stats in zip(split.stages, state, out.stats, strict=True)
     )
-    return map_leaves(_plain, out.y), gradients, after
+    return (map_leaves(_plain, out.y), gradients), after
+
+
+def _copied(state: Any) -> tuple[Any, ...]:
+    return tuple({name: one.clone() for name, one in tree.items()} if tree else tree for tree in state)
 
 
 def _call(own: nn.Module, tensors: dict[str, Tensor], x: Any) -> Any:
@@ -124,11 +212,15 @@ class _seeded:
 
     def __init__(self, x: Any) -> None:
         found = {leaf.device for leaf in flatten(x)[0] if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
-        self.fork = torch.random.fork_rng(devices=sorted(found, key=str))
+        self.devices = sorted(found, key=str)
+        self.fork = torch.random.fork_rng(devices=self.devices)
 
     def __enter__(self) -> None:
         self.fork.__enter__()
-        torch.manual_seed(0)
+        # Not torch.manual_seed: it seeds every device there is, and forgets none.
+        torch.default_generator.manual_seed(0)
+        for device in self.devices:
+            torch.cuda.default_generators[device.index or 0].manual_seed(0)
 
     def __exit__(self, *error: Any) -> None:
         self.fork.__exit__(*error)
@@ -140,7 +232,8 @@ def _objective(y: Any, loss: Callable[[Any, Any], Any] | None) -> Tensor | None:
         return loss(y, None)
     total: Tensor | None = None
     for number, leaf in enumerate(flatten(y)[0]):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
             weights = torch.linspace(0.5, 1.5 + number, max(1, leaf.numel()), dtype=leaf.dtype, device=leaf.device)
             part = (leaf * weights[: leaf.numel()].view(leaf.shape)).sum()
             total = part if total is None else total + part.to(total)
@@ -159,28 +252,50 @@ def _plain(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _differences(wanted: Any, found: Any, what: str) -> list[str]:
-    """Where two trees differ by more than rounding."""
-    a, b = flatten(wanted), flatten(found)
-    if a[1] != b[1]:
-        return [f"{what} is built as {b[1]}, the model's as {a[1]}"]
+def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
+    """Where trees differ by more than rounding: relative to a tensor's largest number, or 1e-3 of the largest of all."""
     out: list[str] = []
-    for name, left, right in zip(locations(wanted, what), a[0], b[0], strict=True):
-        if not isinstance(left, Tensor) or not isinstance(right, Tensor):
-            if left is None and isinstance(right, Tensor) and not right.count_nonzero():
-                continue
-            if right is None and isinstance(left, Tensor) and not left.count_nonzero():
-                continue
-            if type(left) is not type(right) or (isinstance(left, (int, float, str, bool)) and left != right):
-                out.append(f"{name} is a {type(right).__name__}, the model's a {type(left).__name__}")
+    pairs: list[tuple[str, Tensor, Tensor]] = []
+    for what, wanted, found in rows:
+        if wanted is None or found is None:  # no gradient, and a gradient of zeros
+            given: Any = found if wanted is None else wanted
+            out += (
+                [f"{what} is {'there' if wanted is None else 'missing'}"]
+                if given is not None and given.count_nonzero()
+                else []
+            )
             continue
-        if left.shape != right.shape or left.dtype != right.dtype:
-            out.append(f"{name} is {right.dtype} {tuple(right.shape)}, the model's {left.dtype} {tuple(left.shape)}")
-        elif not left.dtype.is_floating_point:
-            out += [] if torch.equal(left, right) else [f"{name} differs"]
-        elif left.numel():
-            size = float(left.nan_to_num().abs().max())
-            error = float((left.nan_to_num() - right.nan_to_num()).abs().max())
-            if error > _TOLERANCE.get(left.dtype, 1e-3) * (1.0 + size) or not torch.equal(left.isnan(), right.isnan()):
+        a, b = flatten(wanted), flatten(found)
+        if a[1] != b[1]:
+            out.append(f"{what} is built as {b[1]}, the model's as {a[1]}")
+            continue
+        for name, left, right in zip(locations(wanted, what), a[0], b[0], strict=True):
+            if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+                plain = isinstance(left, (int, float, str, bool))
+                if type(left) is not type(right) or (plain and left != right):
+                    out.append(f"{name} is {_shown(right)}, the model's {_shown(left)}")
+            elif left.shape != right.shape or left.dtype != right.dtype:
+                out.append(
+                    f"{name} is {right.dtype} {tuple(right.shape)}, the model's {left.dtype} {tuple(left.shape)}"
+                )
+            elif left.is_complex():
+                pairs.append((name, torch.view_as_real(left), torch.view_as_real(right)))
+            elif left.is_floating_point():
+                pairs.append((name, left, right))
+            elif not torch.equal(left, right):
+                out.append(f"{name} differs")
+    sizes = [float(left[left.isfinite()].abs().max()) if left.isfinite().any() else 0.0 for _, left, _ in pairs]
+    least = 1e-3 * max(sizes, default=0.0)
+    for (name, left, right), size in zip(pairs, sizes, strict=True):
+        finite = left.isfinite()
+        if not torch.equal(finite, right.isfinite()) or not torch.equal(left[~finite].nan_to_num(), right[~finite].nan_to_num()):  # fmt: skip
+            out.append(f"{name} has NaN or Inf elsewhere than the model's")
+        elif finite.any():
+            error = float((left[finite] - right[finite]).abs().max())
+            if error > _TOLERANCE.get(left.dtype, 1e-3) * max(size, least) + 1e-30:
                 out.append(f"{name} differs by {error:.2g} where the model's numbers reach {size:.2g}")
     return out
+
+
+def _shown(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)

@@ -632,9 +632,11 @@ def test_models_that_no_way_takes():
 
 def test_example_that_does_not_fit():
     model = net(lambda s, x: s.b(s.a(x)))
-    with pytest.raises(fp.PlanError, match="cannot be traced"):
+    with pytest.raises(fp.PlanError, match="the model itself fails on the example: .*3x5 and 8x8"):
         fp.split(model, 2, example=torch.zeros(3, 5))
-    with pytest.raises(fp.PlanError, match="does not fit the forward of Net: missing a required argument: 'x'"):
+    with pytest.raises(
+        fp.PlanError, match="the model itself fails on the example: TypeError.*unexpected keyword argument 'nothing'"
+    ):
         fp.split(model, 2, example={"nothing": torch.zeros(3, 8)})
 
 
@@ -685,3 +687,203 @@ def test_traced_stages_under_transforms():
     grads = torch.func.grad(lambda params: square(fp.apply(made.stages, params, x, train=True).y))(made.params)
     square(model(x)).backward()
     torch.testing.assert_close(grads[0]["a.weight"], model.a.weight.grad)
+
+
+# -- what a check must not pass ----------------------------------------------------------------------------------------
+
+
+def test_batch_norm_by_hand_is_a_written_buffer():
+    """Its update is one by the mean of what the microbatches wrote; the split's own state stays."""
+
+    def forward(s, x):
+        return s.b(F.batch_norm(s.a(x), s.mean, s.var, None, None, s.training, 0.1))
+
+    model = net(forward, mean=torch.zeros(8), var=torch.ones(8))
+    made = fp.split(model, at=["b"], example=inputs())
+    assert torch.equal(made.state[0]["mean"], model.mean)
+    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=square, devices="cpu")
+    batch = inputs()
+    state = fp.run(plan, made.params, (batch, None), state=made.state).state
+    torch.testing.assert_close(state[0]["mean"], 0.1 * model.a(batch).mean(0))
+    assert not made.state[0]["mean"].any()
+
+
+@pytest.mark.parametrize("kind", ["spectral", "instance"])
+def test_buffers_written_by_operations_that_do_not_say_so(kind):
+    """Power iteration writes by out=, instance norm does not declare its writes."""
+    if kind == "spectral":
+        model = net(lambda s, x: s.b(s.a(x).relu()))
+        nn.utils.parametrizations.spectral_norm(model.a)
+    else:
+        model = net(lambda s, x: s.b(s.n(s.a(x)[:, None]).flatten(1)), n=nn.InstanceNorm1d(1, track_running_stats=True))
+    made = fp.split(model, at=["b"], example=inputs())
+    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=square, devices="cpu")
+    result = fp.run(plan, made.params, (inputs(), None), state=made.state)
+    assert any(not torch.equal(result.state[0][name], old) for name, old in made.state[0].items() if old.dim())
+
+
+def test_a_branch_on_one_row_is_refused_at_run_time():
+    """Export takes one row for no number of rows."""
+    made = fp.split(net(lambda s, x: s.b(s.a(x) * (2.0 if x.shape[0] == 1 else 1.0))), at=["b"], example=inputs())
+    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 3), loss=square, devices="cpu")
+    fp.run(plan, made.params, (inputs(6), None))
+    with pytest.raises(fp.BatchError, match="the trace holds for 2 to"):
+        fp.run(plan, made.params, (inputs(3), None))
+
+
+def test_buffers_that_share_memory():
+    table = torch.zeros(8)
+    model = net(lambda s, x: (s.u.add_(1.0), s.b(s.a(x) + s.v))[1], u=table, v=table.view(8))
+    with pytest.raises(fp.PlanError, match=r"buffers \['u', 'v'\] share memory"):
+        fp.split(model, at=["b"], example=inputs())
+
+
+def test_the_other_mode_is_compared_with_gradients_and_buffers():
+    def counts(s, x):
+        if s.training:
+            s.average.mul_(0.9).add_(x.detach().mean(0))
+        return s.b(s.a(x))
+
+    def detaches(s, x):
+        h = s.a(x)
+        return s.b(h if s.training else h.detach())
+
+    for model in (net(counts, average=torch.zeros(8)), net(detaches)):
+        made = fp.split(model.eval(), at=["b"], example=inputs())
+        plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=square, devices="cpu")
+        with pytest.raises(fp.PlanError, match="traced in evaluation mode"):
+            fp.run(plan, made.params, (inputs(), None), state=made.state)
+
+
+def test_infinite_outputs_hide_nothing():
+    def forward(s, x):
+        s.calls = getattr(s, "calls", 0) + 1
+        y = s.b(s.a(x).detach()) * s.calls
+        mask = torch.eye(8, dtype=torch.bool)[:1].expand_as(y)
+        return {"loss": s.b(s.a(x)).pow(2).mean(), "scores": y.masked_fill(mask, float("-inf"))}
+
+    with pytest.raises(fp.PlanError, match=r"output\['scores'\] differs"):
+        fp.split(net(forward), at=["b"], example=inputs())
+
+
+def test_small_and_complex_gradients_are_compared():
+    def hooked(s, x):
+        h = s.a(x)
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad * 0)
+        return h
+
+    small = net(lambda s, x: {"loss": 1e-6 * s.b(hooked(s, x)).pow(2).mean()}).float()
+    spectrum = net(lambda s, x: torch.fft.fft(s.b(hooked(s, x))))
+    for model, example in ((small, inputs().float()), (spectrum, inputs())):
+        with pytest.raises(fp.PlanError, match="gradient of a.weight"):
+            fp.split(model, at=["b"], example=example)
+
+
+def test_outputs_that_are_words():
+    made = fp.split(net(lambda s, x: {"y": s.b(s.a(x)), "kind": "linear"}), at=["b"], example=inputs(), check=False)
+    plan = fp.make_plan(made.stages, fp.fill_drain(2, 1, backward=False), devices="cpu", train=True)
+    assert fp.run(plan, made.params, inputs()).outputs["kind"] == "linear"
+
+
+def test_hooks_that_a_run_does_not_call():
+    model = net(lambda s, x: s.b(s.a(x)))
+    model.a.weight.register_hook(lambda grad: grad * 0)
+    with pytest.raises(fp.PlanError, match="a.weight has hooks on its gradient"):
+        fp.split(model, at=["b"], example=inputs())
+    model = net(lambda s, x: s.b(s.a(x)))
+    model.register_forward_hook(lambda module, args, y: y * 2)
+    with pytest.raises(fp.PlanError, match="the model itself has forward hooks"):
+        fp.split(model, at=["b"], example=inputs())
+
+
+def test_python_random_numbers():
+    import random
+
+    before = random.getstate()
+    with pytest.raises(fp.PlanError, match="draws with random"):
+        fp.split(net(lambda s, x: s.b(s.a(x) * (random.random() + 1))), at=["b"], example=inputs())
+    assert random.getstate() == before
+
+
+def test_caches_of_the_model_keep_numbers():
+    """A table that is made once is made before the trace, not by it."""
+    tables = {}
+
+    def forward(s, x):
+        table = tables.setdefault("mask", torch.ones(8, 8).tril())
+        return s.b(s.a(x) @ table)
+
+    model = net(forward)
+    same_as_eager(model)
+    assert type(model(inputs())) is torch.Tensor
+    assert type(tables["mask"]) is torch.Tensor
+
+
+def test_from_several_threads():
+    import threading
+
+    failures = []
+
+    def go():
+        try:
+            made = fp.split(net(lambda s, x: s.b(s.a(x).relu())), at=["b"], example=inputs())
+            assert len(made) == 2
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=go) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_batch_norm_that_runs_twice():
+    """One update by all that it saw; in two stages it has none."""
+    model = net(lambda s, x: s.b(s.n(s.a(s.n(s.a(x))))), n=nn.BatchNorm1d(8))
+    made = same_as_eager(model, at=["b"])
+    assert made.stages[0].commit is not None
+    with pytest.raises(fp.PlanError, match=r"batch norm layers \['n'\] run in several stages"):
+        fp.split(model, at={"a@1": "before"}, example=inputs())
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_examples_of_one_row(rows):
+    with pytest.raises(fp.PlanError, match="two rows or more"):
+        fp.split(net(lambda s, x: s.b(s.a(x))), at=["b"], example=inputs(rows))
+
+
+def test_frozen_parameters_have_no_gradient_to_merge():
+    model = net(lambda s, x: s.b(s.a(x)))
+    model.a.requires_grad_(False)
+    made = fp.split(model, at=["b"], example=inputs())
+    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=square, devices="cpu")
+    grads = made.merge(fp.run(plan, made.params, (inputs(), None)).grads)
+    assert sorted(grads) == ["b.bias", "b.weight"]
+
+
+def test_reentrant_checkpoint_and_loose_parameters_are_named():
+    with pytest.raises(fp.PlanError, match="use_reentrant=False"):
+        fp.split(
+            net(lambda s, x: s.b(checkpoint(s.a, x.requires_grad_(), use_reentrant=True))), at=["b"], example=inputs()
+        )
+    model = net(lambda s, x: s.b(s.a(x) * s.loose[0]))
+    model.loose = [nn.Parameter(torch.ones(8))]
+    with pytest.raises(fp.PlanError, match="loose holds parameters that the model does not know"):
+        fp.split(model, at=["b"], example=inputs())
+
+
+def test_autocast_regions_follow_the_device():
+    from funcpipe.models.traced import retarget
+
+    def forward(s, x):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            h = s.a(x)
+        return s.b(h.to(x.dtype))
+
+    made = fp.split(net(forward).float(), at=["b"], example=inputs().float())
+    graph = retarget(made.stages[0].fn.module, torch.device("cpu"), torch.device("meta")).graph
+    region = next(node for node in graph.nodes if "autocast" in str(node.target))
+    assert region.args[0] == "meta"
