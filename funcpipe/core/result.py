@@ -179,13 +179,18 @@ class Timeline:
             last_on[span.device] = span
         span: Span | None = max(self.spans, key=lambda one: one.end)
         path: list[Action] = []
+        seen: set[Action] = set()
         while span is not None:
             path.append(span.action)
             choices = [(one.end, one) for one in [before[span.action]] if one is not None]
+            seen.add(span.action)
             for need in _needs(span.action):
                 other = at.get(need)
                 if other is not None:
                     choices.append((other.end + (self.comm if other.device != span.device else 0.0), other))
+            choices = [
+                one for one in choices if one[1].action not in seen
+            ]  # spans from a file may contradict themselves
             span = max(choices, key=lambda one: one[0])[1] if choices else None
         return tuple(reversed(path))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import funcpipe as fp
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.result import Cost, Span, Timeline
 from funcpipe.core.schedule import Action, Kind
@@ -157,3 +158,10 @@ def test_a_measured_timeline_is_traced_in_real_microseconds() -> None:
     """Seconds, not units."""
     events = Timeline(spans(), 2, unit="s").chrome_trace()["traceEvents"]
     assert [0.0, 2e6, 4e6, 6e6] == [event["ts"] for event in events if event["ph"] == "X"]
+
+
+def test_critical_path_of_spans_that_contradict_themselves():
+    """1F0 before 0F0 on one device: from a file, perhaps; it ends."""
+    first, second = fp.Action(fp.Kind.F, 1, 0), fp.Action(fp.Kind.F, 0, 0)
+    timeline = fp.Timeline((fp.Span(0, 0.0, 1.0, first), fp.Span(0, 1.0, 2.0, second)), 1)
+    assert timeline.critical_path == (first, second)
