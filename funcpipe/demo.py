@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import funcpipe as fp
+from funcpipe.core.errors import bullets
+
+ROWS = 1497
+"""Images to train on."""
 
 FAMILIES: dict[str, Callable[..., fp.Schedule]] = {
     "fill-drain": fp.fill_drain,
@@ -36,7 +41,7 @@ class Options:
     stages: int = 4
     devices: int = 2
     microbatches: int = 8
-    remat: tuple[int, ...] = (0, 1)
+    remat: tuple[int, ...] | None = None
     device: str = "cpu"
     seed: int = 0
     epochs: int = 8
@@ -101,17 +106,45 @@ def digits(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(found.target, dtype=torch.long)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    test, train = order[:300], order[300:]
+    test, train = order[:-ROWS], order[-ROWS:]
     return (images[train], labels[train]), (images[test], labels[test])
+
+
+def refuse(options: Options) -> None:
+    """Say all that is wrong with the options, before any work. Raises FuncpipeError."""
+    counts = {name: getattr(options, name) for name in ("devices", "microbatches", "epochs", "batch")}
+    faults = [f"--{name} is a whole number from 1; got {value}" for name, value in counts.items() if value < 1]
+    if options.batch > ROWS:
+        faults.append(f"--batch is at most {ROWS}, the rows to train on; got {options.batch}")
+    if options.microbatches > options.batch > 0:
+        faults.append(f"--microbatches is at most --batch; got {options.microbatches} for {options.batch} rows")
+    wrong = [stage for stage in options.remat or () if not 0 <= stage < options.stages]
+    if wrong:
+        faults.append(f"--remat names stages 0 to {options.stages - 1}; got {' '.join(map(str, wrong))}")
+    if not 0 <= options.seed < 2**63:
+        faults.append(f"--seed is a whole number from 0 to 2**63 - 1; got {options.seed}")
+    for name, file in (("trace", options.trace), ("report", options.report)):
+        if file is not None and (not file or Path(file).is_dir()):
+            faults.append(f"--{name} is a file; got {file!r}")
+        elif file is not None and not Path(file).absolute().parent.is_dir():
+            faults.append(f"--{name} {file} cannot be written: there is no folder {Path(file).parent}")
+    try:
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:  # no such word; torch was built without it
+        faults.append(f"--device {options.device}: {str(error).splitlines()[0]}")
+    if faults:
+        raise fp.FuncpipeError(faults[0] if len(faults) == 1 else bullets("the demo cannot run:", faults))
 
 
 def main(options: Options) -> float:
     """Train, test, draw, prove. Returns the accuracy on the test images."""
+    refuse(options)
     devices = tuple(options.device for _ in range(options.devices))
     family = FAMILIES[options.schedule]
     schedule = family(options.stages, options.microbatches, num_devices=options.devices)
-    if options.remat:
-        schedule = fp.remat(schedule, keep=lambda action: action.stage not in options.remat)
+    again = (0, 1) if options.remat is None else options.remat
+    if again:
+        schedule = fp.remat(schedule, keep=lambda action: action.stage not in again)
     torch.manual_seed(options.seed)
     stages, params, state = network(options.stages)
     plan = fp.make_plan(stages, schedule, devices=devices, loss=F.cross_entropy)
@@ -215,7 +248,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", type=int, choices=[1, 2, 4], default=defaults.stages, help="default: %(default)s")
     parser.add_argument("--devices", type=int, default=defaults.devices, help="lanes; default: %(default)s")
     parser.add_argument("--microbatches", type=int, default=defaults.microbatches, help="default: %(default)s")
-    parser.add_argument("--remat", type=int, nargs="*", default=list(defaults.remat), metavar="STAGE",
+    parser.add_argument("--remat", type=int, nargs="*", metavar="STAGE",
                         help="stages whose residuals are computed again; none: --remat; default: 0 1")  # fmt: skip
     parser.add_argument("--device", default=defaults.device, help="torch device of every lane; default: %(default)s")
     parser.add_argument("--seed", type=int, default=defaults.seed, help="default: %(default)s")

@@ -1,12 +1,13 @@
-"""The published schedules, all from one formula: warmup, steady, cooldown.
+"""The published schedules on a line or a loop, all from one formula: warmup, steady, cooldown.
 
 A device has a list of forwards and a list of backwards. It runs a few forwards (warmup), then one forward and one
 backward in turn (steady), then the backwards that are left (cooldown). What differs is how stages are placed, how the
 lists are ordered, how long the warmup is, and whether weight gradients are held back. Every family visits microbatches
 in ascending order, so all of them accumulate gradients alike and agree bit for bit.
 
-Sources: GPipe (arXiv 1811.06965), PipeDream-Flush / DAPPLE for 1F1B (arXiv 2006.09503, 2007.01045), Megatron-LM for
-interleaved (arXiv 2104.04473), breadth-first (arXiv 2211.05953), zero bubble (arXiv 2401.10241).
+Sources: GPipe (arXiv 1811.06965), PipeDream-Flush / DAPPLE for 1F1B (arXiv 2006.09503, 2007.01045), eager 1F1B (arXiv
+2211.05322), Megatron-LM for interleaved (arXiv 2104.04473), breadth-first (arXiv 2211.05953), zero bubble (arXiv
+2401.10241).
 """
 
 from __future__ import annotations
@@ -103,6 +104,32 @@ def one_f_one_b(num_stages: int, num_microbatches: int, *, num_devices: int | No
     return Schedule(tuple(orders), "1F1B")
 
 
+def eager_one_f_one_b(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+    """Eager 1F1B (arXiv 2211.05322): 1F1B with twice the warmup, so that copies between devices keep nobody waiting.
+
+    Device d holds at most ``min(M, 2 (D - d) - 1)`` residuals of each of its stages; the bubble of 1F1B where copies
+    take no time, and less where they do.
+
+    >>> print(eager_one_f_one_b(2, 3))
+    0F0 0F1 0F2 0B0 0B1 0B2
+    1F0 1B0 1F1 1B1 1F2 1B2
+
+    Args:
+        num_stages: how many stages, S.
+        num_microbatches: how many microbatches, M.
+        num_devices: how many devices, D; S by default. Fewer devices run neighbouring stages (blocks) each.
+
+    Raises:
+        ScheduleError: a count that is not positive, or more devices than stages.
+    """
+    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices)
+    orders = [
+        weave(*_straight(block, microbatches), warmup=2 * (devices - 1 - device), size=len(block))
+        for device, block in enumerate(_blocks(stages, devices))
+    ]
+    return Schedule(tuple(orders), "eager-1F1B")
+
+
 def looped_bfs(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
     """Breadth-first over looped stages: all microbatches through a stage, then the device's next stage.
 
@@ -189,8 +216,43 @@ def zero_bubble(num_stages: int, num_microbatches: int, *, num_devices: int | No
     return Schedule(tuple(orders), "ZB-H1" if chunks == 1 else "interleaved-ZB")
 
 
+def zb_h2(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+    """Zero bubble ZB-H2 (arXiv 2401.10241, figure 3): a longer warmup fills the bubble, at twice the memory of 1F1B.
+
+    Span ``M (F + I + W) + (D - 1)(F + I - 2 W)`` while that bracket is positive: nothing is left where F = I = W. The
+    makespan is ``M (F + I + W) + (D - 1) F`` then, the least that a line of stages allows. Device d holds at most
+    ``2 (D - d) - 1`` residuals and what I leaves of 2 d more.
+
+    >>> print(zb_h2(2, 3))
+    0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
+    1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
+
+    Args:
+        num_stages: how many stages, S.
+        num_microbatches: how many microbatches, M.
+        num_devices: how many devices, D; S by default. Fewer devices run neighbouring stages (blocks) each.
+
+    Raises:
+        ScheduleError: a count that is not positive, or more devices than stages.
+    """
+    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices)
+    orders: list[tuple[Action, ...]] = []
+    for device, block in enumerate(_blocks(stages, devices)):
+        forwards, inputs = _straight(block, microbatches, Kind.I)
+        weights = [Action(Kind.W, stage, microbatch) for _, stage, microbatch in inputs]
+        warmup, delay = 2 * (devices - 1 - device), 2 * device
+        orders.append(weave(forwards, inputs, warmup=warmup, size=len(block), weights=weights, delay=delay))
+    return Schedule(tuple(orders), "ZB-H2")
+
+
 def _counts(
-    num_stages: int, num_microbatches: int, num_devices: int | None, *, looped: bool = False, share: int = 1
+    num_stages: int,
+    num_microbatches: int,
+    num_devices: int | None,
+    *,
+    looped: bool = False,
+    folded: bool = False,
+    share: int = 1,
 ) -> tuple[int, int, int]:
     """The counts as ints; every fault of them in one message.
 
@@ -217,6 +279,9 @@ def _counts(
     elif looped and stages > 0 and devices > 0 and stages % devices:
         divisors = [d for d in range(1, stages + 1) if stages % d == 0]
         faults.append(f"looped stages are spread evenly, so num_devices divides num_stages; got {stages} stages on {devices} devices; take num_devices from {divisors}")  # fmt: skip
+    elif folded and stages > 0 and devices > 0 and stages != 2 * devices:
+        mend = f"take num_devices={stages // 2}" if stages % 2 == 0 else f"take num_stages={stages + 1}"
+        faults.append(f"a V has two stages a device, so num_stages is twice num_devices; got {stages} stages on {devices} devices; {mend}")  # fmt: skip
     if faults:
         raise ScheduleError(bullets("no such schedule:", faults))
     return stages, found["num_microbatches"], devices
@@ -229,10 +294,10 @@ def _blocks(stages: int, devices: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(starts)]
 
 
-def _straight(block: range, microbatches: int) -> tuple[list[Action], list[Action]]:
-    """Forwards and backwards of a block of stages, microbatch by microbatch."""
+def _straight(block: range, microbatches: int, backward: Kind = Kind.B) -> tuple[list[Action], list[Action]]:
+    """Forwards and backwards (B, or I) of a block of stages, microbatch by microbatch."""
     forwards = [Action(Kind.F, s, m) for m in range(microbatches) for s in block]
-    backwards = [Action(Kind.B, s, m) for m in range(microbatches) for s in reversed(block)]
+    backwards = [Action(backward, s, m) for m in range(microbatches) for s in reversed(block)]
     return forwards, backwards
 
 

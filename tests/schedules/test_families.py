@@ -12,14 +12,24 @@ from hypothesis import strategies as st
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.check import check
-from funcpipe.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, weave, zero_bubble
+from funcpipe.schedules.families import (
+    eager_one_f_one_b,
+    fill_drain,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    weave,
+    zb_h2,
+    zero_bubble,
+)
 from funcpipe.schedules.remat import remat
 
 random_sizes = settings(deadline=None, database=None, max_examples=60)
 
-BLOCKS = [fill_drain, one_f_one_b]
+BLOCKS = [fill_drain, one_f_one_b, eager_one_f_one_b, zb_h2]
 LOOPS = [looped_bfs, interleaved, zero_bubble]
 FAMILIES = BLOCKS + LOOPS
+SPLIT = [zero_bubble, zb_h2]
 Family = Callable[..., Schedule]
 
 
@@ -64,7 +74,7 @@ def test_loops_put_stage_s_on_device_s_mod_d(family: Family, devices: int, chunk
 def test_every_stage_runs_every_microbatch_with_one_kind_of_backward(family: Family, stages: int, count: int) -> None:
     """Zero-bubble splits every backward, the others none."""
     found = Counter(action.kind for order in family(stages, count).orders for action in order)
-    kinds = [Kind.F, Kind.I, Kind.W] if family is zero_bubble else [Kind.F, Kind.B]
+    kinds = [Kind.F, Kind.I, Kind.W] if family in SPLIT else [Kind.F, Kind.B]
     assert dict.fromkeys(kinds, stages * count) == found
 
 
@@ -84,7 +94,7 @@ def test_one_stage_takes_its_turn_microbatch_by_microbatch() -> None:
     """Every family degenerates to the plain loop on one device."""
     assert "0F0 0B0 0F1 0B1" == str(one_f_one_b(1, 2)) == str(interleaved(1, 2))
     assert "0F0 0F1 0B0 0B1" == str(fill_drain(1, 2)) == str(looped_bfs(1, 2))
-    assert "0F0 0I0 0W0 0F1 0I1 0W1" == str(zero_bubble(1, 2))
+    assert "0F0 0I0 0W0 0F1 0I1 0W1" == str(zero_bubble(1, 2)) == str(zb_h2(1, 2))
 
 
 @pytest.mark.parametrize(("stages", "devices"), [(1, 1), (2, 1), (4, 2), (6, 3), (3, 3), (5, 5)])
@@ -96,7 +106,7 @@ def test_loops_have_two_stages_a_device_by_default_where_that_divides(
     assert family(stages, 3, num_devices=devices) == family(stages, 3)
 
 
-@pytest.mark.parametrize("family", [fill_drain, one_f_one_b, zero_bubble])
+@pytest.mark.parametrize("family", [*BLOCKS, zero_bubble])
 def test_other_families_have_one_stage_a_device_by_default(family: Family) -> None:
     """num_devices=None is num_devices=num_stages."""
     assert family(6, 4, num_devices=6) == family(6, 4)
@@ -106,7 +116,9 @@ def test_families_are_named_for_pictures() -> None:
     """The published names, by family and by what was asked for."""
     made = [fill_drain(2, 2), fill_drain(2, 2, backward=False), one_f_one_b(2, 2), looped_bfs(4, 2), interleaved(4, 2)]
     made += [zero_bubble(2, 2), zero_bubble(4, 2, num_devices=2), remat(one_f_one_b(2, 2))]
+    made += [eager_one_f_one_b(2, 2), zb_h2(2, 2)]
     names = ["fill-drain", "forward-only", "1F1B", "looped-BFS", "interleaved", "ZB-H1", "interleaved-ZB", "1F1B+remat"]
+    names += ["eager-1F1B", "ZB-H2"]
     assert names == [schedule.name for schedule in made]
 
 
@@ -194,7 +206,7 @@ def test_remat_puts_r_just_before_the_first_backward_of_what_is_not_kept(
     for before, after in zip(plain.orders, again.orders, strict=True):
         assert list(before) == [action for action in after if action.kind is not Kind.R]
         followers = {(a.stage, a.microbatch, b.kind) for a, b in itertools.pairwise(after) if a.kind is Kind.R}
-        first = Kind.I if family is zero_bubble else Kind.B
+        first = Kind.I if family in SPLIT else Kind.B
         stages_here = {action.stage for action in before}
         assert {(s, m, first) for s in stages_here for m in range(count) if m not in kept} == followers
 
@@ -218,7 +230,7 @@ def test_remat_twice_is_refused() -> None:
         remat(remat(one_f_one_b(2, 2)))
 
 
-@pytest.mark.parametrize("family", [fill_drain, one_f_one_b, looped_bfs, interleaved, zero_bubble])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_fault_of_the_counts_is_named(family: Family) -> None:
     """Also those of num_devices, where the other counts are wrong; nothing that was not given."""
     with pytest.raises(ScheduleError) as error:

@@ -12,8 +12,17 @@ import pytest
 
 from funcpipe.core.schedule import Schedule
 from funcpipe.schedules.check import check
-from funcpipe.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
+from funcpipe.schedules.families import (
+    eager_one_f_one_b,
+    fill_drain,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    zb_h2,
+    zero_bubble,
+)
 from funcpipe.schedules.remat import remat
+from funcpipe.schedules.v_shape import dualpipe_v, v_half, v_min, zbv
 
 FOLDER = Path(__file__).parents[1] / "golden"
 WRITE = os.environ.get("FUNCPIPE_GOLDEN") == "write"
@@ -51,6 +60,12 @@ CASES: dict[Callable[..., Schedule], list[Sizes]] = {
     looped_bfs: [(4, 2, 2), (6, 4, 2), (6, 5, 3)],
     interleaved: [(4, 2, 2), (8, 8, 4), (6, 7, 2)],
     zero_bubble: [(2, 3), (4, 8), (8, 6, 4)],
+    eager_one_f_one_b: [(2, 3), (4, 8), (5, 6, 2)],
+    zb_h2: [(2, 3), (4, 8), (5, 6, 2)],
+    zbv: [(4, 3), (8, 8), (6, 2)],
+    dualpipe_v: [(4, 4), (6, 7), (8, 10)],
+    v_half: [(4, 3), (6, 6), (8, 8)],
+    v_min: [(4, 3), (6, 6), (8, 8)],
     fill_drain_remat_except_last: [(1, 3), (3, 4), (4, 2, 2)],
     one_f_one_b_remat: [(2, 3), (4, 6), (4, 3, 2)],
     zero_bubble_remat: [(2, 3), (4, 6), (4, 4, 2)],

@@ -1,0 +1,343 @@
+"""Schedules, costs and timelines as files: JSON with a version, and the CSV of torch.distributed.pipelining.
+
+What is written is read back equal. What is read may come from anywhere: it is data and never code, it is read in one
+pass, and everything wrong with it is said at once, with its place. The text form is `Schedule.parse` and `str`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.result import Cost, Span, Timeline
+from funcpipe.core.schedule import _ACTION, Action, Kind, Schedule
+from funcpipe.schedules.check import check
+
+VERSION = 1
+"""Of the JSON; a reader refuses any other."""
+
+_MOST = 10**6
+"""Stages, microbatches and devices of a file are fewer: what walks over them stays quick whatever the file says."""
+_MOST_FAULTS = 20
+_MOST_LETTERS = 200
+_KINDS = {kind.value: kind for kind in Kind}
+_COMMS = re.compile(r"[0-9]+(?:(?:SEND|RECV)_[FB][0-9]+|(?:UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*)")
+_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+
+Fault = Callable[[str], None]
+"""Takes note of something wrong, ``place: what``."""
+
+
+def to_json(thing: Schedule | Cost | Timeline) -> str:
+    """A schedule, a cost or a timeline as JSON; `from_json` gives back an equal one.
+
+    >>> from funcpipe.schedules.families import one_f_one_b
+    >>> print(to_json(one_f_one_b(2, 2)))
+    {
+     "funcpipe": "schedule",
+     "version": 1,
+     "name": "1F1B",
+     "orders": [
+      "0F0 0F1 0B0 0B1",
+      "1F0 1B0 1F1 1B1"
+     ]
+    }
+
+    Args:
+        thing: what to write. Of a plan, its ``schedule``.
+
+    Raises:
+        ScheduleError: it is none of these, or holds what JSON or a reader has no place for: NaN, indices below 0, names
+            that do not print.
+    """
+    if not isinstance(thing, (Schedule, Cost, Timeline)):
+        hint = "; of a plan: fp.to_json(plan.schedule)" if hasattr(thing, "schedule") else ""
+        raise ScheduleError(f"to_json takes a Schedule, a Cost or a Timeline; got a {type(thing).__name__}{hint}")
+    if isinstance(thing, Schedule):
+        words = [" ".join(map(str, order)) for order in thing.orders]
+        fields: dict[str, Any] = {"name": thing.name, "orders": words}
+    elif isinstance(thing, Cost):
+        fields = {name: getattr(thing, name) for name in thing.__dataclass_fields__}
+    else:
+        fields = {name: getattr(thing, name) for name in ("name", "unit", "num_devices", "comm", "peak")}
+        fields["spans"] = [[device, start, end, str(action)] for device, start, end, action in thing.spans]
+    try:
+        text = _page({"funcpipe": type(thing).__name__.lower(), "version": VERSION, **fields})
+    except (TypeError, ValueError) as error:
+        raise ScheduleError(f"this {type(thing).__name__} has no JSON: {error}") from None
+    from_json(text)  # nothing is written that could not be read
+    return text
+
+
+def from_json(text: str) -> Schedule | Cost | Timeline:
+    """Read what `to_json` wrote, or a person.
+
+    The text may be hostile: nesting, numbers, sizes and names are bounded, unknown and repeated fields are refused.
+    Whether a schedule is legal is for `check`, which `make_plan` and `simulate` call.
+
+    >>> from_json('{"funcpipe": "schedule", "version": 1, "orders": ["0F0 0B0"]}')
+    <Schedule custom: 1 stages, 1 microbatches, 1 devices>
+    >>> from_json('{"funcpipe": "cost", "version": 1, "forward": [1, 2]}').forward
+    (1, 2)
+
+    Args:
+        text: the JSON. Left-out fields of a cost have the defaults of `Cost`.
+
+    Raises:
+        ScheduleError: it is no such JSON; every fault is named with its place.
+    """
+    data = _loads(text)
+    kind, version = data.pop("funcpipe", None), data.pop("version", None)
+    read = _READERS.get(kind) if isinstance(kind, str) else None
+    if read is None:
+        raise ScheduleError(f'"funcpipe" says what this is, one of {", ".join(_READERS)}; got {_shown(kind)}')
+    if type(version) is not int or version != VERSION:
+        raise ScheduleError(f'"version" is {VERSION}, the only one that this funcpipe reads; got {_shown(version)}')
+    faults: list[str] = []
+    thing = read(data, faults.append)
+    _refuse(f"this is no {kind} that funcpipe reads:", faults)
+    assert thing is not None
+    return thing
+
+
+def to_torch_csv(schedule: Schedule) -> str:
+    """The schedule in the format of torch.distributed.pipelining: a row for each rank, ``0F0,0F1,0B0,0B1``.
+
+    torch loads it as a "compute_only" schedule, and adds its sends and receives. Rank d has the stages of device d.
+
+    >>> from funcpipe.schedules.families import zero_bubble
+    >>> print(to_torch_csv(zero_bubble(2, 2)), end="")
+    0F0,0F1,0I0,0W0,0I1,0W1
+    1F0,1I0,1F1,1I1,1W0,1W1
+
+    Args:
+        schedule: a legal schedule with backwards and without R.
+
+    Raises:
+        ScheduleError: torch could not run it.
+    """
+    check(schedule)
+    faults: list[str] = []
+    if not schedule.has_backward:
+        faults.append("it has no backwards: torch has no schedules that only evaluate (there: `schedule.eval`)")
+    if any(action.kind is Kind.R for order in schedule.orders for action in order):
+        faults.append("it has R: torch's schedules have no remat; write the schedule as it was before `fp.remat`, and checkpoint inside the stages")  # fmt: skip
+    _refuse(f"torch.distributed.pipelining cannot run schedule {schedule.name!r}:", faults)
+    return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)
+
+
+def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
+    """Read a schedule that torch.distributed.pipelining or a tool for it wrote, "compute_only" or "compute_comms".
+
+    What torch says of sends, receives, sharding and reductions is left out: a plan derives all of it. An overlapped
+    pair is read as its two actions, one after the other. Empty cells are waits, which are no actions here.
+
+    >>> print(from_torch_csv("0F0,0SEND_F0,,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))
+    0F0 0B0
+    1F0 1B0
+
+    Args:
+        text: the CSV, a row for each rank.
+        name: of the schedule.
+
+    Raises:
+        ScheduleError: some cells are no actions; each is named with its row. Whether the schedule is legal is for
+            `check`.
+    """
+    if not isinstance(text, str):
+        raise ScheduleError(f"from_torch_csv takes text; got a {type(text).__name__}")
+    faults: list[str] = []
+    known: dict[str, Action] = {}
+    orders: list[tuple[Action, ...]] = []
+    for row, line in enumerate(text.rstrip().split("\n"), 1):
+        words: list[str] = []
+        for cell in map(str.strip, line.split(",")):
+            pair = _PAIR.fullmatch(cell)
+            if pair:
+                words += pair.groups()
+            elif cell and not _COMMS.fullmatch(cell):
+                words.append(cell)
+        orders.append(_actions(words, f"row {row}", known=known, fault=faults.append))
+    _refuse("this is no schedule of torch.distributed.pipelining:", faults)
+    return Schedule(tuple(orders), name)
+
+
+def _page(fields: Mapping[str, Any]) -> str:
+    """JSON with a line for each field, and for each row of a long one: such files can be compared line by line."""
+    lines: list[str] = []
+    for key, value in fields.items():
+        if key in ("orders", "spans") and value:
+            rows = ",\n  ".join(json.dumps(row, allow_nan=False) for row in value)
+            lines.append(f'"{key}": [\n  {rows}\n ]')
+        else:
+            lines.append(f'"{key}": {json.dumps(value, allow_nan=False)}')
+    return "{\n " + ",\n ".join(lines) + "\n}"
+
+
+def _loads(text: str) -> dict[str, Any]:
+    """The object that the text is, without repeated keys, long numbers, NaN."""
+    if not isinstance(text, str):
+        raise ScheduleError(f"from_json takes text; got a {type(text).__name__}; of a file: Path(...).read_text()")
+    try:
+        data = json.loads(text, object_pairs_hook=_once, parse_int=_integer, parse_constant=_constant)
+    except RecursionError:
+        raise ScheduleError("this JSON is nested too deep") from None
+    except ValueError as error:
+        raise ScheduleError(f"this is no JSON that funcpipe reads: {error}") from None
+    if not isinstance(data, dict):
+        raise ScheduleError(f'this JSON is no object {{"funcpipe": ...}}; got {_shown(data)}')
+    return data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"field {_shown(next(key for key in keys if keys.count(key) > 1))} stands twice")
+    return found
+
+
+def _integer(text: str) -> int:
+    if len(text) > 18:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _constant(text: str) -> Any:
+    raise ValueError(f"{text} is no number in JSON")
+
+
+def _schedule(data: dict[str, Any], fault: Fault) -> Schedule:
+    _fields(data, need=("orders",), may=("name",), fault=fault)
+    known: dict[str, Action] = {}
+    orders: list[tuple[Action, ...]] = []
+    for at, row in enumerate(_list(data.get("orders", []), "orders", fault)):
+        if isinstance(row, str):
+            orders.append(_actions(row.split(), f"orders[{at}]", known=known, fault=fault))
+        else:
+            fault(f'orders[{at}]: a text like "0F0 0B0"; got {_shown(row)}')
+    return Schedule(tuple(orders), _label(data.get("name", "custom"), "name", fault))
+
+
+def _cost(data: dict[str, Any], fault: Fault) -> Cost | None:
+    names = tuple(Cost.__dataclass_fields__)
+    _fields(data, need=(), may=names, fault=fault)
+    fields: dict[str, Any] = {}
+    sound = True
+    for name in names:
+        value = data.get(name)
+        optional = value is None and (name not in data or name in ("backward", "remat"))
+        for one in value if isinstance(value, list) and name != "comm" else (value,):
+            if not optional and not _is_number(one):
+                fault(f"{name}: a number from 0{', or a list of them' * (name != 'comm')}; got {_shown(one)}")
+                sound = False
+                break
+        if name in data:
+            fields[name] = tuple(value) if isinstance(value, list) else value
+    return Cost(**fields) if sound else None
+
+
+def _timeline(data: dict[str, Any], fault: Fault) -> Timeline | None:
+    _fields(data, need=("num_devices", "spans"), may=("name", "unit", "comm", "peak"), fault=fault)
+    devices, comm = data.get("num_devices", 0), data.get("comm", 0.0)
+    if not _is_index(devices):
+        fault(f"num_devices: a whole number from 0 to {_MOST - 1}; got {_shown(devices)}")
+        return None
+    if not _is_number(comm):
+        fault(f"comm: a number from 0; got {_shown(comm)}")
+    peak = _list(data.get("peak", []), "peak", fault)
+    if not all(map(_is_number, peak)) or len(peak) not in (0, devices):
+        fault(f"peak: a number from 0 for each of {devices} devices, or []; got {_shown(peak)}")
+    known: dict[str, Action] = {}
+    seen: set[Action] = set()
+    spans: list[Span] = []
+    for at, row in enumerate(_list(data.get("spans", []), "spans", fault)):
+        sound = isinstance(row, list) and len(row) == 4 and _is_index(row[0]) and row[0] < devices
+        if not (sound and _is_number(row[1]) and _is_number(row[2]) and row[1] <= row[2] and isinstance(row[3], str)):
+            fault(f'spans[{at}]: [device, start, end, "2F0"] with a device below {devices}, 0 <= start <= end; got {_shown(row)}')  # fmt: skip
+            continue
+        for action in _actions([row[3]], f"spans[{at}]", known=known, fault=fault):
+            if action in seen:
+                fault(f"spans[{at}]: {action} stands twice")
+            seen.add(action)
+            spans.append(Span(row[0], row[1], row[2], action))
+    name, unit = (_label(data.get(key, default), key, fault) for key, default in (("name", ""), ("unit", "units")))
+    return Timeline(tuple(spans), devices, tuple(peak), unit, comm, name)
+
+
+_READERS: Mapping[str, Callable[[dict[str, Any], Fault], Schedule | Cost | Timeline | None]] = {
+    "schedule": _schedule,
+    "cost": _cost,
+    "timeline": _timeline,
+}
+
+
+def _fields(data: dict[str, Any], *, need: Sequence[str], may: Sequence[str], fault: Fault) -> None:
+    """Every field that is needed, and no other than may be there."""
+    for name in need:
+        if name not in data:
+            fault(f"{name}: missing")
+    for name in data:
+        if name not in need and name not in may:
+            fault(f"{_shown(name)}: no such field; there are {', '.join((*need, *may))}")
+
+
+def _actions(words: Sequence[str], place: str, *, known: dict[str, Action], fault: Fault) -> tuple[Action, ...]:
+    """The actions that the words are. A file repeats few words often; each is read once."""
+    found: list[Action] = []
+    for word in words:
+        action = known.get(word)
+        if action is None:
+            match = _ACTION.fullmatch(word)
+            if match is None:
+                fault(f"{place}: {_shown(word)} is no action; write stage, one of F B I W R, microbatch, as in 2F0")
+                continue
+            action = Action(_KINDS[match[2]], int(match[1]), int(match[3]))
+            if not (_is_index(action.stage) and _is_index(action.microbatch)):
+                fault(f"{place}: {word}: stages and microbatches are below {_MOST}")
+                continue
+            known[word] = action
+        found.append(action)
+    return tuple(found)
+
+
+def _list(value: Any, place: str, fault: Fault) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    fault(f"{place}: a list; got {_shown(value)}")
+    return []
+
+
+def _label(value: Any, place: str, fault: Fault) -> str:
+    """A name for pictures, never of a file; short, and nothing in it moves a terminal's cursor."""
+    if isinstance(value, str) and len(value) <= _MOST_LETTERS and value.isprintable():
+        return value
+    fault(f"{place}: a text of at most {_MOST_LETTERS} letters that print; got {_shown(value)}")
+    return ""
+
+
+def _is_index(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < float("inf")
+
+
+def _shown(value: Any) -> str:
+    """The start of a value, on one line. Of a list or an object only its kind: its repr may be as long as the file."""
+    if isinstance(value, (list, dict)):
+        value = value[:4] if isinstance(value, list) else list(value)[:4]
+        flat = [type(one).__name__ if isinstance(one, (list, dict)) else _shown(one) for one in value]
+        return f"[{', '.join(flat)}, ...]"
+    text = repr(value[:40] if isinstance(value, str) else value)
+    return text if len(text) <= 44 else text[:40] + "..."
+
+
+def _refuse(title: str, faults: list[str]) -> None:
+    if faults:
+        more = len(faults) - _MOST_FAULTS
+        raise ScheduleError(bullets(title, faults[:_MOST_FAULTS] + [f"and {more} more"] * (more > 0)))
