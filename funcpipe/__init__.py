@@ -7,6 +7,8 @@ of that one program. The names here are the public ones; the rooms below are not
 from __future__ import annotations
 
 from funcpipe.core.compose import compose as compose
+from funcpipe.core.cost import Cost as Cost
+from funcpipe.core.cost import Skip as Skip
 from funcpipe.core.errors import BatchError as BatchError
 from funcpipe.core.errors import DrawError as DrawError
 from funcpipe.core.errors import FuncpipeError as FuncpipeError
@@ -22,7 +24,6 @@ from funcpipe.core.plan import Role as Role
 from funcpipe.core.plan import Task as Task
 from funcpipe.core.plan import TaskKind as TaskKind
 from funcpipe.core.plan import Value as Value
-from funcpipe.core.result import Cost as Cost
 from funcpipe.core.result import Loss as Loss
 from funcpipe.core.result import Result as Result
 from funcpipe.core.result import Span as Span
@@ -35,6 +36,8 @@ from funcpipe.core.stage import Stage as Stage
 from funcpipe.core.stage import stage as stage
 from funcpipe.core.tree import leaves as leaves
 from funcpipe.core.tree import named_leaves as named_leaves
+from funcpipe.lab.search import Found as Found
+from funcpipe.lab.search import search as search
 from funcpipe.lower.plan import make_plan as make_plan
 from funcpipe.models.balance import Balance as Balance
 from funcpipe.models.balance import balance as balance
@@ -57,6 +60,9 @@ from funcpipe.pipe.memory import LayerMemory as LayerMemory
 from funcpipe.pipe.memory import Memory as Memory
 from funcpipe.pipe.memory import memory as memory
 from funcpipe.pipe.pipe import Pipe as Pipe
+from funcpipe.pipe.plan_for import Choice as Choice
+from funcpipe.pipe.plan_for import Tried as Tried
+from funcpipe.pipe.plan_for import plan_for as plan_for
 from funcpipe.pipe.profile import profile as profile
 from funcpipe.pipe.split import split as split
 from funcpipe.runtime.apply import apply as apply
@@ -87,6 +93,8 @@ from funcpipe.schedules.formats import from_json as from_json
 from funcpipe.schedules.formats import from_torch_csv as from_torch_csv
 from funcpipe.schedules.formats import to_json as to_json
 from funcpipe.schedules.formats import to_torch_csv as to_torch_csv
+from funcpipe.schedules.offload import always as always
+from funcpipe.schedules.offload import offload as offload
 from funcpipe.schedules.remat import never as never
 from funcpipe.schedules.remat import remat as remat
 from funcpipe.schedules.v_shape import dualpipe_v as dualpipe_v

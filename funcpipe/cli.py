@@ -1,48 +1,36 @@
-"""The command line: look at schedules, compare them, convert them; and the demo."""
+"""The command line: look at schedules, compare them, search for them, convert them; and the demo."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal
 
 import funcpipe as fp
+from funcpipe.cli_words import (
+    COST,
+    FAMILIES,
+    SOURCE,
+    SUFFIXES,
+    as_cost,
+    as_count,
+    as_index,
+    as_limits,
+    as_placement,
+    as_positive,
+    bounded,
+    line,
+    read,
+    source,
+    writable,
+)  # fmt: skip
 
-FAMILIES: Mapping[str, Callable[..., fp.Schedule]] = {
-    "fill-drain": fp.fill_drain,
-    "1f1b": fp.one_f_one_b,
-    "eager-1f1b": fp.eager_one_f_one_b,
-    "looped-bfs": fp.looped_bfs,
-    "interleaved": fp.interleaved,
-    "zero-bubble": fp.zero_bubble,
-    "zb-h2": fp.zb_h2,
-    "zbv": fp.zbv,
-    "v-half": fp.v_half,
-    "v-min": fp.v_min,
-    "dualpipe-v": fp.dualpipe_v,
-}
-_MOST = 10**6
-"""Actions of a kind: more are a slip of the fingers, and would take minutes."""
-_SUFFIXES = ".json, .csv (of torch.distributed.pipelining) or .txt (a line for each device)"
-_SOURCE = f"""\
-SCHEDULE is a family, which then needs --stages and --microbatches, or a file.
-  families: {", ".join(FAMILIES)}
-  files:    {_SUFFIXES}
-"""
-_COST = """\
-Costs are times in one unit of your choice, and memory in another. What is not given is 1; weight_residual .5, comm 0.
-  forward, backward_input, backward_weight   time of F, I and W
-  backward                                   time of B; given without I and W, these take half of it each
-  remat, comm                                time of R (else as F); of one hop between devices
-  residual, weight_residual                  memory from F to B or I; what I leaves until W
-A file has a number for each stage: {"funcpipe": "cost", "version": 1, "forward": [1, 1, 1, 2]}. What fp.profile
-measured goes into one with fp.to_json.
-"""
+_PICTURES = (".svg", ".html", ".htm")
+_SCHEDULES = (".json", ".csv", ".txt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,9 +76,9 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     one = command("draw", _draw, "draw a schedule: who does what when", f"""\
-{_SOURCE}            a .json may also hold a timeline, fp.to_json(result.timeline)
+{SOURCE}            a .json may also hold a timeline, fp.to_json(result.timeline)
 
-{_COST}
+{COST}
 examples:
   funcpipe draw 1f1b --stages 4 --microbatches 8
   funcpipe draw zero-bubble --stages 4 --microbatches 8 --cost forward=1,backward=2,comm=0.1 --output zb.svg
@@ -98,33 +86,36 @@ examples:
 """)  # fmt: skip
     one.add_argument("schedule", metavar="SCHEDULE", help="a family or a file; see below")
     _counts(one)
-    one.add_argument(
-        "--cost", type=_cost, metavar="COST", help="what actions cost: name=number,... or a JSON file; see below"
-    )
-    one.add_argument("--width", type=_count, metavar="COLUMNS", help="of the text; default: the terminal's")
+    _cost(one)
+    _width(one)
     one.add_argument("--output", metavar="FILE", help="write the picture instead: .svg, .html or .txt")
 
     many = command("compare", _compare, "compare all families: makespan, bubble, peak memory, legal or why not", f"""\
 All run the same stages on the same devices; by default two stages a device where the number of stages is even, since
 the interleaved families need several. The best makespan comes first.
   bubble       idle share of one isolated batch, 1 - work / makespan
-  peak memory  the most that any device holds in residuals, in the unit of `residual`
+  span bubble  idle share where batches follow each other: 1 - work / the longest time from a device's first start to
+               its last end
+  peak memory  the most that any device holds, in the unit of `residual`
 
-{_COST}
+{COST}
 examples:
   funcpipe compare --stages 8 --microbatches 32
   funcpipe compare --stages 8 --microbatches 32 --cost forward=1,backward=2,comm=0.1 --device-memory 20
   funcpipe compare mine.json --stages 8 --microbatches 32 --devices 4 --cost profiled.json
+  funcpipe compare --stages 8 --microbatches 12 --device-memory 6 --search 200
 """)  # fmt: skip
-    many.add_argument("files", nargs="*", metavar="FILE", help=f"more schedules: {_SUFFIXES}")
+    many.add_argument("files", nargs="*", metavar="FILE", help=f"more schedules: {SUFFIXES}")
     _counts(many, required=True)
-    many.add_argument(
-        "--cost", type=_cost, metavar="COST", help="what actions cost: name=number,... or a JSON file; see below"
-    )
-    many.add_argument("--device-memory", type=float, metavar="LIMIT", help="of a device, for residuals, in their unit")
+    _cost(many)
+    many.add_argument("--device-memory", type=as_positive, metavar="LIMIT", help="of a device, in the unit of residual")
+    many.add_argument("--search", type=as_count, metavar="N", help="also what `search` finds, timing N schedules; "
+                      "with --remat it may compute residuals again, the families always do")  # fmt: skip
+
+    _search_words(command)
 
     into = command("convert", _convert, "write a schedule in another format", f"""\
-{_SOURCE}FILE's ending says the format, as above. torch's CSV is for a rank each; load it with
+{SOURCE}FILE's ending says the format, as above. torch's CSV is for a rank each; load it with
 _PipelineScheduleRuntime(...)._load_csv(FILE), or name it in torchtitan's pipeline_parallel_schedule_csv.
 
 examples:
@@ -143,71 +134,186 @@ examples:
     return parser
 
 
+def _search_words(command: Callable[..., argparse.ArgumentParser]) -> None:
+    find = command("search", _search, "search a schedule: short, for your costs, within a memory limit", f"""\
+First every family is timed, then greedy schedules, then rules and single actions are improved step by step; with
+--exact, a solver proves at the end. Said is
+  makespan     of one isolated batch; span: the longest device from its first start to its last end, the cost of one
+               of many batches that follow each other. --objective says which one is made short
+  lower bound  no schedule for these costs, devices and limits takes less
+  ended by     bound: nothing is left to find; evaluations; or seconds, then another run may find another schedule
+
+{COST}
+examples:
+  funcpipe search --devices 4 --microbatches 8 --cost forward=5,backward_input=6,backward_weight=4,comm=1
+  funcpipe search --devices 4 --stages 8 --microbatches 8 --device-memory 5 --evaluations 500 --output found.json
+  funcpipe search --devices 3 --microbatches 4 --device-memory 2 --exact
+  funcpipe search --devices 4 --microbatches 8 --device-memory 2 --remat --evaluations 500 --output found.svg
+  funcpipe search --devices 4 --microbatches 8 --device-memory 8 --objective span --output torch.csv
+""")  # fmt: skip
+    find.add_argument("--devices", type=as_count, metavar="D", required=True, help="how many devices")
+    find.add_argument("--microbatches", type=as_count, metavar="M", required=True, help="how many microbatches")
+    find.add_argument("--stages", type=as_count, metavar="S", help="default: as the cost or the placement says, or D")
+    _cost(find)
+    find.add_argument("--device-memory", type=as_limits, metavar="LIMIT",
+                      help="of a device, in the unit of residual, or of each: 4,4,3")  # fmt: skip
+    find.add_argument("--placement", type=as_placement, metavar="SHAPE", help="line (neighbours on each device), loop "
+                      "(stage s on device s mod D), v (down the devices and back up), or the device of each stage: "
+                      "0,1,1,0; default: whichever is best")  # fmt: skip
+    find.add_argument("--remat", action="store_true", help="residuals may be computed again")
+    find.add_argument("--offload", action="store_true", help="residuals may be moved to the host and back")
+    find.add_argument("--objective", choices=("makespan", "span"), default="makespan", help="default: makespan")
+    find.add_argument("--exact", action="store_true", help="let OR-Tools (extra `solve`) find the shortest of all and "
+                      "prove it, for what is left of --seconds; for up to about 4 devices and 8 microbatches")  # fmt: skip
+    find.add_argument("--evaluations", type=as_count, metavar="N", default=10_000,
+                      help="time at most so many schedules; default: 10000")  # fmt: skip
+    find.add_argument("--seconds", type=as_positive, metavar="S", default=30.0, help="at most so long; default: 30")
+    find.add_argument("--seed", type=as_index, metavar="N", default=0, help="of the random changes; default: 0")
+    _width(find)
+    find.add_argument("--output", metavar="FILE", help="also write the schedule (.json, .csv of "
+                      "torch.distributed.pipelining, .txt) or the picture (.svg, .html)")  # fmt: skip
+
+
 def _counts(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     """The options that a family is made from."""
-    parser.add_argument("--stages", type=_count, metavar="S", required=required, help="how many stages")
-    parser.add_argument("--microbatches", type=_count, metavar="M", required=required, help="how many microbatches")
-    parser.add_argument("--devices", type=_count, metavar="D", help="how many devices")
+    parser.add_argument("--stages", type=as_count, metavar="S", required=required, help="how many stages")
+    parser.add_argument("--microbatches", type=as_count, metavar="M", required=required, help="how many microbatches")
+    parser.add_argument("--devices", type=as_count, metavar="D", help="how many devices")
     parser.add_argument("--remat", action="store_true", help="compute every residual again instead of holding it")
 
 
-def _draw(*, cost: fp.Cost | None, width: int | None, output: str | None, **source: Any) -> None:
-    if width is not None and width < 40:
-        raise fp.FuncpipeError(f"--width is at least 40 columns; got {width}")
+def _cost(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cost", type=as_cost, metavar="COST", help="what actions cost: name=number,... or a JSON file; see below"
+    )
+
+
+def _width(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--width", type=as_count, metavar="COLUMNS", help="of the text; default: the terminal's")
+
+
+def _draw(*, cost: fp.Cost | None, width: int | None, output: str | None, **words: Any) -> None:
+    _wide(width)
     if output is not None:
-        _writable(output, (".svg", ".html", ".htm", ".txt"))
-    found = _source(**source)
+        writable(output, (*_PICTURES, ".txt"))
+    found = source(**words)
     if isinstance(found, fp.Timeline) and cost is not None:
-        raise fp.FuncpipeError(f"{source['schedule']} is a timeline: it has its times, leave out --cost")
-    drawing = fp.draw(found if isinstance(found, fp.Timeline) else fp.simulate(found, cost or fp.Cost()))
+        raise fp.FuncpipeError(f"{words['schedule']} is a timeline: it has its times, leave out --cost")
+    timeline = found if isinstance(found, fp.Timeline) else fp.simulate(found, cost or fp.Cost())
     if output is None:
-        print(drawing.text(width, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        _show(timeline, width)
     else:
-        drawing.save(output)
+        fp.draw(timeline).save(output)
 
 
 def _compare(*, files: list[str], stages: int, microbatches: int, devices: int | None, remat: bool,
-             cost: fp.Cost | None, device_memory: float | None) -> None:  # fmt: skip
-    _bounded(stages, microbatches)
+             cost: fp.Cost | None, device_memory: float | None, search: int | None) -> None:  # fmt: skip
+    bounded(stages, microbatches)
     cost = cost or fp.Cost()
     cost.check_stages(stages)
-    mine = [(file, _read(file)) for file in files]
+    mine = [(file, read(file)) for file in files]
     devices = devices or (stages // 2 if stages % 2 == 0 else stages)
-    rows: list[tuple[float, tuple[str, str, str, str, str]]] = []
+    rows: list[tuple[float, tuple[str, ...]]] = []
 
-    def row(name: str, make: Callable[[], fp.Schedule | fp.Timeline]) -> None:
+    def row(name: str, make: Callable[[], fp.Schedule | fp.Timeline | fp.Found]) -> None:
         try:
-            schedule = make()
-            if isinstance(schedule, fp.Timeline):
-                raise fp.ScheduleError("is a timeline, not a schedule")
-            if (schedule.num_stages, schedule.num_microbatches) != (stages, microbatches):
-                raise fp.ScheduleError(f"has {schedule.num_stages} stages, {schedule.num_microbatches} microbatches")
-            if schedule.num_devices != devices:
-                raise fp.ScheduleError(f"has {schedule.num_devices} devices")
-            found = fp.simulate(fp.remat(schedule) if remat else schedule, cost)
+            made = make()
+            found = (
+                made.timeline
+                if isinstance(made, fp.Found)
+                else _timed(made, (stages, microbatches, devices), remat, cost)
+            )
         except fp.ScheduleError as error:
-            rows.append((float("inf"), (name, "-", "-", "-", f"no: {_line(error)}")))
+            rows.append((float("inf"), (name, "-", "-", "-", "-", f"no: {line(error)}")))
             return
         peak = max(found.peak)
-        fits = device_memory is None or peak <= device_memory
-        verdict = "yes" if fits else f"no: needs {peak:g}, a device has {device_memory:g}"
-        numbers = (f"{found.makespan:.6g}", f"{found.bubble:.1%}", f"{peak:.6g}")
-        rows.append((found.makespan if fits else float("inf"), (name, *numbers, verdict)))
+        fits = device_memory is None or peak <= device_memory * (1 + 1e-9)
+        verdict = f"yes{f', {_proof(made)}' if isinstance(made, fp.Found) else ''}"
+        numbers = (f"{found.makespan:.6g}", f"{found.bubble:.1%}", f"{found.span_bubble:.1%}", f"{peak:.6g}")
+        says = verdict if fits else f"no: needs {peak:g}, a device has {device_memory:g}"
+        rows.append((found.makespan if fits else float("inf"), (name, *numbers, says)))
 
     for name, family in FAMILIES.items():
         row(name, lambda family=family: family(stages, microbatches, num_devices=devices))
     for file, schedule in mine:
         row(file, lambda schedule=schedule: schedule)
+    if search is not None:
+        row("search", lambda: fp.search(cost, num_devices=devices, num_microbatches=microbatches, num_stages=stages,
+                                        memory_limit=device_memory, remat=remat, evaluations=search,
+                                        seconds=float("inf")))  # fmt: skip
     rows.sort(key=lambda one: one[0])
     print(f"{stages} stages on {devices} devices, {microbatches} microbatches{', remat' * remat}\n")
-    print(_table([("schedule", "makespan", "bubble", "peak memory", "legal"), *(cells for _, cells in rows)]))
+    print(
+        _table(
+            [("schedule", "makespan", "bubble", "span bubble", "peak memory", "legal"), *(cells for _, cells in rows)]
+        )
+    )
 
 
-def _convert(*, file: str, **source: Any) -> None:
-    _writable(file, (".json", ".csv", ".txt"))
-    schedule = _source(**source)
+def _timed(made: fp.Schedule | fp.Timeline, counts: tuple[int, int, int], remat: bool, cost: fp.Cost) -> fp.Timeline:
+    """A schedule by the clock. Raises ScheduleError where it is none for these stages, microbatches and devices."""
+    if isinstance(made, fp.Timeline):
+        raise fp.ScheduleError("is a timeline, not a schedule")
+    if (made.num_stages, made.num_microbatches) != counts[:2]:
+        raise fp.ScheduleError(f"has {made.num_stages} stages, {made.num_microbatches} microbatches")
+    if made.num_devices != counts[2]:
+        raise fp.ScheduleError(f"has {made.num_devices} devices")
+    return fp.simulate(fp.remat(made) if remat else made, cost)
+
+
+def _search(*, devices: int, microbatches: int, stages: int | None, cost: fp.Cost | None,
+            device_memory: float | tuple[float, ...] | None, placement: str | tuple[int, ...] | None, remat: bool,
+            offload: bool, objective: Literal["makespan", "span"], exact: bool, evaluations: int, seconds: float,
+            seed: int, width: int | None, output: str | None) -> None:  # fmt: skip
+    _wide(width)
+    bounded(stages or 2 * devices, microbatches)
+    if output is not None:
+        writable(output, (*_SCHEDULES, *_PICTURES))
+        if Path(output).suffix.lower() == ".csv" and (remat or offload):
+            raise fp.FuncpipeError(
+                "torch's schedules have no R, O or L: leave out --remat and --offload, or write .json"
+            )
+    found = fp.search(cost or fp.Cost(), num_devices=devices, num_microbatches=microbatches, num_stages=stages,
+                      memory_limit=device_memory, placement=placement, remat=remat, offload=offload,
+                      objective=objective, exact=exact, evaluations=evaluations, seconds=seconds, seed=seed)  # fmt: skip
+    _tell(found)
+    _show(found.timeline, width)
+    if output is not None:
+        if Path(output).suffix.lower() in _SCHEDULES:
+            _write(found.schedule, output)
+        else:
+            fp.draw(found.timeline).save(output)
+
+
+def _tell(found: fp.Found) -> None:
+    """What a search found, a fact a line."""
+    schedule, timeline = found.schedule, found.timeline
+    print(f"{schedule.num_stages} stages on {schedule.num_devices} devices, {schedule.num_microbatches} microbatches\n")
+    if schedule.num_stages > schedule.num_devices:
+        print(f"placement    {','.join(map(str, schedule.device_of))}")
+    print(f"source       {found.source}")
+    print(f"makespan     {found.makespan:.6g}, bubble {timeline.bubble:.1%}")
+    print(f"span         {found.span:.6g}, bubble {timeline.span_bubble:.1%}")
+    print(f"peak memory  {max(found.peak):.6g}")
+    print(f"lower bound  {found.lower_bound:.6g} of the {found.objective}: {_proof(found)}")
+    again = "; another run may find another" * (found.ended == "seconds")
+    print(f"ended by     {found.ended}, {found.evaluations} schedules timed{again}\n")
+
+
+def _proof(found: fp.Found) -> str:
+    return f"at most {found.gap:.2%} above the shortest" if found.gap else "nothing shorter exists"
+
+
+def _convert(*, file: str, **words: Any) -> None:
+    writable(file, _SCHEDULES)
+    schedule = source(**words)
     if isinstance(schedule, fp.Timeline):
-        raise fp.FuncpipeError(f"{source['schedule']} is a timeline; convert takes a schedule")
+        raise fp.FuncpipeError(f"{words['schedule']} is a timeline; convert takes a schedule")
+    _write(schedule, file)
+
+
+def _write(schedule: fp.Schedule, file: str) -> None:
+    """The schedule into a file; its ending says the format."""
     match Path(file).suffix.lower():
         case ".json":
             text = fp.to_json(schedule) + "\n"
@@ -222,106 +328,22 @@ def _demo(demo: Any, words: dict[str, Any]) -> None:
     demo.main(demo.Options(**{**words, "remat": None if words["remat"] is None else tuple(words["remat"])}))
 
 
-def _source(*, schedule: str, stages: int | None, microbatches: int | None, devices: int | None,
-            remat: bool) -> fp.Schedule | fp.Timeline:  # fmt: skip
-    """The schedule that the words mean: a family with its counts, or a file."""
-    family = FAMILIES.get(schedule)
-    if family is None:
-        found = _read(schedule)
-        if stages or microbatches or devices:
-            raise fp.FuncpipeError(f"{schedule} says its own counts: leave out --stages, --microbatches, --devices")
-    elif not stages or not microbatches:
-        raise fp.FuncpipeError(f"{schedule} is a family: say --stages and --microbatches")
-    else:
-        _bounded(stages, microbatches)
-        found = family(stages, microbatches, num_devices=devices)
-    return fp.remat(found) if remat and isinstance(found, fp.Schedule) else found
+def _wide(width: int | None) -> None:
+    if width is not None and width < 40:
+        raise fp.FuncpipeError(f"--width is at least 40 columns; got {width}")
 
 
-def _read(name: str) -> fp.Schedule | fp.Timeline:
-    """A file's schedule or timeline; its ending says the format."""
-    path = Path(name)
-    suffix = path.suffix.lower()
-    if suffix not in (".json", ".csv", ".txt"):
-        near = get_close_matches(name.lower().replace("_", "-"), FAMILIES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; the families are {', '.join(FAMILIES)}"
-        raise fp.FuncpipeError(f"{name!r} is no family, and no file that ends in .json, .csv or .txt{hint}")
-    text = path.read_text(encoding="utf-8")
-    try:
-        match suffix:
-            case ".json":
-                found = fp.from_json(text)
-            case ".csv":
-                found = fp.from_torch_csv(text, name=path.stem)
-            case _:
-                found = fp.Schedule.parse(text, name=path.stem)
-    except fp.ScheduleError as error:
-        raise fp.ScheduleError(f"{name}: {error}") from None
-    if isinstance(found, fp.Cost):
-        raise fp.FuncpipeError(f"{name} is a cost; it goes to --cost")
-    return found
+def _show(timeline: fp.Timeline, width: int | None) -> None:
+    """Draw on the terminal."""
+    print(fp.draw(timeline).text(width, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
 
 
-def _writable(name: str, suffixes: tuple[str, ...]) -> None:
-    """Refuse a file that cannot be written, before the work that makes it."""
-    path = Path(name)
-    if path.suffix.lower() not in suffixes:
-        raise fp.FuncpipeError(f"{name} does not end in {', '.join(suffixes[:-1])} or {suffixes[-1]}")
-    if not path.absolute().parent.is_dir():
-        raise fp.FuncpipeError(f"{name} cannot be written: there is no folder {path.parent}")
-
-
-def _bounded(stages: int, microbatches: int) -> None:
-    if stages * microbatches > _MOST:
-        raise fp.FuncpipeError(f"{stages} stages times {microbatches} microbatches are more than {_MOST} forwards")
-
-
-def _count(text: str) -> int:
-    """A positive number; the type of an option."""
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
-        raise argparse.ArgumentTypeError(f"a whole number from 1; got {text[:40]!r}")
-    return int(text)
-
-
-def _cost(text: str) -> fp.Cost:
-    """``forward=1,backward=2``, or a JSON file; the type of an option."""
-
-    def refuse(reason: object) -> NoReturn:
-        raise argparse.ArgumentTypeError(str(reason))
-
-    try:
-        if "=" not in text:
-            found = fp.from_json(Path(text).read_text(encoding="utf-8"))
-            return found if isinstance(found, fp.Cost) else refuse(f"{text} is a {type(found).__name__}, not a cost")
-        fields: dict[str, Any] = {}
-        for part in text.split(","):
-            name, _, number = (word.strip() for word in part.partition("="))
-            if name not in fp.Cost.__dataclass_fields__ or name in fields:
-                problem = "is given twice" if name in fields else "is no cost"
-                refuse(f"{name!r} {problem}; costs are {', '.join(fp.Cost.__dataclass_fields__)}")
-            try:
-                fields[name] = float(number)
-            except ValueError:
-                refuse(f"{name} is a number; got {number!r}")
-        if "backward" in fields:
-            for half in ("backward_input", "backward_weight"):
-                fields.setdefault(half, fields["backward"] / 2)
-        return fp.Cost(**fields)
-    except (fp.ScheduleError, OSError, UnicodeError) as error:
-        refuse(_line(error))
-
-
-def _line(error: Exception) -> str:
-    """A message on one line: the first fault, and how many more."""
-    lines = str(error).split("\n")
-    first = lines[min(1, len(lines) - 1)].strip(" *")
-    return first + f" (and {len(lines) - 2} more)" * (len(lines) > 2)
-
-
-def _table(rows: list[tuple[str, str, str, str, str]]) -> str:
+def _table(rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as they need; numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:4], widths[1:4], strict=True)), row[4]])
+        "  ".join(
+            [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:-1], widths[1:-1], strict=True)), row[-1]]
+        )
         for row in rows
     )

@@ -11,7 +11,7 @@ EXECUTORS = ("serial", "threads")
 
 
 def schedules(num_stages: int, num_microbatches: int, *, backward: bool = True) -> list[fp.Schedule]:
-    """Every family at every number of devices that divides the stages, plain and with remat; a custom one."""
+    """Every family at every number of devices that divides the stages, plain, with remat, with residuals at the host."""
     s, m = num_stages, num_microbatches
     if not backward:
         return [fp.fill_drain(s, m, num_devices=d, backward=False) for d in range(1, s + 1)]
@@ -26,7 +26,14 @@ def schedules(num_stages: int, num_microbatches: int, *, backward: bool = True) 
         ]
     some = [fp.remat(one) for one in out]
     part = [fp.remat(one, keep=lambda a: (a.stage + a.microbatch) % 2 == 0) for one in out]
-    unique = {str(one): one for one in (*out, *some, *part)}
+    new = [fp.zb_h2(s, m), fp.eager_one_f_one_b(s, m)]
+    if s > 1 and s % 2 == 0:
+        families = [fp.zbv, fp.v_half, fp.v_min, *([fp.dualpipe_v] if m >= s else [])]
+        new += [family(s, m, num_devices=s // 2) for family in families]
+        new.append(fp.remat(new[2], keep=lambda a: (a.stage + a.microbatch) % 2 == 0))
+    away = [fp.one_f_one_b(s, m), *new[:1], *new[2:3], fp.interleaved(s, m)]
+    away = [fp.offload(one, move=lambda a: (a.stage + a.microbatch) % 3 != 0, ahead=m % 2) for one in away]
+    unique = {str(one): one for one in (*out, *some, *part, *new, *away)}
     return list(unique.values())
 
 

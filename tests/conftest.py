@@ -1,5 +1,6 @@
 """Fixtures of the whole suite: a fixed seed, and threads that must not outlive a test."""
 
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `common`, the helpers that
 
 settings.register_profile("suite", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

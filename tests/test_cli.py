@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.pipelining import schedules as theirs
 
 import funcpipe as fp
 from funcpipe import demo
 from funcpipe.__main__ import main
-from funcpipe.cli import FAMILIES
+from funcpipe.cli_words import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 
@@ -80,12 +83,13 @@ def test_draw_a_timeline(capsys):
 def test_compare_shows_every_family_best_first(capsys):
     lines = shown(capsys, "compare --stages 8 --microbatches 32 --cost forward=1,backward=2,comm=0.1").splitlines()
     assert "8 stages on 4 devices, 32 microbatches" == lines[0]
-    assert ["schedule", "makespan", "bubble", "peak", "memory", "legal"] == lines[2].split()
+    assert ["schedule", "makespan", "bubble", "span bubble", "peak memory", "legal"] == re.split("  +", lines[2])
     rows = {cells[0]: cells[1:] for cells in map(str.split, lines[3:])}
     assert set(FAMILIES) == set(rows)
-    for name, (makespan, bubble, peak, legal) in rows.items():
+    for name, (makespan, bubble, span_bubble, peak, legal) in rows.items():
         timeline = fp.simulate(FAMILIES[name](8, 32, num_devices=4), fp.Cost(backward=2, comm=0.1))
         assert (f"{timeline.makespan:.6g}", f"{timeline.bubble:.1%}") == (makespan, bubble)
+        assert f"{timeline.span_bubble:.1%}" == span_bubble
         assert (f"{max(timeline.peak):.6g}", "yes") == (peak, legal)
     times = [float(cells[0]) for cells in rows.values()]
     assert sorted(times) == times
@@ -128,6 +132,29 @@ def test_compare_with_ones_own(capsys):
     assert "no: 1B0 is missing (or 1I0 and 1W0)" in found
 
 
+def test_compare_with_a_search(capsys):
+    """Its row is what `search` finds; no family within the limit is shorter, and it says how far from the shortest it is."""
+    words = "compare --stages 8 --microbatches 12 --device-memory 5"
+    lines = shown(capsys, f"{words} --search 100").splitlines()
+    found = fp.search(fp.Cost(), num_devices=4, num_microbatches=12, num_stages=8, memory_limit=5, evaluations=100)
+    assert lines[3].startswith("search")
+    assert f"{found.makespan:.6g}" == lines[3].split()[1]
+    assert lines[3].endswith(f"yes, at most {found.gap:.2%} above the shortest")
+    assert shown(capsys, words).splitlines()[3:] == [line for line in lines[3:] if not line.startswith("search")]
+
+
+def test_compare_with_a_search_that_may_compute_again(capsys):
+    """The families always do, so within a tight limit the search is shorter; without leave it finds nothing."""
+    words = "compare --stages 4 --devices 4 --microbatches 8 --device-memory 1.4"
+    again, never = (shown(capsys, f"{words} {more} --search 60").splitlines()[3:] for more in ("--remat", ""))
+    times = {row.split()[0]: float(row.split()[1]) for row in again if "yes" in row}
+    assert len(times) > 1
+    assert min(times, key=lambda name: times[name]) == "search"
+    assert times["search"] < min(time for name, time in times.items() if name != "search")
+    (row,) = [row for row in never if row.startswith("search")]
+    assert float(row.split()[1]) > times["search"]
+
+
 def test_costs_from_a_file(capsys):
     cost = fp.Cost([1, 2], [3, 4], [5, 6])
     Path("cost.json").write_text(fp.to_json(cost))
@@ -147,6 +174,136 @@ def test_formats_there_and_back(first, second, capsys):
     shown(capsys, f"convert b.{second} c.json")
     found = fp.from_json(Path("c.json").read_text())
     assert fp.interleaved(4, 6, num_devices=2) == found
+
+
+# search
+
+
+def facts(text: str) -> dict[str, str]:
+    """What `search` says above the drawing: a fact a line."""
+    return dict(re.split("  +", line, maxsplit=1) for line in text.split("\n\n")[1].splitlines())
+
+
+SEARCH = "search --devices 4 --microbatches 8 --cost forward=5,backward_input=6,backward_weight=4,comm=1"
+
+
+def test_search_says_what_it_found(capsys):
+    text = shown(capsys, f"{SEARCH} --device-memory 4 --evaluations 60 --width 100")
+    cost = fp.Cost(5, 6, 4, comm=1)
+    found = fp.search(cost, num_devices=4, num_microbatches=8, memory_limit=4, evaluations=60)
+    assert "4 stages on 4 devices, 8 microbatches" == text.splitlines()[0]
+    assert {
+        "source": found.source,
+        "makespan": f"{found.makespan:.6g}, bubble {found.timeline.bubble:.1%}",
+        "span": f"{found.span:.6g}, bubble {found.timeline.span_bubble:.1%}",
+        "peak memory": f"{max(found.peak):.6g}",
+        "lower bound": f"{found.lower_bound:.6g} of the makespan: at most {found.gap:.2%} above the shortest",
+        "ended by": f"evaluations, {found.evaluations} schedules timed",
+    } == facts(text)
+    assert text.endswith("\n\n" + fp.draw(found.timeline).text(100) + "\n")
+
+
+def test_search_proves_where_it_can(capsys):
+    """What the proofs of arXiv 2401.10241 and exact solvers say of the same problem."""
+    said = facts(shown(capsys, "search --devices 4 --microbatches 8 --device-memory 4"))
+    assert "27 of the makespan: nothing shorter exists" == said["lower bound"]
+    assert said["ended by"].startswith("bound, ")
+
+
+def test_search_with_a_solver_proves_what_no_bound_does(capsys):
+    """The makespan that OR-Tools proved for this row before there was a search (4 devices, 8 microbatches, 3 residuals)."""
+    pytest.importorskip("ortools")
+    words = "search --devices 4 --microbatches 8 --device-memory 3 --evaluations 200"
+    open_, proven = (facts(shown(capsys, f"{words} {more}")) for more in ("", "--exact"))
+    assert "at most" in open_["lower bound"]
+    assert "31 of the makespan: nothing shorter exists" == proven["lower bound"]
+    assert proven["makespan"].startswith("31,")
+
+
+def test_search_passes_every_word_on(capsys):
+    """What is said differs from the default as the same arguments of fp.search make it differ."""
+    words = (
+        f"{SEARCH} --stages 8 --device-memory 6,6,6,5 --placement v --remat --objective span --evaluations 50 --seed 3"
+    )
+    said = facts(shown(capsys, words))
+    found = fp.search(fp.Cost(5, 6, 4, comm=1), num_devices=4, num_microbatches=8, num_stages=8, placement="v",
+                      memory_limit=(6, 6, 6, 5), remat=True, objective="span", evaluations=50, seed=3)  # fmt: skip
+    assert "0,1,2,3,3,2,1,0" == said["placement"]
+    assert said["span"].startswith(f"{found.span:.6g},")
+    assert said["lower bound"].startswith(f"{found.lower_bound:.6g} of the span: ")
+    said = facts(shown(capsys, "search --devices 2 --microbatches 3 --placement 0,1,1,0,1 --device-memory 9"))
+    assert "0,1,1,0,1" == said["placement"]
+
+
+def test_search_offloads_if_it_may(capsys):
+    """Within a limit that no schedule without offload could be so short in."""
+    words = "search --devices 1 --stages 3 --microbatches 2 --cost offload=0.1 --device-memory 4 --evaluations 50"
+    kept, moved = (shown(capsys, f"{words} {more} --output found.txt") for more in ("", "--offload"))
+    assert float(facts(moved)["makespan"].split(",")[0]) <= float(facts(kept)["makespan"].split(",")[0])
+
+
+def test_search_is_repeatable(capsys):
+    """The same number of evaluations and seed: the same words, to the letter."""
+    words = f"{SEARCH} --stages 8 --device-memory 5 --evaluations 150"
+    first, again, other = (shown(capsys, f"{words} --seed {seed}") for seed in (1, 1, 2))
+    assert "ended by     evaluations, 150" in first
+    assert first == again
+    assert facts(first)["lower bound"].split()[0] == facts(other)["lower bound"].split()[0]
+
+
+def test_search_within_seconds_says_that_another_run_may_differ(capsys):
+    said = facts(shown(capsys, f"{SEARCH} --stages 8 --device-memory 99 --seconds 1e-6"))
+    assert said["ended by"].startswith("seconds, ")
+    assert said["ended by"].endswith("; another run may find another")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "read"), [("json", fp.from_json), ("csv", fp.from_torch_csv), ("txt", fp.Schedule.parse)]
+)
+def test_search_writes_the_schedule(suffix, read, capsys):
+    shown(capsys, f"{SEARCH} --device-memory 8 --objective span --evaluations 60 --output found.{suffix}")
+    found = fp.search(fp.Cost(5, 6, 4, comm=1), num_devices=4, num_microbatches=8, memory_limit=8, objective="span",
+                      evaluations=60)  # fmt: skip
+    assert found.schedule == read(Path(f"found.{suffix}").read_text())
+
+
+@pytest.mark.parametrize(("suffix", "begins"), [("svg", "<svg"), ("html", "<!")])
+def test_search_writes_the_picture(suffix, begins, capsys):
+    shown(capsys, f"{SEARCH} --device-memory 4 --evaluations 20 --output found.{suffix}")
+    assert Path(f"found.{suffix}").read_text(encoding="utf-8").startswith(begins)
+
+
+@pytest.mark.parametrize("words", ["--stages 8 --placement v --device-memory 5", "--stages 5 --device-memory 9", "--device-memory 8 --objective span"])  # fmt: skip
+def test_torch_loads_what_was_found(words, capsys):
+    """By its own loader, which validates the order and adds its sends and receives."""
+    shown(capsys, f"search --devices 4 --microbatches 8 --evaluations 80 {words} --output found.csv")
+    found = fp.from_torch_csv(Path("found.csv").read_text())
+    devices, stages = found.num_devices, found.num_stages
+    local = [FakeStage(stage, stages, devices) for stage, device in enumerate(found.device_of) if device == 0]
+    runtime: Any = theirs._PipelineScheduleRuntime(local, 8, loss_fn=lambda y, t: y.sum())  # pyright: ignore
+    runtime._load_csv("found.csv", format="compute_only")
+    rows = [" ".join(map(str, runtime.pipeline_order[rank])) for rank in range(devices)]
+    assert str(found).split("\n") == rows
+    assert any("SEND_F" in str(action) for action in runtime.pipeline_order_with_comms[0])
+
+
+class FakeStage:
+    """What torch's schedule classes ask of a stage when they are made; no process group."""
+
+    def __init__(self, index: int, stages: int, devices: int) -> None:
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, devices, 0
+        self.is_first, self.is_last = index == 0, index == stages - 1
+        self.has_backward, self.submod = True, None
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+
+def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
+    """It is a file like any other."""
+    shown(capsys, "search --devices 2 --stages 4 --microbatches 4 --device-memory 3 --evaluations 50 --output a.json")
+    shown(capsys, "convert a.json b.csv")
+    assert "peak" in shown(capsys, "draw b.csv --width 80")
+    rows = shown(capsys, "compare a.json --stages 4 --microbatches 4 --device-memory 3").splitlines()
+    assert any(row.startswith("a.json") and row.endswith("yes") for row in rows)
 
 
 # mistakes
@@ -186,11 +343,42 @@ def test_formats_there_and_back(first, second, capsys):
         ("draw a.json --cost no.json", "No such file"),
         ("compare --stages 4", "required: --microbatches"),
         ("compare no.json --stages 4 --microbatches 4", "No such file"),
-        ("compare --stages 4 --microbatches 4 --device-memory much", "invalid float"),
+        ("compare --stages 4 --microbatches 4 --device-memory much", "a number above 0; got 'much'"),
+        ("compare --stages 4 --microbatches 4 --device-memory nan", "a number above 0; got 'nan'"),
+        ("compare --stages 4 --microbatches 4 --search 0", "a whole number from 1; got '0'"),
+        ("search --devices 4", "required: --microbatches"),
+        ("search --devices 4 --microbatches 0", "a whole number from 1; got '0'"),
+        ("search --devices 4 --microbatches 8 --stages 3", "num_devices is at most the number of stages"),
+        ("search --devices 999999 --microbatches 999999", "more than 1000000 forwards"),
+        ("search --devices 4 --microbatches 8 --device-memory 0", "a number above 0; got '0'"),
+        ("search --devices 4 --microbatches 8 --device-memory 4,x", "a number above 0; got 'x'"),
+        ("search --devices 4 --microbatches 8 --device-memory 4,4", "one for each of 4 devices"),
+        ("search --devices 4 --microbatches 8 --device-memory 1e-9", "no schedule within a memory limit"),
+        ("search --devices 4 --microbatches 8 --placement w", "line, loop, v, or the device of each stage"),
+        ("search --devices 4 --microbatches 8 --placement 0,1", "num_devices is at most the number of stages"),
+        ("search --devices 4 --microbatches 8 --stages 6 --placement v", "twice as many stages as devices"),
+        ("search --devices 2 --microbatches 8 --stages 4 --cost cost3.json", "one for each of 4 stages"),
+        ("search --devices 4 --microbatches 8 --cost skips=1", "skips stand in a file only"),
+        ("search --devices 4 --microbatches 8 --cost bandwidth=0", "bandwidth is more than 0"),
+        ("search --devices 4 --microbatches 8 --objective bubble", "invalid choice: 'bubble'"),
+        ("search --devices 4 --microbatches 8 --evaluations 0", "a whole number from 1; got '0'"),
+        ("search --devices 4 --microbatches 8 --seconds 0", "a number above 0; got '0'"),
+        ("search --devices 4 --microbatches 8 --seconds inf", "a number above 0; got 'inf'"),
+        ("search --devices 4 --microbatches 8 --seed -1", "a whole number from 0; got '-1'"),
+        ("search --devices 4 --microbatches 8 --seed x", "a whole number from 0; got 'x'"),
+        ("search --devices 4 --microbatches 8 --width 39", "at least 40"),
+        (
+            "search --devices 4 --microbatches 8 --output a.png",
+            "does not end in .json, .csv, .txt, .svg, .html or .htm",
+        ),
+        ("search --devices 4 --microbatches 8 --output no/a.json", "there is no folder no"),
+        ("search --devices 4 --microbatches 8 --output folder.csv", "it is a folder"),
+        ("search --devices 4 --microbatches 8 --remat --output a.csv", "torch's schedules have no R, O or L"),
+        ("search --devices 4 --microbatches 8 --offload --output a.csv", "torch's schedules have no R, O or L"),
         ("convert a.json b.yaml", "does not end in .json, .csv or .txt"),
         ("convert a.json no/b.csv", "there is no folder no"),
         ("convert rematted.json b.csv", "it has R"),
-        ("convert a.json folder.csv", "Is a directory"),
+        ("convert a.json folder.csv", "it is a folder"),
         ("demo --epochs 0", "--epochs is a whole number from 1; got 0"),
         ("demo --batch 2000", "--batch is at most 1497"),
         ("demo --batch 0", "--batch is a whole number from 1; got 0"),
@@ -206,12 +394,15 @@ def test_formats_there_and_back(first, second, capsys):
     ],
 )
 def test_a_mistake_is_one_message(words, says, capsys, monkeypatch):
-    """And it comes before any work: no images are read."""
+    """And it comes before any work: no images are read, no search begins."""
     monkeypatch.setattr(demo, "digits", lambda seed: pytest.fail("the demo began"))
+    if words.startswith("search") and "e-9" not in words:
+        monkeypatch.setattr("funcpipe.lab.search.simulate", lambda *_: pytest.fail("the search began"))
     Path("a.json").write_text(fp.to_json(fp.one_f_one_b(2, 2)))
     Path("rematted.json").write_text(fp.to_json(fp.remat(fp.one_f_one_b(2, 2))))
     Path("stuck.json").write_text(fp.to_json(fp.Schedule.parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")))
     Path("cost.json").write_text(fp.to_json(fp.Cost()))
+    Path("cost3.json").write_text(fp.to_json(fp.Cost([1, 2, 3])))
     Path("broken.json").write_text("{")
     Path("broken.txt").write_text("0F0 zero")
     Path("binary.csv").write_bytes(b"\xff\xfe")
@@ -238,7 +429,7 @@ def test_the_demos_own_options_are_sound():
 # help, pipes, pages
 
 
-@pytest.mark.parametrize("command", ["draw", "compare", "convert"])
+@pytest.mark.parametrize("command", ["draw", "compare", "search", "convert"])
 def test_help_teaches_with_examples_that_run(command, capsys):
     """Each example of a help text is a command that works, in a folder with the files that it names."""
     with pytest.raises(SystemExit) as left:
@@ -265,10 +456,20 @@ def test_a_reader_that_leaves_is_no_error():
 
 
 def test_the_page_shows_what_is_printed(capsys):
-    """docs/howto/command_line.md: each ``sh`` block, and the ``text`` block behind it."""
-    page = (ROOT / "docs" / "howto" / "command_line.md").read_text()
-    found = re.findall(r"^```sh\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", page, flags=re.M | re.S)
-    assert len(found) >= 4
-    for commands, printed in found:
-        out = "".join(shown(capsys, line.removeprefix("python -m funcpipe ")) for line in commands.splitlines())
-        assert (printed or "") == out
+    """docs/howto/command_line.md: each ``sh`` block, and the ``text`` block behind it; written as tests/test_documents.py says."""
+
+    def run(block: re.Match[str]) -> str:
+        lines = block["commands"].splitlines()
+        out = "".join(shown(capsys, line.removeprefix("python -m funcpipe ")) for line in lines)
+        printed = f"\n```text\n{out}```\n" if block["printed"] is not None else out
+        return f"```sh\n{block['commands']}```\n{printed}"
+
+    path = ROOT / "docs" / "howto" / "command_line.md"
+    page = path.read_text()
+    text, blocks = re.subn(
+        r"^```sh\n(?P<commands>.*?)^```\n(?P<printed>\n```text\n.*?^```\n)?", run, page, flags=re.M | re.S
+    )
+    assert blocks >= 4
+    if os.environ.get("FUNCPIPE_PAGES") == "write":
+        path.write_text(text)
+    assert text == path.read_text()

@@ -46,6 +46,8 @@ class Role(Enum):
     """The gradient of a skip from one of its poppers (the peer)."""
     RESIDUAL = "residual"
     """What a forward keeps for its backward."""
+    OFFLOADED = "offloaded"
+    """A residual that lies in host memory."""
     WEIGHT_RESIDUAL = "weight_residual"
     """What the backward of the input keeps for that of the weights."""
     REPORT = "report"
@@ -85,6 +87,8 @@ class TaskKind(Enum):
 
     COMPUTE = "compute"
     COPY = "copy"
+    OFFLOAD = "offload"
+    LOAD = "load"
 
     __hash__ = object.__hash__
 
@@ -93,7 +97,7 @@ class Task(NamedTuple):
     """One step of a plan.
 
     Attributes:
-        kind: compute (an action) or copy (a value to another lane).
+        kind: compute (an action), copy (a value to another lane), offload or load (a residual to the host and back).
         action: None for a copy.
         lane: where it runs; for a copy where the value arrives.
         source: where a copy comes from, -1 for the caller; for a compute the lane itself.
@@ -220,11 +224,6 @@ class Lowered:
         return Action(self.rows[row].kind, self.rows[row].stage, microbatch)
 
     @cached_property
-    def num_forwards(self) -> int:
-        """How many actions are F."""
-        return sum(self.rows[code // self.num_microbatches].kind is Kind.F for code in self.order)
-
-    @cached_property
     def late_frees(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """`late` as a dict."""
         return dict(self.late)
@@ -287,7 +286,7 @@ class Lowered:
         return [
             *(copy(wire, CALLER, row.lane) for wire, _ in row.fetches),
             Task(
-                TaskKind.COMPUTE,
+                {Kind.O: TaskKind.OFFLOAD, Kind.L: TaskKind.LOAD}.get(row.kind, TaskKind.COMPUTE),
                 self.action(code),
                 row.lane,
                 row.lane,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.cost import Cost, PerStage
 from funcpipe.core.schedule import Action, Kind
+from funcpipe.core.trace import chrome_trace
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 
-PerStage = float | Sequence[float]
-"""One number for all stages, or one for each."""
+_MOVES = (Kind.O, Kind.L)
 
 
 class Span(NamedTuple):
@@ -33,82 +33,6 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What actions cost: times in one unit of your choice, residuals in one unit of memory.
-
-    Every number may be one for all stages, or a sequence with one per stage.
-
-    Attributes:
-        forward: time of F.
-        backward_input: time of I.
-        backward_weight: time of W.
-        backward: time of B; None: the sum of I and W.
-        remat: time of R; None: that of F.
-        comm: latency of one hop between devices, from the end of an action to the start of what needs it; a number.
-        residual: memory that F (or R) takes at its start, until B or W ends.
-        weight_residual: what is left of it after I, until W ends. One half is the zero-bubble paper's figure
-            (arXiv 2401.10241, table 1); traced programs measure 0.6 to 1.6 of ``residual``.
-    """
-
-    forward: PerStage = 1.0
-    backward_input: PerStage = 1.0
-    backward_weight: PerStage = 1.0
-    backward: PerStage | None = field(default=None, kw_only=True)
-    remat: PerStage | None = field(default=None, kw_only=True)
-    comm: float = field(default=0.0, kw_only=True)
-    residual: PerStage = field(default=1.0, kw_only=True)
-    weight_residual: PerStage = field(default=0.5, kw_only=True)
-
-    def __post_init__(self) -> None:
-        faults: list[str] = []
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if value is None and name in ("backward", "remat"):
-                continue
-            if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and name != "comm":
-                value = tuple(value)
-                object.__setattr__(self, name, value)
-            for one in value if isinstance(value, tuple) else (value,):
-                if not isinstance(one, (int, float)) or not 0 <= one < float("inf"):
-                    faults.append(f"{name} is a number from 0, or a sequence of them; got {value!r}")
-                    break
-        if faults:
-            raise ScheduleError(bullets("no such cost:", faults))
-
-    def of(self, kind: Kind, stage: int) -> float:
-        """Time of one action of this kind on this stage."""
-        if kind is Kind.B and self.backward is None:
-            return _pick(self.backward_input, stage) + _pick(self.backward_weight, stage)
-        times = {
-            Kind.F: self.forward,
-            Kind.B: self.backward,
-            Kind.I: self.backward_input,
-            Kind.W: self.backward_weight,
-            Kind.R: self.forward if self.remat is None else self.remat,
-        }
-        return _pick(times[kind] or 0.0, stage)
-
-    def check_stages(self, num_stages: int) -> None:
-        """Refuse sequences that do not have one number per stage. Raises ScheduleError."""
-        faults = [
-            f"{name} has {len(value)} numbers"
-            for name in self.__dataclass_fields__
-            if isinstance(value := getattr(self, name), tuple) and len(value) != num_stages
-        ]
-        if faults:
-            raise ScheduleError(bullets(f"a cost has one number, or one for each of {num_stages} stages:", faults))
-
-
-def per_stage(value: PerStage, num_stages: int) -> tuple[float, ...]:
-    """The number of each stage."""
-    return tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
-
-
-def _pick(value: PerStage, stage: int) -> float:
-    return value[stage] if isinstance(value, Sequence) else value
-
-
-@dataclass(frozen=True)
 class Timeline:
     """Spans in time, simulated or measured: one type for both. Compares, hashes and pickles.
 
@@ -118,16 +42,18 @@ class Timeline:
         peak: the most memory held in residuals, one number per device, in the unit of `Cost.residual` (measured
             timelines count residuals).
         unit: of the times: "units" of a cost, or "s" where measured.
-        comm: the latency between devices that the times include.
+        comm: the latency between devices that the times include, as in `Cost`.
         name: what it is a timeline of.
+        memory: for each device what it holds over time, as steps ``(from when, how much)``; its maximum is the peak.
     """
 
     spans: tuple[Span, ...]
     num_devices: int
     peak: tuple[float, ...] = ()
     unit: str = "units"
-    comm: float = 0.0
+    comm: PerStage = 0.0
     name: str = ""
+    memory: tuple[tuple[tuple[float, float], ...], ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}
@@ -150,10 +76,11 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time that each device works."""
+        """Time that each device works; O and L are the work of its link to the host."""
         busy = [0.0] * self.num_devices
-        for device, start, end, _ in self.spans:
-            busy[device] += end - start
+        for device, start, end, action in self.spans:
+            if action[0] not in _MOVES:
+                busy[device] += end - start
         return tuple(busy)
 
     @property
@@ -176,23 +103,30 @@ class Timeline:
         last_on: dict[int, Span] = {}
         for span in self.spans:
             before[span.action] = last_on.get(span.device)
-            last_on[span.device] = span
+            if span.action.kind not in _MOVES:
+                last_on[span.device] = span
         span: Span | None = max(self.spans, key=lambda one: one.end)
         path: list[Action] = []
-        seen: set[Action] = set()
+        seen: set[Action] = set()  # spans from a file may contradict themselves
         while span is not None:
             path.append(span.action)
-            choices = [(one.end, one) for one in [before[span.action]] if one is not None]
             seen.add(span.action)
-            for need in _needs(span.action):
-                other = at.get(need)
-                if other is not None:
-                    choices.append((other.end + (self.comm if other.device != span.device else 0.0), other))
-            choices = [
-                one for one in choices if one[1].action not in seen
-            ]  # spans from a file may contradict themselves
+            previous = before[span.action]
+            needs = [other for need in _needs(span.action) if (other := at.get(need)) is not None]
+            # By the clock, who did not end at this start did not cause it, whatever links and latencies lie between.
+            apart = previous is not None and abs(previous.end - span.start) > 1e-9 * self.makespan
+            if apart and self.unit == "units" and needs:
+                previous = None
+            choices = [(previous.end, previous)] if previous is not None else []
+            choices += [(other.end + self._latency(other, span), other) for other in needs]
+            choices = [one for one in choices if one[1].action not in seen]
             span = max(choices, key=lambda one: one[0])[1] if choices else None
         return tuple(reversed(path))
+
+    def _latency(self, source: Span, to: Span) -> float:
+        if source.device == to.device:
+            return 0.0
+        return Cost(comm=self.comm).latency(source.action.stage, to.action.stage)
 
     @cached_property
     def by_kind(self) -> Mapping[tuple[Kind, int], tuple[float, ...]]:
@@ -234,29 +168,14 @@ class Timeline:
         import json
         from pathlib import Path
 
-        Path(path).write_text(json.dumps(self.chrome_trace()))
+        Path(path).write_text(json.dumps(self.chrome_trace(), separators=(",", ":")))
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The trace as data: complete events ("X") in microseconds, one thread per device.
+        """The trace as data: complete events ("X") in microseconds, one thread per device; what it holds as a counter.
 
-        One unit of a simulated timeline is shown as a millisecond.
+        One unit of a simulated timeline is shown as a millisecond. O and L are on threads of their own.
         """
-        scale = 1e6 if self.unit == "s" else 1e3
-        title = self.name or "funcpipe"
-        events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]
-        for device in range(self.num_devices):
-            events.append(
-                {"ph": "M", "pid": 0, "tid": device, "name": "thread_name", "args": {"name": f"device {device}"}}
-            )
-            events.append(
-                {"ph": "M", "pid": 0, "tid": device, "name": "thread_sort_index", "args": {"sort_index": device}}
-            )
-        for device, start, end, action in self.spans:
-            kind, stage, microbatch = action
-            args = {"stage": stage, "microbatch": microbatch, "kind": kind.name}
-            events.append({"ph": "X", "pid": 0, "tid": device, "name": str(action), "cat": kind.value,
-                           "ts": start * scale, "dur": (end - start) * scale, "args": args})  # fmt: skip
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+        return chrome_trace(self)
 
     def __str__(self) -> str:
         head = f"{self.name or 'timeline'}: {len(self.spans)} actions on {self.num_devices} devices"
@@ -274,8 +193,9 @@ def _needs(action: Action) -> list[Action]:
     if kind is Kind.F:
         return [Action(Kind.F, stage - 1, microbatch)]
     if kind is Kind.B or kind is Kind.I:
-        return [Action(Kind.B, stage + 1, microbatch), Action(Kind.I, stage + 1, microbatch)]
-    return []
+        next_stage = [Action(Kind.B, stage + 1, microbatch), Action(Kind.I, stage + 1, microbatch)]
+        return [*next_stage, Action(Kind.L, stage, microbatch)]
+    return [Action(Kind.O, stage, microbatch)] if kind is Kind.L else []
 
 
 class Loss(NamedTuple):

@@ -25,6 +25,10 @@ class Kind(Enum):
     """Backward of the weights only; what `I` left to do."""
     R = "R"
     """Remat: compute again the residual that `F` did not keep."""
+    O = "O"
+    """Offload: begin to move the residual to host memory, while the device goes on."""
+    L = "L"
+    """Load: begin to move it back."""
 
     # Members are singletons: identity is hash enough, and ten times faster than hashing the name in Python.
     __hash__ = object.__hash__
@@ -55,12 +59,12 @@ class Action(NamedTuple):
         """
         found = _ACTION.fullmatch(text)
         if found is None:
-            raise ScheduleError(f"{text!r} is no action: write stage, one of F B I W R, microbatch, as in 2F0")
+            raise ScheduleError(f"{text!r} is no action: write stage, one of F B I W R O L, microbatch, as in 2F0")
         stage, kind, microbatch = found.groups()
         return cls(Kind(kind), int(stage), int(microbatch))
 
 
-_ACTION = re.compile(r"([0-9]{1,9})([FBIWR])([0-9]{1,9})")
+_ACTION = re.compile(r"([0-9]{1,9})([FBIWROL])([0-9]{1,9})")
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class Schedule:
             if words and not bad:
                 orders.append(tuple(map(Action.parse, words)))
         if faults:
-            raise ScheduleError(bullets("write stage, one of F B I W R, microbatch, as in 2F0:", faults))
+            raise ScheduleError(bullets("write stage, one of F B I W R O L, microbatch, as in 2F0:", faults))
         return cls(tuple(orders), name)
 
     def __str__(self) -> str:
@@ -152,7 +156,7 @@ class Schedule:
         last: dict[tuple[Kind, int], int] = {}
         for order in self.orders:
             for kind, stage, microbatch in order:
-                if kind is Kind.F or kind is Kind.R:
+                if kind not in (Kind.B, Kind.I, Kind.W):
                     continue
                 for half in (Kind.I, Kind.W) if kind is Kind.B else (kind,):
                     if last.get((half, stage), -1) > microbatch:

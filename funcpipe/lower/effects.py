@@ -71,6 +71,10 @@ def effects(kind: Kind, stage: int, keeps: bool, given: Context) -> tuple[list[W
             gradients += [Wire(Role.SKIP_GRAD, given.routes[name].stash, name, stage) for name in this.pop]
             gradients += [Wire(Role.WEIGHT_RESIDUAL, stage)] if kind is Kind.I else []
             return [residual, *cotangents], gradients
+        case Kind.O:
+            return [residual], [Wire(Role.OFFLOADED, stage)]
+        case Kind.L:
+            return [Wire(Role.OFFLOADED, stage)], [residual]
         case Kind.W:
             return [Wire(Role.WEIGHT_RESIDUAL, stage)], []
         case _:

@@ -18,9 +18,10 @@ from funcpipe.core.stage import Stage
 from funcpipe.lower.effects import Context, effects
 from funcpipe.lower.skips import routes
 from funcpipe.schedules.check import Legal, examine
+from funcpipe.schedules.clock import KINDS
 
-_KINDS = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W)
 _GIVEN = (Role.INPUT, Role.TARGET, Role.FEED)
+_FIRST = (Kind.F, Kind.O, Kind.L)
 _TAKEN = (Role.REPORT, Role.OUTPUT, Role.INPUT_GRAD)
 
 
@@ -32,7 +33,7 @@ def lower(stages: Sequence[Stage], schedule: Schedule, *, loss: bool, outputs: b
         schedule: any schedule; it is checked.
         loss: does the plan have a loss.
         outputs: does the caller get the last stage's outputs.
-        halves: the program of a `vjp`: every forward comes before anything else, and the caller gets outputs and the
+        halves: the program of a `vjp`: every forward comes before all backwards, and the caller gets outputs and the
             gradients of the inputs.
 
     Raises:
@@ -49,8 +50,8 @@ def lower(stages: Sequence[Stage], schedule: Schedule, *, loss: bool, outputs: b
         _refuse_mixed(schedule)
     rows = _Rows(Context(stages, routes(stages), loss, outputs or halves, halves), schedule, legal)
     order = rows.order()
-    if halves:  # no lane's own order changes: its forwards are first already
-        order.sort(key=lambda code: rows.made[code // schedule.num_microbatches].kind is not Kind.F)
+    if halves:  # no lane's own order changes: what belongs to the first half is first already
+        order = _forwards_first(order, rows.made, schedule)
     late, slots = _lives(rows.made, order, schedule.num_microbatches, len(rows.pools))
     pools = tuple(Pool(*key, slots[number]) for key, number in rows.pools.items())
     counts = (schedule.num_stages, schedule.num_microbatches, schedule.num_devices)
@@ -61,12 +62,28 @@ def _refuse_mixed(schedule: Schedule) -> None:
     """Forwards first, on every device; else they cannot run without the backwards."""
     faults: list[str] = []
     for device, order in enumerate(schedule.orders):
-        begun = next((at for at, action in enumerate(order) if action.kind is not Kind.F), len(order))
+        begun = next((at for at, action in enumerate(order) if action.kind not in _FIRST), len(order))
         late = next((action for action in order[begun:] if action.kind is Kind.F), None)
         if late is not None:
             faults.append(f"device {device} runs {late} after {order[begun]}")
     if faults:
         raise PlanError(bullets("vjp runs all forwards before it knows the cotangents, so no forward may stand after a backward; use fp.fill_drain or fp.looped_bfs:", faults))  # fmt: skip
+
+
+def _forwards_first(order: list[int], rows: list[Row], schedule: Schedule) -> list[int]:
+    """Each lane up to its last forward, with the O that follow it (and L that come before it); then the rest."""
+    left: list[int] = []
+    for actions in schedule.orders:
+        end = 1 + max(at for at, action in enumerate(actions) if action.kind is Kind.F)
+        while end < len(actions) and actions[end].kind is Kind.O:
+            end += 1
+        left.append(end)
+    halves: tuple[list[int], list[int]] = ([], [])
+    for code in order:
+        lane = rows[code // schedule.num_microbatches].lane
+        halves[left[lane] <= 0].append(code)
+        left[lane] -= 1
+    return halves[0] + halves[1]
 
 
 class _Rows:
@@ -89,32 +106,33 @@ class _Rows:
 
     def _kinds(self) -> list[set[Kind]]:
         present: list[set[Kind]] = [set() for _ in range(self.schedule.num_stages)]
-        flags = [[False] * self.schedule.num_stages for _ in _KINDS]
+        flags = [[False] * self.schedule.num_stages for _ in KINDS]
         for lane in self.legal.lanes:
             for code, stage, _ in lane:
                 flags[code][stage] = True
         for code, row in enumerate(flags):
             for stage, one in enumerate(row):
                 if one:
-                    present[stage].add(_KINDS[code])
+                    present[stage].add(KINDS[code])
         return present
 
     def order(self) -> list[int]:
         """The plan order as ``row * M + microbatch``."""
         count, lanes = self.schedule.num_microbatches, self.legal.lanes
         rematted, backward = self.legal.rematted, self.schedule.has_backward
-        # By code, then stage: the first number of the row, -1 while it is not made. Code 5: an F that keeps nothing.
-        table = [[-1] * self.schedule.num_stages for _ in range(6)]
+        # By code, then stage: the first number of the row, -1 while it is not made; last, an F that keeps nothing.
+        bare = len(KINDS)
+        table = [[-1] * self.schedule.num_stages for _ in range(bare + 1)]
         out: list[int] = []
         for device, position in self.legal.plan_order:
             code, stage, microbatch = lanes[device][position]
             if code == 0 and (not backward or (rematted and stage * count + microbatch in rematted)):
-                code = 5
+                code = bare
             base = table[code][stage]
             if base < 0:
                 base = table[code][stage] = count * len(self.made)
-                again = code == 5 and backward
-                self.made.append(self._row(_KINDS[code % 5], stage, device, code != 5, again))
+                again = code == bare and backward
+                self.made.append(self._row(KINDS[code % bare], stage, device, code != bare, again))
             out.append(base + microbatch)
         return out
 

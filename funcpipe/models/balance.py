@@ -10,8 +10,8 @@ from itertools import accumulate, pairwise
 from math import floor, inf, lcm, nextafter
 from typing import Any, Literal, NamedTuple
 
-from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.result import Cost, per_stage
+from funcpipe.core.cost import Cost, per_stage
+from funcpipe.core.errors import PlanError, ScheduleError, bullets
 from funcpipe.core.schedule import Kind
 
 Numbers = Sequence[int]
@@ -124,10 +124,13 @@ def _problem(
     faults: list[str] = []
     again: Any = 0.0
     if isinstance(costs, Cost):
-        lengths = {len(v) for v in vars(costs).values() if isinstance(v, tuple)}
-        if len(lengths) != 1:
+        try:
+            layers = costs.num_stages or 0
+            costs.check_stages(layers)
+        except ScheduleError:
+            layers = 0
+        if not layers:
             raise PlanError("a Cost to balance has one number per layer, the same count in each field, as fp.profile gives")  # fmt: skip
-        layers = lengths.pop()
         work = [costs.of(Kind.F, i) + costs.of(Kind.B, i) for i in range(layers)]
         again = [costs.of(Kind.R, i) for i in range(layers)]
         memory = per_stage(costs.residual, layers) if memory == 0.0 else memory

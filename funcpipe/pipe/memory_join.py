@@ -76,8 +76,8 @@ def peaks(rows: Sequence[Measured], schedule: Schedule) -> list[int]:
             continue
         assert task.action is not None
         row = rows[task.action.stage]
-        working = {Kind.F: row.forward, Kind.R: row.forward, Kind.B: row.backward, Kind.I: row.backward, Kind.W: 0}
-        lane.most(working[task.action.kind])
+        working = {Kind.F: row.forward, Kind.R: row.forward, Kind.B: row.backward, Kind.I: row.backward}
+        lane.most(working.get(task.action.kind, 0))
         lane.add(task.writes, rows)
         lane.drop(task.frees)
     return [lane.peak for lane in lanes]

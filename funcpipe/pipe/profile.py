@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcpipe.core.cost import Cost
 from funcpipe.core.errors import PlanError
-from funcpipe.core.result import Cost
 from funcpipe.core.tree import Tree, flatten, leaves, locations, map_leaves
 from funcpipe.pipe.memory import memory
 from funcpipe.pipe.profile_layers import Layer, blame, known_device, layers_of

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from operator import is_
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from funcpipe.core.errors import PlanError, StageError, bullets
 from funcpipe.core.result import Loss
@@ -20,43 +21,13 @@ from funcpipe.core.stage import Out, Stage, side_loss
 from funcpipe.core.tree import Tree, flatten, is_differentiable, lazy, locations, unflatten
 from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, dense, open_border, share
 from funcpipe.runtime.program import Cotangents, Gradients, Report, Shares, StageArgs, StageOut
+from funcpipe.runtime.residual import EagerResidual, Held
 from funcpipe.runtime.rng import Keyed, Keys, may_draw, saw
 
 _NOTHING = Report((), None, None)
 """What most forwards have to report."""
 
 _engine: Any = torch.autograd.Variable._execution_engine.run_backward
-
-_Held: TypeAlias = dict[int, Tensor]
-"""The leaves of a border that hold its gradients, by their numbers among all."""
-
-
-class EagerResidual:
-    """The graph of one forward: its outputs, its losses, and the leaves at its inputs."""
-
-    __slots__ = ("draws", "loss", "microbatch", "side", "skips", "stash", "x", "x_count", "y")
-
-    def __init__(
-        self,
-        microbatch: int,
-        y: list[Any],
-        stash: dict[str, list[Any]],
-        loss: Loss | None,
-        side: tuple[Any, Any] | None,
-        x_count: int,
-        x: _Held,
-        skips: list[tuple[int, _Held]],
-    ) -> None:
-        self.microbatch, self.y, self.stash, self.loss, self.side = microbatch, y, stash, loss, side
-        self.x_count, self.x, self.skips = x_count, x, skips
-        self.draws: dict[str, int] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the inputs and outputs; what autograd saved in between is not counted."""
-        named = [*self.y, *(leaf for leaves in self.stash.values() for leaf in leaves), *self.x.values()]
-        named += [leaf for _, held in self.skips for leaf in held.values()]
-        return sum(leaf.nbytes for leaf in named if isinstance(leaf, Tensor))
 
 
 class EagerBound:
@@ -122,7 +93,7 @@ class EagerBound:
 
     def _forward(self, args: StageArgs, keep: bool) -> StageOut:
         x, held = open_border(args.x, grad=self.backwards)
-        skip_leaves: list[tuple[int, _Held]] = []
+        skip_leaves: list[tuple[int, Held]] = []
         returned = self._call(x, args, skip_leaves) if self.declares else self.fn(x)
         loss = side = None
         stats: Tree = ()
@@ -149,7 +120,7 @@ class EagerBound:
         residual = EagerResidual(args.microbatch, graph, graphs, loss, side, len(args.x.leaves), held, skip_leaves)
         return StageOut(y, report, residual, stash)
 
-    def _call(self, x: Tree, args: StageArgs, skip_leaves: list[tuple[int, _Held]]) -> Any:
+    def _call(self, x: Tree, args: StageArgs, skip_leaves: list[tuple[int, Held]]) -> Any:
         """Call a stage that declares skips, feeds, state or train."""
         stage = self.stage
         skips: dict[str, Tree] = {}
@@ -194,7 +165,7 @@ class EagerBound:
     def backward(self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
         """Plain autograd from the outputs into the leaves and the sums."""
         self._begun()
-        roots: list[Tensor] = []
+        roots: list[Tensor | GradientEdge] = []
         cotangents: list[Tensor] = []
         if y is not None:
             _root(residual.y, y, roots, cotangents)
@@ -231,7 +202,7 @@ class EagerBound:
                 self.fresh = [alias.grad.zero_()._version for alias in self.inputs if alias.grad is not None]
         return self.fresh
 
-    def _reentrant(self, roots: list[Tensor]) -> bool:
+    def _reentrant(self, roots: list[Tensor | GradientEdge]) -> bool:
         """Does the stage use the reentrant checkpoint: looked up in its first graph, remembered."""
         if self.reentrant is None:
             known: dict[bool, bool] = self.stage.__dict__.setdefault("_reentrant", {})
@@ -241,7 +212,7 @@ class EagerBound:
         return self.reentrant
 
     def _loss_roots(
-        self, residual: EagerResidual, shares: Shares, roots: list[Tensor], cotangents: list[Tensor]
+        self, residual: EagerResidual, shares: Shares, roots: list[Tensor | GradientEdge], cotangents: list[Tensor]
     ) -> None:
         """Where the gradients begin: the loss, and the stage's auxiliary loss, each by its factor."""
         ends: list[tuple[Any, float]] = []
@@ -283,6 +254,10 @@ class EagerBound:
         trainable = {id(alias) for alias in self.inputs}
         return [i for i, a in enumerate(self.aliases) if id(a) in trainable and id(a) not in touched]
 
+    def fixed(self) -> list[Any]:
+        """What every forward and backward reads: parameters and state; it stays where it is."""
+        return [*self.leaves, *self.state_leaves]
+
     def written(self) -> list[int]:
         """Parameter leaves (by number) that the stage wrote into, which it must not."""
         found = zip(self.versions, _versions(self.leaves), self.aliases, flatten(self.params)[0], strict=False)
@@ -321,9 +296,9 @@ def _side(side: Any) -> tuple[Any, Any] | None:
     return (_detached(total), _detached(weight))
 
 
-def _has_node(roots: list[Tensor], name: str) -> bool:
+def _has_node(roots: list[Tensor | GradientEdge], name: str) -> bool:
     """Is a node of this name in the graph behind some tensors."""
-    todo: list[Any] = [root.grad_fn for root in roots]
+    todo: list[Any] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
     seen: set[Any] = set()
     while todo:
         node = todo.pop()
@@ -336,15 +311,17 @@ def _has_node(roots: list[Tensor], name: str) -> bool:
     return False
 
 
-def _root(graph: Sequence[Any], gradients: Sequence[Tensor | None], roots: list[Tensor], out: list[Tensor]) -> None:
-    """Add the tensors that have a gradient to the roots of a backward."""
+def _root(graph: Sequence[Any], gradients: Sequence[Tensor | None], roots: list[Any], out: list[Tensor]) -> None:
+    """Add the tensors (or what is left of moved ones: edges) that have a gradient to the roots of a backward."""
     for tensor, gradient in zip(graph, gradients, strict=True):
-        if gradient is not None and isinstance(tensor, Tensor) and tensor.requires_grad:
+        if gradient is None:
+            continue
+        if (isinstance(tensor, Tensor) and tensor.requires_grad) or isinstance(tensor, GradientEdge):
             roots.append(tensor)
             out.append(gradient)
 
 
-def _walk(roots: list[Tensor], cotangents: list[Tensor], inputs: tuple[Tensor, ...]) -> None:
+def _walk(roots: list[Tensor | GradientEdge], cotangents: list[Tensor], inputs: tuple[Tensor, ...]) -> None:
     """``torch.autograd.backward`` from its second half on: cotangents have the shapes of their roots here.
 
     The first half looks at every pair for nested tensors, symbolic shapes and more, and costs as much as the backward of
@@ -396,7 +373,7 @@ def _detached(tree: Tree) -> Tree:
     return unflatten(spec, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
-def _gradients(count: int, held: _Held) -> Gradients:
+def _gradients(count: int, held: Held) -> Gradients:
     out: Gradients = [None] * count
     for index, leaf in held.items():
         if leaf.grad is not None:

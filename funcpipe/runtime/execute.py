@@ -13,8 +13,10 @@ import torch
 from funcpipe.core.errors import FuncpipeError, Where, located
 from funcpipe.core.plan import CALLER, Lowered, Plan, Role
 from funcpipe.core.result import Span, Timeline
+from funcpipe.core.schedule import Kind
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import RUNNING, no_autocast_cache
+from funcpipe.runtime.host import Host, addresses
 from funcpipe.runtime.program import Bound
 from funcpipe.runtime.steps import make_step
 from funcpipe.runtime.stream import Channel, Edge, Place, Ticket
@@ -85,9 +87,13 @@ class Execution:
         self.rows, self.count, self.late = program.rows, program.num_microbatches, program.late_frees
         self.slots = [pool.slots for pool in program.pools]
         self.sources = [pool.source for pool in program.pools]
-        self.steps = [make_step(row, program.wires, plan.stages[row.stage], bounds[row.stage]) for row in program.rows]
         num_pools = len(program.pools)
         self.lanes = [Lane(i, place, num_pools) for i, place in enumerate(places)]
+        hosts = self._hosts()
+        self.steps = [
+            make_step(row, program, plan.stages[row.stage], bounds[row.stage], hosts.get(row.lane))
+            for row in program.rows
+        ]
         self.part = (0, 0)
         self.edges: dict[tuple[int, int], Channel] = {
             (pool.source, pool.lane): Edge(
@@ -97,6 +103,13 @@ class Execution:
         }
         self.threaded, self.timed = threaded, timed
         self.stopped = False
+
+    def _hosts(self) -> dict[int, Host]:
+        """The links of those lanes that move residuals."""
+        moving = {row.lane for row in self.program.rows if row.kind is Kind.O}
+        given = [leaf for value in self.caller.values() for leaf in value.leaves] if moving else []
+        fixed = addresses(given)
+        return {lane: Host(self.lanes[lane].place, self.lanes[lane].coming, fixed) for lane in moving}
 
     def aim(self, start: int, stop: int) -> None:
         """What runs next: the actions from one position of the plan order to another."""
@@ -219,7 +232,7 @@ class Execution:
             found.__dict__.setdefault("__notes__", []).append(
                 f"device {lane.index} holds {len(held)} residuals (the schedule's most is {most:g}) with {size:.1f} MiB at "
                 f"their borders{_free(lane.place.device)}; to hold less: more microbatches of fewer rows, "
-                "fp.remat(schedule), or a schedule that holds fewer (fp.one_f_one_b)"
+                "fp.remat(schedule) or fp.offload(schedule), or a schedule that holds fewer (fp.one_f_one_b)"
             )
         return found
 

@@ -88,6 +88,10 @@ class FiniteBound:
         """The inner one's."""
         return self.inner.unused()
 
+    def fixed(self) -> list[Any]:
+        """The inner one's."""
+        return self.inner.fixed()
+
     def written(self) -> list[int]:
         """The inner one's."""
         return self.inner.written()

@@ -7,11 +7,12 @@ import contextvars
 import ctypes
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, Self
 
 import torch
@@ -125,7 +126,7 @@ class Lanes:
         failures: list[tuple[int, BaseException]] = []
         done: queue.SimpleQueue[int] = queue.SimpleQueue()
         finished = False
-        leaving = partial(self._halt, execution, wait=1.0)
+        leaving = partial(self._leave, execution, threading.get_ident())
         atexit.register(leaving)  # a lane that is in torch's code when Python ends would abort the process
         dog = None if timeout is None else Watchdog(execution, timeout, lambda _: done.put(_TIMEOUT))
         try:
@@ -172,9 +173,26 @@ class Lanes:
             worker.interrupt()
         self._end(wait)  # the next run starts new ones
 
+    def _leave(self, execution: Execution, caller: int) -> None:
+        """Python ends: end every lane, and let the caller's thread come out of the run, which is torch's code too."""
+        self._halt(execution, wait=1.0)
+        deadline = monotonic() + 1.0
+        while _is_inside(caller) and monotonic() < deadline:
+            sleep(0.005)
+
     def pin(self, lane: int) -> None:
         """Give the calling thread its share of the cores."""
         pin(lane, self.count, self._cores)
+
+
+def _is_inside(thread: int) -> bool:
+    """Is a thread in this package's code, or in what that called."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("funcpipe."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _job(

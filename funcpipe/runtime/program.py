@@ -15,6 +15,7 @@ from funcpipe.core.result import Loss
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.border import Border
+from funcpipe.runtime.host import Way
 from funcpipe.runtime.rng import Keys
 
 Gradients = list[Tensor | None]
@@ -84,6 +85,10 @@ class Residual(Protocol):
         """Bytes of the tensors at the borders that it holds."""
         ...
 
+    def move(self, to: Way, *, fixed: frozenset[int] = frozenset()) -> Any:
+        """Move it to the host or back, but for memory at the fixed addresses. Returns the event after which it is there."""
+        ...
+
 
 class Bound(Protocol):
     """One stage with its parameters, for one run; used by one thread at a time."""
@@ -114,6 +119,10 @@ class Bound(Protocol):
 
     def unused(self) -> list[int]:
         """Trainable leaves (by number) that no backward added to."""
+        ...
+
+    def fixed(self) -> list[Any]:
+        """What every forward and backward reads: parameters and state; it stays where it is."""
         ...
 
     def written(self) -> list[int]:

@@ -6,18 +6,27 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias, assert_never
 
-from funcpipe.core.plan import Role, Row, Wire
+from funcpipe.core.plan import Lowered, Role, Row, Wire
 from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import Stage
 from funcpipe.runtime.border import LEAF, Border
+from funcpipe.runtime.host import Host, addresses
 from funcpipe.runtime.program import Bound, StageArgs, StageOut
 
 Step: TypeAlias = Callable[[list[Any], int], Sequence[Any]]
 """(values read, microbatch) -> values written."""
 
 
-def make_step(row: Row, wires: Sequence[Wire], stage: Stage, bound: Bound) -> Step:
-    """The step of a row; everything that is the same for all microbatches is worked out here, once a run."""
+def make_step(row: Row, program: Lowered, stage: Stage, bound: Bound, host: Host | None) -> Step:
+    """The step of a row; everything that is the same for all microbatches is worked out here, once a run.
+
+    Args:
+        row: the row.
+        program: it is of.
+        stage, bound: what it does it with.
+        host: the lane's link; None where nothing is moved.
+    """
+    wires = program.wires
     match row.kind:
         case Kind.F | Kind.R:
             return _forward(row, wires, stage, bound)
@@ -30,6 +39,9 @@ def make_step(row: Row, wires: Sequence[Wire], stage: Stage, bound: Bound) -> St
                 return ()
 
             return weights
+        case Kind.O | Kind.L:
+            assert host is not None
+            return _move(row, program.num_microbatches, bound, host)
         case _:
             assert_never(row.kind)
 
@@ -88,3 +100,23 @@ def _backward(row: Row, wires: Sequence[Wire], bound: Bound) -> Step:
         return out
 
     return step
+
+
+def _move(row: Row, count: int, bound: Bound, host: Host) -> Step:
+    if row.kind is Kind.O:
+        fixed = host.fixed | addresses(bound.fixed())
+
+        def offload(reads: list[Any], microbatch: int) -> Sequence[Any]:
+            reads[0].move(host.out, fixed=fixed)
+            return reads
+
+        return offload
+    first = row.writes[0] * count
+
+    def load(reads: list[Any], microbatch: int) -> Sequence[Any]:
+        event = reads[0].move(host.back)
+        if event is not None:
+            host.coming[first + microbatch] = event  # the backward waits for it, not who comes before
+        return reads
+
+    return load

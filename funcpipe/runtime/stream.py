@@ -48,6 +48,29 @@ class Backend:
         """
         tensor.record_stream(stream)
 
+    def room(self, like: Tensor, count: int, device: torch.device | None) -> Tensor:
+        """Memory for so many numbers, of the current stream's pool; None: of the host, such as streams copy from and to.
+
+        Torch keeps page-locked memory for the next one who asks, and knows which streams still work on it.
+        """
+        if device is None:
+            return torch.empty(count, dtype=like.dtype, device="cpu", pin_memory=self.asynchronous(like.device))
+        return torch.empty(count, dtype=like.dtype, device=device)
+
+    def fill(self, target: Tensor, source: Tensor) -> None:
+        """Copy between a device and its host, queued on the current stream of the device."""
+        target.copy_(source, non_blocking=True)
+
+    def hollow(self, tensor: Tensor) -> Tensor:
+        """What looks like the tensor, to its strides, and has no memory."""
+        new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        new.untyped_storage().resize_(0)
+        return new
+
+    def pace(self, event: Any) -> None:
+        """Let the host wait for the event, so that it does not run far ahead."""
+        event.synchronize()
+
 
 def solid(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it where its memory is shared copy-on-write and no stream could be recorded on it."""
@@ -96,6 +119,8 @@ class Place:
         self.stream: Any = self.caller
         if self.asynchronous and not alone:
             self.stream = self.module.Stream(device)
+        self.beside: list[Any] = []
+        """Streams that copy into memory of the lane's."""
 
     def active(self) -> AbstractContextManager[Any]:
         """Inside, operations go to the lane's stream."""
@@ -110,6 +135,8 @@ class Place:
 
     def join(self) -> None:
         """The lane's work comes before what the caller queues next."""
+        for stream in self.beside:  # a run that failed has not waited for all of them
+            self.stream.wait_stream(stream)
         if self.asynchronous and self.stream != self.caller:
             self.caller.wait_stream(self.stream)
 

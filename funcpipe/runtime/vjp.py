@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from funcpipe.core.errors import FuncpipeError, PlanError
-from funcpipe.core.plan import Plan, Role, Wire
+from funcpipe.core.plan import Lowered, Plan, Role, Wire
 from funcpipe.core.result import Result
+from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.runtime.border import Border, share
 from funcpipe.runtime.context import intra_op_threads, not_carried, refuse_transforms
@@ -91,8 +92,7 @@ def _want(inputs: Sequence[Border], wanted: Tree) -> None:
 
 def _forwards(ready: Prepared, drive: Drive) -> tuple[Result, Pullback]:
     """The first half."""
-    middle = ready.program.num_forwards
-    drive.go(0, middle)
+    drive.go(0, _middle(ready.program))
     reports, outputs = drive.collect(Role.REPORT), drive.collect(Role.OUTPUT)
     sided = sorted({stage for (stage, _), report in reports.items() if report.side is not None})
     if sided:
@@ -103,6 +103,15 @@ def _forwards(ready: Prepared, drive: Drive) -> tuple[Result, Pullback]:
         result = finish(ready, reports, outputs, None, drive.stats(), backward=False)
     drive.settle()
     return result, Pullback(drive, Seam(pieces, ready.batch.rows, merged=ready.batch.merged))
+
+
+def _middle(program: Lowered) -> int:
+    """Where the second half begins: after the last forward, and what is moved out of the way after it."""
+    kinds = [program.rows[code // program.num_microbatches].kind for code in program.order]
+    middle = 1 + max(at for at, kind in enumerate(kinds) if kind is Kind.F)
+    while middle < len(kinds) and kinds[middle] is Kind.O:
+        middle += 1
+    return middle
 
 
 class Pullback:
@@ -160,7 +169,7 @@ class Pullback:
                 raise FuncpipeError("this pullback is spent: another thread calls it")
             self._drive = None
         drive.give(Wire(Role.GRAD, ready.plan.num_stages - 1), pieces)
-        drive.go(ready.program.num_forwards)
+        drive.go(_middle(ready.program))
         found = drive.collect(Role.INPUT_GRAD)
         drive.done()
         with intra_op_threads(ready.threads):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from funcpipe.core.errors import ScheduleError, bullets
 from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.schedules.clock import CODE, KINDS, B, F, I, L, O, R, W, chain, clock
 
 _MOST_FAULTS = 20
-_CODE = {Kind.F: 0, Kind.R: 1, Kind.B: 2, Kind.I: 3, Kind.W: 4}
-F, R, B, I, W = range(5)
-_UNITS = (1, 1, 2, 1, 1)
-_LETTERS = "FRBIW"
+_UNITS = (1, 1, 2, 1, 1, 0, 0)
+_LETTERS = "".join(kind.value for kind in KINDS)
 
 
 @dataclass(frozen=True)
@@ -21,9 +19,9 @@ class Legal:
     """What `check` learned of a legal schedule; integers only, for those that walk over all actions.
 
     Attributes:
-        lanes: for each device its actions as ``(code, stage, microbatch)`` with codes F R B I W = 0 1 2 3 4.
+        lanes: for each device its actions as ``(code, stage, microbatch)`` with codes F R B I W O L = 0 to 6.
         plan_order: every action as ``(device, position)``, by the time at which it starts when F, R, I, W take one
-            unit and B takes two: an order in which one thread can run the schedule.
+            unit, B takes two, O and L none: an order in which one thread can run the schedule.
         rematted: ``stage * M + microbatch`` of each R.
     """
 
@@ -36,8 +34,8 @@ def check(schedule: Schedule) -> None:
     """Refuse a schedule that is not legal, with every fault found.
 
     Legal means: stages and microbatches are numbered without gaps, a stage lives on one device, each (stage,
-    microbatch) runs one F and, if the schedule has backwards, one B or one I and one W, at most one R, in the order
-    F R B or F R I W; and all devices come to their end.
+    microbatch) runs one F and, if the schedule has backwards, one B or one I and one W, in the order F B or F I W;
+    between F and its backward stands at most one R, or one O and after it one L; and all devices come to their end.
 
     Time is linear in the number of actions.
 
@@ -61,14 +59,15 @@ def _examine(schedule: Schedule) -> Legal:
     faults = _malformed(schedule)
     if faults:
         _refuse(schedule, faults)
-    lanes = tuple([(_CODE[kind], stage, microbatch) for kind, stage, microbatch in order] for order in schedule.orders)
+    lanes = tuple([(CODE[kind], stage, microbatch) for kind, stage, microbatch in order] for order in schedule.orders)
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     if stages * microbatches > 5 * sum(map(len, lanes)):  # absurd indices: named before anything is allocated by them
         _refuse(schedule, _gaps(lanes, stages, microbatches))
     faults, rematted = _incomplete(lanes, stages, microbatches, schedule.device_of)
     if faults:
         _refuse(schedule, faults)
-    starts, stuck = clock(lanes, stages, microbatches, lambda code, _stage: _UNITS[code])
+    durations = [[float(units)] * stages for units in _UNITS]
+    starts, _, stuck = clock(lanes, schedule.device_of, microbatches, durations, chain(stages))
     if stuck:
         raise ScheduleError(_waiting(schedule, lanes, stuck))
     buckets: list[list[tuple[int, int]]] = [[] for _ in range(1 + max(int(row[-1]) for row in starts))]
@@ -113,8 +112,8 @@ def _incomplete(
 ) -> tuple[list[str], frozenset[int]]:
     """Faults in the whole: gaps, duplicates, stages on two devices, wrong order within a (stage, microbatch)."""
     faults: list[str] = []
-    done = [bytearray(stages * microbatches) for _ in range(5)]
-    f, r, b, i, w = done
+    done = [bytearray(stages * microbatches) for _ in KINDS]
+    f, r, b, i, w, o, back = done
     for device, lane in enumerate(lanes):
         for code, stage, microbatch in lane:
             at = stage * microbatches + microbatch
@@ -124,17 +123,18 @@ def _incomplete(
                 faults.append(f"{stage}{_LETTERS[code]}{microbatch} on device {device} stands twice")
             done[code][at] = 1
             if code == F:
-                early = r[at] or b[at] or i[at] or w[at]
+                early = r[at] or b[at] or i[at] or w[at] or o[at] or back[at]
                 before = "F comes first"
-            elif code == R:
-                early = b[at] or i[at] or w[at]
-                before = "R comes before the backward"
+            elif code == L and not o[at]:
+                early, before = True, "L comes after O"
+            elif code in (R, O, L):
+                early, before = b[at] or i[at] or w[at], f"{_LETTERS[code]} comes before the backward"
             else:
                 early = not f[at] or (code == W and not i[at])
                 before = "F comes first" if not f[at] else "W comes after I"
             if early:
                 faults.append(f"{stage}{_LETTERS[code]}{microbatch} on device {device} stands too early or too late: {before}")  # fmt: skip
-    backward = any(b) or any(i) or any(w) or any(r)
+    backward = any(b) or any(i) or any(w) or any(r) or any(o) or any(back)
     # Compare whole rows in C; look for the places only where they differ.
     if f.count(1) != len(f):
         faults += [f"{at // microbatches}F{at % microbatches} is missing" for at, one in enumerate(f) if not one]
@@ -150,6 +150,13 @@ def _incomplete(
             if half != rest:
                 missing = "W" if half else "I"
                 faults.append(f"{at // microbatches}{missing}{at % microbatches} is missing: I and W come in pairs")
+    if o != back:
+        for at, (away, home) in enumerate(zip(o, back, strict=True)):
+            if away != home:
+                missing = "L" if away else "O"
+                faults.append(f"{at // microbatches}{missing}{at % microbatches} is missing: O and L come in pairs")
+    if any(o) and any(r):
+        faults += [f"{at // microbatches}R{at % microbatches} and {at // microbatches}O{at % microbatches} both stand: a residual is computed again, or moved" for at, (again, away) in enumerate(zip(r, o, strict=True)) if again and away]  # fmt: skip
     return faults, frozenset(at for at, one in enumerate(r) if one) if any(r) else frozenset()
 
 
@@ -161,71 +168,6 @@ def _gaps(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatch
         if missing is not None:
             faults.append(f"{what} {missing} is missing, but {what} {count - 1} stands; number them without gaps")
     return faults or ["most of its actions are missing"]
-
-
-def clock(
-    lanes: tuple[list[tuple[int, int, int]], ...],
-    stages: int,
-    microbatches: int,
-    duration: Callable[[int, int], float],
-    latency: Callable[[int, int], float] | None = None,
-) -> tuple[list[list[float]], list[int]]:
-    """When each action starts if all run as early as they can, each device in its order.
-
-    F waits for the F of the stage before, B and I for the B or I of the stage after; everything else a device does for
-    itself, in order. Linear: a device that must wait is woken by the very action that it waits for.
-
-    Args:
-        lanes: as in `Legal`.
-        stages: how many stages.
-        microbatches: how many microbatches.
-        duration: of (code, stage).
-        latency: from (stage, to stage); None: none.
-
-    Returns:
-        The start of each action by device and position, and the positions at which devices are stuck (empty if none).
-    """
-    count = stages * microbatches
-    ends: list[list[float]] = [[-1.0] * count, [-1.0] * count]  # of forwards, of backwards, by stage and microbatch
-    waiting: dict[tuple[int, int], int] = {}
-    starts: list[list[float]] = [[] for _ in lanes]
-    now = [0.0] * len(lanes)
-    durations = [[duration(code, stage) for stage in range(stages)] for code in range(5)]
-    hops = [[0.0] * stages, [0.0] * stages]
-    if latency is not None:
-        hops = [[latency(s - 1, s) if s else 0.0 for s in range(stages)]]
-        hops.append([latency(s + 1, s) if s < stages - 1 else 0.0 for s in range(stages)])
-    ready = list(range(len(lanes)))[::-1]
-    while ready:
-        device = ready.pop()
-        lane, row, time = lanes[device], starts[device], now[device]
-        for position in range(len(row), len(lane)):
-            code, stage, microbatch = lane[position]
-            at = stage * microbatches + microbatch
-            if code == F:
-                back, needs = 0, at - microbatches if stage else -1
-            elif code in (B, I):
-                back, needs = 1, at + microbatches if stage < stages - 1 else -1
-            else:
-                row.append(time)
-                time += durations[code][stage]
-                continue
-            if needs >= 0:
-                ready_at = ends[back][needs]
-                if ready_at < 0:
-                    waiting[back, needs] = device
-                    break
-                ready_at += hops[back][stage]
-                if ready_at > time:
-                    time = ready_at
-            row.append(time)
-            time += durations[code][stage]
-            ends[back][at] = time
-            if waiting and (back, at) in waiting:
-                ready.append(waiting.pop((back, at)))
-        now[device] = time
-    stuck = [len(row) if len(row) < len(lane) else -1 for lane, row in zip(lanes, starts, strict=True)]
-    return starts, stuck if any(position >= 0 for position in stuck) else []
 
 
 def _waiting(schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], stuck: list[int]) -> str:

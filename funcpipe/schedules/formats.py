@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError, bullets
-from funcpipe.core.result import Cost, Span, Timeline
+from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import _ACTION, Action, Kind, Schedule
 from funcpipe.schedules.check import check
 
@@ -62,7 +63,7 @@ def to_json(thing: Schedule | Cost | Timeline) -> str:
     elif isinstance(thing, Cost):
         fields = {name: getattr(thing, name) for name in thing.__dataclass_fields__}
     else:
-        fields = {name: getattr(thing, name) for name in ("name", "unit", "num_devices", "comm", "peak")}
+        fields = {name: getattr(thing, name) for name in ("name", "unit", "num_devices", "comm", "peak", "memory")}
         fields["spans"] = [[device, start, end, str(action)] for device, start, end, action in thing.spans]
     try:
         text = _page({"funcpipe": type(thing).__name__.lower(), "version": VERSION, **fields})
@@ -226,28 +227,51 @@ def _cost(data: dict[str, Any], fault: Fault) -> Cost | None:
     names = tuple(Cost.__dataclass_fields__)
     _fields(data, need=(), may=names, fault=fault)
     fields: dict[str, Any] = {}
-    sound = True
+    faults: list[str] = []
     for name in names:
-        value = data.get(name)
-        optional = value is None and (name not in data or name in ("backward", "remat"))
-        for one in value if isinstance(value, list) and name != "comm" else (value,):
-            if not optional and not _is_number(one):
-                fault(f"{name}: a number from 0{', or a list of them' * (name != 'comm')}; got {_shown(one)}")
-                sound = False
-                break
-        if name in data:
-            fields[name] = tuple(value) if isinstance(value, list) else value
-    return Cost(**fields) if sound else None
+        if name not in data:
+            continue
+        value = data[name]
+        if name == "skips":
+            rows = _list(value, name, faults.append)
+            faults += [
+                f"skips[{at}]: [stash, pop, size]; got {_shown(row)}"
+                for at, row in enumerate(rows)
+                if not _is_skip(row)
+            ]
+            fields[name] = tuple(tuple(row) for row in rows if _is_skip(row))
+            continue
+        one = name == "bandwidth"
+        values = value if isinstance(value, list) and not one else [value]
+        if not (value is None and name in ("backward", "remat", "bandwidth")):
+            bad = [number for number in values if not _is_number(number)]
+            faults += [
+                f"{name}: a number from 0{', or a list of them' * (not one)}; got {_shown(number)}"
+                for number in bad[:1]
+            ]
+        fields[name] = tuple(value) if isinstance(value, list) else value
+    if not faults:
+        try:
+            return Cost(**fields)
+        except ScheduleError as error:  # what only the cost itself knows, as that a skip goes forward
+            faults += [line.strip(" *") for line in str(error).split("\n")[1:]]
+    for one in faults:
+        fault(one)
+    return None
+
+
+def _is_skip(row: Any) -> bool:
+    return isinstance(row, list) and len(row) == 3 and all(map(_is_index, row[:2])) and _is_number(row[2])
 
 
 def _timeline(data: dict[str, Any], fault: Fault) -> Timeline | None:
-    _fields(data, need=("num_devices", "spans"), may=("name", "unit", "comm", "peak"), fault=fault)
+    _fields(data, need=("num_devices", "spans"), may=("name", "unit", "comm", "peak", "memory"), fault=fault)
     devices, comm = data.get("num_devices", 0), data.get("comm", 0.0)
     if not _is_index(devices):
         fault(f"num_devices: a whole number from 0 to {_MOST - 1}; got {_shown(devices)}")
         return None
-    if not _is_number(comm):
-        fault(f"comm: a number from 0; got {_shown(comm)}")
+    if not all(map(_is_number, comm if isinstance(comm, list) else [comm])):
+        fault(f"comm: a number from 0, or a list of them; got {_shown(comm)}")
     peak = _list(data.get("peak", []), "peak", fault)
     if not all(map(_is_number, peak)) or len(peak) not in (0, devices):
         fault(f"peak: a number from 0 for each of {devices} devices, or []; got {_shown(peak)}")
@@ -265,7 +289,30 @@ def _timeline(data: dict[str, Any], fault: Fault) -> Timeline | None:
             seen.add(action)
             spans.append(Span(row[0], row[1], row[2], action))
     name, unit = (_label(data.get(key, default), key, fault) for key, default in (("name", ""), ("unit", "units")))
-    return Timeline(tuple(spans), devices, tuple(peak), unit, comm, name)
+    comm = tuple(comm) if isinstance(comm, list) else comm
+    return Timeline(
+        tuple(spans), devices, tuple(peak), unit, comm, name, _memory(data.get("memory", []), devices, fault)
+    )
+
+
+def _memory(value: Any, devices: int, fault: Fault) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """The steps of each device; (from when, how much), a level may be a rounding below zero."""
+    rows = _list(value, "memory", fault)
+    sound = len(rows) in (0, devices) and all(isinstance(row, list) and all(map(_is_step, row)) for row in rows)
+    if not sound:
+        fault(f"memory: for each of {devices} devices a list of [time, amount], or []; got {_shown(value)}")
+        return ()
+    return tuple(tuple((time, level) for time, level in row) for row in rows)
+
+
+def _is_step(step: Any) -> bool:
+    return (
+        isinstance(step, list)
+        and len(step) == 2
+        and _is_number(step[0])
+        and type(step[1]) in (int, float)
+        and abs(step[1]) < float("inf")
+    )
 
 
 _READERS: Mapping[str, Callable[[dict[str, Any], Fault], Schedule | Cost | Timeline | None]] = {
@@ -293,7 +340,7 @@ def _actions(words: Sequence[str], place: str, *, known: dict[str, Action], faul
         if action is None:
             match = _ACTION.fullmatch(word)
             if match is None:
-                fault(f"{place}: {_shown(word)} is no action; write stage, one of F B I W R, microbatch, as in 2F0")
+                fault(f"{place}: {_shown(word)} is no action; write stage, one of F B I W R O L, microbatch, as in 2F0")
                 continue
             action = Action(_KINDS[match[2]], int(match[1]), int(match[3]))
             if not (_is_index(action.stage) and _is_index(action.microbatch)):

@@ -1,16 +1,19 @@
-"""The memory that an order of actions needs: residuals, counted or by cost."""
+"""The memory that a device needs for residuals and for what waits for its actions: by its order, or over time."""
 
 from __future__ import annotations
 
-from funcpipe.core.result import Cost, per_stage
+from collections.abc import Sequence
+
+from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.schedules.clock import edges_of
 
 
 def residual_levels(order: tuple[Action, ...], schedule: Schedule, cost: Cost = Cost()) -> list[tuple[float, float]]:  # noqa: B008  frozen
     """What a device holds in residuals from the start of each action of its order, and from its end.
 
     F takes ``residual`` at its start unless an R takes it later; I leaves ``weight_residual`` at its end; B and W free
-    all at their end. Forwards alone keep none.
+    all at their end. Forwards alone keep none. O and L move all of it in no time here, at their place in the order.
     """
     again = {(stage, microbatch) for kind, stage, microbatch in order if kind is Kind.R}
     whole = per_stage(cost.residual, schedule.num_stages)
@@ -18,10 +21,11 @@ def residual_levels(order: tuple[Action, ...], schedule: Schedule, cost: Cost = 
     live = 0.0
     levels: list[tuple[float, float]] = []
     for kind, stage, microbatch in order:
-        if schedule.has_backward and (kind is Kind.R or (kind is Kind.F and (stage, microbatch) not in again)):
+        takes = kind in (Kind.R, Kind.L) or (kind is Kind.F and (stage, microbatch) not in again)
+        if schedule.has_backward and takes:
             live += whole[stage]
         during = live
-        if kind is Kind.B:
+        if kind in (Kind.B, Kind.O):
             live -= whole[stage]
         elif kind is Kind.I:
             live -= whole[stage] - rest[stage]
@@ -37,3 +41,82 @@ def residual_peak(order: tuple[Action, ...], schedule: Schedule, cost: Cost = Co
     A device runs one action after the other, so times do not matter.
     """
     return max((max(levels) for levels in residual_levels(order, schedule, cost)), default=0.0)
+
+
+def memory_steps(
+    schedule: Schedule, cost: Cost, starts: Sequence[Sequence[float]], arrivals: Sequence[Sequence[float]] = ()
+) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """What each device holds over time: ``(from when, how much)``.
+
+    Args:
+        schedule: a legal one.
+        cost: times and memory, as in `Cost`.
+        starts: of each action, by device and position.
+        arrivals: when each value was there, for the edges of `clock.edges_of`; () leaves values between stages out.
+    """
+    changes = [_residuals(order, row, schedule, cost) for order, row in zip(schedule.orders, starts, strict=True)]
+    if arrivals and (cost.skips or any(per_stage(cost.output, schedule.num_stages))):
+        _add_waiting(changes, schedule, cost, starts, arrivals)
+    return tuple(map(_steps, changes))
+
+
+_Change = tuple[float, float, float]
+"""When, its place among those of the same time, by how much."""
+
+
+def _residuals(order: Sequence[Action], starts: Sequence[float], schedule: Schedule, cost: Cost) -> list[_Change]:
+    """What the actions take and free of residuals; the place of an action's start is twice its position."""
+    if not schedule.has_backward:
+        return [(start, 2.0 * at, 0.0) for at, start in enumerate(starts)]
+    again = {(stage, microbatch) for kind, stage, microbatch in order if kind is Kind.R}
+    whole = per_stage(cost.residual, schedule.num_stages)
+    rest = per_stage(cost.weight_residual, schedule.num_stages)
+    durations = {(kind, stage): cost.of(kind, stage) for kind in Kind for stage in range(schedule.num_stages)}
+    changes: list[_Change] = []
+    for at, ((kind, stage, microbatch), start) in enumerate(zip(order, starts, strict=True)):
+        if kind is Kind.R or kind is Kind.L or (kind is Kind.F and (stage, microbatch) not in again):
+            changes.append((start, 2.0 * at, whole[stage]))
+        if kind is Kind.F or kind is Kind.R or kind is Kind.L:
+            continue
+        freed = rest[stage] if kind is Kind.W else whole[stage] - (rest[stage] if kind is Kind.I else 0.0)
+        changes.append((start + durations[kind, stage], 2.0 * at + 1, -freed))
+    return changes
+
+
+def _add_waiting(
+    changes: list[list[_Change]],
+    schedule: Schedule,
+    cost: Cost,
+    starts: Sequence[Sequence[float]],
+    arrivals: Sequence[Sequence[float]],
+) -> None:
+    """What lies at its reader: it comes last among what happens at a time, and goes with the action that takes it."""
+    sizes = per_stage(cost.output, schedule.num_stages)
+    weights = [*sizes[:-1], *(skip.size for skip in cost.skips)]
+    edges = edges_of(cost, schedule.device_of)
+    taken: dict[Action, _Change] = {}  # when the action takes what waits for it; of a forward that keeps nothing, its R
+    for order, row in zip(schedule.orders, starts, strict=True):
+        for at, ((kind, stage, microbatch), start) in enumerate(zip(order, row, strict=True)):
+            if kind is Kind.F and not schedule.has_backward:
+                taken[Action(Kind.F, stage, microbatch)] = (start + cost.of(kind, stage), 2.0 * at + 1, 0.0)
+            elif kind is Kind.F or kind is Kind.R:
+                taken[Action(Kind.F, stage, microbatch)] = (start, 2.0 * at, 0.0)
+            elif kind is Kind.B or kind is Kind.I:
+                taken[Action(Kind.B, stage, microbatch)] = (start + cost.of(kind, stage), 2.0 * at + 1, 0.0)
+    for number, (edge, row) in enumerate(zip(edges, arrivals, strict=True)):
+        weight = weights[number // 2]
+        for microbatch, arrived in enumerate(row):
+            if weight and arrived >= 0:
+                end, place, _ = taken[Action(Kind.B if edge.backward else Kind.F, edge.to, microbatch)]
+                device = changes[schedule.device_of[edge.to]]
+                device += [(arrived - edge.latency, float("inf"), weight), (end, place, -weight)]
+
+
+def _steps(changes: list[_Change]) -> tuple[tuple[float, float], ...]:
+    """The running sum; what comes and goes at one time leaves its highest level, and the level after it."""
+    changes.sort()
+    level, steps = 0.0, list[tuple[float, float]]()
+    for time, _, change in changes:
+        level += change
+        steps.append((time, level))
+    return tuple(steps)

@@ -12,7 +12,10 @@ DualPipeV is DualPipe (arXiv 2412.19437) cut in half.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import sub
 
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
@@ -27,6 +30,13 @@ _Lane = dict[int, Action]
 
 _Block = tuple[int, int, int, int]
 """The slots of microbatch 0 on a device: forward down, forward up, I up, I down."""
+
+_KINDS = {kind.value: kind for kind in Kind}
+
+_CHANGE = {Kind.F: 1, Kind.W: -1}
+"""What an action changes in the number of residuals, where I gives back nothing."""
+
+_NEVER = 10**9
 
 _BLOCK = 6
 """Slots that one microbatch takes on a device: F, I and W of two stages."""
@@ -167,23 +177,26 @@ def v_min(num_stages: int, num_microbatches: int, *, num_devices: int | None = N
 def _spell(device: int, devices: int, phases: Sequence[_Phase]) -> list[Action]:
     """The order that the phases of a device spell."""
     stages = (device, 2 * devices - 1 - device)
-    following = {(kind, stage): 0 for kind in (Kind.F, Kind.I) for stage in stages}
-    owed: list[tuple[int, int]] = []
+    forwards, backwards = [0, 0], [0, 0]  # done of each stage
+    owed: list[tuple[int, int]] = []  # W, as (which stage, microbatch)
     order: list[Action] = []
+    new = tuple.__new__  # a third of the time of Action(...), and there may be a hundred thousand
     for times, words in phases:
-        for word in words.split() * times:
-            kind = Kind(word[0])
+        spelled = [(_KINDS[word[0]], int(word[1:] or -1)) for word in words.split()]
+        for kind, which in spelled * times:
             if kind is Kind.W:
-                at = 0 if word == "W" else next(i for i, (stage, _) in enumerate(owed) if stage == stages[int(word[1])])
-                order.append(Action(kind, *owed.pop(at)))
+                at = 0
+                while which >= 0 and owed[at][0] != which:
+                    at += 1
+                done, microbatch = owed.pop(at)
+                order.append(new(Action, (kind, stages[done], microbatch)))
                 continue
-            stage = stages[int(word[1])]
-            counter = (Kind.F if kind is Kind.F else Kind.I, stage)
-            microbatch = following[counter]
-            following[counter] += 1
-            order.append(Action(kind, stage, microbatch))
+            counter = forwards if kind is Kind.F else backwards
+            microbatch = counter[which]
+            counter[which] = microbatch + 1
+            order.append(new(Action, (kind, stages[which], microbatch)))
             if kind is Kind.I:
-                owed.append((stage, microbatch))
+                owed.append((which, microbatch))
     return order
 
 
@@ -254,34 +267,73 @@ def _squeeze(lanes: list[_Lane], ceiling: int, *, drain: int) -> list[_Lane]:
     nobody waits for a W.
     """
     moved = [dict(lane) for lane in lanes]
-    levels = [_levels(lane) for lane in lanes]
+    holes = [[slot for slot in range(max(lane)) if slot not in lane] for lane in lanes]
+    changes = [
+        [_CHANGE.get(lane[slot][0], 0) if slot in lane else 0 for slot in range(max(lane) + 1)] for lane in lanes
+    ]
+    held = [0] * len(lanes)  # by what a device has done before the slot that it has come to
     placed: dict[tuple[Kind, int, int], int] = {}
     for slot, device in sorted((slot, device) for device, lane in enumerate(lanes) for slot in lane):
         action = kind, stage, microbatch = lanes[device][slot]
-        if kind is Kind.W and slot > drain:
-            continue  # its slot is for the taking; `_fill` finds it another
-        lane, held = moved[device], levels[device]
-        needs = (_needs(action, 2 * len(lanes)), (kind, stage, microbatch - 1))
-        ready = 1 + max(placed.get(one, -1) for one in needs)
-        best, most, grows = slot, 0, int(kind is Kind.F)
-        for early in range(slot - 1, ready - 1, -1):
-            most = max(most, held[early])
-            if most + grows > ceiling:
-                break  # this residual would be one too many from `early` on
-            other = lane.get(early)
-            if other is None or (slot > drain and other.kind is Kind.W and most + grows < ceiling):
-                best = early
-        if best < slot:
-            del lane[slot]
-            pushed = lane.get(best)
-            if pushed is not None:
-                lane[slot] = pushed
-            lane[best] = action
-            change = -1 if kind is Kind.W else grows + (pushed is not None)
-            for between in range(best, slot):
-                held[between] += change
-        placed[action] = best
+        late = slot > drain
+        if kind is not Kind.W or not late:  # else its slot is for the taking; `_fill` finds it another
+            lane = moved[device]
+            needs = (_needs(action, 2 * len(lanes)), (kind, stage, microbatch - 1))
+            ready = 1 + max(placed.get(one, -1) for one in needs)
+            best = ready if late else min(_after(holes[device], ready), slot)
+            if late:
+                best = _earliest(lane, held[device], best, slot, room=ceiling - (kind is Kind.F))
+            elif kind is Kind.F and best < slot:
+                full = _last_full(changes[device], held[device], best, slot, ceiling)
+                best = min(_after(holes[device], full + 1), slot)
+            if best < slot:
+                del lane[slot]
+                pushed = lane.get(best)
+                if pushed is not None:
+                    lane[slot] = pushed
+                else:
+                    holes[device].remove(best)
+                    insort(holes[device], slot)
+                lane[best] = action
+                changes[device][slot] = 0 if pushed is None else -1
+                changes[device][best] = _CHANGE.get(kind, 0)
+            placed[action] = best
+        held[device] += _CHANGE.get(kind, 0)
     return [_fill({slot: action for slot, action in lane.items() if action.kind is not Kind.W}) for lane in moved]
+
+
+def _after(holes: list[int], slot: int) -> int:
+    """The first free slot from one on."""
+    at = bisect_left(holes, slot)
+    return holes[at] if at < len(holes) else _NEVER
+
+
+def _last_full(changes: list[int], held: int, first: int, slot: int, ceiling: int) -> int:
+    """The last slot from ``first`` on, before another, at whose end a device holds all that it may; ``first - 1``: none."""
+    levels = accumulate(reversed(changes[first + 1 : slot]), sub, initial=held)
+    return next((slot - 1 - back for back, level in enumerate(levels) if level >= ceiling), first - 1)
+
+
+def _earliest(lane: _Lane, held: int, ready: int, slot: int, *, room: int) -> int:
+    """The first slot from ``ready`` up to its own that an action could have, with at most ``room`` held from it on.
+
+    A free one, or that of a W, where one residual more has room.
+
+    Args:
+        lane: what the device does.
+        held: what it holds just before ``slot``.
+        ready, slot, room: see above.
+    """
+    best, most = slot, 0
+    for early in range(slot - 1, ready - 1, -1):
+        if held > room:
+            break
+        most = max(most, held)
+        other = lane.get(early)
+        if other is None or (other[0] is Kind.W and most < room):
+            best = early
+        held -= 0 if other is None else _CHANGE.get(other[0], 0)
+    return best
 
 
 def _needs(action: Action, stages: int) -> tuple[Kind, int, int]:

@@ -9,14 +9,21 @@ from pathlib import Path
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.schedule import Schedule
+from funcpipe.view.align import aligned
+from funcpipe.view.page import page
+from funcpipe.view.palette import By
+from funcpipe.view.sheet import Sheet, lay, rows
 from funcpipe.view.simulate import simulate
-from funcpipe.view.svg import page, svg
+from funcpipe.view.svg import svg
 from funcpipe.view.text import columns, text
 
 _FILE_WIDTH = 120
+_BY = ("kind", "stage")
 
 
-def draw(what: Schedule | Plan | Timeline) -> Drawing:
+def draw(
+    what: Schedule | Plan | Timeline, *others: Schedule | Plan | Timeline, memory: bool = False, by: By = "kind"
+) -> Drawing:
     """A picture of who does what when: a row for each device, time from left to right.
 
     >>> from funcpipe.schedules.families import one_f_one_b
@@ -33,31 +40,51 @@ def draw(what: Schedule | Plan | Timeline) -> Drawing:
     Args:
         what: a timeline, simulated or measured. A schedule, or the schedule of a plan, is drawn as its simulation under
             the default `Cost`: F, I, W take one unit each, B two. Draw ``simulate(schedule, cost)`` for other costs.
+        others: drawn below it on the same time axis. Beside a timeline in seconds, those in units are scaled until
+            their devices work as long in sum, and the picture says so.
+        memory: True: below each, what its devices hold over time.
+        by: what colours tell: the "kind" of an action (lighter for a device's later stages), or its "stage" (then
+            letters and the upper edge tell the kind).
 
     Returns:
         A drawing: print it, let a notebook show it, or save it.
 
     Raises:
-        TypeError: it is none of these.
-        ScheduleError: the schedule is not legal.
+        TypeError: one is none of these.
+        ScheduleError: a schedule is not legal.
+        ValueError: the timelines are in different units, or ``by`` is something else.
     """
+    if by not in _BY:
+        raise ValueError(f'colours are by "kind" or by "stage"; got by={by!r}')
+    first, *rest = (_timeline(one) for one in (what, *others))
+    aligned([first, *rest])
+    return Drawing(first, tuple(rest), memory=memory, by=by)
+
+
+def _timeline(what: Schedule | Plan | Timeline) -> Timeline:
     if isinstance(what, Timeline):
-        return Drawing(what)
+        return what
     if isinstance(what, (Schedule, Plan)):
-        return Drawing(simulate(what))
+        return simulate(what)
     hint = "; draw its timeline (run with record=True)" if isinstance(what, Result) else ""
     raise TypeError(f"draw takes a Schedule, a Plan or a Timeline; got {type(what).__name__}{hint}")
 
 
 @dataclass(frozen=True, repr=False)
 class Drawing:
-    """A picture of a timeline: `str` for a terminal, inline SVG in a notebook, a file with `save`.
+    """A picture of timelines: `str` for a terminal, inline SVG in a notebook, a file with `save`.
 
     Attributes:
         timeline: what is drawn.
+        others: what is drawn below it, on the same axis.
+        memory: is what the devices hold drawn, too.
+        by: what colours tell, "kind" or "stage".
     """
 
     timeline: Timeline
+    others: tuple[Timeline, ...] = ()
+    memory: bool = False
+    by: By = "kind"
 
     def text(self, width: int | None = None, *, color: bool = False) -> str:
         """The picture as text.
@@ -73,17 +100,21 @@ class Drawing:
             TypeError: the width is no whole number.
             ValueError: the width is less than 40.
         """
-        return text(self.timeline, columns(width, "drawing"), color=color)
+        return text([self.timeline, *self.others], columns(width, "drawing"), color=color, memory=self.memory)
 
     def svg(self) -> str:
-        """The picture as a standalone SVG: no scripts, scales to any size, follows the viewer's light or dark mode."""
-        return svg(self.timeline)
+        """The picture as a standalone SVG: no scripts, scales to any size, follows the viewer's light or dark mode.
+
+        Where there are very many actions, those too narrow to see are joined to bars: the height of a colour is its share.
+        """
+        return svg(self._sheet())
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the picture to a file.
 
         Args:
-            path: ends in ``.svg``, ``.html``, or ``.txt`` (120 columns); written anew.
+            path: ends in ``.svg``, ``.html``, or ``.txt`` (120 columns); written anew. An HTML page needs nothing else. In
+                a browser one can zoom until every action is seen, and ask what it is and what it waited for.
 
         Raises:
             ValueError: it ends otherwise.
@@ -93,16 +124,20 @@ class Drawing:
             case ".svg":
                 content = self.svg()
             case ".html" | ".htm":
-                content = page(self.timeline)
+                content = page(self._sheet())
             case ".txt":
                 content = self.text(_FILE_WIDTH) + "\n"
             case other:
                 raise ValueError(f"drawings are saved as .svg, .html or .txt; got {other!r} in {str(file)!r}")
         file.write_text(content, encoding="utf-8", newline="\n")
 
+    def _sheet(self) -> Sheet:
+        found = aligned([self.timeline, *self.others])
+        return lay(rows(found, memory=self.memory), found.timelines, by=self.by)
+
     def _repr_html_(self) -> str:
         # Not _repr_svg_: Jupyter shows that as an image, which cannot inherit the page's text colour.
-        return svg(self.timeline, inline=True)
+        return svg(self._sheet(), inline=True)
 
     def __str__(self) -> str:
         return self.text()

@@ -18,8 +18,8 @@ class Look(NamedTuple):
 
     Attributes:
         word: what it does.
-        colour: red, green, blue: after Okabe and Ito, so that colour-blind people can tell them apart; all are light
-            enough for dark letters.
+        colour: red, green, blue: near those of Okabe and Ito, moved apart until everybody can tell any two of them
+            apart, also without one of the three cones; all are light enough for dark letters.
         codes: the nearest of a terminal's 256 colours, then lighter ones for a device's further stages.
     """
 
@@ -32,17 +32,25 @@ def look(kind: Kind) -> Look:
     """How to show a kind."""
     match kind:
         case Kind.F:
-            return Look("forward", (86, 180, 233), (75, 117, 153))
+            return Look("forward", (90, 200, 250), (75, 117, 153))
         case Kind.B:
-            return Look("backward", (230, 159, 0), (214, 221, 229))
+            return Look("backward", (244, 172, 12), (214, 221, 229))
         case Kind.I:
-            return Look("backward of input", (230, 115, 46), (208, 216, 223))
+            return Look("backward of input", (222, 112, 46), (208, 216, 223))
         case Kind.W:
-            return Look("backward of weights", (23, 170, 130), (36, 79, 158))
+            return Look("backward of weights", (40, 162, 108), (36, 79, 158))
         case Kind.R:
-            return Look("remat", (208, 130, 175), (175, 182, 225))
+            return Look("remat", (178, 128, 172), (139, 182, 225))
+        case Kind.O:
+            return Look("offload", (176, 208, 196), (152, 188, 194))
+        case Kind.L:
+            return Look("load", (222, 210, 130), (186, 229, 230))
         case _:
             assert_never(kind)
+
+
+MOVES = (Kind.O, Kind.L)
+"""The kinds that run on a device's links to its host, one for each way, while the device works."""
 
 
 class TimeText(NamedTuple):
@@ -126,7 +134,12 @@ def sides(timeline: Timeline) -> tuple[tuple[str, ...], tuple[str, ...]]:
     whole = timeline.makespan or 1.0
     busy = tuple(f"{one / whole:.0%}" for one in timeline.busy)
     peak = timeline.peak if len(timeline.peak) == timeline.num_devices else ()
-    return busy, tuple(f"{one:.3g}" if one >= 1e6 else plain(one, 2 if one < 10 else 1) for one in peak)
+    return busy, tuple(map(amount, peak))
+
+
+def amount(memory: float) -> str:
+    """Some memory, in no unit."""
+    return f"{memory:.3g}" if memory >= 1e6 else plain(memory, 2 if memory < 10 else 1)
 
 
 def kinds(timeline: Timeline) -> tuple[Kind, ...]:

@@ -10,15 +10,14 @@ from typing import NamedTuple
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import CALLER, Plan
-from funcpipe.core.result import Result, RunStats, Span, Timeline
-from funcpipe.core.schedule import Kind, Schedule
+from funcpipe.core.result import Result, RunStats, Timeline
+from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree, leaves
 from funcpipe.lower.plan import program_for
-from funcpipe.schedules.memory import residual_levels
 from funcpipe.view import facts
+from funcpipe.view.held import Levels, count, lanes
 from funcpipe.view.simulate import simulate
-from funcpipe.view.svg import Level
 
 _SHORT = 100e-6
 """Seconds. Below about this two Python threads cost more than they win."""
@@ -67,7 +66,7 @@ class Findings:
     measured: Timeline
     simulated: Timeline
     note: str
-    held: tuple[tuple[Level, ...], ...]
+    held: Levels
     tables: tuple[Table, ...]
     remarks: tuple[str, ...]
 
@@ -78,7 +77,7 @@ def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: s
     if measured is None:
         raise PlanError("the run was not recorded, so there is nothing to report; use fp.run(..., record=True)")
     schedule = plan.schedule.first(stats.num_microbatches)
-    ran = tuple(tuple(span.action for span in lane) for lane in _lanes(measured))
+    ran = tuple(tuple(span.action for span in lane) for lane in lanes(measured))
     if ran != schedule.orders:
         raise PlanError(
             f"the result is another plan's: it ran {measured.name!r} on {measured.num_devices} lanes, the plan is "
@@ -95,18 +94,10 @@ def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: s
         measured,
         simulated,
         _note(stats, measured),
-        _held(schedule, measured) if schedule.has_backward else (),
+        count(schedule, measured) if schedule.has_backward else (),
         (_stages(plan, params, measured), _by_lane(plan, result, measured, simulated), _edges(plan, stats)),
         tuple(_remarks(plan, result, measured)),
     )
-
-
-def _lanes(timeline: Timeline) -> list[list[Span]]:
-    """The spans of each lane, by start."""
-    lanes: list[list[Span]] = [[] for _ in range(timeline.num_devices)]
-    for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
-        lanes[span.device].append(span)
-    return lanes
 
 
 def _headline(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> tuple[tuple[str, str], ...]:
@@ -143,21 +134,6 @@ def _note(stats: RunStats, measured: Timeline) -> str:
             same + "measured: one thread ran all lanes in turn, so most of the difference is that they do not overlap"
         )
     return same + "the difference is hand-over, waiting, and the spread of the measured times"
-
-
-def _held(schedule: Schedule, measured: Timeline) -> tuple[tuple[Level, ...], ...]:
-    """How many residuals each lane holds when, by the rules of `Timeline.peak`."""
-    out: list[tuple[Level, ...]] = []
-    for lane, order in zip(_lanes(measured), schedule.orders, strict=True):
-        levels: list[Level] = []
-        for span, (during, after) in zip(lane, residual_levels(order, schedule), strict=True):
-            for time, amount in ((span.start, during), (span.end, after)):
-                last = levels[-1] if levels else Level(0.0, 0.0, 0.0)
-                if amount != last.amount:
-                    levels[-1:] = [last._replace(end=time)] if levels else []
-                    levels.append(Level(time, time, amount))
-        out.append(tuple(level for level in levels if level.end > level.start))
-    return tuple(out)
 
 
 def _stages(plan: Plan, params: Sequence[Tree] | None, measured: Timeline) -> Table:
@@ -197,7 +173,7 @@ def _devices(plan: Plan, result: Result) -> list[str]:
 def _by_lane(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> Table:
     """For each lane how much it works, measured and simulated, and its peak."""
     shown, end, least = facts.time_text(measured), measured.makespan or 1.0, simulated.makespan or 1.0
-    counts = [len(lane) for lane in _lanes(measured)]
+    counts = [len(lane) for lane in lanes(measured)]
     _, peak = facts.sides(measured)
     where = _devices(plan, result)
     rows = tuple(

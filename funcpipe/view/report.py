@@ -15,12 +15,14 @@ from textwrap import wrap
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
+from funcpipe.view import facts
 from funcpipe.view.findings import Findings, Table, findings
-from funcpipe.view.svg import held, svg
+from funcpipe.view.sheet import Row, counts, height, lay
+from funcpipe.view.svg import svg
 from funcpipe.view.text import columns, text
 
-_MOST_HOVERS = 5000
-"""Actions of a page that tell their times under a mouse: with more the page would pass two megabytes."""
+_MOST_SHAPES = 5000
+"""Shapes of each picture: with more the page would pass two megabytes. Actions too narrow to see are joined first."""
 _STYLE = """\
 .funcpipe-report{font:14px/1.45 system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif;\
 font-variant-numeric:tabular-nums;max-width:1400px}
@@ -146,15 +148,10 @@ def _page(found: Findings) -> str:
 
 def _body(found: Findings) -> str:
     """The report for a place inside a page."""
-    axis = max(found.measured, found.simulated, key=lambda timeline: timeline.makespan)
     pairs = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in found.headline)
-    plain = len(found.measured.spans) > _MOST_HOVERS
     charts = [
-        svg(replace(timeline, name=name), inline=True, axis=axis, plain=plain)
-        for name, timeline in (("measured", found.measured), ("simulated", found.simulated))
+        svg(lay([row], (found.measured, found.simulated)), inline=True, most=_MOST_SHAPES) for row in _rows(found)
     ]
-    if found.held:
-        charts.append(held(found.measured, found.held, name="residuals held, measured", axis=axis, plain=plain))
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in found.remarks)
     return "\n".join(
         [
@@ -169,6 +166,20 @@ def _body(found: Findings) -> str:
             "</div>",
         ]
     )
+
+
+def _rows(found: Findings) -> list[Row]:
+    """The pictures: measured, simulated, and what was held."""
+    axis = max(found.measured, found.simulated, key=lambda timeline: timeline.makespan)
+    out = [
+        Row(timeline, name, (*counts(timeline), *facts.facts(timeline, axis)))
+        for name, timeline in (("measured", found.measured), ("simulated", found.simulated))
+    ]
+    if found.held:
+        most = max((level.amount for lane in found.held for level in lane), default=0.0) or 1.0
+        words = (counts(found.measured)[0], height(most))
+        out.append(Row(found.measured, "residuals held, measured", words, found.held, most))
+    return out
 
 
 def _table(table: Table) -> str:
@@ -188,7 +199,7 @@ def _text(found: Findings, width: int) -> str:
     remarks = [line for remark in found.remarks for line in _wrap(remark, width, "  * ")]
     parts = [
         [*_wrap(found.title, width, ""), *head],
-        [text(replace(timeline, name=name), width) for name, timeline in (("measured", found.measured), ("simulated", found.simulated))],
+        [text([replace(found.measured, name="measured"), replace(found.simulated, name="simulated")], width)],
         *([*_wrap(table.title, width, ""), *_columns(table, width)] for table in found.tables if table.rows),
         ["Remarks", *remarks] if remarks else [],
         _wrap(_sentence(found.note), width, ""),

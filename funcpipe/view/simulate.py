@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from funcpipe.core.cost import Cost
 from funcpipe.core.plan import Plan
-from funcpipe.core.result import Cost, Span, Timeline
+from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Kind, Schedule
-from funcpipe.schedules.check import clock, examine
-from funcpipe.schedules.memory import residual_peak
-
-_KINDS = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W)
+from funcpipe.schedules.check import examine
+from funcpipe.schedules.clock import clock, durations_of, edges_of
+from funcpipe.schedules.memory import memory_steps
 
 
 def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline:  # noqa: B008  frozen
     """Run a schedule by the clock: every device in its order, every action as early as it can.
 
-    A hop between devices takes ``cost.comm`` and occupies nobody; skips never come later than the activations that
-    follow them, so they do not show. These are the semantics by which the zero-bubble paper's tables 5 and 8 come out
-    to four digits (arXiv 2401.10241).
+    A hop between devices takes ``cost.comm`` and occupies nobody; with ``cost.bandwidth``, values that go the same way
+    wait for each other. Residuals on their way to the host or back (O, L) occupy the link between a device and its
+    host, and the device only where it has to wait for them. With latency alone, these are the semantics by which the
+    zero-bubble paper's tables 5 and 8 come out to four digits (arXiv 2401.10241).
 
     >>> from funcpipe.schedules.families import one_f_one_b
     >>> simulate(one_f_one_b(4, 8), Cost(forward=1, backward=2)).makespan
@@ -34,25 +35,18 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
     """
     schedule = plan_or_schedule.schedule if isinstance(plan_or_schedule, Plan) else plan_or_schedule
     legal = examine(schedule)
-    cost.check_stages(schedule.num_stages)
-    device_of = schedule.device_of
-
-    def latency(stage: int, to: int) -> float:
-        return cost.comm if device_of[stage] != device_of[to] else 0.0
-
-    starts, _ = clock(
-        legal.lanes,
-        schedule.num_stages,
-        schedule.num_microbatches,
-        lambda code, stage: cost.of(_KINDS[code], stage),
-        latency,
+    stages, device_of = schedule.num_stages, schedule.device_of
+    cost.check_stages(stages)
+    starts, arrivals, _ = clock(
+        legal.lanes, device_of, schedule.num_microbatches, durations_of(cost, stages), edges_of(cost, device_of)
     )
-    durations = {(kind, stage): cost.of(kind, stage) for kind in Kind for stage in range(schedule.num_stages)}
+    durations = {(kind, stage): cost.of(kind, stage) for kind in Kind for stage in range(stages)}
     spans = [
         Span(device, start, start + durations[action[0], action[1]], action)
         for device, (row, order) in enumerate(zip(starts, schedule.orders, strict=True))
         for start, action in zip(row, order, strict=True)
     ]
     spans.sort(key=lambda span: (span.start, span.device))
-    peak = tuple(residual_peak(order, schedule, cost) for order in schedule.orders)
-    return Timeline(tuple(spans), schedule.num_devices, peak, "units", cost.comm, schedule.name)
+    memory = memory_steps(schedule, cost, starts, arrivals)
+    peak = tuple(max((level for _, level in steps), default=0.0) for steps in memory)
+    return Timeline(tuple(spans), schedule.num_devices, peak, "units", cost.comm, schedule.name, memory)

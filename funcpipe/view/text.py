@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from math import floor, gcd
+from math import ceil, floor, gcd
 from operator import index
 from typing import NamedTuple
 from unicodedata import east_asian_width
@@ -13,11 +13,14 @@ from unicodedata import east_asian_width
 from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Kind
 from funcpipe.view import facts
+from funcpipe.view.align import aligned
+from funcpipe.view.held import lanes, levels
 
 LEAST_WIDTH = 40
 """Narrower pictures show nothing."""
 
 _IDLE, _FILL = "·", "─"
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
 _MOST_FIT = 0.75
 """Labels are written if they fit in this share of the actions."""
 
@@ -30,25 +33,30 @@ class Piece(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How the rows are laid out.
+    """How the rows are laid out; the same for all timelines of a picture.
 
     Attributes:
-        labels: of the devices, all of one length.
-        right: what stands right of each device.
-        heading: what stands above that.
+        word: what a device is called.
+        digits: of its number.
+        right: how wide busy and peak are.
         scale: columns per unit of time.
         columns: of the chart.
         stages: do the labels of actions have stages.
         labelled: do actions have labels; if not, each column shows one letter.
     """
 
-    labels: tuple[str, ...]
-    right: tuple[str, ...]
-    heading: str
+    word: str
+    digits: int
+    right: int
     scale: float
     columns: int
     stages: bool
     labelled: bool
+
+    @property
+    def left(self) -> int:
+        """How wide the names of the devices are."""
+        return len(self.word) + self.digits + 2
 
 
 def columns(width: int | None, what: str) -> int:
@@ -66,64 +74,112 @@ def columns(width: int | None, what: str) -> int:
     return index(width)
 
 
-def text(timeline: Timeline, width: int, *, color: bool = False) -> str:
+def text(timelines: Sequence[Timeline], width: int, *, color: bool = False, memory: bool = False) -> str:
     """The picture.
 
     Args:
-        timeline: what to draw.
+        timelines: what to draw, below each other on one time axis.
         width: no line is longer; at least `LEAST_WIDTH`.
         color: paint actions with a terminal's 256 colours. Without it the letters are the same.
+        memory: show what the devices hold, too.
     """
-    name = _clip(facts.title(timeline), width - 1)
-    if not timeline.spans:
-        return _wrap([f"{name}:", "no actions", f"on {timeline.num_devices} devices"], width, " ")
-    layout = _layout(timeline, width)
-    ranks = facts.ranks(timeline)
-    lanes: list[list[Span]] = [[] for _ in range(timeline.num_devices)]
-    for span in sorted(timeline.spans, key=lambda one: (one.start, one.end)):
-        lanes[span.device].append(span)
-    left = len(layout.labels[0])
-    fill = " " * (left + 1 + layout.columns)
-    head = [f"{name}:", *(f"{fact}," for fact in facts.facts(timeline)[:-1]), facts.facts(timeline)[-1]]
-    lines = [_wrap(head, width, " "), fill + layout.heading]
-    for label, lane, right in zip(layout.labels, lanes, layout.right, strict=True):
-        pieces = _labelled(lane, layout, ranks) if layout.labelled else _columns(lane, layout)
-        lines.append(f"{label}│{''.join(_paint(pieces, color))}│{right}")
-    lines += [" " * left + line for line in _ruler(timeline, layout, width - left)]
-    lines.append(_legend(timeline, layout, width, color))
+    found = aligned(timelines)
+    some = [timeline for timeline in found.timelines if timeline.spans]
+    layout = _layout(some, found.axis, width) if some else None
+    lines: list[str] = []
+    for timeline, note in zip(found.timelines, found.notes, strict=True):
+        lines += [""] if lines else []
+        name = _clip(facts.title(timeline), width - 1)
+        if layout is None or not timeline.spans:
+            lines.append(_wrap([f"{name}:", "no actions", f"on {timeline.num_devices} devices"], width, " "))
+            continue
+        words = [*facts.facts(timeline, found.axis), *([note] if note else [])]
+        lines.append(_wrap([f"{name}:", *(f"{word}," for word in words[:-1]), words[-1]], width, " "))
+        lines += _rows(timeline, layout, color)
+        lines += _held(timeline, layout) if memory else []
+        lines += [" " * layout.left + line for line in _ruler(found.axis, layout, width - layout.left)]
+    if layout is not None:
+        lines.append(_legend(some, found.axis, layout, width, color))
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _layout(timeline: Timeline, width: int) -> Layout:
+def _rows(timeline: Timeline, layout: Layout, color: bool) -> list[str]:
+    """A row for each device, and below it one for what it moves to its host (O) and one for what comes back (L)."""
+    busy, peak = facts.sides(timeline)
+    wide = layout.right - 9  # what is left for peaks
+    heading = "  busy" + (f"  {'peak':>{wide}}" if peak else "")
+    lines = [" " * (layout.left + 1 + layout.columns) + heading]
+    ranks = facts.ranks(timeline)
+    for device, lane in enumerate(lanes(timeline)):
+        right = f" {busy[device]:>4}" + (f"  {peak[device]:>{wide}}" if peak else "")
+        for kind in (None, *facts.MOVES):
+            spans = [span for span in lane if (span.action.kind if span.action.kind in facts.MOVES else None) is kind]
+            if kind is not None and not spans:
+                continue
+            pieces = _labelled(spans, layout, ranks) if layout.labelled else _columns(spans, layout)
+            label = f"{layout.word} {device:>{layout.digits}} " if kind is None else f"{kind.value} ".rjust(layout.left)
+            row = "".join(_paint(_ended(pieces, max(1, _column(timeline.makespan, layout.scale))), color))
+            lines.append(f"{label}│{row}│{right if kind is None else ''}")
+    return lines
+
+
+def _held(timeline: Timeline, layout: Layout) -> list[str]:
+    """A row for each device: in each column the most that it holds, in eighths of the most that any does."""
+    found = levels(timeline)
+    most = max((level.amount for lane in found for level in lane), default=0.0)
+    if not most:
+        return ["memory is not known" if not found else "nothing is held"]
+    lines = [_clip(f"memory, {_EIGHTHS[-1]} is {facts.amount(most)}:", layout.left + layout.columns)]
+    for device, lane in enumerate(found):
+        row = [0.0] * layout.columns
+        for start, end, amount in lane:
+            first = min(floor(start * layout.scale + 1e-9), layout.columns - 1)
+            for at in range(first, max(first + 1, min(layout.columns, ceil(end * layout.scale - 1e-9)))):
+                row[at] = max(row[at], amount)
+        letters = "".join(_EIGHTHS[ceil(8 * amount / most - 1e-9)] for amount in row)
+        lines.append(f"{layout.word} {device:>{layout.digits}} │{letters}│")
+    return lines
+
+
+def _ended(pieces: Iterable[Piece], end: int) -> Iterable[Piece]:
+    """The row without idle marks where its timeline is over and others go on."""
+    at = 0
+    for piece in pieces:
+        if piece.code is None and piece.text.strip(_IDLE) == "":
+            kept = max(0, min(len(piece.text), end - at))
+            yield Piece(_IDLE * kept + " " * (len(piece.text) - kept))
+        else:
+            yield piece
+        at += len(piece.text)
+
+
+def _layout(timelines: Sequence[Timeline], axis: Timeline, width: int) -> Layout:
     """Choose the scale, and what the actions show, so that all fits."""
     word = "device" if width >= 80 else "dev"
-    digits = len(str(timeline.num_devices - 1))
-    labels = tuple(f"{word} {device:>{digits}} " for device in range(timeline.num_devices))
-    busy, peak = facts.sides(timeline)
-    wide = max(4, *map(len, peak)) if peak else 0
-    right = tuple(f" {one:>4}" + (f"  {peak[device]:>{wide}}" if peak else "") + " " for device, one in enumerate(busy))
-    heading = "  busy" + (f"  {'peak':>{wide}}" if peak else "")
-    room = width - len(labels[0]) - 2 - max(map(len, right))
-    several = max(facts.ranks(timeline).values()) > 0
-    scale = _scale(timeline, room, _longest(timeline, several) + 1)
-    columns = max(1, _column(timeline.makespan, scale))
-    stages = several and _fit(timeline, scale, stages=True)
-    labelled = stages or _fit(timeline, scale, stages=False)
-    return Layout(labels, right, heading, scale, columns, stages, labelled)
+    digits = max(len(str(timeline.num_devices - 1)) for timeline in timelines)
+    peaks = [one for timeline in timelines for one in facts.sides(timeline)[1]]
+    right = 6 + (2 + max(4, *map(len, peaks)) if peaks else 0)
+    room = width - len(word) - digits - 4 - right
+    spans = [span for timeline in timelines for span in timeline.spans]
+    several = any(max(facts.ranks(timeline).values()) > 0 for timeline in timelines)
+    scale = _scale(spans, axis.makespan, room, _longest(spans, several) + 1)
+    columns = max(1, _column(axis.makespan, scale))
+    stages = several and _fit(spans, scale, stages=True)
+    labelled = stages or _fit(spans, scale, stages=False)
+    return Layout(word, digits, right + 1, scale, columns, stages, labelled)
 
 
-def _scale(timeline: Timeline, room: int, wanted: int) -> float:
+def _scale(spans: Sequence[Span], end: float, room: int, wanted: int) -> float:
     """Columns per unit of time: as many as short actions want for their labels, or as there is room for.
 
     Where all times are whole multiples of a step, a step takes a whole number of columns (if it gets one at all), so
     that equal actions look equal.
     """
-    end = timeline.makespan
     if end <= 0:
         return 1.0
-    short = facts.quantile((span.end - span.start for span in timeline.spans), 0.1)
+    short = facts.quantile((span.end - span.start for span in spans), 0.1)
     most = min(room / end, wanted / short)
-    times = {time for span in timeline.spans for time in (span.start, span.end)}
+    times = {time for span in spans for time in (span.start, span.end)}
     if all(float(time).is_integer() for time in times):
         step = gcd(*map(int, times))
         if step * most >= 1:
@@ -141,17 +197,16 @@ def _label(span: Span, stages: bool) -> str:
     return f"{stage if stages else ''}{kind.value}{microbatch}"
 
 
-def _longest(timeline: Timeline, stages: bool) -> int:
-    return max(len(_label(span, stages)) for span in timeline.spans)
+def _longest(spans: Sequence[Span], stages: bool) -> int:
+    return max(len(_label(span, stages)) for span in spans)
 
 
-def _fit(timeline: Timeline, scale: float, *, stages: bool) -> bool:
+def _fit(spans: Sequence[Span], scale: float, *, stages: bool) -> bool:
     """Do the labels of most actions fit. With stages they need a blank behind: ``0F02F0`` reads two ways."""
     fit = sum(
-        _column(span.end, scale) - _column(span.start, scale) >= len(_label(span, stages)) + stages
-        for span in timeline.spans
+        _column(span.end, scale) - _column(span.start, scale) >= len(_label(span, stages)) + stages for span in spans
     )
-    return fit >= _MOST_FIT * len(timeline.spans)
+    return fit >= _MOST_FIT * len(spans)
 
 
 def _labelled(lane: list[Span], layout: Layout, ranks: dict[tuple[int, int], int]) -> list[Piece]:
@@ -219,16 +274,17 @@ def _ruler(timeline: Timeline, layout: Layout, room: int) -> list[str]:
     return [f"└{line}┘", labels]
 
 
-def _legend(timeline: Timeline, layout: Layout, width: int, color: bool) -> str:
+def _legend(timelines: Sequence[Timeline], axis: Timeline, layout: Layout, width: int, color: bool) -> str:
     """The meaning of every letter in the picture."""
-    found = facts.kinds(timeline)
+    there = {kind for timeline in timelines for kind in facts.kinds(timeline)}
+    found = [kind for kind in Kind if kind in there]
     words = [f"{kind.value} {facts.look(kind).word}" for kind in found]
     words.append(f"{_IDLE} idle")
     if layout.stages:
-        first = next(span.action for span in timeline.spans)
+        first = timelines[0].spans[0].action
         words.append(f"{first} stage {first.stage}, microbatch {first.microbatch}")
     elif not layout.labelled:
-        words.append(f"1 column = {_clip(facts.time_text(timeline)(1 / layout.scale), 20)}")
+        words.append(f"1 column = {_clip(facts.time_text(axis)(1 / layout.scale), 20)}")
     lines = _wrap(words, width, "  ").split("\n")
     if color:
         for kind in found:

@@ -1,12 +1,14 @@
 """Build, check and lower a schedule: funcpipe against torch.distributed.pipelining, in one process.
 
-    python tests/benchmarks/bench_plan.py [--repeats 5] [--sizes 8,2,32 64,2,256]
+    python tests/benchmarks/bench_plan.py [--repeats 5] [--sizes 8,2,32 64,2,256] [--families 64,2,256] [--largest 256,2,4096]
 
 Both do what every rank does before the first step: compute the order of all devices, validate it, add communication.
 torch's part is what the constructor of ``ScheduleInterleaved1F1B`` runs (``_calculate_single_rank_operations`` for
 every rank, ``_validate_schedule``, ``_add_unshard_reshard``, ``_add_reduce_grad``, ``_add_send_recv``), called without
 a process group. Ours is `interleaved`, `check` (across devices, which torch does not do) and `make_plan` for plain
-stages with a loss. The two alternate; printed are the medians over the repeats, their range, and their ratio.
+stages with a loss. The two alternate; printed are the medians over the repeats, their range, and their ratio. Then the same for every
+family with two stages a device (one, where it takes no more) at one size, against torch's class that does the same, or its
+fastest of several stages a device (interleaved 1F1B) where it has none; and one large schedule.
 """
 
 import argparse
@@ -24,22 +26,38 @@ from torch.distributed.pipelining import schedules as theirs
 
 from funcpipe.core.stage import Stage
 from funcpipe.lower.plan import make_plan
+from funcpipe.schedules import families, v_shape
 from funcpipe.schedules.check import check
-from funcpipe.schedules.families import interleaved
+
+FAMILIES = {
+    "interleaved": (families.interleaved, "ScheduleInterleaved1F1B"),
+    "looped_bfs": (families.looped_bfs, "ScheduleLoopedBFS"),
+    "zero_bubble": (families.zero_bubble, "ScheduleInterleavedZeroBubble"),
+    "zbv": (v_shape.zbv, "ScheduleZBVZeroBubble"),
+    "dualpipe_v": (v_shape.dualpipe_v, "ScheduleDualPipeV"),
+    "fill_drain": (families.fill_drain, "ScheduleInterleaved1F1B"),
+    "one_f_one_b": (families.one_f_one_b, "ScheduleInterleaved1F1B"),
+    "eager_one_f_one_b": (families.eager_one_f_one_b, "ScheduleInterleaved1F1B"),
+    "zb_h2": (families.zb_h2, "ScheduleInterleavedZeroBubble"),
+    "v_half": (v_shape.v_half, "ScheduleZBVZeroBubble"),
+    "v_min": (v_shape.v_min, "ScheduleZBVZeroBubble"),
+}
 
 
-def ours(devices: int, chunks: int, microbatches: int) -> int:
+def ours(devices: int, chunks: int, microbatches: int, family: Callable[..., Any] = families.interleaved) -> int:
     """Build, check, lower; the number of tasks."""
-    schedule = interleaved(devices * chunks, microbatches, num_devices=devices)
+    schedule = family(devices * chunks, microbatches, num_devices=devices)
     check(schedule)
     stages = [Stage(lambda params, x: x)] * (devices * chunks)
     plan = make_plan(stages, schedule, loss=lambda y, target: y)
     return len(plan.program.order)
 
 
-def torchs(devices: int, chunks: int, microbatches: int) -> int:
+def torchs(devices: int, chunks: int, microbatches: int, name: str = "ScheduleInterleaved1F1B") -> int:
     """What torch's constructor does to its tables; the number of actions."""
-    made: Any = object.__new__(theirs.ScheduleInterleaved1F1B)
+    made: Any = object.__new__(getattr(theirs, name))
+    made._num_stages = made.num_stages = devices * chunks
+    made._stages = [None] * chunks
     made.pp_group_size, made.n_local_stages, made._n_microbatches = devices, chunks, microbatches
     made.number_of_rounds = max(1, microbatches // devices)
     made.microbatches_per_round = microbatches // made.number_of_rounds
@@ -52,12 +70,20 @@ def torchs(devices: int, chunks: int, microbatches: int) -> int:
     return sum(map(len, lowered.values()))
 
 
-def seconds(work: Callable[..., int], size: tuple[int, int, int]) -> float:
+def seconds(work: Callable[..., int], size: tuple[int, int, int], *more: Any) -> float:
     """One run by the clock, starting from a clean heap."""
     gc.collect()
     start = perf_counter()
-    work(*size)
+    work(*size, *more)
     return perf_counter() - start
+
+
+def every_family(size: tuple[int, int, int], repeats: int) -> None:
+    """Each against the class of torch that does the same, or the nearest."""
+    for name, (family, cls) in FAMILIES.items():
+        pairs = [(seconds(ours, size, family), seconds(torchs, size, cls)) for _ in range(repeats)]
+        mine, other = (statistics.median(times) for times in zip(*pairs, strict=True))
+        print(f"{name}: funcpipe {mine:.3f}  torch {cls} {other:.3f}  ratio {other / mine:.1f}x", flush=True)
 
 
 def main() -> None:
@@ -67,6 +93,8 @@ def main() -> None:
     parser.add_argument(
         "--sizes", nargs="+", default=["8,2,32", "32,2,128", "64,2,256"], help="devices,chunks,microbatches"
     )
+    parser.add_argument("--families", default="64,2,256", help="devices,chunks,microbatches")
+    parser.add_argument("--largest", default="256,2,4096", help="devices,chunks,microbatches; funcpipe alone")
     options = parser.parse_args()
     print("interleaved 1F1B: build + check + lower, median s (range) of", options.repeats, "alternating repeats")
     for text in options.sizes:
@@ -80,6 +108,10 @@ def main() -> None:
             f"p={devices} v={chunks} m={microbatches}: funcpipe {shown[0]}  torch {shown[1]}  ratio {ratio:.1f}x",
             flush=True,
         )
+    print(f"every family at p,v,m = {options.families}, median s of {min(3, options.repeats)}")
+    every_family(tuple(map(int, options.families.split(","))), min(3, options.repeats))
+    devices, chunks, microbatches = map(int, options.largest.split(","))
+    print(f"interleaved at {options.largest}: {seconds(ours, (devices, chunks, microbatches)):.1f} s")
 
 
 if __name__ == "__main__":

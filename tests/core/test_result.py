@@ -3,12 +3,14 @@
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import funcpipe as fp
+from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError
-from funcpipe.core.result import Cost, Span, Timeline
+from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Action, Kind
 from funcpipe.schedules.families import one_f_one_b, zero_bubble
 from funcpipe.view.simulate import simulate
@@ -47,10 +49,36 @@ def test_numbers_below_zero_and_what_is_no_number_are_refused(bad: object) -> No
     ] == str(error.value).splitlines()
 
 
-def test_the_latency_is_one_number() -> None:
-    """Hops are not per stage."""
-    with pytest.raises(ScheduleError, match="comm is a number from 0"):
-        Cost(comm=[1, 2])  # pyright: ignore[reportArgumentType]
+def test_latencies_are_one_number_or_one_for_each_hop() -> None:
+    """Three stages have two hops; a skip over both takes the slower one's."""
+    cost = Cost(comm=[1, 2])
+    cost.check_stages(3)
+    assert (1, 2, 2, 1) == (cost.latency(0, 1), cost.latency(1, 2), cost.latency(2, 0), cost.latency(1, 0))
+    with pytest.raises(ScheduleError, match=r"comm has 2 numbers \(it has 1, one for each hop\)"):
+        cost.check_stages(2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"bandwidth": 0}, "bandwidth is more than 0"),
+        ({"bandwidth": (1, 2)}, "bandwidth is a number from 0; got"),
+        ({"skips": "ab"}, "skips is a sequence of"),
+        ({"skips": [(2, 1, 1.0)]}, r"0 <= stash < pop .*got \(2, 1, 1.0\)"),
+        ({"skips": [(0, 1, -1.0)]}, "a size from 0"),
+        ({"skips": [3]}, r"got \(3,\)"),
+    ],
+)
+def test_costs_of_what_crosses_are_refused(fields: dict[str, Any], says: str) -> None:
+    """Before any clock runs."""
+    with pytest.raises(ScheduleError, match=says):
+        Cost(**fields)
+
+
+def test_a_skip_ends_at_a_stage_that_is_there() -> None:
+    """Its stages are counted with the others."""
+    with pytest.raises(ScheduleError, match="popped by a stage that is not there"):
+        Cost(skips=[(0, 3, 1.0)]).check_stages(3)
 
 
 def test_costs_compare_hash_and_pickle_whatever_sequence_came() -> None:
@@ -150,7 +178,7 @@ def test_the_trace_names_process_and_threads() -> None:
         ("thread_name", 0, "device 0"),
         ("thread_sort_index", 0, 0),
         ("thread_name", 1, "device 1"),
-        ("thread_sort_index", 1, 1),
+        ("thread_sort_index", 1, 3),
     ] == names
 
 

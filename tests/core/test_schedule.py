@@ -55,7 +55,7 @@ def test_text_that_is_no_action_is_refused_by_name(text: str) -> None:
     """Nothing around, nothing missing, ASCII digits only; the message shows the text and how to write it."""
     with pytest.raises(ScheduleError) as error:
         Action.parse(text)
-    assert f"{text!r} is no action: write stage, one of F B I W R, microbatch, as in 2F0" == str(error.value)
+    assert f"{text!r} is no action: write stage, one of F B I W R O L, microbatch, as in 2F0" == str(error.value)
 
 
 @random_sizes
@@ -90,7 +90,7 @@ def test_every_bad_word_is_named_at_once_with_its_line() -> None:
     with pytest.raises(ScheduleError) as error:
         Schedule.parse("0F0 1F 0B0\n\n1F0xyz 1F1 # 7Q7\n-1F0 1X0")
     assert [
-        "write stage, one of F B I W R, microbatch, as in 2F0:",
+        "write stage, one of F B I W R O L, microbatch, as in 2F0:",
         "  * line 1: '1F' is no action",
         "  * line 3: '1F0xyz' is no action",
         "  * line 4: '-1F0' is no action",

@@ -9,6 +9,7 @@ from funcpipe.core.stage import Stage, stage
 from funcpipe.lower.effects import Context, effects
 from funcpipe.lower.plan import make_plan
 from funcpipe.lower.skips import routes
+from funcpipe.lower.tasks import lower
 
 
 def net() -> list[Stage]:
@@ -47,18 +48,24 @@ def test_the_table_of_a_net_with_a_skip_two_pops_and_a_feed() -> None:
         "0B": "residual0 grad0 skip_grad0(e)<2 skip_grad0(e)<1 -> ",
         "0I": "residual0 grad0 skip_grad0(e)<2 skip_grad0(e)<1 -> weight_residual0",
         "0W": "weight_residual0 -> ",
+        "0O": "residual0 -> offloaded0",
+        "0L": "offloaded0 -> residual0",
         "1F": "act0 skip0(e) feed0(mask) -> act1 report1 residual1",
         "1F-": "act0 skip0(e) feed0(mask) -> act1 report1",
         "1R": "act0 skip0(e) feed0(mask) -> residual1",
         "1B": "residual1 grad1 -> grad0 skip_grad0(e)<1",
         "1I": "residual1 grad1 -> grad0 skip_grad0(e)<1 weight_residual1",
         "1W": "weight_residual1 -> ",
+        "1O": "residual1 -> offloaded1",
+        "1L": "offloaded1 -> residual1",
         "2F": "act1 skip0(e) target2 -> report2 residual2",
         "2F-": "act1 skip0(e) target2 -> report2",
         "2R": "act1 skip0(e) target2 -> residual2",
         "2B": "residual2 -> grad1 skip_grad0(e)<2",
         "2I": "residual2 -> grad1 skip_grad0(e)<2 weight_residual2",
         "2W": "weight_residual2 -> ",
+        "2O": "residual2 -> offloaded2",
+        "2L": "offloaded2 -> residual2",
     } == table(net(), loss=True, outputs=False)
 
 
@@ -76,11 +83,11 @@ def test_outputs_come_only_from_the_last_stage() -> None:
     assert "act1 skip0(e) target2 -> output2 report2 residual2" == rows["2F"]
 
 
-@pytest.mark.parametrize("kind", [Kind.R, Kind.W])
-def test_remat_and_the_weights_write_nothing_that_others_see(kind: Kind) -> None:
-    """R writes the residual only, so statistics cannot count twice; W ends in the parameters."""
+@pytest.mark.parametrize("kind", [Kind.R, Kind.W, Kind.O, Kind.L])
+def test_remat_the_weights_and_moves_write_nothing_that_others_see(kind: Kind) -> None:
+    """R and L write the residual only, so statistics cannot count twice; W ends in the parameters."""
     given = Context(net(), routes(net()), True, False)
-    expected = {Kind.R: [Role.RESIDUAL], Kind.W: []}[kind]
+    expected = {Kind.R: [Role.RESIDUAL], Kind.W: [], Kind.O: [Role.OFFLOADED], Kind.L: [Role.RESIDUAL]}[kind]
     assert [expected] * 3 == [[wire.role for wire in effects(kind, s, True, given)[1]] for s in range(3)]
 
 
@@ -119,6 +126,33 @@ def test_the_tasks_of_a_small_plan_word_for_word() -> None:
         "0B0  on 0:  reads residual[0,0] grad[0,0]  frees residual[0,0] grad[0,0]",
         "1W0  on 1:  reads weight_residual[1,0]  frees weight_residual[1,0]",
     ] == str(plan).splitlines()
+
+
+def test_the_tasks_of_a_plan_that_offloads() -> None:
+    """A residual is in one place at a time: O frees it, L writes it again; nothing crosses lanes."""
+    schedule = Schedule.parse("0F0 0O0 0F1 0L0 0B0 0B1", name="moved")
+    plan = make_plan([stage(lambda p, x: x)], schedule, loss=print)
+    tasks = [task for task in plan.tasks if task.kind is not TaskKind.COPY]
+    kinds = {Kind.O: TaskKind.OFFLOAD, Kind.L: TaskKind.LOAD}
+    assert [kinds.get(action.kind, TaskKind.COMPUTE) for action in schedule.orders[0]] == [task.kind for task in tasks]
+    assert [
+        "0F0  on 0:  reads input[0,0] target[0,0]  writes report[0,0] residual[0,0]  frees input[0,0] target[0,0]",
+        "0O0  on 0:  reads residual[0,0]  writes offloaded[0,0]  frees residual[0,0]",
+        "0F1  on 0:  reads input[0,1] target[0,1]  writes report[0,1] residual[0,1]  frees input[0,1] target[0,1]",
+        "0L0  on 0:  reads offloaded[0,0]  writes residual[0,0]  frees offloaded[0,0]",
+        "0B0  on 0:  reads residual[0,0]  frees residual[0,0]",
+        "0B1  on 0:  reads residual[0,1]  frees residual[0,1]",
+    ] == list(map(str, tasks))
+
+
+def test_in_a_vjp_what_was_moved_waits_at_the_host_for_the_cotangents() -> None:
+    """O straight after a last forward belongs to the first half; no lane's own order changes."""
+    schedule = Schedule.parse("0F0 0O0 0F1 0O1 0L0 0B0 0L1 0B1\n1F0 1F1 1O1 1B0 1L1 1B1")
+    program = lower([stage(lambda p, x: x)] * 2, schedule, loss=False, outputs=True, halves=True)
+    order = [str(program.action(code)) for code in program.order]
+    for lane, actions in enumerate(schedule.orders):
+        assert [str(action) for action in actions] == [one for one in order if one[0] == str(lane)]
+    assert {"0F0", "0O0", "0F1", "0O1", "1F0", "1F1", "1O1"} == set(order[:7])
 
 
 def test_skips_go_straight_to_who_pops_them() -> None:

@@ -232,12 +232,12 @@ def test_the_clock_looks_at_each_action_a_bounded_number_of_times() -> None:
             Counted.looks += 1
             return super().__getitem__(at)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
-    from funcpipe.schedules.check import clock
+    from funcpipe.schedules.clock import chain, clock
 
     for devices, count in ((4, 16), (16, 64)):
         Counted.looks = 0
         lanes = tuple(map(Counted, examine(one_f_one_b(devices, count)).lanes))
-        _, stuck = clock(lanes, devices, count, lambda code, stage: 1)
+        stuck = clock(lanes, range(devices), count, [[1.0] * devices] * 7, chain(devices)).stuck
         assert [] == stuck
         assert Counted.looks <= 2 * sum(map(len, lanes))
 

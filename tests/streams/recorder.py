@@ -182,6 +182,46 @@ class Recorder(Backend):
         if cow:
             self.fault(f"{stream.name} was recorded on memory that is shared copy-on-write")
 
+    def room(self, like: torch.Tensor, count: int, device: torch.device | None) -> torch.Tensor:
+        self.local.quiet = True
+        try:
+            new = torch.empty(count, dtype=like.dtype)
+        finally:
+            self.local.quiet = False
+        with self.lock:
+            self.reap()
+            if device is None or not self.asynchronous(device):
+                # Page-locked memory: torch gives it out again when the streams that copied from or to it are done.
+                block = self.blocks[address(new)] = Block(f"{count} of the host", None, None)
+                storage = new.untyped_storage()
+                block.storages[storage._cdata] = StorageWeakRef(storage)
+            else:
+                self.allocate(new, self.current_stream(device), device)
+        return new
+
+    def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.local.quiet = True
+        try:
+            target.copy_(source)
+        finally:
+            self.local.quiet = False
+        with self.lock:
+            device = self.streamed(source) or self.streamed(target)
+            assert device is not None
+            stream = self.current_stream(device)
+            self.read(self.block(source), stream)
+            self.write(self.block(target), stream)
+
+    def hollow(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.local.quiet = True
+        try:
+            return super().hollow(tensor)
+        finally:
+            self.local.quiet = False
+
+    def pace(self, event: Event) -> None:
+        """For the sake of memory alone; no order may hang on it."""
+
     # -- torch.cuda --------------------------------------------------------------------------------------------------
 
     def Stream(self, device: torch.device) -> Stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from common import assert_same_result, ids, same
 
 import funcpipe as fp
 from funcpipe.runtime.execute import Execution
+from funcpipe.runtime.host import Way
 from funcpipe.runtime.stream import Place
+from funcpipe.schedules.offload import offload
 
 sys.path.insert(0, str(Path(__file__).parent))
 from recorder import Recorder
@@ -106,6 +109,8 @@ SCHEDULES = [
     fp.remat(fp.fill_drain(S, M, num_devices=2)),
     fp.interleaved(S, M, num_devices=2),
     fp.zero_bubble(S, M),
+    offload(fp.one_f_one_b(S, M, num_devices=2)),
+    offload(fp.zero_bubble(S, M), move=lambda action: action.microbatch != 1, ahead=0),
 ]
 PLACES = {
     "two devices": lambda lane: f"cpu:{lane % 2}",
@@ -163,9 +168,10 @@ def test_everything_is_in_order(net, schedule, place, executor, backend):
     assert len(recorder.points) > 10
 
 
+@pytest.mark.parametrize("change", [fp.remat, offload])
 @pytest.mark.parametrize("place", PLACES)
-def test_both_halves_of_a_vjp(place, backend):
-    schedule = fp.remat(fp.fill_drain(S, M, num_devices=2))
+def test_both_halves_of_a_vjp(place, change, backend):
+    schedule = change(fp.fill_drain(S, M, num_devices=2))
     recorder = backend()
     result = go(recorder, stages, schedule, PLACES[place], half=True)
     assert recorder.finish() == []
@@ -197,16 +203,77 @@ def test_the_caller_may_use_and_drop_what_he_got(place, backend):
     assert recorder.finish() == []
 
 
+def fails_while_a_residual_comes_back(recorder, where):
+    """What a stage did just before it failed is dropped while a copy of it is under way; the caller goes on."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("planted")
+
+    fails = fp.stage(lambda p, x: Fails.apply(x))
+    part = fp.stage(lambda p, x: torch.tanh(x @ p))
+    schedule = fp.Schedule.parse("0F0 0O0 0L0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1")
+    params = (torch.eye(4), ())
+    recorder.put(params[0], torch.device(where(0)))
+    plan = fp.make_plan([part, fails], schedule, loss=F.mse_loss, devices=[where(0), where(1)])
+    with recorder.watching():
+        with pytest.raises(ValueError, match="planted"):
+            fp.run(plan, params, (torch.randn(4, 4), torch.randn(4, 4)), executor="serial")
+        gc.collect()
+
+
+@pytest.mark.parametrize("place", ["two devices", "one device"])
+def test_a_run_that_fails_waits_for_what_comes_back(place, backend):
+    recorder = backend()
+    fails_while_a_residual_comes_back(recorder, PLACES[place])
+    assert recorder.finish() == []
+
+
+def test_moves_go_beside_the_lane(backend, monkeypatch):
+    """Copies run on two streams of their own; the lane waits where a backward reads what came back, and nowhere else."""
+    plain = backend()
+    go(plain, stages, SCHEDULES[0], PLACES["two devices"])
+    recorder = backend()
+    ways: list[Way] = []
+    real = Way.copy
+    monkeypatch.setattr(Way, "copy", lambda self, *rest: (ways.append(self), real(self, *rest))[1])
+    schedule = SCHEDULES[4]
+    go(recorder, stages, schedule, PLACES["two devices"])
+    loads = sum(action.kind is fp.Kind.L for order in schedule.orders for action in order)
+    assert len({id(way) for way in ways}) == 4  # out and back of two lanes
+    assert len(ways) == 2 * loads > 0
+    streams = {way._stream.name for way in ways}
+    lanes = {way.place.stream.name for way in ways}
+    assert len(streams) == 4
+    assert not streams & lanes
+
+    def waits(one):
+        found = [p for p in one.points if " waits for " in p.words and p.words.split(" waits for ")[0] in lanes]
+        return [p for p in found if p.site.startswith("wait:")]
+
+    assert len(waits(recorder)) - len(waits(plain)) == loads
+
+
 CASES = {
     **{
         f"{schedule.name}, {place}": lambda r, s=schedule, p=place: go(r, stages, s, PLACES[p])
         for schedule in (*SCHEDULES[:2], SCHEDULES[3])
         for place in PLACES
     },
+    **{
+        f"{SCHEDULES[4].name}, {place}": lambda r, p=place: go(r, stages, SCHEDULES[4], PLACES[p])
+        for place in ("two devices", "a device and the host")
+    },
     "used, two devices": lambda r: used_by_the_caller(r, PLACES["two devices"]),
     "used, one device": lambda r: used_by_the_caller(r, PLACES["one device"]),
+    "fails, two devices": lambda r: fails_while_a_residual_comes_back(r, PLACES["two devices"]),
 }
-ALONE = ("wait: ", "_copy: self._stream(source).wait")
+ALONE = ("wait: ", "_copy: self._stream(source).wait", "copy: stream.wait_event")
 """Waits that nothing else stands in for: those for a value."""
 
 

@@ -105,12 +105,12 @@ device 0 │F0 F1 ·········B0─── F2 B1─── ······B2─
 device 1 │·····F0 B0─── F1 B1─── ···F2 B2─── ·······│  64%     1
          └───────────────┴──────────────┴───────────┘
           0              5              10 ms
-F forward  B backward  · idle
+
 simulated: makespan 12 ms, span 12 ms, bubble 25.0%, span bubble 25.0%
-                                                busy  peak
-device 0 │F0 F1 ······B0─── F2 B1─── ···B2─── │  75%     2
-device 1 │···F0 B0─── F1 B1─── F2 B2─── ······│  75%     1
-         └───────────────┴──────────────┴─────┘
+                                                      busy  peak
+device 0 │F0 F1 ······B0─── F2 B1─── ···B2───       │  75%     2
+device 1 │···F0 B0─── F1 B1─── F2 B2─── ······      │  75%     1
+         └───────────────┴──────────────┴───────────┘
           0              5              10 ms
 F forward  B backward  · idle
 
@@ -237,12 +237,12 @@ def test_both_timelines_and_the_memory_have_one_scale() -> None:
     charts = re.findall(r"<svg.*?</svg>", page, re.S)
     assert [16, 16] == [chart.count("<rect") for chart in charts[:2]]
     found = [scales(chart) for chart in charts]
-    assert all(len(some) > 5 for some in found)
+    assert [True, True, True] == [len(some) > least for some, least in zip(found, (5, 5, 1), strict=True)]
     assert max(map(max, found)) == pytest.approx(min(map(min, found)), rel=0.003)
     assert 1 == len({re.findall(r'viewBox="0 0 (\d+)', chart)[0] for chart in charts})
     first = charts[2].split("<g transform")[1]  # holds something from its first forward to its last backward
     bars = [(float(x), float(w)) for x, w in re.findall(r'class="held" x="([\d.]+)".*? width="([\d.]+)"', first)]
-    assert len(bars) > 3
+    assert len(bars) == 3
     assert [pytest.approx(x) for x, _ in bars[1:]] == [x + w for x, w in bars[:-1]]
 
 
@@ -337,13 +337,15 @@ def test_devices_that_the_run_chose_are_those_of_the_gradients() -> None:
 
 
 def test_huge_pages_stay_small() -> None:
-    """8192 actions: drawn as paths, without what a mouse would tell."""
+    """8256 actions: those too narrow to see are joined, and every action is in one shape of each picture."""
     plan, _ = plan_and_params(fp.zero_bubble(32, 86))
     content = fp.report(plan, pretended(plan, fp.Cost(0.001, 0.001, 0.001)))._repr_html_()
-    assert len(content.encode()) < 1_000_000
-    assert "<rect" not in content
-    areas = re.findall(r'<path class="[FIW]\d+" d="([^"]*)"', content)
-    assert sum(area.count("z") for area in areas if "h12v12h" not in area) == 2 * sum(map(len, plan.schedule.orders))
+    assert len(content.encode()) < 2_000_000
+    joined = re.findall(r'<g class="mix"><title>([^,]*),', content)
+    counts = sum(int(count) for one in joined for count in re.findall(r"(\d+) [FIW]", one))
+    assert joined
+    alone = len(re.findall(r"<rect x=[^>]*><title>", content))
+    assert counts + alone == 2 * sum(map(len, plan.schedule.orders))
     Page(content)
 
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError
-from funcpipe.core.result import Cost, Timeline
+from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.core.stage import stage
 from funcpipe.lower.plan import make_plan

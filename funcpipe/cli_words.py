@@ -1,0 +1,183 @@
+"""What the words of the command line mean: families, files, counts and costs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+import funcpipe as fp
+
+FAMILIES: Mapping[str, Callable[..., fp.Schedule]] = {
+    "fill-drain": fp.fill_drain,
+    "1f1b": fp.one_f_one_b,
+    "eager-1f1b": fp.eager_one_f_one_b,
+    "looped-bfs": fp.looped_bfs,
+    "interleaved": fp.interleaved,
+    "zero-bubble": fp.zero_bubble,
+    "zb-h2": fp.zb_h2,
+    "zbv": fp.zbv,
+    "v-half": fp.v_half,
+    "v-min": fp.v_min,
+    "dualpipe-v": fp.dualpipe_v,
+}
+SHAPES = ("line", "loop", "v")
+SUFFIXES = ".json, .csv (of torch.distributed.pipelining) or .txt (a line for each device)"
+SOURCE = f"""\
+SCHEDULE is a family, which then needs --stages and --microbatches, or a file.
+  families: {", ".join(FAMILIES)}
+  files:    {SUFFIXES}
+"""
+COST = """\
+Costs are times in one unit of your choice, and memory in another. What is not given is 1; weight_residual is .5, comm,
+output and skips are 0, bandwidth has no limit.
+  forward, backward_input, backward_weight   time of F, I and W
+  backward                                   time of B; given without I and W, these take half of it each
+  remat, offload                             time of R (else as F); of O, and of L, beside the device's work
+  comm                                       latency of a hop between devices, whatever crosses
+  bandwidth                                  memory that crosses a link in a unit of time, one value after the other
+  output                                     memory of what a stage hands to the next, and of its gradient
+  residual, weight_residual                  memory from F to B or I; what I leaves until W
+A file has a number for each stage where they differ (comm: for each hop), and the skips as [stash, pop, size]:
+  {"funcpipe": "cost", "version": 1, "forward": [1, 1, 1, 2], "skips": [[0, 3, 0.5]]}
+What fp.profile measured goes into one with fp.to_json.
+"""
+_MOST = 10**6
+"""Actions of a kind: more are a slip of the fingers, and would take minutes."""
+
+
+def source(*, schedule: str, stages: int | None, microbatches: int | None, devices: int | None,
+            remat: bool) -> fp.Schedule | fp.Timeline:  # fmt: skip
+    """The schedule that the words mean: a family with its counts, or a file."""
+    family = FAMILIES.get(schedule)
+    if family is None:
+        found = read(schedule)
+        if stages or microbatches or devices:
+            raise fp.FuncpipeError(f"{schedule} says its own counts: leave out --stages, --microbatches, --devices")
+    elif not stages or not microbatches:
+        raise fp.FuncpipeError(f"{schedule} is a family: say --stages and --microbatches")
+    else:
+        bounded(stages, microbatches)
+        found = family(stages, microbatches, num_devices=devices)
+    return fp.remat(found) if remat and isinstance(found, fp.Schedule) else found
+
+
+def read(name: str) -> fp.Schedule | fp.Timeline:
+    """A file's schedule or timeline; its ending says the format."""
+    path = Path(name)
+    suffix = path.suffix.lower()
+    if suffix not in (".json", ".csv", ".txt"):
+        near = get_close_matches(name.lower().replace("_", "-"), FAMILIES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; the families are {', '.join(FAMILIES)}"
+        raise fp.FuncpipeError(f"{name!r} is no family, and no file that ends in .json, .csv or .txt{hint}")
+    text = path.read_text(encoding="utf-8")
+    try:
+        match suffix:
+            case ".json":
+                found = fp.from_json(text)
+            case ".csv":
+                found = fp.from_torch_csv(text, name=path.stem)
+            case _:
+                found = fp.Schedule.parse(text, name=path.stem)
+    except fp.ScheduleError as error:
+        raise fp.ScheduleError(f"{name}: {error}") from None
+    if isinstance(found, fp.Cost):
+        raise fp.FuncpipeError(f"{name} is a cost; it goes to --cost")
+    return found
+
+
+def writable(name: str, suffixes: tuple[str, ...]) -> None:
+    """Refuse a file that cannot be written, before the work that makes it."""
+    path = Path(name)
+    if path.suffix.lower() not in suffixes:
+        raise fp.FuncpipeError(f"{name} does not end in {', '.join(suffixes[:-1])} or {suffixes[-1]}")
+    if not path.absolute().parent.is_dir():
+        raise fp.FuncpipeError(f"{name} cannot be written: there is no folder {path.parent}")
+    if path.is_dir():
+        raise fp.FuncpipeError(f"{name} cannot be written: it is a folder")
+
+
+def bounded(stages: int, microbatches: int) -> None:
+    """Refuse counts that would take minutes."""
+    if stages * microbatches > _MOST:
+        raise fp.FuncpipeError(f"{stages} stages times {microbatches} microbatches are more than {_MOST} forwards")
+
+
+def as_count(text: str, least: int = 1) -> int:
+    """A whole number; the type of an option."""
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"a whole number from {least}; got {text[:40]!r}")
+    return int(text)
+
+
+def as_index(text: str) -> int:
+    """A whole number that may be 0; the type of an option."""
+    return as_count(text, 0)
+
+
+def as_positive(text: str) -> float:
+    """A number; the type of an option."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"a number above 0; got {text[:40]!r}")
+    return number
+
+
+def as_limits(text: str) -> float | tuple[float, ...]:
+    """A number, or one for each device: ``20`` or ``20,20,16``; the type of an option."""
+    return tuple(map(as_positive, text.split(","))) if "," in text else as_positive(text)
+
+
+def as_placement(text: str) -> str | tuple[int, ...]:
+    """``line``, ``loop``, ``v``, or the device of each stage as ``0,1,1,0``; the type of an option."""
+    if text in SHAPES:
+        return text
+    try:
+        return tuple(map(as_index, text.split(",")))
+    except argparse.ArgumentTypeError:
+        shapes = ", ".join(SHAPES)
+        raise argparse.ArgumentTypeError(
+            f"{shapes}, or the device of each stage as 0,1,1,0; got {text[:40]!r}"
+        ) from None
+
+
+def as_cost(text: str) -> fp.Cost:
+    """``forward=1,backward=2``, or a JSON file; the type of an option."""
+
+    def refuse(reason: object) -> NoReturn:
+        raise argparse.ArgumentTypeError(str(reason))
+
+    try:
+        if "=" not in text:
+            found = fp.from_json(Path(text).read_text(encoding="utf-8"))
+            return found if isinstance(found, fp.Cost) else refuse(f"{text} is a {type(found).__name__}, not a cost")
+        fields: dict[str, Any] = {}
+        for part in text.split(","):
+            name, _, number = (word.strip() for word in part.partition("="))
+            if name not in fp.Cost.__dataclass_fields__ or name in fields:
+                problem = "is given twice" if name in fields else "is no cost"
+                refuse(f"{name!r} {problem}; costs are {', '.join(fp.Cost.__dataclass_fields__)}")
+            if name == "skips":
+                refuse("skips stand in a file only: [[stash, pop, size], ...]")
+            try:
+                fields[name] = float(number)
+            except ValueError:
+                refuse(f"{name} is a number; got {number!r}")
+        if "backward" in fields:
+            for half in ("backward_input", "backward_weight"):
+                fields.setdefault(half, fields["backward"] / 2)
+        return fp.Cost(**fields)
+    except (fp.ScheduleError, OSError, UnicodeError) as error:
+        refuse(line(error))
+
+
+def line(error: Exception) -> str:
+    """A message on one line: the first fault, and how many more."""
+    lines = str(error).split("\n")
+    first = lines[min(1, len(lines) - 1)].strip(" *")
+    return first + f" (and {len(lines) - 2} more)" * (len(lines) > 2)

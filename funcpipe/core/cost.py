@@ -1,0 +1,213 @@
+"""What actions cost: times and memory, by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
+
+from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.schedule import Kind
+
+PerStage = float | Sequence[float]
+"""One number for all stages, or one for each."""
+
+
+class Skip(NamedTuple):
+    """A value that a stage stashes and a later one pops.
+
+    Attributes:
+        stash, pop: the stages.
+        size: its memory, and that of its gradient, in the unit of `Cost.residual`.
+    """
+
+    stash: int
+    pop: int
+    size: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What actions cost: times in one unit of your choice, memory in another.
+
+    Every number may be one for all stages, or a sequence with one per stage, unless it says otherwise.
+
+    Attributes:
+        forward: time of F.
+        backward_input: time of I.
+        backward_weight: time of W.
+        backward: time of B; None: the sum of I and W.
+        remat: time of R; None: that of F.
+        offload: time of O, and of L, on the link between a device and its host; the device works on meanwhile.
+        comm: latency of one hop between devices, from the end of an action to the start of what needs it: one number,
+            or S - 1 of them, from each stage to the next and back.
+        bandwidth: memory that crosses from one device to another in a unit of time, one number; None: no limit. Values
+            with the same two ends cross one after the other.
+        output: memory of what a stage hands to the next, and of its gradient. Each lies at its reader from its arrival
+            until the action that reads it starts (where it becomes part of the residual), or ends if it keeps none.
+        skips: the skips, which cross and lie like outputs; of one that is popped several times, one for each.
+        residual: memory that F (or R, or L) takes at its start, until B or W ends (or O).
+        weight_residual: what is left of it after I, until W ends. One half is the zero-bubble paper's figure
+            (arXiv 2401.10241, table 1); traced programs measure 0.6 to 1.6 of ``residual``.
+    """
+
+    forward: PerStage = 1.0
+    backward_input: PerStage = 1.0
+    backward_weight: PerStage = 1.0
+    backward: PerStage | None = field(default=None, kw_only=True)
+    remat: PerStage | None = field(default=None, kw_only=True)
+    offload: PerStage = field(default=1.0, kw_only=True)
+    comm: PerStage = field(default=0.0, kw_only=True)
+    bandwidth: float | None = field(default=None, kw_only=True)
+    output: PerStage = field(default=0.0, kw_only=True)
+    skips: Sequence[Skip] = field(default=(), kw_only=True)
+    residual: PerStage = field(default=1.0, kw_only=True)
+    weight_residual: PerStage = field(default=0.5, kw_only=True)
+
+    def __post_init__(self) -> None:
+        faults: list[str] = []
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if name == "skips":
+                faults += self._take_skips(value)
+                continue
+            if value is None and name in ("backward", "remat", "bandwidth"):
+                continue
+            if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and name != "bandwidth":
+                value = tuple(value)
+                object.__setattr__(self, name, value)
+            for one in value if isinstance(value, tuple) and name != "bandwidth" else (value,):
+                if not isinstance(one, (int, float)) or not 0 <= one < float("inf"):
+                    faults.append(f"{name} is a number from 0{', or a sequence of them' * (name != 'bandwidth')}; got {value!r}")  # fmt: skip
+                    break
+        if self.bandwidth == 0:
+            faults.append("bandwidth is more than 0; None for no limit")
+        if faults:
+            raise ScheduleError(bullets("no such cost:", faults))
+
+    def _take_skips(self, given: Any) -> list[str]:
+        """Keep the skips as a tuple of `Skip`; returns what is wrong with them."""
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            return [f"skips is a sequence of (stash, pop, size); got {given!r}"]
+        rows = [tuple(row) if isinstance(row, (tuple, list)) else (row,) for row in cast("Sequence[Any]", given)]
+        bad = [row for row in rows if not _is_skip(row)]
+        if not bad:
+            object.__setattr__(self, "skips", tuple(Skip(*row) for row in rows))
+        return [
+            f"skips has (stash, pop, size) with stages 0 <= stash < pop and a size from 0; got {row!r}" for row in bad
+        ]
+
+    @property
+    def num_stages(self) -> int | None:
+        """How many stages (or layers) its sequences speak of; None: it has one number for all."""
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, tuple) and name != "skips":
+                return len(cast("tuple[float, ...]", value)) + (name == "comm")
+        return None
+
+    def of(self, kind: Kind, stage: int) -> float:
+        """Time of one action of this kind on this stage."""
+        if kind is Kind.B and self.backward is None:
+            return _pick(self.backward_input, stage) + _pick(self.backward_weight, stage)
+        times = {
+            Kind.F: self.forward,
+            Kind.B: self.backward,
+            Kind.I: self.backward_input,
+            Kind.W: self.backward_weight,
+            Kind.R: self.forward if self.remat is None else self.remat,
+            Kind.O: self.offload,
+            Kind.L: self.offload,
+        }
+        return _pick(times[kind] or 0.0, stage)
+
+    def group(self, sizes: Sequence[int]) -> Cost:
+        """The cost of neighbouring layers as stages, if this is the cost of layers.
+
+        Times and residuals add up; what a stage hands on is the output of its last layer, and of the hops those between
+        its layers vanish, as do skips within a stage. Skips between the same two stages are one.
+
+        >>> Cost([1, 2, 3], output=[4, 5, 6]).group([2, 1]).forward
+        (3, 3)
+
+        Args:
+            sizes: how many layers each stage has, as ``balance`` gives them.
+
+        Raises:
+            ScheduleError: sizes that are not positive, or do not add up to the layers of the cost.
+        """
+        counts = list(sizes)
+        layers = sum(counts)
+        if not counts or any(count < 1 for count in counts):
+            raise ScheduleError(f"sizes are positive numbers; got {counts}")
+        self.check_stages(layers)
+        ends = list(accumulate(counts))
+        stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+
+        def sums(value: PerStage | None) -> tuple[float, ...] | None:
+            if value is None:
+                return None
+            row = per_stage(value, layers)
+            return tuple(sum(row[end - count : end]) for end, count in zip(ends, counts, strict=True))
+
+        skips: dict[tuple[int, int], float] = {}
+        for stash, pop, size in self.skips:
+            ends_at = stage_of[stash], stage_of[pop]
+            if ends_at[0] != ends_at[1]:
+                skips[ends_at] = skips.get(ends_at, 0.0) + size
+        given = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        summed = (
+            "forward",
+            "backward_input",
+            "backward_weight",
+            "backward",
+            "remat",
+            "offload",
+            "residual",
+            "weight_residual",
+        )
+        given |= {name: sums(given[name]) for name in summed}
+        given["output"] = tuple(per_stage(self.output, layers)[end - 1] for end in ends)
+        if isinstance(self.comm, Sequence):
+            given["comm"] = tuple(self.comm[end - 1] for end in ends[:-1])
+        given["skips"] = tuple(Skip(*places, size) for places, size in skips.items())
+        return Cost(**given)
+
+    def latency(self, stage: int, to: int) -> float:
+        """Of a value that goes from one device to another; of a skip over several hops, that of the slowest."""
+        if isinstance(self.comm, Sequence):
+            return max(self.comm[min(stage, to) : max(stage, to)])
+        return self.comm
+
+    def check_stages(self, num_stages: int) -> None:
+        """Refuse sequences that do not have one number per stage. Raises ScheduleError."""
+        faults: list[str] = []
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if name == "skips":
+                faults += [
+                    f"{skip} is popped by a stage that is not there" for skip in self.skips if skip.pop >= num_stages
+                ]
+            elif isinstance(value, tuple):
+                values = cast("tuple[float, ...]", value)
+                if len(values) != num_stages - (name == "comm"):
+                    hint = f" (it has {num_stages - 1}, one for each hop)" if name == "comm" else ""
+                    faults.append(f"{name} has {len(values)} numbers{hint}")
+        if faults:
+            raise ScheduleError(bullets(f"a cost has one number, or one for each of {num_stages} stages:", faults))
+
+
+def _is_skip(row: tuple[Any, ...]) -> bool:
+    if len(row) != 3 or type(row[0]) is not int or type(row[1]) is not int or not isinstance(row[2], (int, float)):
+        return False
+    return 0 <= row[0] < row[1] and 0 <= row[2] < float("inf")
+
+
+def per_stage(value: PerStage, num_stages: int) -> tuple[float, ...]:
+    """The number of each stage."""
+    return tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
+
+
+def _pick(value: PerStage, stage: int) -> float:
+    return value[stage] if isinstance(value, Sequence) else value

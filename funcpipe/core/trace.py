@@ -1,0 +1,50 @@
+"""A timeline as a trace for Perfetto and chrome://tracing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from funcpipe.core.schedule import Kind
+
+if TYPE_CHECKING:
+    from funcpipe.core.result import Timeline
+
+_LINKS = ((Kind.O, "to host"), (Kind.L, "from host"))
+"""The links of a device to its host: threads of their own, since the device works meanwhile."""
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """The trace as data; see `Timeline.chrome_trace`."""
+    scale = 1e6 if timeline.unit == "s" else 1e3
+    devices = range(timeline.num_devices)
+    process = {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": timeline.name or "funcpipe"}}
+    events: list[dict[str, Any]] = [process]
+    for device in devices:
+        events += _thread(device, f"device {device}", 3 * device)
+    moved = {(span.device, span.action.kind) for span in timeline.spans}
+    links: dict[tuple[int, Kind], int] = {}
+    for device in devices:
+        for place, (kind, words) in enumerate(_LINKS):
+            if (device, kind) in moved:
+                links[device, kind] = timeline.num_devices + 2 * device + place
+                events += _thread(links[device, kind], f"device {device} {words}", 3 * device + 1 + place)
+    for device, start, end, action in timeline.spans:
+        kind, stage, microbatch = action
+        args = {"stage": stage, "microbatch": microbatch, "kind": kind.name}
+        events.append({"ph": "X", "pid": 0, "tid": links.get((device, kind), device), "name": str(action),
+                       "cat": kind.value, "ts": start * scale, "dur": (end - start) * scale, "args": args})  # fmt: skip
+    for device, steps in enumerate(timeline.memory):
+        # Of several at one time a counter shows the last.
+        for (time, amount), after in zip(steps, [*steps[1:], None], strict=True):
+            if after is None or after[0] != time:
+                events.append({"ph": "C", "pid": 0, "name": f"memory of device {device}", "ts": time * scale,
+                               "args": {"held": amount}})  # fmt: skip
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _thread(tid: int, name: str, place: int) -> list[dict[str, Any]]:
+    """The name of a row, and its place among the rows."""
+    return [
+        {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}},
+        {"ph": "M", "pid": 0, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": place}},
+    ]

@@ -1,0 +1,1 @@
+"""The schedule laboratory: schedules that are found rather than written down."""

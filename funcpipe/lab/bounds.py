@@ -1,0 +1,101 @@
+"""Times that no schedule can beat, whatever the order: work, chains of microbatches, memory.
+
+Zero bubble (arXiv 2401.10241, appendix B) has the bound from the memory of the warmup; the others follow from what waits
+for what. All hold for stages that differ and for any placement. A bound is for the time of a device from its first start to its
+last end, then for the makespan by adding what must happen before that start.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from funcpipe.lab.problem import ROUNDING, Problem
+
+
+def lower_bound(problem: Problem) -> float:
+    """The largest of all bounds, in the unit of the cost."""
+    heads = _heads(problem)
+    bound = 0.0
+    for device in range(problem.num_devices):
+        if not problem.local[device]:
+            continue
+        span = max(problem.work[device], _chains(problem, device))
+        if not problem.remat and not problem.offload:
+            span = max(span, _warm_up(problem, device), _area(problem, device))
+        bound = max(bound, span + (heads[problem.local[device][0]] if problem.objective == "makespan" else 0.0))
+    return bound
+
+
+def _heads(problem: Problem) -> list[float]:
+    """When the first microbatch can reach each stage."""
+    there = problem.waits[0]
+    steps = [forward + hop for forward, hop in zip(problem.forward, there, strict=True)]
+    return [0.0, *accumulate(steps)][: problem.num_stages]
+
+
+def _tails(problem: Problem) -> list[float]:
+    """From the end of a stage's backward to that of stage 0's, without W: hop and backward, down to it."""
+    back, times = problem.waits[1], _backward(problem)
+    return [0.0, *accumulate(hop + time for hop, time in zip(back[1:], times, strict=False))]
+
+
+def _backward(problem: Problem) -> list[float]:
+    """The least time from the start of a stage's backward to the gradient that it hands on."""
+    return list(map(min, problem.inward, problem.whole_backward))
+
+
+def _chains(problem: Problem, device: int) -> float:
+    """All microbatches pass through each later device between this one's first forward and its last backward.
+
+    The first comes there after the stages in between, and the last goes back through them.
+    """
+    heads, tails, backward = _heads(problem), _tails(problem), _backward(problem)
+    first = problem.local[device][0]
+    closing = min(problem.inward[first] + problem.weight[first], problem.whole_backward[first]) - backward[first]
+    best = 0.0
+    for other in range(problem.num_devices):
+        beyond = [stage for stage in problem.local[other] if stage >= first]
+        if not beyond:
+            continue
+        through = problem.num_microbatches * sum(problem.forward[stage] + backward[stage] for stage in beyond)
+        best = max(best, heads[beyond[0]] - heads[first] + through + tails[beyond[0]] - tails[first] + closing)
+    return best
+
+
+def _warm_up(problem: Problem, device: int) -> float:
+    """Before its first gradient comes, a device can do no more than the forwards whose residuals fit."""
+    limit, mine = problem.limits[device], problem.local[device]
+    first, last = mine[0], mine[-1]
+    room = limit
+    done = 0.0
+    # The most forward time for the memory: the stages by how much time they give for it.
+    for stage in sorted(mine, key=lambda one: problem.residual[one] / max(problem.forward[one], 1e-300)):
+        size = problem.residual[stage]
+        fitting = problem.num_microbatches if size == 0 else min(problem.num_microbatches, room / size * (1 + ROUNDING))
+        if len(mine) == 1:
+            fitting = int(fitting)
+        done += fitting * problem.forward[stage]
+        room -= fitting * size
+    return problem.work[device] + max(0.0, _round_trip(problem, first, last) - done)
+
+
+def _area(problem: Problem, device: int) -> float:
+    """A residual lies for its round trip; a device's memory holds so many of them at a time."""
+    limit = problem.limits[device]
+    if limit in (0.0, float("inf")):
+        return 0.0
+    total = 0.0
+    for stage in problem.local[device]:
+        trip, rest = _round_trip(problem, stage, stage), problem.rest[stage]
+        split = problem.residual[stage] * (trip + problem.inward[stage]) + rest * problem.weight[stage]
+        whole = problem.residual[stage] * (trip + problem.whole_backward[stage])
+        total += min(split, whole)
+    return problem.num_microbatches * total / limit
+
+
+def _round_trip(problem: Problem, first: int, last: int) -> float:
+    """From the start of a microbatch's F in one stage to the start of its backward in another, later or the same."""
+    heads, tails, backward = _heads(problem), _tails(problem), _backward(problem)
+    end = problem.num_stages - 1
+    turn = heads[end] + problem.forward[end] - heads[first]
+    return turn if last == end else turn + backward[end] + tails[end] - tails[last] - backward[last]

@@ -1,0 +1,175 @@
+"""A search over rules: many seeds, the best few improved step by step, then the best one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise, product
+from random import Random
+from typing import NamedTuple
+
+from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.lab.listing import Listed, Rule, run
+from funcpipe.lab.problem import ROUNDING, Budget, Problem
+from funcpipe.schedules.clock import F, I
+
+_POOL = 4
+_TOGETHER = 600
+"""Evaluations that go to all of the pool, in turn; then only its best goes on."""
+_WORTH = (-1.0, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 3.0)
+_RESERVES = (0, 1, 2, 3)
+
+
+class _Try(NamedTuple):
+    """Rules and where they lead; compares by the objective, then by all devices together, then by age."""
+
+    value: float
+    total: float
+    age: int
+    rules: list[Rule]
+    listed: Listed
+
+
+def climb(
+    problem: Problem, budget: Budget, rng: Random, *, good: float, like: Schedule | None = None
+) -> Iterator[Listed]:
+    """Ever better orders, until the budget is spent or one is as good as ``good``; ``like``: a schedule to begin near."""
+    ages = iter(range(10**12))
+
+    def attempt(rules: list[Rule]) -> _Try | None:
+        budget.spend()
+        listed = run(problem, rules)
+        if listed is None:
+            return None
+        value = listed.makespan if problem.objective == "makespan" else listed.span
+        return _Try(value, listed.total, next(ages), rules, listed)
+
+    pool: list[_Try] = []
+    for rules in chain(() if like is None else near(problem, like), seeds(problem)):
+        if budget.spent:
+            break
+        found = attempt(rules)
+        if found is not None:
+            pool = sorted([*pool, found])[:_POOL]
+    if not pool:
+        return
+    best = pool[0]
+    yield best.listed
+    together = budget.evaluations + _TOGETHER
+    turn = 0
+    while not budget.spent and best.value > good * (1 + ROUNDING):
+        if len(pool) > 1 and budget.evaluations > together:
+            pool = [min(pool)]
+        turn = (turn + 1) % len(pool)
+        found = attempt(_changed(problem, pool[turn].rules, rng))
+        if found is not None and found[:2] <= pool[turn][:2]:
+            pool[turn] = found
+            if found.value < best.value * (1 - ROUNDING):
+                best = found
+                yield found.listed
+
+
+def near(problem: Problem, schedule: Schedule) -> Iterator[list[Rule]]:
+    """Rules that have as many microbatches under way as a schedule has."""
+    windows = [_windows(problem.local[device], order) for device, order in enumerate(schedule.orders)]
+    count = problem.num_microbatches
+    wholes = (True, False) if any(problem.cheaper) else (False,)
+    for worth, first, whole in product((0.0, 0.5, 1.0), range(len(ranks(1))), wholes):
+        orders = [ranks(len(mine)) for mine in problem.local]
+        rows = zip(orders, windows, strict=True)
+        yield [Rule(order[first % len(order)], window, 0, worth, count, whole=whole) for order, window in rows]
+
+
+def _windows(mine: Sequence[int], order: Sequence[Action]) -> tuple[int, ...]:
+    """For each stage of a device the most microbatches between its F and what comes next on the device."""
+    ahead, most = dict.fromkeys(mine, 0), dict.fromkeys(mine, 1)
+    before = {later: stage for stage, later in pairwise(mine)}
+    for kind, stage, _ in order:
+        if kind is Kind.F:
+            ahead[stage] += 1
+            most[stage] = max(most[stage], ahead[stage])
+            if stage in before:
+                ahead[before[stage]] -= 1
+        elif stage == mine[-1] and kind in (Kind.B, Kind.I):
+            ahead[stage] -= 1
+    return tuple(most.values())
+
+
+def seeds(problem: Problem) -> Iterator[list[Rule]]:
+    """Rules to begin with: how steeply the microbatches under way fall from device to device, and what goes first."""
+    devices, count, local = problem.num_devices, problem.num_microbatches, problem.local
+    rooms = [_room(problem, device) for device in range(devices)]
+    several = max(map(len, local)) > 1
+    keeps = (10**9, 0, 1, 2, 4) if problem.remat else (10**9,)
+    reserves = (1, 2, max(1, devices // 2)) if several else (0,)
+    steep = (1.0, 2.0, 3.0) if several else (1.0, 1.5, 2.0, 2.5, 3.0)
+    wholes = (True, False) if any(problem.cheaper) else (False,)
+    for slope, offset, worth, first, reserve, keep, whole in product(
+        steep, (0.0, 0.5, 1.0), (0.0, 0.5, 1.0), range(len(ranks(1))), reserves, keeps, wholes
+    ):
+        rules: list[Rule] = []
+        for device, mine in enumerate(local):
+            window = max(1, min(count, rooms[device], round((devices - device) * slope - offset)))
+            windows = (*[max(1, window + device * (slope > 1))] * (len(mine) - 1), count if several else window)
+            orders = ranks(len(mine))
+            rules.append(Rule(orders[first % len(orders)], windows, reserve, worth, count, keep, whole))
+        yield rules
+
+
+def ranks(chunks: int) -> list[tuple[tuple[int, int], ...]]:
+    """What may go first on a device with so many stages."""
+    late, early = range(chunks)[::-1], range(chunks)
+    backwards, forwards = [(I, one) for one in late], [(F, one) for one in late]
+    if chunks == 1:
+        return [(*backwards, *forwards), (*forwards, *backwards)]
+    woven = [pair for one in late for pair in ((I, one), (F, one))]
+    ahead = [pair for one in late for pair in ((F, one), (I, one))]
+    rising = [(I, one) for one in early]
+    *most, shallow = forwards
+    orders = [woven, [*backwards, *forwards], [*rising, *forwards], [*most, *backwards, shallow], ahead,
+              [*most, *rising, shallow], [rising[0], *most, *rising[1:], shallow], [*forwards, *backwards]]  # fmt: skip
+    return [tuple(order) for order in orders]
+
+
+def _room(problem: Problem, device: int) -> int:
+    """How many residuals fit, of the device's stages on average."""
+    if problem.remat or problem.limits[device] == float("inf"):
+        return problem.num_microbatches
+    mine = problem.local[device]
+    mean = sum(problem.residual[stage] for stage in mine) / len(mine)
+    return int(problem.limits[device] * (1 + ROUNDING) / mean) if mean else problem.num_microbatches
+
+
+def _changed(problem: Problem, rules: list[Rule], rng: Random) -> list[Rule]:
+    """The rules with one to three changes, of one device or of several neighbours."""
+    rules = list(rules)
+    devices, count = len(rules), problem.num_microbatches
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        device = rng.randrange(devices)
+        reach = range(device, device + 1 if rng.random() < 0.6 else min(devices, device + rng.randint(1, devices)))
+        what, more = rng.random(), rng.choice((-2, -1, 1, 2))
+        worth, owed = rng.choice(_WORTH), rng.choice((count, 0, 1, 2, 3, 4, 5, 6, 8, 10, 12))
+        which, reserve, order = rng.random(), rng.choice(_RESERVES), rng.random()
+        for one in reach:
+            rule = rules[one]
+            chunks = len(rule.window)
+            if what < 0.35:
+                at = int(which * chunks)
+                window = [*rule.window]
+                window[at] = max(1, min(count + 1, window[at] + more))
+                rules[one] = replace(rule, window=tuple(window))
+            elif what < 0.6:
+                rules[one] = replace(rule, worth=worth)
+            elif what < 0.75:
+                orders = ranks(chunks)
+                rules[one] = replace(rule, ranks=orders[int(order * len(orders))])
+            elif what < 0.85 and (chunks > 1 or problem.remat):
+                if problem.remat and (chunks == 1 or which < 0.5):
+                    rules[one] = replace(rule, keep=max(0, min(count, rule.keep) + more))
+                else:
+                    rules[one] = replace(rule, reserve=reserve)
+            elif any(problem.cheaper) and which < 0.5:
+                rules[one] = replace(rule, whole=not rule.whole)
+            else:
+                rules[one] = replace(rule, owed=owed)
+    return rules

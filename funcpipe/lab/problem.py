@@ -1,0 +1,193 @@
+"""What a search is given: costs and limits, spelled out by stage and device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter
+from typing import Literal, TypeAlias
+
+from funcpipe.core.cost import Cost, per_stage
+from funcpipe.core.result import Timeline
+from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.schedules.clock import edges_of
+
+Objective: TypeAlias = Literal["makespan", "span"]
+
+Orders: TypeAlias = list[list[Action]]
+"""For each device what it runs."""
+
+ROUNDING = 1e-9
+"""Of times and memory, relative: less is no difference."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Find an order for these stages on these devices.
+
+    Attributes:
+        cost: times and memory.
+        device_of: the device of each stage.
+        num_microbatches: how many.
+        limits: the most memory of each device; infinite for none.
+        objective: what is to be short: one isolated batch, or the longest device from its first start to its last end.
+        remat: may residuals be computed again.
+        offload: may residuals go to the host.
+    """
+
+    cost: Cost
+    device_of: tuple[int, ...]
+    num_microbatches: int
+    limits: tuple[float, ...]
+    objective: Objective = "makespan"
+    remat: bool = False
+    offload: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages."""
+        return len(self.device_of)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices."""
+        return len(self.limits)
+
+    @cached_property
+    def local(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each device, ascending."""
+        return tuple(
+            tuple(stage for stage, home in enumerate(self.device_of) if home == device)
+            for device in range(self.num_devices)
+        )
+
+    @cached_property
+    def forward(self) -> tuple[float, ...]:
+        """Time of F, by stage."""
+        return self._times(Kind.F)
+
+    @cached_property
+    def inward(self) -> tuple[float, ...]:
+        """Time of I, by stage."""
+        return self._times(Kind.I)
+
+    @cached_property
+    def weight(self) -> tuple[float, ...]:
+        """Time of W, by stage."""
+        return self._times(Kind.W)
+
+    @cached_property
+    def whole_backward(self) -> tuple[float, ...]:
+        """Time of B, by stage."""
+        return self._times(Kind.B)
+
+    @cached_property
+    def cheaper(self) -> tuple[bool, ...]:
+        """Does B take less time than I and W, by stage."""
+        rows = zip(self.whole_backward, self.inward, self.weight, strict=True)
+        return tuple(whole < (one + two) * (1 - ROUNDING) for whole, one, two in rows)
+
+    @cached_property
+    def again(self) -> tuple[float, ...]:
+        """Time of R, by stage."""
+        return self._times(Kind.R)
+
+    @cached_property
+    def residual(self) -> tuple[float, ...]:
+        """Memory that F takes, by stage."""
+        return tuple(map(float, per_stage(self.cost.residual, self.num_stages)))
+
+    @cached_property
+    def rest(self) -> tuple[float, ...]:
+        """What I leaves of it."""
+        return tuple(map(float, per_stage(self.cost.weight_residual, self.num_stages)))
+
+    @cached_property
+    def waits(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Time from the end of a stage's F to the start of the next stage's; from that of its backward to the one before's.
+
+        As if its link were free: what waits for others on it shows in the simulation.
+        """
+        there, back = [0.0] * self.num_stages, [0.0] * self.num_stages
+        for edge in edges_of(self.cost, self.device_of):
+            if abs(edge.source - edge.to) == 1:
+                (back if edge.backward else there)[edge.source] = edge.link + edge.latency
+        return tuple(there), tuple(back)
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """The least time that each device works."""
+        least = [
+            f + min(b, i + w)
+            for f, b, i, w in zip(self.forward, self.whole_backward, self.inward, self.weight, strict=True)
+        ]
+        return tuple(self.num_microbatches * sum(least[stage] for stage in stages) for stages in self.local)
+
+    @cached_property
+    def is_line(self) -> bool:
+        """Has each device one stage, in order."""
+        return self.device_of == tuple(range(self.num_devices))
+
+    @cached_property
+    def is_v(self) -> bool:
+        """Do the stages go down the devices and back up."""
+        return self.device_of == (*range(self.num_devices), *reversed(range(self.num_devices)))
+
+    def value(self, timeline: Timeline) -> float:
+        """What the objective says of a timeline."""
+        return timeline.makespan if self.objective == "makespan" else timeline.span
+
+    def fits(self, timeline: Timeline) -> bool:
+        """Does every device stay within its memory."""
+        return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(timeline.peak, self.limits, strict=True))
+
+    def _times(self, kind: Kind) -> tuple[float, ...]:
+        return tuple(float(self.cost.of(kind, stage)) for stage in range(self.num_stages))
+
+
+def as_schedule(orders: Iterable[Iterable[Action]], name: str) -> Schedule:
+    """The orders as a schedule."""
+    return Schedule(tuple(map(tuple, orders)), name)
+
+
+class Budget:
+    """What a search may spend: evaluations, which make it repeatable, and seconds, which only cut it short.
+
+    Attributes:
+        most: evaluations of this part.
+        evaluations: how many schedules this part has timed.
+    """
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self.most, self.evaluations = most, 0
+        self._ends = perf_counter() + seconds
+        self._whole: Budget | None = None
+
+    def part(self, share: float) -> Budget:
+        """Some of what is left, of 1; what it spends is spent here too."""
+        left = self._ends - perf_counter()
+        made = Budget(int(share * (self.most - self.evaluations)), share * left)
+        made._whole = self
+        return made
+
+    def spend(self) -> None:
+        """Count one evaluation."""
+        self.evaluations += 1
+        if self._whole is not None:
+            self._whole.spend()
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self._ends - perf_counter()
+
+    @property
+    def late(self) -> bool:
+        """Is the time over."""
+        return perf_counter() > self._ends
+
+    @property
+    def spent(self) -> bool:
+        """Is there nothing left."""
+        return self.evaluations >= self.most or self.late

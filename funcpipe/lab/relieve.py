@@ -1,0 +1,90 @@
+"""Bring a schedule within its memory by moving residuals to the host while they wait: the longest waits first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from funcpipe.core.result import Timeline
+from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.lab.problem import ROUNDING, Budget, Problem
+
+Timed = Callable[[Schedule], Timeline]
+
+
+def relieve(problem: Problem, schedule: Schedule, time: Timed, budget: Budget) -> Schedule | None:
+    """Offload residuals until every device stays within its limit; None where that does not succeed.
+
+    Each round looks at the highest level of every device that holds too much, and sends away the residual that lies there
+    and is not needed for the longest time. It leaves straight after its forward and is back when its backward starts.
+
+    Args:
+        problem: limits and costs.
+        schedule: a legal one.
+        time: simulates a schedule.
+        budget: gives up when its time is over.
+    """
+    away: set[tuple[int, int]] = set()
+    bare = schedule
+    while not budget.late:
+        timeline = time(schedule)
+        over = [device for device, peak in enumerate(timeline.peak) if peak > problem.limits[device] * (1 + ROUNDING)]
+        if not over:
+            return schedule
+        chosen = {one for device in over if (one := _longest(problem, timeline, device, away)) is not None}
+        if len(chosen) < len(over):
+            return None
+        away |= chosen
+        schedule = _insert(problem, bare, time(bare), away)
+    return None
+
+
+def _longest(problem: Problem, timeline: Timeline, device: int, away: set[tuple[int, int]]) -> tuple[int, int] | None:
+    """Of what lies on a device at its highest level: the (stage, microbatch) with the longest wait around it."""
+    steps = timeline.memory[device]
+    peak = max(level for _, level in steps)
+    moment = next(time for time, level in steps if level >= peak)
+    begins: dict[tuple[int, int], float] = {}
+    best, wait = None, 0.0
+    for span in timeline.spans:
+        if span.device != device:
+            continue
+        kind, stage, microbatch = span.action
+        place = stage, microbatch
+        if kind is Kind.F:
+            begins[place] = span.end
+        elif (kind is Kind.B or kind is Kind.I) and place in begins and place not in away:
+            move = problem.cost.of(Kind.O, stage)
+            # It is gone from the end of its O until L starts, which must hold the moment between them.
+            if (
+                begins[place] + move <= moment < span.start - move + ROUNDING
+                and span.start - begins[place] - 2 * move > wait
+            ):
+                best, wait = place, span.start - begins[place] - 2 * move
+    return best
+
+
+def _insert(problem: Problem, bare: Schedule, timeline: Timeline, away: set[tuple[int, int]]) -> Schedule:
+    """O after each F, L as late as it can stand to be back for the backward."""
+    starts = {span.action: span.start for span in timeline.spans}
+    orders: list[tuple[Action, ...]] = []
+    for order in bare.orders:
+        wanted: dict[int, list[Action]] = {}
+        after: dict[int, list[Action]] = {}
+        made = {(a.stage, a.microbatch): at for at, a in enumerate(order) if a.kind is Kind.F}
+        link = float("inf")  # loads queue: each must be done before the next one begins
+        for at in reversed(range(len(order))):
+            kind, stage, microbatch = order[at]
+            place = stage, microbatch
+            if place not in away or kind not in (Kind.B, Kind.I):
+                continue
+            begin = link = min(link, starts[order[at]]) - problem.cost.of(Kind.L, stage)
+            to = at
+            while to - 1 > made[place] and starts[order[to]] > begin:
+                to -= 1
+            wanted.setdefault(to, []).insert(0, Action(Kind.L, stage, microbatch))
+            after.setdefault(made[place], []).append(Action(Kind.O, stage, microbatch))
+        row: list[Action] = []
+        for at, action in enumerate(order):
+            row += [*wanted.get(at, ()), action, *after.get(at, ())]
+        orders.append(tuple(row))
+    return Schedule(tuple(orders), f"{bare.name}+offload")

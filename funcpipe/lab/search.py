@@ -1,0 +1,419 @@
+"""Find a schedule: published ones under the true costs, greedy ones, then a search over rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from operator import index
+from random import Random
+from typing import Any
+
+from funcpipe.core.cost import Cost
+from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.result import Timeline
+from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.lab.bounds import lower_bound
+from funcpipe.lab.climb import climb
+from funcpipe.lab.exact import solve
+from funcpipe.lab.greedy import on_a_line, on_a_v
+from funcpipe.lab.placement import placed, shapes_for
+from funcpipe.lab.polish import Bench, polish
+from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule
+from funcpipe.lab.relieve import relieve
+from funcpipe.schedules import families, v_shape
+from funcpipe.schedules.clock import CODE, KINDS
+from funcpipe.schedules.memory import residual_peak
+from funcpipe.schedules.remat import remat as rematted
+from funcpipe.view.simulate import simulate
+
+_POLISHED = 20_000
+"""Actions; moving single ones in longer schedules takes too long for what it brings."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule that a search found.
+
+    Attributes:
+        schedule: an ordinary one: run it, draw it, write it to a file.
+        timeline: its simulation under the costs of the search.
+        objective: what was made short, "makespan" or "span".
+        lower_bound: no schedule for these costs, devices and limits takes less.
+        source: where it comes from: a family, "greedy", "rules", "moves" or "exact".
+        evaluations: how many schedules were timed.
+        ended: what ended the search: "evaluations", "seconds" (then the same call may find another schedule), or "bound":
+            nothing is left to find.
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    objective: Objective
+    lower_bound: float
+    source: str
+    evaluations: int
+    ended: str
+
+    @property
+    def makespan(self) -> float:
+        """End of the last action of one isolated batch."""
+        return self.timeline.makespan
+
+    @property
+    def span(self) -> float:
+        """The longest time of a device from its first start to its last end."""
+        return self.timeline.span
+
+    @property
+    def peak(self) -> tuple[float, ...]:
+        """The most memory of each device."""
+        return self.timeline.peak
+
+    @property
+    def critical_path(self) -> tuple[Action, ...]:
+        """The chain of actions that ends with the last one."""
+        return self.timeline.critical_path
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the lower bound it is, of 1; 0: nothing shorter exists."""
+        value = self.makespan if self.objective == "makespan" else self.span
+        gap = value / self.lower_bound - 1 if self.lower_bound else 0.0
+        return gap if gap > ROUNDING else 0.0
+
+    def __str__(self) -> str:
+        proof = "nothing shorter exists" if not self.gap else f"at most {self.gap:.2%} above the shortest"
+        head = (
+            f"{self.schedule.name}: {self.objective} {self.makespan if self.objective == 'makespan' else self.span:.6g}"
+        )
+        work = f"bubble {self.timeline.bubble:.1%} of the makespan, {self.timeline.span_bubble:.1%} of the span"
+        peak = f"peak {max(self.peak):.6g}"
+        return f"{head}, {proof}; {work}; {peak}; {self.evaluations} schedules timed, ended by {self.ended}"
+
+    __repr__ = __str__
+
+
+def search(
+    cost: Cost,
+    *,
+    num_devices: int,
+    num_microbatches: int,
+    num_stages: int | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    placement: str | Sequence[int] | None = None,
+    remat: bool = False,
+    offload: bool = False,
+    objective: Objective = "makespan",
+    exact: bool = False,
+    evaluations: int = 10_000,
+    seconds: float = 30.0,
+    seed: int = 0,
+) -> Found:
+    """Find a short schedule for given costs that stays within a memory limit.
+
+    First every published family is timed under the true costs, then greedy schedules that fill waits with W (zero bubble,
+    arXiv 2401.10241), then list schedules whose rules are improved step by step, at last single actions are moved.
+
+    >>> found = search(Cost(5, 6, 4, comm=1), num_devices=3, num_microbatches=6, memory_limit=4, evaluations=500)
+    >>> found.makespan, found.lower_bound, found.gap
+    (102.0, 102.0, 0.0)
+
+    Args:
+        cost: times and memory; its sequences say how many stages there are.
+        num_devices: how many devices, D.
+        num_microbatches: how many microbatches, M.
+        num_stages: how many stages, where the cost does not say; D by default.
+        memory_limit: of a device, or of each, in the unit of `Cost.residual`; None: no limit.
+        placement: "line" (neighbouring stages on each device), "loop" (stage s on device ``s mod D``), "v" (down the devices
+            and back up), or the device of each stage; None: all that the counts allow.
+        remat: may residuals be computed again (R), where that saves waiting for memory.
+        offload: may residuals be moved to the host and back (O, L), where a device holds too much.
+        objective: "makespan": one isolated batch; "span": the longest device from its first start to its last end, the cost
+            of one of many batches that follow each other.
+        exact: at the end, let OR-Tools (extra ``solve``) look for the shortest of all and prove it, for what is left of
+            the time; where everything is small (up to about 4 devices and 8 microbatches) that takes seconds.
+        evaluations: about how many schedules are timed; the same number and seed give the same schedule.
+        seconds: cut the search short after so long.
+        seed: of the random changes.
+
+    Raises:
+        ScheduleError: the counts, limits or costs do not fit each other, or no schedule within the limit was found.
+    """
+    problems = _problems(cost, num_devices, num_microbatches, num_stages, memory_limit, placement, remat, offload,
+                         objective, evaluations, seconds)  # fmt: skip
+    budget = Budget(evaluations, seconds)
+    best = _Best(list(map(lower_bound, problems)), budget)
+    for problem in problems:
+        for source, schedule in _known(problem):
+            best.offer(problem, schedule, source)
+            if best.done or budget.late:
+                break
+    for number, problem in enumerate(problems):
+        if best.done or budget.late:
+            break
+        inners = best.within(problem)
+        for turn, inner in enumerate(inners):
+            left = (len(problems) - number) * len(inners) - turn
+            part = budget.part((0.45 if exact else 0.9) / left)
+            like = best.schedule if best.problem is problem else None
+            for listed in climb(inner, part, Random(seed), good=best.bound, like=like):
+                best.offer(problem, as_schedule(map(_actions, listed.lanes), "search"), "rules")
+                if best.done:
+                    break
+    best.polish(Random(seed), share=0.5 if exact else 1.0)
+    if exact:
+        best.prove(problems, seed)
+    return best.found(problems)
+
+
+def _actions(lane: Iterable[tuple[int, int, int]]) -> tuple[Action, ...]:
+    return tuple(Action(KINDS[code], stage, microbatch) for code, stage, microbatch in lane)
+
+
+class _Best:
+    """The best so far, and who could be if it needed less memory."""
+
+    def __init__(self, bounds: list[float], budget: Budget) -> None:
+        self.bounds, self.budget = bounds, budget
+        self.value = float("inf")
+        self.problem: Problem | None = None
+        self.schedule: Schedule | None = None
+        self.timeline: Timeline | None = None
+        self.source = ""
+        self.cut = False
+        """Did the solver run out of time."""
+        self.least = float("inf")
+        """The least memory above the limit that anything needed."""
+
+    @property
+    def bound(self) -> float:
+        """Of all placements."""
+        return min(self.bounds)
+
+    @property
+    def done(self) -> bool:
+        """Is nothing left to find."""
+        return self.value <= self.bound * (1 + ROUNDING)
+
+    def offer(self, problem: Problem, schedule: Schedule, source: str) -> None:
+        """Time a schedule, and the variants that the problem allows; keep the best that fits."""
+        self._offer(problem, schedule, source)
+        fused = _fused(problem, schedule)
+        if fused is not None:
+            self._offer(problem, fused, source)
+
+    def _offer(self, problem: Problem, schedule: Schedule, source: str) -> None:
+        timeline = self._time(problem, schedule)
+        value = problem.value(timeline)
+        if value >= self.value * (1 - ROUNDING):
+            return
+        if not problem.fits(timeline):
+            over = max(peak - limit for peak, limit in zip(timeline.peak, problem.limits, strict=True))
+            self.least = min(self.least, over)
+            relieved = (
+                relieve(problem, schedule, lambda one: self._time(problem, one), self.budget)
+                if problem.offload
+                else None
+            )
+            if relieved is None:
+                return
+            schedule, timeline = relieved, self._time(problem, relieved)
+            value = problem.value(timeline)
+            if value >= self.value * (1 - ROUNDING) or not problem.fits(timeline):
+                return
+        self.value, self.problem, self.schedule, self.timeline, self.source = value, problem, schedule, timeline, source
+
+    def _time(self, problem: Problem, schedule: Schedule) -> Timeline:
+        self.budget.spend()
+        return simulate(schedule, problem.cost)
+
+    def within(self, problem: Problem) -> list[Problem]:
+        """The problem for those who count residuals alone: what else lies on the devices is taken off the limits.
+
+        Where residuals can move away, also as if there were no limits.
+        """
+        free = _replaced(problem, (float("inf"),) * problem.num_devices)
+        plain = [replace(problem, remat=False, offload=False)] if problem.remat else []
+        if self.timeline is None or self.schedule is None or self.problem is not problem or problem.offload:
+            return [*plain, _replaced(problem, problem.limits), *([free] if problem.offload else [])]
+        rest = [
+            peak - residual_peak(order, self.schedule, problem.cost)
+            for peak, order in zip(self.timeline.peak, self.schedule.orders, strict=True)
+        ]
+        tighter = tuple(limit - max(0.0, more) for limit, more in zip(problem.limits, rest, strict=True))
+        return [*(_replaced(one, tighter) for one in plain), _replaced(problem, tighter)]
+
+    def polish(self, rng: Random, share: float) -> None:
+        """Spend what is left, or a share of it, on moving single actions of the best."""
+        if self.schedule is None or self.problem is None or self.done or self.budget.spent:
+            return
+        if sum(map(len, self.schedule.orders)) > _POLISHED:
+            return
+        lanes = [[(CODE[kind], stage, m) for kind, stage, m in order] for order in self.schedule.orders]
+        bench = Bench(self.within(self.problem)[-1 - self.problem.offload])
+        for better in polish(bench, lanes, rng, self.budget.part(share), good=self.bound):
+            self._offer(self.problem, as_schedule(map(_actions, better), self.schedule.name), "moves")
+
+    def prove(self, problems: Sequence[Problem], seed: int) -> None:
+        """Solve every placement that is small enough; a proof raises its bound."""
+        for number, problem in enumerate(problems):
+            if self.done:
+                return
+            hint = self.timeline if self.problem is problem else None
+            if hint is not None and any(kind in (Kind.B, Kind.O) for _, _, _, (kind, _, _) in hint.spans):
+                hint = None
+            seconds = max(1.0, self.budget.left / (len(problems) - number))
+            solved = solve(problem, hint, seconds=seconds, seed=seed)
+            self.cut = self.cut or (solved is not None and solved.late)
+            if solved is not None and solved.orders is not None:
+                self.bounds[number] = max(self.bounds[number], solved.bound)
+                self.offer(problem, as_schedule(solved.orders, "search"), "exact")
+
+    def found(self, problems: Sequence[Problem]) -> Found:
+        """What the search gives back. Raises ScheduleError."""
+        if self.schedule is None or self.timeline is None:
+            raise _too_little(problems, self.least, cut=self.budget.late)
+        ended = "bound" if self.done else "seconds" if self.budget.late or self.cut else "evaluations"
+        return Found(self.schedule, self.timeline, problems[0].objective, self.bound, self.source, self.budget.evaluations, ended)  # fmt: skip
+
+
+def _problems(
+    cost: Any,
+    num_devices: Any,
+    num_microbatches: Any,
+    num_stages: Any,
+    memory_limit: Any,
+    placement: Any,
+    remat: bool,
+    offload: bool,
+    objective: Any,
+    evaluations: Any,
+    seconds: Any,
+) -> list[Problem]:
+    """One problem for each placement; every fault of what was given in one message."""
+    faults: list[str] = []
+    if not isinstance(cost, Cost):
+        raise ScheduleError(f"search takes a Cost (fp.profile measures one); got a {type(cost).__name__}")
+    counts: dict[str, int] = {}
+    given: dict[str, Any] = {"num_devices": num_devices, "num_microbatches": num_microbatches, "num_stages": num_stages, "evaluations": evaluations}  # fmt: skip
+    for name, value in given.items():
+        if value is None and name == "num_stages":
+            continue
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            counts[name] = index(value)
+        except TypeError:
+            faults.append(f"{name} is a whole number; got {value!r}")
+            continue
+        if counts[name] <= 0:
+            faults.append(f"{name} is positive; got {value}")
+    if placement is not None and not isinstance(placement, (str, Sequence)):
+        faults.append(f"placement is 'line', 'loop', 'v', or the device of each stage; got {placement!r}")
+    if objective not in ("makespan", "span"):
+        faults.append(f"objective is 'makespan' or 'span'; got {objective!r}")
+    if not isinstance(seconds, (int, float)) or not seconds > 0:
+        faults.append(f"seconds is a positive number; got {seconds!r}")
+    if faults:
+        raise ScheduleError(bullets("no such search:", faults))
+    devices = counts["num_devices"]
+    stages = counts.get("num_stages") or _stages_of(cost, placement, devices)
+    cost.check_stages(stages)
+    if stages < devices:
+        raise ScheduleError(f"num_devices is at most the number of stages; got {devices} devices for {stages} stages")
+    limits = _limits(memory_limit, devices)
+    shapes = shapes_for(stages, devices) if placement is None else [placement]
+    return [
+        Problem(cost, placed(shape, stages, devices), counts["num_microbatches"], limits, objective, remat, offload)
+        for shape in shapes
+    ]
+
+
+def _stages_of(cost: Cost, placement: Any, devices: int) -> int:
+    """How many stages the placement or the sequences of a cost speak of; else one a device, two on a V."""
+    if placement is not None and not isinstance(placement, str):
+        return len(placement)
+    return cost.num_stages or (2 * devices if placement == "v" else devices)
+
+
+def _limits(given: Any, devices: int) -> tuple[float, ...]:
+    if given is None:
+        return (float("inf"),) * devices
+    limits = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * devices
+    if len(limits) != devices or not all(isinstance(one, (int, float)) and one > 0 for one in limits):
+        raise ScheduleError(f"memory_limit is a positive number, or one for each of {devices} devices; got {given!r}")
+    return tuple(map(float, limits))
+
+
+def _replaced(problem: Problem, limits: tuple[float, ...]) -> Problem:
+    return replace(problem, limits=limits, offload=False)
+
+
+def _known(problem: Problem) -> Iterator[tuple[str, Schedule]]:
+    """The published schedules on this placement, and the greedy ones; the best guesses first."""
+    stages, microbatches, devices = problem.num_stages, problem.num_microbatches, problem.num_devices
+    makers: list[Callable[..., Schedule]] = [
+        families.zb_h2, families.zero_bubble, families.one_f_one_b, families.eager_one_f_one_b, families.interleaved,
+        families.looped_bfs, families.fill_drain, v_shape.zbv, v_shape.v_half, v_shape.v_min, v_shape.dualpipe_v,
+    ]  # fmt: skip
+    if any(map(isfinite, problem.limits)):
+        yield "one at a time", _one_at_a_time(problem)  # first: if anything fits, this does
+    for make in makers:
+        try:
+            schedule = make(stages, microbatches, num_devices=devices)
+        except ScheduleError:
+            continue
+        if schedule.device_of == problem.device_of:
+            yield schedule.name, schedule
+            if problem.remat:
+                yield f"{schedule.name}+remat", rematted(schedule)
+    greedy = on_a_line if problem.is_line else on_a_v if problem.is_v else None
+    if greedy is not None and devices > 1:
+        for orders in greedy(problem):
+            yield "greedy", as_schedule(orders, "search")
+
+
+def _one_at_a_time(problem: Problem) -> Schedule:
+    """Every microbatch through all stages and back before the next one: slow, and nothing needs less memory."""
+    orders: list[list[Action]] = [[] for _ in range(problem.num_devices)]
+    for microbatch in range(problem.num_microbatches):
+        for stage, device in enumerate(problem.device_of):
+            orders[device].append(Action(Kind.F, stage, microbatch))
+        for stage, device in reversed(list(enumerate(problem.device_of))):
+            orders[device] += [Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)]
+    return as_schedule(orders, "one-at-a-time")
+
+
+def _fused(problem: Problem, schedule: Schedule) -> Schedule | None:
+    """I and the W that follows it as one B, where that takes less time; None if there is none."""
+    cheaper = {
+        stage
+        for stage in range(problem.num_stages)
+        if problem.whole_backward[stage] < (problem.inward[stage] + problem.weight[stage]) * (1 - ROUNDING)
+    }
+    if not cheaper:
+        return None
+    changed = False
+    orders: list[tuple[Action, ...]] = []
+    for order in schedule.orders:
+        row: list[Action] = []
+        for action in order:
+            kind, stage, microbatch = action
+            if kind is Kind.W and stage in cheaper and row and row[-1] == (Kind.I, stage, microbatch):
+                row[-1] = Action(Kind.B, stage, microbatch)
+                changed = True
+            else:
+                row.append(action)
+        orders.append(tuple(row))
+    return Schedule(tuple(orders), schedule.name) if changed else None
+
+
+def _too_little(problems: Sequence[Problem], least: float, *, cut: bool) -> ScheduleError:
+    limit = min(problems[0].limits)
+    ways = [word for word, on in (("remat=True", problems[0].remat), ("offload=True", problems[0].offload)) if not on]
+    mend = f", allow {' or '.join(ways)}" if ways else ""
+    more = f"the least that was found needs {least:.6g} more" if isfinite(least) else "rules came to a standstill"
+    if cut:
+        more = f"the time was over before everything was tried (so far {more})"
+        mend = f", more seconds{mend}"
+    return ScheduleError(f"no schedule within a memory limit of {limit:g} was found: {more}; take more devices, smaller microbatches{mend}, or a higher limit")  # fmt: skip

@@ -1,0 +1,297 @@
+"""Partition and schedule together: how to cut layers into stages, where to put them, in which order to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from operator import index
+from typing import Any, NamedTuple, cast
+
+from funcpipe.core.cost import Cost, per_stage
+from funcpipe.core.errors import PlanError, ScheduleError, bullets
+from funcpipe.core.result import Timeline
+from funcpipe.core.schedule import Kind, Schedule
+from funcpipe.lab.placement import placed, shapes_for
+from funcpipe.lab.problem import Objective
+from funcpipe.lab.search import Found, search
+from funcpipe.models.balance import balance
+
+_FINALISTS = 3
+_SHARE = 0.5
+"""Of the seconds, for the quick looks; the rest is for the finalists."""
+
+
+class Tried(NamedTuple):
+    """One of the ways that were looked at.
+
+    Attributes:
+        num_microbatches: into how many the batch is cut.
+        sizes: layers of each stage.
+        placement: "line", "loop" or "v".
+        value: the objective; infinite where nothing fits.
+        reason: the schedule's name, or why nothing fits.
+    """
+
+    num_microbatches: int
+    sizes: tuple[int, ...]
+    placement: str
+    value: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How to run a model.
+
+    Attributes:
+        sizes: layers of each stage: ``fp.split(model, balance=choice.sizes)``.
+        schedule: an ordinary one, with R and O where memory asks for them: ``fp.make_plan(stages, choice.schedule)``.
+        num_microbatches: into how many the batch is cut.
+        placement: "line", "loop" or "v".
+        cost: of the stages.
+        found: what the search says of the schedule.
+        tried: all that was looked at, best first.
+    """
+
+    sizes: tuple[int, ...]
+    schedule: Schedule
+    num_microbatches: int
+    placement: str
+    cost: Cost
+    found: Found
+    tried: tuple[Tried, ...]
+
+    @property
+    def timeline(self) -> Timeline:
+        """The schedule's simulation."""
+        return self.found.timeline
+
+    @property
+    def remat(self) -> bool:
+        """Is anything computed again."""
+        return any(action.kind is Kind.R for order in self.schedule.orders for action in order)
+
+    def __str__(self) -> str:
+        head = f"{len(self.sizes)} stages of {list(self.sizes)} layers, {self.placement}, {self.num_microbatches} microbatches"
+        rows = [
+            f"  {one.num_microbatches:>4} microbatches  {len(one.sizes):>3} stages  {one.placement:<5} "
+            f"{'-' if one.value == inf else f'{one.value:.6g}':>12}  {one.reason}"
+            for one in self.tried
+        ]
+        return "\n".join([f"{head}: {self.found}", *rows])
+
+    __repr__ = __str__
+
+
+def plan_for(
+    cost: Cost | Callable[[int], Cost],
+    *,
+    num_devices: int,
+    num_microbatches: int | Sequence[int],
+    memory_limit: float | Sequence[float] | None = None,
+    fixed: float | Sequence[float] = 0.0,
+    stages_per_device: int | Sequence[int] = (1, 2),
+    remat: bool = True,
+    offload: bool = False,
+    objective: Objective = "makespan",
+    evaluations: int = 3_000,
+    seconds: float = 60.0,
+    seed: int = 0,
+) -> Choice:
+    """Choose stages, placement, number of microbatches, remat and schedule for a chain of layers.
+
+    Every number of microbatches and of stages a device, and every placement that these allow, is cut by `balance`; single
+    layers are moved over the cuts while that makes the published schedules shorter; the best few are searched.
+
+    >>> choice = plan_for(Cost([1.0] * 8), num_devices=2, num_microbatches=4, evaluations=200)
+    >>> choice.sizes, choice.placement, choice.timeline.makespan
+    ((2, 2, 2, 2), 'v', 50.0)
+
+    Args:
+        cost: of each layer for one microbatch, as `profile` measures it; or a function that gives it for a number of
+            microbatches: more of them are smaller. Needed where there are several numbers to choose from.
+        num_devices: how many devices, D.
+        num_microbatches: into how many the batch is cut, or several numbers to choose from.
+        memory_limit: of a device, or of each, in the unit of `Cost.residual`; None: no limit.
+        fixed: each layer's memory whatever runs: parameters, gradients, optimizer.
+        stages_per_device: how many stages a device may have.
+        remat: may residuals be computed again.
+        offload: may residuals be moved to the host.
+        objective: as in `search`.
+        evaluations: schedules that are timed at most for each of the best few.
+        seconds: cut the choice short after so long.
+        seed: of the search.
+
+    Raises:
+        PlanError: what was given does not fit, or nothing fits into the memory: every way with its reason.
+        ScheduleError: numbers that are none.
+    """
+    counts, shares = _counts(cost, num_devices, num_microbatches, stages_per_device)
+    options: dict[str, Any] = {"objective": objective, "remat": remat, "offload": offload, "seed": seed}
+    looks: list[_Look] = []
+    ways = [(count, layers, share) for count, layers in counts.items() for share in shares]
+    for count, layers, share in ways:
+        looks += _looks(layers, count, share, num_devices, memory_limit, fixed, options, seconds * _SHARE / len(ways))
+    looks.sort(key=lambda look: look.tried.value)
+    fitting = [look for look in looks if look.tried.value < inf]
+    if not fitting:
+        reasons = [f"{one.num_microbatches} microbatches, {len(one.sizes)} stages, {one.placement}: {one.reason}" for one in (look.tried for look in looks)]  # fmt: skip
+        raise PlanError(bullets("no way to run these layers fits:", reasons or ["there are fewer layers than devices"]))
+    best: tuple[float, _Look, Found] | None = None
+    for look in fitting[:_FINALISTS]:
+        more = search(
+            look.cost, num_devices=num_devices, num_microbatches=look.tried.num_microbatches, placement=look.tried.placement,
+            memory_limit=look.limits, evaluations=evaluations, seconds=seconds * (1 - _SHARE) / _FINALISTS, **options,
+        )  # fmt: skip
+        value = more.makespan if objective == "makespan" else more.span
+        if best is None or value < best[0]:
+            best = value, look, more
+    assert best is not None
+    value, look, found = best
+    tried = [one.tried for one in looks if one is not look]
+    chosen = look.tried._replace(value=value, reason=f"{found.schedule.name}, {found.source}")
+    return Choice(look.tried.sizes, found.schedule, look.tried.num_microbatches, look.tried.placement, look.cost, found,
+                  (chosen, *tried))  # fmt: skip
+
+
+class _Look(NamedTuple):
+    """A partition on a placement, and how it does with what is quickly found."""
+
+    tried: Tried
+    cost: Cost
+    limits: tuple[float, ...] | None
+
+
+def _counts(
+    cost: Any, num_devices: Any, num_microbatches: Any, stages_per_device: Any
+) -> tuple[dict[int, Cost], tuple[int, ...]]:
+    """The layers' cost by number of microbatches, and the numbers of stages a device."""
+    faults: list[str] = []
+
+    def numbers(name: str, value: Any) -> tuple[int, ...]:
+        given = tuple(value) if isinstance(value, Sequence) else (value,)
+        try:
+            found = tuple(dict.fromkeys(map(index, given)))
+        except TypeError:
+            found = ()
+        if not found or min(found) < 1:
+            faults.append(f"{name} is a positive whole number, or several; got {value!r}")
+        return found
+
+    numbers("num_devices", num_devices)
+    microbatches, shares = (
+        numbers("num_microbatches", num_microbatches),
+        numbers("stages_per_device", stages_per_device),
+    )
+    if isinstance(cost, Cost) and len(microbatches) > 1:
+        faults.append("with several numbers of microbatches cost is a function of them: lambda m: fp.profile(layers, example[: rows // m])")  # fmt: skip
+    elif not isinstance(cost, Cost) and not callable(cost):
+        faults.append(f"cost is a Cost of the layers (fp.profile measures one), or a function that gives it; got a {type(cost).__name__}")  # fmt: skip
+    if faults:
+        raise PlanError(bullets("no such choice:", faults))
+    made = [cost if isinstance(cost, Cost) else cost(count) for count in microbatches]
+    if not all(isinstance(one, Cost) for one in made):
+        raise PlanError(f"cost is a function that gives a Cost for a number of microbatches; it gave {made}")
+    return dict(zip(microbatches, cast("list[Cost]", made), strict=True)), shares
+
+
+def _looks(
+    layers: Cost,
+    count: int,
+    share: int,
+    devices: int,
+    limit: float | Sequence[float] | None,
+    fixed: float | Sequence[float],
+    options: dict[str, Any],
+    seconds: float,
+) -> Iterator[_Look]:
+    """Every placement of ``share * devices`` stages, its cuts improved while single layers can be moved to advantage."""
+    num_layers = _num_layers(layers)
+    stages = share * devices
+    if stages > num_layers:
+        return
+    weights = per_stage(fixed, num_layers)
+    shapes = shapes_for(stages, devices)
+    starts = {tuple(sizes) for sizes in _cuts(layers, stages, count, limit, weights, devices, share)}
+    for shape in shapes:
+        home = placed(shape, stages, devices)
+
+        def look(sizes: tuple[int, ...], shape: str = shape, home: tuple[int, ...] = home) -> _Look:
+            return _look(layers, sizes, count, shape, home, limit, weights, options, seconds / (8 * len(shapes)))
+
+        best = min((look(sizes) for sizes in sorted(starts)), key=lambda one: one.tried.value)
+        for _ in range(num_layers):
+            better = min(map(look, _neighbours(best.tried.sizes)), key=lambda one: one.tried.value, default=best)
+            if better.tried.value >= best.tried.value:
+                break
+            best = better
+        yield best
+
+
+def _num_layers(layers: Cost) -> int:
+    if layers.num_stages is None:
+        raise PlanError("cost has a number for each layer, as fp.profile gives it; with one for all, nobody knows how many layers there are: Cost(forward=[1.0] * 12)")  # fmt: skip
+    return layers.num_stages
+
+
+def _cuts(
+    layers: Cost, stages: int, count: int, limit: Any, weights: tuple[float, ...], devices: int, share: int
+) -> Iterator[Sequence[int]]:
+    """Partitions to begin with: equal in time, and where memory is short with what each stage holds counted."""
+    times = [
+        layers.of(Kind.F, at) + min(layers.of(Kind.B, at), layers.of(Kind.I, at) + layers.of(Kind.W, at))
+        for at in range(len(weights))
+    ]
+    memory = per_stage(layers.residual, len(weights))
+    yield balance(times, stages)
+    if limit is None or share > 1:
+        return
+    for most in (lambda stage: stages - stage, lambda stage: 2 * (stages - stage) - 1, lambda stage: 1):
+        in_flight = [min(count, most(stage)) for stage in range(stages)]
+        try:
+            yield balance(times, stages, memory=memory, fixed=weights, limit=limit, in_flight=in_flight)
+        except PlanError:
+            continue
+
+
+def _neighbours(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The same with one layer moved to the next stage or the one before."""
+    for at, (one, other) in enumerate(pairwise(sizes)):
+        for move in (1, -1):
+            if one + move > 0 and other - move > 0:
+                yield (*sizes[:at], one + move, other - move, *sizes[at + 2 :])
+
+
+def _look(
+    layers: Cost,
+    sizes: tuple[int, ...],
+    count: int,
+    shape: str,
+    home: tuple[int, ...],
+    limit: float | Sequence[float] | None,
+    weights: tuple[float, ...],
+    options: dict[str, Any],
+    seconds: float,
+) -> _Look:
+    """What is quickly found for a partition."""
+    cost, devices = layers.group(sizes), max(home) + 1
+    limits: tuple[float, ...] | None = None
+    if limit is not None:
+        room = list(per_stage(limit, devices))
+        ends = [0, *(sum(sizes[: at + 1]) for at in range(len(sizes)))]
+        for stage, (begin, end) in enumerate(pairwise(ends)):
+            room[home[stage]] -= sum(weights[begin:end])
+        limits = tuple(room)
+        if min(limits) <= 0:
+            return _Look(Tried(count, sizes, shape, inf, f"device {limits.index(min(limits))} has no room beside parameters"), cost, limits)  # fmt: skip
+    try:
+        found = search(
+            cost, num_devices=devices, num_microbatches=count, placement=shape, memory_limit=limits, evaluations=20,
+            seconds=seconds, **options,
+        )  # fmt: skip
+    except ScheduleError as error:
+        return _Look(Tried(count, sizes, shape, inf, str(error)), cost, limits)
+    value = found.makespan if options["objective"] == "makespan" else found.span
+    return _Look(Tried(count, sizes, shape, value, found.schedule.name), cost, limits)

@@ -1,0 +1,120 @@
+"""The link between a lane and the memory of its host: a stream for each way, beside the one that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe.runtime.stream import Place, solid
+
+_LEAST = 16
+"""Bytes of which what comes back is a multiple, so that it can be seen as numbers of any type."""
+
+
+class Way:
+    """One way between a lane's device and its host. On the CPU a copy is made at once.
+
+    Args:
+        place: the lane's.
+        out: to the host, or back from it.
+    """
+
+    def __init__(self, place: Place, *, out: bool) -> None:
+        self.place, self.out = place, out
+        self._stream: Any = None
+        self._last: Any = None
+
+    def copy(self, tensors: Sequence[Tensor], after: Any = None) -> tuple[list[Tensor], Any]:
+        """Begin to copy; the lane's stream goes on.
+
+        What goes out is recorded on the copy stream, so it may be dropped at once. What comes back lies in the pool of
+        the lane's stream, which must wait for the event before it reads it or gives it out again.
+
+        Args:
+            tensors: of one dimension, dense.
+            after: the event after which they may be read, besides what the lane has queued; None: none.
+
+        Returns:
+            The copies, and the event after which they are there (None: they are).
+        """
+        place, backend = self.place, self.place.backend
+        if place.asynchronous and self.out:
+            if self._last is not None:
+                # The host is far ahead of the device; without this, memory that waits for its copy would heap up.
+                backend.pace(self._last)
+            tensors = [solid(tensor) for tensor in tensors]
+        rooms = [backend.room(one, self._count(one), None if self.out else place.device) for one in tensors]
+        pairs = [(room[: one.numel()], one) for room, one in zip(rooms, tensors, strict=True)]
+        if not place.asynchronous:
+            for room, one in pairs:
+                room.copy_(one)
+            return rooms, None
+        stream = self._open()
+        stream.wait_event(place.event())
+        if after is not None:
+            stream.wait_event(after)
+        with place.module.stream(stream):
+            for room, one in pairs:
+                backend.fill(room, one)
+        if self.out:
+            for one in tensors:
+                backend.record(one, stream)
+        self._last = place.module.Event()
+        self._last.record(stream)
+        return rooms, self._last
+
+    def _count(self, tensor: Tensor) -> int:
+        """How many numbers there must be room for."""
+        least = _LEAST // tensor.itemsize
+        return tensor.numel() if self.out else -(-tensor.numel() // least) * least
+
+    def _open(self) -> Any:
+        if self._stream is None:
+            self._stream = self.place.module.Stream(self.place.device)
+            if not self.out:
+                self.place.beside.append(self._stream)
+        return self._stream
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Does the tensor's memory lie on the lane's device."""
+        return self.place.backend.lies_on(tensor, self.place.device)
+
+    def hollow(self, tensor: Tensor) -> Tensor:
+        """What looks like the tensor and has no memory."""
+        return self.place.backend.hollow(tensor)
+
+
+class Host:
+    """Both ways of a lane, and what stays where it is.
+
+    Args:
+        place: the lane's.
+        coming: the lane's events by value number: who reads such a value waits for it.
+        fixed: addresses of memory that others keep anyway, such as the batch.
+    """
+
+    def __init__(self, place: Place, coming: dict[int, Any], fixed: frozenset[int]) -> None:
+        self.out, self.back = Way(place, out=True), Way(place, out=False)
+        self.coming, self.fixed = coming, fixed
+
+
+def address(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins; all that share it, even copy-on-write, have the same. 0: it has none."""
+    return torch._C._data_address(tensor)  # pyright: ignore
+
+
+def addresses(leaves: Sequence[Any]) -> frozenset[int]:
+    """The addresses of all plain tensors among some leaves."""
+    return frozenset(address(leaf) for leaf in leaves if isinstance(leaf, Tensor) and plain(leaf))
+
+
+def plain(tensor: Tensor) -> bool:
+    """Is this torch's own dense tensor, without a wrapper or a lazy bit, with memory that can be taken as it is."""
+    kind = type(tensor)
+    odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested
+    if odd or not (kind is Tensor or kind is torch.nn.Parameter):
+        return False
+    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())

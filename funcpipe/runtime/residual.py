@@ -1,0 +1,103 @@
+"""What an eager forward keeps for its backward: an autograd graph, which can wait in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from funcpipe.core.result import Loss
+from funcpipe.runtime.host import Way, address, plain
+from funcpipe.runtime.slots import pieces, take_out
+
+Held: TypeAlias = dict[int, Tensor]
+"""The leaves of a border that hold its gradients, by their numbers among all."""
+
+
+class EagerResidual:
+    """The graph of one forward: its outputs, its losses, and the leaves at its inputs."""
+
+    __slots__ = ("_event", "_moved", "_pieces", "draws", "loss", "microbatch", "side", "skips", "stash", "x", "x_count", "y")  # fmt: skip
+
+    def __init__(
+        self,
+        microbatch: int,
+        y: list[Any],
+        stash: dict[str, list[Any]],
+        loss: Loss | None,
+        side: tuple[Any, Any] | None,
+        x_count: int,
+        x: Held,
+        skips: list[tuple[int, Held]],
+    ) -> None:
+        self.microbatch, self.y, self.stash, self.loss, self.side = microbatch, y, stash, loss, side
+        self.x_count, self.x, self.skips = x_count, x, skips
+        self.draws: dict[str, int] = {}
+        self._moved: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs and outputs; what autograd saved in between is not counted. Of a moved one what moved."""
+        if self._moved is not None:
+            return self._moved
+        named = [*self.y, *(leaf for leaves in self.stash.values() for leaf in leaves), *self.x.values()]
+        named += [leaf for _, held in self.skips for leaf in held.values()]
+        return sum(leaf.nbytes for leaf in named if isinstance(leaf, Tensor))
+
+    def move(self, to: Way, *, fixed: frozenset[int] = frozenset()) -> Any:
+        """Move what autograd saved to the host, or back; see `slots` for what stays.
+
+        Of the outputs only their places in the graph are kept, of the leaves at the inputs only their shapes: a backward
+        needs no more, and where it needs their numbers autograd saved them. The losses stay: they are single numbers.
+
+        Args:
+            to: the way.
+            fixed: addresses of memory that stays where it is.
+
+        Returns:
+            The event after which it is there; None: it is.
+
+        Raises:
+            RuntimeError: autograd's own, where a saved tensor was modified in place.
+        """
+        with torch.no_grad():
+            return self._leave(to, fixed) if to.out else self._return(to)
+
+    def _leave(self, to: Way, fixed: frozenset[int]) -> Any:
+        self.y = _edges(self.y)
+        self.stash = {name: _edges(leaves) for name, leaves in self.stash.items()}
+        ends = [
+            self.y,
+            *self.stash.values(),
+            (self.loss.sum if self.loss else None, self.side[0] if self.side else None),
+        ]
+        nodes = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for row in ends for edge in row if isinstance(edge, (Tensor, GradientEdge))]  # fmt: skip
+        self._pieces = pieces(take_out(nodes, to, fixed))
+        copies, self._event = to.copy([piece.flat for piece in self._pieces])
+        for piece, copy in zip(self._pieces, copies, strict=True):
+            piece.empty()
+            piece.flat = copy
+        for held in (self.x, *(held for _, held in self.skips)):
+            for leaf in held.values():
+                if plain(leaf) and leaf.numel() and to.takes(leaf) and address(leaf) not in fixed:
+                    leaf.data = to.hollow(leaf)
+        self._moved = 0
+        return self._event
+
+    def _return(self, to: Way) -> Any:
+        alive = [piece for piece in self._pieces if piece.alive]
+        copies, event = to.copy([piece.flat for piece in alive], self._event)
+        for piece, copy in zip(alive, copies, strict=True):
+            piece.flat = copy
+            piece.restore()
+        self._moved = sum(copy.nbytes for copy in copies)
+        self._pieces, self._event = [], None  # autograd alone holds what came back, and frees it as its backward goes
+        return event
+
+
+def _edges(leaves: Sequence[Any]) -> list[Any]:
+    """Where in the graph the tensors are; None for those that have no gradient."""
+    return [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]

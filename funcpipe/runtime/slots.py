@@ -1,0 +1,199 @@
+"""What autograd saved in a graph, taken out of it so that it can be moved: slots, and the memory that they share.
+
+Autograd lets hooks be put on a saved tensor after the forward, so a forward that is not moved pays nothing, and stages
+may use what refuses saved-tensor hooks (torch.func).
+
+What stays on the device:
+
+- parameters, state and the batch, which others keep anyway, and what shares their memory;
+- single numbers (torch takes those of the program, as the 2 in ``x * 2``, for numbers again);
+- tensors that are not torch's own dense ones (subclasses, sparse, quantized, conjugate views), that lie elsewhere, or
+  whose memory torch did not allocate;
+- what torch does not show: saved by operations written in C++, by an in-place operation on a view (``CopySlices``), or as
+  an attribute of the ``ctx`` of an ``autograd.Function``;
+- what another hook has packed (in a ``torch.utils.checkpoint`` region nothing is kept but its inputs, which move).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch._C._autograd import SavedTensor
+
+from funcpipe.runtime.host import Way, address, plain
+
+_ALIGNED = 64
+"""Torch's allocations on the CPU begin at a multiple of so many bytes."""
+_BLOCK = 512
+"""And on CUDA at one of so many: an offset that is a multiple can be taken off, and kernels see the same alignment."""
+
+_names: WeakKeyDictionary[type, tuple[tuple[str, str], ...]] = WeakKeyDictionary()
+
+
+class Slot:
+    """The place of one saved tensor: autograd holds the slot, the slot the tensor while that is on the device."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+
+    def pack(self, tensor: Tensor) -> Slot:
+        """Take the tensor; called by autograd."""
+        self.tensor = tensor.detach()  # of an output, else it would hold the graph that holds it
+        return self
+
+
+def _unpack(slot: Slot) -> Tensor:
+    if slot.tensor is None:
+        raise RuntimeError("internal error: a backward needs a residual that is in host memory")
+    return slot.tensor
+
+
+def take_out(nodes: Iterable[Any], to: Way, fixed: frozenset[int]) -> list[Slot]:
+    """Put every saved tensor that can be moved, in the graph behind some nodes, into a slot.
+
+    Args:
+        nodes: of the outputs.
+        to: the way that it will go.
+        fixed: addresses of memory that stays.
+
+    Raises:
+        RuntimeError: autograd's own, where a saved tensor was modified in place.
+    """
+    todo, seen, slots = list(nodes), set[Any](), list[Slot]()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [after for after, _ in node.next_functions]
+        for raw, tensor in _saved_by(node):
+            if isinstance(tensor, Tensor) and _moves(tensor, to, fixed):
+                slot = Slot()
+                raw.register_hooks(slot.pack, _unpack)
+                slots.append(slot)
+    return slots
+
+
+def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
+    """What a node saved, each as autograd's handle and the tensor.
+
+    The tensor is read as a backward would read it, which looks whether it was modified since. One that is packed already
+    is left alone: to read it would be to unpack it.
+    """
+    for hidden, name in _names_of(node):
+        raws = _many(getattr(node, hidden))
+        hooks = [raw.unpack_hook for raw in raws]
+        if all(hook is None for hook in hooks):
+            yield from zip(raws, _many(getattr(node, name)), strict=True)
+        for hook in hooks:
+            for raw in _region(hook):
+                if raw.unpack_hook is None:
+                    yield raw, raw.unpack()
+
+
+def _region(hook: Any) -> list[Any]:
+    """The inputs of the ``torch.utils.checkpoint`` region that packed a tensor with this hook.
+
+    They are reached by names of torch's own. Should it choose others, the inputs stay on the device.
+    """
+    cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    saved = [one for cell in cells for one in getattr(cell, "saved_args", ())]
+    return [one for one in saved if isinstance(one, SavedTensor)]
+
+
+def _names_of(node: Any) -> Iterable[tuple[str, str]]:
+    """The attributes of a node with what it saved: of the handles, of the tensors."""
+    kind = type(node)
+    found = _names.get(kind)
+    if found is None:
+        hidden = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+        # An operation has _raw_saved_self and _saved_self, an autograd.Function _raw_saved_tensors and saved_tensors.
+        found = tuple((name, name[4:] if hasattr(kind, name[4:]) else name[5:]) for name in hidden)
+        _names[kind] = found
+    return found
+
+
+def _many(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (tuple, list)) else (value,)  # pyright: ignore[reportUnknownVariableType]
+
+
+def _moves(tensor: Tensor, to: Way, fixed: frozenset[int]) -> bool:
+    if not tensor.dim() or not tensor.numel() or not plain(tensor) or not to.takes(tensor):
+        return False
+    at = address(tensor)
+    return at not in fixed and at % _ALIGNED == 0
+
+
+class View(NamedTuple):
+    """How a slot's tensor lies in its piece."""
+
+    slot: weakref.ref[Slot]
+    dtype: Any
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+
+
+class Piece:
+    """A stretch of memory with all slots that lie in it; copied once, and then all of them are views of the copy.
+
+    Attributes:
+        flat: the stretch, as numbers of the smallest type in it.
+        views: of the slots.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        tensors = [slot.tensor for slot in slots if slot.tensor is not None]
+        least = min(tensors, key=lambda one: one.itemsize)
+        low = min(_offset(one) * one.itemsize for one in tensors) // _BLOCK * _BLOCK
+        high = max(map(_end, tensors))
+        size = least.itemsize
+        self.flat = least.as_strided(((high - low) // size,), (1,), low // size)
+        self.views = [
+            View(weakref.ref(slot), one.dtype, one.size(), one.stride(), _offset(one) - low // one.itemsize)
+            for slot, one in zip(slots, tensors, strict=True)
+        ]
+
+    @property
+    def alive(self) -> bool:
+        """Does autograd still hold one of the slots."""
+        return any(view.slot() is not None for view in self.views)
+
+    def empty(self) -> None:
+        """The slots let go of their tensors."""
+        for view in self.views:
+            slot = view.slot()
+            if slot is not None:
+                slot.tensor = None
+
+    def restore(self) -> None:
+        """The slots get their tensors, in the memory of ``flat``."""
+        for ref, dtype, size, stride, offset in self.views:
+            slot = ref()
+            if slot is not None:
+                slot.tensor = self.flat.view(dtype).as_strided(size, stride, offset)
+
+
+def _offset(tensor: Tensor) -> int:
+    return int(tensor.storage_offset())
+
+
+def _end(tensor: Tensor) -> int:
+    """The byte after the last of a tensor, from where its memory begins."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return (_offset(tensor) + last + 1) * tensor.itemsize
+
+
+def pieces(slots: Sequence[Slot]) -> list[Piece]:
+    """One piece for all slots that share memory."""
+    groups: dict[tuple[int, int], list[Slot]] = {}
+    for slot in slots:
+        if slot.tensor is not None:
+            groups.setdefault((address(slot.tensor), slot.tensor.untyped_storage().nbytes()), []).append(slot)
+    return [Piece(group) for group in groups.values()]

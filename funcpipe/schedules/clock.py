@@ -1,0 +1,148 @@
+"""One clock for all devices: when each action of a schedule starts if all run as early as they can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from funcpipe.core.cost import Cost, per_stage
+from funcpipe.core.schedule import Kind
+
+KINDS = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.O, Kind.L)
+"""The kinds by their codes, the numbers that those use who walk over all actions."""
+CODE = {kind: code for code, kind in enumerate(KINDS)}
+F, R, B, I, W, O, L = range(7)
+
+
+class Edge(NamedTuple):
+    """A value that one stage hands to another, every microbatch.
+
+    Attributes:
+        backward: False: an activation or a skip, sent at the end of F; True: a gradient, at the end of B or I.
+        source, to: the stages.
+        link: time that it occupies the link between the two devices.
+        latency: time that it takes after that.
+    """
+
+    backward: bool
+    source: int
+    to: int
+    link: float = 0.0
+    latency: float = 0.0
+
+
+class Ticks(NamedTuple):
+    """What the clock showed.
+
+    Attributes:
+        starts: the start of each action, by device and position.
+        arrivals: when each value was there, by edge and microbatch; -1: never sent.
+        stuck: the position at which each device is stuck, -1 where it is done; empty if all are.
+    """
+
+    starts: list[list[float]]
+    arrivals: list[list[float]]
+    stuck: list[int]
+
+
+def chain(num_stages: int) -> list[Edge]:
+    """The activations and gradients between neighbours, each in no time."""
+    forward = [Edge(False, stage, stage + 1) for stage in range(num_stages - 1)]
+    return forward + [Edge(True, edge.to, edge.source) for edge in forward]
+
+
+def edges_of(cost: Cost, device_of: Sequence[int]) -> list[Edge]:
+    """Everything that crosses from stage to stage, with its times; the skips come after the chain."""
+    bandwidth, sizes = cost.bandwidth or float("inf"), per_stage(cost.output, len(device_of))
+    pairs = [(stage, stage + 1, sizes[stage]) for stage in range(len(device_of) - 1)]
+    pairs += [(skip.stash, skip.pop, skip.size) for skip in cost.skips]
+    out: list[Edge] = []
+    for stash, pop, size in pairs:
+        away = device_of[stash] != device_of[pop]
+        link, latency = (size / bandwidth, cost.latency(stash, pop)) if away else (0.0, 0.0)
+        out += [Edge(False, stash, pop, link, latency), Edge(True, pop, stash, link, latency)]
+    return out
+
+
+def durations_of(cost: Cost, num_stages: int) -> list[list[float]]:
+    """The time of each kind on each stage, by code."""
+    return [[cost.of(kind, stage) for stage in range(num_stages)] for kind in KINDS]
+
+
+def clock(
+    lanes: Sequence[Sequence[tuple[int, int, int]]],
+    device_of: Sequence[int],
+    microbatches: int,
+    durations: Sequence[Sequence[float]],
+    edges: Sequence[Edge],
+) -> Ticks:
+    """When each action starts.
+
+    F waits for what F of other stages hand to its stage, B and I for what B and I of others do, and for the residual
+    that an L brings back; everything else a device does for itself, in order. Values that cross from one device to
+    another occupy the link between them, one after the other. O and L occupy the link to the host, one for each way,
+    as soon as the device comes to them and the link is free (L when its O has ended, too); the device goes on at once.
+
+    Linear: a device that must wait is woken by the very value that it waits for.
+
+    Args:
+        lanes: for each device its actions as (code, stage, microbatch).
+        device_of: of each stage.
+        microbatches: how many.
+        durations: by code and stage.
+        edges: what is handed from stage to stage; those of one stage are sent in this order.
+    """
+    ins: list[list[list[int]]] = [[[] for _ in device_of], [[] for _ in device_of]]
+    outs: list[list[list[tuple[int, int, float, float]]]] = [[[] for _ in device_of], [[] for _ in device_of]]
+    for number, (backward, source, to, link, latency) in enumerate(edges):
+        ins[backward][to].append(number)
+        crossing = device_of[source] * len(lanes) + device_of[to] if link else -1
+        outs[backward][source].append((number, crossing, link, latency))
+    arrivals = [[-1.0] * microbatches for _ in edges]
+    busy: dict[int, float] = {}  # until when each link between devices is
+    hosts = [[0.0, 0.0] for _ in lanes]  # and those to and from the host
+    moved: dict[tuple[int, int], float] = {}  # when a residual is at the host, or back
+    waiting: dict[tuple[int, int], int] = {}
+    starts: list[list[float]] = [[] for _ in lanes]
+    now = [0.0] * len(lanes)
+    ready = list(range(len(lanes)))[::-1]
+    while ready:
+        device = ready.pop()
+        lane, row, time = lanes[device], starts[device], now[device]
+        for position in range(len(row), len(lane)):
+            code, stage, microbatch = lane[position]
+            if code in (R, W):
+                row.append(time)
+                time += durations[code][stage]
+                continue
+            if code >= O:
+                at, way = (stage, microbatch), code - O
+                start = max(time, hosts[device][way], moved.get(at, 0.0))
+                row.append(start)
+                hosts[device][way] = moved[at] = start + durations[code][stage]
+                continue
+            way = code != F
+            for number in ins[way][stage]:
+                arrived = arrivals[number][microbatch]
+                if arrived > time:
+                    time = arrived
+                elif arrived < 0:
+                    waiting[number, microbatch] = device
+                    break
+            else:
+                if way and moved:
+                    time = max(time, moved.get((stage, microbatch), 0.0))
+                row.append(time)
+                time += durations[code][stage]
+                for number, crossing, link, latency in outs[way][stage]:
+                    arrived = time
+                    if link:
+                        arrived = busy[crossing] = max(time, busy.get(crossing, 0.0)) + link
+                    arrivals[number][microbatch] = arrived + latency
+                    if waiting and (number, microbatch) in waiting:
+                        ready.append(waiting.pop((number, microbatch)))
+                continue
+            break
+        now[device] = time
+    stuck = [len(row) if len(row) < len(lane) else -1 for lane, row in zip(lanes, starts, strict=True)]
+    return Ticks(starts, arrivals, stuck if any(position >= 0 for position in stuck) else [])

@@ -1,0 +1,82 @@
+"""Searched schedules against published ones and torch's, all timed by the same clock.
+
+    python tests/benchmarks/bench_search.py [--seconds 30] [--rows 0 1 ...]
+
+First the rows of zero bubble's tables 9 and 5 (arXiv 2401.10241): bubble of the span under the memory of ZB-2p. Then the
+static orders of torch.distributed.pipelining under unequal costs, p = 8, m = 32, two stages a device, against what a search
+finds with no more memory: idle share of the makespan. torch's orders are taken from torch itself.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
+
+from test_tables import LINE, cost_of
+from torch.distributed.pipelining import schedules as theirs
+
+import funcpipe as fp
+
+TIMES = [(1, 1, 1), (1, 1.4, 0.6), (1, 2, 1), (1, 0.8, 1.2)]
+CLASSES = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+
+
+def static(name: str, devices: int, chunks: int, microbatches: int) -> fp.Schedule:
+    """The order that torch's class gives all ranks, as a schedule."""
+    made: Any = object.__new__(getattr(theirs, name))
+    made.pp_group_size, made.n_local_stages, made._n_microbatches = devices, chunks, microbatches
+    made._num_stages = made.num_stages = devices * chunks
+    made.number_of_rounds = max(1, microbatches // devices)
+    made.microbatches_per_round = microbatches // made.number_of_rounds
+    rows = {rank: made._calculate_single_rank_operations(rank) for rank in range(devices)}
+    text = "\n".join(",".join("" if cell is None else str(cell) for cell in rows[rank]) for rank in range(devices))
+    return fp.from_torch_csv(text, name=name)
+
+
+def tables(rows: list[int], seconds: float) -> None:
+    """The first table."""
+    print("p, m | ZB-1p | ZB-2p | found | bound | gap | ended by | s")
+    for at in rows:
+        row = LINE[at]
+        cost = cost_of(row)
+        start = perf_counter()
+        found = fp.search(cost, num_devices=row[0], num_microbatches=row[1], memory_limit=2 * row[0] * cost.residual,
+                          objective="span", seconds=seconds)  # fmt: skip
+        took = perf_counter() - start
+        work = row[1] * sum(row[2:5])
+        bound = (found.lower_bound - work) / found.lower_bound
+        print(f"{row[0]}, {row[1]} | {row[8]:.4f} | {row[9]:.4f} | {found.timeline.span_bubble:.4f} | {bound:.4f} | "
+              f"{found.gap:.5f} | {found.ended} | {took:.1f}", flush=True)  # fmt: skip
+
+
+def against_torch(seconds: float) -> None:
+    """The second table."""
+    print("\nF, I, W | torch's class | its bubble, peak | found: bubble, peak | bound | source")
+    for times in TIMES:
+        cost = fp.Cost(*times, weight_residual=1.0)
+        for name in CLASSES:
+            order = static(name, 8, 2, 32)
+            timeline = fp.simulate(order, cost)
+            found = fp.search(cost, num_devices=8, num_microbatches=32, num_stages=16, memory_limit=max(timeline.peak),
+                              seconds=seconds, evaluations=2_000)  # fmt: skip
+            bound = 1 - max(found.timeline.busy) / found.lower_bound
+            print(f"{times} | {name[8:]} | {timeline.bubble:.1%}, {max(timeline.peak):g} | {found.timeline.bubble:.1%}, "
+                  f"{max(found.peak):g} | {bound:.1%} | {found.source}", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    """Both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--rows", type=int, nargs="*", default=list(range(len(LINE))))
+    options = parser.parse_args()
+    tables(options.rows, options.seconds)
+    against_torch(options.seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""The search: what it finds is legal, within its limits, repeatable, and no better than its bounds allow."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import funcpipe as fp
+from funcpipe.lab.bounds import lower_bound
+from funcpipe.lab.climb import seeds
+from funcpipe.lab.listing import run
+from funcpipe.lab.placement import placed
+from funcpipe.lab.polish import Bench, bounds_of, polish
+from funcpipe.lab.problem import Budget, Problem
+from funcpipe.schedules.clock import CODE, KINDS
+
+TIMES = st.sampled_from([0.5, 1.0, 1.25, 2.0, 3.0])
+
+
+@st.composite
+def costs(draw, stages):
+    """Costs with numbers per stage, hops, links, skips."""
+    row = st.lists(TIMES, min_size=stages, max_size=stages)
+    fields = {"comm": draw(st.one_of(st.just(0.0), st.lists(TIMES, min_size=stages - 1, max_size=stages - 1)))}
+    if draw(st.booleans()):
+        fields |= {"bandwidth": draw(TIMES), "output": draw(row)}
+    if stages > 2 and draw(st.booleans()):
+        fields["skips"] = [(0, draw(st.integers(1, stages - 1)), draw(TIMES))]
+    if draw(st.booleans()):
+        fields["backward"] = draw(row)
+    whole = draw(row)
+    rest = [one * draw(st.sampled_from([0.0, 0.5, 1.0])) for one in whole]
+    return fp.Cost(draw(row), draw(row), draw(row), residual=whole, weight_residual=rest, **fields)
+
+
+@st.composite
+def searches(draw):
+    """What to search for: counts, costs, a limit that some schedule keeps, options."""
+    devices, share, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 6))
+    cost = draw(costs(devices * share))
+    simplest = fp.simulate(fp.one_f_one_b(devices * share, microbatches, num_devices=devices), cost)
+    limit = draw(st.sampled_from([None, *(factor * max(simplest.peak) for factor in (1.0, 1.5))]))
+    return {
+        "cost": cost, "num_devices": devices, "num_microbatches": microbatches, "memory_limit": limit,
+        "objective": draw(st.sampled_from(["makespan", "span"])), "remat": draw(st.booleans()),
+        "offload": draw(st.booleans()), "evaluations": 60, "seconds": 60,
+    }  # fmt: skip
+
+
+@settings(max_examples=60)
+@given(searches())
+def test_what_is_found_is_legal_fits_and_says_the_truth(options):
+    """By the simulator, which knows nothing of the search."""
+    found = fp.search(**options)
+    timeline = fp.simulate(found.schedule, options["cost"])
+    assert (timeline.makespan, timeline.span, timeline.peak) == (found.makespan, found.span, found.peak)
+    if options["memory_limit"] is not None:
+        assert max(timeline.peak) <= options["memory_limit"] * (1 + 1e-9)
+    value = timeline.makespan if options["objective"] == "makespan" else timeline.span
+    assert found.lower_bound <= value * (1 + 1e-9)
+    assert (found.gap == 0) == (found.ended == "bound")
+    assert (options["num_devices"], options["num_microbatches"]) == (found.schedule.num_devices, found.schedule.num_microbatches)  # fmt: skip
+    kinds = {action.kind for order in found.schedule.orders for action in order}
+    assert options["remat"] or fp.Kind.R not in kinds
+    assert options["offload"] or fp.Kind.O not in kinds
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_no_schedule_beats_the_bounds(data):
+    """Every family and orders at random, under random costs and the memory that they need, for both objectives."""
+    devices, share, microbatches = (
+        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(1, 2)),
+        data.draw(st.integers(1, 6)),
+    )
+    stages = devices * share
+    cost = data.draw(costs(stages))
+    schedules = [family(stages, microbatches, num_devices=devices) for family in (fp.one_f_one_b, fp.zb_h2, fp.fill_drain, fp.interleaved, fp.zero_bubble)]  # fmt: skip
+    if share == 2:
+        schedules += [family(stages, microbatches, num_devices=devices) for family in (fp.zbv, fp.v_half, fp.v_min)]
+    for schedule, objective in itertools.product(schedules, ("makespan", "span")):
+        timeline = fp.simulate(schedule, cost)
+        limits = tuple(max(peak, 1e-9) for peak in timeline.peak)
+        problem = Problem(cost, schedule.device_of, microbatches, limits, objective)
+        assert lower_bound(problem) <= problem.value(timeline) * (1 + 1e-9)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_rules_say_what_the_simulator_says(data):
+    """List schedules are legal, keep their limits, and take the time that they claim at most."""
+    devices, share, microbatches = (
+        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(1, 2)),
+        data.draw(st.integers(1, 6)),
+    )
+    stages = devices * share
+    cost = data.draw(costs(stages).filter(lambda cost: not cost.skips and cost.bandwidth is None))
+    shape = data.draw(st.sampled_from(["line", "loop", *(["v"] if share == 2 else [])]))
+    limit = data.draw(st.sampled_from([float("inf"), 4 * max(cost.residual), 8 * max(cost.residual)]))
+    problem = Problem(
+        cost, placed(shape, stages, devices), microbatches, (limit,) * devices, remat=data.draw(st.booleans())
+    )
+    tried = [listed for rules in itertools.islice(seeds(problem), 0, None, 7) if (listed := run(problem, rules))]
+    for listed in tried:
+        orders = tuple(tuple(fp.Action(KINDS[code], *place) for code, *place in lane) for lane in listed.lanes)
+        timeline = fp.simulate(fp.Schedule(orders), cost)
+        assert timeline.makespan <= listed.makespan * (1 + 1e-9)
+        assert max(timeline.peak) <= limit * (1 + 1e-9)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_moving_actions_never_makes_it_longer_or_larger(data):
+    """Polishing keeps the schedule legal and within its memory."""
+    devices, microbatches, seed = (
+        data.draw(st.integers(2, 4)),
+        data.draw(st.integers(2, 6)),
+        data.draw(st.integers(0, 99)),
+    )
+    cost = data.draw(costs(devices).filter(lambda cost: not cost.skips and cost.bandwidth is None))
+    schedule = data.draw(st.sampled_from([fp.one_f_one_b, fp.zero_bubble, fp.zb_h2]))(devices, microbatches)
+    before = fp.simulate(schedule, cost)
+    problem = Problem(cost, schedule.device_of, microbatches, tuple(max(peak, 1.0) for peak in before.peak))
+    lanes = [[(CODE[kind], stage, m) for kind, stage, m in order] for order in schedule.orders]
+    value = before.makespan
+    for better in polish(Bench(problem), lanes, random.Random(seed), Budget(150, 60), good=0.0):
+        orders = tuple(tuple(fp.Action(KINDS[code], *place) for code, *place in lane) for lane in better)
+        after = fp.simulate(fp.Schedule(orders), cost)
+        assert after.makespan < value
+        assert problem.fits(after)
+        value = after.makespan
+
+
+def test_an_action_moves_past_those_of_others_only():
+    """Not past its own stage's of the same microbatch, nor past the same kind of its stage."""
+    lane = [(CODE[a.kind], a.stage, a.microbatch) for a in fp.zb_h2(2, 3).orders[1]]
+    assert "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2" == " ".join(map(str, fp.zb_h2(2, 3).orders[1]))
+    assert [(0, 0), (1, 2), (1, 2), (3, 4), (3, 4), (5, 7), (2, 6), (7, 7), (8, 8)] == [bounds_of(lane, at) for at in range(9)]  # fmt: skip
+
+
+def test_the_same_seed_finds_the_same():
+    """A number of evaluations makes it repeatable; another seed may find another."""
+    options = {"num_devices": 4, "num_microbatches": 8, "memory_limit": 3, "evaluations": 400, "seconds": 300}
+    cost = fp.Cost(5, 6, 4, comm=1)
+    one, other = (fp.search(cost, seed=3, **options) for _ in range(2))
+    assert "evaluations" == one.ended
+    assert (one.schedule, one.evaluations, one.source) == (other.schedule, other.evaluations, other.source)
+
+
+def test_seconds_cut_it_short():
+    """And the result says so."""
+    cost = fp.Cost([1.0, 1.1] * 8, [1.2, 0.9] * 8, [0.7, 0.8] * 8, comm=0.1)
+    found = fp.search(cost, num_devices=16, num_microbatches=64, evaluations=10**9, seconds=0.5, objective="span")
+    assert "seconds" == found.ended
+
+
+def test_stages_that_differ_and_torch_s_orders():
+    """Unequal times on a V: beaten at equal or lower memory, as in no static order."""
+    for times in ((1, 1.4, 0.6), (1, 2, 1), (1, 0.8, 1.2), (1, 1, 1)):
+        cost = fp.Cost(*times, weight_residual=1.0)
+        for family in (fp.interleaved, fp.zero_bubble, fp.zbv, fp.dualpipe_v):
+            theirs = fp.simulate(family(16, 32, num_devices=8), cost)
+            found = fp.search(cost, num_devices=8, num_microbatches=32, num_stages=16, memory_limit=max(theirs.peak),
+                              evaluations=40, seconds=120)  # fmt: skip
+            assert max(found.peak) <= max(theirs.peak)
+            assert found.makespan <= theirs.makespan
+
+
+def test_residuals_go_to_the_host_where_memory_is_short():
+    """Without it there is no such schedule; the links' time counts."""
+    cost = fp.Cost(1, 1, 1, offload=0.2, weight_residual=1.0)
+    options = {"num_devices": 6, "num_microbatches": 12, "memory_limit": 3, "evaluations": 300, "seconds": 120}
+    plain = fp.search(cost, **options)
+    moved = fp.search(cost, offload=True, **options)
+    assert max(moved.peak) <= 3
+    assert moved.makespan < plain.makespan
+    kinds = [action.kind for order in moved.schedule.orders for action in order]
+    assert kinds.count(fp.Kind.O) == kinds.count(fp.Kind.L) > 0
+
+
+def test_skips_count_as_memory():
+    """What waits for its pop takes room that residuals then do not have."""
+    skips = fp.Cost(1, 1, 1, skips=[(0, 3, 1.0)])
+    free = fp.search(fp.Cost(), num_devices=4, num_microbatches=8, memory_limit=5, evaluations=200)
+    found = fp.search(skips, num_devices=4, num_microbatches=8, memory_limit=5, evaluations=200)
+    assert free.makespan < found.makespan
+    assert max(found.peak) <= 5
+
+
+def test_a_whole_backward_where_that_is_cheaper():
+    """An eager stage's I does all the work: there B is what to run."""
+    cost = fp.Cost(1, 2, 0.5, backward=2)
+    found = fp.search(cost, num_devices=3, num_microbatches=6, evaluations=200)
+    assert any(action.kind is fp.Kind.B for order in found.schedule.orders for action in order)
+    assert found.makespan <= fp.simulate(fp.one_f_one_b(3, 6), cost).makespan
+
+
+def test_a_found_schedule_runs():
+    """Like any other: the same numbers as one after the other."""
+    import torch
+
+    found = fp.search(fp.Cost(1, 2, 1), num_devices=2, num_microbatches=4, num_stages=4, memory_limit=5, remat=True,
+                      evaluations=200)  # fmt: skip
+    stages = [fp.stage(lambda p, x: torch.tanh(x @ p), name=f"s{at}") for at in range(4)]
+    generator = torch.Generator().manual_seed(0)
+    params = tuple(torch.randn(3, 3, generator=generator, dtype=torch.float64) for _ in stages)
+    x = torch.randn(8, 3, generator=generator, dtype=torch.float64)
+    plan = fp.make_plan(stages, found.schedule, loss=torch.nn.functional.mse_loss, devices="cpu")
+    one, other = fp.run(plan, params, (x, x)), fp.run_sequential(plan, params, (x, x))
+    assert torch.equal(one.loss, other.loss)
+    assert all(map(torch.equal, one.grads, other.grads))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"cost": 3}, "search takes a Cost"),
+        ({"num_devices": 0}, "num_devices is positive"),
+        ({"num_microbatches": 1.5}, "num_microbatches is a whole number"),
+        ({"objective": "speed"}, "objective is 'makespan' or 'span'"),
+        ({"seconds": 0}, "seconds is a positive number"),
+        ({"evaluations": -1}, "evaluations is positive"),
+        ({"num_stages": 1}, "num_devices is at most the number of stages"),
+        ({"memory_limit": [1, 2, 3]}, "memory_limit is a positive number, or one for each of 2 devices"),
+        ({"memory_limit": 0}, "memory_limit is a positive number"),
+        ({"memory_limit": 0.5}, "no schedule within a memory limit of 0.5 was found: the least that was found needs 0.5 more"),
+        ({"placement": "v", "num_stages": 6}, "takes twice as many stages as devices; got 6 stages on 2"),
+        ({"placement": "loop", "num_stages": 3}, "takes a multiple of the devices"),
+        ({"placement": "zigzag"}, "placement is 'line', 'loop', 'v', or the device of each stage"),
+        ({"placement": 5}, "placement is 'line', 'loop', 'v', or the device of each stage; got 5"),
+        ({"evaluations": True}, "evaluations is a whole number; got True"),
+        ({"placement": [0, 0, 2]}, "every one of 0 to 1; got"),
+        ({"cost": fp.Cost([1, 2, 3], [1, 2])}, "backward_input has 2 numbers"),
+    ],
+)  # fmt: skip
+def test_searches_that_are_refused(options, says):
+    """Before any work, all at once."""
+    given = {"cost": fp.Cost(), "num_devices": 2, "num_microbatches": 2, "evaluations": 20, **options}
+    with pytest.raises(fp.ScheduleError, match=says.replace("(", r"\(")):
+        fp.search(**given)
+
+
+def test_a_search_reads_well():
+    """The one line that a notebook shows."""
+    found = fp.search(fp.Cost(5, 6, 4, comm=1), num_devices=3, num_microbatches=6, memory_limit=4, evaluations=500)
+    assert str(found).startswith("search: makespan 102, nothing shorter exists; bubble 11.8% of the makespan")
+    assert str(found).endswith("ended by bound")
+    assert found.critical_path[-1].kind is fp.Kind.W

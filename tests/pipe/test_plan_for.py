@@ -1,0 +1,87 @@
+"""Partition and schedule together."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import funcpipe as fp
+
+TIMES = [1.0, 2.0, 3.0, 1.0, 1.0, 2.0, 3.0, 1.0, 2.0, 2.0, 1.0, 3.0]
+
+
+def layers(count):
+    """Twelve layers whose microbatches shrink as they get more; a part of each action does not."""
+    share = 8 / count
+    return fp.Cost([t * share + 0.1 for t in TIMES], [1.2 * t * share + 0.1 for t in TIMES],
+                   [0.8 * t * share + 0.1 for t in TIMES], comm=0.2, residual=[t * share for t in TIMES])  # fmt: skip
+
+
+def test_no_other_cut_is_better_under_the_published_schedules():
+    """Against all partitions of six layers into three stages."""
+    cost = fp.Cost([3.0, 1, 1, 2, 4, 1], [3.0, 1, 1, 2, 4, 1], [2.0, 1, 1, 2, 3, 1], comm=0.25)
+    choice = fp.plan_for(cost, num_devices=3, num_microbatches=6, stages_per_device=1, evaluations=300)
+    cuts = [(a, b - a, 6 - b) for a, b in itertools.combinations(range(1, 6), 2)]
+    best = min(fp.search(cost.group(cut), num_devices=3, num_microbatches=6, evaluations=300).makespan for cut in cuts)
+    assert choice.timeline.makespan == pytest.approx(best)
+
+
+@pytest.mark.parametrize("limit", [None, 40.0, 16.0])
+def test_everything_that_is_chosen_fits_together(limit):
+    """Sizes, stages, schedule, memory; the table has every way, best first."""
+    choice = fp.plan_for(
+        layers, num_devices=4, num_microbatches=[4, 8, 16], memory_limit=limit, fixed=0.5, evaluations=150
+    )
+    assert (12, len(choice.sizes)) == (sum(choice.sizes), choice.schedule.num_stages)
+    assert choice.num_microbatches == choice.schedule.num_microbatches
+    assert choice.cost == layers(choice.num_microbatches).group(choice.sizes)
+    timeline = fp.simulate(choice.schedule, choice.cost)
+    assert timeline.makespan == choice.timeline.makespan == choice.tried[0].value
+    if limit is not None:
+        room = [limit] * 4
+        ends = [0, *itertools.accumulate(choice.sizes)]
+        for stage, device in enumerate(choice.schedule.device_of):
+            room[device] -= 0.5 * (ends[stage + 1] - ends[stage])
+        assert all(peak <= most * (1 + 1e-9) for peak, most in zip(timeline.peak, room, strict=True))
+    assert choice.remat == any(a.kind is fp.Kind.R for order in choice.schedule.orders for a in order)
+    values = [one.value for one in choice.tried[1:]]
+    assert sorted(values) == values
+    assert 9 <= len(choice.tried) <= 12
+    assert choice.placement in str(choice)
+
+
+def test_a_model_runs_as_chosen():
+    """From a profile to a step: the sizes cut the model, the schedule runs it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)]).double()
+    example = torch.randn(4, 8, dtype=torch.float64)
+    choice = fp.plan_for(
+        fp.profile(model, example, repeats=1, warmup=0), num_devices=2, num_microbatches=4, evaluations=60
+    )
+    split = fp.split(model, balance=choice.sizes)
+    plan = fp.make_plan(split.stages, choice.schedule, loss=nn.functional.mse_loss, devices="cpu")
+    x = torch.randn(16, 8, dtype=torch.float64)
+    result = fp.run(plan, split.params, (x, x), state=split.state)
+    torch.testing.assert_close(nn.functional.mse_loss(model(x), x), result.loss)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"cost": fp.Cost(), "num_microbatches": 4}, "cost has a number for each layer"),
+        ({"cost": 4}, "cost is a Cost of the layers"),
+        ({"num_devices": 0}, "num_devices is a positive whole number"),
+        ({"num_microbatches": []}, "num_microbatches is a positive whole number, or several"),
+        ({"cost": layers(4), "num_microbatches": [4, 8]}, "cost is a function of them"),
+        ({"memory_limit": 1.0}, "no way to run these layers fits"),
+        ({"memory_limit": 4.0, "fixed": 2.0}, "has no room beside parameters"),
+        ({"num_devices": 20}, "there are fewer layers than devices"),
+    ],
+)  # fmt: skip
+def test_choices_that_cannot_be_made(options, says):
+    """With every reason."""
+    given = {"cost": layers, "num_devices": 4, "num_microbatches": 8, "evaluations": 20, **options}
+    cost = given.pop("cost")
+    with pytest.raises(fp.FuncpipeError, match=says):
+        fp.plan_for(cost, **given)

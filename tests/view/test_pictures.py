@@ -1,0 +1,434 @@
+"""Pictures of several timelines, of memory, and of very many actions: aligned, small, complete."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from funcpipe.core.cost import Cost
+from funcpipe.core.result import Span, Timeline
+from funcpipe.core.schedule import Kind, Schedule
+from funcpipe.schedules.families import interleaved, one_f_one_b, zero_bubble
+from funcpipe.view.draw import Drawing, draw
+from funcpipe.view.held import coarse, lanes, levels
+from funcpipe.view.pieces import pieces
+from funcpipe.view.script import SCRIPT
+from funcpipe.view.simulate import simulate
+
+SVG = "{http://www.w3.org/2000/svg}"
+DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+OFFLOAD = Schedule.parse(
+    """0F0 0O0 0F1 0O1 0F2 0F3 0L0 0B0 0L1 0B1 0B2 0B3
+    1F0 1B0 1F1 1O1 1F2 1L1 1B1 1B2 1F3 1B3""",
+    name="offload",
+)
+
+
+def in_seconds(timeline: Timeline, factor: float = 1e-3) -> Timeline:
+    """As if measured: in seconds, no steps of memory."""
+    spans = tuple(Span(device, a * factor, b * factor, action) for device, a, b, action in timeline.spans)
+    return replace(timeline, spans=spans, unit="s", memory=())
+
+
+def panels(content: str) -> list[list[ET.Element]]:
+    """The groups of lanes of each panel: those that begin with a device's name, device 0 first."""
+    out: list[list[ET.Element]] = []
+    for group in ET.fromstring(content).findall(f"{SVG}g"):
+        name = group.find(f"{SVG}text")
+        if name is not None and (name.text or "").startswith("device"):
+            out += [[]] if name.text == "device 0" else []
+            out[-1].append(group)
+    return out
+
+
+def bars(group: ET.Element) -> dict[str, tuple[float, float]]:
+    """Left edge and width of each rectangle, by what it says."""
+    return {r[0].text or "": (float(r.get("x", "")), float(r.get("width", ""))) for r in group.iter(f"{SVG}rect")}
+
+
+def test_two_schedules_have_one_time_axis() -> None:
+    content = draw(one_f_one_b(4, 8), zero_bubble(4, 8)).svg()
+    first, second = panels(content)
+    assert (len(first), len(second)) == (4, 4)
+    a, b = bars(first[0]), bars(second[0])
+    assert (
+        a["0F3 forward, stage 0, microbatch 3: 3 to 4 units"] == b["0F3 forward, stage 0, microbatch 3: 3 to 4 units"]
+    )
+    assert a["0B7 backward, stage 0, microbatch 7: 31 to 33 units"][0] == 31 * 24
+    assert b["0W7 backward of weights, stage 0, microbatch 7: 26 to 27 units"][0] == 26 * 24
+    tracks = [panel[0].find(f".//{SVG}path[@class='lane']").get("d") for panel in (first, second)]  # pyright: ignore
+    assert tracks == ["M0 0h792v30H0z", "M0 0h648v30H0z"]  # each ends where its timeline does
+    grids = [path.get("d") for path in ET.fromstring(content).iter(f"{SVG}path") if path.get("class") == "grid"]
+    assert len(grids) == 2
+    assert len({tuple(re.findall(r"M([\d.]+)", grid or "")) for grid in grids}) == 1
+    assert content.count('<g class="legend">') == 1
+
+
+def test_a_measured_and_a_simulated_timeline_share_seconds_and_work() -> None:
+    measured = in_seconds(simulate(one_f_one_b(4, 8), Cost(2, 2, 2, comm=0.5)))
+    drawn = draw(measured, one_f_one_b(4, 8))
+    content = drawn.svg()
+    assert "scaled to the same work, 1 unit is 2 ms" in content
+    assert "scaled to the same work, 1 unit is 2 ms" in re.sub(r"\s+", " ", drawn.text(150))
+    assert [">1F1B, measured<" in content, ">1F1B, simulated<" in content] == [True, True]
+    first, second = panels(content)
+    long = [bars(panel[0])[name] for panel, name in (
+        (first, "0F1 forward, stage 0, microbatch 1: 2 to 4 ms"), (second, "0F1 forward, stage 0, microbatch 1: 2 to 4 ms"))]  # fmt: skip
+    assert long[0] == long[1]
+    assert drawn.others == (simulate(one_f_one_b(4, 8)),)  # kept as given
+
+
+def test_a_simulation_with_the_measured_cost_needs_no_scaling() -> None:
+    measured = in_seconds(simulate(zero_bubble(3, 5), Cost(2, 3, 1, comm=0.5)))
+    drawn = draw(measured, simulate(zero_bubble(3, 5), measured.cost()))
+    assert "scaled" not in drawn.svg()
+    assert "simulated" in drawn.svg()
+
+
+def test_what_cannot_share_an_axis_is_refused() -> None:
+    one, two = in_seconds(simulate(one_f_one_b(2, 2))), replace(simulate(one_f_one_b(2, 2)), unit="cycles")
+    with pytest.raises(ValueError, match="one time axis has one unit; got 'cycles', 's'"):
+        draw(one, two)
+    with pytest.raises(ValueError, match="'1F1B' has none"):
+        draw(one, simulate(one_f_one_b(2, 2), Cost(0, 0, 0)))
+    with pytest.raises(ValueError, match='colours are by "kind" or by "stage"; got by=\'mood\''):
+        draw(one, by="mood")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="got int"):
+        draw(one, 3)  # pyright: ignore[reportArgumentType]
+
+
+def test_text_of_two_schedules_with_memory() -> None:
+    assert (
+        draw(one_f_one_b(2, 3), zero_bubble(2, 3), memory=True).text(80)
+        == """\
+1F1B: makespan 12 units, span 12 units, bubble 25.0%, span bubble 25.0%
+                                                busy  peak
+device 0 │F0 F1 ······B0─── F2 B1─── ···B2─── │  75%     2
+device 1 │···F0 B0─── F1 B1─── F2 B2─── ······│  75%     1
+memory, █ is 2:
+device 0 │▄▄▄████████████████████████▄▄▄▄▄▄▄▄▄│
+device 1 │   ▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄      │
+         └───────────────┴──────────────┴─────┘
+          0              5              10 units
+
+ZB-H1: makespan 10 units, span 10 units, bubble 10.0%, span bubble 10.0%
+                                                busy  peak
+device 0 │F0 F1 ···I0 W0 F2 I1 W1 I2 W2       │  90%     2
+device 1 │···F0 I0 F1 I1 W0 F2 I2 W1 W2       │  90%   1.5
+memory, █ is 2:
+device 0 │▄▄▄█████████▆▆▆██████▆▆▆▄▄▄▂▂▂      │
+device 1 │   ▄▄▄▄▄▄▆▆▆▆▆▆▄▄▄▆▆▆▆▆▆▄▄▄▂▂▂      │
+         └───────────────┴──────────────┴─────┘
+          0              5              10 units
+F forward  B backward  I backward of input  W backward of weights  · idle"""
+    )
+
+
+def test_text_has_rows_for_the_links_to_the_host() -> None:
+    lines = draw(simulate(OFFLOAD, Cost(offload=1.5))).text(90).split("\n")
+    rows = {line[:9].strip() + str(at): line for at, line in enumerate(lines) if "│" in line}
+    assert list(rows) == ["device 02", "O3", "L4", "device 15", "O6", "L7"]
+    assert rows["O3"].split("│")[1].strip("· ") == "O0── O1─"
+    assert rows["L4"].split("│")[1].replace("·", " ").split() == ["L0──", "L1─"]
+    assert "B0" in rows["device 02"]
+    assert "O offload  L load" in lines[-1]
+    assert all(len(line) <= 40 for line in draw(OFFLOAD).text(40).split("\n"))
+
+
+def test_offload_and_load_are_strips_below_the_work_and_no_work() -> None:
+    timeline = simulate(OFFLOAD, Cost(offload=1.5))
+    (rows,) = panels(draw(timeline).svg())
+    ends: dict[str, set[tuple[float, float]]] = {}
+    for group in rows:
+        for rect in group.iter(f"{SVG}rect"):
+            top = float(rect.get("y", "0"))
+            kind = re.sub(r"\d", "", (rect[0].text or "").split()[0])
+            ends.setdefault(kind, set()).add((top, top + float(rect.get("height", ""))))
+    assert ends == {"F": {(0.0, 21.0)}, "B": {(0.0, 21.0)}, "O": {(22.0, 26.0)}, "L": {(26.0, 30.0)}}
+    work = sum(
+        span.end - span.start for span in timeline.spans if span.device == 0 and span.action.kind in (Kind.F, Kind.B)
+    )
+    assert f">{work / timeline.makespan:.0%}<" in draw(timeline).svg()
+
+
+def test_memory_is_what_the_timeline_says() -> None:
+    """At each instant the level drawn is the last step; the highest is the peak, which has a line on it."""
+    timeline = simulate(zero_bubble(4, 8), Cost(output=0.25))
+    found = levels(timeline)
+    for steps, lane, peak in zip(timeline.memory, found, timeline.peak, strict=True):
+        assert max(level.amount for level in lane) == peak
+        for level in lane:
+            now = (level.start + level.end) / 2
+            if level.end > level.start:
+                assert level.amount == [amount for time, amount in steps if time <= now][-1]
+    gantt, held = panels(draw(timeline, memory=True).svg())
+    assert len(held) == 4
+    tallest = max(float(rect.get("height", "")) for group in held for rect in group.iter(f"{SVG}rect"))
+    assert tallest == 30.0  # one scale: the highest of all devices fills its lane
+    for group, peak in zip(held, timeline.peak, strict=True):
+        assert max(float(rect.get("height", "")) for rect in group.iter(f"{SVG}rect")) == pytest.approx(
+            30 * peak / max(timeline.peak), abs=0.06
+        )
+        assert [path.get("class") for path in group.iter(f"{SVG}path")].count("top") == 1
+    assert "holds 4" in "".join(title.text or "" for title in held[0].iter(f"{SVG}title"))
+    assert len(gantt) == 4
+
+
+def test_a_peak_of_no_duration_is_drawn() -> None:
+    one = Timeline(
+        simulate(one_f_one_b(1, 1)).spans, 1, (7.0,), memory=(((0.0, 2.0), (1.0, 7.0), (1.0, 1.0), (3.0, 0.0)),)
+    )
+    assert [tuple(level) for level in levels(one)[0]] == [(0.0, 1.0, 2.0), (1.0, 1.0, 7.0), (1.0, 3.0, 1.0)]
+    assert "holds 7: 1 to 1 units" in draw(one, memory=True).svg()
+
+
+def test_measured_memory_is_counted_where_the_peaks_are_counts() -> None:
+    simulated = simulate(zero_bubble(3, 6), Cost(1, 1.5, 0.75, comm=0.25))
+    assert [[level.amount for level in lane if level.end > level.start] for lane in levels(in_seconds(simulated))] == [
+        [level.amount for level in lane if level.end > level.start] for lane in levels(simulated)
+    ]
+    other = replace(in_seconds(simulated), peak=(1e9,) * 3)
+    assert levels(other) == ()
+    drawn = draw(other, memory=True)
+    assert "not known for this timeline" in drawn.svg()
+    assert "memory is not known" in drawn.text(80)
+    assert len(panels(drawn.svg())) == 1
+
+
+def test_by_stage_has_a_colour_for_each_stage_and_an_edge_for_each_kind() -> None:
+    content = draw(interleaved(8, 8, num_devices=4), by="stage").svg()
+    used = set(re.findall(r'<g class="(s[0-9a-f]{6})">', content))
+    assert len(used) == 8
+    assert used <= set(re.findall(r"\.(s[0-9a-f]{6})\{", content))
+    (rows,) = panels(content)
+    for group in rows:
+        edges = [path for path in group.iter(f"{SVG}path") if path.get("class") in ("F0", "B0")]
+        assert [(path.get("d") or "").count("z") for path in edges] == [16, 16]
+    numbers = [text.text for group in rows for text in group.iter(f"{SVG}text") if text.text]
+    assert {"F0", "B7"} <= set(numbers)
+    assert "stage 0 to 7" in content
+    assert draw(one_f_one_b(2, 2), by="stage") != draw(one_f_one_b(2, 2))
+
+
+def test_joined_bars_keep_every_action_and_the_idle_time() -> None:
+    timeline = simulate(one_f_one_b(64, 512))
+    rows = lanes(timeline)
+    found = pieces(rows, 0.7, 4000, lambda span: span.action.kind)
+    assert sum(map(len, found)) <= 4000
+    for row, lane in zip(rows, found, strict=True):
+        assert [span for piece in lane for span in piece.spans] == row
+        for piece in lane:
+            work = sum(span.end - span.start for span in piece.spans)
+            assert (piece.start, piece.end) == (piece.spans[0].start, piece.spans[-1].end)
+            assert work >= 0.5 * (piece.end - piece.start)
+    few = pieces(rows, 0.7, 10**6, lambda span: span.action.kind)
+    assert sum(map(len, few)) == len(timeline.spans)
+
+
+def test_coarse_levels_never_show_less() -> None:
+    fine = levels(simulate(zero_bubble(8, 64)))[3]
+    rough = coarse(fine, 7.0)
+    assert len(rough) < len(fine) / 3
+    for level in fine:
+        assert all(one.amount >= level.amount for one in rough if one.start < level.end and one.end > level.start)
+    assert max(level.amount for level in rough) == max(level.amount for level in fine)
+    assert coarse((), 1.0) == ()
+
+
+@pytest.mark.parametrize(
+    ("drawn", "most"),
+    [
+        (lambda: draw(one_f_one_b(2, 4)), 30_000),
+        (lambda: draw(one_f_one_b(64, 512), memory=True), 1_000_000),
+        (lambda: draw(zero_bubble(64, 512), one_f_one_b(64, 512)), 1_300_000),
+        pytest.param(
+            lambda: draw(interleaved(128, 512, num_devices=64), memory=True), 1_500_000, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["2x4", "64x512 with memory", "two of 64x512", "128 stages on 64 with memory"],
+)
+def test_files_stay_small(drawn: Any, most: int, tmp_path: Path) -> None:
+    one: Drawing = drawn()
+    one.save(tmp_path / "x.svg")
+    one.save(tmp_path / "x.html")
+    assert (tmp_path / "x.svg").stat().st_size < most
+    assert (tmp_path / "x.html").stat().st_size < most
+    root = ET.parse(tmp_path / "x.svg").getroot()
+    joined = "".join(
+        title.text or "" for group in root.iter(f"{SVG}g") if group.get("class") == "mix" for title in group
+    )
+    alone = sum("microbatch " in (r[0].text or "") for r in root.iter(f"{SVG}rect"))
+    counts = sum(int(count) for count in re.findall(r"(\d+) [FBIW]\b", joined))
+    assert ("narrow actions are joined" in (tmp_path / "x.svg").read_text(encoding="utf-8")) == (counts > 0)
+    assert alone + counts == sum(len(timeline.spans) for timeline in (one.timeline, *one.others))
+
+
+def data(drawing: Drawing, folder: Path) -> dict[str, Any]:
+    drawing.save(folder / "x.html")
+    content = (folder / "x.html").read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json">(.*?)</script>', content)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def read(text: str) -> list[int]:
+    """The numbers that the letters are."""
+    out: list[int] = []
+    number, weight = 0, 1
+    for letter in text:
+        digit = DIGITS.index(letter)
+        number, weight = number + digit % 32 * weight, weight * 32
+        if digit < 32:
+            out.append(number)
+            number, weight = 0, 1
+    return out
+
+
+def signed(number: int) -> int:
+    return -(number + 1) // 2 if number % 2 else number // 2
+
+
+def actions(panel: dict[str, Any], step: float) -> list[tuple[int, str, float, float]]:
+    """All actions of a panel, decoded as the script does."""
+    out: list[tuple[int, str, float, float]] = []
+    for device, _, _, codes, text in panel["tracks"]:
+        numbers, now, last = iter(read(text)), 0, dict.fromkeys(range(len(codes)), (-1, 0))
+        for word in numbers:
+            skip, gap, longer = (signed(next(numbers)) for _ in range(3)) if word % 2 else (0, 0, 0)
+            kind, stage, _ = codes[word // 2]
+            before, length = last[word // 2]
+            start = now + gap
+            now = start + length + longer
+            last[word // 2] = (before + 1 + skip, now - start)
+            out.append((device, f"{stage}{kind}{before + 1 + skip}", start * step, now * step))
+    return sorted(out)
+
+
+@pytest.mark.parametrize(
+    "timeline",
+    [
+        simulate(zero_bubble(8, 40), Cost(1, 1.25, 0.5)),
+        simulate(OFFLOAD, Cost(offload=1.5)),
+        in_seconds(simulate(interleaved(8, 12, num_devices=4), Cost(1.234567, 0.7, 2**0.5, comm=0.1))),
+        Timeline((), 2),
+    ],
+    ids=["units", "offload", "seconds", "empty"],
+)
+def test_the_page_has_every_action(timeline: Timeline, tmp_path: Path) -> None:
+    found = data(draw(timeline), tmp_path)
+    decoded = [action for panel in found["panels"] for action in actions(panel, found["step"])]
+    wanted = sorted((span.device, str(span.action), span.start, span.end) for span in timeline.spans)
+    assert [one[:2] for one in decoded] == [one[:2] for one in wanted]
+    slack = 0 if timeline.unit == "units" else timeline.makespan / 2**20
+    for one, other in zip(decoded, wanted, strict=True):
+        assert one[2:] == pytest.approx(other[2:], abs=slack)
+
+
+def test_the_page_has_every_level(tmp_path: Path) -> None:
+    timeline = simulate(zero_bubble(8, 40), Cost(1, 1.25, 0.5, output=0.125))
+    found = data(draw(timeline, memory=True), tmp_path)
+    panel = found["panels"][1]
+    for text, lane in zip(panel["held"], levels(timeline), strict=True):
+        numbers, now, amount, steps = iter(read(text)), 0, 0.0, []
+        for change in numbers:
+            amount += panel["changes"][change]
+            now += signed(next(numbers))
+            steps.append((now * found["step"], amount))
+        assert steps[:-1] == [(level.start, level.amount) for level in lane]
+        assert steps[-1] == (lane[-1].end, 0.0)
+
+
+def test_a_page_needs_nothing_else_and_has_a_picture_without_scripts(tmp_path: Path) -> None:
+    drawn = draw(one_f_one_b(4, 8), memory=True)
+    drawn.save(tmp_path / "x.html")
+    content = (tmp_path / "x.html").read_text(encoding="utf-8")
+    assert not re.search(
+        r"<(link|img|iframe|object|base)\b|\b(src|href)=|url\(|@import|fetch\(|XMLHttp|innerHTML|eval", content
+    )
+    assert re.findall(r"https?://[^\"']*", content) == ["http://www.w3.org/2000/svg"]
+    assert "prefers-color-scheme:dark" in content
+    assert drawn._repr_html_() in content
+    assert "<script" not in drawn._repr_html_()
+    assert "<script" not in drawn.svg()
+    assert drawn._repr_html_().count("<title>") == 64 + sum(
+        level.amount > 0 for lane in levels(drawn.timeline) for level in lane
+    )
+
+
+DOM = r"""
+const seen = [], made = [];
+const pen = new Proxy({}, {get: (_, name) => name in _ ? _[name] : (...all) => {
+  if (name === 'fillText') seen.push(all[0]);
+  return name === 'measureText' ? {width: 10} : undefined;
+}, set: (_, name, value) => (_[name] = value, true)});
+function element(tag) {
+  const one = {tag, style: {}, listeners: {}, hidden: false, textContent: '', children: [], clientWidth: 800, clientHeight: 300, offsetWidth: 90, offsetHeight: 40,
+    setAttribute() {}, append(...all) { one.children.push(...all); }, insertBefore(child) { one.children.push(child); }, setPointerCapture() {}, focus() {},
+    addEventListener(name, act) { one.listeners[name] = act; }, getContext: () => pen,
+    getBoundingClientRect: () => ({left: 0, top: 0, width: CHART + 18, height: 300})};
+  made.push(one);
+  return one;
+}
+const CHART = DATA.chart, box = element('div'), svg = element('svg');
+box.querySelector = () => svg;
+const root = element('main');
+root.querySelector = what => what === 'script' ? {textContent: JSON.stringify(DATA)} : box;
+globalThis.document = {currentScript: {parentNode: root}, createElement: element, documentElement: {scrollHeight: 100}, activeElement: null};
+globalThis.window = {innerHeight: 500, devicePixelRatio: 2, addEventListener() {}};
+globalThis.getComputedStyle = () => ({color: '#123'});
+globalThis.requestAnimationFrame = act => act();
+"""
+ASK = r"""
+const canvas = made.filter(one => one.tag === 'canvas'), tip = made.find(one => one.className === 'tip');
+const say = (name, event, at = 0) => canvas[at].listeners[name]({preventDefault() {}, pointerId: 1, ...event});
+const out = {first: [...seen]};
+say('pointermove', {clientX: 9 + 2.5 * 24, clientY: 4 + 10}); out.hover = tip.textContent;
+say('pointermove', {clientX: 9 + 5 * 24, clientY: 4 + 10}); out.idle = tip.textContent;
+say('pointermove', {clientX: 9 + 10.5 * 24, clientY: 4 + 10}); out.waited = tip.textContent;
+say('pointermove', {clientX: 9 + 5 * 24, clientY: 4 + 10}, 1); out.held = tip.textContent;
+seen.length = 0;
+for (let i = 0; i < 4; i++) say('keydown', {key: '+'});
+out.zoomed = [...seen];
+seen.length = 0; say('keydown', {key: '0'}); out.again = [...seen];
+for (const key of ['ArrowRight', 'ArrowRight', 'ArrowDown']) say('keydown', {key});
+out.arrows = tip.textContent;
+seen.length = 0;
+say('wheel', {deltaX: 0, deltaY: -400, clientX: 9, clientY: 20});
+say('pointerdown', {clientX: 300, clientY: 20}); say('pointermove', {clientX: 100, clientY: 20}); say('pointerup', {});
+out.moved = seen.length;
+console.log(JSON.stringify(out));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
+def test_the_script_zooms_moves_and_answers(tmp_path: Path) -> None:
+    """Run on a page of paper: what it writes, and what it says under a mouse and to the arrow keys."""
+    found = data(draw(one_f_one_b(4, 8), memory=True), tmp_path)
+    code = tmp_path / "x.js"
+    code.write_text(f"const DATA = {json.dumps(found)};{DOM}{SCRIPT}{ASK}", encoding="utf-8")
+    done = subprocess.run(["node", str(code)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    said = json.loads(done.stdout)
+    assert said["hover"] == "0F2 forward\ndevice 0, stage 0, microbatch 2\n2 to 3 units (takes 1)"
+    assert said["idle"] == "device 0 is idle\n4 to 10 units (6)"
+    assert said["waited"].split("\n")[1:] == [
+        "device 0, stage 0, microbatch 0",
+        "10 to 12 units (takes 2)",
+        "waited 6 units for 1B0, which ended at 10",
+    ]
+    assert said["held"] == "device 0 holds 4\n3 to 24 units\npeak 4"
+    numbers = [str(action.microbatch) for order in one_f_one_b(4, 8).orders for action in order]
+    ticks = ["0", "5", "10", "15", "20", "25", "30"]
+    assert sorted(said["first"]) == sorted(said["again"]) == sorted([*numbers, *ticks, *ticks])
+    assert 0 < len(said["zoomed"]) < 4 * len(numbers)
+    assert said["zoomed"][-7:] != ticks
+    assert said["arrows"].startswith("1F0 forward") or said["arrows"].startswith("1F1 forward")
+    assert said["moved"] > 0
