@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from operator import index
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError, bullets
@@ -302,7 +302,7 @@ def _problems(
         try:
             if isinstance(value, bool):
                 raise TypeError
-            counts[name] = index(value)
+            counts[name] = index(cast("Any", value))
         except TypeError:
             faults.append(f"{name} is a whole number; got {value!r}")
             continue
