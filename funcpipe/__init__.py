@@ -98,6 +98,7 @@ from funcpipe.schedules.offload import offload as offload
 from funcpipe.schedules.remat import never as never
 from funcpipe.schedules.remat import remat as remat
 from funcpipe.schedules.v_shape import dualpipe_v as dualpipe_v
+from funcpipe.schedules.v_shape import v_adaptive as v_adaptive
 from funcpipe.schedules.v_shape import v_half as v_half
 from funcpipe.schedules.v_shape import v_min as v_min
 from funcpipe.schedules.v_shape import zbv as zbv

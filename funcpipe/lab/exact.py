@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from importlib import import_module
 from math import ceil, floor, inf, lcm
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ def solve(problem: Problem, hint: Timeline | None, *, seconds: float, seed: int)
     if 3 * problem.num_stages * problem.num_microbatches > _MOST:
         return None
     try:
-        from ortools.sat.python import cp_model
+        cp_model: Any = import_module("ortools.sat.python.cp_model")
     except ImportError:
         raise ScheduleError("exact=True solves with OR-Tools: pip install 'torch-funcpipe[solve]'") from None
     model = _Model(problem, cp_model, hint)

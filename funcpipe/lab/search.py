@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from operator import index
@@ -16,15 +16,13 @@ from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.lab.bounds import lower_bound
 from funcpipe.lab.climb import climb
 from funcpipe.lab.exact import solve
-from funcpipe.lab.greedy import on_a_line, on_a_v
+from funcpipe.lab.known import fused, known
 from funcpipe.lab.placement import placed, shapes_for
 from funcpipe.lab.polish import Bench, polish
 from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule
 from funcpipe.lab.relieve import relieve
-from funcpipe.schedules import families, v_shape
 from funcpipe.schedules.clock import CODE, KINDS
 from funcpipe.schedules.memory import residual_peak
-from funcpipe.schedules.remat import remat as rematted
 from funcpipe.view.simulate import simulate
 
 _POLISHED = 20_000
@@ -144,7 +142,7 @@ def search(
     budget = Budget(evaluations, seconds)
     best = _Best(list(map(lower_bound, problems)), budget)
     for problem in problems:
-        for source, schedule in _known(problem):
+        for source, schedule in known(problem):
             best.offer(problem, schedule, source)
             if best.done or budget.late:
                 break
@@ -198,9 +196,9 @@ class _Best:
     def offer(self, problem: Problem, schedule: Schedule, source: str) -> None:
         """Time a schedule, and the variants that the problem allows; keep the best that fits."""
         self._offer(problem, schedule, source)
-        fused = _fused(problem, schedule)
-        if fused is not None:
-            self._offer(problem, fused, source)
+        joined = fused(problem, schedule)
+        if joined is not None:
+            self._offer(problem, joined, source)
 
     def _offer(self, problem: Problem, schedule: Schedule, source: str) -> None:
         timeline = self._time(problem, schedule)
@@ -347,65 +345,6 @@ def _limits(given: Any, devices: int) -> tuple[float, ...]:
 
 def _replaced(problem: Problem, limits: tuple[float, ...]) -> Problem:
     return replace(problem, limits=limits, offload=False)
-
-
-def _known(problem: Problem) -> Iterator[tuple[str, Schedule]]:
-    """The published schedules on this placement, and the greedy ones; the best guesses first."""
-    stages, microbatches, devices = problem.num_stages, problem.num_microbatches, problem.num_devices
-    makers: list[Callable[..., Schedule]] = [
-        families.zb_h2, families.zero_bubble, families.one_f_one_b, families.eager_one_f_one_b, families.interleaved,
-        families.looped_bfs, families.fill_drain, v_shape.zbv, v_shape.v_half, v_shape.v_min, v_shape.dualpipe_v,
-    ]  # fmt: skip
-    if any(map(isfinite, problem.limits)):
-        yield "one at a time", _one_at_a_time(problem)  # first: if anything fits, this does
-    for make in makers:
-        try:
-            schedule = make(stages, microbatches, num_devices=devices)
-        except ScheduleError:
-            continue
-        if schedule.device_of == problem.device_of:
-            yield schedule.name, schedule
-            if problem.remat:
-                yield f"{schedule.name}+remat", rematted(schedule)
-    greedy = on_a_line if problem.is_line else on_a_v if problem.is_v else None
-    if greedy is not None and devices > 1:
-        for orders in greedy(problem):
-            yield "greedy", as_schedule(orders, "search")
-
-
-def _one_at_a_time(problem: Problem) -> Schedule:
-    """Every microbatch through all stages and back before the next one: slow, and nothing needs less memory."""
-    orders: list[list[Action]] = [[] for _ in range(problem.num_devices)]
-    for microbatch in range(problem.num_microbatches):
-        for stage, device in enumerate(problem.device_of):
-            orders[device].append(Action(Kind.F, stage, microbatch))
-        for stage, device in reversed(list(enumerate(problem.device_of))):
-            orders[device] += [Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)]
-    return as_schedule(orders, "one-at-a-time")
-
-
-def _fused(problem: Problem, schedule: Schedule) -> Schedule | None:
-    """I and the W that follows it as one B, where that takes less time; None if there is none."""
-    cheaper = {
-        stage
-        for stage in range(problem.num_stages)
-        if problem.whole_backward[stage] < (problem.inward[stage] + problem.weight[stage]) * (1 - ROUNDING)
-    }
-    if not cheaper:
-        return None
-    changed = False
-    orders: list[tuple[Action, ...]] = []
-    for order in schedule.orders:
-        row: list[Action] = []
-        for action in order:
-            kind, stage, microbatch = action
-            if kind is Kind.W and stage in cheaper and row and row[-1] == (Kind.I, stage, microbatch):
-                row[-1] = Action(Kind.B, stage, microbatch)
-                changed = True
-            else:
-                row.append(action)
-        orders.append(tuple(row))
-    return Schedule(tuple(orders), schedule.name) if changed else None
 
 
 def _too_little(problems: Sequence[Problem], least: float, *, cut: bool) -> ScheduleError:

@@ -12,34 +12,20 @@ DualPipeV is DualPipe (arXiv 2412.19437) cut in half.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
-from itertools import accumulate
-from operator import sub
+from bisect import bisect_left
+from collections.abc import Sequence
 
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.schedules.clock import CODE, chain, clock
 from funcpipe.schedules.families import _counts as counts  # pyright: ignore[reportPrivateUsage]
+from funcpipe.schedules.squeeze import BLOCK, Block, squeezed
 
 _Phase = tuple[int, str]
 """So many times these words. ``F0``: the next forward of the stage on the way down, ``I1``: the next I of the other
 one, ``W0``: the oldest W that this stage still owes, ``W``: the oldest that the device owes."""
 
-_Lane = dict[int, Action]
-"""What a device does in which slot; every action takes one."""
-
-_Block = tuple[int, int, int, int]
-"""The slots of microbatch 0 on a device: forward down, forward up, I up, I down."""
-
 _KINDS = {kind.value: kind for kind in Kind}
-
-_CHANGE = {Kind.F: 1, Kind.W: -1}
-"""What an action changes in the number of residuals, where I gives back nothing."""
-
-_NEVER = 10**9
-
-_BLOCK = 6
-"""Slots that one microbatch takes on a device: F, I and W of two stages."""
 
 
 def zbv(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
@@ -146,7 +132,7 @@ def v_half(num_stages: int, num_microbatches: int, *, num_devices: int | None = 
     Raises:
         ScheduleError: a count that is not positive, or S is not twice D.
     """
-    orders = _squeezed(*counts(num_stages, num_microbatches, num_devices, folded=True, share=2), _half_block)
+    orders = squeezed(*counts(num_stages, num_microbatches, num_devices, folded=True, share=2), _half_block)
     return Schedule(orders, "V-Half")
 
 
@@ -170,8 +156,51 @@ def v_min(num_stages: int, num_microbatches: int, *, num_devices: int | None = N
     Raises:
         ScheduleError: a count that is not positive, or S is not twice D.
     """
-    orders = _squeezed(*counts(num_stages, num_microbatches, num_devices, folded=True, share=2), _min_block)
+    orders = squeezed(*counts(num_stages, num_microbatches, num_devices, folded=True, share=2), _min_block)
     return Schedule(orders, "V-Min")
+
+
+def v_adaptive(num_stages: int, num_microbatches: int, *, num_devices: int | None = None, residuals: int) -> Schedule:
+    """Between V-Min and ZB-V (arXiv 2405.15362): as little bubble as a given memory allows, the same on every device.
+
+    Every device holds at most ``residuals`` residuals of a stage, even if I gives back nothing of them. The first devices
+    hand their microbatches on as in V-Min, the others as where memory is no matter, as many as there is memory for. Where
+    F, I and W take the same time, 1 for a stage, and ``M > 2 D``, the span is ``6 M + b``; for D = 4 and 4 to 8 residuals
+    b is 11, 10, 5, 3 and 0.
+
+    >>> print(v_adaptive(4, 3, residuals=4))
+    0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
+    1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
+
+    Args:
+        num_stages: how many stages, S; twice D.
+        num_microbatches: how many microbatches, M; any number.
+        num_devices: how many devices, D; half of S.
+        residuals: at least those of V-Min, ``2 ((D + 4) // 3)``; more than 2 D bring nothing.
+
+    Raises:
+        ScheduleError: a count that is not positive, S is not twice D, or fewer residuals than V-Min has.
+    """
+    stages, microbatches, devices = counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
+    fewest = min(2 * ((devices + 4) // 3), 2 * microbatches)
+    if not isinstance(residuals, int) or residuals < fewest:
+        raise ScheduleError(f"no such schedule: residuals is a whole number from {fewest}, what V-Min holds on {devices} devices; got {residuals!r}; or fp.search(..., remat=True)")  # fmt: skip
+    sample = min(microbatches, 2 * devices + 2)  # it is steady by then
+
+    def best(slow: int) -> tuple[float, int] | None:
+        tried = [(_span(orders), gap) for gap in range(BLOCK) if (orders := make(slow, gap, sample)) is not None]
+        return min(tried, default=None)
+
+    def make(slow: int, gap: int, count: int) -> tuple[tuple[Action, ...], ...] | None:
+        blocks = [_adaptive_block(device, devices, slow, gap) for device in range(devices)]
+        if any(len({slot % BLOCK for slot in block}) < len(block) for block in blocks):
+            return None  # two of its actions would meet
+        return squeezed(stages, count, devices, lambda device, _: blocks[device], ceiling=residuals)
+
+    least = bisect_left(range(devices - 1), True, key=lambda slow: best(slow) is not None)
+    found = [(*one, slow) for slow in (least, least + 1) if slow < devices and (one := best(slow)) is not None]
+    orders = make(min(found)[2], min(found)[1], microbatches) if found else None
+    return Schedule(orders, f"V-{residuals}") if orders is not None else v_min(stages, microbatches)
 
 
 def _spell(device: int, devices: int, phases: Sequence[_Phase]) -> list[Action]:
@@ -200,147 +229,32 @@ def _spell(device: int, devices: int, phases: Sequence[_Phase]) -> list[Action]:
     return order
 
 
-def _half_block(device: int, devices: int) -> _Block:
+def _half_block(device: int, devices: int) -> Block:
     gap = 0 if devices % 2 else 3  # else two microbatches would meet in a slot
     return 2 * device, 3 * devices - 2 - device, 3 * devices + gap + 2 * device - 1, 6 * devices + gap - 2 - device
 
 
-def _min_block(device: int, devices: int) -> _Block:
+def _min_block(device: int, devices: int) -> Block:
     gap = 0 if devices % 3 else 2
     return device, 2 * devices - 1 - device, 2 * devices + gap + device, 4 * devices + gap - 1 - device
 
 
-def _squeezed(
-    stages: int, microbatches: int, devices: int, block: Callable[[int, int], _Block]
-) -> tuple[tuple[Action, ...], ...]:
-    """Repeat a block every six slots, fill in W, then move up what can, twice, within the memory of the repeated blocks."""
-    lanes: list[_Lane] = []
-    for device in range(devices):
-        down, up = device, stages - 1 - device
-        cells = zip(block(device, devices), ((Kind.F, down), (Kind.F, up), (Kind.I, up), (Kind.I, down)), strict=True)
-        lane = {
-            start + _BLOCK * microbatch: Action(kind, stage, microbatch)
-            for start, (kind, stage) in cells
-            for microbatch in range(microbatches)
-        }
-        lanes.append(_fill(lane))
-    ceiling = max(max(_levels(lane)) for lane in lanes)
-    lanes = _squeeze(lanes, ceiling, drain=max(map(max, lanes)))
-    last = Action(Kind.F, 0, microbatches - 1)
-    lanes = _squeeze(lanes, ceiling, drain=next(slot for slot, action in lanes[0].items() if action == last))
-    return tuple(tuple(lane[slot] for slot in sorted(lane)) for lane in lanes)
+def _adaptive_block(device: int, devices: int, slow: int, gap: int) -> Block:
+    """From each of the first ``slow`` devices to the next takes one slot, from the others three, both ways."""
+
+    def there(hops: int) -> int:
+        return min(hops, slow) + 3 * max(0, hops - slow)
+
+    turn = there(devices - 1)
+    down, back = there(device), turn - there(device)
+    return down, turn + 1 + back, 2 * turn + 2 + gap + down, 3 * turn + 3 + gap + back
 
 
-def _fill(lane: _Lane) -> _Lane:
-    """F and I stay where they are, W go into the first free slots, in the order of their I."""
-    filled: _Lane = {}
-    owed: list[Action] = []
-    done = slot = 0
-    last = max(lane)
-    while slot <= last or done < len(owed):
-        action = lane.get(slot)
-        if action is not None:
-            filled[slot] = action
-            if action.kind is Kind.I:
-                owed.append(Action(Kind.W, action.stage, action.microbatch))
-        elif done < len(owed):
-            filled[slot] = owed[done]
-            done += 1
-        slot += 1
-    return filled
-
-
-def _levels(lane: _Lane) -> list[int]:
-    """How many residuals a device holds in each slot, from F to W."""
-    held, levels = 0, []
-    for slot in range(max(lane) + 1):
-        kind = lane[slot].kind if slot in lane else None
-        held += 1 if kind is Kind.F else -1 if kind is Kind.W else 0
-        levels.append(held)
-    return levels
-
-
-def _squeeze(lanes: list[_Lane], ceiling: int, *, drain: int) -> list[_Lane]:
-    """Move every action up to the first slot that it can have: free, after all that it needs, memory under the ceiling.
-
-    After slot ``drain`` no new microbatch comes in. From there on F and I take the slots of W too, and these come later:
-    nobody waits for a W.
-    """
-    moved = [dict(lane) for lane in lanes]
-    holes = [[slot for slot in range(max(lane)) if slot not in lane] for lane in lanes]
-    changes = [
-        [_CHANGE.get(lane[slot][0], 0) if slot in lane else 0 for slot in range(max(lane) + 1)] for lane in lanes
-    ]
-    held = [0] * len(lanes)  # by what a device has done before the slot that it has come to
-    placed: dict[tuple[Kind, int, int], int] = {}
-    for slot, device in sorted((slot, device) for device, lane in enumerate(lanes) for slot in lane):
-        action = kind, stage, microbatch = lanes[device][slot]
-        late = slot > drain
-        if kind is not Kind.W or not late:  # else its slot is for the taking; `_fill` finds it another
-            lane = moved[device]
-            needs = (_needs(action, 2 * len(lanes)), (kind, stage, microbatch - 1))
-            ready = 1 + max(placed.get(one, -1) for one in needs)
-            best = ready if late else min(_after(holes[device], ready), slot)
-            if late:
-                best = _earliest(lane, held[device], best, slot, room=ceiling - (kind is Kind.F))
-            elif kind is Kind.F and best < slot:
-                full = _last_full(changes[device], held[device], best, slot, ceiling)
-                best = min(_after(holes[device], full + 1), slot)
-            if best < slot:
-                del lane[slot]
-                pushed = lane.get(best)
-                if pushed is not None:
-                    lane[slot] = pushed
-                else:
-                    holes[device].remove(best)
-                    insort(holes[device], slot)
-                lane[best] = action
-                changes[device][slot] = 0 if pushed is None else -1
-                changes[device][best] = _CHANGE.get(kind, 0)
-            placed[action] = best
-        held[device] += _CHANGE.get(kind, 0)
-    return [_fill({slot: action for slot, action in lane.items() if action.kind is not Kind.W}) for lane in moved]
-
-
-def _after(holes: list[int], slot: int) -> int:
-    """The first free slot from one on."""
-    at = bisect_left(holes, slot)
-    return holes[at] if at < len(holes) else _NEVER
-
-
-def _last_full(changes: list[int], held: int, first: int, slot: int, ceiling: int) -> int:
-    """The last slot from ``first`` on, before another, at whose end a device holds all that it may; ``first - 1``: none."""
-    levels = accumulate(reversed(changes[first + 1 : slot]), sub, initial=held)
-    return next((slot - 1 - back for back, level in enumerate(levels) if level >= ceiling), first - 1)
-
-
-def _earliest(lane: _Lane, held: int, ready: int, slot: int, *, room: int) -> int:
-    """The first slot from ``ready`` up to its own that an action could have, with at most ``room`` held from it on.
-
-    A free one, or that of a W, where one residual more has room.
-
-    Args:
-        lane: what the device does.
-        held: what it holds just before ``slot``.
-        ready, slot, room: see above.
-    """
-    best, most = slot, 0
-    for early in range(slot - 1, ready - 1, -1):
-        if held > room:
-            break
-        most = max(most, held)
-        other = lane.get(early)
-        if other is None or (other[0] is Kind.W and most < room):
-            best = early
-        held -= 0 if other is None else _CHANGE.get(other[0], 0)
-    return best
-
-
-def _needs(action: Action, stages: int) -> tuple[Kind, int, int]:
-    """What an action waits for, beside its stage's microbatch before."""
-    kind, stage, microbatch = action
-    if kind is Kind.F:
-        return Kind.F, stage - 1, microbatch
-    if kind is Kind.W:
-        return Kind.I, stage, microbatch
-    return (Kind.I, stage + 1, microbatch) if stage + 1 < stages else (Kind.F, stage, microbatch)
+def _span(orders: tuple[tuple[Action, ...], ...]) -> float:
+    """The longest device's time where all take one unit."""
+    schedule = Schedule(orders)
+    lanes = [[(CODE[kind], stage, microbatch) for kind, stage, microbatch in order] for order in orders]
+    stages = schedule.num_stages
+    durations = [[1.0] * stages] * len(CODE)
+    starts = clock(lanes, schedule.device_of, schedule.num_microbatches, durations, chain(stages)).starts
+    return max(row[-1] - row[0] for row in starts) + 1

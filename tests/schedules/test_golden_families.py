@@ -22,7 +22,7 @@ from funcpipe.schedules.families import (
     zero_bubble,
 )
 from funcpipe.schedules.remat import remat
-from funcpipe.schedules.v_shape import dualpipe_v, v_half, v_min, zbv
+from funcpipe.schedules.v_shape import dualpipe_v, v_adaptive, v_half, v_min, zbv
 
 FOLDER = Path(__file__).parents[1] / "golden"
 WRITE = os.environ.get("FUNCPIPE_GOLDEN") == "write"
@@ -53,6 +53,12 @@ def zero_bubble_remat(num_stages: int, num_microbatches: int, *, num_devices: in
     return remat(schedule, keep=lambda action: action.stage == 0)
 
 
+def v_adaptive_middle(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+    """Halfway between V-Min and ZB-V."""
+    residuals = num_stages // 2 + (num_stages // 2 + 4) // 3
+    return v_adaptive(num_stages, num_microbatches, num_devices=num_devices, residuals=residuals)
+
+
 CASES: dict[Callable[..., Schedule], list[Sizes]] = {
     fill_drain: [(1, 1), (3, 5), (5, 3, 2)],
     forward_only: [(1, 1), (3, 4), (5, 2, 2)],
@@ -65,6 +71,7 @@ CASES: dict[Callable[..., Schedule], list[Sizes]] = {
     zbv: [(4, 3), (8, 8), (6, 2)],
     dualpipe_v: [(4, 4), (6, 7), (8, 10)],
     v_half: [(4, 3), (6, 6), (8, 8)],
+    v_adaptive_middle: [(4, 3), (6, 6), (8, 8)],
     v_min: [(4, 3), (6, 6), (8, 8)],
     fill_drain_remat_except_last: [(1, 3), (3, 4), (4, 2, 2)],
     one_f_one_b_remat: [(2, 3), (4, 6), (4, 3, 2)],

@@ -51,6 +51,40 @@ def test_every_count_is_legal_complete_and_within_its_memory(family: Family, dev
     assert family(2 * devices, count, num_devices=devices) == schedule
 
 
+@random_sizes
+@given(st.integers(1, 8), st.integers(1, 20), st.integers(0, 12))
+def test_any_memory_between_v_min_and_zb_v(devices: int, count: int, more: int) -> None:
+    """Legal, ascending, on a V, never more than it may; with more memory than ZB-V needs it is none the worse."""
+    residuals = 2 * ((devices + 4) // 3) + more
+    schedule = fp.v_adaptive(2 * devices, count, residuals=residuals)
+    check(schedule)
+    assert schedule.is_ascending
+    assert (*range(devices), *reversed(range(devices))) == schedule.device_of
+    timeline = fp.simulate(schedule, WHOLE)
+    assert max(timeline.peak) <= residuals
+    if residuals >= 2 * devices and count > 2 * devices:
+        assert 6 * count == timeline.span
+
+
+@pytest.mark.parametrize("devices", [3, 4, 5, 6, 8])
+def test_the_adaptive_frontier(devices: int) -> None:
+    """The published bubbles at even memory, at most three more at odd; there half of a residual that I gives back helps them."""
+    count = 2 * devices + 3
+    for residuals in range(2 * ((devices + 4) // 3), 2 * devices + 1):
+        timeline = fp.simulate(fp.v_adaptive(2 * devices, count, residuals=residuals), WHOLE)
+        rising = devices - 1 + 2 * (1 + (residuals + 1) // 2)
+        published = 3 * devices - 1 - 3 * residuals + max(3 * devices, rising)
+        allowed = 0 if residuals % 2 == 0 and residuals != 10 else 2
+        assert published <= timeline.span - 6 * count <= published + allowed
+
+
+@pytest.mark.parametrize("residuals", [3, 4.0, None])
+def test_too_little_memory_for_a_v(residuals: Any) -> None:
+    """V-Min holds the least."""
+    with pytest.raises(fp.ScheduleError, match="residuals is a whole number from 4, what V-Min holds on 3 devices"):
+        fp.v_adaptive(6, 9, residuals=residuals)
+
+
 def torchs(cls: type, devices: int, microbatches: int) -> str:
     """The order that torch's own class computes; a forward overlapped with a backward counts as both, in turn."""
     made: Any = object.__new__(cls)

@@ -1,0 +1,81 @@
+"""Where a search begins: the published schedules, the greedy ones, and the least that memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from math import isfinite
+
+from funcpipe.core.errors import ScheduleError
+from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.lab.greedy import on_a_line, on_a_v
+from funcpipe.lab.problem import ROUNDING, Problem, as_schedule
+from funcpipe.schedules import families, v_shape
+from funcpipe.schedules.remat import remat as rematted
+
+_SMALL = 16
+"""Devices; building an adaptive V for more takes seconds."""
+
+
+def known(problem: Problem) -> Iterator[tuple[str, Schedule]]:
+    """The published schedules on this placement, and the greedy ones; the best guesses first."""
+    stages, microbatches, devices = problem.num_stages, problem.num_microbatches, problem.num_devices
+    makers: list[Callable[..., Schedule]] = [
+        families.zb_h2, families.zero_bubble, families.one_f_one_b, families.eager_one_f_one_b, families.interleaved,
+        families.looped_bfs, families.fill_drain, v_shape.zbv, v_shape.v_half, v_shape.v_min, v_shape.dualpipe_v,
+    ]  # fmt: skip
+    if any(map(isfinite, problem.limits)):
+        yield "one at a time", _one_at_a_time(problem)  # first: if anything fits, this does
+    for make in makers:
+        try:
+            schedule = make(stages, microbatches, num_devices=devices)
+        except ScheduleError:
+            continue
+        if schedule.device_of == problem.device_of:
+            yield schedule.name, schedule
+            if problem.remat:
+                yield f"{schedule.name}+remat", rematted(schedule)
+    room = min(problem.limits) / max(*problem.residual, 1e-300)
+    if problem.is_v and isfinite(room) and devices <= _SMALL:
+        with suppress(ScheduleError):  # less than V-Min
+            schedule = v_shape.v_adaptive(stages, microbatches, residuals=int(min(room * (1 + ROUNDING), stages)))
+            yield schedule.name, schedule
+    greedy = on_a_line if problem.is_line else on_a_v if problem.is_v else None
+    if greedy is not None and devices > 1:
+        for orders in greedy(problem):
+            yield "greedy", as_schedule(orders, "search")
+
+
+def _one_at_a_time(problem: Problem) -> Schedule:
+    """Every microbatch through all stages and back before the next one: slow, and nothing needs less memory."""
+    orders: list[list[Action]] = [[] for _ in range(problem.num_devices)]
+    for microbatch in range(problem.num_microbatches):
+        for stage, device in enumerate(problem.device_of):
+            orders[device].append(Action(Kind.F, stage, microbatch))
+        for stage, device in reversed(list(enumerate(problem.device_of))):
+            orders[device] += [Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)]
+    return as_schedule(orders, "one-at-a-time")
+
+
+def fused(problem: Problem, schedule: Schedule) -> Schedule | None:
+    """I and the W that follows it as one B, where that takes less time; None if there is none."""
+    cheaper = {
+        stage
+        for stage in range(problem.num_stages)
+        if problem.whole_backward[stage] < (problem.inward[stage] + problem.weight[stage]) * (1 - ROUNDING)
+    }
+    if not cheaper:
+        return None
+    changed = False
+    orders: list[tuple[Action, ...]] = []
+    for order in schedule.orders:
+        row: list[Action] = []
+        for action in order:
+            kind, stage, microbatch = action
+            if kind is Kind.W and stage in cheaper and row and row[-1] == (Kind.I, stage, microbatch):
+                row[-1] = Action(Kind.B, stage, microbatch)
+                changed = True
+            else:
+                row.append(action)
+        orders.append(tuple(row))
+    return Schedule(tuple(orders), schedule.name) if changed else None
