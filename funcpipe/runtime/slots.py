@@ -92,19 +92,24 @@ def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
         if all(hook is None for hook in hooks):
             yield from zip(raws, _many(getattr(node, name)), strict=True)
         for hook in hooks:
-            for raw in _region(hook):
-                if raw.unpack_hook is None:
-                    yield raw, raw.unpack()
+            yield from _region(hook)
 
 
-def _region(hook: Any) -> list[Any]:
-    """The inputs of the ``torch.utils.checkpoint`` region that packed a tensor with this hook.
+def _region(hook: Any) -> Iterator[tuple[Any, Any]]:
+    """The inputs of the ``torch.utils.checkpoint`` region that packed a tensor with this hook, as in `_saved_by`.
 
     They are reached by names of torch's own. Should it choose others, the inputs stay on the device.
     """
-    cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
-    saved = [one for cell in cells for one in getattr(cell, "saved_args", ())]
-    return [one for one in saved if isinstance(one, SavedTensor)]
+    for cell in getattr(hook, "__closure__", None) or ():
+        frame = cell.cell_contents
+        handles: list[Any] = [one for one in getattr(frame, "saved_args", ()) if isinstance(one, SavedTensor)]
+        for raw in handles:
+            if raw.unpack_hook is None:
+                yield raw, raw.unpack()
+        node = getattr(getattr(frame, "input_saver", None), "grad_fn", None)  # torch 2.11 keeps them in a node
+        raws = getattr(node, "_raw_saved_tensors", ())
+        if node is not None and all(raw.unpack_hook is None for raw in raws):
+            yield from zip(raws, node.saved_tensors, strict=True)
 
 
 def _names_of(node: Any) -> Iterable[tuple[str, str]]:

@@ -249,7 +249,8 @@ def test_what_was_saved_is_really_gone_while_it_is_away(num_stages, executor, mo
     if executor == "serial":  # where nothing is copied, the output itself went on, to the next lane
         output = ["aten.gather.default", "aten.detach.default"]
         assert [output] * (3 * num_stages - 3) == [lost.pop(f"0O{m}") for m in range(3) if num_stages > 1]
-    assert {name: found for name, found in lost.items() if found} == {}
+    nothing = "aten.empty.memory_format"  # without elements; in torch 2.11 a checkpointed region holds two of them
+    assert {name: found for name, found in lost.items() if set(found) - {nothing}} == {}
     assert all(len(alive[f"{stage}F{m}"]) > 5 for stage in range(num_stages) for m in range(3))
     assert set(leaves) <= {0}  # an input has its shape, and no memory
     assert len(leaves) == 2 * 3 * (num_stages - 1)
