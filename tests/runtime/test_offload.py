@@ -244,13 +244,15 @@ def test_what_was_saved_is_really_gone_while_it_is_away(num_stages, executor, mo
     assert all(len(one.refs) > 15 for one in seen.values())
     monkeypatch.undo()
     assert_same_result(fp.run_sequential(plan, params, given, threads_per_lane=1), result)
-    lost = {name: count for name, count in alive.items() if "O" in name or "L" in name}
+    nothing = "aten.empty.memory_format"  # without elements; in torch 2.11 a checkpointed region holds two of them
+    lost = {
+        name: [one for one in found if one != nothing] for name, found in alive.items() if "O" in name or "L" in name
+    }
     assert len(lost) == 2 * 3 * num_stages
     if executor == "serial":  # where nothing is copied, the output itself went on, to the next lane
         output = ["aten.gather.default", "aten.detach.default"]
         assert [output] * (3 * num_stages - 3) == [lost.pop(f"0O{m}") for m in range(3) if num_stages > 1]
-    nothing = "aten.empty.memory_format"  # without elements; in torch 2.11 a checkpointed region holds two of them
-    assert {name: found for name, found in lost.items() if set(found) - {nothing}} == {}
+    assert {name: found for name, found in lost.items() if found} == {}
     assert all(len(alive[f"{stage}F{m}"]) > 5 for stage in range(num_stages) for m in range(3))
     assert set(leaves) <= {0}  # an input has its shape, and no memory
     assert len(leaves) == 2 * 3 * (num_stages - 1)
