@@ -44,8 +44,9 @@ class Cost:
             or S - 1 of them, from each stage to the next and back.
         bandwidth: memory that crosses from one device to another in a unit of time, one number; None: no limit. Values
             with the same two ends cross one after the other.
-        output: memory of what a stage hands to the next, and of its gradient. Each lies at its reader from its arrival
-            until the action that reads it starts (where it becomes part of the residual), or ends if it keeps none.
+        output: memory of what a stage hands to the next, and of its gradient. Each lies at its reader from when it has
+            crossed the link until the action that reads it starts (where it becomes part of the residual), or ends if
+            that keeps none.
         skips: the skips, which cross and lie like outputs; of one that is popped several times, one for each.
         residual: memory that F (or R, or L) takes at its start, until B or W ends (or O).
         weight_residual: what is left of it after I, until W ends. One half is the zero-bubble paper's figure

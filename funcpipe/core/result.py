@@ -95,7 +95,10 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Action, ...]:
-        """The chain of actions, each starting when the one before lets it, that ends with the last action."""
+        """The chain of actions, each starting when the one before lets it, that ends with the last action.
+
+        Along stages, devices and links to the host; a wait for a skip is not followed.
+        """
         if not self.spans:
             return ()
         at = {span.action: span for span in self.spans}
@@ -139,7 +142,7 @@ class Timeline:
     def cost(self) -> Cost:
         """The mean time of each kind on each stage, to simulate with: what the actions took, without the waiting.
 
-        Of what a stage did not run, B is I and W together, I and W are half of B each, and R is F, as in `Cost`.
+        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F, and O and L are nothing.
 
         >>> Timeline((Span(0, 0.0, 1.0, Action(Kind.F, 0, 0)), Span(0, 1.0, 4.0, Action(Kind.F, 0, 1))), 1).cost().forward
         (2.0,)
@@ -157,7 +160,12 @@ class Timeline:
         half = [time / 2 for time in mean(Kind.B, [0.0] * len(stages))]
         first, second = mean(Kind.I, half), mean(Kind.W, half)
         backward = mean(Kind.B, [a + b for a, b in zip(first, second, strict=True)])
-        return Cost(forward, first, second, backward=backward, remat=mean(Kind.R, forward), comm=self.comm)
+        moves = [self.by_kind.get((kind, stage), ()) for stage in stages for kind in _MOVES]
+        both = [(*out, *back) for out, back in zip(moves[::2], moves[1::2], strict=True)]
+        offload = tuple(fmean(times) if times else 0.0 for times in both)
+        return Cost(
+            forward, first, second, backward=backward, remat=mean(Kind.R, forward), offload=offload, comm=self.comm
+        )
 
     def to_chrome_trace(self, path: Any) -> None:
         """Write the timeline as a trace that Perfetto and chrome://tracing open.

@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Action, Kind
-from funcpipe.lab.problem import Orders, Problem
+from funcpipe.lab.problem import ROUNDING, Orders, Problem
 
 _LARGEST = 10**6
 """Of the whole numbers that times are turned into; the solver is slow with larger ones."""
+_FINE = 10**6
+"""The largest memory limit, in whole numbers."""
 _MOST = 4_000
 """Intervals; more are out of its reach."""
 
@@ -74,7 +76,8 @@ class _Model:
 
     Attributes:
         unit: the time of one tick.
-        complete: is a schedule of the model's length possible if and only if it is for the problem.
+        complete: is every schedule of the problem one of the model, so that its bound is the problem's. With remat it is
+            not known that microbatches may keep their order.
     """
 
     def __init__(self, problem: Problem, cp_model: Any, hint: Timeline | None) -> None:
@@ -85,7 +88,7 @@ class _Model:
             for whole, one, two in zip(problem.whole_backward, problem.inward, problem.weight, strict=True)
         )
         crossing = problem.cost.bandwidth or problem.cost.skips or any(_tuple(problem.cost.output))
-        self.complete = exact and not fused and not crossing and not problem.offload
+        self.complete = exact and not fused and not crossing and not problem.offload and not problem.remat
         times = {Kind.F: problem.forward, Kind.I: problem.inward, Kind.W: problem.weight, Kind.R: problem.again}
         self.times = {kind: [round(Fraction(time) / self.unit) for time in row] for kind, row in times.items()}
         self.hops = [[round(Fraction(hop) / self.unit) for hop in row] for row in problem.waits]
@@ -143,24 +146,23 @@ class _Model:
 
     def _memory(self) -> None:
         cp, problem = self.cp, self.problem
-        sizes = [*problem.residual, *problem.rest, *(limit for limit in problem.limits if limit < inf)]
-        scale = lcm(*(Fraction(size).limit_denominator(10**6).denominator for size in sizes))
+        largest = max((limit for limit in problem.limits if limit < inf), default=1.0)
+        scale = _FINE / largest
         for device, mine in enumerate(problem.local):
             if problem.limits[device] == inf:
                 continue
             intervals: list[Any] = []
             demands: list[int] = []
             for stage in mine:
-                rest = ceil(Fraction(problem.rest[stage]).limit_denominator(10**6) * scale)
-                rest = min(rest, ceil(Fraction(problem.residual[stage]).limit_denominator(10**6) * scale))
-                gone = ceil(Fraction(problem.residual[stage]).limit_denominator(10**6) * scale) - rest
+                # Rounded so that whatever fits the problem fits here; what only fits here is refused when it is timed.
+                rest = min(problem.rest[stage], problem.residual[stage])
+                shares = floor((problem.residual[stage] - rest) * scale), floor(rest * scale)
                 for microbatch in range(problem.num_microbatches):
-                    for kind, demand in ((Kind.I, gone), (Kind.W, rest)):
+                    for kind, demand in zip((Kind.I, Kind.W), shares, strict=True):
                         if demand:
                             intervals.append(self._held(stage, microbatch, kind))
                             demands.append(demand)
-            limit = Fraction(problem.limits[device]).limit_denominator(10**6)
-            cp.AddCumulative(intervals, demands, floor(limit * scale))
+            cp.AddCumulative(intervals, demands, ceil(problem.limits[device] * (1 + ROUNDING) * scale))
 
     def _held(self, stage: int, microbatch: int, kind: Kind) -> Any:
         """From when the residual is there to the end of an action."""
@@ -208,7 +210,7 @@ def _unit(problem: Problem) -> tuple[Fraction, bool]:
     rough = [time.limit_denominator(10**4) for time in times]
     unit = Fraction(1, lcm(*(time.denominator for time in rough)))
     long = max(rough, default=Fraction(0))
-    if all(abs(a - b) <= Fraction(1, 10**12) * max(b, 1) for a, b in zip(rough, times, strict=True)) and long / unit <= _LARGEST:  # fmt: skip
+    if all(abs(a - b) <= Fraction(1, 10**12) * b for a, b in zip(rough, times, strict=True)) and long / unit <= _LARGEST:  # fmt: skip
         return unit, True
     return max(long, Fraction(1, 10**9)) / 1000, False
 

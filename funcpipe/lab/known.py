@@ -58,12 +58,8 @@ def _one_at_a_time(problem: Problem) -> Schedule:
 
 
 def fused(problem: Problem, schedule: Schedule) -> Schedule | None:
-    """I and the W that follows it as one B, where that takes less time; None if there is none."""
-    cheaper = {
-        stage
-        for stage in range(problem.num_stages)
-        if problem.whole_backward[stage] < (problem.inward[stage] + problem.weight[stage]) * (1 - ROUNDING)
-    }
+    """I and the W that follows it as one B, where that takes less time or memory; None if there is none."""
+    cheaper = {stage for stage, one in enumerate(problem.cheaper) if one}
     if not cheaper:
         return None
     changed = False

@@ -84,9 +84,9 @@ class Problem:
 
     @cached_property
     def cheaper(self) -> tuple[bool, ...]:
-        """Does B take less time than I and W, by stage."""
-        rows = zip(self.whole_backward, self.inward, self.weight, strict=True)
-        return tuple(whole < (one + two) * (1 - ROUNDING) for whole, one, two in rows)
+        """Does B take less time than I and W, or less memory, by stage."""
+        rows = zip(self.whole_backward, self.inward, self.weight, self.residual, self.rest, strict=True)
+        return tuple(whole < (one + two) * (1 - ROUNDING) or rest > held for whole, one, two, held, rest in rows)
 
     @cached_property
     def again(self) -> tuple[float, ...]:
@@ -112,7 +112,8 @@ class Problem:
         there, back = [0.0] * self.num_stages, [0.0] * self.num_stages
         for edge in edges_of(self.cost, self.device_of):
             if abs(edge.source - edge.to) == 1:
-                (back if edge.backward else there)[edge.source] = edge.link + edge.latency
+                row = back if edge.backward else there
+                row[edge.source] = max(row[edge.source], edge.link + edge.latency)
         return tuple(there), tuple(back)
 
     @cached_property
@@ -157,10 +158,11 @@ class Budget:
     Attributes:
         most: evaluations of this part.
         evaluations: how many schedules this part has timed.
+        cut: did the time end it, or a part of it.
     """
 
     def __init__(self, most: int, seconds: float) -> None:
-        self.most, self.evaluations = most, 0
+        self.most, self.evaluations, self.cut = most, 0, False
         self._ends = perf_counter() + seconds
         self._whole: Budget | None = None
 
@@ -190,4 +192,13 @@ class Budget:
     @property
     def spent(self) -> bool:
         """Is there nothing left."""
-        return self.evaluations >= self.most or self.late
+        if self.evaluations >= self.most:
+            return True
+        if self.late:
+            self._note()
+        return self.late
+
+    def _note(self) -> None:
+        self.cut = True
+        if self._whole is not None:
+            self._whole._note()

@@ -52,8 +52,8 @@ def _longest(problem: Problem, timeline: Timeline, device: int, away: set[tuple[
         place = stage, microbatch
         if kind is Kind.F:
             begins[place] = span.end
-        elif kind is Kind.R:
-            begins.pop(place, None)  # it is computed again: there is nothing to move
+        elif kind in (Kind.R, Kind.O):
+            begins.pop(place, None)  # it is computed again, or away: there is nothing to move
         elif (kind is Kind.B or kind is Kind.I) and place in begins and place not in away:
             move = problem.cost.of(Kind.O, stage)
             # It is gone from the end of its O until L starts, which must hold the moment between them.

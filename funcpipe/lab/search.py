@@ -10,7 +10,7 @@ from random import Random
 from typing import Any, cast
 
 from funcpipe.core.cost import Cost
-from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.errors import FuncpipeError, ScheduleError, bullets
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.lab.bounds import lower_bound
@@ -25,6 +25,7 @@ from funcpipe.schedules.clock import CODE, KINDS
 from funcpipe.schedules.memory import residual_peak
 from funcpipe.view.simulate import simulate
 
+_WRONG = 1e-6
 _POLISHED = 20_000
 """Actions; moving single ones in longer schedules takes too long for what it brings."""
 
@@ -37,7 +38,8 @@ class Found:
         schedule: an ordinary one: run it, draw it, write it to a file.
         timeline: its simulation under the costs of the search.
         objective: what was made short, "makespan" or "span".
-        lower_bound: no schedule for these costs, devices and limits takes less.
+        lower_bound: no schedule for these costs and limits takes less, with the stages placed in one of the ways that
+            were tried.
         source: where it comes from: a family, "greedy", "rules", "moves" or "exact".
         evaluations: how many schedules were timed.
         ended: what ended the search: "evaluations", "seconds" (then the same call may find another schedule), or "bound":
@@ -264,14 +266,18 @@ class _Best:
             solved = solve(problem, hint, seconds=seconds, seed=seed)
             self.cut = self.cut or (solved is not None and solved.late)
             if solved is not None and solved.orders is not None:
-                self.bounds[number] = max(self.bounds[number], solved.bound)
                 self.offer(problem, as_schedule(solved.orders, "search"), "exact")
+                if self.problem is problem and solved.bound > self.value * (1 + _WRONG):
+                    raise FuncpipeError(f"internal error: the solver's bound is {solved.bound}, above {self.value}, which was found; please report it with the cost")  # fmt: skip
+                self.bounds[number] = min(self.value, max(self.bounds[number], solved.bound))
 
     def found(self, problems: Sequence[Problem]) -> Found:
         """What the search gives back. Raises ScheduleError."""
         if self.schedule is None or self.timeline is None:
             raise _too_little(problems, self.least, cut=self.budget.late)
-        ended = "bound" if self.done else "seconds" if self.budget.late or self.cut else "evaluations"
+        ended = (
+            "bound" if self.done else "seconds" if self.budget.cut or self.budget.late or self.cut else "evaluations"
+        )
         return Found(self.schedule, self.timeline, problems[0].objective, self.bound, self.source, self.budget.evaluations, ended)  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from operator import index
+from time import perf_counter
 from typing import Any, NamedTuple, cast
 
 from funcpipe.core.cost import Cost, per_stage
@@ -130,24 +131,33 @@ def plan_for(
     """
     counts, shares = _counts(cost, num_devices, num_microbatches, stages_per_device)
     options: dict[str, Any] = {"objective": objective, "remat": remat, "offload": offload, "seed": seed}
-    looks: list[_Look] = []
+    _limits(memory_limit, num_devices)
     ways = [(count, layers, share) for count, layers in counts.items() for share in shares]
+    ends = perf_counter() + seconds * _SHARE
+    looks: list[_Look] = []
     for count, layers, share in ways:
-        looks += _looks(layers, count, share, num_devices, memory_limit, fixed, options, seconds * _SHARE / len(ways))
-    looks.sort(key=lambda look: look.tried.value)
+        if perf_counter() > ends and any(look.found for look in looks):
+            break
+        looks += _looks(layers, count, share, num_devices, memory_limit, fixed, options, ends)
+    looks.sort(key=_rank)
     fitting = [look for look in looks if look.tried.value < inf]
     if not fitting:
         reasons = [f"{one.num_microbatches} microbatches, {len(one.sizes)} stages, {one.placement}: {one.reason}" for one in (look.tried for look in looks)]  # fmt: skip
         raise PlanError(bullets("no way to run these layers fits:", reasons or ["there are fewer layers than devices"]))
     best: tuple[float, _Look, Found] | None = None
     for look in fitting[:_FINALISTS]:
-        more = search(
-            look.cost, num_devices=num_devices, num_microbatches=look.tried.num_microbatches, placement=look.tried.placement,
-            memory_limit=look.limits, evaluations=evaluations, seconds=seconds * (1 - _SHARE) / _FINALISTS, **options,
-        )  # fmt: skip
-        value = more.makespan if objective == "makespan" else more.span
-        if best is None or value < best[0]:
-            best = value, look, more
+        assert look.found is not None
+        try:
+            more = search(
+                look.cost, num_devices=num_devices, num_microbatches=look.tried.num_microbatches, placement=look.tried.placement,
+                memory_limit=look.limits, evaluations=evaluations, seconds=seconds * (1 - _SHARE) / _FINALISTS, **options,
+            )  # fmt: skip
+        except ScheduleError:  # cut short before it came to what the first look found
+            more = look.found
+        for one in (look.found, more):
+            value = one.makespan if objective == "makespan" else one.span
+            if best is None or value < best[0]:
+                best = value, look, one
     assert best is not None
     value, look, found = best
     tried = [one.tried for one in looks if one is not look]
@@ -157,11 +167,28 @@ def plan_for(
 
 
 class _Look(NamedTuple):
-    """A partition on a placement, and how it does with what is quickly found."""
+    """A partition on a placement, and how it does with what is quickly found; ``over``: how much memory it lacks."""
 
     tried: Tried
     cost: Cost
     limits: tuple[float, ...] | None
+    over: float
+    found: Found | None = None
+
+
+def _rank(look: _Look) -> tuple[float, float]:
+    """Small is good: the objective, and where nothing fits the memory that is lacking."""
+    return look.tried.value, look.over
+
+
+def _limits(given: Any, devices: int) -> None:
+    """Refuse a memory limit that is none. Raises PlanError."""
+    if given is None:
+        return
+    many = isinstance(given, Sequence) and not isinstance(given, str)
+    limits: tuple[Any, ...] = tuple(cast("Sequence[Any]", given)) if many else (given,) * devices
+    if len(limits) != devices or not all(isinstance(one, (int, float)) and one > 0 for one in limits):
+        raise PlanError(f"memory_limit is a positive number, or one for each of {devices} devices; got {given!r}")
 
 
 def _counts(
@@ -171,7 +198,8 @@ def _counts(
     faults: list[str] = []
 
     def numbers(name: str, value: Any) -> tuple[int, ...]:
-        given = tuple(value) if isinstance(value, Sequence) else (value,)
+        several = isinstance(value, Sequence) and not isinstance(value, str) and name != "num_devices"
+        given: tuple[Any, ...] = tuple(cast("Sequence[Any]", value)) if several else (value,)
         try:
             found = tuple(dict.fromkeys(map(index, given)))
         except TypeError:
@@ -205,7 +233,7 @@ def _looks(
     limit: float | Sequence[float] | None,
     fixed: float | Sequence[float],
     options: dict[str, Any],
-    seconds: float,
+    ends: float,
 ) -> Iterator[_Look]:
     """Every placement of ``share * devices`` stages, its cuts improved while single layers can be moved to advantage."""
     num_layers = _num_layers(layers)
@@ -218,15 +246,21 @@ def _looks(
     for shape in shapes:
         home = placed(shape, stages, devices)
 
-        def look(sizes: tuple[int, ...], shape: str = shape, home: tuple[int, ...] = home) -> _Look:
-            return _look(layers, sizes, count, shape, home, limit, weights, options, seconds / (8 * len(shapes)))
+        known: dict[tuple[int, ...], _Look] = {}
 
-        best = min((look(sizes) for sizes in sorted(starts)), key=lambda one: one.tried.value)
-        for _ in range(num_layers):
-            better = min(map(look, _neighbours(best.tried.sizes)), key=lambda one: one.tried.value, default=best)
-            if better.tried.value >= best.tried.value:
-                break
-            best = better
+        def look(sizes: tuple[int, ...], shape: str = shape, home: tuple[int, ...] = home, known: Any = known) -> _Look:
+            if sizes not in known:
+                known[sizes] = _look(layers, sizes, count, shape, home, limit, weights, options)
+            return known[sizes]
+
+        best = min(map(look, sorted(starts)), key=_rank)
+        better = True
+        while better and perf_counter() < ends:
+            better = False
+            for sizes in _neighbours(best.tried.sizes):
+                if perf_counter() < ends and _rank(look(sizes)) < _rank(best):
+                    best, better = look(sizes), True
+                    break
         yield best
 
 
@@ -246,7 +280,10 @@ def _cuts(
     ]
     memory = per_stage(layers.residual, len(weights))
     yield balance(times, stages)
-    if limit is None or share > 1:
+    if limit is None:
+        return
+    yield balance([one + more for one, more in zip(memory, weights, strict=True)], stages)
+    if share > 1:
         return
     for most in (lambda stage: stages - stage, lambda stage: 2 * (stages - stage) - 1, lambda stage: 1):
         in_flight = [min(count, most(stage)) for stage in range(stages)]
@@ -273,7 +310,6 @@ def _look(
     limit: float | Sequence[float] | None,
     weights: tuple[float, ...],
     options: dict[str, Any],
-    seconds: float,
 ) -> _Look:
     """What is quickly found for a partition."""
     cost, devices = layers.group(sizes), max(home) + 1
@@ -285,13 +321,22 @@ def _look(
             room[home[stage]] -= sum(weights[begin:end])
         limits = tuple(room)
         if min(limits) <= 0:
-            return _Look(Tried(count, sizes, shape, inf, f"device {limits.index(min(limits))} has no room beside parameters"), cost, limits)  # fmt: skip
+            reason = f"device {limits.index(min(limits))} has no room beside parameters"
+            return _Look(Tried(count, sizes, shape, inf, reason), cost, limits, _over(cost, home, limits))
     try:
         found = search(
             cost, num_devices=devices, num_microbatches=count, placement=shape, memory_limit=limits, evaluations=20,
-            seconds=seconds, **options,
+            **options,
         )  # fmt: skip
     except ScheduleError as error:
-        return _Look(Tried(count, sizes, shape, inf, str(error)), cost, limits)
+        return _Look(Tried(count, sizes, shape, inf, str(error)), cost, limits, _over(cost, home, limits or ()))
     value = found.makespan if options["objective"] == "makespan" else found.span
-    return _Look(Tried(count, sizes, shape, value, found.schedule.name), cost, limits)
+    return _Look(Tried(count, sizes, shape, value, found.schedule.name), cost, limits, 0.0, found)
+
+
+def _over(cost: Cost, home: tuple[int, ...], limits: Sequence[float]) -> float:
+    """What the devices lack together for one microbatch at a time."""
+    needs = [0.0] * len(limits)
+    for stage, residual in enumerate(per_stage(cost.residual, len(home))):
+        needs[home[stage]] += residual
+    return sum(max(0.0, need - limit) for need, limit in zip(needs, limits, strict=True))

@@ -193,3 +193,10 @@ def test_critical_path_of_spans_that_contradict_themselves():
     first, second = fp.Action(fp.Kind.F, 1, 0), fp.Action(fp.Kind.F, 0, 0)
     timeline = fp.Timeline((fp.Span(0, 0.0, 1.0, first), fp.Span(0, 1.0, 2.0, second)), 1)
     assert timeline.critical_path == (first, second)
+
+
+def test_the_cost_of_a_timeline_has_its_moves() -> None:
+    """O and L of a stage, their mean; nothing where none ran."""
+    spans = (Span(0, 0.0, 1.0, Action(Kind.F, 0, 0)), Span(0, 1.0, 3.0, Action(Kind.O, 0, 0)), Span(0, 3.0, 7.0, Action(Kind.L, 0, 0)),
+             Span(1, 1.0, 2.0, Action(Kind.F, 1, 0)))  # fmt: skip
+    assert (3.0, 0.0) == Timeline(spans, 2).cost().offload

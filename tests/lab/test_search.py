@@ -250,3 +250,26 @@ def test_a_search_reads_well():
     assert str(found).startswith("search: makespan 102, nothing shorter exists; bubble 11.8% of the makespan")
     assert str(found).endswith("ended by bound")
     assert found.critical_path[-1].kind is fp.Kind.W
+
+
+def test_a_residual_that_grows_at_i():
+    """What I leaves may be more than what it takes: then a whole backward is what fits."""
+    found = fp.search(fp.Cost(weight_residual=1.5), num_devices=2, num_microbatches=2, memory_limit=1, evaluations=50)
+    assert (1.0, 1.0) == found.peak
+
+
+def test_a_skip_between_neighbours_hides_nothing():
+    """The bound counts the slower of what goes the same way."""
+    cost, more = (fp.Cost(bandwidth=1, output=50, skips=skips) for skips in ([], [(0, 1, 0.01)]))
+    options = {"num_devices": 2, "num_microbatches": 2, "evaluations": 20}
+    assert fp.search(cost, **options).lower_bound <= fp.search(more, **options).lower_bound
+
+
+def test_what_is_away_is_not_sent_away_again():
+    """A schedule that moves residuals already keeps its moves, or is given up."""
+    from funcpipe.lab.relieve import relieve
+
+    schedule = fp.offload(fp.fill_drain(2, 4), move=lambda action: action.microbatch == 1)
+    problem = Problem(fp.Cost(), schedule.device_of, 4, (1.5, 1.5), offload=True)
+    relieved = relieve(problem, schedule, lambda one: fp.simulate(one, problem.cost), Budget(10**6, 60))
+    assert relieved is None or max(fp.simulate(relieved, problem.cost).peak) <= 1.5

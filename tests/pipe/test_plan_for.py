@@ -77,6 +77,8 @@ def test_a_model_runs_as_chosen():
         ({"memory_limit": 1.0}, "no way to run these layers fits"),
         ({"memory_limit": 4.0, "fixed": 2.0}, "has no room beside parameters"),
         ({"num_devices": 20}, "there are fewer layers than devices"),
+        ({"num_devices": [2]}, "num_devices is a positive whole number"),
+        ({"memory_limit": [1.0, 2.0]}, "memory_limit is a positive number, or one for each of 4 devices"),
     ],
 )  # fmt: skip
 def test_choices_that_cannot_be_made(options, says):
@@ -85,3 +87,25 @@ def test_choices_that_cannot_be_made(options, says):
     cost = given.pop("cost")
     with pytest.raises(fp.FuncpipeError, match=says):
         fp.plan_for(cost, **given)
+
+
+def test_large_parameters_at_one_end():
+    """Equal times would put all of them on one device; the cut goes where they fit."""
+    cost = fp.Cost([1.0] * 16, residual=[0.01] * 16)
+    fixed = [10.0] * 4 + [0.0] * 12
+    choice = fp.plan_for(cost, num_devices=2, num_microbatches=4, stages_per_device=2, memory_limit=25, fixed=fixed,
+                         evaluations=60)  # fmt: skip
+    homes = [device for device, size in zip(choice.schedule.device_of, choice.sizes, strict=True) for _ in range(size)]
+    assert {20.0} == {
+        sum(more for more, home in zip(fixed, homes, strict=True) if home == device) for device in range(2)
+    }
+
+
+def test_seconds_end_it():
+    """Not at once: a look that was begun ends, and the best of them is what one gets."""
+    from time import perf_counter
+
+    began = perf_counter()
+    choice = fp.plan_for(fp.Cost([1.0, 1.2, 0.9] * 10), num_devices=4, num_microbatches=16, seconds=0.2)
+    assert perf_counter() - began < 10
+    assert sum(choice.sizes) == 30
