@@ -30,6 +30,7 @@ def schedules(num_stages: int, num_microbatches: int, *, backward: bool = True) 
     if s > 1 and s % 2 == 0:
         families = [fp.zbv, fp.v_half, fp.v_min, *([fp.dualpipe_v] if m >= s else [])]
         new += [family(s, m, num_devices=s // 2) for family in families]
+        new.append(fp.interleaved(s, m, num_devices=s // 2, group=(s // 2 + 1) // 2))
         new.append(fp.remat(new[2], keep=lambda a: (a.stage + a.microbatch) % 2 == 0))
     away = [fp.one_f_one_b(s, m), *new[:1], *new[2:3], fp.interleaved(s, m)]
     away = [fp.offload(one, move=lambda a: (a.stage + a.microbatch) % 3 != 0, ahead=m % 2) for one in away]

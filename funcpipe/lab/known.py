@@ -35,6 +35,10 @@ def known(problem: Problem) -> Iterator[tuple[str, Schedule]]:
             yield schedule.name, schedule
             if problem.remat:
                 yield f"{schedule.name}+remat", rematted(schedule)
+    if problem.device_of == tuple(stage % devices for stage in range(stages)) and stages > devices:
+        for group in sorted({(devices + 1) // 2, (3 * devices + 3) // 4, devices}):
+            schedule = families.interleaved(stages, microbatches, num_devices=devices, group=group)
+            yield schedule.name, schedule
     room = min(problem.limits) / max(*problem.residual, 1e-300)
     if problem.is_v and isfinite(room) and devices <= _SMALL:
         with suppress(ScheduleError):  # less than V-Min

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from operator import index
+from operator import index, itemgetter
 
 from funcpipe.core.errors import ScheduleError, bullets
 from funcpipe.core.schedule import Action, Kind, Schedule
@@ -157,11 +157,17 @@ def looped_bfs(num_stages: int, num_microbatches: int, *, num_devices: int | Non
     return Schedule(tuple(orders), "looped-BFS")
 
 
-def interleaved(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+def interleaved(
+    num_stages: int, num_microbatches: int, *, num_devices: int | None = None, group: int | None = None
+) -> Schedule:
     """Interleaved 1F1B (Megatron-LM, figure 4): v looped stages a device make the bubble v times smaller.
 
     Stage s lies on device ``s mod D``. Microbatches go in rounds of about D through each local stage. Device d holds at
     most ``2 (D - 1 - d) + (v - 1) D + 1`` residuals where D divides M.
+
+    With ``group`` = g (GIS, the generalized interleaved schedule of PipeOffload, arXiv 2503.01328) they go in rounds of g,
+    and each forward as late as it may: device d holds at most ``g (v - 1) + D - d`` residuals. With g = D the bubble is
+    the same where copies take no time; with fewer it grows, to as little memory as g = D / 2 needs.
 
     >>> print(interleaved(4, 2, num_devices=2))
     0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
@@ -171,11 +177,14 @@ def interleaved(num_stages: int, num_microbatches: int, *, num_devices: int | No
         num_stages: how many stages, S; a multiple of D.
         num_microbatches: how many microbatches, M; any number (rounds differ by at most one microbatch).
         num_devices: how many devices, D; by default two stages a device where S is even.
+        group: microbatches of a round, from half of D to D; None: Megatron-LM's order.
 
     Raises:
-        ScheduleError: a count that is not positive, or S is no multiple of D.
+        ScheduleError: a count that is not positive, S is no multiple of D, or a group of another size.
     """
     stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices, looped=True, share=2)
+    if group is not None:
+        return _grouped(stages, microbatches, devices, group)
     rounds, longest = _rounds(microbatches, devices)
     orders: list[tuple[Action, ...]] = []
     for device in range(devices):
@@ -183,6 +192,30 @@ def interleaved(num_stages: int, num_microbatches: int, *, num_devices: int | No
         warmup = (stages // devices - 1) * longest + 2 * (devices - 1 - device)
         orders.append(weave(forwards, backwards, warmup=warmup))
     return Schedule(tuple(orders), "interleaved")
+
+
+def _grouped(stages: int, microbatches: int, devices: int, group: int) -> Schedule:
+    """Every action in its slot: a device begins a forward every two, a backward in the slots between, g of each stage in turn.
+
+    From device to device is one slot, so from one local stage to the next are D; a round of g takes 2 g, no less.
+    """
+    least = (devices + 1) // 2
+    if type(group) is not int or not least <= group <= devices:
+        raise ScheduleError(f"no such schedule: group is a whole number from {least} to {devices}, half of the devices to all of them; got {group!r}")  # fmt: skip
+    share = stages // devices
+    orders: list[tuple[Action, ...]] = []
+    for device in range(devices):
+        slots: list[tuple[int, Action]] = []
+        for microbatch in range(microbatches):
+            round_, place = divmod(microbatch, group)
+            begin = 2 * (share * group * round_ + place)
+            turn = begin + 2 * (share - 1) * group + 2 * devices - 1 - device  # of the last stage's backward, here
+            for local in range(share):
+                stage = local * devices + device
+                slots.append((begin + 2 * local * group + device, Action(Kind.F, stage, microbatch)))
+                slots.append((turn + 2 * group * (share - 1 - local), Action(Kind.B, stage, microbatch)))
+        orders.append(tuple(action for _, action in sorted(slots, key=itemgetter(0))))
+    return Schedule(tuple(orders), f"GIS-{group}")
 
 
 def zero_bubble(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:

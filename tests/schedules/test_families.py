@@ -3,12 +3,14 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.check import check
@@ -23,6 +25,7 @@ from funcpipe.schedules.families import (
     zero_bubble,
 )
 from funcpipe.schedules.remat import remat
+from funcpipe.view.simulate import simulate
 
 random_sizes = settings(deadline=None, database=None, max_examples=60)
 
@@ -243,3 +246,34 @@ def test_every_fault_of_the_counts_is_named(family: Family) -> None:
     with pytest.raises(ScheduleError) as error:
         family("4", 2)  # pyright: ignore[reportArgumentType]
     assert "no such schedule:\n  * num_stages is a whole number; got '4'" == str(error.value)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 20), st.data())
+def test_interleaved_in_groups_is_legal_and_keeps_its_memory(devices: int, share: int, count: int, data: Any) -> None:
+    """GIS: for any counts, any group from half of the devices to all."""
+    group = data.draw(st.integers((devices + 1) // 2, devices))
+    schedule = interleaved(share * devices, count, num_devices=devices, group=group)
+    check(schedule)
+    assert schedule.is_ascending
+    assert [stage % devices for stage in range(share * devices)] == list(schedule.device_of)
+    peaks = simulate(schedule, Cost(weight_residual=1)).peak
+    assert all(peak <= group * (share - 1) + devices - device for device, peak in enumerate(peaks))
+
+
+@pytest.mark.parametrize(("devices", "share"), [(4, 2), (8, 2), (8, 4), (3, 3)])
+def test_groups_of_all_devices_have_the_bubble_of_interleaved_and_less_memory(devices: int, share: int) -> None:
+    """16 instead of 23 residuals for 8 devices with two stages each."""
+    count = 4 * devices
+    usual, grouped = (
+        simulate(interleaved(share * devices, count, num_devices=devices, group=g)) for g in (None, devices)
+    )
+    assert usual.makespan == grouped.makespan
+    assert (2 * (devices - 1) + (share - 1) * devices + 1, share * devices) == (usual.peak[0], grouped.peak[0])
+
+
+@pytest.mark.parametrize("group", [1, 5, 2.0, "2"])
+def test_groups_that_are_none(group: Any) -> None:
+    """From half of the devices to all of them."""
+    with pytest.raises(ScheduleError, match="group is a whole number from 2 to 4"):
+        interleaved(8, 8, num_devices=4, group=group)

@@ -53,6 +53,11 @@ def zero_bubble_remat(num_stages: int, num_microbatches: int, *, num_devices: in
     return remat(schedule, keep=lambda action: action.stage == 0)
 
 
+def interleaved_in_groups(num_stages: int, num_microbatches: int, *, num_devices: int) -> Schedule:
+    """Rounds of half the devices."""
+    return interleaved(num_stages, num_microbatches, num_devices=num_devices, group=(num_devices + 1) // 2)
+
+
 def v_adaptive_middle(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
     """Halfway between V-Min and ZB-V."""
     residuals = num_stages // 2 + (num_stages // 2 + 4) // 3
@@ -71,6 +76,7 @@ CASES: dict[Callable[..., Schedule], list[Sizes]] = {
     zbv: [(4, 3), (8, 8), (6, 2)],
     dualpipe_v: [(4, 4), (6, 7), (8, 10)],
     v_half: [(4, 3), (6, 6), (8, 8)],
+    interleaved_in_groups: [(4, 3, 2), (6, 6, 3), (12, 5, 4)],
     v_adaptive_middle: [(4, 3), (6, 6), (8, 8)],
     v_min: [(4, 3), (6, 6), (8, 8)],
     fill_drain_remat_except_last: [(1, 3), (3, 4), (4, 2, 2)],
