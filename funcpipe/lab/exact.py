@@ -64,6 +64,9 @@ def solve(problem: Problem, hint: Timeline | None, *, seconds: float, seed: int)
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
+    solver.parameters.catch_sigint_signal = (
+        False  # it would leave Ctrl-C to end the process without a word, from then on
+    )
     status = solver.Solve(model.cp)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Solved(None, 0.0, status == cp_model.UNKNOWN)

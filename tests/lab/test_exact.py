@@ -1,5 +1,8 @@
 """Proofs by OR-Tools: the published optima, a better remat, and what the solver is not asked for."""
 
+import subprocess
+import sys
+
 import pytest
 
 import funcpipe as fp
@@ -102,10 +105,23 @@ def test_memory_of_any_size_is_rounded_towards_what_fits(size):
     )
 
 
+def test_ctrl_c_is_python_s_again():
+    """The solver has a handler of its own, and leaves none behind if it is let."""
+    code = """
+import os, signal, time, funcpipe as fp
+fp.search(fp.Cost(), num_devices=3, num_microbatches=6, memory_limit=2, evaluations=1, exact=True)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+except KeyboardInterrupt:
+    print("caught")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ("caught\n", 0) == (done.stdout, done.returncode)
+
+
 def test_without_the_extra(monkeypatch):
     """The message says what to install."""
-    import sys
-
     monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
     with pytest.raises(fp.ScheduleError, match=r"pip install 'torch-funcpipe\[solve\]'"):
         fp.search(
