@@ -12,14 +12,11 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from funcpipe.lab.problem import ROUNDING, Problem
+from funcpipe.lab.problem import ROUNDING, Problem, Step
 from funcpipe.schedules.clock import B, F, I, R, W
 
 _NEVER = float("inf")
 _ALL = 10**9
-
-Step = tuple[int, int, int]
-"""An action as (code, stage, microbatch)."""
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
-from funcpipe.lab.problem import ROUNDING, Budget, Problem
-from funcpipe.schedules.clock import B, F, I, L, O, R, W, clock, durations_of, edges_of
-
-Step = tuple[int, int, int]
-"""An action as (code, stage, microbatch)."""
+from funcpipe.lab.problem import ROUNDING, Budget, Problem, Step
+from funcpipe.schedules.clock import KINDS, B, F, I, L, O, R, W, clock, durations_of, edges_of
+from funcpipe.schedules.memory import residual_table
 
 _CLASS = {F: 0, R: 1, B: 2, I: 2, W: 3, O: 4, L: 5}
 """Actions of one class and stage keep their order: microbatches ascend."""
@@ -34,11 +32,9 @@ class Bench:
         self.problem = problem
         self.durations = durations_of(problem.cost, problem.num_stages)
         self.edges = edges_of(problem.cost, problem.device_of)
-        whole, rest = problem.residual, problem.rest
-        zero = [0.0] * problem.num_stages
-        self.takes = {F: whole, R: whole, L: whole, B: zero, I: zero, W: zero, O: zero}
-        gone = [a - b for a, b in zip(whole, rest, strict=True)]
-        self.frees = {F: zero, R: zero, L: zero, B: whole, I: gone, W: rest, O: whole}
+        table = residual_table(problem.cost, problem.num_stages)
+        self.takes = [table[kind][0] for kind in KINDS]
+        self.frees = [table[kind][1] for kind in KINDS]
 
     def score(self, lanes: Sequence[Sequence[Step]]) -> Score | None:
         """The times of some orders; None where they cannot come to their end."""

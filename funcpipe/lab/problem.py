@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from funcpipe.core.cost import Cost, per_stage
+from funcpipe.core.errors import ScheduleError
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.clock import edges_of
@@ -17,6 +18,9 @@ Objective: TypeAlias = Literal["makespan", "span"]
 
 Orders: TypeAlias = list[list[Action]]
 """For each device what it runs."""
+
+Step: TypeAlias = tuple[int, int, int]
+"""An action as (code, stage, microbatch), for those that walk over all of them again and again."""
 
 ROUNDING = 1e-9
 """Of times and memory, relative: less is no difference."""
@@ -150,6 +154,19 @@ class Problem:
 def as_schedule(orders: Iterable[Iterable[Action]], name: str) -> Schedule:
     """The orders as a schedule."""
     return Schedule(tuple(map(tuple, orders)), name)
+
+
+def limits_of(given: Any, num_devices: int) -> tuple[float, ...]:
+    """The memory limit of each device: one number, one for each, or None for none. Raises ScheduleError."""
+    if given is None:
+        return (float("inf"),) * num_devices
+    many = isinstance(given, Sequence) and not isinstance(given, str)
+    limits: tuple[Any, ...] = tuple(cast("Sequence[Any]", given)) if many else (given,) * num_devices
+    if len(limits) != num_devices or not all(isinstance(one, (int, float)) and one > 0 for one in limits):
+        raise ScheduleError(
+            f"memory_limit is a positive number, or one for each of {num_devices} devices; got {given!r}"
+        )
+    return tuple(map(float, limits))
 
 
 class Budget:

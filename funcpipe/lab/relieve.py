@@ -7,6 +7,7 @@ from collections.abc import Callable
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.lab.problem import ROUNDING, Budget, Problem
+from funcpipe.schedules.offload import with_moves
 
 Timed = Callable[[Schedule], Timeline]
 
@@ -70,8 +71,7 @@ def _insert(problem: Problem, bare: Schedule, timeline: Timeline, away: set[tupl
     starts = {span.action: span.start for span in timeline.spans}
     orders: list[tuple[Action, ...]] = []
     for order in bare.orders:
-        wanted: dict[int, list[Action]] = {}
-        after: dict[int, list[Action]] = {}
+        loads: dict[int, list[Action]] = {}
         made = {(a.stage, a.microbatch): at for at, a in enumerate(order) if a.kind is Kind.F}
         link = float("inf")  # loads queue: each must be done before the next one begins
         for at in reversed(range(len(order))):
@@ -83,10 +83,6 @@ def _insert(problem: Problem, bare: Schedule, timeline: Timeline, away: set[tupl
             to = at
             while to - 1 > made[place] and starts[order[to]] > begin:
                 to -= 1
-            wanted.setdefault(to, []).insert(0, Action(Kind.L, stage, microbatch))
-            after.setdefault(made[place], []).append(Action(Kind.O, stage, microbatch))
-        row: list[Action] = []
-        for at, action in enumerate(order):
-            row += [*wanted.get(at, ()), action, *after.get(at, ())]
-        orders.append(tuple(row))
+            loads.setdefault(to, []).insert(0, Action(Kind.L, stage, microbatch))
+        orders.append(with_moves(order, {made[place] for place in away if place in made}, loads))
     return Schedule(tuple(orders), f"{bare.name}+offload")

@@ -19,7 +19,7 @@ from funcpipe.lab.exact import solve
 from funcpipe.lab.known import fused, known
 from funcpipe.lab.placement import placed, shapes_for
 from funcpipe.lab.polish import Bench, polish
-from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule
+from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule, limits_of
 from funcpipe.lab.relieve import relieve
 from funcpipe.schedules.clock import CODE, KINDS
 from funcpipe.schedules.memory import residual_peak
@@ -131,7 +131,7 @@ def search(
         objective: "makespan": one isolated batch; "span": the longest device from its first start to its last end, the cost
             of one of many batches that follow each other.
         exact: at the end, let OR-Tools (extra ``solve``) look for the shortest of all and prove it, for what is left of
-            the time; where everything is small (up to about 4 devices and 8 microbatches) that takes seconds.
+            the time; where everything is small (up to about 4 devices and 8 microbatches) that takes up to half a minute.
         evaluations: about how many schedules are timed; the same number and seed give the same schedule.
         seconds: cut the search short after so long.
         seed: of the random changes.
@@ -151,7 +151,7 @@ def search(
     for number, problem in enumerate(problems):
         if best.done or budget.late:
             break
-        inners = best.within(problem)
+        inners = best.variants(problem)
         for turn, inner in enumerate(inners):
             left = (len(problems) - number) * len(inners) - turn
             part = budget.part((0.45 if exact else 0.9) / left)
@@ -227,21 +227,21 @@ class _Best:
         self.budget.spend()
         return simulate(schedule, problem.cost)
 
-    def within(self, problem: Problem) -> list[Problem]:
-        """The problem for those who count residuals alone: what else lies on the devices is taken off the limits.
+    def tight(self, problem: Problem) -> Problem:
+        """The problem for those who count residuals alone: what else lies on the devices is taken off the limits."""
+        limits = problem.limits
+        if self.timeline is not None and self.schedule is not None and self.problem is problem and not problem.offload:
+            held = [residual_peak(order, self.schedule, problem.cost) for order in self.schedule.orders]
+            more = [max(0.0, peak - one) for peak, one in zip(self.timeline.peak, held, strict=True)]
+            limits = tuple(limit - one for limit, one in zip(limits, more, strict=True))
+        return replace(problem, limits=limits, offload=False)
 
-        Where residuals can move away, also as if there were no limits.
-        """
-        free = _replaced(problem, (float("inf"),) * problem.num_devices)
-        plain = [replace(problem, remat=False, offload=False)] if problem.remat else []
-        if self.timeline is None or self.schedule is None or self.problem is not problem or problem.offload:
-            return [*plain, _replaced(problem, problem.limits), *([free] if problem.offload else [])]
-        rest = [
-            peak - residual_peak(order, self.schedule, problem.cost)
-            for peak, order in zip(self.timeline.peak, self.schedule.orders, strict=True)
-        ]
-        tighter = tuple(limit - max(0.0, more) for limit, more in zip(problem.limits, rest, strict=True))
-        return [*(_replaced(one, tighter) for one in plain), _replaced(problem, tighter)]
+    def variants(self, problem: Problem) -> list[Problem]:
+        """What the rules are searched for: without remat too, and as if there were no limits where residuals can leave."""
+        tight = self.tight(problem)
+        plain = [replace(tight, remat=False)] if problem.remat else []
+        free = [replace(tight, limits=(float("inf"),) * problem.num_devices)] if problem.offload else []
+        return [*plain, tight, *free]
 
     def polish(self, rng: Random, share: float) -> None:
         """Spend what is left, or a share of it, on moving single actions of the best."""
@@ -250,7 +250,7 @@ class _Best:
         if sum(map(len, self.schedule.orders)) > _POLISHED:
             return
         lanes = [[(CODE[kind], stage, m) for kind, stage, m in order] for order in self.schedule.orders]
-        bench = Bench(self.within(self.problem)[-1 - self.problem.offload])
+        bench = Bench(self.tight(self.problem))
         for better in polish(bench, lanes, rng, self.budget.part(share), good=self.bound):
             self._offer(self.problem, as_schedule(map(_actions, better), self.schedule.name), "moves")
 
@@ -325,7 +325,7 @@ def _problems(
     cost.check_stages(stages)
     if stages < devices:
         raise ScheduleError(f"num_devices is at most the number of stages; got {devices} devices for {stages} stages")
-    limits = _limits(memory_limit, devices)
+    limits = limits_of(memory_limit, devices)
     shapes = shapes_for(stages, devices) if placement is None else [placement]
     return [
         Problem(cost, placed(shape, stages, devices), counts["num_microbatches"], limits, objective, remat, offload)
@@ -338,19 +338,6 @@ def _stages_of(cost: Cost, placement: Any, devices: int) -> int:
     if placement is not None and not isinstance(placement, str):
         return len(placement)
     return cost.num_stages or (2 * devices if placement == "v" else devices)
-
-
-def _limits(given: Any, devices: int) -> tuple[float, ...]:
-    if given is None:
-        return (float("inf"),) * devices
-    limits = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * devices
-    if len(limits) != devices or not all(isinstance(one, (int, float)) and one > 0 for one in limits):
-        raise ScheduleError(f"memory_limit is a positive number, or one for each of {devices} devices; got {given!r}")
-    return tuple(map(float, limits))
-
-
-def _replaced(problem: Problem, limits: tuple[float, ...]) -> Problem:
-    return replace(problem, limits=limits, offload=False)
 
 
 def _too_little(problems: Sequence[Problem], least: float, *, cut: bool) -> ScheduleError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 from operator import index
 from time import perf_counter
@@ -15,7 +15,7 @@ from funcpipe.core.errors import PlanError, ScheduleError, bullets
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.lab.placement import placed, shapes_for
-from funcpipe.lab.problem import Objective
+from funcpipe.lab.problem import Objective, limits_of
 from funcpipe.lab.search import Found, search
 from funcpipe.models.balance import balance
 
@@ -131,14 +131,14 @@ def plan_for(
     """
     counts, shares = _counts(cost, num_devices, num_microbatches, stages_per_device)
     options: dict[str, Any] = {"objective": objective, "remat": remat, "offload": offload, "seed": seed}
-    _limits(memory_limit, num_devices)
+    limits = limits_of(memory_limit, num_devices)
     ways = [(count, layers, share) for count, layers in counts.items() for share in shares]
     ends = perf_counter() + seconds * _SHARE
     looks: list[_Look] = []
     for count, layers, share in ways:
         if perf_counter() > ends and any(look.found for look in looks):
             break
-        looks += _looks(layers, count, share, num_devices, memory_limit, fixed, options, ends)
+        looks += _looks(layers, count, share, limits, fixed, options, ends)
     looks.sort(key=_rank)
     fitting = [look for look in looks if look.tried.value < inf]
     if not fitting:
@@ -171,7 +171,7 @@ class _Look(NamedTuple):
 
     tried: Tried
     cost: Cost
-    limits: tuple[float, ...] | None
+    limits: tuple[float, ...]
     over: float
     found: Found | None = None
 
@@ -179,16 +179,6 @@ class _Look(NamedTuple):
 def _rank(look: _Look) -> tuple[float, float]:
     """Small is good: the objective, and where nothing fits the memory that is lacking."""
     return look.tried.value, look.over
-
-
-def _limits(given: Any, devices: int) -> None:
-    """Refuse a memory limit that is none. Raises PlanError."""
-    if given is None:
-        return
-    many = isinstance(given, Sequence) and not isinstance(given, str)
-    limits: tuple[Any, ...] = tuple(cast("Sequence[Any]", given)) if many else (given,) * devices
-    if len(limits) != devices or not all(isinstance(one, (int, float)) and one > 0 for one in limits):
-        raise PlanError(f"memory_limit is a positive number, or one for each of {devices} devices; got {given!r}")
 
 
 def _counts(
@@ -229,20 +219,19 @@ def _looks(
     layers: Cost,
     count: int,
     share: int,
-    devices: int,
-    limit: float | Sequence[float] | None,
+    limits: tuple[float, ...],
     fixed: float | Sequence[float],
     options: dict[str, Any],
     ends: float,
 ) -> Iterator[_Look]:
     """Every placement of ``share * devices`` stages, its cuts improved while single layers can be moved to advantage."""
-    num_layers = _num_layers(layers)
+    num_layers, devices = _num_layers(layers), len(limits)
     stages = share * devices
     if stages > num_layers:
         return
     weights = per_stage(fixed, num_layers)
     shapes = shapes_for(stages, devices)
-    starts = {tuple(sizes) for sizes in _cuts(layers, stages, count, limit, weights, devices, share)}
+    starts = {tuple(sizes) for sizes in _cuts(layers, stages, count, limits, weights)}
     for shape in shapes:
         home = placed(shape, stages, devices)
 
@@ -250,7 +239,7 @@ def _looks(
 
         def look(sizes: tuple[int, ...], shape: str = shape, home: tuple[int, ...] = home, known: Any = known) -> _Look:
             if sizes not in known:
-                known[sizes] = _look(layers, sizes, count, shape, home, limit, weights, options)
+                known[sizes] = _look(layers, sizes, count, shape, home, limits, weights, options)
             return known[sizes]
 
         best = min(map(look, sorted(starts)), key=_rank)
@@ -271,7 +260,7 @@ def _num_layers(layers: Cost) -> int:
 
 
 def _cuts(
-    layers: Cost, stages: int, count: int, limit: Any, weights: tuple[float, ...], devices: int, share: int
+    layers: Cost, stages: int, count: int, limits: tuple[float, ...], weights: tuple[float, ...]
 ) -> Iterator[Sequence[int]]:
     """Partitions to begin with: equal in time, and where memory is short with what each stage holds counted."""
     times = [
@@ -280,15 +269,17 @@ def _cuts(
     ]
     memory = per_stage(layers.residual, len(weights))
     yield balance(times, stages)
-    if limit is None:
+    if min(limits) == inf:
         return
     yield balance([one + more for one, more in zip(memory, weights, strict=True)], stages)
-    if share > 1:
+    if stages > len(limits):
         return
+    all_of_it = sum(weights) + count * sum(memory)  # as good as no limit, and a number
+    finite = [min(limit, all_of_it) for limit in limits]
     for most in (lambda stage: stages - stage, lambda stage: 2 * (stages - stage) - 1, lambda stage: 1):
         in_flight = [min(count, most(stage)) for stage in range(stages)]
         try:
-            yield balance(times, stages, memory=memory, fixed=weights, limit=limit, in_flight=in_flight)
+            yield balance(times, stages, memory=memory, fixed=weights, limit=finite, in_flight=in_flight)
         except PlanError:
             continue
 
@@ -307,31 +298,28 @@ def _look(
     count: int,
     shape: str,
     home: tuple[int, ...],
-    limit: float | Sequence[float] | None,
+    limits: tuple[float, ...],
     weights: tuple[float, ...],
     options: dict[str, Any],
 ) -> _Look:
     """What is quickly found for a partition."""
-    cost, devices = layers.group(sizes), max(home) + 1
-    limits: tuple[float, ...] | None = None
-    if limit is not None:
-        room = list(per_stage(limit, devices))
-        ends = [0, *(sum(sizes[: at + 1]) for at in range(len(sizes)))]
-        for stage, (begin, end) in enumerate(pairwise(ends)):
-            room[home[stage]] -= sum(weights[begin:end])
-        limits = tuple(room)
-        if min(limits) <= 0:
-            reason = f"device {limits.index(min(limits))} has no room beside parameters"
-            return _Look(Tried(count, sizes, shape, inf, reason), cost, limits, _over(cost, home, limits))
+    cost, room = layers.group(sizes), list(limits)
+    ends = [0, *accumulate(sizes)]
+    for stage, (begin, end) in enumerate(pairwise(ends)):
+        room[home[stage]] -= sum(weights[begin:end])
+    over = _over(cost, home, room)
+    if min(room) <= 0:
+        reason = f"device {room.index(min(room))} has no room beside parameters"
+        return _Look(Tried(count, sizes, shape, inf, reason), cost, tuple(room), over)
     try:
         found = search(
-            cost, num_devices=devices, num_microbatches=count, placement=shape, memory_limit=limits, evaluations=20,
+            cost, num_devices=len(room), num_microbatches=count, placement=shape, memory_limit=room, evaluations=20,
             **options,
         )  # fmt: skip
     except ScheduleError as error:
-        return _Look(Tried(count, sizes, shape, inf, str(error)), cost, limits, _over(cost, home, limits or ()))
+        return _Look(Tried(count, sizes, shape, inf, str(error)), cost, tuple(room), over)
     value = found.makespan if options["objective"] == "makespan" else found.span
-    return _Look(Tried(count, sizes, shape, value, found.schedule.name), cost, limits, 0.0, found)
+    return _Look(Tried(count, sizes, shape, value, found.schedule.name), cost, tuple(room), over, found)
 
 
 def _over(cost: Cost, home: tuple[int, ...], limits: Sequence[float]) -> float:

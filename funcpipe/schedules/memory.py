@@ -9,28 +9,43 @@ from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.clock import edges_of
 
 
+def residual_table(cost: Cost, num_stages: int) -> dict[Kind, tuple[tuple[float, ...], tuple[float, ...]]]:
+    """What each kind takes at its start and frees at its end, by stage: of residuals, the only place that says so.
+
+    Where an R computes a residual again, its F takes none; forwards alone keep none.
+    """
+    whole, rest = per_stage(cost.residual, num_stages), per_stage(cost.weight_residual, num_stages)
+    gone = tuple(one - left for one, left in zip(whole, rest, strict=True))
+    none = (0.0,) * num_stages
+    takes = {Kind.F: whole, Kind.R: whole, Kind.L: whole}
+    frees = {Kind.B: whole, Kind.O: whole, Kind.I: gone, Kind.W: rest}
+    return {kind: (takes.get(kind, none), frees.get(kind, none)) for kind in Kind}
+
+
+def _changes(order: Sequence[Action], schedule: Schedule, cost: Cost) -> list[tuple[float, float]]:
+    """What each action of a device takes and frees of residuals."""
+    if not schedule.has_backward:
+        return [(0.0, 0.0)] * len(order)
+    again = {(stage, microbatch) for kind, stage, microbatch in order if kind is Kind.R}
+    table = residual_table(cost, schedule.num_stages)
+    rows: list[tuple[float, float]] = []
+    for kind, stage, microbatch in order:
+        takes, frees = table[kind]
+        kept = kind is not Kind.F or (stage, microbatch) not in again
+        rows.append((takes[stage] if kept else 0.0, frees[stage]))
+    return rows
+
+
 def residual_levels(order: tuple[Action, ...], schedule: Schedule, cost: Cost = Cost()) -> list[tuple[float, float]]:  # noqa: B008  frozen
     """What a device holds in residuals from the start of each action of its order, and from its end.
 
-    F takes ``residual`` at its start unless an R takes it later; I leaves ``weight_residual`` at its end; B and W free
-    all at their end. Forwards alone keep none. O and L move all of it in no time here, at their place in the order.
+    By the order alone: O and L move all of a residual in no time here.
     """
-    again = {(stage, microbatch) for kind, stage, microbatch in order if kind is Kind.R}
-    whole = per_stage(cost.residual, schedule.num_stages)
-    rest = per_stage(cost.weight_residual, schedule.num_stages)
     live = 0.0
     levels: list[tuple[float, float]] = []
-    for kind, stage, microbatch in order:
-        takes = kind in (Kind.R, Kind.L) or (kind is Kind.F and (stage, microbatch) not in again)
-        if schedule.has_backward and takes:
-            live += whole[stage]
-        during = live
-        if kind in (Kind.B, Kind.O):
-            live -= whole[stage]
-        elif kind is Kind.I:
-            live -= whole[stage] - rest[stage]
-        elif kind is Kind.W:
-            live -= rest[stage]
+    for taken, freed in _changes(order, schedule, cost):
+        during = live + taken
+        live = during - freed
         levels.append((during, live))
     return levels
 
@@ -66,20 +81,13 @@ _Change = tuple[float, float, float]
 
 def _residuals(order: Sequence[Action], starts: Sequence[float], schedule: Schedule, cost: Cost) -> list[_Change]:
     """What the actions take and free of residuals; the place of an action's start is twice its position."""
-    if not schedule.has_backward:
-        return [(start, 2.0 * at, 0.0) for at, start in enumerate(starts)]
-    again = {(stage, microbatch) for kind, stage, microbatch in order if kind is Kind.R}
-    whole = per_stage(cost.residual, schedule.num_stages)
-    rest = per_stage(cost.weight_residual, schedule.num_stages)
-    durations = {(kind, stage): cost.of(kind, stage) for kind in Kind for stage in range(schedule.num_stages)}
     changes: list[_Change] = []
-    for at, ((kind, stage, microbatch), start) in enumerate(zip(order, starts, strict=True)):
-        if kind is Kind.R or kind is Kind.L or (kind is Kind.F and (stage, microbatch) not in again):
-            changes.append((start, 2.0 * at, whole[stage]))
-        if kind is Kind.F or kind is Kind.R or kind is Kind.L:
-            continue
-        freed = rest[stage] if kind is Kind.W else whole[stage] - (rest[stage] if kind is Kind.I else 0.0)
-        changes.append((start + durations[kind, stage], 2.0 * at + 1, -freed))
+    rows = zip(order, starts, _changes(order, schedule, cost), strict=True)
+    for at, ((kind, stage, _), start, (taken, freed)) in enumerate(rows):
+        if taken or not schedule.has_backward:
+            changes.append((start, 2.0 * at, taken))
+        if freed:
+            changes.append((start + cost.of(kind, stage), 2.0 * at + 1, -freed))
     return changes
 
 

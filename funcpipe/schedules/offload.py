@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from funcpipe.core.errors import ScheduleError, bullets
 from funcpipe.core.schedule import Action, Kind, Schedule
@@ -87,6 +87,13 @@ def _moved(order: tuple[Action, ...], move: Callable[[Action], bool], ahead: int
             continue
         away.add(made)
         loads[at - ahead].append(Action(Kind.L, stage, m))
+    return with_moves(order, away, loads)
+
+
+def with_moves(
+    order: Sequence[Action], away: Container[int], loads: Mapping[int, Sequence[Action]]
+) -> tuple[Action, ...]:
+    """An order with an O after each forward at a position in ``away``, and the L of ``loads`` before their positions."""
     out: list[Action] = []
     for at, action in enumerate(order):
         out += loads.get(at, [])

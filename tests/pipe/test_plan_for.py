@@ -101,6 +101,14 @@ def test_large_parameters_at_one_end():
     }
 
 
+def test_one_device_without_a_limit():
+    """Infinity is a limit like any other."""
+    choice = fp.plan_for(
+        fp.Cost([1.0] * 6), num_devices=2, num_microbatches=4, memory_limit=[3, float("inf")], evaluations=40
+    )
+    assert choice.timeline.peak[0] <= 3
+
+
 def test_seconds_end_it():
     """Not at once: a look that was begun ends, and the best of them is what one gets."""
     from time import perf_counter
