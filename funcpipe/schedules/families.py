@@ -166,8 +166,8 @@ def interleaved(
     most ``2 (D - 1 - d) + (v - 1) D + 1`` residuals where D divides M.
 
     With ``group`` = g (GIS, the generalized interleaved schedule of PipeOffload, arXiv 2503.01328) they go in rounds of g,
-    and each forward as late as it may: device d holds at most ``g (v - 1) + D - d`` residuals. With g = D the bubble is
-    the same where copies take no time; with fewer it grows, to as little memory as g = D / 2 needs.
+    and after the first round a device begins a forward only every two slots: device d holds at most ``g (v - 1) + D - d``
+    residuals. Where copies take no time, g = D has the bubble of Megatron-LM's order; a smaller g has a larger one.
 
     >>> print(interleaved(4, 2, num_devices=2))
     0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1

@@ -6,10 +6,9 @@ How the schedules of controllable memory are made (arXiv 2405.15362), on a V: ea
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import sub
-from typing import overload
 
 from funcpipe.core.schedule import Action, Kind
 
@@ -28,39 +27,37 @@ _CHANGE = {Kind.F: 1, Kind.W: -1}
 _NEVER = 10**9
 
 
-@overload
-def squeezed(
-    stages: int, microbatches: int, devices: int, block: Callable[[int, int], Block]
-) -> tuple[tuple[Action, ...], ...]: ...
-@overload
-def squeezed(
-    stages: int, microbatches: int, devices: int, block: Callable[[int, int], Block], *, ceiling: int
-) -> tuple[tuple[Action, ...], ...] | None: ...
-def squeezed(
-    stages: int, microbatches: int, devices: int, block: Callable[[int, int], Block], *, ceiling: int | None = None
-) -> tuple[tuple[Action, ...], ...] | None:
-    """Repeat a block every six slots, fill in W, then move up what can, twice, within the memory of the repeated blocks.
-
-    Or within the memory given by ``ceiling``; None where they need more.
-    """
+def repeated(microbatches: int, blocks: Sequence[Block]) -> list[Lane]:
+    """One block a device, repeated every six slots; W in the first free slots after their I."""
     lanes: list[Lane] = []
-    for device in range(devices):
-        down, up = device, stages - 1 - device
-        cells = zip(block(device, devices), ((Kind.F, down), (Kind.F, up), (Kind.I, up), (Kind.I, down)), strict=True)
+    for down, block in enumerate(blocks):
+        up = 2 * len(blocks) - 1 - down
+        cells = zip(block, ((Kind.F, down), (Kind.F, up), (Kind.I, up), (Kind.I, down)), strict=True)
         lane = {
             start + BLOCK * microbatch: Action(kind, stage, microbatch)
             for start, (kind, stage) in cells
             for microbatch in range(microbatches)
         }
         lanes.append(_fill(lane))
-    needed = max(max(_levels(lane)) for lane in lanes)
-    ceiling = needed if ceiling is None else ceiling
-    if needed > ceiling:
-        return None
-    lanes = _squeeze(lanes, ceiling, drain=max(map(max, lanes)))
-    last = Action(Kind.F, 0, microbatches - 1)
-    lanes = _squeeze(lanes, ceiling, drain=next(slot for slot, action in lanes[0].items() if action == last))
-    return tuple(tuple(lane[slot] for slot in sorted(lane)) for lane in lanes)
+    return lanes
+
+
+def most_held(lanes: Sequence[Lane]) -> int:
+    """The most residuals of a stage that any device holds, from F to W."""
+    return max(max(_levels(lane)) for lane in lanes)
+
+
+def squeezed(lanes: Sequence[Lane], ceiling: int) -> tuple[tuple[Action, ...], ...]:
+    """The orders of repeated blocks when all that can has moved up, twice, with at most ``ceiling`` residuals a device.
+
+    Args:
+        lanes: as `repeated` gives them.
+        ceiling: at least `most_held` of them.
+    """
+    moved = _squeeze(lanes, ceiling, drain=max(map(max, lanes)))
+    last = max(slot for slot, action in moved[0].items() if action.kind is Kind.F and action.stage == 0)
+    moved = _squeeze(moved, ceiling, drain=last)
+    return tuple(tuple(lane[slot] for slot in sorted(lane)) for lane in moved)
 
 
 def _fill(lane: Lane) -> Lane:
@@ -92,7 +89,7 @@ def _levels(lane: Lane) -> list[int]:
     return levels
 
 
-def _squeeze(lanes: list[Lane], ceiling: int, *, drain: int) -> list[Lane]:
+def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
     """Move every action up to the first slot that it can have: free, after all that it needs, memory under the ceiling.
 
     After slot ``drain`` no new microbatch comes in. From there on F and I take the slots of W too, and these come later:

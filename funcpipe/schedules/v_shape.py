@@ -19,7 +19,7 @@ from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.clock import CODE, chain, clock
 from funcpipe.schedules.families import _counts as counts  # pyright: ignore[reportPrivateUsage]
-from funcpipe.schedules.squeeze import BLOCK, Block, squeezed
+from funcpipe.schedules.squeeze import BLOCK, Block, most_held, repeated, squeezed
 
 _Phase = tuple[int, str]
 """So many times these words. ``F0``: the next forward of the stage on the way down, ``I1``: the next I of the other
@@ -132,8 +132,9 @@ def v_half(num_stages: int, num_microbatches: int, *, num_devices: int | None = 
     Raises:
         ScheduleError: a count that is not positive, or S is not twice D.
     """
-    orders = squeezed(*counts(num_stages, num_microbatches, num_devices, folded=True, share=2), _half_block)
-    return Schedule(orders, "V-Half")
+    _, microbatches, devices = counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
+    lanes = repeated(microbatches, [_half_block(device, devices) for device in range(devices)])
+    return Schedule(squeezed(lanes, most_held(lanes)), "V-Half")
 
 
 def v_min(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
@@ -156,8 +157,9 @@ def v_min(num_stages: int, num_microbatches: int, *, num_devices: int | None = N
     Raises:
         ScheduleError: a count that is not positive, or S is not twice D.
     """
-    orders = squeezed(*counts(num_stages, num_microbatches, num_devices, folded=True, share=2), _min_block)
-    return Schedule(orders, "V-Min")
+    _, microbatches, devices = counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
+    lanes = repeated(microbatches, [_min_block(device, devices) for device in range(devices)])
+    return Schedule(squeezed(lanes, most_held(lanes)), "V-Min")
 
 
 def v_adaptive(num_stages: int, num_microbatches: int, *, num_devices: int | None = None, residuals: int) -> Schedule:
@@ -195,7 +197,8 @@ def v_adaptive(num_stages: int, num_microbatches: int, *, num_devices: int | Non
         blocks = [_adaptive_block(device, devices, slow, gap) for device in range(devices)]
         if any(len({slot % BLOCK for slot in block}) < len(block) for block in blocks):
             return None  # two of its actions would meet
-        return squeezed(stages, count, devices, lambda device, _: blocks[device], ceiling=residuals)
+        lanes = repeated(count, blocks)
+        return squeezed(lanes, residuals) if most_held(lanes) <= residuals else None
 
     least = bisect_left(range(devices - 1), True, key=lambda slow: best(slow) is not None)
     found = [(*one, slow) for slow in (least, least + 1) if slow < devices and (one := best(slow)) is not None]
