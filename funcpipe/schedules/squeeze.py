@@ -1,28 +1,42 @@
 """Squeeze repeated blocks: lay one microbatch out in slots, repeat it every six, fill in W, move up what can.
 
-How the schedules of controllable memory are made (arXiv 2405.15362), on a V: each device has two stages.
+How the schedules of controllable memory are made (arXiv 2405.15362), on a V: each device has two stages, one on the way
+down and one on the way up.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from operator import sub
 
 from funcpipe.core.schedule import Action, Kind
 
-Lane = dict[int, Action]
-"""What a device does in which slot; every action takes one."""
+Lane = list[int]
+"""What a device does in which slot: ``6 microbatch + word``, or FREE. Plain numbers, for there are many of them."""
 
 Block = tuple[int, int, int, int]
-"""The slots of microbatch 0 on a device: forward down, forward up, I up, I down."""
+"""The slots of microbatch 0 on a device: its words 0 to 3."""
 
 BLOCK = 6
-"""Slots that one microbatch takes on a device: F, I and W of two stages."""
+"""Slots that one microbatch takes on a device: one each of the words below."""
 
-_CHANGE = {Kind.F: 1, Kind.W: -1}
-"""What an action changes in the number of residuals, where I gives back nothing."""
+FREE = -1
+
+_KINDS = (Kind.F, Kind.F, Kind.I, Kind.I, Kind.W, Kind.W)
+"""Words: forward down, forward up, I up, I down, W up, W down. The W of an I is two words later."""
+
+_UP = (False, True, True, False, True, False)
+
+_CHANGE = (1, 1, 0, 0, -1, -1)
+"""What a word changes in the number of residuals, where I gives back nothing."""
+
+_FROM = (-1, 1, -1, 1)
+"""The device beside, whose same word a word waits for; where there is none it waits for the word before on its own."""
+
+_I, _W = 2, 4
+"""The first words of I and W."""
 
 _NEVER = 10**9
 
@@ -30,21 +44,17 @@ _NEVER = 10**9
 def repeated(microbatches: int, blocks: Sequence[Block]) -> list[Lane]:
     """One block a device, repeated every six slots; W in the first free slots after their I."""
     lanes: list[Lane] = []
-    for down, block in enumerate(blocks):
-        up = 2 * len(blocks) - 1 - down
-        cells = zip(block, ((Kind.F, down), (Kind.F, up), (Kind.I, up), (Kind.I, down)), strict=True)
-        lane = {
-            start + BLOCK * microbatch: Action(kind, stage, microbatch)
-            for start, (kind, stage) in cells
-            for microbatch in range(microbatches)
-        }
+    for block in blocks:
+        lane = [FREE] * (max(block) + BLOCK * (microbatches - 1) + 1)
+        for word, start in enumerate(block):
+            lane[start : start + BLOCK * microbatches : BLOCK] = range(word, word + BLOCK * microbatches, BLOCK)
         lanes.append(_fill(lane))
     return lanes
 
 
 def most_held(lanes: Sequence[Lane]) -> int:
     """The most residuals of a stage that any device holds, from F to W."""
-    return max(max(_levels(lane)) for lane in lanes)
+    return max(max(accumulate(_changes(lane))) for lane in lanes)
 
 
 def squeezed(lanes: Sequence[Lane], ceiling: int) -> tuple[tuple[Action, ...], ...]:
@@ -54,39 +64,40 @@ def squeezed(lanes: Sequence[Lane], ceiling: int) -> tuple[tuple[Action, ...], .
         lanes: as `repeated` gives them.
         ceiling: at least `most_held` of them.
     """
-    moved = _squeeze(lanes, ceiling, drain=max(map(max, lanes)))
-    last = max(slot for slot, action in moved[0].items() if action.kind is Kind.F and action.stage == 0)
+    moved = _squeeze(lanes, ceiling, drain=max(map(len, lanes)))
+    last = max(slot for slot, code in enumerate(moved[0]) if code % BLOCK == 0)
     moved = _squeeze(moved, ceiling, drain=last)
-    return tuple(tuple(lane[slot] for slot in sorted(lane)) for lane in moved)
+    stages = [(device, 2 * len(lanes) - 1 - device) for device in range(len(lanes))]
+    return tuple(
+        tuple(
+            Action(_KINDS[code % BLOCK], pair[_UP[code % BLOCK]], code // BLOCK) for code in lane if code != FREE
+        )
+        for pair, lane in zip(stages, moved, strict=True)
+    )  # fmt: skip
 
 
 def _fill(lane: Lane) -> Lane:
     """F and I stay where they are, W go into the first free slots, in the order of their I."""
-    filled: Lane = {}
-    owed: list[Action] = []
-    done = slot = 0
-    last = max(lane)
-    while slot <= last or done < len(owed):
-        action = lane.get(slot)
-        if action is not None:
-            filled[slot] = action
-            if action.kind is Kind.I:
-                owed.append(Action(Kind.W, action.stage, action.microbatch))
+    filled: Lane = []
+    owed: list[int] = []
+    done = 0
+    for code in lane:
+        word = code % BLOCK
+        if code != FREE and word < _W:
+            filled.append(code)
+            if word >= _I:
+                owed.append(code + 2)
         elif done < len(owed):
-            filled[slot] = owed[done]
+            filled.append(owed[done])
             done += 1
-        slot += 1
-    return filled
+        else:
+            filled.append(FREE)
+    return filled + owed[done:]
 
 
-def _levels(lane: Lane) -> list[int]:
-    """How many residuals a device holds in each slot, from F to W."""
-    held, levels = 0, []
-    for slot in range(max(lane) + 1):
-        kind = lane[slot].kind if slot in lane else None
-        held += 1 if kind is Kind.F else -1 if kind is Kind.W else 0
-        levels.append(held)
-    return levels
+def _changes(lane: Lane) -> list[int]:
+    """What each slot changes in the number of residuals held."""
+    return [0 if code == FREE else _CHANGE[code % BLOCK] for code in lane]
 
 
 def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
@@ -95,40 +106,49 @@ def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
     After slot ``drain`` no new microbatch comes in. From there on F and I take the slots of W too, and these come later:
     nobody waits for a W.
     """
-    moved = [dict(lane) for lane in lanes]
-    holes = [[slot for slot in range(max(lane)) if slot not in lane] for lane in lanes]
-    changes = [
-        [_CHANGE.get(lane[slot][0], 0) if slot in lane else 0 for slot in range(max(lane) + 1)] for lane in lanes
-    ]
+    moved = [list(lane) for lane in lanes]
+    holes = [[slot for slot, code in enumerate(lane) if code == FREE] for lane in lanes]
+    changes = [_changes(lane) for lane in lanes]
     held = [0] * len(lanes)  # by what a device has done before the slot that it has come to
-    placed: dict[tuple[Kind, int, int], int] = {}
-    for slot, device in sorted((slot, device) for device, lane in enumerate(lanes) for slot in lane):
-        action = kind, stage, microbatch = lanes[device][slot]
+    placed = [[_NEVER] * (max(lane) + 1) for lane in lanes]
+    for slot, column in enumerate(zip_longest(*lanes, fillvalue=FREE)):
         late = slot > drain
-        if kind is not Kind.W or not late:  # else its slot is for the taking; `_fill` finds it another
-            lane = moved[device]
-            needs = (_needs(action, 2 * len(lanes)), (kind, stage, microbatch - 1))
-            ready = 1 + max(placed.get(one, -1) for one in needs)
-            best = ready if late else min(_after(holes[device], ready), slot)
+        for device, code in enumerate(column):
+            if code == FREE:
+                continue
+            word, mine = code % BLOCK, placed[device]
+            change = _CHANGE[word]
+            if word >= _W:
+                if late:  # its slot is for the taking; `_fill` finds it another
+                    held[device] += change
+                    continue
+                ready = mine[code - 2] + 1
+            elif 0 <= device + _FROM[word] < len(lanes):
+                ready = placed[device + _FROM[word]][code] + 1
+            else:
+                ready = mine[code - 1] + 1 if word else 0
+            if code >= BLOCK and mine[code - BLOCK] >= ready:
+                ready = mine[code - BLOCK] + 1
+            best = slot
             if late:
-                best = _earliest(lane, held[device], best, slot, room=ceiling - (kind is Kind.F))
-            elif kind is Kind.F and best < slot:
-                full = _last_full(changes[device], held[device], best, slot, ceiling)
-                best = min(_after(holes[device], full + 1), slot)
+                best = _earliest(moved[device], held[device], ready, slot, room=ceiling - (change > 0))
+            elif ready < slot:
+                best = min(_after(holes[device], ready), slot)
+                if change > 0 and best < slot:
+                    full = _last_full(changes[device], held[device], best, slot, ceiling)
+                    best = min(_after(holes[device], full + 1), slot)
             if best < slot:
-                del lane[slot]
-                pushed = lane.get(best)
-                if pushed is not None:
-                    lane[slot] = pushed
-                else:
-                    holes[device].remove(best)
+                lane = moved[device]
+                pushed = lane[best]
+                lane[slot], lane[best] = pushed, code
+                if pushed == FREE:
+                    del holes[device][bisect_left(holes[device], best)]
                     insort(holes[device], slot)
-                lane[best] = action
-                changes[device][slot] = 0 if pushed is None else -1
-                changes[device][best] = _CHANGE.get(kind, 0)
-            placed[action] = best
-        held[device] += _CHANGE.get(kind, 0)
-    return [_fill({slot: action for slot, action in lane.items() if action.kind is not Kind.W}) for lane in moved]
+                changes[device][slot] = 0 if pushed == FREE else -1
+                changes[device][best] = change
+            mine[code] = best
+            held[device] += change
+    return [_fill([FREE if code % BLOCK >= _W else code for code in lane]) for lane in moved]
 
 
 def _after(holes: list[int], slot: int) -> int:
@@ -139,8 +159,11 @@ def _after(holes: list[int], slot: int) -> int:
 
 def _last_full(changes: list[int], held: int, first: int, slot: int, ceiling: int) -> int:
     """The last slot from ``first`` on, before another, at whose end a device holds all that it may; ``first - 1``: none."""
-    levels = accumulate(reversed(changes[first + 1 : slot]), sub, initial=held)
-    return next((slot - 1 - back for back, level in enumerate(levels) if level >= ceiling), first - 1)
+    span = changes[first + 1 : slot]
+    if held + span.count(-1) < ceiling:
+        return first - 1
+    levels = list(accumulate(reversed(span), sub, initial=held))
+    return slot - 1 - levels.index(ceiling) if ceiling in levels else first - 1
 
 
 def _earliest(lane: Lane, held: int, ready: int, slot: int, *, room: int) -> int:
@@ -158,18 +181,12 @@ def _earliest(lane: Lane, held: int, ready: int, slot: int, *, room: int) -> int
         if held > room:
             break
         most = max(most, held)
-        other = lane.get(early)
-        if other is None or (other[0] is Kind.W and most < room):
+        other = lane[early]
+        if other == FREE:
             best = early
-        held -= 0 if other is None else _CHANGE.get(other[0], 0)
+            continue
+        change = _CHANGE[other % BLOCK]
+        if change < 0 and most < room:
+            best = early
+        held -= change
     return best
-
-
-def _needs(action: Action, stages: int) -> tuple[Kind, int, int]:
-    """What an action waits for, beside its stage's microbatch before."""
-    kind, stage, microbatch = action
-    if kind is Kind.F:
-        return Kind.F, stage - 1, microbatch
-    if kind is Kind.W:
-        return Kind.I, stage, microbatch
-    return (Kind.I, stage + 1, microbatch) if stage + 1 < stages else (Kind.F, stage, microbatch)
