@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -16,7 +19,7 @@ from funcpipe.core.tree import Tree, flatten, leaves, locations, map_leaves
 from funcpipe.pipe.memory import memory
 from funcpipe.pipe.profile_layers import Layer, blame, known_device, layers_of
 from funcpipe.runtime.border import Border, given
-from funcpipe.runtime.context import cores, intra_op_threads, no_autocast_cache, refuse_transforms
+from funcpipe.runtime.context import Context, cores, intra_op_threads, no_autocast_cache, pin, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.prepare import Trainable, trainable_leaves
 from funcpipe.runtime.program import StageArgs
@@ -36,6 +39,7 @@ def profile(
     repeats: int = 5,
     warmup: int = 2,
     threads_per_lane: int | None = None,
+    lanes: int = 1,
     seed: int = 0,
     comm: float = 0.0,
     measure_memory: bool = True,
@@ -67,6 +71,9 @@ def profile(
         repeats: sweeps over all layers whose medians are taken.
         warmup: sweeps before them.
         threads_per_lane: intra-op threads, as many as a lane of the run will have; None: torch's number.
+        lanes: CPU lanes that compute at the same time, as many as the run will have, each in a thread with its share of
+            the cores and at another layer. Lanes share caches and memory bandwidth: next to each other they take
+            longer than one alone.
         seed: keys what layers draw.
         comm: of one hop between devices, in seconds; it is not measured.
         measure_memory: also ask `memory` for the residuals: of a layer what it adds to a stage, of a stage all that it
@@ -81,15 +88,27 @@ def profile(
         StageError: a layer failed on what it got; it says which, and on what.
     """
     refuse_transforms("profile")
-    _check_counts(repeats, warmup, threads_per_lane)
+    _check_counts(repeats, warmup, threads_per_lane, lanes)
     row = layers_of(layers, params, state, feeds)
     _check_numbers(row, example, feeds or {})
     flags = trainable_leaves([layer.params for layer in row], trainable if train else False)
     clock = _Clock(known_device(device))
+    _check_lanes(lanes, row, clock.device)
     sweep = _Sweep(row, flags, clock, train=train, seed=seed)
-    threads = intra_op_threads(threads_per_lane or torch.get_num_threads())
-    with threads, no_autocast_cache(), torch.autograd.set_multithreading_enabled(False), torch.inference_mode(False):
-        sweeps = [sweep.run(example, feeds or {}) for _ in range(warmup + repeats)][warmup:]
+    context, threads, available = Context(), threads_per_lane or torch.get_num_threads(), cores()
+
+    def sweep_often(lane: int) -> list[list[_Times]]:
+        if lanes > 1:
+            pin(lane, lanes, available)
+        with context.entered(), intra_op_threads(threads), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False), torch.inference_mode(False):  # fmt: skip
+            return [sweep.run(example, feeds or {}) for _ in range(warmup + repeats)][warmup:]
+
+    if lanes == 1:
+        sweeps = sweep_often(0)
+    else:
+        with intra_op_threads(threads), ThreadPoolExecutor(lanes) as pool:
+            jobs = [pool.submit(copy_context().run, sweep_often, lane) for lane in range(lanes)]
+            sweeps = [times for job in jobs for times in job.result()]
     times = [_middle(column) for column in zip(*sweeps, strict=True)]
     residuals: dict[str, Any] = {}
     if measure_memory:
@@ -149,6 +168,7 @@ class _Sweep:
     ) -> None:
         self.layers, self.flags, self.clock, self.train = layers, flags, clock, train
         self.keys = Keys(seed, [layer.stage for layer in layers])
+        self.turns = {id(layer.stage): threading.Lock() for layer in layers}  # no stage runs on two threads at once
 
     def run(self, example: Tree, feeds: Mapping[str, Tree]) -> list[_Times]:
         """The times of every layer."""
@@ -160,7 +180,8 @@ class _Sweep:
             stage = layer.stage
             args = StageArgs(x, [skips[name] for name in stage.pop], [named[name] for name in stage.feeds], None, 0)
             try:
-                found, x = self._layer(number, args, skips)
+                with self.turns[id(stage)]:
+                    found, x = self._layer(number, args, skips)
             except Exception as error:
                 blame(error, number, layer, "profile", args.x.tree())
             times.append(found)
@@ -202,12 +223,20 @@ def _ones(border: Border) -> list[Tensor | None]:
     return [torch.ones_like(leaf) if flag else None for leaf, flag in zip(border.leaves, border.flags, strict=True)]
 
 
-def _check_counts(repeats: Any, warmup: Any, threads: Any) -> None:
-    for name, value, least in (("repeats", repeats, 1), ("warmup", warmup, 0), ("threads_per_lane", 1 if threads is None else threads, 1)):  # fmt: skip
+def _check_counts(repeats: Any, warmup: Any, threads: Any, lanes: Any) -> None:
+    for name, value, least in (("repeats", repeats, 1), ("warmup", warmup, 0), ("lanes", lanes, 1), ("threads_per_lane", 1 if threads is None else threads, 1)):  # fmt: skip
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise PlanError(f"{name} is an int from {least}; got {value!r}")
     if threads is not None and threads > len(cores()):
         raise PlanError(f"threads_per_lane is {threads}, but there are {len(cores())} cores")
+
+
+def _check_lanes(lanes: int, row: Sequence[Layer], device: torch.device) -> None:
+    stages = len({id(layer.stage) for layer in row})
+    if lanes > stages:
+        raise PlanError(f"lanes is {lanes}, but there are {stages} layers, and no two lanes can be at one: give lanes={stages} or fewer, or cut finer")  # fmt: skip
+    if lanes > 1 and device.type != "cpu":
+        raise PlanError(f"lanes={lanes} counts lanes that share the CPU; on {device} leave it out")
 
 
 def _check_numbers(row: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree]) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+
 import pytest
 import torch
 from common import snapshot
@@ -168,3 +172,73 @@ def test_refusals():
     if not torch.cuda.is_available():
         with pytest.raises(fp.PlacementError, match="no such device"):
             profile(right, x, device="cuda")
+
+
+def test_lanes_that_compute_at_once():
+    """Each lane goes through all layers in a thread of its own; two are busy at a time, never at the same layer."""
+    inside: list[str] = []
+    meanwhile: set[frozenset[str]] = set()
+    threads: set[int] = set()
+    gate = threading.Lock()
+
+    def layer(name: str):
+        def call(w, x):
+            with gate:
+                assert name not in inside
+                inside.append(name)
+                threads.add(threading.get_ident())
+            time.sleep(0.002)
+            with gate:
+                meanwhile.add(frozenset(inside))
+                inside.remove(name)
+            return w * x
+
+        return fp.stage(call, name=name)
+
+    w = torch.ones(4)
+    before = threading.active_count(), os.sched_getaffinity(0), torch.get_num_threads()
+    cost = profile([layer("a"), layer("b"), layer("c")], torch.ones(3, 4), params=(w, w, w), lanes=2, repeats=6)
+    assert len(cost.forward) == 3
+    assert min(cost.forward) >= 0.002
+    assert len(threads - {threading.get_ident()}) == 2
+    assert any(len(names) == 2 for names in meanwhile)
+    assert before == (threading.active_count(), os.sched_getaffinity(0), torch.get_num_threads())
+
+
+def test_lanes_carry_the_callers_context_and_their_failure():
+    """Autocast holds in the threads; what fails there is raised here, with its layer."""
+    seen: list[torch.dtype] = []
+
+    def product(w, x):
+        y = x @ w
+        seen.append(y.dtype)
+        return y.float()
+
+    w, x = torch.ones(4, 4), torch.ones(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        profile([fp.stage(product), fp.stage(product)], x, params=(w, w), lanes=2, repeats=1, measure_memory=False)
+    assert set(seen) == {torch.bfloat16}
+    with pytest.raises(fp.StageError, match="'second'"):
+        profile([fp.stage(product), fp.stage(lambda w, x: x.no_such, name="second")], x, params=(w, w), lanes=2)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "message"),
+    [(0, "lanes is an int from 1"), (True, "lanes is an int from 1"), (3, "there are 2 layers.*lanes=2 or fewer")],
+)
+def test_numbers_of_lanes_that_cannot_be(lanes, message):
+    with pytest.raises(fp.PlanError, match=message):
+        profile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4), lanes=lanes)
+
+
+def test_lanes_are_the_cpus():
+    with pytest.raises(fp.PlanError, match="leave it out"):
+        room._check_lanes(2, [object.__new__(Fake), object.__new__(Fake)], torch.device("cuda"))
+
+
+class Fake:
+    """As much of a layer as a count of them looks at."""
+
+    @property
+    def stage(self):
+        return self
