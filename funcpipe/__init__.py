@@ -18,6 +18,7 @@ from funcpipe.core.errors import PlanError as PlanError
 from funcpipe.core.errors import RunTimeout as RunTimeout
 from funcpipe.core.errors import ScheduleError as ScheduleError
 from funcpipe.core.errors import StageError as StageError
+from funcpipe.core.errors import TraceError as TraceError
 from funcpipe.core.errors import Where as Where
 from funcpipe.core.plan import Plan as Plan
 from funcpipe.core.plan import Role as Role
@@ -65,6 +66,9 @@ from funcpipe.pipe.plan_for import Tried as Tried
 from funcpipe.pipe.plan_for import plan_for as plan_for
 from funcpipe.pipe.profile import profile as profile
 from funcpipe.pipe.split import split as split
+from funcpipe.programs.compile import compile as compile
+from funcpipe.programs.compile import programs as programs
+from funcpipe.programs.programs import Programs as Programs
 from funcpipe.runtime.apply import apply as apply
 from funcpipe.runtime.lanes import Lanes as Lanes
 from funcpipe.runtime.lanes import lanes as lanes

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "funcpipe"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# What each room may import besides itself: core < schedules < lower < view < lab, core < models, {core, lower} < runtime.
+# What each room may import besides itself: core < schedules < lower < view < lab, core < models, {core, lower} < runtime < programs.
 ALLOWED = {
     "core": set(),
     "schedules": {"core"},
@@ -23,6 +23,7 @@ ALLOWED = {
     "lab": {"core", "schedules", "lower", "view"},
     "models": {"core"},
     "runtime": {"core", "schedules", "lower"},
+    "programs": {"core", "runtime"},
     "pipe": {"core", "schedules", "lower", "lab", "models", "runtime"},
     "testing": {"core", "lower", "runtime"},
 }

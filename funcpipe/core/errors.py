@@ -19,6 +19,16 @@ class PlanError(FuncpipeError, ValueError):
     """Stages, schedule and options do not fit together."""
 
 
+class TraceError(PlanError):
+    """A compiled stage cannot be made a program.
+
+    Attributes:
+        cause: what came from torch or from the stage itself, where that is all that is known.
+    """
+
+    cause: Exception | None = None
+
+
 class BatchError(FuncpipeError, ValueError):
     """A batch, its feeds or its weights cannot be cut into microbatches."""
 

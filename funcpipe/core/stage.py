@@ -109,6 +109,7 @@ class Stage:
         state: does it read state (running statistics, tables); it arrives as ``state``.
         commit: ``(state, stats of the microbatches) -> state``, once per batch; None: the state never changes.
         offers: stashed names that nobody has to pop, because a composition already popped them inside.
+        program: how a run calls it: None: as it is; else what `compile` made.
     """
 
     fn: StageFn
@@ -120,6 +121,7 @@ class Stage:
     commit: Commit | None = None
     offers: tuple[str, ...] = field(default=(), repr=False)
     takes_train: bool = field(default=False, repr=False)
+    program: Any = field(default=None, repr=False)
 
     def __call__(
         self,
@@ -185,7 +187,7 @@ class Stage:
                 f"stage {self.name!r} cannot be pickled: its function {self.fn.__qualname__} is not importable; "
                 "define it at the top of a module"
             )
-        return (Stage, (*fields, self.offers, self.takes_train))
+        return (Stage, (*fields, self.offers, self.takes_train, self.program))
 
 
 def normalise(result: Any) -> Out:

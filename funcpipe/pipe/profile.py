@@ -22,7 +22,7 @@ from funcpipe.runtime.border import Border, given
 from funcpipe.runtime.context import Context, cores, intra_op_threads, no_autocast_cache, pin, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.prepare import Trainable, trainable_leaves
-from funcpipe.runtime.program import StageArgs
+from funcpipe.runtime.program import Bound, Program, StageArgs
 from funcpipe.runtime.rng import Keys
 
 
@@ -50,9 +50,10 @@ def profile(
     module, its gradients, mode and buffers, the example and the random generators are untouched, and layers that write
     into their input do so in memory of their own.
 
-    B is the whole backward. I is the backward of a forward in which no parameter is trained, so of the input alone; W is
-    what B takes longer. Where the input needs no gradient I is 0. (An eager run does not split: there B is what
-    counts, and I and W tell what a compiled stage can gain.)
+    B is the whole backward. Of a compiled stage I and W are measured, and its residuals are what its programs keep. An
+    eager one does not split: in a run its I is the whole backward and its W nothing, so B is what counts, and what is given
+    as I and W tells what compiling it can gain: I is the backward of a forward in which no parameter is trained, W what B
+    takes longer. Where the input needs no gradient that I is 0.
 
     >>> from torch import nn
     >>> cost = profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(4, 8))
@@ -113,10 +114,9 @@ def profile(
     residuals: dict[str, Any] = {}
     if measure_memory:
         found = memory(layers, example, params=params, state=state, feeds=feeds, trainable=trainable, train=train, device=device)  # fmt: skip
-        residuals["residual"] = tuple(layer.activations for layer in found)
-        residuals["weight_residual"] = tuple(layer.weight_residual for layer in found)
-    forward, whole, inputs = (tuple(column) for column in zip(*times, strict=True))
-    weights = tuple(b - i for b, i in zip(whole, inputs, strict=True))
+        known = [one.kept or (row.activations, row.weight_residual) for one, row in zip(times, found, strict=True)]
+        residuals = {"residual": tuple(a for a, _ in known), "weight_residual": tuple(b for _, b in known)}
+    forward, whole, inputs, weights, _ = (tuple(column) for column in zip(*times, strict=True))
     return Cost(forward, inputs, weights, backward=whole, comm=comm, **residuals)
 
 
@@ -127,17 +127,24 @@ class _Times(NamedTuple):
         forward: of F.
         whole: of B.
         inputs: of I.
+        weights: of W.
+        kept: bytes between F and its backward and between I and W, where programs know.
     """
 
     forward: float
     whole: float
     inputs: float
+    weights: float
+    kept: tuple[int, int] | None = None
 
 
 def _middle(times: Sequence[_Times]) -> _Times:
-    """Medians; I is part of B, whatever the clock says."""
-    forward, whole, inputs = (median(column) for column in zip(*times, strict=True))
-    return _Times(forward, whole, min(inputs, whole))
+    """Medians; where one program does both, I is part of B, whatever the clock says."""
+    forward, whole, inputs, weights = (median(column) for column in zip(*(one[:4] for one in times), strict=True))
+    if times[0].kept is None:
+        inputs = min(inputs, whole)
+        weights = whole - inputs
+    return _Times(forward, whole, inputs, weights, times[0].kept)
 
 
 class _Clock:
@@ -191,20 +198,44 @@ class _Sweep:
         flags = self.flags[number]
         forward, whole, y, stash = self._calls(number, args, flags)
         skips |= stash
+        if self.train and self.layers[number].stage.program is not None:
+            split = self._split(number, args, flags)
+            if split is not None:
+                return _Times(forward, whole, *split), y
         flows = any(any(border.flags) for border in (args.x, *args.skips))
         inputs = 0.0
         if flows and self.train:
             inputs = self._calls(number, args, [False] * len(flags))[1] if any(flags) else whole
-        return _Times(forward, whole, inputs), y
+        return _Times(forward, whole, inputs, whole - inputs), y
+
+    def _split(
+        self, number: int, args: StageArgs, flags: Sequence[bool]
+    ) -> tuple[float, float, tuple[int, int]] | None:
+        """I, W, and the bytes that wait for them; None where the stage runs eagerly all the same."""
+        bound = self._bound(number, flags)
+        out = bound.forward(args, keep=True)
+        held, stash = out.residual.nbytes, {name: [_ones(border)] for name, border in out.stash.items()}
+        inputs, (_, rest) = self.clock.time(lambda: bound.backward_input(out.residual, _ones(out.y), stash))
+        if rest is None:
+            return None
+        left = rest.nbytes
+        weights, _ = self.clock.time(lambda: bound.backward_weight(rest))
+        bound.release()
+        return inputs, weights, (held, left)
+
+    def _bound(self, number: int, flags: Sequence[bool]) -> Bound:
+        layer = self.layers[number]
+        params, state = self._there(layer.params), self._there(layer.state)
+        program: Program = layer.stage.program or EagerBound
+        bound = program(layer.stage, number, params, state, trainable=flags, train=self.train, backwards=self.train, keys=self.keys, loss=None, shares=None)  # fmt: skip
+        bound.grads()  # fills the sums with zeros, which a run does once
+        return bound
 
     def _calls(
         self, number: int, args: StageArgs, flags: Sequence[bool]
     ) -> tuple[float, float, Border, dict[str, Border]]:
         """F and B of a layer: their times, and what F gave."""
-        layer = self.layers[number]
-        params, state = self._there(layer.params), self._there(layer.state)
-        bound = EagerBound(layer.stage, number, params, state, trainable=flags, train=self.train, backwards=self.train, keys=self.keys)  # fmt: skip
-        bound.grads()  # fills the sums with zeros, which a run does once
+        bound = self._bound(number, flags)
         forward, out = self.clock.time(lambda: bound.forward(args, keep=self.train))
         whole = 0.0
         if self.train:

@@ -73,25 +73,26 @@ class EagerBound:
         In a plan with backwards autograd records even what is not kept: without it torch picks other kernels, which
         round differently, and the computation that is repeated would not be the one that was made.
         """
-        run = self._drawing if self.watched else self._forward
+        run = self._drawing if self.watched else self.evaluate
         # Entering a grad mode costs more than asking for it, and it is the right one most of the time.
         if torch.is_grad_enabled() is self.backwards:
-            return run(args, keep)
+            return run(args, keep=keep)
         with torch.set_grad_enabled(self.backwards):
-            return run(args, keep)
+            return run(args, keep=keep)
 
-    def _drawing(self, args: StageArgs, keep: bool) -> StageOut:
+    def _drawing(self, args: StageArgs, *, keep: bool) -> StageOut:
         """A forward that may draw random numbers."""
         mode = Keyed(self.keys, self.index, self.places, args.microbatch)
         with mode:
-            out = self._forward(args, keep)
+            out = self.evaluate(args, keep=keep)
         saw(self.stage, self.train, mode.drew)
         self.watched = may_draw(self.stage, self.train)
         if keep:
             out.residual.draws = mode.replayable
         return out
 
-    def _forward(self, args: StageArgs, keep: bool) -> StageOut:
+    def evaluate(self, args: StageArgs, *, keep: bool) -> StageOut:
+        """A forward by itself, in the grad mode that it finds; `compile` traces it."""
         x, held = open_border(args.x, grad=self.backwards)
         skip_leaves: list[tuple[int, Held]] = []
         returned = self._call(x, args, skip_leaves) if self.declares else self.fn(x)
@@ -171,8 +172,12 @@ class EagerBound:
             _root(residual.y, y, roots, cotangents)
         for name, parts in stash.items():
             _root(residual.stash[name], add_gradients(None, *parts) or (), roots, cotangents)
-        if self.shares is not None:
-            self._loss_roots(residual, self.shares, roots, cotangents)
+        totals = {"loss": residual.loss and residual.loss.sum, "side": residual.side and residual.side[0]}
+        for name, cotangent in self.loss_cotangents(residual).items():
+            total = totals[name]
+            if isinstance(total, Tensor) and total.requires_grad:
+                roots.append(total)
+                cotangents.append(cotangent)
         inputs = [*self.inputs, *residual.x.values()]
         for _, held in residual.skips:
             inputs += held.values()
@@ -185,7 +190,7 @@ class EagerBound:
                 replay = (
                     Keyed(self.keys, self.index, self.places, residual.microbatch, draws) if draws else nullcontext()
                 )
-                with replay, _no_autocast():
+                with replay, no_autocast():
                     _walk(roots, cotangents, only)
             else:
                 _walk(roots, cotangents, only)
@@ -211,21 +216,24 @@ class EagerBound:
             self.reentrant = known[self.train]
         return self.reentrant
 
-    def _loss_roots(
-        self, residual: EagerResidual, shares: Shares, roots: list[Tensor | GradientEdge], cotangents: list[Tensor]
-    ) -> None:
-        """Where the gradients begin: the loss, and the stage's auxiliary loss, each by its factor."""
-        ends: list[tuple[Any, float]] = []
+    def loss_cotangents(self, residual: Any) -> dict[str, Tensor]:
+        """Where gradients begin: at the loss ("loss") and the stage's auxiliary loss ("side"), each with its factor.
+
+        Factor 0 is left out: it adds exactly nothing, even where the loss is nan.
+        """
+        shares, ends = self.shares, list[tuple[str, Any, float]]()
+        if shares is None:
+            return {}
         if residual.loss is not None:
-            ends.append((residual.loss.sum, shares.factor(residual.loss, residual.microbatch)))
+            ends.append(("loss", residual.loss.sum, shares.factor(residual.loss, residual.microbatch)))
         if residual.side is not None:
             total, weight = residual.side
-            ends.append((total, shares.share(residual.microbatch) / float(weight) if float(weight) else 0.0))
-        for total, factor in ends:
-            # Factor 0 adds exactly nothing, even where the loss is nan.
-            if factor and isinstance(total, Tensor) and total.requires_grad:
-                roots.append(total)
-                cotangents.append(torch.full_like(total, factor * shares.loss_scale))
+            ends.append(("side", total, shares.share(residual.microbatch) / float(weight) if float(weight) else 0.0))
+        return {
+            name: torch.full_like(total, factor * shares.loss_scale, requires_grad=False)
+            for name, total, factor in ends
+            if factor and isinstance(total, Tensor)
+        }
 
     def backward_input(
         self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]
@@ -334,7 +342,7 @@ def _autocasting() -> list[str]:
     return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
 
-def _no_autocast() -> AbstractContextManager[Any]:
+def no_autocast() -> AbstractContextManager[Any]:
     """Backwards run in the types that their forwards chose; what a stage did with autocast off must stay exact."""
     stack = ExitStack()
     for kind in _autocasting():

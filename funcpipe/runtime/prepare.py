@@ -149,9 +149,9 @@ def _bind(
     shares: Shares,
 ) -> list[Bound]:
     """Every stage with its parameters and state."""
-    program: Program = EagerBound  # compiled stages will bring their own
     bounds: list[Bound] = []
     for index, (part, params, state) in enumerate(zip(plan.stages, trees, states, strict=True)):
+        program: Program = part.program or EagerBound
         loss = plan.loss if index == plan.num_stages - 1 else None
         options: dict[str, Any] = {"trainable": wanted[index], "train": plan.train, "keys": keys}
         options["backwards"] = plan.schedule.has_backward

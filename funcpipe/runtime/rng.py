@@ -13,7 +13,8 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
 import torch
@@ -62,19 +63,29 @@ class Keys:
         self.owners: dict[str, tuple[int, int]] = {}
         self._clashing: set[int] | None = None
 
-    def path(self, stage: int, layer: str) -> str:
+    def path(self, stage: int, layer: str, part: Stage | None = None) -> str:
         """The path of a drawing layer; unique in the model, so the place of the cuts does not matter.
 
         Only where two stages have layers of the same path (they come from separate modules) the stage's name is put
-        before it. A function stage draws by its name.
+        before it. A function stage draws by its name. The part of a composition is the one that runs, or as given.
         """
-        part = current_scope() or self.stages[stage]
+        part = part or current_scope() or self.stages[stage]
         return f"{part.name}.{layer}" if layer and self._clashes(part) else layer or part.name
 
-    def claim(self, stage: int, layer: str) -> None:
-        """Refuse a path that names no layer, or one that another stage draws at. Raises DrawError."""
-        part = current_scope() or self.stages[stage]
-        path = self.path(stage, layer)
+    def number(self, path: str, nth: int, microbatch: int) -> int:
+        """What seeds the generator of a draw."""
+        return _mix(self.seed or 0, path, nth, microbatch)
+
+    def claim(self, stage: int, layer: str, what: Any, part: Stage | None = None) -> None:
+        """Refuse a draw without a seed, at a path that names no layer, or that another stage draws at.
+
+        Raises:
+            DrawError: it says so; ``what`` is the operation.
+        """
+        if self.seed is None:
+            raise DrawError(f"stage {stage} draws random numbers ({what}), but no seed was given: run(..., seed=step); a new seed for each step, e.g. fp.fold_in(seed, step)")  # fmt: skip
+        part = part or current_scope() or self.stages[stage]
+        path = self.path(stage, layer, part)
         if layer and not part.name and self._clashes(part):
             raise DrawError(f"stage {stage} draws random numbers in its layer {layer!r} and has no name, while another stage has layers at the same paths; give the stages names (name=), so that they draw different numbers")  # fmt: skip
         if not path:
@@ -150,22 +161,15 @@ class Keyed(TorchDispatchMode):
             return self._whole(func, args, kwargs)
         if _SEEDED not in func.tags:
             return func(*args, **kwargs)
-        twin = _TWINS.get(func)
-        if twin is None:
-            twin = _TWINS[func] = _twin(func)
+        twin = twin_of(func)
         if kwargs.get("generator") is not None:
             raise DrawError(f"stage {self.stage} draws with a generator of its own in {func}; a stage is pure, so leave the generator out: run(..., seed=) keys every draw")  # fmt: skip
-        if twin is not _BY_STATE:
-            generator = torch.Generator(_device(args, kwargs))
+        device = _device(args, kwargs)
+        if twin is not None:
+            generator = torch.Generator(device)
             return self._draw(generator, func, lambda: twin(*args, **kwargs, generator=generator))
-        # It takes no generator: seed the device's own, run, put its state back.
-        with _global_draw:
-            generator = default_generator(_device(args, kwargs))
-            before = generator.get_state()
-            try:
-                return self._draw(generator, func, lambda: func(*args, **kwargs))
-            finally:
-                generator.set_state(before)
+        with borrowed(device) as generator:
+            return self._draw(generator, func, lambda: func(*args, **kwargs))
 
     def _whole(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation over functions (``torch.cond``): the mode is off inside of it, so nothing may draw there."""
@@ -178,12 +182,12 @@ class Keyed(TorchDispatchMode):
 
     def _draw(self, generator: torch.Generator, func: Any, call: Callable[[], Any]) -> Any:
         """Run an operation with a generator seeded by its key. Attention without dropout could draw, but does not."""
-        layer, region, depth = self._locate()
+        layer, region, depth = locate(self.places)
         path = self.keys.path(self.stage, layer)
         nth = self.counts[path]
         if self.replays is not None:  # a recomputation inside a backward
             nth %= self.replays.get(path, 1)
-        generator.manual_seed(_mix(self.keys.seed or 0, path, nth, self.microbatch))
+        generator.manual_seed(self.keys.number(path, nth, self.microbatch))
         start = generator.get_state()
         out = call()
         if not torch.equal(generator.get_state(), start):
@@ -193,9 +197,7 @@ class Keyed(TorchDispatchMode):
 
     def _check(self, func: Any, layer: str, region: Any, depth: int) -> None:
         """Refuse a draw that has no key, or that a backward could not repeat."""
-        if self.keys.seed is None:
-            raise DrawError(f"stage {self.stage} draws random numbers ({func}), but no seed was given: run(..., seed=step); a new seed for each step, e.g. fp.fold_in(seed, step)")  # fmt: skip
-        self.keys.claim(self.stage, layer)
+        self.keys.claim(self.stage, layer, func)
         path = self.keys.path(self.stage, layer)
         if self.replays is not None:
             if path not in self.replays:
@@ -203,20 +205,33 @@ class Keyed(TorchDispatchMode):
         elif depth > 1 or not _same(self.regions.setdefault(path, region), region):
             raise DrawError(f"{path!r} draws random numbers both in a torch.utils.checkpoint region and outside of it, or in several; the recomputation could not draw the same. Use fp.remat instead of checkpoint for stage {self.stage}")  # fmt: skip
 
-    def _locate(self) -> tuple[str, Any, int]:
-        """The layer that draws, the innermost checkpoint region around it, and how many regions there are."""
-        frame = sys._getframe(1)
-        layer: str | None = None
-        region, depth = None, 0
-        while frame is not None:
-            code = frame.f_code
-            if code.co_name == "checkpoint" and code.co_filename.replace("\\", "/").endswith(_CHECKPOINT):
-                depth += 1
-                region = region or _region(frame)
-            elif layer is None and code.co_argcount and code.co_varnames[0] == "self":
-                layer = self.places.get(id(frame.f_locals.get("self")))
-            frame = frame.f_back
-        return layer or "", region, depth
+
+def locate(places: Mapping[int, str]) -> tuple[str, Any, int]:
+    """The layer that draws, the innermost checkpoint region around it, and how many regions there are."""
+    frame = sys._getframe(1)
+    layer: str | None = None
+    region, depth = None, 0
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "checkpoint" and code.co_filename.replace("\\", "/").endswith(_CHECKPOINT):
+            depth += 1
+            region = region or _region(frame)
+        elif layer is None and code.co_argcount and code.co_varnames[0] == "self":
+            layer = places.get(id(frame.f_locals.get("self")))
+        frame = frame.f_back
+    return layer or "", region, depth
+
+
+@contextmanager
+def borrowed(device: torch.device) -> Generator[torch.Generator]:
+    """For operations that take no generator: the device's own, its state put back afterwards."""
+    with _global_draw:
+        generator = default_generator(device)
+        before = generator.get_state()
+        try:
+            yield generator
+        finally:
+            generator.set_state(before)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -227,13 +242,17 @@ def default_generator(device: torch.device) -> torch.Generator:
     return module.default_generators[device.index if ":" in str(device) else module.current_device()]
 
 
-_BY_STATE: Callable[..., Any] = lambda *args, **kwargs: None  # noqa: E731  a mark, never called
-_TWINS: dict[Any, Callable[..., Any]] = {}
+_TWINS: dict[Any, Callable[..., Any] | None] = {}
 
 
-def _twin(func: Any) -> Callable[..., Any]:
-    """The overload of a random operation that takes a generator; `_BY_STATE` where there is none."""
+def twin_of(func: Any) -> Callable[..., Any] | None:
+    """The overload of a random operation that takes a generator; None where there is none."""
+    if func not in _TWINS:
+        _TWINS[func] = _twin(func)
+    return _TWINS[func]
 
+
+def _twin(func: Any) -> Callable[..., Any] | None:
     def takes(overload: Any) -> bool:
         return any(argument.name == "generator" for argument in overload._schema.arguments)
 
@@ -246,7 +265,7 @@ def _twin(func: Any) -> Callable[..., Any]:
         names = [(a.name, str(a.type)) for a in other._schema.arguments if a.name != "generator"]
         if takes(other) and names == own:
             return other
-    return _BY_STATE
+    return None
 
 
 def _device(args: Any, kwargs: Any) -> torch.device:

@@ -1,0 +1,1 @@
+"""Stages as programs: traced once, cut into forward, input backward and weight backward."""

@@ -1,0 +1,98 @@
+"""Torch's own binding of an operation, where it makes the very same call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _Seen(TorchDispatchMode):
+    """Notes what reaches the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "namespace", "") != "prim":
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def path_of(value: Any) -> str:
+    """``torch.mm`` for a function of torch's, "" for an overload."""
+    for prefix, holder in _HOLDERS:
+        name = getattr(value, "__name__", "")
+        if not isinstance(value, torch._ops.OpOverload) and getattr(holder, name, None) is value:
+            return f"{prefix}.{name}"
+    return ""
+
+
+_HOLDERS: list[tuple[str, Any]] = [("torch", torch), ("torch.Tensor", torch.Tensor), ("torch._C._nn", torch._C._nn)]  # pyright: ignore
+
+
+def binding(node: fx.Node) -> Callable[..., Any]:
+    """The fastest function that calls an operation with these arguments: torch's own binding if it does just that.
+
+    An overload called from Python finds its kernel through a slower path. Whether a binding of the same name makes this
+    very call is tried, on the fake tensors of the trace.
+    """
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return target
+    name = target._schema.name.removeprefix("aten::")
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])  # pyright: ignore
+    mode: Any = next((leaf.fake_mode for leaf in _flat((args, kwargs)) if hasattr(leaf, "fake_mode")), None)
+    if mode is None:
+        return target
+    for _, holder in _HOLDERS:
+        candidate = getattr(holder, name, None)
+        if candidate is not None and _makes(candidate, target, args, kwargs, mode):
+            return candidate
+    return target
+
+
+def _makes(candidate: Any, target: Any, args: Any, kwargs: Mapping[str, Any], mode: Any) -> bool:
+    """Does a call of the candidate run the target, with the same arguments and nothing else."""
+    seen = _Seen()
+    try:
+        with torch.no_grad(), mode, seen:
+            candidate(*args, **kwargs)
+    except Exception:
+        return False
+    if len(seen.calls) != 1 or seen.calls[0][0] is not target:
+        return False
+    return _complete(target, *seen.calls[0][1:]) == _complete(target, args, kwargs)
+
+
+def _complete(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by name, those left out with their defaults; tensors by identity."""
+    values = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
+    values |= dict(zip((a.name for a in target._schema.arguments), args, strict=False)) | dict(kwargs)
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return ("tensor", id(value))
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]  # pyright: ignore[reportUnknownVariableType]
+    return value
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple)):
+        for one in value:  # pyright: ignore[reportUnknownVariableType]
+            yield from _flat(one)
+    elif isinstance(value, dict):
+        yield from _flat(list(value.values()))  # pyright: ignore
+    else:
+        yield value

@@ -1,0 +1,270 @@
+"""A compiled stage for one run: programs called on the tensors of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.errors import TraceError
+from funcpipe.core.result import Loss
+from funcpipe.core.stage import Stage
+from funcpipe.core.tree import Tree, flatten, unflatten
+from funcpipe.programs.draws import Keyring
+from funcpipe.programs.joint import Ask, Form, leaves_in, tensors
+from funcpipe.programs.programs import Programs
+from funcpipe.programs.source import Code, laid_out
+from funcpipe.runtime.border import LEAF, Border, add_gradients, dense
+from funcpipe.runtime.eager import EagerBound, no_autocast
+from funcpipe.runtime.host import Way, address, plain
+from funcpipe.runtime.program import Cotangents, Gradients, Report, Shares, StageArgs, StageOut
+from funcpipe.runtime.residual import EagerResidual
+from funcpipe.runtime.rng import Keys
+
+if TYPE_CHECKING:
+    from funcpipe.programs.compile import Compiled
+
+_NOTHING = Report((), None, None)
+_ALL_THERE: frozenset[int] = frozenset()
+
+
+class Tensors:
+    """What F keeps for its backward, or I for W: tensors in a list, which the program empties.
+
+    Attributes:
+        values: the tensors.
+        programs: whose they are.
+        microbatch: its index.
+        loss: the loss's (sum, weight) and the stage's own, whose weights scale the gradients.
+    """
+
+    __slots__ = ("_away", "_event", "loss", "microbatch", "missing", "programs", "side", "values")
+
+    def __init__(self, values: list[Tensor], programs: Programs, microbatch: int) -> None:
+        self.values, self.programs, self.microbatch = values, programs, microbatch
+        self.loss: Loss | None = None
+        self.side: tuple[Any, Any] | None = None
+        self.missing: frozenset[int] = frozenset()
+        self._away: dict[int, tuple[Any, Any]] = {}
+        self._event: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of those that are on the device; memory that several share counts once."""
+        here = [one for number, one in enumerate(self.values) if number not in self._away]
+        return sum({address(one): one.untyped_storage().nbytes() for one in here}.values())
+
+    def move(self, to: Way, *, fixed: frozenset[int] = frozenset()) -> Any:
+        """Move them to the host, or back, but for memory at the fixed addresses.
+
+        Returns:
+            The event after which they are there; None: they are.
+        """
+        return self._leave(to, fixed) if to.out else self._return(to)
+
+    def _leave(self, to: Way, fixed: frozenset[int]) -> Any:
+        moving = {
+            number: one
+            for number, one in enumerate(self.values)
+            if _movable(one) and to.takes(one) and address(one) not in fixed
+        }
+        copies, self._event = to.copy([one.as_strided((one.numel(),), (1,)) for one in moving.values()])
+        self._away = {number: (one.shape, one.stride()) for number, one in moving.items()}
+        for number, copy in zip(moving, copies, strict=True):
+            self.values[number] = copy
+        return self._event
+
+    def _return(self, to: Way) -> Any:
+        copies, event = to.copy([self.values[number] for number in self._away], self._event)
+        for (number, form), copy in zip(self._away.items(), copies, strict=True):
+            self.values[number] = copy.as_strided(*form)
+        self._away, self._event = {}, None
+        return event
+
+
+def _movable(tensor: Tensor) -> bool:
+    return plain(tensor) and tensor.numel() > 0 and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+class CompiledBound(EagerBound):
+    """A stage run by its programs; parameters, sums and checks are those of an eager one."""
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        stage: Stage,
+        index: int,
+        params: Tree,
+        state: Tree,
+        *,
+        trainable: Sequence[bool],
+        train: bool,
+        backwards: bool,
+        keys: Keys,
+        loss: Callable[..., Any] | None = None,
+        shares: Shares | None = None,
+    ) -> None:
+        options: dict[str, Any] = {"trainable": trainable, "train": train, "backwards": backwards, "keys": keys}
+        super().__init__(stage, index, params, state, loss=loss, shares=shares, **options)
+        self.compiled, self.trainable = compiled, trainable
+        self.given = [leaf.detach() for leaf in tensors(self.leaves, self.state_leaves)]
+        self.signature: Hashable = None
+        self.programs: Programs | None = None
+        self.fixed_words: Hashable = None
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
+        """F, as its program; a stage that cannot be one runs eagerly where that is wanted."""
+        try:
+            programs = self.find(args)
+        except TraceError as error:
+            if error.cause is not None:
+                super().forward(args, keep=False)  # a mistake in the stage itself says so, at its place
+            programs = self.find(args)  # which says how to go on
+        if programs is None:
+            return super().forward(args, keep=keep)
+        joint = programs.joint
+        values: list[Any] = [tensors(leaves_in(args))]
+        if joint.draws:
+            values.append(Keyring(self.keys, self.index, joint.draws, args.microbatch))
+        found = self._run(programs.forward if keep else programs.alone, *values)
+        outs, kept = found if keep else (found, [])
+        y, report, stash = _close(joint.form, outs)
+        if not keep:
+            return StageOut(y, report, None, stash)
+        residual = Tensors(kept, programs, args.microbatch)
+        residual.loss, residual.side = report.loss, report.side
+        return StageOut(y, report, residual, stash)
+
+    def _run(self, program: Code, *values: Any) -> Any:
+        """Run a program. Casts are in it, so autocast is off."""
+        if not self.autocast:
+            return program.call(self.given, *values)
+        with no_autocast():
+            return program.call(self.given, *values)
+
+    def find(self, args: StageArgs) -> Programs | None:
+        """The programs for these shapes; None: run eagerly."""
+        if self.fixed_words is None:
+            self.fixed_words = self._words()
+        signature = (self.fixed_words, *_border_words(args))
+        if signature != self.signature:
+            ask = Ask(self.stage, unflatten(self.spec, self.leaves), self.state, self.trainable, self.train, self.backwards, self.loss, args)  # fmt: skip
+            self.programs = self.compiled.programs(signature, ask)
+            self.signature = signature
+        return self.programs
+
+    def _words(self) -> Hashable:
+        """What a program depends on besides the leaves that a forward gets."""
+        flags = (self.train, self.backwards, tuple(self.trainable), self.loss, torch.get_default_dtype())
+        autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
+        kernels = (torch.are_deterministic_algorithms_enabled(), torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled())  # fmt: skip
+        return (flags, *autocast, kernels, self.spec, flatten(self.state)[1], *map(word, (*self.leaves, *self.state_leaves)))  # fmt: skip
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def backward(self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
+        """B, as one program."""
+        if isinstance(residual, EagerResidual):
+            return super().backward(residual, y, stash)
+        given, missing = self._roots(residual, y, stash)
+        self._begun()
+        x, *skips = self._run(residual.programs.half(missing).whole, residual.values, given, self._sums())
+        return Cotangents(x, skips)
+
+    def backward_input(
+        self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]
+    ) -> tuple[Cotangents, Any]:
+        """I: the gradients of the inputs, and what W needs."""
+        if isinstance(residual, EagerResidual):
+            return super().backward_input(residual, y, stash)
+        given, missing = self._roots(residual, y, stash)
+        (x, *skips), left = self._run(residual.programs.half(missing).inputs, residual.values, given)
+        rest = Tensors(left, residual.programs, residual.microbatch)
+        rest.missing = missing
+        return Cotangents(x, skips), rest
+
+    def backward_weight(self, residual: Any) -> None:
+        """W: adds the gradients of the parameters into their sums."""
+        if residual is None:
+            return
+        self._begun()
+        self._run(residual.programs.half(residual.missing).weights, residual.values, self._sums())
+
+    def _sums(self) -> list[Tensor | None]:
+        return [alias.grad for alias in self.inputs]
+
+    def _roots(
+        self, residual: Tensors, y: Gradients | None, stash: dict[str, list[Gradients]]
+    ) -> tuple[list[Tensor | None], frozenset[int]]:
+        """The gradients that come in, by root, and the roots that have none."""
+        given: list[Tensor | None] = []
+        added = {name: add_gradients(None, *parts) or () for name, parts in stash.items()}
+        ends = self.loss_cotangents(residual)
+        for what, name, leaf, stride in residual.programs.joint.roots:
+            match what:
+                case "y":
+                    one = y[leaf] if y is not None else None
+                case "stash":
+                    one = added[name][leaf] if name in added else None
+                case "loss":
+                    one = ends.get("loss")
+                case _:
+                    one = ends.get("side")
+            given.append(one if one is None or one.stride() == stride else laid_out(one, stride))
+        missing = [number for number, one in enumerate(given) if one is None]
+        return given, frozenset(missing) if missing else _ALL_THERE
+
+    def release(self) -> None:
+        """Forget every tensor."""
+        super().release()
+        self.given = []
+        self.programs = self.signature = None
+
+
+def _close(form: Form, outs: Sequence[Tensor]) -> tuple[Border, Report, dict[str, Border]]:
+    """What a forward hands out, from the program's tensors."""
+    (spec, flags), stashes, report = form.y, form.stash, form.report
+    if spec is LEAF and not stashes and report is None and outs:  # most of the time
+        return Border([dense(outs[0])], LEAF, flags), _NOTHING, {}
+    leaves = list(form.leaves)
+    for slot, out in zip(form.slots, outs, strict=True):
+        leaves[slot] = out
+    at = len(flags)
+    y = Border([dense(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves[:at]], spec, flags)
+    stash: dict[str, Border] = {}
+    for name, (own_spec, own_flags) in stashes.items():
+        part = leaves[at : at + len(own_flags)]
+        stash[name] = Border([dense(leaf) if isinstance(leaf, Tensor) else leaf for leaf in part], own_spec, own_flags)
+        at += len(own_flags)
+    return y, _NOTHING if report is None else Report(*unflatten(report, leaves[at:])), stash
+
+
+def _border_words(args: StageArgs) -> list[Hashable]:
+    """The signature of what a forward gets."""
+    words: list[Hashable] = []
+    for border in (args.x, *args.skips, *args.feeds, *([] if args.target is None else [args.target])):
+        words += [border.spec, tuple(border.flags)]
+        for leaf in border.leaves:
+            words.append(word(leaf))
+    return words
+
+
+def word(leaf: Any) -> Hashable:
+    """What a program depends on in a leaf: layout and type of a tensor, anything else by its value.
+
+    Raises:
+        TraceError: the value cannot be compared, or the tensor is no plain one.
+    """
+    if isinstance(leaf, Tensor):
+        if not (plain(leaf) or leaf.is_meta):
+            raise TraceError(f"it gets a {type(leaf).__name__} ({leaf.layout}), which is no plain tensor")
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+    try:
+        hash(leaf)
+    except TypeError:
+        raise TraceError(f"it gets a {type(leaf).__name__}, which cannot be told from another; hand tensors, numbers or strings in") from None  # fmt: skip
+    return (type(leaf), leaf)

@@ -1,0 +1,178 @@
+"""`compile`: a stage whose forward and backward are programs, traced once for each signature."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from funcpipe.core.errors import PlanError, TraceError
+from funcpipe.core.stage import Stage
+from funcpipe.core.tree import Tree, flatten, is_differentiable
+from funcpipe.programs.bound import CompiledBound
+from funcpipe.programs.joint import Ask, trace
+from funcpipe.programs.programs import Programs
+from funcpipe.runtime.border import Border
+from funcpipe.runtime.prepare import Trainable, trainable_leaves
+from funcpipe.runtime.program import Shares, StageArgs
+from funcpipe.runtime.rng import Keys
+
+
+class Compiled:
+    """How a compiled stage becomes numbers, and the programs that it has so far.
+
+    Attributes:
+        fuse: are products added to their sums in one operation.
+        fallback: does a stage that cannot be traced run eagerly.
+        found: what became of each signature: its programs, or why there are none.
+    """
+
+    def __init__(self, *, fuse: bool, fallback: bool) -> None:
+        self.fuse, self.fallback = fuse, fallback
+        self.found: dict[Hashable, Programs | TraceError] = {}
+        self._making = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"fuse": self.fuse, "fallback": self.fallback}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+    def __call__(
+        self,
+        stage: Stage,
+        index: int,
+        params: Tree,
+        state: Tree,
+        *,
+        trainable: Sequence[bool],
+        train: bool,
+        backwards: bool,
+        keys: Keys,
+        loss: Callable[..., Any] | None,
+        shares: Shares | None,
+    ) -> CompiledBound:
+        """Bind a stage for one run. Raises PlanError where parameters or state do not fit."""
+        options: dict[str, Any] = {"trainable": trainable, "train": train, "backwards": backwards, "keys": keys}
+        return CompiledBound(self, stage, index, params, state, loss=loss, shares=shares, **options)
+
+    def reasons(self) -> list[str]:
+        """Why signatures have no programs."""
+        return [str(one) for one in self.found.values() if isinstance(one, TraceError)]
+
+    def programs(self, signature: Hashable, ask: Ask) -> Programs | None:
+        """The programs for a signature, traced when it is first met; None where the stage runs eagerly.
+
+        Raises:
+            TraceError: the stage cannot be traced and was not asked to fall back.
+        """
+        with self._making:
+            if signature not in self.found:
+                try:
+                    self.found[signature] = Programs(trace(ask), fuse=self.fuse)
+                except TraceError as error:
+                    self.found[signature] = TraceError(str(error))  # without its frames
+                    if not self.fallback and error.cause is not None:
+                        raise
+        found = self.found[signature]
+        if isinstance(found, Programs):
+            return found
+        if self.fallback:
+            return None
+        raise TraceError(f"stage {ask.stage.name!r} cannot be compiled: {found}; leave it eager, or fp.compile(stage, fallback=True) to run it so where it cannot be")  # fmt: skip
+
+
+def compile(stage: Stage, *, fuse: bool = True, fallback: bool = False) -> Stage:
+    """The stage with its forward, backward, input backward and weight backward as programs.
+
+    When a run first meets a signature (shapes, types and layouts of everything that the stage gets, which leaves are
+    trained, the mode, autocast, the plan's loss) the stage is traced once, with its backward, on tensors without numbers.
+    The joint graph is cut: F is what outputs need, I what the gradients of inputs need besides, W the rest. Nothing is
+    computed twice, W keeps only what it needs, and weight gradients are added into their sums in place.
+
+    Results are eager ones: the same operations on the same numbers. With ``fuse`` a weight gradient that is a product is
+    added to its sum in one operation, which rounds once instead of twice; without it every bit is eager's.
+
+    The function must be pure: what it reads besides its arguments would be frozen. Tensors that it closes over, branches
+    on numbers in tensors, Python state that changes from call to call, draws in a backward are refused, each with its
+    reason. Called directly, a compiled stage runs its function, so torch.func transforms it as before.
+
+    >>> import torch
+    >>> layer = compile(Stage(lambda w, x: torch.tanh(x @ w), "layer"))
+    >>> layer(torch.zeros(2, 2), torch.ones(1, 2))
+    tensor([[0., 0.]])
+
+    Args:
+        stage: any stage; of a composition, the whole.
+        fuse: see above.
+        fallback: run eagerly what cannot be traced, instead of raising; `programs` says why it cannot.
+
+    Returns:
+        A stage for the same parameters and state.
+
+    Raises:
+        PlanError: this is no stage. (A run raises it for a stage that cannot be traced.)
+    """
+    if not isinstance(stage, Stage):
+        raise PlanError(f"compile takes a stage; got a {type(stage).__name__}; make one: fp.stage(fn), fp.from_module(module), fp.split(model, ...)")  # fmt: skip
+    return replace(stage, program=Compiled(fuse=fuse, fallback=fallback))
+
+
+def programs(
+    stage: Stage,
+    params: Tree,
+    x: Tree,
+    *,
+    skips: Mapping[str, Tree] | None = None,
+    feeds: Mapping[str, Tree] | None = None,
+    state: Tree = (),
+    target: Tree = None,
+    loss: Callable[..., Any] | None = None,
+    trainable: Trainable = None,
+    train: bool = True,
+    input_grads: bool = True,
+) -> Programs:
+    """The programs of a compiled stage for arguments of these shapes, to read and to measure; nothing runs.
+
+    >>> import torch
+    >>> print(programs(compile(Stage(lambda w, x: x @ w)), torch.ones(3, 3), torch.ones(2, 3)).backward_weight)
+    def W(P, L, S):
+        l0, l1, = L
+        L.clear()
+        t = torch.t(l0); del l0
+        S[0].addmm_(t, l1); del t, l1
+        return None
+    <BLANKLINE>
+
+    Args:
+        stage: what `compile` gave.
+        params, x, skips, feeds, state: as the stage is called.
+        target, loss: of the plan; for its last stage.
+        trainable: which leaves of ``params`` have gradients: a tree of bools, or as in ``run``.
+        train: the mode.
+        input_grads: do gradients flow back to the input (in the first stage of a plan they do not).
+
+    Returns:
+        The programs; ``str`` of them is Python, ``residual_bytes`` what F keeps.
+
+    Raises:
+        PlanError: this is no compiled stage, parameters do not fit, or the stage cannot be traced.
+    """
+    compiled = stage.program if isinstance(stage, Stage) else None
+    if not isinstance(compiled, Compiled):
+        raise PlanError("programs takes a compiled stage: fp.compile(stage)")
+    flags = trainable_leaves([params], trainable if trainable is None or isinstance(trainable, bool) or callable(trainable) else [trainable])[0]  # fmt: skip
+
+    def border(tree: Tree) -> Border:
+        leaves, spec = flatten(tree)
+        return Border(leaves, spec, [input_grads and is_differentiable(leaf) for leaf in leaves])
+
+    given = [border((skips or {})[name]) for name in stage.pop], [border((feeds or {})[name]) for name in stage.feeds]
+    args = StageArgs(border(x), *given, None if loss is None else border(target), 0)
+    options: dict[str, Any] = {"trainable": flags, "train": train, "backwards": True, "keys": Keys(None, [stage])}
+    bound = compiled(stage, 0, params, state, loss=loss, shares=None, **options)
+    found = bound.find(args)
+    if found is None:
+        raise TraceError(f"stage {stage.name!r} cannot be compiled: {compiled.reasons()[-1]}")
+    return found

@@ -1,0 +1,307 @@
+"""A stage as one graph: its forward, the plan's loss and their backward, traced on fake tensors; nothing is computed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from funcpipe.core.errors import TraceError
+from funcpipe.core.result import Loss
+from funcpipe.core.stage import Stage
+from funcpipe.core.tree import Spec, Tree, flatten, unflatten
+from funcpipe.programs.draws import Draw, Watch, seeded, silent
+from funcpipe.programs.tidy import tidy
+from funcpipe.runtime.border import Border
+from funcpipe.runtime.eager import EagerBound
+from funcpipe.runtime.program import StageArgs, StageOut
+from funcpipe.runtime.rng import Keys
+
+
+class Ask(NamedTuple):
+    """What is traced: a stage, with leaves of the shapes that it will get.
+
+    Attributes:
+        stage: the stage.
+        params, state: their trees.
+        trainable: for each leaf of the parameters.
+        train: the mode.
+        backwards: do gradients flow.
+        loss: the plan's, in the last stage.
+        args: of a forward.
+    """
+
+    stage: Stage
+    params: Tree
+    state: Tree
+    trainable: Sequence[bool]
+    train: bool
+    backwards: bool
+    loss: Callable[..., Any] | None
+    args: StageArgs
+
+
+class Root(NamedTuple):
+    """Where gradients come in: a leaf of the outputs.
+
+    Attributes:
+        what: "y", "stash", "loss" or "side".
+        name: of the stash.
+        leaf: its number among the leaves of that tree.
+        stride: the layout that its gradient must have.
+    """
+
+    what: str
+    name: str
+    leaf: int
+    stride: tuple[int, ...]
+
+
+class Form(NamedTuple):
+    """The form of what a forward gives: a tree whose tensors are the program's outputs, in order.
+
+    Attributes:
+        y, stash: structure and flags of the borders.
+        report: structure of ``(stats, loss, side)``; None: there is nothing to report.
+        leaves: all leaves, those that are no tensors as they are.
+        slots: the numbers of those that are.
+    """
+
+    y: tuple[Spec, tuple[bool, ...]]
+    stash: dict[str, tuple[Spec, tuple[bool, ...]]]
+    report: Spec | None
+    leaves: list[Any]
+    slots: list[int]
+
+
+@dataclass
+class Joint:
+    """The graph of a stage with its backward.
+
+    Attributes:
+        module: holds the graph and its constants.
+        params: placeholders of the tensors among the leaves of parameters and state.
+        inputs: placeholders of the tensors among those of input, skips, feeds and target.
+        cotangents: placeholders, one for each root.
+        outs: what the forward gives, in the order of ``form.slots``.
+        wanted: gradients of input leaves: one list for the input, one for each skip; None where there is none.
+        sums: gradients of the trainable leaves.
+        form, roots, draws: see there.
+    """
+
+    module: fx.GraphModule
+    params: list[fx.Node]
+    inputs: list[fx.Node]
+    cotangents: list[fx.Node]
+    outs: list[fx.Node]
+    wanted: list[list[fx.Node | None]]
+    sums: list[fx.Node | None]
+    form: Form
+    roots: list[Root]
+    draws: list[Draw]
+
+
+def tensors(*trees: Sequence[Any]) -> list[Tensor]:
+    """The tensors among some leaves."""
+    return [leaf for leaves in trees for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def leaves_in(args: StageArgs) -> list[Any]:
+    """All leaves that a forward gets."""
+    borders = [args.x, *args.skips, *args.feeds, *([] if args.target is None else [args.target])]
+    return [leaf for border in borders for leaf in border.leaves]
+
+
+_tracing = threading.Lock()
+
+
+def trace(ask: Ask) -> Joint:
+    """Trace a stage with its backward.
+
+    Raises:
+        TraceError: it says what about the stage cannot be a program.
+    """
+    with _tracing:  # fx keeps what it traces in the process, not in the thread
+        try:
+            return _trace(ask)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise _why(error) from error
+
+
+def _trace(ask: Ask) -> Joint:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    param_leaves, state_leaves = flatten(ask.params)[0], flatten(ask.state)[0]
+    given = tensors(param_leaves, state_leaves), tensors(leaves_in(ask.args))
+    copies = [ask.stage.bind(ask.params, ask.state) for _ in range(2)]  # modules are copied here, with no mode on
+    for copy in copies:
+        copy.release()
+    mode = FakeTensorMode(static_shapes=True)
+    with torch.no_grad():
+        fakes = [mode.from_tensor(tensor.detach()) for tensor in (*given[0], *given[1])]
+    with mode, torch.set_grad_enabled(ask.backwards):
+        first = _Call(ask, fakes)
+        again = _Call(ask, fakes, first.bound)
+    _refuse_changes(first, again)
+    cotangents = [mode.from_tensor(torch.empty_like(root)) for root in first.ends] if first.ends else []
+    kept: list[_Call] = []
+
+    def joint(*flat: Tensor) -> Any:
+        call = _Call(ask, flat[: len(fakes)])
+        kept[:] = [call]
+        return call.outs, *call.gradients(flat[len(fakes) :])
+
+    with mode, torch.set_grad_enabled(ask.backwards):
+        functional: Any = dispatch_functionalize(joint, FunctionalTensorMode())
+        module: fx.GraphModule = make_fx(functional, tracing_mode="fake")(*fakes, *cotangents)
+    call = kept[0]
+    for bound in (first.bound, call.bound):
+        bound.release()
+    _name_draws(module.graph, call.watch.draws)
+    tidy(module)
+    boxes = [n for n in module.graph.nodes if n.op == "placeholder"]
+    outs, wanted, sums = next(n for n in module.graph.nodes if n.op == "output").args[0]
+    there, end = len(given[0]), len(fakes)
+    return Joint(module, boxes[:there], boxes[there:end], boxes[end:], outs, wanted, sums, first.form, first.roots, call.watch.draws)  # fmt: skip
+
+
+class _Call:
+    """One forward of the stage on given tensors, with its graph."""
+
+    def __init__(self, ask: Ask, flat: Sequence[Tensor], bound: EagerBound | None = None) -> None:
+        rest = iter(flat)
+
+        def put(leaves: Sequence[Any]) -> list[Any]:
+            return [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+        def border(old: Border) -> Border:
+            return Border(put(old.leaves), old.spec, old.flags)
+
+        trees: list[Tree] = []
+        for tree in (ask.params, ask.state):
+            leaves, spec = flatten(tree)
+            trees.append(unflatten(spec, put(leaves)))
+        x, skips, feeds, target, microbatch = ask.args
+        args = StageArgs(border(x), [border(b) for b in skips], [border(b) for b in feeds], target and border(target), microbatch)  # fmt: skip
+        if bound is None:
+            keys = Keys(None, [ask.stage])
+            bound = EagerBound(ask.stage, 0, *trees, trainable=ask.trainable, train=ask.train, backwards=ask.backwards, keys=keys, loss=ask.loss)  # fmt: skip
+        self.ask, self.bound = ask, bound
+        self.watch = Watch(bound.places)
+        with self.watch:
+            out = bound.evaluate(args, keep=True)
+        if bound.written():
+            raise TraceError("it writes into its parameters; a stage is pure")
+        self.residual = out.residual
+        self.form, self.outs = _form(out)
+        self.roots, self.ends = self._ends(out)
+
+    def _ends(self, out: StageOut) -> tuple[list[Root], list[Tensor]]:
+        """Where gradients come in, and the tensors there with their graphs."""
+        residual, found = self.residual, list[tuple[str, str, int, Any]]()
+        if self.ask.loss is None:
+            found += [("y", "", leaf, end) for leaf, end in enumerate(residual.y)]
+        for name, ends in residual.stash.items():
+            found += [("stash", name, leaf, end) for leaf, end in enumerate(ends)]
+        if residual.loss is not None:
+            found.append(("loss", "", 0, residual.loss.sum))
+        if residual.side is not None:
+            found.append(("side", "", 0, residual.side[0]))
+        live = [one for one in found if isinstance(one[3], Tensor) and one[3].requires_grad]
+        return [Root(what, name, leaf, tuple(end.stride())) for what, name, leaf, end in live], [
+            end for *_, end in live
+        ]
+
+    def gradients(self, cotangents: Sequence[Tensor]) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
+        """Gradients of the leaves at the inputs, in their layout, and of the trainable parameters."""
+        from funcpipe.runtime.eager import no_autocast
+
+        residual, inputs = self.residual, self.bound.inputs
+        counts = [residual.x_count, *(count for count, _ in residual.skips)]
+        held = [residual.x, *(leaves for _, leaves in residual.skips)]
+        wants = [*(leaf for one in held for leaf in one.values()), *inputs]
+        found: list[Tensor | None] = [None] * len(wants)
+        if wants and self.ends:
+            with no_autocast():
+                found = list(torch.autograd.grad(self.ends, wants, list(cotangents), allow_unused=True))
+        rest = iter(found)
+        wanted: list[list[Tensor | None]] = []
+        for count, one in zip(counts, held, strict=True):
+            row: list[Tensor | None] = [None] * count
+            for index, leaf in one.items():
+                row[index] = _like(next(rest), leaf)
+            wanted.append(row)
+        return wanted, [None if g is None else g.to_dense() if g.layout is not torch.strided else g for g in rest]
+
+
+def _like(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+    """A gradient in the layout of its leaf, which autograd keeps to as well where it adds into ``.grad``."""
+    if gradient is None or gradient.stride() == leaf.stride():
+        return gradient
+    return torch.empty_like(leaf).copy_(gradient)
+
+
+def _form(out: StageOut) -> tuple[Form, list[Tensor]]:
+    """The form of a forward's outputs, and its tensors."""
+    leaves = list(out.y.leaves)
+    for border in out.stash.values():
+        leaves += border.leaves
+    stats, loss, side = out.report
+    found, spec = flatten((stats, loss, side))
+    empty = loss is None and side is None and not flatten(stats)[0]
+    leaves += [] if empty else found
+    slots = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    stash = {name: (border.spec, tuple(border.flags)) for name, border in out.stash.items()}
+    plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    form = Form((out.y.spec, tuple(out.y.flags)), stash, None if empty else spec, plain, slots)
+    return form, [leaves[number] for number in slots]
+
+
+def _refuse_changes(first: _Call, again: _Call) -> None:
+    """A second call must do what the first did, or Python state would be frozen into the program."""
+    if first.watch.steps == again.watch.steps and first.form == again.form:
+        return
+    pairs = zip(first.watch.steps, again.watch.steps, strict=False)
+    detail = next((f": {a} in one call, {b} in the next" for a, b in pairs if a != b), "")
+    raise TraceError(f"it does something else when it is called again{detail}. It keeps state in Python (a counter, a cache, random numbers that are not torch's), which a program would freeze: hand it in by feeds or state")  # fmt: skip
+
+
+def _name_draws(graph: fx.Graph, draws: Sequence[Draw]) -> None:
+    """Mark each node that draws with the number of its draw. Raises TraceError."""
+    nodes = [n for n in graph.nodes if n.op == "call_function" and seeded(n.target) and not silent(n.target, n.args, n.kwargs, n.meta.get("val"))]  # fmt: skip
+    if len(nodes) > len(draws):
+        raise TraceError("it draws random numbers in its backward (torch.utils.checkpoint around a dropout?), which a program would draw anew; use fp.remat instead of checkpoint")  # fmt: skip
+    if len(nodes) < len(draws):
+        raise TraceError(f"it draws random numbers ({draws[0].what}) that the trace does not show")
+    for number, node in enumerate(nodes):
+        node.meta["draw"], node.meta["drawn_by"] = number, draws[number].what
+
+
+_REASONS = {
+    "allow_non_fake_inputs": "it computes with a tensor that it was not given (closed over, or an attribute of a module that is no buffer): hand it in by params, state or feeds",
+    ".numpy()": "it takes the numbers of a tensor out of torch (numpy, an extension)",
+    "Cannot access data pointer": "it takes the numbers of a tensor out of torch (numpy, an extension)",
+    "DataDependent": "what it does depends on numbers in tensors (a branch, .item(), a shape)",
+    "data-dependent": "what it does depends on numbers in tensors (a branch, .item(), a shape)",
+    "DynamicOutputShape": "the shape of a result depends on numbers in tensors (nonzero, a mask, unique)",
+}
+
+
+def _why(error: Exception) -> TraceError:
+    """What about a stage cannot be traced."""
+    text = f"{type(error).__name__}: {error}"
+    known = next((reason for mark, reason in _REASONS.items() if mark in text), None)
+    found = TraceError(f"{known or 'it cannot be traced'} ({text.splitlines()[0]})")
+    found.cause = None if known else error
+    return found
+
+
+__all__ = ["Ask", "Form", "Joint", "Loss", "Root", "TraceError", "leaves_in", "tensors", "trace"]

@@ -1,0 +1,54 @@
+"""Clean a traced graph: what only autograd needed goes, and what makes several gradients at once is taken apart."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+
+_NOTHING: set[Any] = {
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.lift_fresh_copy.default,
+    *([_aten._lazy_clone.default] if hasattr(_aten, "_lazy_clone") else []),  # nothing writes in place any more
+}
+"""What gives its argument."""
+
+
+def tidy(module: fx.GraphModule) -> None:
+    """Clean a graph in place."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        first = node.args[0] if node.args else None
+        if not isinstance(first, fx.Node):
+            continue
+        if node.target in _NOTHING:
+            node.replace_all_uses_with(first)
+        elif node.target is _aten.t.default and first.target is _aten.t.default:
+            node.replace_all_uses_with(first.args[0])  # pyright: ignore[reportArgumentType]
+        elif node.target is _aten.convolution_backward.default:
+            _part(graph, node)
+    graph.eliminate_dead_code()
+
+
+def _part(graph: fx.Graph, node: fx.Node) -> None:
+    """The gradients of input and of weights of a convolution come from separate kernels: make it two calls."""
+    *rest, mask = node.args
+    inputs, *weights = mask  # pyright: ignore
+    if not (inputs and any(weights)):  # pyright: ignore[reportUnknownArgumentType]
+        return
+    halves: list[fx.Node] = []
+    with graph.inserting_before(node):
+        for wanted in ([True, False, False], [False, *weights]):
+            half = graph.call_function(_aten.convolution_backward.default, (*rest, wanted))
+            half.meta = dict(node.meta)
+            halves.append(half)
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        user.args = (halves[0 if user.args[1] == 0 else 1], user.args[1])

@@ -1,0 +1,604 @@
+"""Compiled stages: eager's bits from separate programs, whatever the stage is; what cannot be a program says why."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import random
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import EXECUTORS, assert_same_result, ids, same, schedules, snapshot
+
+import funcpipe as fp
+
+
+class Block(nn.Module):
+    """A transformer's block in plain torch."""
+
+    def __init__(self, width=16, heads=2, dropout=0.0):
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads, self.dropout = heads, dropout
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        x = x + self.out(a.transpose(1, 2).reshape(b, t, c))
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.dropout, self.training)
+
+
+class Twice(nn.Module):
+    """A weight that is used twice, one that is not used, a view of a weight, an in-place operation on the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.unused, self.v = (nn.Parameter(torch.randn(6, 6)) for _ in range(3))
+
+    def forward(self, x):
+        x.mul_(2.0)
+        return torch.tanh(x @ self.w) @ self.w + self.v.view(36)[:6]
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g * ctx.saved_tensors[0]
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return Square.apply(x * self.w) + torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+
+ZOO = {
+    "linear": (lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6)), (8, 6)),
+    "three dimensions": (lambda: nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6, bias=False)), (8, 5, 6)),
+    "layer norm": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6)), (8, 6)),
+    "conv, batch norm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3, stride=2), nn.MaxPool2d(2)),
+        (8, 3, 16, 16),
+    ),
+    "group norm": (lambda: nn.Sequential(nn.Conv1d(4, 4, 3, groups=2), nn.GroupNorm(2, 4), nn.SiLU()), (8, 4, 12)),
+    "transposed conv": (lambda: nn.Sequential(nn.ConvTranspose2d(3, 4, 3), nn.Upsample(scale_factor=2), nn.AdaptiveAvgPool2d(3)), (8, 3, 6, 6)),
+    "block": (Block, (8, 5, 16)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), (8, 5, 16)),
+    "attention": (lambda: nn.TransformerDecoderLayer(16, 2, 32, dropout=0.1, batch_first=True), None),
+    "dropout": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.RReLU(), nn.AlphaDropout(0.1)), (8, 6)),
+    "twice": (Twice, (8, 6)),
+    "custom": (Custom, (8, 6)),
+    "checkpointed": (Checkpointed, (8, 6)),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), (8, 6)),
+    "identity": (nn.Identity, (8, 6)),
+    "softmax": (lambda: nn.Sequential(nn.Linear(6, 6), nn.LogSoftmax(-1), nn.PReLU()), (8, 6)),
+    "flatten": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.Unflatten(1, (2, 3))), (8, 3, 4)),
+}  # fmt: skip
+
+
+def pair(kind):
+    """The stages of a net with one of the zoo in the middle, its parameters, state and a batch."""
+    torch.manual_seed(1)
+    make, shape = ZOO[kind]
+    if shape is None:
+        make, shape = (lambda: nn.Sequential(Block(16, 2, 0.1), nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True))), (8, 5, 16)  # fmt: skip
+    made = [fp.from_module(m, name=f"s{i}") for i, m in enumerate((nn.Tanh(), make(), nn.Softplus()))]
+    stages, params, state = zip(*made, strict=True)
+    x = torch.randn(*shape)
+    with torch.no_grad():
+        y = fp.apply(stages, params, x, state=state, train=False).y
+    return stages, params, state, (x, torch.randn_like(y))
+
+
+def compiled(stages, **options):
+    return tuple(fp.compile(stage, **options) for stage in stages)
+
+
+def both(stages, params, batch, schedule, *, state=None, loss=F.mse_loss, fuse=False, executor="serial", **options):
+    """The same run, eager and compiled."""
+    plans = [
+        fp.make_plan(one, schedule, loss=loss, outputs=True, devices="cpu")
+        for one in (stages, compiled(stages, fuse=fuse))
+    ]
+    return [
+        fp.run(plan, params, batch, state=state, executor=executor, threads_per_lane=1, **options) for plan in plans
+    ]
+
+
+@pytest.mark.parametrize("kind", ZOO)
+def test_bits_of_the_zoo(kind):
+    """Whole, split and repeated backwards of each module are eager's, to the bit; so is what they draw."""
+    stages, params, state, batch = pair(kind)
+    made = compiled(stages, fuse=False)
+    for schedule in (fp.one_f_one_b(3, 4), fp.zero_bubble(3, 4), fp.remat(fp.fill_drain(3, 4))):
+        plans = [fp.make_plan(one, schedule, loss=F.mse_loss, outputs=True, devices="cpu") for one in (stages, made)]
+        eager, programs = [fp.run(p, params, batch, state=state, seed=3, executor="serial", threads_per_lane=1) for p in plans]  # fmt: skip
+        assert_same_result(eager, programs)
+    assert all(stage.program.found for stage in made)
+
+
+@pytest.mark.parametrize("schedule", schedules(4, 4), ids=ids)
+@pytest.mark.parametrize("rows", [8, 6])
+def test_bits_for_every_schedule(schedule, rows):
+    """Skips, feeds, a side loss, trees with ints and masks, an uneven batch, both executors."""
+    torch.manual_seed(0)
+
+    @fp.stage(stash=["far"])
+    def first(p, x):
+        h = torch.tanh(x @ p["w"])
+        return fp.Out({"h": h, "ids": x.argmax(-1), "n": 3, "none": None}, stash={"far": (h * 2, h > 0)})
+
+    @fp.stage(feeds=["scale"])
+    def second(p, x, *, feeds):
+        h = F.dropout(x["h"] @ p["w"], 0.2) * feeds["scale"]
+        return fp.Out((h, x["ids"], h.detach()), loss=(h.pow(2).sum(), h.numel()))
+
+    @fp.stage(pop=["far"])
+    def third(p, x, *, skips):
+        far, mask = skips["far"]
+        return torch.where(mask, x[0] @ p["w"], far) + F.one_hot(x[1], 6) + x[2]
+
+    @fp.stage(pop=["far"])
+    def fourth(p, x, *, skips):
+        return x @ p["w"] + skips["far"][0]
+
+    stages = (first, second, third, fourth)
+    params = tuple({"w": torch.randn(6, 6, dtype=torch.float64), "unused": torch.ones(2)} for _ in stages)
+    batch = torch.randn(rows, 6, dtype=torch.float64), torch.randn(rows, 6, dtype=torch.float64)
+    feeds = {"scale": torch.rand(rows, 1, dtype=torch.float64)}
+    before = snapshot((params, batch, feeds))
+    for executor in EXECUTORS:
+        eager, programs = both(stages, params, batch, schedule, feeds=feeds, seed=1, executor=executor)
+        assert_same_result(eager, programs)
+        assert ((0, "unused"), (1, "unused"), (2, "unused"), (3, "unused")) == programs.unused
+    assert same(before, snapshot((params, batch, feeds)))
+
+
+def test_fused_sums_round_once():
+    """A product that is added in one operation differs by rounding alone."""
+    stages, params, state, batch = pair("block")
+    eager, programs = both(stages, params, batch, fp.zero_bubble(3, 4), state=state, fuse=True)
+    for a, b in zip(fp.leaves(eager.grads), fp.leaves(programs.grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert same(eager.loss, programs.loss)
+
+
+def count(code, text):
+    return code.text.count(text)
+
+
+def test_no_operation_twice():
+    """I and W together are B: the operations of a chain of linear layers, each once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.ReLU())])
+    stage, params, _ = fp.from_module(model)
+    programs = fp.programs(fp.compile(stage), params, torch.randn(8, 16, requires_grad=True))
+    assert 8 == programs.forward.operations - count(programs.forward, "torch.t(")
+    products = [count(code, "torch.mm(") + count(code, "addmm_(") for code in (programs.backward, programs.backward_input, programs.backward_weight)]  # fmt: skip
+    assert [8, 4, 4] == products
+    steps = [count(code, "threshold_backward_default(") for code in (programs.backward, programs.backward_input, programs.backward_weight)]  # fmt: skip
+    assert [4, 4, 0] == steps
+    assert 4 == count(programs.backward_weight, "torch.sum(")
+    assert 0 == count(programs.backward_input, "torch.sum(")
+
+
+def test_residuals_are_what_is_needed():
+    """Between F and B lie the inputs of the products; between I and W these and the gradients of their outputs."""
+    stage, params, _ = fp.from_module(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)))
+    programs = fp.programs(fp.compile(stage), params, torch.randn(8, 16, requires_grad=True))
+    one = 8 * 16 * 4
+    assert 2 * one == programs.residual_bytes  # x, tanh
+    assert 4 * one == programs.weight_residual_bytes  # and dy of both
+
+
+def test_programs_print_as_python():
+    """What is printed is what runs: four functions that Python reads."""
+    stage, params, _ = fp.from_module(nn.Linear(2, 2))
+    text = str(fp.programs(fp.compile(stage), params, torch.randn(3, 2, requires_grad=True)))
+    assert ["F(P, X)", "B(P, K, G, S)", "I(P, K, G)", "W(P, L, S)"] == [line[4:-1] for line in text.splitlines() if line.startswith("def ")]  # fmt: skip
+    compile(text, "programs", "exec")
+    assert "S[1].addmm_(t_2, x0)" in text.replace("k0", "x0").replace("l0", "x0")
+
+
+# -- what flows ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_output_without_a_gradient():
+    """What no later stage uses sends no gradient back: parameters behind it alone are unused, as in eager."""
+
+    def first(p, x):
+        return {"used": x * p["a"], "left": torch.log(x * p["b"]) * p["c"]}
+
+    stages = (fp.stage(first), fp.stage(lambda p, x: x["used"] * p))
+    params = ({name: torch.ones(3) for name in "abc"}, torch.ones(3))
+    batch = torch.zeros(4, 3), torch.ones(4, 3)  # log(0): zeros instead of nothing would give nan
+    for schedule in (fp.one_f_one_b(2, 2), fp.zero_bubble(2, 2)):
+        eager, programs = both(stages, params, batch, schedule)
+        assert_same_result(eager, programs)
+        assert ((0, "b"), (0, "c")) == programs.unused
+        assert torch.isfinite(programs.grads[0]["b"]).all()
+
+
+def test_an_output_with_a_gradient_beside_one_without():
+    """Where both flow into one operation only the one that is there counts."""
+
+    def first(p, x):
+        h = x * p["a"]
+        return {"used": h + 1, "left": torch.sqrt(h - h) * p["b"], "cut": torch.stack([h, h * p["b"]])}
+
+    stages = (fp.stage(first), fp.stage(lambda p, x: x["used"] * p))
+    params = ({name: torch.ones(3) for name in "ab"}, torch.ones(3))
+    eager, programs = both(stages, params, (torch.ones(4, 3), torch.ones(4, 3)), fp.zero_bubble(2, 2))
+    assert_same_result(eager, programs)
+
+
+def test_a_microbatch_without_weight_adds_nothing():
+    """Its loss is nan, its share 0: no gradient begins there."""
+    stages = (fp.stage(lambda p, x: x * p), fp.stage(lambda p, x: x * p))
+    params = (torch.ones(2), torch.ones(2))
+
+    def loss(y, target):
+        keep = (target >= 0).float()
+        return ((y - target).pow(2) * keep).sum() / keep.sum()
+
+    target = torch.tensor([[1.0, 2.0], [3.0, 4.0], [-1.0, -1.0], [-1.0, -1.0]])
+    plans = [fp.make_plan(one, fp.one_f_one_b(2, 2), loss=loss, weight=lambda t: float((t >= 0).sum()), devices="cpu") for one in (stages, compiled(stages, fuse=False))]  # fmt: skip
+    eager, programs = [fp.run(plan, params, (torch.ones(4, 2), target)) for plan in plans]
+    assert_same_result(eager, programs)
+    assert all(torch.isfinite(g).all() for g in fp.leaves(programs.grads))
+
+
+def test_vjp_and_forward_only():
+    """Cotangents of any layout, missing ones, gradients of inputs; a plan without backwards."""
+    stages = (fp.stage(lambda p, x: torch.tanh(x @ p)), fp.stage(lambda p, x: (x @ p, x * 2)))
+    params = (torch.randn(3, 3), torch.randn(3, 3))
+    x = torch.randn(4, 3)
+    found = []
+    for one in (stages, compiled(stages, fuse=False)):
+        plan = fp.make_plan(one, fp.fill_drain(2, 2), devices="cpu")
+        row = []
+        for cotangents in ((torch.ones(1, 1).expand(4, 3), None), (torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).T, torch.ones(4, 3))):  # fmt: skip
+            result, pull = fp.vjp(plan, params, x, input_grads=True)
+            row.append((result.outputs, pull(cotangents)))
+        forward = fp.make_plan(one, fp.fill_drain(2, 2, backward=False), devices="cpu")
+        with torch.inference_mode():
+            row.append(fp.run(forward, params, x).outputs)
+        found.append(snapshot(row))
+    assert same(*found)
+
+
+def test_trainable_leaves_decide_the_programs():
+    """A frozen parameter has no gradient, and nothing is computed for it."""
+    stages, params, state, batch = pair("linear")
+    made = compiled(stages, fuse=False)
+    plan = fp.make_plan(made, fp.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu")
+    everything = fp.run(plan, params, batch, state=state, threads_per_lane=1)
+    some = fp.run(plan, params, batch, state=state, threads_per_lane=1, trainable=lambda name, _: "bias" in name)
+    assert some.grads[1]["0.weight"] is None
+    assert same(everything.grads[1]["0.bias"], some.grads[1]["0.bias"])
+    frozen = list(made[1].program.found.values())[-1]
+    assert "addmm_" not in frozen.backward_weight.text
+    assert 1 == count(frozen.backward_weight, "torch.mm(")  # of the chain from one layer to the other
+
+
+@pytest.mark.parametrize("kind", ["block", "conv, batch norm"])
+def test_autocast(kind):
+    """Casts are in the programs, and are not made again when these run."""
+    stages, params, state, batch = pair(kind)
+    with torch.autocast("cpu", torch.bfloat16):
+        eager, programs = both(stages, params, batch, fp.zero_bubble(3, 4), state=state, executor="threads")
+    assert_same_result(eager, programs)
+
+
+def test_autocast_that_a_stage_switches_off():
+    """What a stage computes in full precision stays so."""
+
+    def mixed(p, x):
+        with torch.autocast("cpu", enabled=False):
+            h = x.float() @ p
+        return (h @ p).float()
+
+    stages, params = (fp.stage(mixed), fp.stage(mixed)), (torch.randn(8, 8), torch.randn(8, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        eager, programs = both(stages, params, (torch.randn(4, 8), torch.randn(4, 8)), fp.one_f_one_b(2, 2))
+    assert_same_result(eager, programs)
+
+
+def test_residuals_on_the_host():
+    """Offload moves a program's residuals, too."""
+    stages, params, state, batch = pair("block")
+    eager, programs = both(stages, params, batch, fp.offload(fp.one_f_one_b(3, 4)), state=state, executor="threads")
+    assert_same_result(eager, programs)
+
+
+def test_all_of_it_together():
+    """Zero-bubble, remat, dropout, batch norm, skips, an uneven batch, loss scale, finite checks, several steps."""
+    torch.manual_seed(0)
+    net = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Tanh()) for _ in range(4)]
+    made = [fp.from_module(one, name=f"s{i}") for i, one in enumerate(net)]
+    stages, params, state = zip(*made, strict=True)
+    batch = torch.randn(14, 6), torch.randn(14, 6)
+    schedule = fp.remat(fp.zero_bubble(4, 4, num_devices=2))
+    found = []
+    for one in (stages, compiled(stages, fuse=False)):
+        plan = fp.make_plan(one, schedule, loss=F.mse_loss, devices="cpu")
+        own, row = state, []
+        for step in range(3):
+            result = fp.run(plan, params, batch, state=own, seed=step, loss_scale=8.0, check=["finite", "used"])
+            own = result.state
+            row.append((result.loss, result.grads, result.state))
+        found.append(snapshot(row))
+    assert same(*found)
+
+
+def test_tied_parameters():
+    """One weight in two stages has one gradient."""
+    w = torch.randn(5, 5)
+    stages = (fp.stage(lambda p, x: torch.tanh(x @ p["w"])), fp.stage(lambda p, x: x @ p["w"].T))
+    params = ({"w": w}, {"w": w})
+    found = []
+    for one in (stages, compiled(stages, fuse=False)):
+        plan = fp.make_plan(one, fp.zero_bubble(2, 2), loss=F.mse_loss, ties=[[(0, "w"), (1, "w")]], devices="cpu")
+        found.append(fp.run(plan, params, (torch.ones(4, 5), torch.ones(4, 5))))
+    assert_same_result(*found)
+
+
+def test_compositions():
+    """A composition is compiled as a whole and draws as its parts would."""
+    (a, pa, _), (b, pb, _) = (fp.from_module(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), name=name) for name in "ab")  # fmt: skip
+    batch = torch.randn(4, 4), torch.randn(4, 4)
+    apart = fp.run(fp.make_plan((a, b), fp.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu"), (pa, pb), batch, seed=1)
+    whole = fp.compile(fp.compose(a, b), fuse=False)
+    one = fp.run(
+        fp.make_plan((whole,), fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"), ((pa, pb),), batch, seed=1
+    )
+    assert same(apart.loss, one.loss)
+    assert same([*apart.grads], [*one.grads[0]])
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------
+
+CAPTURED = torch.ones(3)
+calls = 0
+
+
+def branch(p, x):
+    return x * p if x.sum() > 0 else x
+
+
+def closed(p, x):
+    return x * p * CAPTURED
+
+
+def shape_by_numbers(p, x):
+    return (x * p)[x > 0].sum() + x
+
+
+def numbers(p, x):
+    return x * p * float(x.detach().numpy().mean())
+
+
+def item(p, x):
+    return x * p * x.detach().mean().item()
+
+
+def counter(p, x):
+    global calls
+    calls += 1
+    return x * p * calls
+
+
+def chance(p, x):
+    return x * p * random.random()
+
+
+def writes(p, x):
+    with torch.no_grad():
+        p.mul_(2.0)
+    return x * p
+
+
+def in_the_backward(p, x):
+    return torch.utils.checkpoint.checkpoint(lambda y: F.dropout(y * p, 0.5), x, use_reentrant=False)
+
+
+REFUSED = [
+    (branch, "depends on numbers in tensors"),
+    (closed, "a tensor that it was not given"),
+    (shape_by_numbers, "depends on numbers in tensors"),
+    (numbers, "numbers of a tensor out of torch"),
+    (item, "depends on numbers in tensors"),
+    (counter, "does something else when it is called again"),
+    (chance, "does something else when it is called again"),
+    (in_the_backward, "draws random numbers in its backward"),
+]
+
+
+@pytest.mark.parametrize(("function", "reason"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
+def test_what_cannot_be_traced_says_why(function, reason):
+    """By name and reason; with fallback=True it runs eagerly, with eager's numbers."""
+    stage = fp.stage(function, name="odd")
+    batch = torch.rand(4, 3) + 0.5, torch.ones(4, 3)
+    plan = fp.make_plan([fp.compile(stage)], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    with pytest.raises(fp.PlanError, match=reason) as raised:
+        fp.run(plan, (torch.ones(3),), batch, seed=0)
+    assert "'odd'" in str(raised.value)
+    assert "fallback=True" in str(raised.value)
+    if function in (counter, chance):
+        return
+    found = []
+    for one in (stage, fp.compile(stage, fallback=True)):
+        plan = fp.make_plan([one], fp.zero_bubble(1, 2), loss=F.mse_loss, devices="cpu")
+        found.append(fp.run(plan, (torch.ones(3),), batch, seed=0))
+    assert_same_result(*found)
+
+
+def test_a_stage_that_writes_into_its_parameters():
+    plan = fp.make_plan(
+        [fp.compile(fp.stage(writes, name="odd"))], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"
+    )
+    w = torch.ones(3)
+    with pytest.raises(fp.PlanError):
+        fp.run(plan, (w,), (torch.ones(4, 3), torch.ones(4, 3)))
+    assert same(w, torch.ones(3))
+
+
+def test_mistakes_in_a_stage_are_its_own():
+    """What fails in eager as well fails with the same error, at the same place, the loss included."""
+    shapes = fp.compile(fp.stage(lambda p, x: x @ p, name="shapes"))
+    plan = fp.make_plan([shapes], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        fp.run(plan, (torch.ones(5, 5),), (torch.ones(4, 3), torch.ones(4, 3)))
+    assert "0F0" == raised.value.funcpipe.action
+    fine = fp.compile(fp.stage(lambda p, x: x @ p))
+    plan = fp.make_plan([fine], fp.one_f_one_b(1, 2), loss=lambda y, t: y, devices="cpu")
+    with pytest.raises(fp.StageError, match="the loss is a floating number") as raised:
+        fp.run(plan, (torch.ones(3, 3),), (torch.ones(4, 3), torch.ones(4, 3)))
+    assert "0F0 (loss)" == raised.value.funcpipe.action
+
+
+def test_profile_measures_programs():
+    """I and W are run, and the bytes that wait for them are those of the programs."""
+    stage, params, _ = fp.from_module(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)))
+    stages = [fp.compile(stage), fp.compile(stage), stage]
+    x = torch.randn(8, 16)
+    cost = fp.profile(stages, x, params=[params] * 3, repeats=2)
+    found = fp.programs(stages[1], params, x)
+    eager = fp.profile([stage] * 3, x, params=[params] * 3, repeats=1)
+    assert (found.residual_bytes, found.weight_residual_bytes) == (cost.residual[1], cost.weight_residual[1])
+    assert eager.residual[2] == cost.residual[2]
+    assert min(cost.backward_weight[:2]) > 0
+    schedule = fp.zero_bubble(3, 4)
+    timeline = fp.simulate(schedule, cost)
+    assert max(timeline.peak) <= 4 * max(*cost.residual, *cost.weight_residual)
+
+
+def test_a_buffer_that_is_no_buffer():
+    """A tensor that is an attribute of a module is not among the stage's inputs."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.ones(3)
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.linear(x) * self.scale
+
+    stage, params, _ = fp.from_module(Net(), name="net")
+    with pytest.raises(fp.PlanError, match="an attribute of a module that is no buffer"):
+        fp.programs(fp.compile(stage), params, torch.ones(2, 3))
+
+
+def test_draws_need_a_seed():
+    stages, params, state, batch = pair("dropout")
+    plan = fp.make_plan(compiled(stages), fp.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu")
+    before = torch.get_rng_state()
+    with pytest.raises(fp.DrawError, match="seed="):
+        fp.run(plan, params, batch, state=state)
+    fp.run(plan, params, batch, state=state, seed=1)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_compile_takes_stages():
+    with pytest.raises(fp.PlanError, match="compile takes a stage"):
+        fp.compile(nn.Linear(2, 2))
+    with pytest.raises(fp.PlanError, match="fp.compile"):
+        fp.programs(fp.stage(lambda p, x: x), (), torch.ones(2))
+
+
+# -- the cache -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_signature_is_traced_once():
+    """Runs, microbatches and threads share programs; another shape, mode or type is another signature."""
+    stages, params, state, batch = pair("linear")
+    made = compiled(stages)
+    plan = fp.make_plan(made, fp.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu")
+
+    def work():
+        fp.run(plan, params, batch, state=state)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [1, 1, 1] == [len(stage.program.found) for stage in made]
+    fp.run(plan, params, (batch[0][:6], batch[1][:6]), state=state)
+    assert [2, 2, 2] == [len(stage.program.found) for stage in made]
+    forward = fp.make_plan(made, fp.fill_drain(3, 4, backward=False), devices="cpu")
+    fp.run(forward, params, batch[0], state=state)
+    assert [3, 3, 3] == [len(stage.program.found) for stage in made]
+
+
+def test_tracing_leaves_everything_as_it_was():
+    """No numbers, gradients, generators or modes of the caller's change; no copy of a module keeps fake tensors."""
+    stages, params, state, batch = pair("conv, batch norm")
+    before = snapshot((params, state, batch)), torch.get_rng_state(), torch.is_grad_enabled()
+    made = compiled(stages)
+    fp.programs(made[1], params[1], batch[0].tanh(), state=state[1])
+    assert same(before, (snapshot((params, state, batch)), torch.get_rng_state(), torch.is_grad_enabled()))
+    assert all(leaf.grad is None for leaf in fp.leaves(params))
+    y = made[1](params[1], batch[0], state=state[1])
+    assert type(y) is torch.Tensor
+
+
+def test_memory_is_free_after_a_run():
+    """Residuals, sums and inputs are freed without a garbage collector."""
+    stages, params, state, batch = pair("block")
+    plan = fp.make_plan(compiled(stages), fp.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu")
+    fp.run(plan, params, batch, state=state)
+    gc.collect()
+    gc.disable()
+    try:
+        x = batch[0].clone()
+        result = fp.run(plan, params, (x, batch[1]), state=state)
+        marks = [weakref.ref(x), weakref.ref(result.grads[1]["up.weight"])]
+        del x, result
+        assert [None, None] == [mark() for mark in marks]
+    finally:
+        gc.enable()
+
+
+def test_compiled_stages_are_copied_and_pickled_without_programs():
+    stage, params, _ = fp.from_module(nn.Linear(2, 2), name="linear")
+    made = fp.compile(stage, fuse=False)
+    fp.programs(made, params, torch.ones(1, 2))
+    for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert not other.program.found
+        assert not other.program.fuse
+        assert same(made(params, torch.ones(1, 2)), other(params, torch.ones(1, 2)))
+
+
+def test_torch_func_goes_through():
+    """Called directly, a compiled stage is the function that it was."""
+    made = fp.compile(fp.stage(lambda w, x: torch.sin(w * x).sum()))
+    x = torch.ones(3)
+    torch.testing.assert_close(torch.func.grad(made)(torch.ones(3), x), torch.full((3,), math.cos(1.0)))
