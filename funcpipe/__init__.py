@@ -86,6 +86,7 @@ from funcpipe.runtime.sequential import run_sequential as run_sequential
 from funcpipe.runtime.vjp import Pullback as Pullback
 from funcpipe.runtime.vjp import vjp as vjp
 from funcpipe.schedules.check import check as check
+from funcpipe.schedules.delay import delay as delay
 from funcpipe.schedules.families import eager_one_f_one_b as eager_one_f_one_b
 from funcpipe.schedules.families import fill_drain as fill_drain
 from funcpipe.schedules.families import interleaved as interleaved

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias, overload
 
 from funcpipe.core.schedule import Action, Kind, Schedule
@@ -222,6 +222,17 @@ class Lowered:
         """The action with this code of the order."""
         row, microbatch = divmod(code, self.num_microbatches)
         return Action(self.rows[row].kind, self.rows[row].stage, microbatch)
+
+    @cached_property
+    def followed(self) -> list[frozenset[int]]:
+        """For each stage the microbatches whose W its device follows with another W of the stage."""
+        found: list[set[int]] = [set() for _ in range(self.num_stages)]
+        for lane in self.lanes:
+            for (_, code), (_, after) in pairwise(lane):
+                row, microbatch = divmod(code, self.num_microbatches)
+                if self.rows[row].kind is Kind.W and row == after // self.num_microbatches:
+                    found[self.rows[row].stage].add(microbatch)
+        return [frozenset(one) for one in found]
 
     @cached_property
     def late_frees(self) -> dict[int, tuple[tuple[int, int], ...]]:

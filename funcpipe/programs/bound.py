@@ -14,7 +14,7 @@ from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, unflatten
 from funcpipe.programs.draws import Keyring
 from funcpipe.programs.joint import Ask, Form, leaves_in, tensors
-from funcpipe.programs.programs import Programs
+from funcpipe.programs.programs import Half, Programs
 from funcpipe.programs.source import Code, laid_out
 from funcpipe.runtime.border import LEAF, Border, add_gradients, dense
 from funcpipe.runtime.eager import EagerBound, no_autocast
@@ -112,6 +112,7 @@ class CompiledBound(EagerBound):
         self.given = [leaf.detach() for leaf in tensors(self.leaves, self.state_leaves)]
         self.signature: Hashable = None
         self.programs: Programs | None = None
+        self.waiting: list[tuple[Half, Any]] = []
         self.fixed_words: Hashable = None
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -187,12 +188,26 @@ class CompiledBound(EagerBound):
         rest.missing = missing
         return Cotangents(x, skips), rest
 
-    def backward_weight(self, residual: Any) -> None:
+    def backward_weight(self, residual: Any, *, more: bool = False) -> None:
         """W: adds the gradients of the parameters into their sums."""
         if residual is None:
             return
         self._begun()
-        self._run(residual.programs.half(residual.missing).weights, residual.values, self._sums())
+        half, sums = residual.programs.half(residual.missing), self._sums()
+        if not self.compiled.merge or not (more or self.waiting):
+            self._run(half.weights, residual.values, sums)
+            return
+        if self.waiting and self.waiting[0][0] is not half:
+            self._merge()
+        self.waiting.append((half, self._run(half.operands, residual.values, sums)))
+        if not more:
+            self._merge()
+
+    def _merge(self) -> None:
+        """Add the products that wait."""
+        half = self.waiting[0][0]
+        half.merge([factors for _, factors in self.waiting], self._sums())
+        self.waiting = []
 
     def _sums(self) -> list[Tensor | None]:
         return [alias.grad for alias in self.inputs]

@@ -24,17 +24,18 @@ class Compiled:
 
     Attributes:
         fuse: are products added to their sums in one operation.
+        merge: are those of adjacent W added as one.
         fallback: does a stage that cannot be traced run eagerly.
         found: what became of each signature: its programs, or why there are none.
     """
 
-    def __init__(self, *, fuse: bool, fallback: bool) -> None:
-        self.fuse, self.fallback = fuse, fallback
+    def __init__(self, *, fuse: bool, merge: bool, fallback: bool) -> None:
+        self.fuse, self.merge, self.fallback = fuse, merge, fallback
         self.found: dict[Hashable, Programs | TraceError] = {}
         self._making = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"fuse": self.fuse, "fallback": self.fallback}
+        return {"fuse": self.fuse, "merge": self.merge, "fallback": self.fallback}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -83,7 +84,7 @@ class Compiled:
         raise TraceError(f"stage {ask.stage.name!r} cannot be compiled: {found}; leave it eager, or fp.compile(stage, fallback=True) to run it so where it cannot be")  # fmt: skip
 
 
-def compile(stage: Stage, *, fuse: bool = True, fallback: bool = False) -> Stage:
+def compile(stage: Stage, *, fuse: bool = True, merge: bool = False, fallback: bool = False) -> Stage:
     """The stage with its forward, backward, input backward and weight backward as programs.
 
     When a run first meets a signature (shapes, types and layouts of everything that the stage gets, which leaves are
@@ -106,6 +107,9 @@ def compile(stage: Stage, *, fuse: bool = True, fallback: bool = False) -> Stage
     Args:
         stage: any stage; of a composition, the whole.
         fuse: see above.
+        merge: where the plan has several W of the stage next to each other, make one larger product of their weight
+            gradients. It reads and writes the sum once, which pays where microbatches have few rows (`delay` brings W
+            together); bits then depend on the schedule.
         fallback: run eagerly what cannot be traced, instead of raising; `programs` says why it cannot.
 
     Returns:
@@ -116,7 +120,7 @@ def compile(stage: Stage, *, fuse: bool = True, fallback: bool = False) -> Stage
     """
     if not isinstance(stage, Stage):
         raise PlanError(f"compile takes a stage; got a {type(stage).__name__}; make one: fp.stage(fn), fp.from_module(module), fp.split(model, ...)")  # fmt: skip
-    return replace(stage, program=Compiled(fuse=fuse, fallback=fallback))
+    return replace(stage, program=Compiled(fuse=fuse, merge=merge, fallback=fallback))
 
 
 def programs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -39,6 +39,19 @@ class Part:
     reads: list[fx.Node]
 
 
+class Product(NamedTuple):
+    """A weight gradient that is a product.
+
+    Attributes:
+        left, right: what it is of.
+        turned: is it of the left one's transpose.
+    """
+
+    left: fx.Node
+    right: fx.Node
+    turned: bool
+
+
 @dataclass(frozen=True)
 class Backward:
     """The backward in one piece and in two.
@@ -47,17 +60,21 @@ class Backward:
         whole: B, all of it.
         inputs: I, what the gradients of the inputs need.
         weights: W, the rest of what the gradients of the parameters need.
+        operands: W without its products, but with what they are of.
         left: what I leaves for W.
         wanted: gradients of input leaves, one list for the input and one for each skip.
         sums: gradients of the trainable leaves.
+        products: those of them that are products of two matrices and serve nothing else, by their numbers.
     """
 
     whole: Part
     inputs: Part
     weights: Part
+    operands: Part
     left: list[fx.Node]
     wanted: list[list[fx.Node | None]]
     sums: list[fx.Node | None]
+    products: dict[int, Product]
 
 
 class Cut:
@@ -106,14 +123,33 @@ class Cut:
         targets = [node for node in sums if node is not None]
         forward = {*self._f, *params, *joint.inputs}
         inputs_own = _whole_ops(above(ends) - forward)
-        weights = gather(targets, stop={*forward, *cotangents, *inputs_own})
+        outside = {*forward, *cotangents, *inputs_own}
+        weights = gather(targets, stop=outside)
+        products = _products(sums, {*weights.nodes})
+        rest = [node for number, node in enumerate(sums) if node is not None and number not in products]
+        factors = [factor for left, right, _ in products.values() for factor in (left, right)]
+        operands = gather([*rest, *factors], stop=outside)
         left = [node for node in weights.reads if node not in params]
         made = [node for node in left if node in inputs_own]
         inputs = gather([*ends, *made], stop={*forward, *cotangents})
         whole = gather([*ends, *targets], stop={*forward, *cotangents})
         crossing = {*inputs.reads, *weights.reads, *whole.reads} - cotangents - {*inputs.nodes}
         order = [node for node in joint.module.graph.nodes if node in crossing]
-        return Backward(whole, inputs, weights, left, wanted, sums), order
+        return Backward(whole, inputs, weights, operands, left, wanted, sums, products), order
+
+
+def _products(sums: Sequence[fx.Node | None], own: set[fx.Node]) -> dict[int, Product]:
+    """The weight gradients that are products and serve nothing but one sum."""
+    found: dict[int, Product] = {}
+    for number, node in enumerate(sums):
+        if node is None or node not in own or node.target is not _aten.mm.default or list(sums).count(node) > 1:
+            continue
+        if not any(user in own for user in node.users):
+            left: Any
+            left, right = node.args
+            turned = left.target is _aten.t.default
+            found[number] = Product(left.args[0] if turned else left, right, turned)  # pyright: ignore[reportArgumentType]
+    return found
 
 
 def above(roots: Iterable[Any]) -> set[fx.Node]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcpipe.core.stage import Stage, current_scope
+from funcpipe.programs.known import UNKNOWN, Known
 from funcpipe.runtime.rng import Keys, borrowed, locate
 
 
@@ -64,6 +65,7 @@ class Watch(TorchDispatchMode):
         self.draws: list[Draw] = []
         self.steps: list[str] = []
         self._counts: Counter[tuple[int, str]] = Counter()
+        self._known = Known()
 
     supports_higher_order_operators = True
 
@@ -75,7 +77,11 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and note it."""
         kwargs = kwargs or {}
+        number = self._known.number(func, args, kwargs)
+        if number is not UNKNOWN:
+            return number
         out = func(*args, **kwargs)
+        self._known.note(func, args, kwargs, out)
         if getattr(func, "namespace", "") != "prim":  # questions about a tensor, asked when the answer is not at hand
             self.steps.append(f"{func} {_words(args)} {_words(kwargs)}")
         if seeded(func) and not silent(func, args, kwargs, out):

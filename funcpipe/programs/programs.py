@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 from funcpipe.programs.cut import Backward, Cut
@@ -21,13 +22,25 @@ class Half(NamedTuple):
         whole: ``B(P, K, G, S) -> gradients of input and skips``.
         inputs: ``I(P, K, G) -> gradients, L``.
         weights: ``W(P, L, S)``.
+        operands: ``V(P, L, S) -> left factors, right factors``: W without its products, which are made later.
+        products: the numbers of their sums, and whether the left factors are to be transposed.
         weight_bytes: of L.
     """
 
     whole: Code
     inputs: Code
     weights: Code
+    operands: Code
+    products: list[tuple[int, bool]]
     weight_bytes: int
+
+    def merge(self, factors: Sequence[tuple[list[Tensor], list[Tensor]]], sums: Sequence[Tensor | None]) -> None:
+        """Add the products of several microbatches: one larger product for each sum."""
+        for at, (number, turned) in enumerate(self.products):
+            left = torch.cat([one[at] for one, _ in factors], 0 if turned else 1)
+            total = sums[number]
+            assert total is not None
+            total.addmm_(left.t() if turned else left, torch.cat([one[at] for _, one in factors]))
 
 
 class Programs:
@@ -102,12 +115,24 @@ class Programs:
         )
         rows = ", ".join(f"[{{{number}}}]" for number in range(len(cut.wanted)))
         more: dict[str, Any] = {"module": self.joint.module}
-        sums: dict[str, Any] = {"sums": cut.sums, "fuse": self.fuse}
+        sums: dict[str, Any] = {"sums": cut.sums, "fused": cut.products if self.fuse else ()}
+        rest = [None if number in cut.products else node for number, node in enumerate(cut.sums)]
+        factors = [[one.left for one in cut.products.values()], [one.right for one in cut.products.values()]]
         left = f"[{rows}], [{{{len(cut.wanted)}}}]"
         return Half(
             Code("B", [params, kept, given], cut.whole, f"[{rows}]", cut.wanted, **more, **sums),
             Code("I", [params, kept, given], cut.inputs, left, [*cut.wanted, cut.left], **more),
             Code("W", [params, Box("L", cut.left, emptied=True)], cut.weights, "", [], **more, **sums),
+            Code(
+                "V",
+                [params, Box("L", cut.left, emptied=True)],
+                cut.operands,
+                "[{0}], [{1}]",
+                factors,
+                **more,
+                sums=rest,
+            ),
+            [(number, one.turned) for number, one in cut.products.items()],
             nbytes(cut.left),
         )
 

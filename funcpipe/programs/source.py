@@ -15,8 +15,6 @@ from funcpipe.programs.binding import binding, path_of
 from funcpipe.programs.cut import Part, is_view
 from funcpipe.runtime.rng import twin_of
 
-_aten = torch.ops.aten
-
 
 class Box:
     """An argument that holds several values.
@@ -53,7 +51,7 @@ class Code:
         *,
         module: fx.GraphModule,
         sums: Sequence[fx.Node | None] | None = None,
-        fuse: bool = False,
+        fused: Collection[int] = (),
     ) -> None:
         """Write the function of a part.
 
@@ -65,10 +63,10 @@ class Code:
             results: see above.
             module: where constants are.
             sums: weight gradients to be added into ``S[0]``, ``S[1]``, ...; None: the function has no ``S``.
-            fuse: add a product of two matrices to its sum in one operation, which rounds once.
+            fused: the numbers of sums to which a product of two matrices is added in one operation.
         """
         self._writer = writer = _Writer(name, boxes, part, module)
-        writer.write(returns, results, sums, fuse=fuse)
+        writer.write(returns, results, sums, fused)
         self.text, self.operations = writer.source(writer.lines()), writer.operations
         self.call: Callable[..., Any] = self._first
 
@@ -120,14 +118,13 @@ class _Writer:
         returns: str,
         results: Sequence[Sequence[fx.Node | None]],
         sums: Sequence[fx.Node | None] | None,
-        *,
-        fuse: bool,
+        fused: Collection[int],
     ) -> None:
         """Make the body."""
         self.head = self._open()
         self.arguments += [] if sums is None else ["S"]
         added = sums or ()
-        direct = _direct(self.part, added, results) if fuse else {}
+        direct = {added[number]: number for number in fused}
         for node in self.part.reads:
             self._add(node, added)
         for node in self.part.nodes:
@@ -268,18 +265,3 @@ class _Writer:
 
 def _plain_name(target: Any) -> str:
     return str(target).replace(".", "_").replace("::", "_")
-
-
-def _direct(
-    part: Part, sums: Sequence[fx.Node | None], results: Sequence[Sequence[fx.Node | None]]
-) -> dict[fx.Node, int]:
-    """The weight gradients that are products and serve nothing but one sum."""
-    own, handed = {*part.nodes}, {node for row in results for node in row}
-    found: dict[fx.Node, int] = {}
-    for number, node in enumerate(sums):
-        if node is None or node not in own or node.target is not _aten.mm.default:
-            continue
-        read = node in handed or any(user in own for user in node.users)
-        if not read and list(sums).count(node) == 1:
-            found[node] = number
-    return found

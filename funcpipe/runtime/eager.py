@@ -241,7 +241,7 @@ class EagerBound:
         """The whole backward: splitting an autograd graph costs more than it gains (compiled stages do split)."""
         return self.backward(residual, y, stash), None
 
-    def backward_weight(self, residual: None) -> None:
+    def backward_weight(self, residual: None, *, more: bool = False) -> None:
         """Nothing is left to do."""
 
     # -- the end ---------------------------------------------------------------------------------------------------

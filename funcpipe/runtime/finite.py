@@ -75,9 +75,9 @@ class FiniteBound:
         self._check_gradients(found, given, y, stash)
         return found, rest
 
-    def backward_weight(self, residual: Any) -> None:
+    def backward_weight(self, residual: Any, *, more: bool = False) -> None:
         """The inner one's; then the gradients must be finite."""
-        self.inner.backward_weight(residual)
+        self.inner.backward_weight(residual, more=more)
         self._check_gradients(Cotangents([], []), None, None, {})
 
     def grads(self) -> list[Tensor | None]:

@@ -109,8 +109,8 @@ class Bound(Protocol):
         """I: also what W needs."""
         ...
 
-    def backward_weight(self, residual: Any) -> None:
-        """W: adds weight gradients into their sums."""
+    def backward_weight(self, residual: Any, *, more: bool = False) -> None:
+        """W: adds weight gradients into their sums; where ``more`` comes at once, at the latest with the last of these."""
         ...
 
     def grads(self) -> list[Tensor | None]:

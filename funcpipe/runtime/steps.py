@@ -33,9 +33,10 @@ def make_step(row: Row, program: Lowered, stage: Stage, bound: Bound, host: Host
         case Kind.B | Kind.I:
             return _backward(row, wires, bound)
         case Kind.W:
+            followed = program.followed[row.stage]
 
             def weights(reads: list[Any], microbatch: int) -> Sequence[Any]:
-                bound.backward_weight(reads[0])
+                bound.backward_weight(reads[0], more=microbatch in followed)
                 return ()
 
             return weights

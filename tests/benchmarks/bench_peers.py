@@ -8,8 +8,8 @@ same weights and batch, one intra-op thread per lane, and must give the gradient
 timed. Arms take turns in a shuffled order; a sample during which other processes used more than 0.15 cores is taken
 again, up to four times and while --seconds last; "clean" counts those that were not disturbed, and figures are of the
 clean samples (of all, with a star, where fewer than five are clean: such rows have no ratio). "1F1B / this" and
-"fill-drain / this" are funcpipe's median with the same remat over this row's: below 1 funcpipe is faster. "cores" is CPU
-time over wall time, of all processes of the arm.
+"fill-drain / this" are funcpipe's median with the same remat over this row's: below 1 funcpipe is faster; "compiled 1F1B /
+this" is the same with compiled stages. "cores" is CPU time over wall time, of all processes of the arm.
 
 torchgpipe is measured if it is installed, as published: its two CPU partitions share one worker thread.
 torch.distributed.pipelining runs as two processes over gloo, kept between steps, each pinned to its share of the cores as
@@ -77,24 +77,28 @@ def plain(work: Work) -> Iterator[Arm]:
 
 
 def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
-    """1F1B and fill-drain with every remat, and interleaved; lanes are kept."""
+    """1F1B and fill-drain with every remat, interleaved and zero-bubble, eager and compiled; lanes are kept."""
     last = work.microbatches - 1
     keeps = {"never": lambda _: True, "except_last": lambda forward: forward.microbatch == last, "always": fp.never}
-    makers = {"1F1B": (fp.one_f_one_b, 1, REMAT), "fill-drain": (fp.fill_drain, 1, REMAT), "interleaved": (fp.interleaved, 2, REMAT[:1])}  # fmt: skip
-    for name, (maker, each, modes) in makers.items():
-        count = LANES * each
-        if work.depth % count:
-            continue
-        per, model = work.depth // count, work.model()
-        parts: list[nn.Sequential] = [model[i * per : (i + 1) * per] for i in range(count)]
-        stages, params, _ = zip(*map(fp.from_module, parts), strict=True)
-        schedule = maker(count, work.microbatches, num_devices=LANES)
-        for mode in modes:
-            plan = fp.make_plan(stages, fp.remat(schedule, keep=keeps[mode]), loss=F.mse_loss, devices="cpu")
-            yield _planned(name, mode, plan, params, work, opened.enter_context(fp.lanes(plan)))
+    eager = {"1F1B": (fp.one_f_one_b, 1, REMAT), "fill-drain": (fp.fill_drain, 1, REMAT), "interleaved": (fp.interleaved, 2, REMAT[:1])}  # fmt: skip
+    split = {"1F1B": (fp.one_f_one_b, 1, REMAT), "zero-bubble": (fp.zero_bubble, 1, REMAT[:1]), "interleaved": (fp.interleaved, 2, REMAT[:1])}  # fmt: skip
+    for system, makers in (("funcpipe", eager), ("funcpipe, compiled", split)):
+        for name, (maker, each, modes) in makers.items():
+            count = LANES * each
+            if work.depth % count:
+                continue
+            per, model = work.depth // count, work.model()
+            parts: list[nn.Sequential] = [model[i * per : (i + 1) * per] for i in range(count)]
+            stages, params, _ = zip(*map(fp.from_module, parts), strict=True)
+            if system != "funcpipe":
+                stages = tuple(map(fp.compile, stages))
+            schedule = maker(count, work.microbatches, num_devices=LANES)
+            for mode in modes:
+                plan = fp.make_plan(stages, fp.remat(schedule, keep=keeps[mode]), loss=F.mse_loss, devices="cpu")
+                yield _planned(system, name, mode, plan, params, work, opened.enter_context(fp.lanes(plan)))
 
 
-def _planned(name: str, mode: str, plan: fp.Plan, params: Any, work: Work, lanes: fp.Lanes) -> Arm:
+def _planned(system: str, name: str, mode: str, plan: fp.Plan, params: Any, work: Work, lanes: fp.Lanes) -> Arm:
     grads: tuple[dict[str, Tensor], ...] = ()
 
     def step() -> None:
@@ -104,7 +108,7 @@ def _planned(name: str, mode: str, plan: fp.Plan, params: Any, work: Work, lanes
     def error() -> float:
         return work.error([own[key] for own, tree in zip(grads, params, strict=True) for key in tree])
 
-    return Arm("funcpipe", name, mode, here(step), error)
+    return Arm(system, name, mode, here(step), error)
 
 
 def torchgpipe(work: Work) -> Iterator[Arm]:
@@ -167,13 +171,14 @@ def proven(arms: list[Arm]) -> list[Arm]:
 
 def table(arms: list[Arm], found: dict[str, Summary]) -> Iterator[str]:
     """The rows in markdown."""
-    own = {(arm.name, arm.remat): found[str(arm)] for arm in arms if arm.system == "funcpipe"}
-    yield "| system | schedule | remat | median ms (quartiles) | cores | 1F1B / this | fill-drain / this | clean |"
-    yield "|---|---|---|---:|---:|---:|---:|---:|"
+    own = {(arm.system, arm.name, arm.remat): found[str(arm)] for arm in arms}
+    bases = (("funcpipe", "1F1B"), ("funcpipe", "fill-drain"), ("funcpipe, compiled", "1F1B"))
+    yield "| system | schedule | remat | median ms (quartiles) | cores | 1F1B / this | fill-drain / this | compiled 1F1B / this | clean |"
+    yield "|---|---|---|---:|---:|---:|---:|---:|---:|"
     for arm in arms:
         this = found[str(arm)]
         low, middle, high = (f"{seconds * 1e3:.1f}" for seconds in this.quartiles)
-        ratios = " | ".join(_ratio(own[base, arm.remat], this) for base in ("1F1B", "fill-drain"))
+        ratios = " | ".join(_ratio(own[*base, arm.remat], this) for base in bases)
         first = (
             f"{arm.system} | {arm.name} | {arm.remat} | {middle}{'*' * this.noisy} ({low}-{high}) | {this.cores:.2f}"
         )

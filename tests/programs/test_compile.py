@@ -602,3 +602,96 @@ def test_torch_func_goes_through():
     made = fp.compile(fp.stage(lambda w, x: torch.sin(w * x).sum()))
     x = torch.ones(3)
     torch.testing.assert_close(torch.func.grad(made)(torch.ones(3), x), torch.full((3,), math.cos(1.0)))
+
+
+# -- numbers that depend on nothing ------------------------------------------------------------------------------------
+
+
+def test_branches_on_constants_are_taken_as_in_eager():
+    """Positions and masks that no input goes into have numbers while tracing."""
+
+    def masked(p, x):
+        positions = torch.arange(x.shape[-1])
+        if (positions.diff() == 1).all() and positions[-1].item() == 5:
+            x = x * p
+        mask = torch.ones(6)
+        mask[2:].fill_(0.5)
+        if bool(mask.sum() == 4):
+            x = x + 1
+        return x * mask
+
+    stages = (fp.stage(masked),)
+    eager, programs = both(stages, (torch.ones(6),), (torch.randn(4, 6), torch.randn(4, 6)), fp.one_f_one_b(1, 2))
+    assert_same_result(eager, programs)
+
+
+def test_constants_that_inputs_are_written_into_are_none():
+    def mixed(p, x):
+        room = torch.zeros(6)
+        view = room[:3]
+        view.copy_(x[0, :3])
+        return x * p if room.sum() > 0 else x
+
+    with pytest.raises(fp.TraceError, match="depends on numbers in tensors"):
+        fp.programs(fp.compile(fp.stage(mixed)), torch.ones(6), torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_models_of_transformers(kind):
+    """Their stages are programs with eager's bits, dropout included."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False, bos_token_id=0, eos_token_id=0)  # fmt: skip
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16, use_cache=False)  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+    model.train()
+    split = fp.split(model, 2)
+    ids = torch.randint(0, 50, (4, 8))
+
+    def loss(y, target):
+        return F.cross_entropy(y["logits"].flatten(0, 1), target.flatten())
+
+    found = []
+    for stages in (split.stages, compiled(split.stages, fuse=False)):
+        plan = fp.make_plan(stages, fp.zero_bubble(2, 2), loss=loss, ties=split.ties, devices="cpu")
+        found.append(fp.run(plan, split.params, (ids, ids), state=split.state, seed=1, threads_per_lane=1))
+    assert_same_result(*found)
+
+
+# -- weight gradients together -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("kind", ["block", "linear", "conv, batch norm"])
+def test_merged_products(kind, rows):
+    """W that stand next to each other add one product; what is no product is added as before."""
+    stages, params, state, batch = pair(kind)
+    batch = (batch[0][:rows], batch[1][:rows])
+    schedule = fp.delay(fp.one_f_one_b(3, 4), group=3)
+    found = []
+    for made in (stages, compiled(stages, merge=True)):
+        plan = fp.make_plan(made, schedule, loss=F.mse_loss, devices="cpu")
+        found.append(fp.run(plan, params, batch, state=state, threads_per_lane=1, check=["finite", "used"]))
+    eager, merged = found
+    assert same(eager.loss, merged.loss)
+    for a, b in zip(fp.leaves(eager.grads), fp.leaves(merged.grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_products_are_merged_where_the_plan_has_them_adjacent(monkeypatch):
+    """Groups of three of four microbatches: two merges of a stage; by default none."""
+    from funcpipe.programs.programs import Half
+
+    sizes = []
+    real = Half.merge
+    monkeypatch.setattr(Half, "merge", lambda self, factors, sums: (sizes.append(len(factors)), real(self, factors, sums))[1])  # fmt: skip
+    stage, params, _ = fp.from_module(nn.Linear(4, 4))
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    schedule = fp.delay(fp.fill_drain(1, 4), group=3)
+    for merge in (False, True):
+        plan = fp.make_plan([fp.compile(stage, merge=merge)], schedule, loss=F.mse_loss, devices="cpu")
+        fp.run(plan, (params,), batch)
+        assert ([3] if merge else []) == sizes
