@@ -69,6 +69,7 @@ from funcpipe.pipe.split import split as split
 from funcpipe.programs.compile import compile as compile
 from funcpipe.programs.compile import programs as programs
 from funcpipe.programs.programs import Programs as Programs
+from funcpipe.programs.warmup import warmup as warmup
 from funcpipe.runtime.apply import apply as apply
 from funcpipe.runtime.lanes import Lanes as Lanes
 from funcpipe.runtime.lanes import lanes as lanes

@@ -23,7 +23,7 @@ ALLOWED = {
     "lab": {"core", "schedules", "lower", "view"},
     "models": {"core"},
     "runtime": {"core", "schedules", "lower"},
-    "programs": {"core", "runtime"},
+    "programs": {"core", "lower", "runtime"},
     "pipe": {"core", "schedules", "lower", "lab", "models", "runtime"},
     "testing": {"core", "lower", "runtime"},
 }

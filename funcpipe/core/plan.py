@@ -401,6 +401,14 @@ class Plan:
         parts += [repr((s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers)) for s in self.stages]
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
+    @cached_property
+    def hints(self) -> tuple[str, ...]:
+        """What about the plan is not as it could be."""
+        eager = [
+            row.stage for row in self.program.rows if row.kind is Kind.W and self.stages[row.stage].program is None
+        ]
+        return (f"eager stages {sorted(eager)} do not split: I runs the whole backward, W nothing; fp.compile(stage)",) if eager else ()  # fmt: skip
+
     def __str__(self) -> str:
         devices = "unbound" if self.devices is None else ", ".join(map(str, self.devices))
         head = f"plan: {self.schedule!r} on {devices}; {len(self.tasks)} tasks"
@@ -408,4 +416,4 @@ class Plan:
             f"  {pool.slots} slot{'s' * (pool.slots != 1)} for {pool.role.value} {_lane(pool.source)}->{pool.lane}"
             for pool in self.program.pools
         ]
-        return "\n".join([head, *slots, *map(str, self.tasks)])
+        return "\n".join([head, *[f"  {hint}" for hint in self.hints], *slots, *map(str, self.tasks)])

@@ -50,7 +50,7 @@ def run_sequential(
 
 
 def _execute(ready: Prepared) -> Result:
-    loop = _Loop(ready)
+    loop = Loop(ready)
     token = RUNNING.set(loop.where)
     began = perf_counter()
     try:
@@ -66,7 +66,9 @@ def _execute(ready: Prepared) -> Result:
         RUNNING.reset(token)
 
 
-class _Loop:
+class Loop:
+    """The loop, a microbatch at a time."""
+
     def __init__(self, ready: Prepared) -> None:
         self.ready, self.plan, self.routes = ready, ready.plan, routes(ready.plan.stages)
         self.reports: dict[tuple[int, int], Any] = {}
@@ -77,6 +79,7 @@ class _Loop:
         self.at = (0, 0, "F")
 
     def run(self) -> None:
+        """Everything."""
         plan, count = self.plan, self.ready.batch.num_microbatches
         backward = plan.schedule.has_backward
         try:
@@ -84,23 +87,24 @@ class _Loop:
                 self.forward(m, keep=backward)
                 if backward and plan.schedule.is_ascending:
                     for stage in reversed(range(plan.num_stages)):
-                        self.backward(stage, m)
+                        self._backward(stage, m)
             if backward and not plan.schedule.is_ascending:
                 for stage in reversed(range(plan.num_stages)):
                     for m in plan.schedule.backward_order(stage):
                         if m < count:
-                            self.backward(stage, m)
+                            self._backward(stage, m)
         except BaseException as error:
             fail(error, self.where())
 
     def where(self) -> Where:
+        """The coordinates of what it is at."""
         stage, m, letter = self.at
         phase = self.ready.bounds[stage].phase
         lane = self.plan.schedule.device_of[stage]
         word = f"{stage}{letter}{m}" + (f" ({phase})" if phase else "")
         return Where(stage, self.plan.stages[stage].name, m, word, f"{lane} ({self.ready.where[lane]})")
 
-    def moved(self, value: Border, stage: int) -> Border:
+    def _moved(self, value: Border, stage: int) -> Border:
         """The value on the stage's device."""
         place = Place(self.ready.where[self.plan.schedule.device_of[stage]], alone=True)
         if not place.asynchronous and all(getattr(leaf, "device", place.device).type == "cpu" for leaf in value.leaves):
@@ -110,6 +114,7 @@ class _Loop:
         return ticket.value
 
     def forward(self, m: int, *, keep: bool) -> None:
+        """A microbatch through all stages."""
         plan, batch = self.plan, self.ready.batch
         x = batch.inputs[m]
         skips: dict[str, Border] = {}
@@ -117,10 +122,10 @@ class _Loop:
             self.at = (stage, m, "F")
             last = stage == plan.num_stages - 1
             args = StageArgs(
-                self.moved(x, stage),
-                [self.moved(skips[name], stage) for name in part.pop],
-                [self.moved(batch.feeds[name][m], stage) for name in part.feeds],
-                self.moved(batch.target[m], stage) if last and batch.target is not None else None,
+                self._moved(x, stage),
+                [self._moved(skips[name], stage) for name in part.pop],
+                [self._moved(batch.feeds[name][m], stage) for name in part.feeds],
+                self._moved(batch.target[m], stage) if last and batch.target is not None else None,
                 m,
             )
             out = self.ready.bounds[stage].forward(args, keep=keep)
@@ -132,24 +137,24 @@ class _Loop:
         if plan.outputs:
             self.outputs[plan.num_stages - 1, m] = x
 
-    def backward(self, stage: int, m: int) -> None:
+    def _backward(self, stage: int, m: int) -> None:
         self.at = (stage, m, "B")
         part = self.plan.stages[stage]
         y = self.grads.pop((stage, m), None)
         stash = {
             name: [
-                self.to(self.skip_grads.pop((name, popper, m)), stage)
+                self._to(self.skip_grads.pop((name, popper, m)), stage)
                 for popper in sorted(self.routes[name].pops, reverse=True)
             ]
             for name in (*part.stash, *part.offers)
             if name in self.routes
         }
-        given = None if y is None else self.to(y, stage)
+        given = None if y is None else self._to(y, stage)
         cotangents = self.ready.bounds[stage].backward(self.residuals.pop((stage, m)), given, stash)
         if stage:
             self.grads[stage - 1, m] = cotangents.x
         for name, gradient in zip(part.pop, cotangents.skips, strict=True):
             self.skip_grads[name, stage, m] = gradient
 
-    def to(self, gradients: Gradients, stage: int) -> Gradients:
-        return self.moved(Border(list(gradients), None, ()), stage).leaves  # pyright: ignore[reportArgumentType]
+    def _to(self, gradients: Gradients, stage: int) -> Gradients:
+        return self._moved(Border(list(gradients), None, ()), stage).leaves  # pyright: ignore[reportArgumentType]

@@ -7,7 +7,7 @@ down and one on the way up.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, zip_longest
 from operator import sub
 
@@ -26,8 +26,6 @@ FREE = -1
 
 _KINDS = (Kind.F, Kind.F, Kind.I, Kind.I, Kind.W, Kind.W)
 """Words: forward down, forward up, I up, I down, W up, W down. The W of an I is two words later."""
-
-_UP = (False, True, True, False, True, False)
 
 _CHANGE = (1, 1, 0, 0, -1, -1)
 """What a word changes in the number of residuals, where I gives back nothing."""
@@ -67,13 +65,16 @@ def squeezed(lanes: Sequence[Lane], ceiling: int) -> tuple[tuple[Action, ...], .
     moved = _squeeze(lanes, ceiling, drain=max(map(len, lanes)))
     last = max(slot for slot, code in enumerate(moved[0]) if code % BLOCK == 0)
     moved = _squeeze(moved, ceiling, drain=last)
-    stages = [(device, 2 * len(lanes) - 1 - device) for device in range(len(lanes))]
-    return tuple(
-        tuple(
-            Action(_KINDS[code % BLOCK], pair[_UP[code % BLOCK]], code // BLOCK) for code in lane if code != FREE
-        )
-        for pair, lane in zip(stages, moved, strict=True)
-    )  # fmt: skip
+    return tuple(tuple(_actions(lane, device, 2 * len(lanes) - 1 - device)) for device, lane in enumerate(moved))
+
+
+def _actions(lane: Lane, down: int, up: int) -> Iterable[Action]:
+    codes = [code for code in lane if code != FREE]
+    words = [code % BLOCK for code in codes]
+    stages = (down, up, up, down, up, down)
+    return map(
+        Action, map(_KINDS.__getitem__, words), map(stages.__getitem__, words), [code // BLOCK for code in codes]
+    )
 
 
 def _fill(lane: Lane) -> Lane:
@@ -83,7 +84,7 @@ def _fill(lane: Lane) -> Lane:
     done = 0
     for code in lane:
         word = code % BLOCK
-        if code != FREE and word < _W:
+        if word < _W:  # FREE is not
             filled.append(code)
             if word >= _I:
                 owed.append(code + 2)
@@ -107,7 +108,7 @@ def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
     nobody waits for a W.
     """
     moved = [list(lane) for lane in lanes]
-    holes = [[slot for slot, code in enumerate(lane) if code == FREE] for lane in lanes]
+    free = [[*(slot for slot, code in enumerate(lane) if code == FREE), _NEVER] for lane in lanes]
     changes = [_changes(lane) for lane in lanes]
     held = [0] * len(lanes)  # by what a device has done before the slot that it has come to
     placed = [[_NEVER] * (max(lane) + 1) for lane in lanes]
@@ -133,28 +134,24 @@ def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
             if late:
                 best = _earliest(moved[device], held[device], ready, slot, room=ceiling - (change > 0))
             elif ready < slot:
-                best = min(_after(holes[device], ready), slot)
+                holes = free[device]
+                best = holes[bisect_left(holes, ready)]
                 if change > 0 and best < slot:
                     full = _last_full(changes[device], held[device], best, slot, ceiling)
-                    best = min(_after(holes[device], full + 1), slot)
+                    best = holes[bisect_left(holes, full + 1)]
             if best < slot:
                 lane = moved[device]
                 pushed = lane[best]
                 lane[slot], lane[best] = pushed, code
                 if pushed == FREE:
-                    del holes[device][bisect_left(holes[device], best)]
-                    insort(holes[device], slot)
+                    holes = free[device]
+                    del holes[bisect_left(holes, best)]
+                    insort(holes, slot)
                 changes[device][slot] = 0 if pushed == FREE else -1
                 changes[device][best] = change
-            mine[code] = best
+            mine[code] = best if best < slot else slot
             held[device] += change
     return [_fill([FREE if code % BLOCK >= _W else code for code in lane]) for lane in moved]
-
-
-def _after(holes: list[int], slot: int) -> int:
-    """The first free slot from one on."""
-    at = bisect_left(holes, slot)
-    return holes[at] if at < len(holes) else _NEVER
 
 
 def _last_full(changes: list[int], held: int, first: int, slot: int, ceiling: int) -> int:

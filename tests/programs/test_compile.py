@@ -695,3 +695,41 @@ def test_products_are_merged_where_the_plan_has_them_adjacent(monkeypatch):
         plan = fp.make_plan([fp.compile(stage, merge=merge)], schedule, loss=F.mse_loss, devices="cpu")
         fp.run(plan, (params,), batch)
         assert ([3] if merge else []) == sizes
+
+
+# -- warming up ----------------------------------------------------------------------------------------------------------
+
+
+def test_warmup_makes_all_that_a_step_needs():
+    """For both shapes of an uneven batch, beside eager stages; the step traces nothing more; nothing else changes."""
+    stages, params, state, batch = pair("dropout")
+    stages = (stages[0], *compiled(stages[1:]))
+    batch = (batch[0][:7], batch[1][:7])
+    plan = fp.make_plan(stages, fp.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu")
+    before, told = (snapshot((params, state, batch)), torch.get_rng_state()), []
+    assert 4 == fp.warmup(plan, params, batch, state=state, progress=lambda *row: told.append(row))
+    assert 0 == fp.warmup(plan, params, batch, state=state)
+    assert same(before, (snapshot((params, state, batch)), torch.get_rng_state()))
+    assert [0, 1, 2, 3, 4, 5, 6] == [done for done, _, _ in told]
+    assert {6} == {total for _, total, _ in told}
+    assert ["stage 0 ('s0')", "stage 1 ('s1')", "stage 2 ('s2')"] * 2 == [name for *_, name in told[:-1]]
+    fp.run(plan, params, batch, state=state, seed=0)
+    assert [2, 2] == [len(stage.program.found) for stage in stages[1:]]
+
+
+def test_warmup_says_what_cannot_be_compiled():
+    plan = fp.make_plan([fp.compile(fp.stage(branch, name="odd"))], fp.one_f_one_b(1, 2), loss=F.mse_loss)
+    with pytest.raises(fp.TraceError, match="'odd' cannot be compiled"):
+        fp.warmup(plan, (torch.ones(3),), (torch.ones(4, 3), torch.ones(4, 3)))
+    with pytest.raises(fp.PlanError, match="warmup takes a plan"):
+        fp.warmup(None, (), ())
+
+
+def test_a_plan_hints_at_compile():
+    """Where W of an eager stage would do nothing."""
+    eager, made = fp.stage(lambda p, x: x * p), fp.compile(fp.stage(lambda p, x: x * p))
+    mixed = fp.make_plan([eager, made], fp.zero_bubble(2, 2), loss=F.mse_loss)
+    assert "eager stages [0] do not split" in mixed.hints[0]
+    assert mixed.hints[0] in str(mixed)
+    assert not fp.make_plan([made, made], fp.zero_bubble(2, 2), loss=F.mse_loss).hints
+    assert not fp.make_plan([eager, eager], fp.one_f_one_b(2, 2), loss=F.mse_loss).hints
