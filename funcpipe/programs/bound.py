@@ -12,6 +12,7 @@ from funcpipe.core.errors import TraceError
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, unflatten
+from funcpipe.programs.backend import Built
 from funcpipe.programs.draws import Keyring
 from funcpipe.programs.joint import Ask, Form, leaves_in, tensors
 from funcpipe.programs.programs import Half, Programs
@@ -140,7 +141,7 @@ class CompiledBound(EagerBound):
         residual.loss, residual.side = report.loss, report.side
         return StageOut(y, report, residual, stash)
 
-    def _run(self, program: Code, *values: Any) -> Any:
+    def _run(self, program: Code | Built, *values: Any) -> Any:
         """Run a program. Casts are in it, so autocast is off."""
         if not self.autocast:
             return program.call(self.given, *values)

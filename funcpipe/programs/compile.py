@@ -10,6 +10,7 @@ from typing import Any
 from funcpipe.core.errors import PlanError, TraceError
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, is_differentiable
+from funcpipe.programs.backend import Backend, inductor
 from funcpipe.programs.bound import CompiledBound
 from funcpipe.programs.joint import Ask, trace
 from funcpipe.programs.programs import Programs
@@ -23,19 +24,20 @@ class Compiled:
     """How a compiled stage becomes numbers, and the programs that it has so far.
 
     Attributes:
+        backend: what builds the programs.
         fuse: are products added to their sums in one operation.
         merge: are those of adjacent W added as one.
         fallback: does a stage that cannot be traced run eagerly.
         found: what became of each signature: its programs, or why there are none.
     """
 
-    def __init__(self, *, fuse: bool, merge: bool, fallback: bool) -> None:
-        self.fuse, self.merge, self.fallback = fuse, merge, fallback
+    def __init__(self, *, backend: Backend | str, fuse: bool, merge: bool, fallback: bool) -> None:
+        self.backend, self.fuse, self.merge, self.fallback = backend, fuse, merge, fallback
         self.found: dict[Hashable, Programs | TraceError] = {}
         self._making = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"fuse": self.fuse, "merge": self.merge, "fallback": self.fallback}
+        return {name: getattr(self, name) for name in ("backend", "fuse", "merge", "fallback")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -71,7 +73,10 @@ class Compiled:
         with self._making:
             if signature not in self.found:
                 try:
-                    self.found[signature] = Programs(trace(ask), fuse=self.fuse)
+                    backend = (
+                        None if self.backend == "graph" else inductor if isinstance(self.backend, str) else self.backend
+                    )
+                    self.found[signature] = Programs(trace(ask), fuse=self.fuse, backend=backend)
                 except TraceError as error:
                     self.found[signature] = TraceError(str(error))  # without its frames
                     if not self.fallback and error.cause is not None:
@@ -84,7 +89,9 @@ class Compiled:
         raise TraceError(f"stage {ask.stage.name!r} cannot be compiled: {found}; leave it eager, or fp.compile(stage, fallback=True) to run it so where it cannot be")  # fmt: skip
 
 
-def compile(stage: Stage, *, fuse: bool = True, merge: bool = False, fallback: bool = False) -> Stage:
+def compile(
+    stage: Stage, *, backend: Backend | str = "graph", fuse: bool = True, merge: bool = False, fallback: bool = False
+) -> Stage:
     """The stage with its forward, backward, input backward and weight backward as programs.
 
     When a run first meets a signature (shapes, types and layouts of everything that the stage gets, which leaves are
@@ -106,6 +113,10 @@ def compile(stage: Stage, *, fuse: bool = True, merge: bool = False, fallback: b
 
     Args:
         stage: any stage; of a composition, the whole.
+        backend: "graph": Python that calls torch's kernels, one by one. "inductor": each program is built by torch's
+            compiler, which fuses operations and rounds differently; it takes seconds to minutes, at the first call or
+            in `warmup`. Or a function ``(graph, example inputs) -> function of the inputs``, as for ``torch.compile``.
+            Programs that draw random numbers are "graph" always.
         fuse: see above.
         merge: where the plan has several W of the stage next to each other, make one larger product of their weight
             gradients. It reads and writes the sum once, which pays where microbatches have few rows (`delay` brings W
@@ -116,11 +127,15 @@ def compile(stage: Stage, *, fuse: bool = True, merge: bool = False, fallback: b
         A stage for the same parameters and state.
 
     Raises:
-        PlanError: this is no stage. (A run raises it for a stage that cannot be traced.)
+        PlanError: this is no stage, or there is no such backend. (A run raises it for a stage that cannot be traced.)
     """
     if not isinstance(stage, Stage):
         raise PlanError(f"compile takes a stage; got a {type(stage).__name__}; make one: fp.stage(fn), fp.from_module(module), fp.split(model, ...)")  # fmt: skip
-    return replace(stage, program=Compiled(fuse=fuse, merge=merge, fallback=fallback))
+    if backend not in ("graph", "inductor") and not callable(backend):
+        raise PlanError(
+            f'backend is "graph", "inductor" or a function (graph, example inputs) -> function; got {backend!r}'
+        )
+    return replace(stage, program=Compiled(backend=backend, fuse=fuse, merge=merge, fallback=fallback))
 
 
 def programs(

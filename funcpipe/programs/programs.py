@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from funcpipe.programs.cut import Backward, Cut
+from funcpipe.programs.backend import Backend, Built
+from funcpipe.programs.cut import Backward, Cut, Part, Product
 from funcpipe.programs.joint import Joint
 from funcpipe.programs.source import Box, Code
 
@@ -27,10 +28,10 @@ class Half(NamedTuple):
         weight_bytes: of L.
     """
 
-    whole: Code
-    inputs: Code
-    weights: Code
-    operands: Code
+    whole: Code | Built
+    inputs: Code | Built
+    weights: Code | Built
+    operands: Code | Built
     products: list[tuple[int, bool]]
     weight_bytes: int
 
@@ -57,40 +58,58 @@ class Programs:
         residual_bytes: of K: what lies in memory between F and its backward.
     """
 
-    def __init__(self, joint: Joint, *, fuse: bool) -> None:
-        self.joint, self.fuse, self._cut = joint, fuse, Cut(joint)
-        self._given = [Box("P", joint.params), Box("X", joint.inputs)]
+    def __init__(self, joint: Joint, *, fuse: bool, backend: Backend | None = None) -> None:
+        self.joint, self.fuse, self.backend, self._cut = joint, fuse, backend, Cut(joint)
+        self._given = [Box("P", joint.params), Box("X", joint.inputs), *([Box("R")] if joint.draws else [])]
         self._halves: dict[frozenset[int], Half] = {}
         self._writing = threading.Lock()
         self.residual_bytes = nbytes(self._cut.kept)
 
     @cached_property
-    def forward(self) -> Code:
+    def forward(self) -> Code | Built:
         """F where a backward follows."""
-        cut = self._cut
-        return self._write("F", cut.forward, "[{0}], [{1}]", [self.joint.outs, cut.kept])
+        return self._make("F", self._given, self._cut.forward, [self.joint.outs, self._cut.kept])
 
     @cached_property
-    def alone(self) -> Code:
+    def alone(self) -> Code | Built:
         """F where none does."""
-        return self._write("A", self._cut.alone, "[{0}]", [self.joint.outs])
+        return self._make("A", self._given, self._cut.alone, [self.joint.outs])
 
-    def _write(self, name: str, part: Any, returns: str, results: Any) -> Code:
-        boxes = [*self._given, *([Box("R")] if self.joint.draws else [])]
-        return Code(name, boxes, part, returns, results, module=self.joint.module)
+    def build(self, *, split: bool) -> None:
+        """Have a backend build what a step needs: F, and I and W (``split``) or B."""
+        half = self.half(frozenset())
+        for program in (self.forward, *((half.inputs, half.weights) if split else (half.whole,))):
+            if isinstance(program, Built):
+                program.build()
+
+    def _make(
+        self,
+        name: str,
+        boxes: Sequence[Box],
+        part: Part,
+        results: Sequence[Sequence[fx.Node | None]],
+        sums: Sequence[fx.Node | None] | None = None,
+        products: Mapping[int, Product] | None = None,
+    ) -> Code | Built:
+        """Write a program, or have it built. One that draws is written: no backend knows keys."""
+        module, fused = self.joint.module, products if self.fuse and products else {}
+        if self.backend is not None and not any("draw" in node.meta for node in part.nodes):
+            return Built(name, boxes, part, results, _PACK[name], module=module, backend=self.backend, sums=sums or (), products=fused)  # fmt: skip
+        rows = [f"[{{{number}}}]" for number in range(len(results))]
+        return Code(name, boxes, part, _RETURNS[name](rows), results, module=module, sums=sums, fused=fused)
 
     @property
-    def backward(self) -> Code:
+    def backward(self) -> Code | Built:
         """B."""
         return self.half(frozenset()).whole
 
     @property
-    def backward_input(self) -> Code:
+    def backward_input(self) -> Code | Built:
         """I."""
         return self.half(frozenset()).inputs
 
     @property
-    def backward_weight(self) -> Code:
+    def backward_weight(self) -> Code | Built:
         """W."""
         return self.half(frozenset()).weights
 
@@ -113,31 +132,40 @@ class Programs:
             Box("K", self._cut.kept, emptied=True),
             Box("G", self.joint.cotangents, emptied=True),
         )
-        rows = ", ".join(f"[{{{number}}}]" for number in range(len(cut.wanted)))
-        more: dict[str, Any] = {"module": self.joint.module}
-        sums: dict[str, Any] = {"sums": cut.sums, "fused": cut.products if self.fuse else ()}
         rest = [None if number in cut.products else node for number, node in enumerate(cut.sums)]
         factors = [[one.left for one in cut.products.values()], [one.right for one in cut.products.values()]]
-        left = f"[{rows}], [{{{len(cut.wanted)}}}]"
+        left = Box("L", cut.left, emptied=True)
         return Half(
-            Code("B", [params, kept, given], cut.whole, f"[{rows}]", cut.wanted, **more, **sums),
-            Code("I", [params, kept, given], cut.inputs, left, [*cut.wanted, cut.left], **more),
-            Code("W", [params, Box("L", cut.left, emptied=True)], cut.weights, "", [], **more, **sums),
-            Code(
-                "V",
-                [params, Box("L", cut.left, emptied=True)],
-                cut.operands,
-                "[{0}], [{1}]",
-                factors,
-                **more,
-                sums=rest,
-            ),
+            self._make("B", [params, kept, given], cut.whole, cut.wanted, cut.sums, cut.products),
+            self._make("I", [params, kept, given], cut.inputs, [*cut.wanted, cut.left]),
+            self._make("W", [params, left], cut.weights, [], cut.sums, cut.products),
+            self._make("V", [params, left], cut.operands, factors, rest),
             [(number, one.turned) for number, one in cut.products.items()],
             nbytes(cut.left),
         )
 
     def __str__(self) -> str:
         return "\n".join(map(str, (self.forward, self.backward, self.backward_input, self.backward_weight)))
+
+
+_RETURNS: dict[str, Callable[[list[str]], str]] = {
+    "F": ", ".join,
+    "A": lambda rows: rows[0],
+    "B": lambda rows: f"[{', '.join(rows)}]",
+    "I": lambda rows: f"[{', '.join(rows[:-1])}], {rows[-1]}",
+    "W": lambda rows: "",
+    "V": ", ".join,
+}
+"""What each program returns, of its lists; and the same for those that a backend builds."""
+
+_PACK: dict[str, Callable[[list[list[Any]]], Any]] = {
+    "F": lambda rows: rows,
+    "A": lambda rows: rows[0],
+    "B": lambda rows: rows,
+    "I": lambda rows: (rows[:-1], rows[-1]),
+    "W": lambda rows: None,
+    "V": lambda rows: rows,
+}
 
 
 def nbytes(nodes: Iterable[fx.Node]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from funcpipe.core.plan import Plan
+from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree
 from funcpipe.programs.bound import CompiledBound, word
@@ -59,7 +60,7 @@ def warmup(
     shapes = _one_of_each(ready)
     makers = [stage.program for stage in plan.stages if stage.program is not None]
     before = sum(len(maker.found) for maker in makers)
-    told = _Told(names_of(plan.stages), len(shapes), progress)
+    told = _Told(plan, len(shapes), progress)
     loop = Loop(replace(ready, bounds=[_Telling(bound, told, i) for i, bound in enumerate(ready.bounds)]))  # pyright: ignore
     token = RUNNING.set(loop.where)
     try:
@@ -85,8 +86,10 @@ def _one_of_each(ready: Prepared) -> list[int]:
 class _Told:
     """Tells how far it is."""
 
-    def __init__(self, names: Sequence[str], shapes: int, progress: Callable[[int, int, str], None] | None) -> None:
-        self.names, self.total, self.done, self.progress = names, shapes * len(names), 0, progress
+    def __init__(self, plan: Plan, shapes: int, progress: Callable[[int, int, str], None] | None) -> None:
+        self.names, self.total, self.done, self.progress = names_of(plan.stages), shapes * plan.num_stages, 0, progress
+        halves = {action.stage for order in plan.schedule.orders for action in order if action.kind is Kind.W}
+        self.split = [stage in halves for stage in range(plan.num_stages)]
 
     def next(self, stage: int) -> None:
         if self.progress is not None:
@@ -112,7 +115,5 @@ class _Telling:
         self.told.next(self.index)
         out = self.inner.forward(args, keep=keep)
         if isinstance(self.inner, CompiledBound) and self.inner.programs is not None and self.inner.backwards:
-            programs = self.inner.programs
-            assert programs.forward
-            assert programs.backward
+            self.inner.programs.build(split=self.told.split[self.index])
         return out

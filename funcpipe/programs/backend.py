@@ -1,0 +1,133 @@
+"""Programs built by a compiler: a graph goes in, a function of its inputs comes out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from funcpipe.core.errors import TraceError
+from funcpipe.programs.cut import Part, Product, gather
+from funcpipe.programs.source import Box
+
+Backend: TypeAlias = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
+"""``(graph, example inputs) -> function of the inputs``; inputs and outputs are tensors in a row, as for torch.compile."""
+
+_building = threading.Lock()
+
+
+def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """torch's compiler; needs a C++ compiler for the CPU, Triton for CUDA."""
+    from torch._inductor import compile as build
+
+    return build(graph, examples)  # pyright: ignore
+
+
+class Built:
+    """A program that a backend made; built at its first call, or by `build`.
+
+    Sums are added to outside of it: a product in one operation, anything else as it is.
+
+    Attributes:
+        text: the graph, as Python.
+        operations: how many it has, views included.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        boxes: Sequence[Box],
+        part: Part,
+        results: Sequence[Sequence[fx.Node | None]],
+        pack: Callable[[list[list[Any]]], Any],
+        *,
+        module: fx.GraphModule,
+        backend: Backend,
+        sums: Sequence[fx.Node | None] = (),
+        products: Mapping[int, Product] | None = None,
+    ) -> None:
+        """Make the graph of a part.
+
+        Args:
+            name: of the program.
+            boxes: its arguments.
+            part: what it computes.
+            results: the lists that it gives.
+            pack: what it returns, of these lists with tensors in them.
+            module: where constants are.
+            backend: see `Backend`.
+            sums: weight gradients that are added into the last argument.
+            products: those of them that are products.
+        """
+        self.name, self.boxes, self.results, self.pack, self.backend = name, boxes, results, pack, backend
+        self.products = dict(products or {})
+        self.added = {n: node for n, node in enumerate(sums) if node is not None and n not in self.products}
+        factors = [factor for left, right, _ in self.products.values() for factor in (left, right)]
+        given = [node for row in results for node in row if node is not None]
+        self.outs = list(dict.fromkeys([*given, *self.added.values(), *factors]))
+        inner = gather(self.outs, stop={*part.reads, *(node for box in boxes for node in box.values)})
+        self.reads = inner.reads
+        self.graph = _graph(inner, self.outs, module)
+        self.text, self.operations = f"{name}:\n{self.graph.code}", len(inner.nodes)
+        self._function: Callable[..., Any] | None = None
+
+    def build(self) -> None:
+        """Have it built."""
+        with _building:
+            if self._function is None:
+                examples = [_example(node) for node in self.reads]
+                with torch.no_grad():
+                    self._function = self.backend(self.graph, examples) if self.graph_has_work else self.graph.forward
+
+    @property
+    def graph_has_work(self) -> bool:
+        """Does it compute anything."""
+        return any(node.op == "call_function" for node in self.graph.graph.nodes)
+
+    def call(self, *values: Any) -> Any:
+        """Run it."""
+        if self._function is None:
+            self.build()
+        assert self._function is not None
+        known: dict[fx.Node, Any] = {}
+        for box, value in zip(self.boxes, values, strict=False):
+            known.update(zip(box.values, value, strict=True))
+            if box.emptied:
+                value.clear()
+        inputs = [known[node] for node in self.reads]
+        known.clear()
+        outs = dict(zip(self.outs, self._function(*inputs), strict=True))
+        del inputs
+        if self.added or self.products:
+            sums = values[-1]
+            for number, node in self.added.items():
+                sums[number].add_(outs[node])
+            for number, (left, right, turned) in self.products.items():
+                sums[number].addmm_(outs[left].t() if turned else outs[left], outs[right])
+        return self.pack([[None if node is None else outs[node] for node in row] for row in self.results])
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _graph(part: Part, outs: Sequence[fx.Node], module: fx.GraphModule) -> fx.GraphModule:
+    """The part as a graph of its own: what it reads in, ``outs`` out."""
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in part.reads:
+        new[node] = graph.placeholder(node.name)
+        new[node].meta = dict(node.meta)
+    for node in part.nodes:
+        if "draw" in node.meta:
+            raise TraceError(f"{node.target} draws random numbers, whose keys a compiled graph cannot take")
+        new[node] = graph.node_copy(node, new.__getitem__)
+    graph.output(tuple(new[node] for node in outs))
+    return fx.GraphModule(module, graph)
+
+
+def _example(node: fx.Node) -> Tensor:
+    """A tensor like a value; its numbers are nobody's."""
+    val = node.meta["val"]
+    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
