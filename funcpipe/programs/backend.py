@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,12 +10,11 @@ from torch import Tensor, fx
 
 from funcpipe.core.errors import TraceError
 from funcpipe.programs.cut import Part, Product, gather
+from funcpipe.programs.joint import tracing
 from funcpipe.programs.source import Box
 
 Backend: TypeAlias = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 """``(graph, example inputs) -> function of the inputs``; inputs and outputs are tensors in a row, as for torch.compile."""
-
-_building = threading.Lock()
 
 
 def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
@@ -76,7 +74,7 @@ class Built:
 
     def build(self) -> None:
         """Have it built."""
-        with _building:
+        with tracing:
             if self._function is None:
                 examples = [_example(node) for node in self.reads]
                 with torch.no_grad():

@@ -116,7 +116,8 @@ def leaves_in(args: StageArgs) -> list[Any]:
     return [leaf for border in borders for leaf in border.leaves]
 
 
-_tracing = threading.Lock()
+tracing = threading.RLock()
+"""Held by who traces, writes or builds programs: fx keeps what it traces in the process, not in the thread."""
 
 
 def trace(ask: Ask) -> Joint:
@@ -125,7 +126,7 @@ def trace(ask: Ask) -> Joint:
     Raises:
         TraceError: it says what about the stage cannot be a program.
     """
-    with _tracing:  # fx keeps what it traces in the process, not in the thread
+    with tracing:
         try:
             return _trace(ask)
         except TraceError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from torch import Tensor, fx
 
 from funcpipe.programs.backend import Backend, Built
 from funcpipe.programs.cut import Backward, Cut, Part, Product
-from funcpipe.programs.joint import Joint
+from funcpipe.programs.joint import Joint, tracing
 from funcpipe.programs.source import Box, Code
 
 
@@ -62,7 +61,6 @@ class Programs:
         self.joint, self.fuse, self.backend, self._cut = joint, fuse, backend, Cut(joint)
         self._given = [Box("P", joint.params), Box("X", joint.inputs), *([Box("R")] if joint.draws else [])]
         self._halves: dict[frozenset[int], Half] = {}
-        self._writing = threading.Lock()
         self.residual_bytes = nbytes(self._cut.kept)
 
     @cached_property
@@ -92,11 +90,12 @@ class Programs:
         products: Mapping[int, Product] | None = None,
     ) -> Code | Built:
         """Write a program, or have it built. One that draws is written: no backend knows keys."""
-        module, fused = self.joint.module, products if self.fuse and products else {}
-        if self.backend is not None and not any("draw" in node.meta for node in part.nodes):
-            return Built(name, boxes, part, results, _PACK[name], module=module, backend=self.backend, sums=sums or (), products=fused)  # fmt: skip
-        rows = [f"[{{{number}}}]" for number in range(len(results))]
-        return Code(name, boxes, part, _RETURNS[name](rows), results, module=module, sums=sums, fused=fused)
+        with tracing:
+            module, fused = self.joint.module, products if self.fuse and products else {}
+            if self.backend is not None and not any("draw" in node.meta for node in part.nodes):
+                return Built(name, boxes, part, results, _PACK[name], module=module, backend=self.backend, sums=sums or (), products=fused)  # fmt: skip
+            rows = [f"[{{{number}}}]" for number in range(len(results))]
+            return Code(name, boxes, part, _RETURNS[name](rows), results, module=module, sums=sums, fused=fused)
 
     @property
     def backward(self) -> Code | Built:
@@ -122,8 +121,9 @@ class Programs:
         """The backward where the roots with these numbers have no gradient."""
         found = self._halves.get(missing)
         if found is None:
-            with self._writing:
-                found = self._halves[missing] = self._backward(self._cut.without(missing))
+            with tracing:
+                found = self._halves.get(missing) or self._backward(self._cut.without(missing))
+                self._halves[missing] = found
         return found
 
     def _backward(self, cut: Backward) -> Half:

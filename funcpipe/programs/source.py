@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from funcpipe.core.errors import TraceError
 from funcpipe.programs.binding import binding, path_of
 from funcpipe.programs.cut import Part, is_view
+from funcpipe.programs.joint import tracing
 from funcpipe.runtime.rng import twin_of
 
 
@@ -72,9 +73,12 @@ class Code:
 
     def _first(self, *values: Any) -> Any:
         writer, odd = self._writer, dict[fx.Node, None]()
-        found = writer.function(writer.lines(look=True), look=partial(_look, odd))(*values)
-        lines = writer.lines(odd=odd)
-        self.text, self.call = writer.source(lines), writer.function(lines)
+        with tracing:
+            look = writer.function(writer.lines(look=True), look=partial(_look, odd))
+        found = look(*values)
+        with tracing:
+            lines = writer.lines(odd=odd)
+            self.text, self.call = writer.source(lines), writer.function(lines)
         return found
 
     def __str__(self) -> str:

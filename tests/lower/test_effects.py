@@ -112,6 +112,7 @@ def test_the_tasks_of_a_small_plan_word_for_word() -> None:
     plan = make_plan([stage(lambda p, x: x)] * 2, Schedule.parse("0F0 0B0\n1F0 1I0 1W0", name="two"), loss=print)
     assert [
         "plan: <Schedule two: 2 stages, 1 microbatches, 2 devices> on unbound; 9 tasks",
+        "  eager stages [1] do not split: I runs the whole backward, W nothing; fp.compile(stage)",
         "  1 slot for input caller->0",
         "  1 slot for act 0->1",
         "  1 slot for target caller->1",
