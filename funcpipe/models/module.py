@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.stage import Stage, normalise
@@ -173,7 +174,8 @@ class _Copy:
 
     def __init__(self, owner: ModuleFn) -> None:
         self.owner = owner
-        self.module = copy.deepcopy(owner.skeleton)
+        with _disable_current_modes():  # a stage may be traced on fake tensors; its skeleton has none
+            self.module = copy.deepcopy(owner.skeleton)
         self.train = self.module.training
         self.attributes = [(vars(layer), dict(vars(layer))) for layer in self.module.modules()]
         self.places = {id(layer): path for path, layer in self.module.named_modules()}

@@ -142,9 +142,6 @@ def _trace(ask: Ask) -> Joint:
 
     param_leaves, state_leaves = flatten(ask.params)[0], flatten(ask.state)[0]
     given = tensors(param_leaves, state_leaves), tensors(leaves_in(ask.args))
-    copies = [ask.stage.bind(ask.params, ask.state) for _ in range(2)]  # modules are copied here, with no mode on
-    for copy in copies:
-        copy.release()
     mode = FakeTensorMode(static_shapes=True)
     with torch.no_grad():
         fakes = [mode.from_tensor(tensor.detach()) for tensor in (*given[0], *given[1])]

@@ -637,3 +637,16 @@ def test_a_plan_hints_at_compile():
     assert mixed.hints[0] in str(mixed)
     assert not fp.make_plan([made, made], fp.zero_bubble(2, 2), loss=F.mse_loss).hints
     assert not fp.make_plan([eager, eager], fp.one_f_one_b(2, 2), loss=F.mse_loss).hints
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv, batch norm"])
+def test_a_stage_is_copied_while_it_is_traced(kind):
+    """Other threads may have taken every copy of its module that lay ready."""
+
+    class Taken(list):
+        def pop(self, *_):
+            raise IndexError
+
+    stages, params, state, batch = pair(kind)
+    stages[1].fn._idle = Taken()
+    assert_same_result(*both(stages, params, batch, fp.one_f_one_b(3, 4), state=state))
