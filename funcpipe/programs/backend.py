@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from funcpipe.core.errors import TraceError
 from funcpipe.programs.cut import Part, Product, gather
 from funcpipe.programs.joint import tracing
 from funcpipe.programs.source import Box
@@ -78,12 +77,7 @@ class Built:
             if self._function is None:
                 examples = [_example(node) for node in self.reads]
                 with torch.no_grad():
-                    self._function = self.backend(self.graph, examples) if self.graph_has_work else self.graph.forward
-
-    @property
-    def graph_has_work(self) -> bool:
-        """Does it compute anything."""
-        return any(node.op == "call_function" for node in self.graph.graph.nodes)
+                    self._function = self.backend(self.graph, examples) if self.operations else self.graph.forward
 
     def call(self, *values: Any) -> Any:
         """Run it."""
@@ -118,8 +112,6 @@ def _graph(part: Part, outs: Sequence[fx.Node], module: fx.GraphModule) -> fx.Gr
         new[node] = graph.placeholder(node.name)
         new[node].meta = dict(node.meta)
     for node in part.nodes:
-        if "draw" in node.meta:
-            raise TraceError(f"{node.target} draws random numbers, whose keys a compiled graph cannot take")
         new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[node] for node in outs))
     return fx.GraphModule(module, graph)

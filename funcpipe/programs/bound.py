@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +20,8 @@ from funcpipe.programs.source import Code, laid_out
 from funcpipe.runtime.border import LEAF, Border, add_gradients, dense
 from funcpipe.runtime.eager import EagerBound, no_autocast
 from funcpipe.runtime.host import Way, address, plain
-from funcpipe.runtime.program import Cotangents, Gradients, Report, Shares, StageArgs, StageOut
+from funcpipe.runtime.program import Cotangents, Gradients, Report, StageArgs, StageOut
 from funcpipe.runtime.residual import EagerResidual
-from funcpipe.runtime.rng import Keys
 
 if TYPE_CHECKING:
     from funcpipe.programs.compile import Compiled
@@ -92,24 +91,9 @@ def _movable(tensor: Tensor) -> bool:
 class CompiledBound(EagerBound):
     """A stage run by its programs; parameters, sums and checks are those of an eager one."""
 
-    def __init__(
-        self,
-        compiled: Compiled,
-        stage: Stage,
-        index: int,
-        params: Tree,
-        state: Tree,
-        *,
-        trainable: Sequence[bool],
-        train: bool,
-        backwards: bool,
-        keys: Keys,
-        loss: Callable[..., Any] | None = None,
-        shares: Shares | None = None,
-    ) -> None:
-        options: dict[str, Any] = {"trainable": trainable, "train": train, "backwards": backwards, "keys": keys}
-        super().__init__(stage, index, params, state, loss=loss, shares=shares, **options)
-        self.compiled, self.trainable = compiled, trainable
+    def __init__(self, compiled: Compiled, stage: Stage, index: int, params: Tree, state: Tree, **options: Any) -> None:
+        super().__init__(stage, index, params, state, **options)
+        self.compiled, self.trainable = compiled, options["trainable"]
         self.given = [leaf.detach() for leaf in tensors(self.leaves, self.state_leaves)]
         self.signature: Hashable = None
         self.programs: Programs | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from funcpipe.programs.joint import Ask, trace
 from funcpipe.programs.programs import Programs
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.prepare import Trainable, trainable_leaves
-from funcpipe.runtime.program import Shares, StageArgs
+from funcpipe.runtime.program import StageArgs
 from funcpipe.runtime.rng import Keys
 
 
@@ -42,23 +42,9 @@ class Compiled:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
 
-    def __call__(
-        self,
-        stage: Stage,
-        index: int,
-        params: Tree,
-        state: Tree,
-        *,
-        trainable: Sequence[bool],
-        train: bool,
-        backwards: bool,
-        keys: Keys,
-        loss: Callable[..., Any] | None,
-        shares: Shares | None,
-    ) -> CompiledBound:
-        """Bind a stage for one run. Raises PlanError where parameters or state do not fit."""
-        options: dict[str, Any] = {"trainable": trainable, "train": train, "backwards": backwards, "keys": keys}
-        return CompiledBound(self, stage, index, params, state, loss=loss, shares=shares, **options)
+    def __call__(self, stage: Stage, index: int, params: Tree, state: Tree, **options: Any) -> CompiledBound:
+        """Bind a stage for one run, as `Program` says. Raises PlanError where parameters or state do not fit."""
+        return CompiledBound(self, stage, index, params, state, **options)
 
     def reasons(self) -> list[str]:
         """Why signatures have no programs."""
@@ -119,21 +105,25 @@ def compile(
             Programs that draw random numbers are "graph" always.
         fuse: see above.
         merge: where the plan has several W of the stage next to each other, make one larger product of their weight
-            gradients. It reads and writes the sum once, which pays where microbatches have few rows (`delay` brings W
-            together); bits then depend on the schedule.
+            gradients. It reads and writes the sum once, which can pay where the product of one microbatch is too small for
+            the device (`delay` brings W together); bits then depend on the schedule.
         fallback: run eagerly what cannot be traced, instead of raising; `programs` says why it cannot.
 
     Returns:
         A stage for the same parameters and state.
 
     Raises:
-        PlanError: this is no stage, or there is no such backend. (A run raises it for a stage that cannot be traced.)
+        PlanError: this is no stage, there is no such backend, or merge without fuse. (A run raises it for a stage that cannot be traced.)
     """
     if not isinstance(stage, Stage):
         raise PlanError(f"compile takes a stage; got a {type(stage).__name__}; make one: fp.stage(fn), fp.from_module(module), fp.split(model, ...)")  # fmt: skip
     if backend not in ("graph", "inductor") and not callable(backend):
         raise PlanError(
             f'backend is "graph", "inductor" or a function (graph, example inputs) -> function; got {backend!r}'
+        )
+    if merge and not fuse:
+        raise PlanError(
+            "merge=True adds one product for several W, and fuse=False asks for eager's rounding; leave one out"
         )
     return replace(stage, program=Compiled(backend=backend, fuse=fuse, merge=merge, fallback=fallback))
 

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from funcpipe.core.errors import TraceError
-from funcpipe.core.result import Loss
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Spec, Tree, flatten, unflatten
 from funcpipe.programs.draws import Draw, Watch, seeded, silent
 from funcpipe.programs.tidy import tidy
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.eager import EagerBound
+from funcpipe.runtime.eager import EagerBound, no_autocast
 from funcpipe.runtime.program import StageArgs, StageOut
 from funcpipe.runtime.rng import Keys
 
@@ -220,8 +219,6 @@ class _Call:
 
     def gradients(self, cotangents: Sequence[Tensor]) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
         """Gradients of the leaves at the inputs, in their layout, and of the trainable parameters."""
-        from funcpipe.runtime.eager import no_autocast
-
         residual, inputs = self.residual, self.bound.inputs
         counts = [residual.x_count, *(count for count, _ in residual.skips)]
         held = [residual.x, *(leaves for _, leaves in residual.skips)]
@@ -300,6 +297,3 @@ def _why(error: Exception) -> TraceError:
     found = TraceError(f"{known or 'it cannot be traced'} ({text.splitlines()[0]})")
     found.cause = None if known else error
     return found
-
-
-__all__ = ["Ask", "Form", "Joint", "Loss", "Root", "TraceError", "leaves_in", "tensors", "trace"]

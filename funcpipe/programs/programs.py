@@ -73,10 +73,11 @@ class Programs:
         """F where none does."""
         return self._make("A", self._given, self._cut.alone, [self.joint.outs])
 
-    def build(self, *, split: bool) -> None:
-        """Have a backend build what a step needs: F, and I and W (``split``) or B."""
+    def build(self, *, split: bool, remat: bool) -> None:
+        """Have a backend build what a step needs: F, also without what it keeps (``remat``), I and W (``split``) or B."""
         half = self.half(frozenset())
-        for program in (self.forward, *((half.inputs, half.weights) if split else (half.whole,))):
+        forwards = (self.forward, self.alone) if remat else (self.forward,)
+        for program in (*forwards, *((half.inputs, half.weights) if split else (half.whole,))):
             if isinstance(program, Built):
                 program.build()
 

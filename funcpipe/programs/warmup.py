@@ -66,7 +66,7 @@ def warmup(
     try:
         with intra_op_threads(ready.threads), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False):
             for microbatch in shapes:
-                loop.forward(microbatch, keep=False)
+                loop.forward(microbatch, keep=plan.schedule.has_backward)
     finally:
         RUNNING.reset(token)
     release(ready)
@@ -88,8 +88,7 @@ class _Told:
 
     def __init__(self, plan: Plan, shapes: int, progress: Callable[[int, int, str], None] | None) -> None:
         self.names, self.total, self.done, self.progress = names_of(plan.stages), shapes * plan.num_stages, 0, progress
-        halves = {action.stage for order in plan.schedule.orders for action in order if action.kind is Kind.W}
-        self.split = [stage in halves for stage in range(plan.num_stages)]
+        self.kinds = {(action.kind, action.stage) for order in plan.schedule.orders for action in order}
 
     def next(self, stage: int) -> None:
         if self.progress is not None:
@@ -115,5 +114,6 @@ class _Telling:
         self.told.next(self.index)
         out = self.inner.forward(args, keep=keep)
         if isinstance(self.inner, CompiledBound) and self.inner.programs is not None and self.inner.backwards:
-            self.inner.programs.build(split=self.told.split[self.index])
+            split, remat = ((kind, self.index) in self.told.kinds for kind in (Kind.W, Kind.R))
+            self.inner.programs.build(split=split, remat=remat)
         return out

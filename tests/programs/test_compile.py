@@ -433,6 +433,8 @@ def test_draws_need_a_seed():
 def test_compile_takes_stages():
     with pytest.raises(fp.PlanError, match="compile takes a stage"):
         fp.compile(nn.Linear(2, 2))
+    with pytest.raises(fp.PlanError, match="leave one out"):
+        fp.compile(fp.stage(lambda p, x: x), merge=True, fuse=False)
     with pytest.raises(fp.PlanError, match="fp.compile"):
         fp.programs(fp.stage(lambda p, x: x), (), torch.ones(2))
 
