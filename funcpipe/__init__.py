@@ -6,6 +6,24 @@ of that one program. The names here are the public ones; the rooms below are not
 
 from __future__ import annotations
 
+from funcpipe.batches.device import to_device as to_device
+from funcpipe.batches.leaves import awaited as awaited
+from funcpipe.batches.loop import Overlap as Overlap
+from funcpipe.batches.overlap import overlap as overlap
+from funcpipe.batches.scaling import LossScale as LossScale
+from funcpipe.batches.scaling import loss_scale as loss_scale
+from funcpipe.batches.scaling import select as select
+from funcpipe.batches.scaling import unscale as unscale
+from funcpipe.batches.scaling import update_scale as update_scale
+from funcpipe.batches.stage import BatchStage as BatchStage
+from funcpipe.batches.stage import Fold as Fold
+from funcpipe.batches.stats import Progress as Progress
+from funcpipe.batches.stats import StageStats as StageStats
+from funcpipe.batches.ticks import Ticks as Ticks
+from funcpipe.batches.windows import Accumulated as Accumulated
+from funcpipe.batches.windows import accumulate_grads as accumulate_grads
+from funcpipe.batches.windows import agree as agree
+from funcpipe.batches.windows import windows as windows
 from funcpipe.core.compose import compose as compose
 from funcpipe.core.cost import Cost as Cost
 from funcpipe.core.cost import Skip as Skip

@@ -25,6 +25,7 @@ ALLOWED = {
     "runtime": {"core", "schedules", "lower"},
     "programs": {"core", "lower", "runtime"},
     "pipe": {"core", "schedules", "lower", "lab", "models", "runtime"},
+    "batches": {"core", "runtime"},
     "testing": {"core", "lower", "runtime"},
 }
 WITHOUT_TORCH = {"schedules", "lower", "view", "lab"}

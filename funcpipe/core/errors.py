@@ -50,6 +50,7 @@ class Where(NamedTuple):
         microbatch: index of the microbatch, None where none is meant.
         action: what ran, as printed in a schedule (``2F0``), or a word (``commit``).
         device: logical device (lane) with its torch device, ``"1 (cpu)"``.
+        batch: number of the batch in an `overlap`, None outside of any.
     """
 
     stage: int | None
@@ -57,6 +58,7 @@ class Where(NamedTuple):
     microbatch: int | None
     action: str
     device: str
+    batch: int | None = None
 
     def __str__(self) -> str:
         parts = [f"in {self.action}"]
@@ -66,6 +68,8 @@ class Where(NamedTuple):
             parts.append(f"at microbatch {self.microbatch}")
         if self.device:
             parts.append(f"on device {self.device}")
+        if self.batch is not None:
+            parts.append(f"at batch {self.batch}")
         return " ".join(parts)
 
 
@@ -110,6 +114,15 @@ def located(error: BaseException, where: Where) -> BaseException:
     _attach(new, where)
     new.__cause__ = error
     return new
+
+
+def at_batch(error: BaseException, where: Where) -> BaseException:
+    """The same error, which knows the batch of an overlap that it belongs to; what a run inside of it said stays."""
+    inner: Where | None = error.__dict__.get("funcpipe")
+    _attach(error, where)
+    if inner is not None and inner.batch is None:
+        error.__dict__["funcpipe"] = inner._replace(batch=where.batch)
+    return error
 
 
 def fail(error: BaseException, where: Where) -> NoReturn:

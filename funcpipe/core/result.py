@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from funcpipe.core.cost import Cost, PerStage
 from funcpipe.core.schedule import Action, Kind
@@ -45,6 +45,7 @@ class Timeline:
         comm: the latency between devices that the times include, as in `Cost`.
         name: what it is a timeline of.
         memory: for each device what it holds over time, as steps ``(from when, how much)``; its maximum is the peak.
+        lanes: what each device is called in pictures; () for "device 0", "device 1", ...
     """
 
     spans: tuple[Span, ...]
@@ -54,6 +55,7 @@ class Timeline:
     comm: PerStage = 0.0
     name: str = ""
     memory: tuple[tuple[tuple[float, float], ...], ...] = ()
+    lanes: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}
@@ -204,6 +206,15 @@ def _needs(action: Action) -> list[Action]:
         next_stage = [Action(Kind.B, stage + 1, microbatch), Action(Kind.I, stage + 1, microbatch)]
         return [*next_stage, Action(Kind.L, stage, microbatch)]
     return [Action(Kind.O, stage, microbatch)] if kind is Kind.L else []
+
+
+@runtime_checkable
+class Simulated(Protocol):
+    """What is not a schedule and knows when it would do what."""
+
+    def simulate(self) -> Timeline:
+        """When, in units."""
+        ...
 
 
 class Loss(NamedTuple):

@@ -20,7 +20,8 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     process = {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": timeline.name or "funcpipe"}}
     events: list[dict[str, Any]] = [process]
     for device in devices:
-        events += _thread(device, f"device {device}", 3 * device)
+        name = timeline.lanes[device] if device < len(timeline.lanes) else f"device {device}"
+        events += _thread(device, name, 3 * device)
     moved = {(span.device, span.action.kind) for span in timeline.spans}
     links: dict[tuple[int, Kind], int] = {}
     for device in devices:

@@ -62,6 +62,13 @@ def locations(tree: Tree, root: str) -> list[str]:
     return [accessor.codify(root) for accessor in optree.treespec_accessors(structure(tree))]
 
 
+def spread(prefix: Tree, tree: Tree) -> Leaves:
+    """For each leaf of ``tree`` the leaf of ``prefix`` above it. Raises ValueError where they branch in other ways."""
+    for one in (prefix, tree):
+        flatten(one)  # registers mappings that are met for the first time
+    return optree.broadcast_prefix(prefix, tree, none_is_leaf=True, namespace=_NAMESPACE)
+
+
 def named_leaves(tree: Tree) -> list[tuple[str, Tensor]]:
     """The tensors of a tree with dotted names, in the order of `leaves`; a tensor that stands twice is named once.
 

@@ -64,6 +64,7 @@ def to_json(thing: Schedule | Cost | Timeline) -> str:
         fields = {name: getattr(thing, name) for name in thing.__dataclass_fields__}
     else:
         fields = {name: getattr(thing, name) for name in ("name", "unit", "num_devices", "comm", "peak", "memory")}
+        fields |= {"lanes": thing.lanes} if thing.lanes else {}
         fields["spans"] = [[device, start, end, str(action)] for device, start, end, action in thing.spans]
     try:
         text = _page({"funcpipe": type(thing).__name__.lower(), "version": VERSION, **fields})
@@ -265,7 +266,7 @@ def _is_skip(row: Any) -> bool:
 
 
 def _timeline(data: dict[str, Any], fault: Fault) -> Timeline | None:
-    _fields(data, need=("num_devices", "spans"), may=("name", "unit", "comm", "peak", "memory"), fault=fault)
+    _fields(data, need=("num_devices", "spans"), may=("name", "unit", "comm", "peak", "memory", "lanes"), fault=fault)
     devices, comm = data.get("num_devices", 0), data.get("comm", 0.0)
     if not _is_index(devices):
         fault(f"num_devices: a whole number from 0 to {_MOST - 1}; got {_shown(devices)}")
@@ -290,9 +291,11 @@ def _timeline(data: dict[str, Any], fault: Fault) -> Timeline | None:
             spans.append(Span(row[0], row[1], row[2], action))
     name, unit = (_label(data.get(key, default), key, fault) for key, default in (("name", ""), ("unit", "units")))
     comm = tuple(comm) if isinstance(comm, list) else comm
-    return Timeline(
-        tuple(spans), devices, tuple(peak), unit, comm, name, _memory(data.get("memory", []), devices, fault)
-    )
+    lanes = _list(data.get("lanes", []), "lanes", fault)
+    if not all(isinstance(one, str) for one in lanes) or len(lanes) not in (0, devices):
+        fault(f"lanes: a name for each of {devices} devices, or []; got {_shown(lanes)}")
+    memory = _memory(data.get("memory", []), devices, fault)
+    return Timeline(tuple(spans), devices, tuple(peak), unit, comm, name, memory, tuple(lanes))
 
 
 def _memory(value: Any, devices: int, fault: Fault) -> tuple[tuple[tuple[float, float], ...], ...]:

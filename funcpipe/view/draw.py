@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import TypeAlias
 
 from funcpipe.core.plan import Plan
-from funcpipe.core.result import Result, Timeline
+from funcpipe.core.result import Result, Simulated, Timeline
 from funcpipe.core.schedule import Schedule
 from funcpipe.view.align import aligned
 from funcpipe.view.page import page
@@ -20,10 +21,10 @@ from funcpipe.view.text import columns, text
 _FILE_WIDTH = 120
 _BY = ("kind", "stage")
 
+Drawn: TypeAlias = Schedule | Plan | Timeline | Simulated
 
-def draw(
-    what: Schedule | Plan | Timeline, *others: Schedule | Plan | Timeline, memory: bool = False, by: By = "kind"
-) -> Drawing:
+
+def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> Drawing:
     """A picture of who does what when: a row for each device, time from left to right.
 
     >>> from funcpipe.schedules.families import one_f_one_b
@@ -39,7 +40,8 @@ def draw(
 
     Args:
         what: a timeline, simulated or measured. A schedule, or the schedule of a plan, is drawn as its simulation under
-            the default `Cost`: F, I, W take one unit each, B two. Draw ``simulate(schedule, cost)`` for other costs.
+            the default `Cost`: F, I, W take one unit each, B two. Draw ``simulate(schedule, cost)`` for other costs. The
+            plan of an `overlap` is drawn with stages of one unit each.
         others: drawn below it on the same time axis. Beside a timeline in seconds, those in units are scaled until
             their devices work as long in sum, and the picture says so.
         memory: True: below each, what its devices hold over time.
@@ -61,11 +63,13 @@ def draw(
     return Drawing(first, tuple(rest), memory=memory, by=by)
 
 
-def _timeline(what: Schedule | Plan | Timeline) -> Timeline:
+def _timeline(what: Drawn) -> Timeline:
     if isinstance(what, Timeline):
         return what
     if isinstance(what, (Schedule, Plan)):
         return simulate(what)
+    if isinstance(what, Simulated):
+        return what.simulate()
     hint = "; draw its timeline (run with record=True)" if isinstance(what, Result) else ""
     raise TypeError(f"draw takes a Schedule, a Plan or a Timeline; got {type(what).__name__}{hint}")
 

@@ -129,6 +129,13 @@ def facts(timeline: Timeline, axis: Timeline | None = None) -> tuple[str, ...]:
     )
 
 
+def called(timeline: Timeline, device: int, word: str = "device", digits: int = 0) -> str:
+    """The name of a device in pictures."""
+    if device < len(timeline.lanes):
+        return clean(timeline.lanes[device])
+    return f"{word} {device:>{digits}}"
+
+
 def sides(timeline: Timeline) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What stands right of the devices, as texts: how busy each is, and its peak (empty where it is not known)."""
     whole = timeline.makespan or 1.0

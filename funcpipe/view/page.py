@@ -87,6 +87,7 @@ def _panel(panel: Panel, step: float) -> dict[str, Any]:
         "bar": panel.bar,
         "pitch": panel.pitch,
         "devices": timeline.num_devices,
+        "names": [facts.called(timeline, device) for device in range(timeline.num_devices)],
         "end": round(timeline.makespan / step),
         "font": panel.font,
     }

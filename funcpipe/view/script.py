@@ -234,7 +234,7 @@ function waited(panel, track, at) {
 function words(panel, track, at) {
   const [kind, stage] = track.codes[track.code[at]], start = track.start[at], end = track.end[at];
   return stage + kind + track.microbatch[at] + ' ' + data.kinds[kind][0] + '\n' +
-    'device ' + track.device + ', stage ' + stage + ', microbatch ' + track.microbatch[at] + '\n' +
+    panel.names[track.device] + ', stage ' + stage + ', microbatch ' + track.microbatch[at] + '\n' +
     time(start) + ' to ' + time(end) + ' ' + data.time[1] + ' (takes ' + time(end - start) + ')' + waited(panel, track, at);
 }
 
@@ -245,7 +245,7 @@ function find(panel, x, y) {
   if (panel.held) {
     const lane = panel.held[device], at = after(lane.time, now) - 1, some = at < 0 ? 0 : lane.amount[at];
     const until = at + 1 < lane.time.length ? lane.time[at + 1] : panel.end;
-    return {text: 'device ' + device + ' holds ' + amount(some) + '\n' + time(at < 0 ? 0 : lane.time[at]) + ' to ' +
+    return {text: panel.names[device] + ' holds ' + amount(some) + '\n' + time(at < 0 ? 0 : lane.time[at]) + ' to ' +
       time(until) + ' ' + data.time[1] + '\npeak ' + amount(lane.peak)};
   }
   const tracks = panel.tracks.filter(track => track.device === device);
@@ -254,7 +254,7 @@ function find(panel, x, y) {
   const next = after(track.end, now);
   if (next < track.start.length && track.start[next] <= now) return {text: words(panel, track, next), track, at: next};
   const from = next ? track.end[next - 1] : 0, to = next < track.start.length ? track.start[next] : panel.end;
-  return {text: 'device ' + device + (track.top ? ': nothing moves' : ' is idle') + '\n' + time(from) + ' to ' + time(to) + ' ' + data.time[1] + ' (' + time(to - from) + ')'};
+  return {text: panel.names[device] + (track.top ? ': nothing moves' : ' is idle') + '\n' + time(from) + ' to ' + time(to) + ' ' + data.time[1] + ' (' + time(to - from) + ')'};
 }
 
 // The page.

@@ -172,7 +172,8 @@ def lay(found: Sequence[Row], axes: Sequence[Timeline], *, by: By = "kind") -> S
     end = axis.makespan or 1.0
     short = min((facts.quantile(_times(one), 0.1) for one in axes if one.spans), default=end)
     chart = min(1240.0, max(640.0, 24 * end / short)) if axis.spans else 640.0
-    left = MARGIN + 54 + 7 * max(len(str(max(0, one.num_devices - 1))) for one in axes)
+    names = [facts.called(one, at) for one in axes for at in range(max(1, one.num_devices))]
+    left = MARGIN + 5 + 7 * max(map(len, names))
     peaks = [text for one in axes for text in facts.sides(one)[1]]
     width = left + chart + MARGIN + 44 + (16 + 7 * max(4, *map(len, peaks)) if peaks else 0)
     entries = legend([row.timeline for row in found if row.levels is None], by, MARGIN, width - MARGIN, LETTER)

@@ -144,7 +144,7 @@ def _lanes(bodies: list[list[str]], panel: Panel, sheet: Sheet) -> list[str]:
     out: list[str] = []
     for device, body in enumerate(bodies):
         out.append(f'<g transform="translate({_px(sheet.left)} {_px(panel.lanes + device * panel.pitch)})"{size}>')
-        out.append(f'<text class="end" x="-10" y="{base}">device {device}</text>')
+        out.append(f'<text class="end" x="-10" y="{base}">{escape(facts.called(panel.row.timeline, device))}</text>')
         out += [f'<g class="still"><path class="lane" d="M0 0h{track}v{_px(panel.bar)}H0z"/>', *body, "</g>"]
         if panel.row.levels is None:
             out.append(f'<text class="end" x="{_px(sheet.chart + 44)}" y="{base}">{busy[device]}</text>')

@@ -38,6 +38,7 @@ class Layout(NamedTuple):
     Attributes:
         word: what a device is called.
         digits: of its number.
+        names: how wide the names of devices are.
         right: how wide busy and peak are.
         scale: columns per unit of time.
         columns: of the chart.
@@ -47,6 +48,7 @@ class Layout(NamedTuple):
 
     word: str
     digits: int
+    names: int
     right: int
     scale: float
     columns: int
@@ -56,7 +58,7 @@ class Layout(NamedTuple):
     @property
     def left(self) -> int:
         """How wide the names of the devices are."""
-        return len(self.word) + self.digits + 2
+        return self.names + 1
 
 
 def columns(width: int | None, what: str) -> int:
@@ -117,7 +119,7 @@ def _rows(timeline: Timeline, layout: Layout, color: bool) -> list[str]:
             if kind is not None and not spans:
                 continue
             pieces = _labelled(spans, layout, ranks) if layout.labelled else _columns(spans, layout)
-            label = f"{layout.word} {device:>{layout.digits}} " if kind is None else f"{kind.value} ".rjust(layout.left)
+            label = f"{_name(timeline, device, layout)} " if kind is None else f"{kind.value} ".rjust(layout.left)
             row = "".join(_paint(_ended(pieces, max(1, _column(timeline.makespan, layout.scale))), color))
             lines.append(f"{label}│{row}│{right if kind is None else ''}")
     return lines
@@ -137,7 +139,7 @@ def _held(timeline: Timeline, layout: Layout) -> list[str]:
             for at in range(first, max(first + 1, min(layout.columns, ceil(end * layout.scale - 1e-9)))):
                 row[at] = max(row[at], amount)
         letters = "".join(_EIGHTHS[ceil(8 * amount / most - 1e-9)] for amount in row)
-        lines.append(f"{layout.word} {device:>{layout.digits}} │{letters}│")
+        lines.append(f"{_name(timeline, device, layout)} │{letters}│")
     return lines
 
 
@@ -159,14 +161,21 @@ def _layout(timelines: Sequence[Timeline], axis: Timeline, width: int) -> Layout
     digits = max(len(str(timeline.num_devices - 1)) for timeline in timelines)
     peaks = [one for timeline in timelines for one in facts.sides(timeline)[1]]
     right = 6 + (2 + max(4, *map(len, peaks)) if peaks else 0)
-    room = width - len(word) - digits - 4 - right
+    names = max(_wide(facts.called(one, at, word, digits)) for one in timelines for at in range(one.num_devices))
+    names = min(names, max(len(word) + digits + 1, width // 4))
+    room = width - names - 3 - right
     spans = [span for timeline in timelines for span in timeline.spans]
     several = any(max(facts.ranks(timeline).values()) > 0 for timeline in timelines)
     scale = _scale(spans, axis.makespan, room, _longest(spans, several) + 1)
     columns = max(1, _column(axis.makespan, scale))
     stages = several and _fit(spans, scale, stages=True)
     labelled = stages or _fit(spans, scale, stages=False)
-    return Layout(word, digits, right + 1, scale, columns, stages, labelled)
+    return Layout(word, digits, names, right + 1, scale, columns, stages, labelled)
+
+
+def _name(timeline: Timeline, device: int, layout: Layout) -> str:
+    name = _clip(facts.called(timeline, device, layout.word, layout.digits), layout.names)
+    return name + " " * (layout.names - _wide(name))
 
 
 def _scale(spans: Sequence[Span], end: float, room: int, wanted: int) -> float:

@@ -36,7 +36,9 @@ class Point(NamedTuple):
 
 
 def _site() -> str:
-    frames = [f for f in traceback.extract_stack(limit=8) if "/runtime/" in f.filename]
+    rooms = ("/runtime/", "/funcpipe/batches/")
+    frames = [f for f in traceback.extract_stack(limit=10) if any(room in f.filename for room in rooms)]
+    frames = [f for f in frames if not f.filename.endswith(("/rail.py", "/leaves.py"))]
     return f"{frames[-1].name}: {frames[-1].line}"
 
 
@@ -61,6 +63,10 @@ class Stream:
 
     def wait(self, name: str, clock: Clock) -> None:
         """Queue a wait for what a stream of this name had done."""
+        with self.recorder.lock:  # threads share streams
+            self._wait(name, clock)
+
+    def _wait(self, name: str, clock: Clock) -> None:
         recorder, waits = self.recorder, self.waits
         if name in waits:  # two in a row for one stream: the second is enough
             recorder.points[waits[name]] = recorder.points[waits[name]]._replace(news=False)

@@ -1,0 +1,169 @@
+"""The stage that copies a batch to its devices."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcpipe.batches.leaves import moves
+from funcpipe.core.errors import BatchError, PlanError
+from funcpipe.core.tree import Tree, flatten, locations, map_leaves, spread, unflatten
+from funcpipe.runtime.stream import Place
+
+Pin: TypeAlias = Literal["auto"] | bool
+Memory: TypeAlias = Literal["side", "consumer"]
+
+
+@dataclass(frozen=True, eq=False)
+class ToDevice:
+    """Copies batches to devices; made by `to_device`.
+
+    Attributes:
+        devices: one for all leaves, or a tree of them that is a prefix of the batch's; None keeps what is below it.
+        pin: page-lock host memory first.
+        memory: whose memory the copies lie in.
+    """
+
+    devices: Tree
+    pin: Pin = "auto"
+    memory: Memory = "side"
+    __name__: str = field(default="to_device", repr=False)
+    _warned: list[str] = field(default_factory=list[str], repr=False)
+
+    @property
+    def all(self) -> list[torch.device]:
+        """Every device that anything is copied to."""
+        return [one for one in flatten(self.devices)[0] if one is not None]
+
+    def __call__(self, batch: Tree, *, threaded: bool = True) -> Tree:
+        """The batch on its devices; leaves that lie there already are the same objects.
+
+        Args:
+            batch: a tree of tensors, of objects with ``to``, and of anything else, which stays as it is.
+            threaded: may the host wait in here.
+
+        Raises:
+            BatchError: the batch has no such branch as the tree of devices.
+        """
+        leaves, spec = flatten(batch)
+        devices = self.spread(batch)
+        out = [
+            self._move(leaf, device, threaded, (batch, at))
+            for at, (leaf, device) in enumerate(zip(leaves, devices, strict=True))
+        ]
+        return unflatten(spec, out)
+
+    def rooms(self, batch: Tree) -> list[Tensor | None]:
+        """Memory for the copies of the tensors, of the current streams' pools; None where nothing is copied by itself."""
+        return [_room(leaf, device) for leaf, device in zip(flatten(batch)[0], self.spread(batch), strict=True)]
+
+    def fill(self, batch: Tree, rooms: list[Tensor | None], *, threaded: bool) -> Tree:
+        """The batch with its tensors copied into ``rooms``, and its other leaves moved."""
+        leaves, spec = flatten(batch)
+        out: list[Any] = []
+        for at, (leaf, device, room) in enumerate(zip(leaves, self.spread(batch), rooms, strict=True)):
+            if room is None:
+                out.append(self._move(leaf, device, threaded, (batch, at)))
+            else:
+                Place.backend.fill(room, self._pinned(leaf, threaded, (batch, at)))
+                out.append(room)
+        return unflatten(spec, out)
+
+    def spread(self, batch: Tree) -> list[torch.device | None]:
+        """The device of each leaf, in their order."""
+        try:
+            return spread(self.devices, batch)
+        except ValueError as error:
+            raise BatchError(f"to_device has devices for other branches than this batch has (one device stands for all below it, None leaves a branch where it is): {error}") from error  # fmt: skip
+
+    def _move(self, leaf: Any, device: torch.device | None, threaded: bool, place: tuple[Tree, int]) -> Any:
+        if device is None or not moves(leaf):
+            return leaf
+        if not isinstance(leaf, Tensor):
+            return self._object(leaf, device, threaded)
+        if Place.backend.lies_on(leaf, device):
+            return leaf
+        return Place.backend.copy(self._pinned(leaf, threaded, place), device)
+
+    def _object(self, leaf: Any, device: torch.device, threaded: bool) -> Any:
+        """An object's own copy. Those that cannot copy without the host waiting say so by their signature."""
+        if self.pin is True or (self.pin == "auto" and threaded and Place.backend.asynchronous(device)):
+            pin = getattr(leaf, "pin_memory", None)
+            leaf = pin() if callable(pin) else leaf
+        try:
+            return leaf.to(device, non_blocking=True)
+        except TypeError:
+            return leaf.to(device)
+
+    def _pinned(self, leaf: Tensor, threaded: bool, place: tuple[Tree, int]) -> Tensor:
+        """The tensor in memory that a device copies from by itself."""
+        if self.pin is False or leaf.device.type != "cpu" or not torch.cuda.is_available() or leaf.is_pinned():
+            return leaf
+        if self.pin is True or threaded:
+            return leaf.pin_memory()
+        if not self._warned:
+            where = locations(place[0], "batch")[place[1]]
+            self._warned.append(where)
+            warnings.warn(
+                f"{where} lies in memory that is not page-locked, so its copy makes the thread wait that queues all work; "
+                "give DataLoader(pin_memory=True), or to_device(pin=True), or a thread: BatchStage(to_device(...), thread=True)",
+                stacklevel=2,
+            )
+        return leaf
+
+
+def to_device(devices: Any, *, pin: Pin = "auto", memory: Memory = "side") -> ToDevice:
+    """A stage that copies batches to a device, beside the computation.
+
+    >>> batch = to_device({"x": "cpu", "y": None})({"x": torch.ones(2), "y": "a label"})
+    >>> batch["y"]
+    'a label'
+
+    Args:
+        devices: a ``torch.device`` or its name, for every leaf that can move: tensors and objects with ``to(device)``.
+            Or a tree of them that is a prefix of the batch's, where None leaves what is below it alone.
+        pin: page-lock host memory before the copy: True, False, or "auto": where the stage has a thread of its own; else
+            one warning names the first leaf that is not page-locked (its copy makes the host wait).
+        memory: "side": copies lie in memory of the copying stream. "consumer": of the stream that reads them, whose pool
+            they go back to; the copy then starts only after what that stream had queued before.
+
+    Raises:
+        PlanError: no device, or an option is not what it should be.
+    """
+    if pin not in (True, False, "auto"):
+        raise PlanError(f'pin is True, False or "auto"; got {pin!r}')
+    if memory not in ("side", "consumer"):
+        raise PlanError(f'memory is "side" or "consumer"; got {memory!r}')
+    return ToDevice(map_leaves(_device, devices), pin, memory)
+
+
+def _device(leaf: Any) -> torch.device | None:
+    if leaf is None:
+        return None
+    try:
+        device = torch.device(leaf)
+    except (RuntimeError, TypeError) as error:
+        raise PlanError(f"to_device takes a device, or a tree of them; got {leaf!r}: {error}") from error
+    return numbered(device)
+
+
+def numbered(device: torch.device) -> torch.device:
+    """The device with its number: that of the current one where it names none."""
+    if ":" in str(device) or not Place.backend.asynchronous(device):
+        return device
+    return torch.device(device.type, Place.backend.module(device).current_device())
+
+
+def _room(leaf: Any, device: torch.device | None) -> Tensor | None:
+    """Memory on a device with streams for a copy of a tensor that lies elsewhere, laid out as it is."""
+    backend = Place.backend
+    if device is None or not isinstance(leaf, Tensor) or not backend.asynchronous(device):
+        return None
+    if backend.lies_on(leaf, device):
+        return None
+    like = torch.empty_like(leaf, device="meta")
+    return backend.room(leaf, leaf.numel(), device).as_strided(like.shape, like.stride())

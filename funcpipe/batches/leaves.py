@@ -1,0 +1,105 @@
+"""The leaves of a batch: tensors, objects that can move, and what is handed on as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.tree import Tree, flatten, locations, map_leaves
+from funcpipe.runtime.stream import Backend, solid
+
+_PLAIN = (str, bytes, bool, int, float, complex, type(None))
+
+
+def moves(leaf: Any) -> bool:
+    """Can the leaf go to a device: a tensor, or an object with ``to(device)`` (torchrec's Pipelineable is such)."""
+    return isinstance(leaf, Tensor) or (not isinstance(leaf, type) and callable(getattr(leaf, "to", None)))
+
+
+def recordable(tree: Tree) -> Iterator[Any]:
+    """The leaves that an allocator can be told of: tensors, and objects with ``record_stream`` (Multistreamable)."""
+    for leaf in flatten(tree)[0]:
+        if isinstance(leaf, Tensor) or callable(getattr(leaf, "record_stream", None)):
+            yield leaf
+
+
+def streamed(backend: Backend, tree: Tree) -> bool:
+    """May some leaf lie on a device with streams, where work on it may still be under way."""
+    for leaf in recordable(tree):
+        if isinstance(leaf, Tensor):
+            if backend.streamed(leaf) is not None:
+                return True
+        else:
+            device = getattr(leaf, "device", None)
+            device = device() if callable(device) else device
+            if not isinstance(device, torch.device) or backend.asynchronous(device):
+                return True
+    return False
+
+
+def record(backend: Backend, tree: Tree, stream_of: Callable[[Any], Any]) -> None:
+    """Tell the allocator that streams use the leaves of a batch.
+
+    Args:
+        backend: of the devices.
+        tree: the batch.
+        stream_of: device -> the stream that uses what lies there; device None -> those of all devices.
+    """
+    for leaf in recordable(tree):
+        if isinstance(leaf, Tensor):
+            device = backend.streamed(leaf)
+            stream = None if device is None else stream_of(device)
+            if stream is not None:
+                backend.record(leaf, stream)
+        else:
+            for stream in stream_of(None):
+                leaf.record_stream(stream)
+
+
+def firm(tree: Tree) -> Tree:
+    """The tree without memory that is shared copy-on-write, on which no stream could be recorded."""
+    if any(isinstance(leaf, Tensor) and solid(leaf) is not leaf for leaf in flatten(tree)[0]):
+        return map_leaves(lambda leaf: solid(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+    return tree
+
+
+def unknown(tree: Tree) -> list[str]:
+    """Where a batch has objects whose memory, if they have any on a device, no stream can be recorded on."""
+    found = zip(flatten(tree)[0], locations(tree, "batch"), strict=True)
+    return [
+        f"{place} ({type(leaf).__name__})"
+        for leaf, place in found
+        if not isinstance(leaf, (*_PLAIN, Tensor))
+        and not callable(leaf)
+        and not callable(getattr(leaf, "wait", None))
+        and not callable(getattr(leaf, "record_stream", None))
+    ]
+
+
+def awaited(batch: Tree) -> Tree:
+    """Every awaitable of a batch, waited for: a stage of its own, so that the wait is queued where it belongs.
+
+    A stage may return what is not there yet (an asynchronous collective, torchrec's ``Awaitable``). It goes on as it is;
+    this stage calls ``wait()`` on each such leaf, in its own thread and on its own stream, and puts in its place what
+    that returns. A handle whose ``wait`` returns None or a bool (``torch.distributed.Work``) becomes None.
+
+    >>> class Later:
+    ...     def wait(self):
+    ...         return 7
+    >>> awaited({"now": 1, "then": Later()})
+    {'now': 1, 'then': 7}
+
+    Args:
+        batch: any tree.
+    """
+
+    def wait(leaf: Any) -> Any:
+        if isinstance(leaf, type) or not callable(getattr(leaf, "wait", None)):
+            return leaf
+        found = leaf.wait()
+        return None if isinstance(found, bool) else found
+
+    return map_leaves(wait, batch)

@@ -1,0 +1,114 @@
+"""Dynamic loss scaling as explicit state: what ``torch.amp.GradScaler`` does, in functions."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.tree import Tree, flatten, is_differentiable, map_leaves, structure
+
+
+class LossScale(NamedTuple):
+    """The state of dynamic loss scaling: a tree of two tensors, to carry through steps and keep in checkpoints.
+
+    Attributes:
+        scale: what the loss is multiplied by, a 0-dim float tensor.
+        good_steps: steps since the scale changed last, a 0-dim int tensor.
+    """
+
+    scale: Tensor
+    good_steps: Tensor
+
+
+def loss_scale(init: float = 2.0**16, *, device: torch.device | str = "cpu") -> LossScale:
+    """The first state. ``fp.run(..., loss_scale=float(state.scale))`` or ``loss * state.scale``.
+
+    >>> loss_scale(8.0).scale
+    tensor(8.)
+
+    Args:
+        init: the first scale.
+        device: of the state; that of the gradients needs no copies.
+
+    Raises:
+        PlanError: the scale is not positive.
+    """
+    if not 0 < init < float("inf"):
+        raise PlanError(f"a loss scale is a positive number; got {init!r}")
+    return LossScale(torch.tensor(float(init), device=device), torch.zeros((), dtype=torch.int32, device=device))
+
+
+def unscale(state: LossScale, grads: Tree) -> tuple[Tree, Tensor]:
+    """Gradients of the loss itself, and whether any is inf or NaN. The host does not wait.
+
+    Args:
+        state: whose scale the loss was multiplied by.
+        grads: any tree; None and integers stay as they are. Not written to.
+
+    Returns:
+        The gradients over the scale (bit for bit what GradScaler makes of them), and ``found_inf``, a 0-dim bool tensor
+        beside the state: for `select`, learning-rate schedules and logs.
+    """
+    # GradScaler's arithmetic: the reciprocal in double precision, rounded once.
+    inverse = state.scale.double().reciprocal().float()
+    flags = [
+        torch.isfinite(leaf).logical_not().any().to(state.scale.device, non_blocking=True)
+        for leaf in flatten(grads)[0]
+        if is_differentiable(leaf)
+    ]
+    found = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool, device=state.scale.device)
+
+    def divide(leaf: Tensor) -> Tensor:
+        return leaf * inverse.to(leaf.device, non_blocking=True) if is_differentiable(leaf) else leaf
+
+    return map_leaves(divide, grads), found
+
+
+def update_scale(
+    state: LossScale, found_inf: Tensor, *, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
+) -> LossScale:
+    """The state for the next step, as GradScaler's: smaller after a step that was skipped, larger after many good ones.
+
+    Args:
+        state: of the step.
+        found_inf: of the step, from `unscale`; with several ranks or scalers the "or" of all.
+        growth: the factor after ``interval`` good steps in a row, unless the scale then were no finite number.
+        backoff: the factor after a skipped one.
+        interval: how many.
+
+    Raises:
+        PlanError: growth is not above 1, backoff not between 0 and 1, or interval no whole number from 1.
+    """
+    if not (growth > 1 and 0 < backoff < 1 and type(interval) is int and interval > 0):
+        raise PlanError(f"growth is above 1, backoff between 0 and 1, interval a whole number from 1; got {growth}, {backoff}, {interval}")  # fmt: skip
+    scale, steps = state
+    good = steps + 1
+    grown = scale * growth
+    full = good == interval
+    bigger = torch.where(full & torch.isfinite(grown), grown, scale)
+    zero = torch.zeros_like(steps)
+    return LossScale(torch.where(found_inf, scale * backoff, bigger), torch.where(found_inf | full, zero, good))
+
+
+def select(condition: Tensor, old: Tree, new: Tree) -> Tree:
+    """``old`` where the condition holds, else ``new``: tensors without waiting for the device, in both trees' structure.
+
+    Args:
+        condition: a 0-dim tensor of bool, such as ``found_inf``.
+        old, new: trees of one structure. Leaves that are no tensors are taken from ``new``.
+
+    Raises:
+        PlanError: the trees differ.
+    """
+    if structure(old) != structure(new):
+        raise PlanError(f"select takes two trees of one structure; got {structure(old)} and {structure(new)}")
+
+    def one(a: Any, b: Any) -> Any:
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+            return b
+        return torch.where(condition.to(b.device, non_blocking=True), a, b)
+
+    return map_leaves(one, old, new)

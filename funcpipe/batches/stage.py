@@ -1,0 +1,121 @@
+"""What a batch goes through before it is trained on: stages as data, and the fold that may end them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.tree import Tree
+
+
+@dataclass(frozen=True)
+class BatchStage:
+    """A function that every batch goes through, and how it runs. A bare callable means ``BatchStage(callable)``.
+
+    Attributes:
+        fn: ``fn(batch) -> batch``, called once for each batch, in order. With ``lag``: ``fn(state, batch) -> batch``.
+        name: in plans, errors, statistics and names of threads; "": that of the function.
+        lead: how many batches it may be ahead of the one that is handed out next, at most ``depth``; None: spread evenly.
+        stream: where its work on devices with streams is queued. None: a stream of its own; a name: one that all stages
+            with this name share; "caller": the stream that is current where the loop runs; or a stream of torch's.
+        thread: has it a thread of its own; None: where no device has streams (there one thread queues everything).
+            True for what makes the host wait: decoding, copies of memory that is not page-locked, ``Awaitable.wait()``.
+        grad: does autograd record; None: as where `overlap` was called.
+        lag: read the state of the fold, as it is after ``max(0, index - lag)`` batches: exactly that one, however the
+            threads are scheduled.
+        indexed: call it with ``index=``, too, the number of the batch.
+        seed: what it draws from torch's global generators depends on this seed, its name, the number of the batch and
+            the number of the draw, and on nothing else. (Python's ``random`` and numpy are not reached: use ``indexed``.)
+        autocast: run it under autocast to this type; None: as where `overlap` was called.
+    """
+
+    fn: Callable[..., Any]
+    name: str = ""
+    lead: int | None = None
+    stream: Any = None
+    thread: bool | None = None
+    grad: bool | None = None
+    lag: int | None = None
+    indexed: bool = False
+    seed: int | None = None
+    autocast: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Fold:
+    """The last stage, that carries a state from batch to batch: a step of training. Runs where the loop runs.
+
+    Attributes:
+        fn: ``fn(state, batch) -> (state, result)``; results are what the loop gets.
+        init: the state before the first batch, any tree.
+        name: "": that of the function.
+        indexed: call it with ``index=``, too, the number of the batch.
+        earlier: states before ``init``, the newest last, for stages with ``lag`` where training goes on in the middle.
+        autocast: run it under autocast to this type; None: as where the loop runs.
+    """
+
+    fn: Callable[..., tuple[Tree, Any]]
+    init: Tree
+    name: str = ""
+    indexed: bool = False
+    earlier: tuple[Tree, ...] = ()
+    autocast: torch.dtype | None = None
+
+
+Given: TypeAlias = BatchStage | Fold | Callable[..., Any]
+
+
+def named(stages: Iterable[Given]) -> tuple[tuple[BatchStage, ...], Fold | None]:
+    """The stages with names that differ, and the fold.
+
+    Raises:
+        PlanError: one cannot be called, a fold is not the last, a number is out of range, a lag has no fold to read of.
+    """
+    if not isinstance(stages, Sequence):
+        raise PlanError(f"stages are a sequence of functions, BatchStage or Fold; got a {type(stages).__name__}")
+    given: list[Given] = list(stages)
+    fold = given.pop() if given and isinstance(given[-1], Fold) else None
+    assert fold is None or isinstance(fold, Fold)
+    every: list[Given] = [*given, *([fold] if fold else [])]
+    faults = [fault for at, one in enumerate(every) for fault in _faults(at, one, fold)]
+    if faults:
+        raise PlanError(bullets("these stages cannot be overlapped:", faults))
+    made = [one if isinstance(one, BatchStage) else BatchStage(one) for one in given if not isinstance(one, Fold)]
+    taken: dict[str, int] = {"source": 1}
+    names = [_unlike(one.name or _called(one.fn), taken) for one in made]
+    fold = fold and replace(fold, name=_unlike(fold.name or _called(fold.fn), taken))
+    return tuple(replace(one, name=name) for one, name in zip(made, names, strict=True)), fold
+
+
+def _faults(at: int, one: Given, last: Fold | None) -> Iterable[str]:
+    if isinstance(one, Fold) and one is not last:
+        yield f"stage {at} is a Fold, and only the last can be one: its results would be batches of the next"
+    if isinstance(one, BatchStage | Fold):
+        if not callable(one.fn):
+            yield f"stage {at}: fn= is a function; got a {type(one.fn).__name__}"
+    elif not callable(one):
+        yield f"stage {at} is a function, a BatchStage or a Fold; got a {type(one).__name__}"
+    if isinstance(one, BatchStage):
+        for word in ("lead", "lag"):
+            number = getattr(one, word)
+            if number is not None and (type(number) is not int or number < 0):
+                yield f"stage {at}: {word}= is a whole number from 0, or None; got {number!r}"
+        if one.lag is not None and last is None:
+            yield f"stage {at} has lag={one.lag}, but no Fold makes states: end the stages with fp.Fold(step, state)"
+        if one.lag is not None and type(one.lag) is int and one.lead is not None and one.lead > one.lag:
+            yield f"stage {at} would run {one.lead} batches ahead (lead=) and reads a state only {one.lag} old (lag=); lead is at most lag"  # fmt: skip
+
+
+def _called(fn: Callable[..., Any]) -> str:
+    name = getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", None) or type(fn).__name__
+    return "stage" if name == "<lambda>" else str(name)
+
+
+def _unlike(name: str, taken: dict[str, int]) -> str:
+    """The name, with a number behind it if it is taken."""
+    count = taken[name] = taken.get(name, 0) + 1
+    return name if count == 1 else _unlike(f"{name}_{count}", taken)

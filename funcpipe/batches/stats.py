@@ -1,0 +1,116 @@
+"""How an overlap goes: what each row takes and waits for, and a line that says so while it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import NamedTuple, TextIO
+
+from funcpipe.batches.flow import Meter
+from funcpipe.batches.ticks import Ticks
+from funcpipe.core.result import Span, Timeline
+from funcpipe.core.schedule import Action, Kind
+
+_EVERY = 0.1
+_WIDE = 20
+
+
+class StageStats(NamedTuple):
+    """What a row of an overlap did so far. Times are the host's, in seconds: of work on streams only what queues it.
+
+    Attributes:
+        name: of the stage, or "source"; "loop" where there is no fold: what the loop waited.
+        batches: how many it has worked on.
+        busy: time in its function.
+        input: time that it waited for the row before it.
+        room: time that it waited until it could be so far ahead.
+    """
+
+    name: str
+    batches: int
+    busy: float
+    input: float
+    room: float
+
+    def __str__(self) -> str:
+        each = self.busy / self.batches * 1e3 if self.batches else 0.0
+        return f"{self.name}: {self.batches} batches, {each:.3g} ms each; waited {self.input:.3g} s for input, {self.room:.3g} s for room"
+
+
+def stats(plan: Ticks, meters: Sequence[Meter]) -> tuple[StageStats, ...]:
+    """The statistics of all rows."""
+    names = [*(row.name for row in plan.rows), "loop"]
+    return tuple(
+        StageStats(name, one.batches, one.busy, one.input, one.room) for name, one in zip(names, meters, strict=False)
+    )
+
+
+def measured(plan: Ticks, meters: Sequence[Meter]) -> Timeline:
+    """What every row did when, from the first draw."""
+    found = [(row, at, span) for at, row in enumerate(plan.rows) for span in list(meters[at].spans or ())]
+    zero = min((span[0] for _, _, span in found), default=0.0)
+    spans = [Span(row.lane, a - zero, b - zero, Action(Kind.F, at, batch)) for row, at, (a, b, batch) in found]
+    spans.sort(key=lambda span: (span.start, span.device))
+    return Timeline(tuple(spans), len(plan.lanes), unit="s", name="overlap", lanes=plan.lanes)
+
+
+class Progress(NamedTuple):
+    """What a progress function is told after each batch.
+
+    Attributes:
+        done: batches handed out by this overlap.
+        total: of how many; None: the source does not say.
+        seconds: since the first was asked for.
+        stats: of every row.
+    """
+
+    done: int
+    total: int | None
+    seconds: float
+    stats: tuple[StageStats, ...]
+
+    def __str__(self) -> str:
+        rate = self.done / self.seconds if self.seconds else 0.0
+        last = self.stats[-1]
+        waits = f"{last.name} waits {last.input / self.seconds:.0%}" if self.seconds else ""
+        if not self.total:
+            return f"{self.done} batches, {rate:.3g}/s, {waits}"
+        full = min(_WIDE, _WIDE * self.done // self.total)
+        left = (self.total - self.done) / rate if rate else 0.0
+        return (
+            f"[{'#' * full}{' ' * (_WIDE - full)}] {self.done}/{self.total}, {rate:.3g}/s, {left:.0f} s left, {waits}"
+        )
+
+
+class Bar:
+    """Prints the progress on one line of a terminal, ten times a second at most."""
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self.file = file or sys.stderr
+        self.last, self.wide = 0.0, 0
+
+    def __call__(self, progress: Progress) -> None:
+        """Print it, if the last time is long enough ago."""
+        now = perf_counter()
+        if now - self.last < _EVERY and progress.done != progress.total:
+            return
+        self.last = now
+        line = str(progress)
+        self.file.write(f"\r{line:<{self.wide}}")
+        self.wide = len(line)
+        self.file.flush()
+
+    def end(self, progress: Progress) -> None:
+        """The last state, and a new line."""
+        self.last = 0.0
+        self(progress)
+        self.file.write("\n")
+        self.file.flush()
+
+
+def reporter(progress: bool | Callable[[Progress], None]) -> Bar | Callable[[Progress], None] | None:
+    """Who is told: nobody, a bar, or the caller's function."""
+    if progress is True:
+        return Bar()
+    return None if progress is False else progress

@@ -1,0 +1,188 @@
+"""Gradient accumulation as a fold over windows of batches, and ranks that stop together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.tree import Tree, flatten, unflatten
+
+Item = TypeVar("Item")
+
+_NONE = object()
+
+
+def windows(items: Iterable[Item], size: int) -> Iterator[Iterator[Item]]:
+    """Groups of ``size`` items, drawn as they are used; the last may be shorter.
+
+    Windows are cut by counting items, never by state that lives on between epochs: two epochs have the same windows.
+
+    >>> [list(window) for window in windows(range(5), 2)]
+    [[0, 1], [2, 3], [4]]
+
+    Args:
+        items: any iterable, such as an `overlap`.
+        size: of a window, from 1.
+
+    Returns:
+        An iterator of iterators. What a window's user leaves over is drawn and dropped when the next one is asked for.
+
+    Raises:
+        PlanError: the size is no whole number from 1.
+    """
+    if type(size) is not int or size < 1:
+        raise PlanError(f"a window has a whole number of items from 1; got {size!r}")
+    return _windows(iter(items), size)
+
+
+def _windows(items: Iterator[Item], size: int) -> Iterator[Iterator[Item]]:
+    while (first := next(items, _NONE)) is not _NONE:
+        window = _window(first, items, size)
+        del first
+        yield window
+        for _ in window:
+            pass
+
+
+def _window(first: Any, items: Iterator[Any], size: int) -> Iterator[Any]:
+    held = [first]
+    del first
+    yield held.pop()
+    for _ in range(size - 1):
+        item = next(items, _NONE)
+        if item is _NONE:
+            return
+        held.append(item)
+        del item
+        yield held.pop()
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulated:
+    """Gradients of a window.
+
+    Attributes:
+        grads: of all its batches together; None where there is none.
+        aux: what the gradient function gave besides, one for each batch.
+        count: how many batches the window had.
+        weight: the sum of their weights.
+    """
+
+    grads: Tree
+    aux: tuple[Any, ...]
+    count: int
+    weight: float
+
+
+def accumulate_grads(
+    grad_fn: Callable[[Any], tuple[Tree, Any]],
+    window: Iterable[Any],
+    *,
+    reduce: Literal["mean", "sum"] = "mean",
+    weight: Callable[[Any], float] | None = None,
+) -> Accumulated:
+    """The gradients of a window of batches as if they were one batch; exact for the last, shorter window, too.
+
+    (Results of `fp.run` know their weights: ``fp.accumulate(fp.run(plan, params, batch) for batch in window)``.)
+
+    >>> import torch
+    >>> found = accumulate_grads(lambda x: ({"w": x}, None), [torch.tensor(1.0), torch.tensor(4.0)])
+    >>> float(found.grads["w"]), found.count
+    (2.5, 2)
+
+    Args:
+        grad_fn: batch -> (gradients, anything else). Gradients are those of the batch's mean loss.
+        window: batches, such as one of `windows`; each is dropped when its gradients are added.
+        reduce: "mean": the sum over batches, each times its weight, over the sum of weights; "sum": the sum alone.
+        weight: batch -> how much it counts (rows, tokens), asked for before ``grad_fn`` runs; None: all count 1.
+
+    Returns:
+        Gradients in the types that ``grad_fn`` gave; half precision is summed in single.
+
+    Raises:
+        PlanError: the window is empty, weights are negative or all zero, or gradients differ in structure.
+    """
+    if reduce not in ("mean", "sum"):
+        raise PlanError(f'reduce is "mean" or "sum"; got {reduce!r}')
+    total, spec = 0.0, None
+    sums: list[Tensor | None] = []
+    kinds: list[torch.dtype | None] = []
+    aux: list[Any] = []
+    for batch in window:
+        factor = 1.0 if weight is None else float(weight(batch))
+        if not 0 <= factor < float("inf"):
+            raise PlanError(f"the weight of a batch is a number from 0; batch {len(aux)} of the window has {factor}")
+        grads, more = grad_fn(batch)
+        leaves, found = flatten(grads)
+        if spec is None:
+            spec = found
+            sums += [None for _ in leaves]
+            kinds = [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in leaves]
+        if found != spec or [isinstance(leaf, Tensor) for leaf in leaves] != [kind is not None for kind in kinds]:
+            raise PlanError(f"batch {len(aux)} of the window has gradients of another structure: {found}, after {spec}")
+        with torch.no_grad():
+            sums = [_add(old, leaf, factor) for old, leaf in zip(sums, leaves, strict=True)]
+        total += factor
+        aux.append(more)
+        del batch, grads, leaves, more
+    if spec is None or total == 0:
+        raise PlanError("there is nothing to accumulate: the window has no batch" + (" with a weight" if aux else ""))
+    scale = 1.0 / total if reduce == "mean" else 1.0
+    with torch.no_grad():
+        done = [
+            old if old is None or kind is None else (old * scale).to(kind)
+            for old, kind in zip(sums, kinds, strict=True)
+        ]
+    return Accumulated(unflatten(spec, done), tuple(aux), len(aux), total)
+
+
+def _add(old: Tensor | None, new: Any, factor: float) -> Tensor | None:
+    """The sum so far; a tensor of its own."""
+    if not isinstance(new, Tensor):
+        return None
+    wide = new.float() if new.dtype in (torch.float16, torch.bfloat16) else new
+    return wide * factor if old is None else old.add_(wide, alpha=factor)
+
+
+def agree(
+    source: Iterable[Item], all_have: Callable[[bool], bool], *, pad: Callable[[Any], Any] | None = None
+) -> Iterator[Item]:
+    """A source that ends on all ranks at once, however many batches each has: else those that have more wait for ever.
+
+    Every rank calls ``all_have`` once for each draw, so it may be a collective. With ``torch.distributed``, on the CPU::
+
+        def all_have(mine):
+            flag = torch.tensor(int(mine))
+            dist.all_reduce(flag, dist.ReduceOp.MIN)
+            return bool(flag)
+
+    >>> list(agree([1, 2, 3], lambda mine: mine))
+    [1, 2, 3]
+
+    Args:
+        source: of this rank.
+        all_have: (has this rank a batch) -> have all ranks one.
+        pad: None: stop with the first rank that has no more; a batch that others drew for nothing is dropped. Else go on
+            until no rank has any: ``pad(last batch of this rank, or None)`` is a batch to take part with.
+
+    Returns:
+        The iterator to give to `overlap`.
+    """
+    items, last = iter(source), None
+    while True:
+        item = next(items, _NONE)
+        has = item is not _NONE
+        go_on = all_have(has) if pad is None else not all_have(not has)
+        if not go_on:
+            return
+        if has:
+            last = item if pad is not None else None
+            yield item  # pyright: ignore[reportReturnType]
+        else:
+            assert pad is not None, "all_have(False) is False: some rank, this one, has none"
+            yield pad(last)

@@ -1,0 +1,249 @@
+"""What an overlap shows: its plan as data, pictures, statistics, progress; and that it can go on for long."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import pickle
+import threading
+
+import pytest
+import torch
+
+import funcpipe as fp
+from funcpipe.batches.stats import Bar
+
+
+def h2d(x):
+    return x
+
+
+def dist_start(x):
+    return x
+
+
+def dist_wait(x):
+    return x
+
+
+def forward(state, x):
+    return x
+
+
+def backward(state, x):
+    return state, x
+
+
+TORCHREC = [
+    fp.BatchStage(h2d, lead=2),
+    fp.BatchStage(dist_start, lead=1),
+    fp.BatchStage(dist_wait, lead=1),
+    fp.BatchStage(forward, lead=0, lag=0),
+    fp.Fold(backward, 0),
+]
+
+
+def test_the_plan_prints():
+    run = fp.overlap([], TORCHREC, thread=False)
+    assert str(run.plan) == (
+        "at tick t, batch t is made ready:\n"
+        "  dist_start  batch t+1         on loop\n"
+        "  dist_wait   batch t+1         on loop\n"
+        "  source      batch t+2         on loop\n"
+        "  h2d         batch t+2         on loop\n"
+        "  forward     batch t           on loop, reads the state of 0 before\n"
+        "  backward    batch t           on loop"
+    )
+    run = fp.overlap([], [h2d, fp.Fold(backward, 0)], depth=3)
+    assert str(run.plan) == (
+        "at tick t, batch t is made ready:\n"
+        "  source    up to batch t+3   on source\n"
+        "  h2d       up to batch t+3   on h2d\n"
+        "  backward  batch t           on loop"
+    )
+    assert pickle.loads(pickle.dumps(run.plan)) == run.plan
+    assert hash(run.plan) == hash(fp.overlap([], [h2d, fp.Fold(backward, 0)], depth=3).plan)
+
+
+def test_the_order_is_data():
+    """torchrec's TrainPipelineSparseDist, order of its progress(): and the calls come in that very order."""
+    order = ["dist_start", "h2d", "forward", "dist_wait", "backward"]
+    calls = []
+
+    def told(stage):
+        fn = stage.fn
+
+        def call(*args):
+            calls.append((fn.__name__, args[-1]))
+            return fn(*args)
+
+        call.__name__ = fn.__name__
+        return type(stage)(**{**{k: getattr(stage, k) for k in stage.__dataclass_fields__}, "fn": call})
+
+    run = fp.overlap(range(4), [told(one) for one in TORCHREC], thread=False, order=order)
+    assert [run.plan.rows[at].name for at in run.plan.order] == ["dist_start", "source", *order[1:]]
+    assert next(run) == 0
+    calls.clear()
+    assert next(run) == 1
+    assert calls == [("dist_start", 2), ("h2d", 3), ("forward", 1), ("dist_wait", 2), ("backward", 1)]
+    assert list(run) == [2, 3]
+    # A stage may come after the fold, too: torchrec's base pipeline copies the next batch behind the backward.
+    stages = [told(TORCHREC[0]), told(TORCHREC[-1])]
+    run = fp.overlap(range(4), stages, thread=False, order=[1, "h2d"])
+    calls.clear()
+    assert list(run) == [0, 1, 2, 3]
+    # While the pipeline fills there is no step yet.
+    assert calls[:5] == [("h2d", 0), ("h2d", 1), ("backward", 0), ("h2d", 2), ("backward", 1)]
+
+
+def test_the_plan_is_drawn():
+    run = fp.overlap([], [h2d, dist_start, fp.Fold(backward, 0)])
+    assert fp.draw(run.plan).text(60) == (
+        "overlap: makespan 10 units, span 8 units, bubble 20.0%,\n"
+        "span bubble 0.0%\n"
+        "                                            busy\n"
+        "source     │······························│   0%\n"
+        "h2d        │F0 F1 F2 F3 F4 F5 F6 F7 ······│  80%\n"
+        "dist_start │···F0 F1 F2 F3 F4 F5 F6 F7 ···│  80%\n"
+        "loop       │······F0 F1 F2 F3 F4 F5 F6 F7 │  80%\n"
+        "           └───────────────┴──────────────┘\n"
+        "            0              5              10 units\n"
+        "F forward  · idle"
+    )
+    slow = run.plan.simulate(20, {"h2d": 1.0, "dist_start": 1.0, "backward": 3.0})
+    assert slow.makespan == 2 + 20 * 3
+    assert slow.lanes == ("source", "h2d", "dist_start", "loop")
+    assert fp.from_json(fp.to_json(slow)) == slow
+    assert pickle.loads(pickle.dumps(slow)) == slow
+    assert "dist_start" in fp.draw(slow).svg()
+    names = [e["args"]["name"] for e in slow.chrome_trace()["traceEvents"] if e["name"] == "thread_name"]
+    assert names == list(slow.lanes)
+    with pytest.raises(fp.PlanError, match="2 numbers for 4 rows"):
+        run.plan.simulate(3, [1.0, 2.0])
+
+
+def test_the_plan_bounds_what_is_ahead():
+    """In the picture too: a slow loop lets nobody run further ahead than the plan says."""
+    run = fp.overlap([], [h2d, fp.Fold(backward, 0)], depth=2)
+    timeline = run.plan.simulate(12, [0.0, 1.0, 5.0])
+    ends = {span.action: span.end for span in timeline.spans}
+    for span in timeline.spans:
+        stage, batch = span.action.stage, span.action.microbatch
+        if stage == 1 and batch > 2:
+            assert span.start >= ends[fp.Action(fp.Kind.F, 2, batch - 3)]
+
+
+def test_what_was_measured_is_a_timeline():
+    run = fp.overlap(range(6), [h2d, fp.Fold(backward, 0)], record=True)
+    list(run)
+    timeline = run.timeline
+    assert timeline.unit == "s"
+    assert timeline.lanes == ("source", "h2d", "loop")
+    assert sum(span.action.stage == 2 for span in timeline.spans) == 6
+    assert str(fp.draw(timeline)).startswith("overlap: makespan")
+    fp.draw(timeline, run.plan, memory=True).svg()
+    with pytest.raises(fp.FuncpipeError, match="record=True"):
+        fp.overlap([], [h2d]).timeline  # noqa: B018
+
+
+@pytest.mark.parametrize("thread", [True, False])
+def test_statistics(thread):
+    import time
+
+    def slow(x):
+        time.sleep(0.01)
+        return x
+
+    run = fp.overlap(range(5), [fp.BatchStage(slow, name="slow")], thread=thread)
+    list(run)
+    source, stage, loop = run.stats()
+    assert (source.name, stage.name, loop.name) == ("source", "slow", "loop")
+    assert stage.batches == 5
+    assert stage.busy >= 0.05
+    assert (loop.input > 0.03) == thread
+    assert str(stage).startswith("slow: 5 batches, ")
+    run = fp.overlap(range(5), [fp.Fold(lambda s, x: (s, slow(x)), 0, name="step")], thread=thread)
+    list(run)
+    assert [one.name for one in run.stats()] == ["source", "step"]
+    assert run.stats()[1].batches == 5
+
+
+def test_progress(capsys):
+    told = []
+    run = fp.overlap(range(3), [h2d], progress=told.append)
+    list(run)
+    assert [(one.done, one.total) for one in told] == [(1, 3), (2, 3), (3, 3)]
+    assert str(told[-1]).startswith("[####################] 3/3, ")
+    assert "loop waits" in str(told[-1])
+    list(fp.overlap((x for x in range(3)), [h2d], progress=True))
+    line = capsys.readouterr().err
+    assert line.startswith("\r")
+    assert line.endswith("\n")
+    assert "3 batches, " in line
+    out = io.StringIO()
+    bar = Bar(out)
+    for one in told:
+        bar(one)
+    bar.end(told[-1])
+    assert out.getvalue().count("3/3") == 2
+
+
+def test_the_length_is_hinted():
+    from operator import length_hint
+
+    run = fp.overlap([1, 2, 3], [h2d])
+    assert length_hint(run) == 3
+    next(run)
+    assert length_hint(run) == 2
+    run.close()
+    assert length_hint(fp.overlap((x for x in "abc"), [h2d]), 7) == 7
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+def test_ten_thousand_batches():
+    """Memory, threads and files stay as they are, with a fault every 100th batch."""
+
+    def stage(x):
+        if int(x[0]) % 100 == 99:
+            raise OSError(f"batch {int(x[0])}")
+        return x * 2
+
+    def source(start):
+        for i in range(start, 10_000):
+            yield torch.full((1000,), float(i))
+
+    done, faults, marks, places = 0, 0, [], []
+    while done < 10_000:
+        run = fp.overlap(source(done), [stage, fp.Fold(lambda s, x: (s + 1, float(x[0])), 0)], start_index=done)
+        try:
+            for result in run:
+                assert result == 2.0 * done
+                done += 1
+        except OSError as error:
+            places.append((error.funcpipe.batch, done))
+            faults += 1
+            done += 1
+        del run
+        if done % 1000 == 0:
+            gc.collect()
+            marks.append((threading.active_count(), len(os.listdir("/proc/self/fd")), _resident()))
+    assert faults == 100
+    assert all(batch == at for batch, at in places)
+    assert len({mark[0] for mark in marks}) == 1
+    assert len({mark[1] for mark in marks}) == 1
+    assert marks[-1][2] - marks[1][2] < 16 * 2**20
+    # One overlap, no fault: what is kept does not grow with the batches.
+    run = fp.overlap((torch.full((1000,), float(i)) for i in range(10_000)), [lambda x: x * 2])
+    sizes = []
+    for number, _ in enumerate(run):
+        if number % 2000 == 1999:
+            gc.collect()
+            sizes.append((len(gc.get_objects()), _resident()))
+    assert sizes[-1][0] - sizes[0][0] < 200
+    assert sizes[-1][1] - sizes[0][1] < 16 * 2**20
