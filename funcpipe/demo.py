@@ -97,13 +97,13 @@ def network(num_stages: int) -> tuple[tuple[fp.Stage, ...], tuple[Any, ...], tup
 
 
 def digits(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Images [N, 1, 8, 8] in 0..1 and labels [N], for training (1497) and for the test (300)."""
+    """Images [N, 1, 8, 8] in bytes, 0..16, and labels [N], for training (1497) and for the test (300)."""
     try:
         from sklearn.datasets import load_digits  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
         raise SystemExit("the demo reads scikit-learn's digits: pip install 'torch-funcpipe[demo]'") from error
     found: Any = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
+    images = torch.tensor(found.images, dtype=torch.uint8).unsqueeze(1)
     labels = torch.tensor(found.target, dtype=torch.long)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     test, train = order[:-ROWS], order[-ROWS:]
@@ -155,13 +155,18 @@ def main(options: Options) -> float:
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 8e-3, total_steps=steps)
     print(f"{len(labels)} images, {sum(p.numel() for p in fp.leaves(params))} parameters, {schedule!r}")
 
+    def load(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        return images[chosen], labels[chosen]
+
+    # While a step trains, the next batch is made ready: images to the first lane's device, labels to the last one's.
+    move = fp.to_device((devices[0], devices[-1]))
+    ready = fp.overlap(batches(len(labels), options, steps), [load, decode, move])
     line, timeline, report = "", fp.Timeline((), options.devices), None
     began = perf_counter()
-    with fp.lanes(plan) as lanes, progress(steps) as advance:
+    with ready, fp.lanes(plan) as lanes, progress(steps) as advance:
         executor = lanes if options.device == "cpu" and options.devices > 1 else None
-        for nth, chosen in enumerate(batches(len(labels), options, steps)):
-            last = nth == steps - 1
-            batch, seed = (images[chosen], labels[chosen]), fp.fold_in(options.seed, nth)
+        for nth, batch in enumerate(ready):
+            last, seed = nth == steps - 1, fp.fold_in(options.seed, nth)
             result = fp.run(plan, params, batch, state=state, seed=seed, record=last, executor=executor)
             if last:
                 line = proof(fp.run_sequential(plan, params, batch, state=state, seed=seed), result)
@@ -199,9 +204,15 @@ def batches(count: int, options: Options, steps: int) -> Iterator[Tensor]:
             done += 1
 
 
+def decode(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Images of 0..16 in bytes as numbers in 0..1."""
+    images, labels = batch
+    return images.float() / 16, labels
+
+
 def evaluate(plan: fp.Plan, params: tuple[Any, ...], state: tuple[Any, ...], test: tuple[Tensor, Tensor]) -> float:
     """The share of test images that are read right, by the forwards of the plan's schedule."""
-    images, labels = test
+    images, labels = decode(test)
     forwards = fp.make_plan(plan.stages, plan.schedule.forwards(), devices=plan.devices)
     result = fp.run(forwards, params, images, state=state)
     return float((result.outputs.argmax(-1).cpu() == labels).float().mean())

@@ -31,8 +31,12 @@ class ToDevice:
     devices: Tree
     pin: Pin = "auto"
     memory: Memory = "side"
-    __name__: str = field(default="to_device", repr=False)
     _warned: list[str] = field(default_factory=list[str], repr=False)
+
+    @property
+    def __name__(self) -> str:
+        """What the stage is called where it has no other name."""
+        return "to_device"
 
     @property
     def all(self) -> list[torch.device]:

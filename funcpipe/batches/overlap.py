@@ -51,8 +51,8 @@ def overlap(
             its end and never by two threads.
         stages: functions of one batch, `BatchStage`, `to_device`, `awaited`; the last may be a `Fold`, which runs where
             the loop runs. Without a fold all of them run ahead of the loop's own work.
-        depth: how many batches are under way besides the one that is handed out next. 0: the plain loop, nothing runs
-            ahead; good to find a fault.
+        depth: how many batches are under way besides the one that is handed out next; as many as there are stages before
+            the step let all of them work at once. 0: the plain loop, nothing runs ahead; good to find a fault.
         order: in which the loop's own thread takes up its stages (names or numbers) at each tick; None: what runs ahead
             first.
         start_index: the number of the first batch, where training goes on in the middle of an epoch.

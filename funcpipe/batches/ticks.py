@@ -174,8 +174,12 @@ def _leads(stages: Sequence[BatchStage], fold: Fold | None, depth: int) -> list[
 
 def _order(rows: tuple[TickRow, ...], order: Sequence[int | str] | None) -> tuple[int, ...]:
     if order is None:
-        numbers = sorted(range(len(rows)), key=lambda at: (not rows[at].thread, rows[at].lead == 0, rows[at].lead, at))
-        return tuple(numbers)
+
+        def rank(at: int) -> tuple[bool, bool, int, int]:
+            row = rows[at]
+            return (False, False, 0, at) if row.thread else (True, row.lead == 0, row.lead, at)
+
+        return tuple(sorted(range(len(rows)), key=rank))
     by_name = {row.name: at for at, row in enumerate(rows)}
     wanted: list[int] = []
     for one in order:

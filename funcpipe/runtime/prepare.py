@@ -119,7 +119,9 @@ def prepare(
     ties = _resolve_ties(plan, trees, wanted)
     if backward:
         _refuse_undeclared_ties(trees, wanted, ties)
-    threads = max(1, len(cores()) // plan.num_devices) if threads_per_lane is None else threads_per_lane
+    # Whoever set fewer threads than there are cores meant it: other work wants the rest.
+    available = min(len(cores()), torch.get_num_threads())
+    threads = max(1, available // plan.num_devices) if threads_per_lane is None else threads_per_lane
     checks = _checks(check)
     bounds: Sequence[Bound] = _bind(plan, trees, states, wanted, Keys(seed, plan.stages), shares)
     if checks & {"finite", "finite-op"}:

@@ -53,7 +53,7 @@ def run(
         executor: "threads" (a thread per lane), "serial" (this thread, plan order: debuggers, profilers and hooks
             work), `lanes` (threads kept between runs), or None: threads where two lanes are on the CPU and actions
             are not tiny. Same bits.
-        threads_per_lane: intra-op threads; None: cores divided by lanes.
+        threads_per_lane: intra-op threads; None: cores, or ``torch.get_num_threads()`` where that is less, divided by lanes.
         check: any of "finite" (NaN or Inf in what a stage hands on is an error that names stage and microbatch; costs a
             look at every value), "finite-op" (also finds the operation, by doing the action again), "used" (a trainable
             leaf that no backward reached is an error). See also `Result.finite`, which costs nothing during the run.
