@@ -89,6 +89,7 @@ def test_pages_run_as_printed(page, tmp_path, monkeypatch):
     assert page.read_text() == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path):
     """A notebook runs from top to bottom, is short, and is committed without outputs."""

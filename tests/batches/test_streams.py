@@ -201,6 +201,7 @@ def test_objects_that_move_are_leaves(memory, backend):
 CASES = [(form, memory, stop) for form in FORMS for memory in ("record", "ring") for stop in (None, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_wait_is_needed(backend):
     """Each wait and each recording is left out in turn, and the proof must fail: everywhere for those that only hand a

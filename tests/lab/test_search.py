@@ -158,6 +158,7 @@ def test_seconds_cut_it_short():
     assert "seconds" == found.ended
 
 
+@pytest.mark.slow
 def test_stages_that_differ_and_torch_s_orders():
     """Unequal times on a V: beaten at equal or lower memory, as in no static order."""
     for times in ((1, 1.4, 0.6), (1, 2, 1), (1, 0.8, 1.2), (1, 1, 1)):

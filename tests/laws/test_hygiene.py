@@ -264,6 +264,7 @@ def test_slots_hold_when_lanes_run_at_odd_speeds(schedule):
         assert [] == [pool for pool, most in zip(plan.program.pools, stats.slots, strict=True) if most > pool.slots]
 
 
+@pytest.mark.slow
 def test_many_runs_leave_no_trace():
     """300 runs on fresh threads, kept threads and none: as many threads and objects as before."""
     plan = watched(fp.one_f_one_b(2, 3), [Watch(), Watch()])

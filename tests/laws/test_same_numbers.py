@@ -165,7 +165,7 @@ def flat(trees):
     return {key: value for tree in trees for key, value in (tree or {}).items()}
 
 
-@pytest.mark.parametrize("rows", [12, 10])
+@pytest.mark.parametrize("rows", [pytest.param(12, marks=pytest.mark.slow), 10])
 @pytest.mark.parametrize("cuts", [(9,), (6, 11), (3, 6, 9, 14)], ids=len)
 def test_batch_norm_and_dropout_do_not_see_the_cuts(cuts, rows):
     """Loss, gradients and state have the same bits with stages cut at 0, 1, 2 and 4 places, in every schedule."""

@@ -48,7 +48,7 @@ def test_bits_of_the_zoo(kind):
 
 
 @pytest.mark.parametrize("schedule", schedules(4, 4), ids=ids)
-@pytest.mark.parametrize("rows", [8, 6])
+@pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.slow), 6])
 def test_bits_for_every_schedule(schedule, rows):
     """Skips, feeds, a side loss, trees with ints and masks, an uneven batch, both executors."""
     torch.manual_seed(0)

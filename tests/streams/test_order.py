@@ -277,6 +277,7 @@ ALONE = ("wait: ", "_copy: self._stream(source).wait", "copy: stream.wait_event"
 """Waits that nothing else stands in for: those for a value."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_wait_is_needed(backend):
     """Each wait and each recording is left out in turn, and the proof must fail.

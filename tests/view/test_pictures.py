@@ -243,6 +243,7 @@ def test_coarse_levels_never_show_less() -> None:
     assert coarse((), 1.0) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drawn", "most"),
     [
