@@ -52,7 +52,9 @@ def sleeps(repeats: int) -> None:
     arms: dict[str, Callable[[], None]] = {
         "plain loop": loop,
         "overlap, three stages": lambda: list(fp.overlap(range(count), [work] * 3, depth=2)) and None,
-        "overlap, two stages and a fold": lambda: list(fp.overlap(range(count), [work, work, fp.Fold(lambda s, x: (s, work(x)), 0)], depth=2)) and None,  # fmt: skip
+        "overlap, two stages and a fold": lambda: (
+            list(fp.overlap(range(count), [work, work, fp.Fold(lambda s, x: (s, work(x)), 0)], depth=2)) and None
+        ),
     }
     ideal = (count + 2) * seconds
     for name, found in interleaved(arms, repeats).items():
@@ -78,7 +80,9 @@ def decode(index: int) -> tuple[Tensor, Tensor]:
     turn = torch.stack([torch.stack([angle.cos() * scale, -angle.sin(), zero], 1),
                         torch.stack([angle.sin(), angle.cos() * scale, zero], 1)], 1)  # fmt: skip
     large = interpolate(PIXELS[rows].float() / 16, size=(2 * SIZE, 2 * SIZE), mode="bicubic")
-    turned = grid_sample(large, affine_grid(turn, [ROWS, 1, 2 * SIZE, 2 * SIZE], align_corners=False), align_corners=False)
+    turned = grid_sample(
+        large, affine_grid(turn, [ROWS, 1, 2 * SIZE, 2 * SIZE], align_corners=False), align_corners=False
+    )
     return interpolate(turned, size=(SIZE, SIZE), mode="area"), LABELS[rows]
 
 
@@ -153,10 +157,9 @@ def overhead(repeats: int) -> None:
         return x
 
     arms: dict[str, Callable[[], None]] = {
-        f"{stages} stages, {'threads' if thread else 'one thread'}": lambda stages=stages, thread=thread: list(
-            fp.overlap(range(count), [same] * stages, thread=thread)
+        f"{stages} stages, {'threads' if thread else 'one thread'}": lambda stages=stages, thread=thread: (
+            list(fp.overlap(range(count), [same] * stages, thread=thread)) and None
         )
-        and None
         for stages in (1, 3)
         for thread in (True, False)
     }
