@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate, repeat, zip_longest
 from operator import sub
 
 from funcpipe.core.schedule import Action, Kind
@@ -72,9 +72,8 @@ def _actions(lane: Lane, down: int, up: int) -> Iterable[Action]:
     codes = [code for code in lane if code != FREE]
     words = [code % BLOCK for code in codes]
     stages = (down, up, up, down, up, down)
-    return map(
-        Action, map(_KINDS.__getitem__, words), map(stages.__getitem__, words), [code // BLOCK for code in codes]
-    )
+    fields = zip(map(_KINDS.__getitem__, words), map(stages.__getitem__, words), [code // BLOCK for code in codes])
+    return map(tuple.__new__, repeat(Action), fields)  # half of the time of Action(...)
 
 
 def _fill(lane: Lane) -> Lane:

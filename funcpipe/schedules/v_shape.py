@@ -13,11 +13,14 @@ DualPipeV is DualPipe (arXiv 2412.19437) cut in half.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.clock import CODE, chain, clock
+from funcpipe.schedules.clock import CODE, clock
+from funcpipe.schedules.clock import chain as neighbours
 from funcpipe.schedules.families import _counts as counts  # pyright: ignore[reportPrivateUsage]
 from funcpipe.schedules.squeeze import BLOCK, Block, most_held, repeated, squeezed
 
@@ -215,6 +218,19 @@ def _spell(device: int, devices: int, phases: Sequence[_Phase]) -> list[Action]:
     new = tuple.__new__  # a third of the time of Action(...), and there may be a hundred thousand
     for times, words in phases:
         spelled = [(_KINDS[word[0]], int(word[1:] or -1)) for word in words.split()]
+        if all(kind in (Kind.F, Kind.B) for kind, _ in spelled):
+            # Nothing is owed: each word counts up by itself, so its actions are made in one go, and dealt out.
+            columns: list[list[Action]] = []
+            steps = Counter(spelled)
+            for kind, which in spelled:
+                counter, step = forwards if kind is Kind.F else backwards, steps[kind, which]
+                numbers = range(counter[which], counter[which] + step * times, step)
+                columns.append([new(Action, (kind, stages[which], microbatch)) for microbatch in numbers])
+                counter[which] += 1
+            for (kind, which), step in steps.items():
+                (forwards if kind is Kind.F else backwards)[which] += step * (times - 1)
+            order.extend(chain.from_iterable(zip(*columns, strict=True)))
+            continue
         for kind, which in spelled * times:
             if kind is Kind.W:
                 at = 0
@@ -259,5 +275,5 @@ def _span(orders: tuple[tuple[Action, ...], ...]) -> float:
     lanes = [[(CODE[kind], stage, microbatch) for kind, stage, microbatch in order] for order in orders]
     stages = schedule.num_stages
     durations = [[1.0] * stages] * len(CODE)
-    starts = clock(lanes, schedule.device_of, schedule.num_microbatches, durations, chain(stages)).starts
+    starts = clock(lanes, schedule.device_of, schedule.num_microbatches, durations, neighbours(stages)).starts
     return max(row[-1] - row[0] for row in starts) + 1

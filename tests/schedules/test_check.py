@@ -1,12 +1,16 @@
 """check names every fault of a schedule at once; a deadlock comes with the picture of who waits for what."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.check import check, examine
+from funcpipe.schedules.check import _incomplete, _plain, check, examine
+from funcpipe.schedules.clock import CODE, F
 from funcpipe.schedules.families import interleaved, one_f_one_b, zero_bubble
 from funcpipe.schedules.remat import remat
+from funcpipe.schedules.v_shape import dualpipe_v, zbv
 
 
 def faults_of(schedule: Schedule | str) -> list[str]:
@@ -246,3 +250,43 @@ def test_an_absurd_stage_is_a_gap_not_an_allocation() -> None:
     """Named before anything is allocated by the largest index."""
     schedule = Schedule(((Action(Kind.F, 0, 0), Action(Kind.F, 10**30, 0)),), "mine")
     assert [f"stage 1 is missing, but stage {10**30} stands; number them without gaps"] == faults_of(schedule)
+
+
+FAMILIES = [one_f_one_b, interleaved, zero_bubble, zbv, dualpipe_v]
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_the_quick_look_overlooks_nothing(data):
+    """Where it sees no fault the slow one sees none; whole families pass it. Actions are dropped, doubled, moved, split."""
+    family = data.draw(st.sampled_from(FAMILIES))
+    schedule = family(4, data.draw(st.integers(4, 6)), num_devices=2)
+    lanes = [[(CODE[kind], stage, microbatch) for kind, stage, microbatch in order] for order in schedule.orders]
+    assert _plain(tuple(lanes), 4, schedule.num_microbatches)
+    for _ in range(data.draw(st.integers(1, 3))):
+        device = data.draw(st.integers(0, 1))
+        lane = lanes[device]
+        at, to = (data.draw(st.integers(0, len(lane) - 1)) for _ in range(2))
+        match data.draw(st.sampled_from(["drop", "double", "move", "away", "all away", "other"])):
+            case "drop":
+                del lane[at]
+            case "double":
+                lane.insert(to, lane[at])
+            case "move":
+                lane.insert(to, lane.pop(at))
+            case "away":
+                lanes[1 - device].insert(min(to, len(lanes[1 - device])), lane.pop(at))
+            case "all away":  # every backward of a stage on another device
+                stage = lane[at][1]
+                lanes[1 - device] += [one for one in lane if one[1] == stage and one[0] != F]
+                lanes[device] = [one for one in lane if one[1] != stage or one[0] == F]
+            case "other":
+                lane[at] = (data.draw(st.integers(0, 6)), *lane[at][1:])
+        if not lanes[device]:
+            return
+    device_of = [0] * 4
+    for device, lane in enumerate(lanes):
+        for _, stage, _ in lane:
+            device_of[stage] = device
+    faults, _ = _incomplete(tuple(lanes), 4, schedule.num_microbatches, tuple(device_of))
+    assert not (_plain(tuple(lanes), 4, schedule.num_microbatches) and faults)
