@@ -124,11 +124,10 @@ def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatc
             if code == F:
                 row = forwards[stage]
                 own.add(stage)
-            elif code == B:
+            elif code in (B, I) and stage in own:
                 row = backwards[stage]
-            elif code == I:
-                row = backwards[stage]
-                owed.add((stage, microbatch))
+                if code == I:
+                    owed.add((stage, microbatch))
             elif code == W and (stage, microbatch) in owed:
                 owed.remove((stage, microbatch))
                 continue
@@ -144,8 +143,8 @@ def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatc
             counts.add(len(back))
             if back and not all(map(int.__lt__, forwards[stage], back)):
                 return False
-    # A row that was whole where its device ended, and is not now, has grown on another one.
-    return all(forwards) and counts in ({0}, {microbatches}) and {len(row) for row in backwards} == counts
+    # A device can end with all backwards of its stages or with none, and another one cannot have them.
+    return all(forwards) and counts in ({0}, {microbatches})
 
 
 def _incomplete(
