@@ -12,8 +12,9 @@ from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.programs.backend import Backend, inductor
 from funcpipe.programs.bound import CompiledBound
-from funcpipe.programs.joint import Ask, trace
+from funcpipe.programs.joint import Ask, trace, tracing
 from funcpipe.programs.programs import Programs
+from funcpipe.programs.recompute import recompute as least_kept
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.prepare import Trainable, trainable_leaves
 from funcpipe.runtime.program import StageArgs
@@ -27,17 +28,18 @@ class Compiled:
         backend: what builds the programs.
         fuse: are products added to their sums in one operation.
         merge: are those of adjacent W added as one.
+        recompute: is what is cheap to compute again not kept for the backward.
         fallback: does a stage that cannot be traced run eagerly.
         found: what became of each signature: its programs, or why there are none.
     """
 
-    def __init__(self, *, backend: Backend | str, fuse: bool, merge: bool, fallback: bool) -> None:
-        self.backend, self.fuse, self.merge, self.fallback = backend, fuse, merge, fallback
+    def __init__(self, *, backend: Backend | str, fuse: bool, merge: bool, recompute: bool, fallback: bool) -> None:
+        self.backend, self.fuse, self.merge, self.recompute, self.fallback = backend, fuse, merge, recompute, fallback
         self.found: dict[Hashable, Programs | TraceError] = {}
         self._making = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("backend", "fuse", "merge", "fallback")}
+        return {name: getattr(self, name) for name in ("backend", "fuse", "merge", "recompute", "fallback")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -62,7 +64,11 @@ class Compiled:
                     backend = (
                         None if self.backend == "graph" else inductor if isinstance(self.backend, str) else self.backend
                     )
-                    self.found[signature] = Programs(trace(ask), fuse=self.fuse, backend=backend)
+                    joint = trace(ask)
+                    if self.recompute:
+                        with tracing:
+                            least_kept(joint)
+                    self.found[signature] = Programs(joint, fuse=self.fuse, backend=backend)
                 except TraceError as error:
                     self.found[signature] = TraceError(str(error))  # without its frames
                     if not self.fallback and error.cause is not None:
@@ -76,7 +82,13 @@ class Compiled:
 
 
 def compile(
-    stage: Stage, *, backend: Backend | str = "graph", fuse: bool = True, merge: bool = False, fallback: bool = False
+    stage: Stage,
+    *,
+    backend: Backend | str = "graph",
+    fuse: bool = True,
+    merge: bool = False,
+    recompute: bool = False,
+    fallback: bool = False,
 ) -> Stage:
     """The stage with its forward, backward, input backward and weight backward as programs.
 
@@ -107,6 +119,9 @@ def compile(
         merge: where the plan has several W of the stage next to each other, make one larger product of their weight
             gradients. It reads and writes the sum once, which can pay where the product of one microbatch is too small for
             the device (`delay` brings W together); bits then depend on the schedule.
+        recompute: keep as few bytes for the backward as a cut through the forward can have: pointwise operations, norms and
+            softmax are computed again where that is less (min-cut rematerialization); products and random draws are not.
+            The bits are the same. `Programs.residual_bytes` says what is kept; see `remat` for the coarse way.
         fallback: run eagerly what cannot be traced, instead of raising; `programs` says why it cannot.
 
     Returns:
@@ -125,7 +140,9 @@ def compile(
         raise PlanError(
             "merge=True adds one product for several W, and fuse=False asks for eager's rounding; leave one out"
         )
-    return replace(stage, program=Compiled(backend=backend, fuse=fuse, merge=merge, fallback=fallback))
+    return replace(
+        stage, program=Compiled(backend=backend, fuse=fuse, merge=merge, recompute=recompute, fallback=fallback)
+    )
 
 
 def programs(

@@ -493,9 +493,12 @@ def test_close_does_not_wait_for_ever():
 
     run = fp.overlap(source(), [lambda x: x])
     assert next(run) == 0
+    threads = list(run._threads)
     with pytest.warns(UserWarning, match=r"funcpipe source \(the source is a generator\)"):
         run.close(timeout=0.05)
     release.set()
+    for one in threads:
+        one.join(10)
     with fp.overlap(range(5), [lambda x: x]) as run:
         next(run)
     assert next(run, "end") == "end"

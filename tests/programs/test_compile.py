@@ -35,11 +35,13 @@ def both(stages, params, batch, schedule, *, state=None, loss=F.mse_loss, fuse=F
     ]
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", ZOO)
-def test_bits_of_the_zoo(kind):
-    """Whole, split and repeated backwards of each module are eager's, to the bit; so is what they draw."""
+def test_bits_of_the_zoo(kind, recompute):
+    """Whole, split and repeated backwards of each module are eager's, to the bit; so is what they draw. So too where
+    cheap values are computed again instead of kept."""
     stages, params, state, batch = pair(kind)
-    made = compiled(stages, fuse=False)
+    made = compiled(stages, fuse=False, recompute=recompute)
     for schedule in (fp.one_f_one_b(3, 4), fp.zero_bubble(3, 4), fp.remat(fp.fill_drain(3, 4))):
         plans = [fp.make_plan(one, schedule, loss=F.mse_loss, outputs=True, devices="cpu") for one in (stages, made)]
         eager, programs = [fp.run(p, params, batch, state=state, seed=3, executor="serial", threads_per_lane=1) for p in plans]  # fmt: skip
@@ -119,6 +121,46 @@ def test_residuals_are_what_is_needed():
     one = 8 * 16 * 4
     assert 2 * one == programs.residual_bytes  # x, tanh
     assert 4 * one == programs.weight_residual_bytes  # and dy of both
+
+
+def test_what_is_cheap_is_computed_again():
+    """The least cut: of a chain of pointwise operations one value; nothing that a product or a draw made is made again."""
+
+    def chain(w, x):
+        h = x @ w
+        return F.gelu(torch.tanh(h) * 2 + 1).sin() @ w
+
+    stage, params, x = fp.stage(chain, name="chain"), torch.randn(16, 16), torch.randn(8, 16, requires_grad=True)
+    one = 8 * 16 * 4
+    plain, least = (fp.programs(fp.compile(stage, recompute=again), params, x) for again in (False, True))
+    assert 2 * one == least.residual_bytes < plain.residual_bytes  # x, tanh: of all that is as little, what is nearest
+    assert 2 == count(least.forward, "torch.mm(")
+    assert 1 == count(least.backward, "gelu(") and 0 == count(plain.backward, "gelu(")
+    assert 0 == count(least.backward, "torch.tanh(")
+    assert 4 == count(least.backward, "torch.mm(") + count(least.backward, "addmm_(")
+    # What is large and made of what is small is not kept, and the other way round.
+    wide = fp.stage(lambda w, x: (x.expand(64, 8, 16) * w).sin().cos().sum(0), name="wide")
+    found = fp.programs(fp.compile(wide, recompute=True), torch.randn(16), x)
+    assert one == found.residual_bytes
+    narrow = fp.stage(lambda w, x: ((x * 2).sum(1) * w).exp().sin(), name="narrow")
+    found = fp.programs(fp.compile(narrow, recompute=True), torch.randn(8), x)
+    assert 8 * 4 == found.residual_bytes
+    noisy = fp.stage(lambda w, x: F.dropout(x * w, 0.5).sin(), name="noisy")
+    found = fp.programs(fp.compile(noisy, recompute=True), torch.randn(16), x)
+    assert "R.of(" in str(found.forward) and "R.of(" not in str(found.backward)
+
+
+@pytest.mark.parametrize("kind", ["block", "conv, batch norm", "linear"])
+def test_the_least_cut_is_no_more_than_what_is_kept_without(kind):
+    stages, params, state, batch = pair(kind)
+    kept = []
+    for again in (False, True):
+        made = compiled(stages, fuse=False, recompute=again)
+        plan = fp.make_plan(made, fp.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu")
+        fp.run(plan, params, batch, state=state, seed=1, executor="serial")
+        kept.append([one.residual_bytes for stage in made for one in stage.program.found.values()])
+    assert all(b <= a for a, b in zip(*kept, strict=True))
+    assert sum(kept[1]) < sum(kept[0]) or kind == "linear"
 
 
 def test_programs_print_as_python():
