@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections import UserDict
+from copy import copy as shallow
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -53,8 +56,10 @@ class ToDevice:
         Raises:
             BatchError: the batch has no such branch as the tree of devices.
         """
-        leaves, spec = flatten(batch)
+        leaves, spec = flatten(batch, _moves_whole)
         devices = self.spread(batch)
+        if not any(map(moves, leaves)) and (odd := [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]):
+            raise BatchError(f"to_device finds nothing in the batch that can move: a {type(odd[0]).__name__} is no tree and has no to(device); register it with optree.register_pytree_node(..., namespace='funcpipe'), or give it to()")  # fmt: skip
         out = [
             self._move(leaf, device, threaded, (batch, at))
             for at, (leaf, device) in enumerate(zip(leaves, devices, strict=True))
@@ -63,11 +68,12 @@ class ToDevice:
 
     def rooms(self, batch: Tree) -> list[Tensor | None]:
         """Memory for the copies of the tensors, of the current streams' pools; None where nothing is copied by itself."""
-        return [_room(leaf, device) for leaf, device in zip(flatten(batch)[0], self.spread(batch), strict=True)]
+        leaves = flatten(batch, _moves_whole)[0]
+        return [_room(leaf, device) for leaf, device in zip(leaves, self.spread(batch), strict=True)]
 
     def fill(self, batch: Tree, rooms: list[Tensor | None], *, threaded: bool) -> Tree:
         """The batch with its tensors copied into ``rooms``, and its other leaves moved."""
-        leaves, spec = flatten(batch)
+        leaves, spec = flatten(batch, _moves_whole)
         out: list[Any] = []
         for at, (leaf, device, room) in enumerate(zip(leaves, self.spread(batch), rooms, strict=True)):
             if room is None:
@@ -80,7 +86,7 @@ class ToDevice:
     def spread(self, batch: Tree) -> list[torch.device | None]:
         """The device of each leaf, in their order."""
         try:
-            return spread(self.devices, batch)
+            return spread(self.devices, batch, _moves_whole)
         except ValueError as error:
             raise BatchError(f"to_device has devices for other branches than this batch has (one device stands for all below it, None leaves a branch where it is): {error}") from error  # fmt: skip
 
@@ -91,17 +97,24 @@ class ToDevice:
             return self._object(leaf, device, threaded)
         if Place.backend.lies_on(leaf, device):
             return leaf
-        return Place.backend.copy(self._pinned(leaf, threaded, place), device)
+        copy = Place.backend.copy(self._pinned(leaf, threaded, place), device)
+        source = Place.backend.streamed(leaf)
+        if source is not None and not Place.backend.asynchronous(device):
+            module = Place.backend.module(source)  # nothing on the host could wait for it later
+            event = module.Event()
+            event.record(module.current_stream(source))
+            event.synchronize()
+        return copy
 
     def _object(self, leaf: Any, device: torch.device, threaded: bool) -> Any:
         """An object's own copy. Those that cannot copy without the host waiting say so by their signature."""
         if self.pin is True or (self.pin == "auto" and threaded and Place.backend.asynchronous(device)):
             pin = getattr(leaf, "pin_memory", None)
             leaf = pin() if callable(pin) else leaf
-        try:
-            return leaf.to(device, non_blocking=True)
-        except TypeError:
-            return leaf.to(device)
+        if isinstance(leaf, (dict, UserDict)):  # transformers' BatchEncoding moves itself
+            leaf = shallow(cast("Any", leaf))
+        words = {"non_blocking": True} if Place.backend.asynchronous(device) and _takes_words(leaf.to) else {}
+        return leaf.to(device, **words)
 
     def _pinned(self, leaf: Tensor, threaded: bool, place: tuple[Tree, int]) -> Tensor:
         """The tensor in memory that a device copies from by itself."""
@@ -142,6 +155,8 @@ def to_device(devices: Any, *, pin: Pin = "auto", memory: Memory = "side") -> To
         raise PlanError(f'pin is True, False or "auto"; got {pin!r}')
     if memory not in ("side", "consumer"):
         raise PlanError(f'memory is "side" or "consumer"; got {memory!r}')
+    if all(leaf is None for leaf in flatten(devices)[0]):
+        raise PlanError(f"to_device takes a device, or a tree with some; got {devices!r}")
     return ToDevice(map_leaves(_device, devices), pin, memory)
 
 
@@ -150,9 +165,9 @@ def _device(leaf: Any) -> torch.device | None:
         return None
     try:
         device = torch.device(leaf)
-    except (RuntimeError, TypeError) as error:
+        return numbered(device)
+    except (RuntimeError, TypeError, AssertionError) as error:  # no such word; torch was built without it
         raise PlanError(f"to_device takes a device, or a tree of them; got {leaf!r}: {error}") from error
-    return numbered(device)
 
 
 def numbered(device: torch.device) -> torch.device:
@@ -160,6 +175,23 @@ def numbered(device: torch.device) -> torch.device:
     if ":" in str(device) or not Place.backend.asynchronous(device):
         return device
     return torch.device(device.type, Place.backend.module(device).current_device())
+
+
+_PLAIN = (str, bytes, bool, int, float, complex, type(None), Tensor)
+
+
+def _moves_whole(node: Any) -> bool:
+    """Is it a container that moves by itself: a PackedSequence, a BatchEncoding."""
+    return not isinstance(node, Tensor) and moves(node)
+
+
+def _takes_words(to: Any) -> bool:
+    """Does a method ``to`` have ``non_blocking``, or take anything."""
+    try:
+        parameters = inspect.signature(to).parameters.values()
+    except (TypeError, ValueError):  # made in C
+        return False
+    return any(one.name == "non_blocking" or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def _room(leaf: Any, device: torch.device | None) -> Tensor | None:

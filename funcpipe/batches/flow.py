@@ -131,13 +131,23 @@ class Flow:
             self.end = end if self.end is None else min(end, self.end)
             self.changed.notify_all()
 
+    def look(self) -> None:
+        """Raise what ends everything."""
+        if self.abort is not None:
+            error, self.abort = self.abort, None
+            try:
+                raise error
+            finally:
+                del error
+        if self.closed:
+            raise Closed
+
     def room(self, row: int, batch: int) -> bool:
         """Wait until the row may be so far ahead. False: there is no such batch."""
         lead, meter = self.plan.rows[row].lead, self.meters[row]
         with self.changed:
             while True:
-                if self.closed:
-                    raise Closed
+                self.look()
                 if self.end is not None and batch >= self.end:
                     return False
                 if self.stopping and row == 0:
@@ -156,10 +166,7 @@ class Flow:
         meter = self.meters[row + 1]
         with self.changed:
             while not edge:
-                if self.abort is not None:
-                    raise self.abort
-                if self.closed:
-                    raise Closed
+                self.look()
                 if self.end is not None and batch >= self.end:
                     return None
                 start = perf_counter()

@@ -11,8 +11,6 @@ from torch import Tensor
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves
 from funcpipe.runtime.stream import Backend, solid
 
-_PLAIN = (str, bytes, bool, int, float, complex, type(None))
-
 
 def moves(leaf: Any) -> bool:
     """Can the leaf go to a device: a tensor, or an object with ``to(device)`` (torchrec's Pipelineable is such)."""
@@ -67,16 +65,23 @@ def firm(tree: Tree) -> Tree:
 
 
 def unknown(tree: Tree) -> list[str]:
-    """Where a batch has objects whose memory, if they have any on a device, no stream can be recorded on."""
+    """Where a batch has objects that can move, and on whose memory no stream can be recorded."""
     found = zip(flatten(tree)[0], locations(tree, "batch"), strict=True)
     return [
         f"{place} ({type(leaf).__name__})"
         for leaf, place in found
-        if not isinstance(leaf, (*_PLAIN, Tensor))
-        and not callable(leaf)
-        and not callable(getattr(leaf, "wait", None))
-        and not callable(getattr(leaf, "record_stream", None))
+        if not isinstance(leaf, Tensor) and moves(leaf) and not callable(getattr(leaf, "record_stream", None))
     ]
+
+
+def sharing(tree: Tree, other: Tree) -> list[Tensor]:
+    """The tensors of a tree that lie in memory of another's."""
+
+    def memory(tensor: Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+    known = {memory(leaf) for leaf in flatten(other)[0] if isinstance(leaf, Tensor)}
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor) and memory(leaf) in known]
 
 
 def awaited(batch: Tree) -> Tree:

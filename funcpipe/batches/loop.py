@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import atexit
-import contextvars
+import os
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from operator import length_hint
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any, Self
 
 import torch
 
-from funcpipe.batches.flow import Flow, Item, Meter, Release, first_states
-from funcpipe.batches.leaves import firm
+from funcpipe.batches.crew import PATIENCE, Crew
+from funcpipe.batches.flow import Closed, Flow, Item, Meter, first_states
+from funcpipe.batches.leaves import firm, sharing
 from funcpipe.batches.rail import Rail
-from funcpipe.batches.row import Around, Row, autocast, work
+from funcpipe.batches.row import Around, Row, autocast, no_end
 from funcpipe.batches.stage import BatchStage, Fold
 from funcpipe.batches.stats import Bar, Progress, StageStats, measured, stats
 from funcpipe.batches.ticks import Ticks
@@ -67,13 +67,12 @@ class Overlap(Iterator[Any]):
         self._flow = Flow(plan, start, start, states, meters, ring)
         self._reached: tuple[int, Tree] = (start, fold.init if fold else None)
         self._tick = start - plan.depth
-        self._rows: list[Row] = []
-        self._threads: list[threading.Thread] = []
-        self._lent: Item | None = None
+        self._crew = Crew(self._flow, self._here)
+        self._total = length_hint(source, -1)
         self._began = 0.0
         self._opened = self._finished = False
         self._busy = threading.Lock()
-        self._finalizer: weakref.finalize[..., Overlap] | None = None
+        weakref.finalize(self, self._crew.forget).atexit = False
 
     @property
     def state(self) -> Tree:
@@ -89,7 +88,8 @@ class Overlap(Iterator[Any]):
     def states(self) -> tuple[Tree, ...]:
         """The states that stages with ``lag`` may read next, the newest last: ``Fold(init=s[-1], earlier=s[:-1])``."""
         with self._flow.changed:
-            return tuple(state.tree for state in self._flow.states.kept)
+            states, index = self._flow.states, self.index
+            return tuple(state.tree for state in states.kept)[: len(states.kept) - (states.version - index)]
 
     @property
     def drawn(self) -> int:
@@ -129,7 +129,7 @@ class Overlap(Iterator[Any]):
         return stats(self.plan, self._flow.meters)
 
     def stop_drawing(self) -> None:
-        """Draw no more: what is under way comes out, then it ends."""
+        """Draw no more: what is under way comes out, then it ends. A draw that has begun comes out, too."""
         with self._flow.changed:
             self._flow.stopping = True
             self._flow.changed.notify_all()
@@ -137,72 +137,87 @@ class Overlap(Iterator[Any]):
     def close(self, timeout: float | None = 5.0) -> None:
         """End it now: what is under way is lost. Does nothing where it has ended.
 
+        Called from elsewhere while the loop waits for a batch (another thread, a signal, a stage), it comes back at once,
+        and the loop ends there.
+
         Args:
             timeout: seconds to wait for threads (one that waits for the source cannot be interrupted); a warning names
                 those that are left then, which end when what they wait for comes. None: as long as it takes.
         """
-        if late := self._end(timeout):
-            warnings.warn(f"still at work after close(timeout={timeout:g}): {late}", stacklevel=2)
+        source = type(self._source).__name__
+        if late := self._close(timeout):
+            warnings.warn(f"still at work after close(timeout={timeout:g}): {late} (the source is a {source})", stacklevel=2)  # fmt: skip
+
+    def _close(self, timeout: float | None) -> str:
+        if not self._busy.acquire(blocking=False):
+            self._flow.stop()
+            return ""
+        try:
+            return self._end(timeout)
+        finally:
+            self._busy.release()
 
     def _end(self, timeout: float | None) -> str:
         """End it; the threads that did not within so many seconds."""
-        source = type(self._source).__name__
         self._finished = True
-        self._flow.stop()
-        deadline = None if timeout is None else monotonic() + timeout
-        others = [one for one in self._threads if one is not threading.current_thread() and one.ident is not None]
-        for one in others:
-            one.join(None if deadline is None else max(0.0, deadline - monotonic()))
-        if self._finalizer is not None:
-            self._finalizer()
-        self._settle()
-        self._rows, self._threads, self._source = [], [], None
-        for edge in self._flow.edges:
-            edge.clear()
-        late = [one.name for one in others if one.is_alive()]
-        return f"{', '.join(late)} (the source is a {source})" if late else ""
+        late = self._crew.end(timeout)
+        self._source = None
+        return late
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        elif late := self._close(PATIENCE):
+            error.add_note(f"still at work: {late}")
 
     def __iter__(self) -> Self:
         return self
 
     def __length_hint__(self) -> int:
-        hint = length_hint(self._source, -1) if self._source is not None else 0
-        return NotImplemented if hint < 0 else max(0, hint - (self.index - self._start))
+        if self._finished:
+            return 0
+        return NotImplemented if self._total < 0 else max(0, self._total - (self.index - self._start))
 
     def __next__(self) -> Any:
         if self._finished:
             raise StopIteration
+        if self._crew.process != os.getpid():
+            raise FuncpipeError("this overlap belongs to the process that made it, and a fork has none of its threads; make a new one")  # fmt: skip
         if not self._busy.acquire(blocking=False):
             raise FuncpipeError(
                 "this overlap is asked for its next batch by two at once; each loop has its own overlap"
             )
         try:
-            item = self._advance()
-        except BaseException:
-            self._end(_PATIENCE)
-            raise
+            return self._next()
         finally:
             self._busy.release()
-        if item is None:
-            self._say(last=True)
-            self._end(None)
-            raise StopIteration
-        if item.error is not None:
-            self._say(last=True)
+
+    def _next(self) -> Any:
+        try:
+            item = self._advance()
+            if item is not None and item.error is None:
+                self._say()
+        except Closed:  # by close(), from elsewhere
+            item = None
+        except BaseException:
+            self._end(PATIENCE)
+            raise
+        if item is None or item.error is not None:
+            with suppress(Exception):  # an error of a batch comes before one of the bar
+                self._say(last=True)
+            late = self._end(PATIENCE)
+            if item is None or item.error is None:
+                raise StopIteration
             error, item = item.error, None
             try:
-                if late := self._end(_PATIENCE):
+                if late:
                     error.add_note(f"still at work: {late}")
                 raise error
             finally:
                 del error
-        self._say()
         return item.value
 
     # ---------------------------------------------------------------------------------------------------------------
@@ -210,24 +225,26 @@ class Overlap(Iterator[Any]):
     def _advance(self) -> Item | None:
         """The tick of the next batch, after those that only fill the pipeline. None: there is none."""
         self._open()
-        flow = self._flow
-        self._take_back()
-        target, last = flow.handed, len(self._rows) - 1
-        out: Item | None = None
+        flow, crew = self._flow, self._crew
+        crew.take_back()
+        target, last = flow.handed, len(crew.rows) - 1
+        done: list[Item | None] = []  # emptied: an error's traceback leads here, and must not come back to the error
         while self._tick <= target:
             for folds, numbers in groupby(self.plan.order, key=last.__lt__):
                 if not folds:
                     self._perform(numbers)
-                elif self._tick == target and (out := self._fold_batch(target)) is None:
-                    return None
+                elif self._tick == target:
+                    done.append(self._fold_batch(target))
+                    if _failed(done[0]):
+                        return done.pop()  # what stands behind the fold waits for nothing any more
             self._tick += 1
-        if self._fold is None:
-            out = self._arrived(target)
-        return self._hand_out(out)
+        if not done:
+            done.append(self._arrived(target))
+        return done.pop() if _failed(done[0]) else self._hand_out(done.pop())
 
     def _perform(self, numbers: Iterable[int]) -> None:
         """The part of a tick of rows of the loop's thread."""
-        own = [self._rows[number] for number in numbers if not self.plan.rows[number].thread]
+        own = [self._crew.rows[number] for number in numbers if not self.plan.rows[number].thread]
         if own:
             with self._around.entered():
                 for row in own:
@@ -238,13 +255,13 @@ class Overlap(Iterator[Any]):
     def _arrived(self, batch: int) -> Item | None:
         """A batch that has come through all stages, on the loop's own streams."""
         flow, here = self._flow, self._here
-        item = flow.take(len(self._rows) - 1, batch)
+        item = flow.take(len(self._crew.rows) - 1, batch)
         if item is None or item.error is not None or not here.devices:
             return item
         here.wait(item.marks)
         item = item._replace(value=firm(item.value))
         if flow.ring:
-            self._lent = item
+            self._crew.lent = item
         else:
             here.use(item.value, item.marks)
         return item
@@ -259,13 +276,14 @@ class Overlap(Iterator[Any]):
             out = self._step(self._fold, batch, item.value)
         except Exception as error:
             return Item(batch, error=self._failure(batch, error))
-        self._take_back()
+        if self._flow.ring:
+            # The state lives on, whatever comes back.
+            self._here.use(sharing(out[0], item.value), item.marks)
         return Item(batch, out)
 
-    def _hand_out(self, item: Item | None) -> Item | None:
+    def _hand_out(self, item: Item | None) -> Item:
         """Count a batch as handed out, and its state as the state: both at once, whatever interrupts."""
-        if item is None or item.error is not None:
-            return item
+        assert item is not None
         state, result = item.value if self._fold is not None else (None, item.value)
         flow = self._flow
         if flow.snapshots:
@@ -299,11 +317,8 @@ class Overlap(Iterator[Any]):
 
     def _failure(self, index: int, error: Exception) -> BaseException:
         assert self._fold is not None
-        if isinstance(error, StopIteration):
-            told = RuntimeError(f"{self._fold.name!r} raised StopIteration")
-            told.__cause__ = error
-            error = told
-        return at_batch(error, Where(len(self._stages), self._fold.name, None, "overlap", "", index))
+        where = Where(len(self._stages), self._fold.name, None, "overlap", "", index)
+        return at_batch(no_end(error, self._fold.name), where)
 
     def _open(self) -> None:
         """Before the first batch: the iterator, streams, threads."""
@@ -314,24 +329,14 @@ class Overlap(Iterator[Any]):
         draw = iter(self._source).__next__
         callers = {device: Place.backend.module(device).current_stream(device) for device in self._here.devices}
         rails = self._rails(callers)
-        stages = [None, *self._stages]
-        self._rows = [
-            Row(self._flow, at, self.plan.rows[at].name, rails[at], rails[at + 1], stage, None if at else draw,
+        # Who reads on whatever stream is current is taken to read on the one that is current now.
+        reading = [rail if rail.streams is not None else Rail(rail.devices, callers) for rail in rails[1:]]
+        rows = [
+            Row(self._flow, at, self.plan.rows[at].name, rails[at], reading[at], stage, None if at else draw,
                 None if at else self._snapshot, self.plan.rows[at].thread)
-            for at, stage in enumerate(stages)
+            for at, stage in enumerate([None, *self._stages])
         ]  # fmt: skip
-        for row in self._rows:
-            if row.threaded:
-                carried = contextvars.copy_context()
-                job = partial(work, row, self._start, self._around, carried)
-                self._threads.append(threading.Thread(target=job, name=f"funcpipe {row.name}", daemon=True))
-        if self._threads:
-            leaving = partial(_leave, self._flow, self._threads)
-            atexit.register(leaving)
-            self._finalizer = weakref.finalize(self, _forget, self._flow, leaving)
-            self._finalizer.atexit = False
-        for one in self._threads:
-            one.start()
+        self._crew.start(rows, self._start, self._around)
 
     def _rails(self, callers: dict[torch.device, Any]) -> list[Rail]:
         """Streams of the source, of each stage, and of the loop."""
@@ -352,46 +357,16 @@ class Overlap(Iterator[Any]):
             out.append(Rail(devices, streams))
         return [*out, self._here]
 
-    def _take_back(self) -> None:
-        """In a ring: the caller is done with the last result."""
-        if self._lent is not None:
-            lent, self._lent = self._lent, None
-            self._flow.give_back(len(self._rows) - 1, Release(self._here.marks(), lent.value))
-
-    def _settle(self) -> None:
-        """What the loop queues next comes after all that was under way; and what streams get after its memory's readers."""
-        if self._lent is not None:
-            lent, self._lent = self._lent, None
-            self._here.use(lent.value, lent.marks)
-        for row in self._rows:
-            row.reclaim()
-            self._here.wait(row.rail.marks())
-
     def _say(self, *, last: bool = False) -> None:
         if self._report is None:
             return
         done = self.index - self._start
-        hint = length_hint(self._source, 0) if self._source is not None else 0
-        told = Progress(done, hint or None, perf_counter() - self._began, self.stats())
+        told = Progress(done, self._total if self._total >= 0 else None, perf_counter() - self._began, self.stats())
         if not last:
             self._report(told)
         elif isinstance(self._report, Bar):
             self._report.end(told)
 
 
-_PATIENCE = 1.0
-"""Seconds that threads get to end after an error; a source that waits for ever must not hide it."""
-
-
-def _forget(flow: Flow, leaving: Callable[[], None]) -> None:
-    """Nobody holds the overlap any more: its threads end by themselves."""
-    flow.stop()
-    atexit.unregister(leaving)
-
-
-def _leave(flow: Flow, threads: list[threading.Thread]) -> None:
-    """Python ends: a thread that is in torch's code then would abort the process."""
-    flow.stop()
-    deadline = monotonic() + _PATIENCE
-    for one in threads:
-        one.join(max(0.0, deadline - monotonic()))
+def _failed(item: Item | None) -> bool:
+    return item is None or item.error is not None

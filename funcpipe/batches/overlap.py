@@ -37,7 +37,7 @@ def overlap(
     """Batches through stages: while batch i is trained on, i+1 exchanges its inputs and i+2 is copied to the device.
 
     What comes out equals ``[last(...first(batch)) for batch in source]`` bit for bit and in order, whatever the depth and
-    the threads. Each batch that is drawn comes out, or the error that it met is raised in its place, after the results
+    the threads, for functions that do not depend on each other and a source that does not write into a batch again. Each batch that is drawn comes out, or the error that it met is raised in its place, after the results
     of all batches before it: the exception itself, with ``.funcpipe`` (stage, name, batch) and a note.
 
     >>> list(overlap(range(4), [lambda x: x + 1, lambda x: 10 * x]))
@@ -68,7 +68,8 @@ def overlap(
 
     Returns:
         The iterator. Threads end with the last batch, with an error, with `Overlap.close` (or its ``with`` block), or
-        when nobody holds it any more.
+        when nobody holds it any more (not its own stages either: an object that holds the overlap and whose method is a
+        stage wants ``with``).
 
     Raises:
         PlanError: stages, leads or the order do not fit; every fault is named.
@@ -76,6 +77,11 @@ def overlap(
     """
     refuse_transforms("overlap")
     _check(source, depth, start_index, memory)
+    if thread not in (None, True, False):
+        raise PlanError(f"thread is True, False or None; got {thread!r}")
+    for word, function in (("snapshot", snapshot), ("progress", progress)):
+        if function is not None and function is not True and function is not False and not callable(function):
+            raise PlanError(f"{word} is a function; got {function!r}")
     listed, fold = named(stages)
     streamed = _devices(listed, devices)
     every = not streamed if thread is None else thread
@@ -111,7 +117,10 @@ def _check(source: Any, depth: Any, start: Any, memory: Any) -> None:
 
 def _devices(stages: Sequence[BatchStage], given: Sequence[Any]) -> tuple[torch.device, ...]:
     """The devices with streams that stages work on."""
-    found = [torch.device(one) for one in ([given] if isinstance(given, (str, torch.device)) else given)]
+    try:
+        found = [numbered(torch.device(one)) for one in ([given] if isinstance(given, (str, torch.device)) else given)]
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise PlanError(f"devices is a sequence of torch devices; got {given!r}: {error}") from error
     for stage in stages:
         if isinstance(stage.fn, ToDevice):
             found += stage.fn.all

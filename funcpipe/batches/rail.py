@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from funcpipe.batches.leaves import record
+from funcpipe.batches.leaves import record, unknown
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.stream import Place
 
@@ -68,6 +69,8 @@ class Rail:
         others = [device for device in self.devices if device in made and made[device] != self.stream(device)]
         if not others:
             return
+        if places := unknown(batch):
+            warnings.warn(f"no stream can be recorded on {', '.join(places)}, so its memory may be given out while a stream reads it; give it record_stream(stream), or overlap(..., memory='ring')", stacklevel=2)  # fmt: skip
 
         def stream_of(device: torch.device | None) -> Any:
             if device is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from funcpipe.batches.device import ToDevice
-from funcpipe.batches.flow import Closed, Flow, Item, Release
+from funcpipe.batches.flow import Flow, Item, Release
 from funcpipe.batches.leaves import firm, streamed
 from funcpipe.batches.rail import Rail
 from funcpipe.batches.stage import BatchStage
@@ -82,6 +81,14 @@ class Row:
     snapshot: Callable[[], Any] | None
     threaded: bool
 
+    def every(self, first: int, around: Around) -> None:
+        """In a thread: all batches from the first."""
+        torch.get_num_threads()  # else torch takes at the first operation what another thread has set since
+        torch.set_num_threads(around.threads)
+        with around.entered(), self.rail.entered():
+            while self.perform(first):
+                first += 1
+
     def perform(self, batch: int) -> bool:
         """Do the row's work on a batch. False: there is no such batch."""
         if not self.flow.room(self.number, batch):
@@ -95,6 +102,7 @@ class Row:
         if item is None:
             return False
         self.flow.put(self.number, item)
+        item = None  # an error's traceback leads here, and must not come back to the error
         return True
 
     def where(self, batch: int) -> Where:
@@ -105,12 +113,8 @@ class Row:
 
     def failed(self, batch: int, error: Exception) -> Item:
         """An error in the place of a batch: nothing after it is wanted any more."""
-        if isinstance(error, StopIteration):
-            told = RuntimeError(f"{self.name!r} raised StopIteration")
-            told.__cause__ = error
-            error = told
         self.flow.finish(batch + 1)
-        return Item(batch, error=at_batch(error, self.where(batch)))
+        return Item(batch, error=at_batch(no_end(error, self.name), self.where(batch)))
 
     def reclaim(self) -> None:
         """In a ring: memory that came back is dropped after the stream has waited for those who read it."""
@@ -118,24 +122,30 @@ class Row:
             self.rail.wait(release.marks)
 
     def _draw(self, batch: int) -> Item | None:
+        """Draw. The source's state before the next draw is looked at before this batch goes on."""
         flow, draw = self.flow, self.draw
         assert draw is not None
         start = perf_counter()
         try:
-            if self.snapshot is not None:
-                flow.snapshots.append(deepcopy(self.snapshot()))
-            value = draw()
-        except StopIteration:
-            flow.finish(batch)
-            return None
+            if not flow.snapshots:
+                self._look()
+            try:
+                value = draw()
+            except StopIteration:
+                flow.finish(batch)
+                return None
+            self._look()
         except Exception as error:
             return self.failed(batch, error)
-        finally:
-            self._measure(start, batch)
+        self._measure(start, batch)
         flow.drawn += 1
         # What lies on the host is there: its copy to a device waits for nothing that the loop has queued.
         marks = self.rail.marks() if streamed(Place.backend, value) else ()
         return Item(batch, value, marks=marks)
+
+    def _look(self) -> None:
+        if self.snapshot is not None:
+            self.flow.snapshots.append(deepcopy(self.snapshot()))
 
     def _work(self, stage: BatchStage, item: Item) -> Item:
         rail, flow = self.rail, self.flow
@@ -198,24 +208,10 @@ def autocast(dtype: torch.dtype, rail: Rail) -> torch.autocast:
     return torch.autocast(kind, dtype)
 
 
-def work(row: Row, start: int, around: Around, carried: contextvars.Context) -> None:
-    """A thread: all batches, one after the other."""
-
-    def every() -> None:
-        torch.get_num_threads()  # else torch takes at the first operation what another thread has set since
-        torch.set_num_threads(around.threads)
-        with around.entered(), row.rail.entered():
-            batch = start
-            while row.perform(batch):
-                batch += 1
-
-    flow = row.flow
-    try:
-        carried.run(every)
-    except Closed:
-        pass
-    except BaseException as error:  # no Exception: those are values
-        with flow.changed:
-            flow.abort = flow.abort or error
-            flow.closed = True
-            flow.changed.notify_all()
+def no_end(error: Exception, name: str) -> Exception:
+    """The error; one that would pass for the end of the data becomes a RuntimeError, as in generators."""
+    if not isinstance(error, StopIteration):
+        return error
+    told = RuntimeError(f"{name!r} raised StopIteration")
+    told.__cause__ = error
+    return told

@@ -36,13 +36,13 @@ def loss_scale(init: float = 2.0**16, *, device: torch.device | str = "cpu") -> 
     Raises:
         PlanError: the scale is not positive.
     """
-    if not 0 < init < float("inf"):
-        raise PlanError(f"a loss scale is a positive number; got {init!r}")
+    if not 0 < init <= torch.finfo(torch.float32).max:
+        raise PlanError(f"a loss scale is a positive number that single precision has; got {init!r}")
     return LossScale(torch.tensor(float(init), device=device), torch.zeros((), dtype=torch.int32, device=device))
 
 
 def unscale(state: LossScale, grads: Tree) -> tuple[Tree, Tensor]:
-    """Gradients of the loss itself, and whether any is inf or NaN. The host does not wait.
+    """Gradients of the loss itself, and whether any is inf or NaN. The host waits where the state lies elsewhere.
 
     Args:
         state: whose scale the loss was multiplied by.
@@ -52,19 +52,22 @@ def unscale(state: LossScale, grads: Tree) -> tuple[Tree, Tensor]:
         The gradients over the scale (bit for bit what GradScaler makes of them), and ``found_inf``, a 0-dim bool tensor
         beside the state: for `select`, learning-rate schedules and logs.
     """
-    # GradScaler's arithmetic: the reciprocal in double precision, rounded once.
-    inverse = state.scale.double().reciprocal().float()
-    flags = [
-        torch.isfinite(leaf).logical_not().any().to(state.scale.device, non_blocking=True)
-        for leaf in flatten(grads)[0]
-        if is_differentiable(leaf)
-    ]
-    found = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool, device=state.scale.device)
+    with torch.no_grad():
+        # GradScaler's arithmetic: the reciprocal in double precision, rounded once.
+        inverse = state.scale.double().reciprocal().float()
+        flags: dict[torch.device, list[Tensor]] = {}
+        for leaf in flatten(grads)[0]:
+            if is_differentiable(leaf):
+                values = leaf.coalesce().values() if leaf.is_sparse else leaf
+                flags.setdefault(leaf.device, []).append(torch.isfinite(values).logical_not().any())
+        # One flag comes from each device. Not non_blocking: on its way to the host it would be read too early.
+        found = [torch.stack(some).any().to(state.scale.device) for some in flags.values()]
+        none = torch.zeros((), dtype=torch.bool, device=state.scale.device)
 
-    def divide(leaf: Tensor) -> Tensor:
-        return leaf * inverse.to(leaf.device, non_blocking=True) if is_differentiable(leaf) else leaf
+        def divide(leaf: Tensor) -> Tensor:
+            return (leaf * inverse.to(leaf.device)).to(leaf.dtype) if is_differentiable(leaf) else leaf
 
-    return map_leaves(divide, grads), found
+        return map_leaves(divide, grads), torch.stack(found).any() if found else none
 
 
 def update_scale(
@@ -85,16 +88,17 @@ def update_scale(
     if not (growth > 1 and 0 < backoff < 1 and type(interval) is int and interval > 0):
         raise PlanError(f"growth is above 1, backoff between 0 and 1, interval a whole number from 1; got {growth}, {backoff}, {interval}")  # fmt: skip
     scale, steps = state
-    good = steps + 1
-    grown = scale * growth
-    full = good == interval
-    bigger = torch.where(full & torch.isfinite(grown), grown, scale)
-    zero = torch.zeros_like(steps)
-    return LossScale(torch.where(found_inf, scale * backoff, bigger), torch.where(found_inf | full, zero, good))
+    with torch.no_grad():
+        good = steps + 1
+        grown, less = ((scale.double() * factor).to(scale.dtype) for factor in (growth, backoff))
+        full = good == interval
+        bigger = torch.where(full & torch.isfinite(grown), grown, scale)
+        zero = torch.zeros_like(steps)
+        return LossScale(torch.where(found_inf, less, bigger), torch.where(found_inf | full, zero, good))
 
 
 def select(condition: Tensor, old: Tree, new: Tree) -> Tree:
-    """``old`` where the condition holds, else ``new``: tensors without waiting for the device, in both trees' structure.
+    """``old`` where the condition holds, else ``new``, in both trees' structure: a step that is taken or not, without a branch.
 
     Args:
         condition: a 0-dim tensor of bool, such as ``found_inf``.
@@ -109,6 +113,7 @@ def select(condition: Tensor, old: Tree, new: Tree) -> Tree:
     def one(a: Any, b: Any) -> Any:
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
             return b
-        return torch.where(condition.to(b.device, non_blocking=True), a, b)
+        return torch.where(condition.to(b.device), a, b)
 
-    return map_leaves(one, old, new)
+    with torch.no_grad():
+        return map_leaves(one, old, new)

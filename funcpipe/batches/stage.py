@@ -21,7 +21,7 @@ class BatchStage:
         name: in plans, errors, statistics and names of threads; "": that of the function.
         lead: how many batches it may be ahead of the one that is handed out next, at most ``depth``; None: spread evenly.
         stream: where its work on devices with streams is queued. None: a stream of its own; a name: one that all stages
-            with this name share; "caller": the stream that is current where the loop runs; or a stream of torch's.
+            with this name share; "caller": the stream that is current where `overlap` is called; or a stream of torch's.
         thread: has it a thread of its own; None: where no device has streams (there one thread queues everything).
             True for what makes the host wait: decoding, copies of memory that is not page-locked, ``Awaitable.wait()``.
         grad: does autograd record; None: as where `overlap` was called.
@@ -29,7 +29,7 @@ class BatchStage:
             threads are scheduled.
         indexed: call it with ``index=``, too, the number of the batch.
         seed: what it draws from torch's global generators depends on this seed, its name, the number of the batch and
-            the number of the draw, and on nothing else. (Python's ``random`` and numpy are not reached: use ``indexed``.)
+            the number of the draw, and on nothing else; each epoch wants its own: ``fold_in(seed, epoch)``. (Python's ``random`` and numpy are not reached: use ``indexed``.)
         autocast: run it under autocast to this type; None: as where `overlap` was called.
     """
 
@@ -99,11 +99,23 @@ def _faults(at: int, one: Given, last: Fold | None) -> Iterable[str]:
             yield f"stage {at}: fn= is a function; got a {type(one.fn).__name__}"
     elif not callable(one):
         yield f"stage {at} is a function, a BatchStage or a Fold; got a {type(one).__name__}"
+    if isinstance(one, BatchStage | Fold):
+        if not isinstance(one.name, str):
+            yield f"stage {at}: name= is a string; got {one.name!r}"
+        if one.autocast is not None and not isinstance(one.autocast, torch.dtype):
+            yield f"stage {at}: autocast= is a torch.dtype, or None; got {one.autocast!r}"
+    if isinstance(one, Fold) and not isinstance(one.earlier, tuple):
+        yield f"stage {at}: earlier= is a tuple of states, the newest last; got a {type(one.earlier).__name__}"
     if isinstance(one, BatchStage):
-        for word in ("lead", "lag"):
+        for word in ("lead", "lag", "seed"):
             number = getattr(one, word)
             if number is not None and (type(number) is not int or number < 0):
                 yield f"stage {at}: {word}= is a whole number from 0, or None; got {number!r}"
+        for word in ("thread", "grad"):
+            if getattr(one, word) not in (None, True, False):
+                yield f"stage {at}: {word}= is True, False or None; got {getattr(one, word)!r}"
+        if one.stream is not None and not isinstance(one.stream, str) and not hasattr(one.stream, "wait_event"):
+            yield f'stage {at}: stream= is a name, "caller", a torch.Stream or None; got {one.stream!r}'
         if one.lag is not None and last is None:
             yield f"stage {at} has lag={one.lag}, but no Fold makes states: end the stages with fp.Fold(step, state)"
         if one.lag is not None and type(one.lag) is int and one.lead is not None and one.lead > one.lag:

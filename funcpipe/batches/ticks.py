@@ -154,21 +154,25 @@ def ticks(
 
 
 def _leads(stages: Sequence[BatchStage], fold: Fold | None, depth: int) -> list[int]:
-    """What is asked for, and else the depth in even steps down to the fold, or to the loop itself."""
-    steps = len(stages) if not fold else len(stages) + 1
-    most = depth
+    """What is asked for, and else the depth in even steps down to the fold, or to the loop itself.
+
+    No less than what a later stage asks for, and no more than an earlier one or the stage's own lag.
+    """
+    steps = max(1, len(stages))
+    asked = [one.lead for one in stages]
+    for one in stages:
+        if one.lead is not None and one.lead > depth > 0:
+            raise PlanError(f"{one.name!r} has lead={one.lead}, more than depth={depth}; give overlap(depth={one.lead})")  # fmt: skip
+    if depth == 0:
+        return [0] * len(stages)
     out: list[int] = []
+    most = depth
     for at, one in enumerate(stages):
-        if one.lead is None:
-            left = steps - 1 - at if fold else steps - at
-            even = -(-depth * left // max(1, steps - 1 if fold else steps))
-            most = min(most, even, depth if one.lag is None else one.lag)
-            out.append(most)
-        else:
-            if one.lead > depth:
-                raise PlanError(f"{one.name!r} has lead={one.lead}, more than depth={depth}; give overlap(depth={one.lead})")  # fmt: skip
-            most = min(most, one.lead)
-            out.append(one.lead)
+        later = max((lead for lead in asked[at + 1 :] if lead is not None), default=0)
+        even = max(later, -(-depth * (steps - at) // steps))
+        lead = min(most, even, depth if one.lag is None else one.lag) if one.lead is None else one.lead
+        most = min(most, lead)
+        out.append(lead)
     return out
 
 
@@ -183,8 +187,8 @@ def _order(rows: tuple[TickRow, ...], order: Sequence[int | str] | None) -> tupl
     by_name = {row.name: at for at, row in enumerate(rows)}
     wanted: list[int] = []
     for one in order:
-        at = by_name.get(one) if isinstance(one, str) else one + 1
-        if at is None or not 0 <= at < len(rows):
+        at = by_name.get(one) if isinstance(one, str) else one + 1 if type(one) is int and one >= 0 else None
+        if at is None or at >= len(rows):
             raise PlanError(f"order names {one!r}, which is no stage; there are: {', '.join(map(repr, by_name))}")
         wanted.append(at)
     own = [at for at, row in enumerate(rows) if not row.thread]
@@ -198,11 +202,15 @@ def _order(rows: tuple[TickRow, ...], order: Sequence[int | str] | None) -> tupl
 def _check(rows: tuple[TickRow, ...], order: tuple[int, ...]) -> None:
     place = {number: at for at, number in enumerate(order)}
     faults: list[str] = []
-    for at in range(1, len(rows)):
-        before, row = rows[at - 1], rows[at]
-        if before.lead < row.lead:
-            faults.append(f"{row.name!r} (lead {row.lead}) would run on a batch before {before.name!r} (lead {before.lead}) has made it; leads fall from stage to stage")  # fmt: skip
-        elif before.lead == row.lead and not before.thread and not row.thread and place[at - 1] > place[at]:
-            faults.append(f"{row.name!r} stands before {before.name!r} in the order, and works on the same batch")
+    for at, row in enumerate(rows):
+        if at and rows[at - 1].lead < row.lead:
+            faults.append(f"{row.name!r} (lead {row.lead}) would run on a batch before {rows[at - 1].name!r} (lead {rows[at - 1].lead}) has made it; leads fall from stage to stage")  # fmt: skip
+        # Also where stages with threads stand between the two: the loop would wait for its own later work.
+        own = [n for n in range(at) if rows[n].lead == row.lead and not (rows[n].thread or row.thread)]
+        faults += [
+            f"{row.name!r} stands before {rows[n].name!r} in the order, and works on the same batch"
+            for n in own
+            if place[n] > place[at]
+        ]
     if faults:
         raise PlanError(bullets("this plan of an overlap cannot run:", faults))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.tree import Tree, flatten, unflatten
+from funcpipe.core.tree import Tree, flatten, locations, unflatten
 
 Item = TypeVar("Item")
 
@@ -41,21 +41,23 @@ def windows(items: Iterable[Item], size: int) -> Iterator[Iterator[Item]]:
 
 
 def _windows(items: Iterator[Item], size: int) -> Iterator[Iterator[Item]]:
-    while (first := next(items, _NONE)) is not _NONE:
-        window = _window(first, items, size)
+    ended: list[bool] = []  # some iterators begin anew when they are asked after their end
+    while not ended and (first := next(items, _NONE)) is not _NONE:
+        window = _window(first, items, size, ended)
         del first
         yield window
         for _ in window:
             pass
 
 
-def _window(first: Any, items: Iterator[Any], size: int) -> Iterator[Any]:
+def _window(first: Any, items: Iterator[Any], size: int, ended: list[bool]) -> Iterator[Any]:
     held = [first]
     del first
     yield held.pop()
     for _ in range(size - 1):
         item = next(items, _NONE)
         if item is _NONE:
+            ended.append(True)
             return
         held.append(item)
         del item
@@ -123,8 +125,11 @@ def accumulate_grads(
             spec = found
             sums += [None for _ in leaves]
             kinds = [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in leaves]
-        if found != spec or [isinstance(leaf, Tensor) for leaf in leaves] != [kind is not None for kind in kinds]:
+        if found != spec:
             raise PlanError(f"batch {len(aux)} of the window has gradients of another structure: {found}, after {spec}")
+        odd = [at for at, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)) if isinstance(leaf, Tensor) != (kind is not None)]  # fmt: skip
+        if odd:
+            raise PlanError(f"{locations(grads, 'grads')[odd[0]]} is a {type(leaves[odd[0]]).__name__} in batch {len(aux)} of the window, and was none before")  # fmt: skip
         with torch.no_grad():
             sums = [_add(old, leaf, factor) for old, leaf in zip(sums, leaves, strict=True)]
         total += factor
@@ -146,6 +151,8 @@ def _add(old: Tensor | None, new: Any, factor: float) -> Tensor | None:
     if not isinstance(new, Tensor):
         return None
     wide = new.float() if new.dtype in (torch.float16, torch.bfloat16) else new
+    if factor == 0:  # what does not count may be NaN: a mean over no tokens
+        return torch.zeros_like(wide) if old is None else old
     return wide * factor if old is None else old.add_(wide, alpha=factor)
 
 
@@ -173,16 +180,15 @@ def agree(
     Returns:
         The iterator to give to `overlap`.
     """
-    items, last = iter(source), None
+    items, last, ended = iter(source), None, False
     while True:
-        item = next(items, _NONE)
-        has = item is not _NONE
-        go_on = all_have(has) if pad is None else not all_have(not has)
-        if not go_on:
+        held: list[Any] = [] if ended else [item for item in [next(items, _NONE)] if item is not _NONE]
+        ended = not held
+        if not (all_have(not ended) if pad is None else not all_have(ended)):
             return
-        if has:
-            last = item if pad is not None else None
-            yield item  # pyright: ignore[reportReturnType]
+        if held:
+            last = held[0] if pad is not None else None
+            yield held.pop()
         else:
             assert pad is not None, "all_have(False) is False: some rank, this one, has none"
             yield pad(last)

@@ -25,13 +25,16 @@ _registering = threading.Lock()
 _registered: set[type] = set()
 
 
-def flatten(tree: Tree) -> tuple[Leaves, Spec]:
-    """The leaves of a tree in a fixed order (dict keys sorted), and the structure that puts them back."""
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
+def flatten(tree: Tree, whole: Callable[[Any], bool] | None = None) -> tuple[Leaves, Spec]:
+    """The leaves of a tree in a fixed order (dict keys sorted), and the structure that puts them back.
+
+    ``whole`` says which containers are leaves all the same.
+    """
+    leaves, spec = optree.tree_flatten(tree, is_leaf=whole, none_is_leaf=True, namespace=_NAMESPACE)
     for leaf in leaves:
-        if isinstance(leaf, (dict, UserDict)):
+        if isinstance(leaf, (dict, UserDict)) and not (whole and whole(leaf)):
             _register(cast("MutableMapping[Any, Any]", leaf))
-            return flatten(tree)
+            return flatten(tree, whole)
     return leaves, spec
 
 
@@ -62,11 +65,11 @@ def locations(tree: Tree, root: str) -> list[str]:
     return [accessor.codify(root) for accessor in optree.treespec_accessors(structure(tree))]
 
 
-def spread(prefix: Tree, tree: Tree) -> Leaves:
+def spread(prefix: Tree, tree: Tree, whole: Callable[[Any], bool] | None = None) -> Leaves:
     """For each leaf of ``tree`` the leaf of ``prefix`` above it. Raises ValueError where they branch in other ways."""
     for one in (prefix, tree):
-        flatten(one)  # registers mappings that are met for the first time
-    return optree.broadcast_prefix(prefix, tree, none_is_leaf=True, namespace=_NAMESPACE)
+        flatten(one, whole)  # registers mappings that are met for the first time
+    return optree.broadcast_prefix(prefix, tree, is_leaf=whole, none_is_leaf=True, namespace=_NAMESPACE)
 
 
 def named_leaves(tree: Tree) -> list[tuple[str, Tensor]]:

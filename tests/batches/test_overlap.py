@@ -471,7 +471,7 @@ def test_a_handle_that_nobody_holds_ends_its_threads():
     """Rule 9: threads do not own the handle."""
     run = fp.overlap(iter(range(10**6)), [lambda x: x, lambda x: x])
     assert next(run) == 0
-    threads = list(run._threads)
+    threads = list(run._crew.threads)
     assert len(threads) == 3
     gone = weakref.ref(run)
     del run
@@ -493,7 +493,7 @@ def test_close_does_not_wait_for_ever():
 
     run = fp.overlap(source(), [lambda x: x])
     assert next(run) == 0
-    threads = list(run._threads)
+    threads = list(run._crew.threads)
     with pytest.warns(UserWarning, match=r"funcpipe source \(the source is a generator\)"):
         run.close(timeout=0.05)
     release.set()
