@@ -141,7 +141,12 @@ def _trace(ask: Ask) -> Joint:
 
     param_leaves, state_leaves = flatten(ask.params)[0], flatten(ask.state)[0]
     given = tensors(param_leaves, state_leaves), tensors(leaves_in(ask.args))
-    mode = FakeTensorMode(static_shapes=True)
+    kind: Any = FakeTensorMode
+    if not torch.cuda.is_available():
+        # Builds with CUDA on machines without: torch 2.11 then puts a guard into the process that dies with this thread,
+        # and the next trace in another thread ends the process.
+        kind = type("Fakes", (FakeTensorMode,), {"avoid_device_init": False})
+    mode = kind(static_shapes=True)
     with torch.no_grad():
         fakes = [mode.from_tensor(tensor.detach()) for tensor in (*given[0], *given[1])]
     with mode, torch.set_grad_enabled(ask.backwards):
