@@ -1,15 +1,18 @@
 """One training step on two CPU lanes: funcpipe, torchgpipe, torch.distributed.pipelining, plain loops.
 
-    python tests/benchmarks/bench_peers.py [--width 1024] [--depth 8] [--batch 256] [--microbatches 8] [--repeats 15]
+    python tests/benchmarks/bench_peers.py [--work mlp] [--width 1024] [--depth 8] [--batch 256] [--microbatches 8] [--repeats 15]
 
-A chain of Linear(width) + GELU in fp32, cut into equal parts; a step is forward, mean squared error, backward, until the
+A chain of equal layers in fp32 (Linear and GELU; with ``--work`` blocks of a transformer, or residual blocks with
+BatchNorm), cut into equal parts; a step is forward, mean squared error, backward, until the
 gradients of all parameters are there (those of the step before are dropped inside of it; no optimizer). Every arm has the
 same weights and batch, one intra-op thread per lane, and must give the gradients of plain autograd to 1e-5 before it is
 timed. Arms take turns in a shuffled order; a sample during which other processes used more than 0.15 cores is taken
 again, up to four times and while --seconds last; "clean" counts those that were not disturbed, and figures are of the
 clean samples (of all, with a star, where fewer than five are clean: such rows have no ratio). "1F1B / this" and
 "fill-drain / this" are funcpipe's median with the same remat over this row's: below 1 funcpipe is faster; "compiled 1F1B /
-this" is the same with compiled stages. "cores" is CPU time over wall time, of all processes of the arm.
+this" is the same with compiled stages. "cores" is CPU time over wall time, of all processes of the arm. "limit" is what two
+lanes take that each do their half of the model on inputs that lie ready, waiting for nobody, times (M + 1) / M for the fill
+and drain of 1F1B.
 
 torchgpipe is measured if it is installed, as published: its two CPU partitions share one worker thread.
 torch.distributed.pipelining runs as two processes over gloo, kept between steps, each pinned to its share of the cores as
@@ -23,8 +26,10 @@ import argparse
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +42,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from peers_samples import Spent, Summary, here, summary, take
 from peers_torch import SCHEDULES, RankError, Ranks
-from peers_work import LANES, LIMIT, Work, gradients
+from peers_work import KINDS, LANES, LIMIT, Work, gradients
 from torch import Tensor
 
 import funcpipe as fp
@@ -72,7 +77,7 @@ def plain(work: Work) -> Iterator[Arm]:
         for x, target in zip(work.x.chunk(work.microbatches), work.target.chunk(work.microbatches), strict=True):
             (F.mse_loss(model(x), target) / work.microbatches).backward()
 
-    for name, step in (("whole batch", whole), ("microbatch loop", loop)):
+    for name, step in (("whole batch", whole), ("microbatch loop", loop))[0 if work.rows_apart else 1 :]:
         yield Arm("plain, 1 thread", name, "never", here(step), lambda: work.error(gradients(model)))
 
 
@@ -89,26 +94,64 @@ def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
                 continue
             per, model = work.depth // count, work.model()
             parts: list[nn.Sequential] = [model[i * per : (i + 1) * per] for i in range(count)]
-            stages, params, _ = zip(*map(fp.from_module, parts), strict=True)
+            stages, params, state = zip(*map(fp.from_module, parts), strict=True)
             if system != "funcpipe":
                 stages = tuple(map(fp.compile, stages))
             schedule = maker(count, work.microbatches, num_devices=LANES)
             for mode in modes:
                 plan = fp.make_plan(stages, fp.remat(schedule, keep=keeps[mode]), loss=F.mse_loss, devices="cpu")
-                yield _planned(system, name, mode, plan, params, work, opened.enter_context(fp.lanes(plan)))
+                lanes = opened.enter_context(fp.lanes(plan))
+                yield _planned(Arm(system, name, mode, *_NOTHING), plan, (params, state), work, lanes)
 
 
-def _planned(system: str, name: str, mode: str, plan: fp.Plan, params: Any, work: Work, lanes: fp.Lanes) -> Arm:
+_NOTHING: tuple[Any, Any] = (None, None)
+
+
+def _planned(arm: Arm, plan: fp.Plan, trees: tuple[Any, Any], work: Work, lanes: fp.Lanes) -> Arm:
+    params, state = trees
     grads: tuple[dict[str, Tensor], ...] = ()
 
     def step() -> None:
         nonlocal grads
-        grads = fp.run(plan, params, (work.x, work.target), executor=lanes, threads_per_lane=1).grads
+        grads = fp.run(plan, params, (work.x, work.target), state=state, executor=lanes, threads_per_lane=1).grads
 
     def error() -> float:
         return work.error([own[key] for own, tree in zip(grads, params, strict=True) for key in tree])
 
-    return Arm(system, name, mode, here(step), error)
+    return arm._replace(step=here(step), error=error)
+
+
+def limit(work: Work, compiled: bool) -> Arm:
+    """Two lanes without dependencies between them, and the fill and drain that 1F1B has besides."""
+    per, model, count = work.depth // LANES, work.model(), work.microbatches
+    with torch.no_grad():
+        middle = torch.cat([model[:per](part) for part in work.x.chunk(count)])
+    runs: list[Callable[[], Any]] = []
+    for x, part in ((work.x, model[:per]), (middle, model[per:])):
+        stage, params, state = fp.from_module(part)
+        stage = fp.compile(stage) if compiled else stage
+        plan = fp.make_plan([stage], fp.one_f_one_b(1, count), loss=F.mse_loss, devices="cpu")
+        runs.append(partial(fp.run, plan, (params,), (x, work.target), state=(state,), executor="serial", threads_per_lane=1))  # fmt: skip
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+    def step() -> Spent:
+        def pinned(lane: int) -> None:
+            if len(cores) >= LANES:
+                os.sched_setaffinity(0, cores[lane * len(cores) // LANES : (lane + 1) * len(cores) // LANES])
+            runs[lane]()
+
+        threads = [threading.Thread(target=pinned, args=(lane,)) for lane in range(LANES)]
+
+        def both() -> None:
+            for one in threads:
+                one.start()
+            for one in threads:
+                one.join()
+
+        spent = here(both)()
+        return Spent(spent.wall * (count + 1) / count, spent.cpu)
+
+    return Arm("limit", "compiled" if compiled else "eager", "never", step, lambda: 0.0)
 
 
 def torchgpipe(work: Work) -> Iterator[Arm]:
@@ -142,6 +185,7 @@ def installed(work: Work, opened: ExitStack) -> Iterator[Arm]:
     """All arms; for what is not installed, a line."""
     yield from plain(work)
     yield from funcpipe(work, opened)
+    yield from (limit(work, compiled) for compiled in (False, True))
     if find_spec("torchgpipe"):
         yield from torchgpipe(work)
     else:
@@ -194,6 +238,7 @@ def main() -> None:
     """Prove, take turns, print."""
     assert __doc__
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", choices=list(KINDS), default="mlp")
     for name, value in (("width", 1024), ("depth", 8), ("batch", 256), ("microbatches", 8), ("repeats", 15)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--seconds", type=float, default=240.0, help="how long to repeat disturbed samples")
@@ -201,11 +246,11 @@ def main() -> None:
     if given.depth % LANES or given.batch % given.microbatches:
         parser.error(f"{LANES} must divide --depth, and --microbatches must divide --batch, for the sake of the peers")
     torch.set_num_threads(1)
-    work = Work.make(given.width, given.depth, given.batch, given.microbatches)
+    work = Work.make(given.work, given.width, given.depth, given.batch, given.microbatches)
     with ExitStack() as opened:
         arms = proven(list(installed(work, opened)))
         samples = take({str(arm): arm.step for arm in arms}, given.repeats, given.seconds)
-    print(f"{given.depth} x Linear({given.width}) + GELU, {given.batch} rows, M = {given.microbatches}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
+    print(f"{given.depth} x {KINDS[given.work].format(width=given.width)}, {given.batch} rows, M = {given.microbatches}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
     for line in table(arms, {name: summary(own) for name, own in samples.items()}):
         print(line)
 

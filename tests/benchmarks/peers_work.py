@@ -15,34 +15,46 @@ LANES = 2
 LIMIT = 1e-5
 """How far gradients may be from the plain ones, relative to each tensor's largest."""
 
+KINDS = {"mlp": "Linear({width}) + GELU", "gpt2": "transformer block of width {width}, 64 tokens", "resnet": "residual block of {width} channels with BatchNorm, 16x16"}  # fmt: skip
+TOKENS, SIDE = 64, 16
+
 
 @dataclass(frozen=True)
 class Work:
-    """A chain of Linear(width) + GELU in fp32 and one batch; loss: mean squared error; wanted: every gradient.
+    """A chain of equal layers in fp32 and one batch; loss: mean squared error; wanted: every gradient.
 
     Attributes:
+        kind: of the layers, one of `KINDS`.
         weights: of the whole model, a state dict.
-        x, target: the batch, (rows, width) each.
-        wanted: the gradients by plain autograd over the whole batch, in the order of the parameters.
+        x, target: the batch.
+        wanted: the gradients of each layer by plain autograd, microbatch by microbatch.
     """
 
+    kind: str
     width: int
     depth: int
     microbatches: int
     weights: dict[str, Tensor]
     x: Tensor
     target: Tensor
-    wanted: list[Tensor]
+    wanted: list[list[Tensor]]
 
     @classmethod
-    def make(cls, width: int, depth: int, rows: int, microbatches: int) -> Work:
+    def make(cls, kind: str, width: int, depth: int, rows: int, microbatches: int) -> Work:
         """Weights and data from fixed seeds."""
         torch.manual_seed(0)
-        model = chain(width, depth)
-        x, target = torch.randn(rows, width), torch.randn(rows, width)
-        F.mse_loss(model(x), target).backward()
+        model = chain(kind, width, depth)
         weights = {name: value.clone() for name, value in model.state_dict().items()}
-        return cls(width, depth, microbatches, weights, x, target, gradients(model))
+        shape = {"mlp": (rows, width), "gpt2": (rows, TOKENS, width), "resnet": (rows, width, SIDE, SIDE)}[kind]
+        x, target = torch.randn(shape), torch.randn(shape)
+        for part, wanted in zip(x.chunk(microbatches), target.chunk(microbatches), strict=True):
+            (F.mse_loss(model(part), wanted) / microbatches).backward()
+        return cls(kind, width, depth, microbatches, weights, x, target, [gradients(layer) for layer in model])  # pyright: ignore
+
+    @property
+    def rows_apart(self) -> bool:
+        """Does the microbatch not matter: no statistics over rows."""
+        return self.kind != "resnet"
 
     def save(self, path: Path) -> None:
         """Write it for other processes."""
@@ -55,23 +67,55 @@ class Work:
 
     def model(self) -> nn.Sequential:
         """A fresh copy of the model: one child for each layer."""
-        model = chain(self.width, self.depth)
+        model = chain(self.kind, self.width, self.depth)
         model.load_state_dict(self.weights)
         return model
 
     def error(self, found: Sequence[Tensor | None], *, layers: slice = slice(None)) -> float:
         """How far some gradients of these layers are from the wanted ones; infinite where one is missing."""
-        pairs = list(zip(self.wanted[::2], self.wanted[1::2], strict=True))  # the weight and the bias of each layer
-        wanted = [gradient for pair in pairs[layers] for gradient in pair]
+        wanted = [gradient for layer in self.wanted[layers] for gradient in layer]
         if len(found) != len(wanted) or any(gradient is None for gradient in found):
             return float("inf")
-        far = [((mine - its).abs().max() / its.abs().max()).item() for mine, its in zip(found, wanted, strict=True)]
+        # A bias before BatchNorm has no gradient but rounding.
+        far = [((mine - its).abs().max() / its.abs().max().clamp(min=1e-6)).item() for mine, its in zip(found, wanted, strict=True)]  # fmt: skip  # pyright: ignore
         return max(far)
 
 
-def chain(width: int, depth: int) -> nn.Sequential:
-    """Layers of Linear and GELU."""
-    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)])
+class Block(nn.Module):
+    """Attention and two linear layers, as in GPT-2, without dropout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows, tokens, width."""
+        rows, tokens, width = x.shape
+        q, k, v = (part.view(rows, tokens, 4, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(found.transpose(1, 2).reshape(rows, tokens, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class Residual(nn.Module):
+    """Two convolutions with BatchNorm, and the way around them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows, channels, height, width."""
+        return F.relu(x + self.norm2(self.two(F.relu(self.norm1(self.one(x))))))
+
+
+def chain(kind: str, width: int, depth: int) -> nn.Sequential:
+    """Equal layers."""
+    made = {"mlp": lambda: nn.Sequential(nn.Linear(width, width), nn.GELU()), "gpt2": lambda: Block(width), "resnet": lambda: Residual(width)}  # fmt: skip
+    return nn.Sequential(*[made[kind]() for _ in range(depth)])
 
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
