@@ -68,6 +68,14 @@ class Meter:
     room: float = 0.0
     spans: list[tuple[float, float, int]] | None = None
 
+    def add(self, start: float, batch: int) -> None:
+        """The row has worked on a batch, since ``start``."""
+        end = perf_counter()
+        self.batches += 1
+        self.busy += end - start
+        if self.spans is not None:
+            self.spans.append((start, end, batch))
+
 
 @dataclass
 class States:
@@ -85,7 +93,10 @@ class States:
 
 @dataclass
 class Flow:
-    """The state of an overlap. Everything that changes is changed under ``changed``.
+    """The state of an overlap.
+
+    What several threads write, or wait for, changes under ``changed``; ``drawn`` and ``snapshots`` grow by the row that
+    draws alone, and each row writes its own meter.
 
     Attributes:
         plan: what is done.
@@ -111,8 +122,8 @@ class Flow:
     stopping: bool = False
     closed: bool = False
     abort: BaseException | None = None
-    edges: list[deque[Item]] = field(default_factory=list[deque[Item]])
-    released: list[list[Release]] = field(default_factory=list[list[Release]])
+    edges: list[deque[Item]] = field(init=False)
+    released: list[list[Release]] = field(init=False)
     snapshots: deque[Any] = field(default_factory=deque[Any])
 
     def __post_init__(self) -> None:

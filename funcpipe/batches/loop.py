@@ -305,11 +305,7 @@ class Overlap(Iterator[Any]):
                 with autocast(fold.autocast, self._here):
                     out = fold.fn(self._reached[1], batch, **words)
         finally:
-            meter, end = self._flow.meters[-1], perf_counter()
-            meter.batches += 1
-            meter.busy += end - start
-            if meter.spans is not None:
-                meter.spans.append((start, end, index))
+            self._flow.meters[-1].add(start, index)
         if not isinstance(out, tuple) or len(out) != 2:
             raise PlanError(f"a fold returns (state, result); {fold.name!r} returned a {type(out).__name__}")
         self._flow.publish(out[0], self._here)

@@ -77,11 +77,12 @@ def overlap(
     """
     refuse_transforms("overlap")
     _check(source, depth, start_index, memory)
-    if thread not in (None, True, False):
+    if not (thread is None or isinstance(thread, bool)):
         raise PlanError(f"thread is True, False or None; got {thread!r}")
-    for word, function in (("snapshot", snapshot), ("progress", progress)):
-        if function is not None and function is not True and function is not False and not callable(function):
-            raise PlanError(f"{word} is a function; got {function!r}")
+    if not (snapshot is None or callable(snapshot)):
+        raise PlanError(f"snapshot is a function; got {snapshot!r}")
+    if not (isinstance(progress, bool) or callable(progress)):
+        raise PlanError(f"progress is a function, True or False; got {progress!r}")
     listed, fold = named(stages)
     streamed = _devices(listed, devices)
     every = not streamed if thread is None else thread

@@ -137,7 +137,7 @@ class Row:
             self._look()
         except Exception as error:
             return self.failed(batch, error)
-        self._measure(start, batch)
+        flow.meters[self.number].add(start, batch)
         flow.drawn += 1
         # What lies on the host is there: its copy to a device waits for nothing that the loop has queued.
         marks = self.rail.marks() if streamed(Place.backend, value) else ()
@@ -164,7 +164,7 @@ class Row:
         except Exception as error:
             return self.failed(item.batch, error)
         finally:
-            self._measure(start, item.batch)
+            flow.meters[self.number].add(start, item.batch)
 
     def _call(self, stage: BatchStage, item: Item) -> Tree:
         fn = stage.fn
@@ -193,13 +193,6 @@ class Row:
             marks = self.ahead.marks()
         self.rail.wait(marks)
         return fn.fill(batch, rooms, threaded=self.threaded)
-
-    def _measure(self, start: float, batch: int) -> None:
-        meter, end = self.flow.meters[self.number], perf_counter()
-        meter.batches += 1
-        meter.busy += end - start
-        if meter.spans is not None:
-            meter.spans.append((start, end, batch))
 
 
 def autocast(dtype: torch.dtype, rail: Rail) -> torch.autocast:

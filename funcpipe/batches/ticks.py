@@ -77,10 +77,9 @@ class Ticks:
         times = self._times(seconds)
         free = [0.0] * len(self.lanes)
         done: list[dict[int, float]] = [{} for _ in self.rows]
-        handed: dict[int, float] = {}
         spans: list[Span] = []
         for tick in range(-self.depth, count):
-            gate = max((at for batch, at in handed.items() if batch < tick), default=0.0)
+            gate = done[-1].get(tick - 1, 0.0)  # when the batch before was handed out
             pending = [number for number in self.order if 0 <= tick + self.rows[number].lead < count]
             while pending:
                 number = self._next(pending, done, tick)
@@ -91,8 +90,6 @@ class Ticks:
                 done[number][batch] = free[row.lane] = end
                 if times[number]:
                     spans.append(Span(row.lane, start, end, Action(Kind.F, number, batch)))
-            if tick >= 0:
-                handed[tick] = done[-1][tick]
         spans.sort(key=lambda span: (span.start, span.device))
         return Timeline(tuple(spans), len(self.lanes), name="overlap", lanes=self.lanes)
 

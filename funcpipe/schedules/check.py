@@ -112,7 +112,7 @@ def _show(action: Any) -> str:
 def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int) -> bool:
     """Is the whole as most are: each stage on one device, F before its B (or I, then W), microbatches in ascending order.
 
-    True: there is no fault. False: who wants to know more must look at every action for itself. Three times as quick.
+    True: there is no fault. False: who wants to know more must look at every action for itself.
     """
     forwards: list[list[int]] = [[] for _ in range(stages)]  # where F of each microbatch stands on its device
     backwards: list[list[int]] = [[] for _ in range(stages)]

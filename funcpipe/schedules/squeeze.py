@@ -73,7 +73,7 @@ def _actions(lane: Lane, down: int, up: int) -> Iterable[Action]:
     words = [code % BLOCK for code in codes]
     stages = (down, up, up, down, up, down)
     fields = zip(map(_KINDS.__getitem__, words), map(stages.__getitem__, words), [code // BLOCK for code in codes])
-    return map(tuple.__new__, repeat(Action), fields)  # half of the time of Action(...)
+    return map(tuple.__new__, repeat(Action), fields)  # two thirds of the time of Action(...)
 
 
 def _fill(lane: Lane) -> Lane:

@@ -312,9 +312,9 @@ def test_windows_ask_nobody_after_the_end():
             return self.count
 
     assert [list(window) for window in fp.windows(Again(), 2)] == [[1, 2], [3]]
-    left = iter([True] * 3 + [False] * 2 + [True])
-    padded = fp.agree(Again(), lambda mine: not next(left) if not mine else True, pad=lambda last: "pad")
-    assert list(padded)[:3] == [1, 2, 3]
+    done = iter([False, False, True])  # this rank has no more: have the others
+    padded = fp.agree(Again(), lambda mine: mine and next(done), pad=lambda last: "pad")
+    assert list(padded) == [1, 2, 3, "pad", "pad"]
 
 
 # ---- odd batches -----------------------------------------------------------------------------------------------------
@@ -369,7 +369,8 @@ def test_a_batch_that_cannot_move_says_so():
         (lambda: fp.overlap([], [fp.Fold(abs, 0, earlier=3)]), "earlier= is a tuple of states"),
         (lambda: fp.overlap([], [abs], thread="yes"), "thread is True, False or None"),
         (lambda: fp.overlap([], [abs], snapshot=3), "snapshot is a function; got 3"),
-        (lambda: fp.overlap([], [abs], progress=3), "progress is a function; got 3"),
+        (lambda: fp.overlap([], [abs], snapshot=True), "snapshot is a function; got True"),
+        (lambda: fp.overlap([], [abs], progress=3), "progress is a function, True or False; got 3"),
         (lambda: fp.overlap([], [abs], devices=["nope"]), "devices is a sequence of torch devices"),
         (lambda: fp.overlap([], [abs], devices=5), "devices is a sequence of torch devices"),
         (lambda: fp.overlap([], [abs], thread=False, order=[None]), "order names None, which is no stage"),
