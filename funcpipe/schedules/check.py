@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 from funcpipe.core.errors import ScheduleError, bullets
@@ -72,11 +73,10 @@ def _examine(schedule: Schedule) -> Legal:
     starts, _, stuck = clock(lanes, schedule.device_of, microbatches, durations, chain(stages))
     if stuck:
         raise ScheduleError(_waiting(schedule, lanes, stuck))
-    buckets: list[list[tuple[int, int]]] = [[] for _ in range(1 + max(int(row[-1]) for row in starts))]
-    for device, row in enumerate(starts):
-        for position, start in enumerate(row):
-            buckets[int(start)].append((device, position))
-    return Legal(lanes, [place for bucket in buckets for place in bucket], rematted)
+    times = [start for row in starts for start in row]
+    places = [place for device, row in enumerate(starts) for place in zip(repeat(device), range(len(row)))]
+    order = sorted(range(len(times)), key=times.__getitem__)  # rows ascend: a merge; equal times by device and position
+    return Legal(lanes, list(map(places.__getitem__, order)), rematted)
 
 
 def _refuse(schedule: Schedule, faults: list[str]) -> None:

@@ -7,8 +7,8 @@ down and one on the way up.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, repeat, zip_longest
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain, repeat, zip_longest
 from operator import sub
 
 from funcpipe.core.schedule import Action, Kind
@@ -55,21 +55,43 @@ def most_held(lanes: Sequence[Lane]) -> int:
     return max(max(accumulate(_changes(lane))) for lane in lanes)
 
 
-def squeezed(lanes: Sequence[Lane], ceiling: int) -> tuple[tuple[Action, ...], ...]:
+def squeezed(lanes: Sequence[Lane], ceiling: int, *, more: int = 0) -> tuple[tuple[Action, ...], ...]:
     """The orders of repeated blocks when all that can has moved up, twice, with at most ``ceiling`` residuals a device.
 
     Args:
         lanes: as `repeated` gives them.
         ceiling: at least `most_held` of them.
+        more: so many microbatches are added where the orders repeat; on each device they must.
     """
     moved = _squeeze(lanes, ceiling, drain=max(map(len, lanes)))
     last = max(slot for slot, code in enumerate(moved[0]) if code % BLOCK == 0)
     moved = _squeeze(moved, ceiling, drain=last)
-    return tuple(tuple(_actions(lane, device, 2 * len(lanes) - 1 - device)) for device, lane in enumerate(moved))
+    orders = [_lengthened([code for code in lane if code != FREE], more) for lane in moved]
+    return tuple(tuple(_actions(codes, device, 2 * len(lanes) - 1 - device)) for device, codes in enumerate(orders))
 
 
-def _actions(lane: Lane, down: int, up: int) -> Iterable[Action]:
-    codes = [code for code in lane if code != FREE]
+def steady(block: Callable[[int, int], Block], devices: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """`squeezed` blocks under the memory that they have by themselves, worked out for as few microbatches as will do.
+
+    With no memory to spare the orders of D devices repeat from one microbatch to the next by the time that ``2 D + 4`` are
+    on their way, if not before.
+    """
+    sample = min(microbatches, 2 * devices + 4)
+    lanes = repeated(sample, [block(device, devices) for device in range(devices)])
+    return squeezed(lanes, most_held(lanes), more=microbatches - sample)
+
+
+def _lengthened(codes: list[int], more: int) -> list[int]:
+    """An order with so many microbatches more, put in where it repeats for longest."""
+    if not more:
+        return codes
+    same = bytes(map(BLOCK.__eq__, map(sub, codes[BLOCK:], codes)))  # the next microbatch's, six places on?
+    end = same.index(max(same.split(b"\0"), key=len)) + BLOCK
+    rounds = zip(*(range(code + BLOCK, code + BLOCK * more + 1, BLOCK) for code in codes[end - BLOCK : end]))
+    return [*codes[:end], *chain.from_iterable(rounds), *(code + BLOCK * more for code in codes[end:])]
+
+
+def _actions(codes: list[int], down: int, up: int) -> Iterable[Action]:
     words = [code % BLOCK for code in codes]
     stages = (down, up, up, down, up, down)
     fields = zip(map(_KINDS.__getitem__, words), map(stages.__getitem__, words), [code // BLOCK for code in codes])

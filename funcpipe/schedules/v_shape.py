@@ -22,7 +22,7 @@ from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.clock import CODE, clock
 from funcpipe.schedules.clock import chain as neighbours
 from funcpipe.schedules.families import _counts as counts  # pyright: ignore[reportPrivateUsage]
-from funcpipe.schedules.squeeze import BLOCK, Block, most_held, repeated, squeezed
+from funcpipe.schedules.squeeze import BLOCK, Block, most_held, repeated, squeezed, steady
 
 _Phase = tuple[int, str]
 """So many times these words. ``F0``: the next forward of the stage on the way down, ``I1``: the next I of the other
@@ -136,8 +136,7 @@ def v_half(num_stages: int, num_microbatches: int, *, num_devices: int | None = 
         ScheduleError: a count that is not positive, or S is not twice D.
     """
     _, microbatches, devices = counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
-    lanes = repeated(microbatches, [_half_block(device, devices) for device in range(devices)])
-    return Schedule(squeezed(lanes, most_held(lanes)), "V-Half")
+    return Schedule(steady(_half_block, devices, microbatches), "V-Half")
 
 
 def v_min(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
@@ -161,8 +160,7 @@ def v_min(num_stages: int, num_microbatches: int, *, num_devices: int | None = N
         ScheduleError: a count that is not positive, or S is not twice D.
     """
     _, microbatches, devices = counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
-    lanes = repeated(microbatches, [_min_block(device, devices) for device in range(devices)])
-    return Schedule(squeezed(lanes, most_held(lanes)), "V-Min")
+    return Schedule(steady(_min_block, devices, microbatches), "V-Min")
 
 
 def v_adaptive(num_stages: int, num_microbatches: int, *, num_devices: int | None = None, residuals: int) -> Schedule:

@@ -14,7 +14,9 @@ from torch.distributed.pipelining import schedules as theirs
 from watch import Watch
 
 import funcpipe as fp
+from funcpipe.schedules import v_shape
 from funcpipe.schedules.check import check
+from funcpipe.schedules.squeeze import most_held, repeated, squeezed, steady
 
 Family = Callable[..., fp.Schedule]
 
@@ -342,3 +344,11 @@ def test_halves_of_backwards_come_in_the_order_of_the_microbatches(family: Famil
             for stage in {action.stage for action in order}:
                 visits = [action.microbatch for action in order if action.stage == stage and action.kind in halves]
                 assert all(b - a == 1 for a, b in pairwise(visits))
+
+
+@pytest.mark.parametrize("block", [v_shape._half_block, v_shape._min_block])
+@pytest.mark.parametrize("devices", [*range(1, 14), pytest.param(64, marks=pytest.mark.slow)])
+def test_what_repeats_is_worked_out_once_and_nothing_differs(block: Callable[..., Any], devices: int) -> None:
+    for microbatches in (1, 2 * devices + 4, 2 * devices + 5, 3 * devices + 9):
+        lanes = repeated(microbatches, [block(device, devices) for device in range(devices)])
+        assert steady(block, devices, microbatches) == squeezed(lanes, most_held(lanes)), microbatches
