@@ -36,7 +36,7 @@ class Ticks(NamedTuple):
 
     Attributes:
         starts: the start of each action, by device and position.
-        arrivals: when each value was there, by edge and microbatch; -1: never sent.
+        arrivals: when each value was there, by edge and microbatch; negative: never sent.
         stuck: the position at which each device is stuck, -1 where it is done; empty if all are.
     """
 
@@ -92,17 +92,18 @@ def clock(
         durations: by code and stage.
         edges: what is handed from stage to stage; those of one stage are sent in this order.
     """
-    ins: list[list[list[int]]] = [[[] for _ in device_of], [[] for _ in device_of]]
-    outs: list[list[list[tuple[int, int, float, float]]]] = [[[] for _ in device_of], [[] for _ in device_of]]
-    for number, (backward, source, to, link, latency) in enumerate(edges):
-        ins[backward][to].append(number)
-        crossing = device_of[source] * len(lanes) + device_of[to] if link else -1
-        outs[backward][source].append((number, crossing, link, latency))
-    arrivals = [[-1.0] * microbatches for _ in edges]
+    arrivals = [[-1.0] * microbatches for _ in edges]  # below -1: the device ``-2 - it`` waits for it
+    receives: list[list[list[list[float]]]] = [[[] for _ in device_of] for _ in KINDS]
+    sends: list[list[list[tuple[list[float], int, float, float]]]] = [[[] for _ in device_of] for _ in KINDS]
+    for (backward, source, to, link, latency), arrival in zip(edges, arrivals, strict=True):
+        crossing = device_of[source] * len(lanes) + device_of[to]
+        for code in (B, I) if backward else (F,):
+            receives[code][to].append(arrival)
+            sends[code][source].append((arrival, crossing, link, latency))
+    steps = [list(zip(*columns, strict=True)) for columns in zip(durations, receives, sends, strict=True)]
     busy: dict[int, float] = {}  # until when each link between devices is
     hosts = [[0.0, 0.0] for _ in lanes]  # and those to and from the host
     moved: dict[tuple[int, int], float] = {}  # when a residual is at the host, or back
-    waiting: dict[tuple[int, int], int] = {}
     starts: list[list[float]] = [[] for _ in lanes]
     now = [0.0] * len(lanes)
     ready = list(range(len(lanes)))[::-1]
@@ -111,36 +112,33 @@ def clock(
         lane, row, time = lanes[device], starts[device], now[device]
         for position in range(len(row), len(lane)):
             code, stage, microbatch = lane[position]
-            if code in (R, W):
-                row.append(time)
-                time += durations[code][stage]
-                continue
+            duration, needed, sent = steps[code][stage]
             if code >= O:
                 at, way = (stage, microbatch), code - O
                 start = max(time, hosts[device][way], moved.get(at, 0.0))
                 row.append(start)
-                hosts[device][way] = moved[at] = start + durations[code][stage]
+                hosts[device][way] = moved[at] = start + duration
                 continue
-            way = code != F
-            for number in ins[way][stage]:
-                arrived = arrivals[number][microbatch]
+            for arrival in needed:
+                arrived = arrival[microbatch]
                 if arrived > time:
                     time = arrived
                 elif arrived < 0:
-                    waiting[number, microbatch] = device
+                    arrival[microbatch] = -2.0 - device
                     break
             else:
-                if way and moved:
+                if moved:
                     time = max(time, moved.get((stage, microbatch), 0.0))
                 row.append(time)
-                time += durations[code][stage]
-                for number, crossing, link, latency in outs[way][stage]:
+                time += duration
+                for arrival, crossing, link, latency in sent:
                     arrived = time
                     if link:
                         arrived = busy[crossing] = max(time, busy.get(crossing, 0.0)) + link
-                    arrivals[number][microbatch] = arrived + latency
-                    if waiting and (number, microbatch) in waiting:
-                        ready.append(waiting.pop((number, microbatch)))
+                    waiter = arrival[microbatch]
+                    arrival[microbatch] = arrived + latency
+                    if waiter < -1:
+                        ready.append(int(-2 - waiter))
                 continue
             break
         now[device] = time
