@@ -184,7 +184,8 @@ class Recorder(Backend):
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
         cow = torch._C._is_cow_tensor(tensor)
         if self.point(f"{stream.name} is recorded on a tensor") and not cow:
-            self.block(tensor).recorded.add(stream.name)
+            with self.lock:
+                self.block(tensor).recorded.add(stream.name)
         if cow:
             self.fault(f"{stream.name} was recorded on memory that is shared copy-on-write")
 
@@ -288,9 +289,10 @@ class Recorder(Backend):
         for leaf in flatten(tree)[0]:
             if isinstance(leaf, torch.Tensor):
                 self.kept.append(leaf)
-                block = self.block(leaf)
-                block.device, block.home = device, self.current_stream(device)
-                block.writes = {block.home.name: block.home.step()}
+                with self.lock:
+                    block = self.block(leaf)
+                    block.device, block.home = device, self.current_stream(device)
+                    block.writes = {block.home.name: block.home.step()}
 
     def reap(self) -> None:
         """Blocks whose last tensor died go back to the stream that they came from."""
