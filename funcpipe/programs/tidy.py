@@ -34,6 +34,8 @@ def tidy(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(first.args[0])  # pyright: ignore[reportArgumentType]
         elif node.target is _aten.convolution_backward.default:
             _part(graph, node)
+        elif node.target is _aten.view.default:
+            _flatten(graph, node, first)
     graph.eliminate_dead_code()
 
 
@@ -52,3 +54,22 @@ def _part(graph: fx.Graph, node: fx.Node) -> None:
     for user in list(node.users):
         assert user.target is operator.getitem
         user.args = (halves[0 if user.args[1] == 0 else 1], user.args[1])
+
+
+def _flatten(graph: fx.Graph, node: fx.Node, total: fx.Node) -> None:
+    """A sum that keeps its dimensions, and a view without them: a sum that does not keep them."""
+    if (
+        total.target is not _aten.sum.dim_IntList
+        or len(total.users) > 1
+        or list(total.args[2:]) != [True]
+        or total.kwargs
+    ):
+        return
+    x, dims = total.args[:2]
+    kept = [size for dim, size in enumerate(total.meta["val"].shape) if dim not in dims]  # pyright: ignore[reportOperatorIssue]
+    if list(node.args[1]) != kept:  # pyright: ignore[reportArgumentType]
+        return
+    with graph.inserting_before(node):
+        plain = graph.create_node("call_function", _aten.sum.dim_IntList, (x, dims), name=total.name)
+    plain.meta = dict(node.meta)
+    node.replace_all_uses_with(plain)

@@ -113,6 +113,7 @@ def test_no_operation_twice():
     assert [4, 4, 0] == steps
     assert 4 == count(programs.backward_weight, "torch.sum(")
     assert 0 == count(programs.backward_input, "torch.sum(")
+    assert 4 * 4 == programs.backward_weight.operations  # a transpose, a product into its sum, a sum, and its addition
 
 
 def test_residuals_are_what_is_needed():

@@ -1,0 +1,134 @@
+"""What splitting a backward costs the host. ``python tests/benchmarks/bench_split_backward.py [--repeats 30]``.
+
+One stage, eight microbatches, one thread. "whole" is eager autograd's backward into the parameters' gradients; "I + W" the
+two programs of a compiled stage, "B" their whole one; all three as the recorded times of a run's actions. torch's split
+backward (``stage_backward_input``, ``stage_backward_weight``) stands beside its own ``stage_backward``, on the same module with
+the same microbatches. Arms take turns; figures are medians, microseconds a microbatch, and ratios of these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from peers_work import Block, Residual
+from torch.distributed.pipelining import _backward as theirs
+
+import funcpipe as fp
+
+COUNT = 8
+
+
+def works() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
+    """Small and wide stages, and the shape of a microbatch."""
+
+    def mlp(width: int, depth: int) -> nn.Sequential:
+        return nn.Sequential(*(one for _ in range(depth) for one in (nn.Linear(width, width), nn.GELU())))
+
+    return {
+        "Linear(8), 2 rows": (nn.Linear(8, 8), (2, 8)),
+        "4 x Linear(16) + GELU, 4 rows": (mlp(16, 4), (4, 16)),
+        "transformer block of 32, 8 tokens": (Block(32), (1, 8, 32)),
+        "residual block of 4 channels, 8x8": (Residual(4), (2, 4, 8, 8)),
+        "4 x Linear(1024) + GELU, 32 rows": (mlp(1024, 4), (32, 1024)),
+        "transformer block of 256, 64 tokens": (Block(256), (4, 64, 256)),
+    }
+
+
+def ours(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Arms that give microseconds a microbatch: eager B, compiled B, compiled I + W."""
+    stage, params, state = fp.from_module(model)
+    batch = torch.randn(COUNT * shape[0], *shape[1:]), torch.randn(COUNT * shape[0], *shape[1:])
+    whole = fp.one_f_one_b(2, COUNT, num_devices=2)
+    halves = fp.delay(whole)
+
+    def arm(last: fp.Stage, schedule: fp.Schedule) -> Any:
+        # The stage before it makes it compute gradients of its input, too.
+        first = fp.stage(lambda params, x: x + params)
+        plan = fp.make_plan([first, last], schedule, loss=F.mse_loss, devices="cpu")
+        trees = (torch.zeros(()), params), ((), state)
+
+        def once() -> float:
+            result = fp.run(plan, trees[0], batch, state=trees[1], executor="serial", threads_per_lane=1, record=True)
+            assert result.timeline is not None
+            spans = [one for one in result.timeline.spans if one.action.stage == 1 and one.action.kind is not fp.Kind.F]
+            return sum(one.end - one.start for one in spans) / COUNT * 1e6
+
+        return once
+
+    compiled = fp.compile(stage)
+    return {"whole": arm(stage, whole), "B": arm(compiled, whole), "I + W": arm(compiled, halves)}
+
+
+def torchs(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Arms over torch's own functions."""
+    parts = torch.randn(COUNT, *shape), torch.randn(COUNT, *shape)
+
+    def forward(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = parts[0][number].detach().requires_grad_()
+        return x, model(x)
+
+    def whole() -> float:
+        model.zero_grad()
+        spent = 0.0
+        for number in range(COUNT):
+            x, y = forward(number)
+            loss = F.mse_loss(y, parts[1][number])
+            start = perf_counter()
+            theirs.stage_backward(loss, None, [x])
+            spent += perf_counter() - start
+        return spent / COUNT * 1e6
+
+    def halves() -> float:
+        model.zero_grad()
+        spent = 0.0
+        for number in range(COUNT):
+            x, y = forward(number)
+            loss = F.mse_loss(y, parts[1][number])
+            start = perf_counter()
+            _, groups = theirs.stage_backward_input([loss], None, [x], iter(model.parameters()))
+            theirs.stage_backward_weight(iter(model.parameters()), groups)
+            spent += perf_counter() - start
+        return spent / COUNT * 1e6
+
+    return {"torch whole": whole, "torch I + W": halves}
+
+
+def main() -> None:
+    """Take turns, print the table."""
+    assert __doc__
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=30)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    names = ["whole", "B", "I + W", "torch whole", "torch I + W"]
+    print(f"| stage | {' | '.join(names)} | B / whole | I + W / whole | torch's |\n|---|{'---:|' * 8}")
+    for title, (model, shape) in works().items():
+        arms = {**ours(model, shape), **torchs(model, shape)}
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for repeat in range(given.repeats + 3):
+            for name, arm in arms.items():
+                spent = arm()
+                if repeat >= 3:
+                    times[name].append(spent)
+        found = {name: median(samples) for name, samples in times.items()}
+        ratios = (
+            found["B"] / found["whole"],
+            found["I + W"] / found["whole"],
+            found["torch I + W"] / found["torch whole"],
+        )
+        print(f"| {title} | {' | '.join(f'{found[name]:.0f}' for name in names)} | {' | '.join(f'{one:.2f}' for one in ratios)} |")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
