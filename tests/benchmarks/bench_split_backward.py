@@ -1,7 +1,8 @@
 """What splitting a backward costs the host. ``python tests/benchmarks/bench_split_backward.py [--repeats 30]``.
 
 One stage, eight microbatches, one thread. "whole" is eager autograd's backward into the parameters' gradients; "I + W" the
-two programs of a compiled stage, "B" their whole one; all three as the recorded times of a run's actions. torch's split
+two programs of a compiled stage, "B" their whole one, "inductor" I + W where torch's compiler built them; all as the recorded
+times of a run's actions. torch's split
 backward (``stage_backward_input``, ``stage_backward_weight``) stands beside its own ``stage_backward``, on the same module with
 the same microbatches. Arms take turns; figures are medians, microseconds a microbatch, and ratios of these.
 """
@@ -45,7 +46,7 @@ def works() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
 
 
 def ours(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Arms that give microseconds a microbatch: eager B, compiled B, compiled I + W."""
+    """Arms that give microseconds a microbatch: eager B, compiled B, compiled I + W, also by torch's compiler."""
     stage, params, state = fp.from_module(model)
     batch = torch.randn(COUNT * shape[0], *shape[1:]), torch.randn(COUNT * shape[0], *shape[1:])
     whole = fp.one_f_one_b(2, COUNT, num_devices=2)
@@ -65,8 +66,13 @@ def ours(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
 
         return once
 
-    compiled = fp.compile(stage)
-    return {"whole": arm(stage, whole), "B": arm(compiled, whole), "I + W": arm(compiled, halves)}
+    compiled, built = fp.compile(stage), fp.compile(stage, backend="inductor")
+    return {
+        "whole": arm(stage, whole),
+        "B": arm(compiled, whole),
+        "I + W": arm(compiled, halves),
+        "inductor": arm(built, halves),
+    }
 
 
 def torchs(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -111,8 +117,10 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    names = ["whole", "B", "I + W", "torch whole", "torch I + W"]
-    print(f"| stage | {' | '.join(names)} | B / whole | I + W / whole | torch's |\n|---|{'---:|' * 8}")
+    names = ["whole", "B", "I + W", "inductor", "torch whole", "torch I + W"]
+    print(
+        f"| stage | {' | '.join(names)} | B / whole | I + W / whole | inductor / whole | torch's |\n|---|{'---:|' * 10}"
+    )
     for title, (model, shape) in works().items():
         arms = {**ours(model, shape), **torchs(model, shape)}
         times: dict[str, list[float]] = {name: [] for name in names}
@@ -122,11 +130,7 @@ def main() -> None:
                 if repeat >= 3:
                     times[name].append(spent)
         found = {name: median(samples) for name, samples in times.items()}
-        ratios = (
-            found["B"] / found["whole"],
-            found["I + W"] / found["whole"],
-            found["torch I + W"] / found["torch whole"],
-        )
+        ratios = [found[name] / found["whole"] for name in names[1:4]] + [found["torch I + W"] / found["torch whole"]]
         print(f"| {title} | {' | '.join(f'{found[name]:.0f}' for name in names)} | {' | '.join(f'{one:.2f}' for one in ratios)} |")  # fmt: skip
 
 
