@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -79,34 +80,25 @@ def torchs(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
     """Arms over torch's own functions."""
     parts = torch.randn(COUNT, *shape), torch.randn(COUNT, *shape)
 
-    def forward(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = parts[0][number].detach().requires_grad_()
-        return x, model(x)
+    def arm(backward: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[[], float]:
+        def once() -> float:
+            model.zero_grad()
+            spent = 0.0
+            for number in range(COUNT):
+                x = parts[0][number].detach().requires_grad_()
+                loss = F.mse_loss(model(x), parts[1][number])
+                start = perf_counter()
+                backward(loss, x)
+                spent += perf_counter() - start
+            return spent / COUNT * 1e6
 
-    def whole() -> float:
-        model.zero_grad()
-        spent = 0.0
-        for number in range(COUNT):
-            x, y = forward(number)
-            loss = F.mse_loss(y, parts[1][number])
-            start = perf_counter()
-            theirs.stage_backward(loss, None, [x])
-            spent += perf_counter() - start
-        return spent / COUNT * 1e6
+        return once
 
-    def halves() -> float:
-        model.zero_grad()
-        spent = 0.0
-        for number in range(COUNT):
-            x, y = forward(number)
-            loss = F.mse_loss(y, parts[1][number])
-            start = perf_counter()
-            _, groups = theirs.stage_backward_input([loss], None, [x], iter(model.parameters()))
-            theirs.stage_backward_weight(iter(model.parameters()), groups)
-            spent += perf_counter() - start
-        return spent / COUNT * 1e6
+    def halves(loss: torch.Tensor, x: torch.Tensor) -> None:
+        _, groups = theirs.stage_backward_input([loss], None, [x], iter(model.parameters()))
+        theirs.stage_backward_weight(iter(model.parameters()), groups)
 
-    return {"torch whole": whole, "torch I + W": halves}
+    return {"torch whole": arm(lambda loss, x: theirs.stage_backward(loss, None, [x])), "torch I + W": arm(halves)}
 
 
 def main() -> None:
