@@ -58,16 +58,14 @@ def _part(graph: fx.Graph, node: fx.Node) -> None:
 
 def _flatten(graph: fx.Graph, node: fx.Node, total: fx.Node) -> None:
     """A sum that keeps its dimensions, and a view without them: a sum that does not keep them."""
-    if (
-        total.target is not _aten.sum.dim_IntList
-        or len(total.users) > 1
-        or list(total.args[2:]) != [True]
-        or total.kwargs
-    ):
+    if total.target is not _aten.sum.dim_IntList or len(total.users) > 1 or total.kwargs:
         return
-    x, dims = total.args[:2]
-    kept = [size for dim, size in enumerate(total.meta["val"].shape) if dim not in dims]  # pyright: ignore[reportOperatorIssue]
-    if list(node.args[1]) != kept:  # pyright: ignore[reportArgumentType]
+    x, dims, *keeps = total.args
+    if keeps != [True] or not dims:  # no dimensions: all of them
+        return
+    shape = total.meta["val"].shape
+    gone = {dim % len(shape) for dim in dims}  # pyright: ignore
+    if list(node.args[1]) != [size for dim, size in enumerate(shape) if dim not in gone]:  # pyright: ignore[reportArgumentType]
         return
     with graph.inserting_before(node):
         plain = graph.create_node("call_function", _aten.sum.dim_IntList, (x, dims), name=total.name)

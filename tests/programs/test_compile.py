@@ -116,6 +116,24 @@ def test_no_operation_twice():
     assert 4 * 4 == programs.backward_weight.operations  # a transpose, a product into its sum, a sum, and its addition
 
 
+def test_sums_and_views():
+    """A view that only drops what a sum kept goes; any other stays."""
+    calls = [
+        lambda p, x: x * p["w"].sum(0, keepdim=True).view(3),
+        lambda p, x: x * p["w"].sum(-1, keepdim=True).view(2, 1).sum(),
+        lambda p, x: x * p["w"].sum(-1, keepdim=True).view(2).sum(),
+        lambda p, x: x * p["w"].sum([], keepdim=True).view(1, 1),
+        lambda p, x: x * p["w"].sum((0, -1), keepdim=True).view(1, 1, 1).sum(),
+        lambda p, x: x * p["w"].sum((0, -1), keepdim=True).view(()),
+    ]
+    for call in calls:
+        stages = fp.stage(call), fp.compile(fp.stage(call), fuse=False)
+        plans = [fp.make_plan([one], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu") for one in stages]
+        batch = torch.arange(12.0).view(4, 3), torch.ones(4, 3)
+        params = {"w": torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.25, -1.0]])}
+        assert_same_result(*(fp.run(plan, (params,), batch) for plan in plans))
+
+
 def test_residuals_are_what_is_needed():
     """Between F and B lie the inputs of the products; between I and W these and the gradients of their outputs."""
     stage, params, _ = fp.from_module(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)))
