@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 MiB, GiB = 2**20, 2**30
 ROOM = int(21.9 * GiB)
-"""A P40's 22.4 GiB, without half a GiB for the CUDA context."""
+"""A P40's 22.4 GiB, without half a GiB for the CUDA context; a guess, which moves the U-Net on two devices alone by much."""
 
 STREAMS = 32
 """So many streams torch has on a device; who asks for more gets the first ones again."""

@@ -83,7 +83,9 @@ def test_unet(name, ratio):
         for number, part in enumerate(made)
     ]
     model = 8 * row.parameters * 1e6
-    assert ratio == pytest.approx((sum(peaks) - model) / (row.total * GiB - model), abs=0.01)
+    found = (sum(peaks) - model) / (row.total * GiB - model)
+    assert ratio == pytest.approx(found, abs=0.01)
+    assert found == pytest.approx(1, abs=0.15) or name == "pipeline-1"
 
 
 @pytest.mark.slow
@@ -96,4 +98,6 @@ def test_amoebanet(name, ratio):
         reserved(part, 128, state=1, batch=0 if number else 4 * 128 * 3 * 224**2, last=number == len(made) - 1)
         for number, part in enumerate(made)
     ]
-    assert ratio == pytest.approx((sum(peaks) / GiB - row.model) / row.activations, abs=0.01)
+    found = (sum(peaks) / GiB - row.model) / row.activations
+    assert ratio == pytest.approx(found, abs=0.01)
+    assert found == pytest.approx(1, abs=0.05) or name == "pipeline-1"
