@@ -7,12 +7,15 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
 import torch
 from torch.utils._device import DeviceContext
 
 from funcpipe.core.errors import FuncpipeError, Where
 from funcpipe.core.tree import under_transform
+
+T = TypeVar("T")
 
 RUNNING: ContextVar[Callable[[], Where] | None] = ContextVar("funcpipe_running", default=None)
 """Inside of a run: says which action this thread is in. A stage that calls `run` is refused."""
@@ -79,15 +82,18 @@ def no_autocast_cache() -> Generator[None]:
 
 
 _setting = threading.Lock()
-_live: list[int] = []
-_kept = 0
+_live = 0
+_used: set[int] = set()
+_outside = 0
+"""What a thread that never set a number reads while no run goes on; 0: not known."""
 
 
 class intra_op_threads:
     """This many intra-op threads on this thread, and the caller's number again afterwards.
 
-    A number set on one thread is what a thread that never set any reads, so while runs of several user threads overlap,
-    one that reads the number of another run takes what the first of them found instead.
+    A number set on one thread is what every thread reads that never set any, from its first computation on. So a thread
+    of the user's that began to compute while another was in a run has that run's number, and would leave it behind as
+    if it were his: it gets the one that a new thread had before.
 
     No generator: what passes through may be an error that is a StopIteration.
     """
@@ -96,20 +102,36 @@ class intra_op_threads:
         self.count = count
 
     def __enter__(self) -> None:
-        global _kept
+        global _live, _outside
         with _setting:
             self.before = torch.get_num_threads()
-            if not _live:
-                _kept = self.before
-            elif self.before in _live:
-                self.before = _kept
-            _live.append(self.count)
+            if not _live and self.before != _outside:
+                _outside = _elsewhere(torch.get_num_threads, self.before)
+            if self.before in _used:
+                self.before = _outside
+            _live += 1
+            _used.add(self.count)
             torch.set_num_threads(self.count)
 
     def __exit__(self, *error: object) -> None:
+        global _live
         with _setting:
-            _live.remove(self.count)
+            _live -= 1
             torch.set_num_threads(self.before)
+            if not _live and self.before != _outside:
+                _elsewhere(lambda: torch.set_num_threads(_outside), None)
+
+
+def _elsewhere(ask: Callable[[], T], otherwise: T) -> T:
+    """What a new thread answers; ``otherwise`` where none can be had any more."""
+    answers: list[T] = []
+    thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is about to end
+        return otherwise
+    thread.join()
+    return answers[0]
 
 
 def cores() -> list[int]:

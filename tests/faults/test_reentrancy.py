@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import functools
 import multiprocessing
+import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -63,6 +65,40 @@ def test_one_of_two_runs_fails(rig, executor):
     assert around == surroundings()
     assert same(before, rig.everything())
     assert set() == lane_threads()
+
+
+def test_a_thread_that_began_to_compute_during_a_run():
+    """Row 24: it took the number of intra-op threads of that run; after a run of its own nobody has that number."""
+    entered, leave, ready = threading.Event(), threading.Event(), threading.Event()
+    around = surroundings()
+
+    def waits(params, x):
+        entered.set()
+        assert leave.wait(30)
+        return x
+
+    def run(fn):
+        plan = fp.make_plan([fp.stage(fn)], fp.fill_drain(1, 1, backward=False), devices="cpu")
+        return fp.run(plan, ((),), torch.ones(2), executor="serial", threads_per_lane=2)
+
+    def late():
+        assert entered.wait(30)
+        torch.ones(2).sum()
+        began_with = torch.get_num_threads()
+        ready.set()
+        assert late_turn.wait(30)
+        run(lambda params, x: x)
+        return began_with, torch.get_num_threads()
+
+    late_turn = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(run, waits), pool.submit(late)
+        assert ready.wait(30)
+        leave.set()
+        first.result(30)
+        late_turn.set()
+        assert (2, around["threads"]) == second.result(30)
+    assert around == surroundings()
 
 
 @pytest.mark.parametrize("executor", PLAIN)
