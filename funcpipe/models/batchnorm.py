@@ -1,8 +1,8 @@
 """Batch norm whose statistics are handed back instead of written: deferred state.
 
-A forward normalises by its own microbatch, as ``nn.BatchNorm`` would, and gives ``(count, mean, M2)``. Once per batch
-the statistics of all microbatches are merged in their order (Chan, Golub, LeVeque 1979) and committed: the new state
-is that of ``nn.BatchNorm``'s own update applied once to all inputs that the layer saw.
+A forward normalises by its own microbatch, as ``nn.BatchNorm`` would, and gives its size, mean and variance. Once per
+batch the statistics of all microbatches are merged (the sums of squares about several means: Chan, Golub, LeVeque 1979)
+and committed: the new state is that of ``nn.BatchNorm``'s own update applied once to all inputs that the layer saw.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Moments(NamedTuple):
     Attributes:
         size: how many values.
         mean: [C], float64 where the device has it.
-        m2: [C], sum of squared distances from the mean.
+        var: [C], unbiased.
     """
 
     size: int
     mean: Tensor
-    m2: Tensor
+    var: Tensor
 
 
 class BatchNorm:
@@ -83,12 +83,11 @@ class BatchNorm:
         # Made from x, they are batched where vmap batches x.
         own_mean, own_var = (x.new_zeros(old.shape, dtype=old.dtype) for old in (mean, var))
         y = F.batch_norm(x, own_mean, own_var, weight, bias, True, 1.0, eps)
-        with torch.no_grad():
-            # Its float32 mean is too coarse to merge means of 1e4 that differ by 0.1.
-            wide = _wide(x)
-            dims = [0, *range(2, x.dim())]
-            exact = x.detach().mean(dims, dtype=wide) if wide != own_mean.dtype else own_mean
-            return y, (Moments(count, exact, own_var.to(wide) * (count - 1)),)
+        # Its float32 mean is too coarse to merge means of 1e4 that differ by 0.1. The rest waits for the commit: small
+        # operations cost a lane more than they cost there, where one serves all microbatches.
+        wide = _wide(x)
+        exact = x.detach().mean([0, *range(2, x.dim())], dtype=wide) if wide != own_mean.dtype else own_mean
+        return y, (Moments(count, exact, own_var),)
 
     def init(self, num_features: int, *, device: Any = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """The state of a fresh layer: mean 0, variance 1, no batches seen."""
@@ -119,8 +118,7 @@ class BatchNorm:
         if momentum is None and tracked is None:
             raise PlanError("momentum=None averages over all batches and needs num_batches_tracked in the state")
         share = momentum if momentum is not None else 1.0 / float(tracked or 1)
-        unbiased = merged.m2 / (merged.size - 1)
-        for name, value in (("running_mean", merged.mean), ("running_var", unbiased)):
+        for name, value in (("running_mean", merged.mean), ("running_var", merged.var)):
             old = state[name]
             new[name] = ((1.0 - share) * old.to(value.dtype) + share * value).to(old.dtype)
         return new
@@ -130,21 +128,21 @@ batch_norm = BatchNorm()
 
 
 def merge(moments: Sequence[Moments]) -> Moments:
-    """The statistics of all values together, merged in order.
+    """The statistics of all values together.
 
     >>> import torch
     >>> parts = [Moments(2, torch.tensor([0.5]), torch.tensor([0.5])), Moments(1, torch.tensor([2.0]), torch.zeros(1))]
     >>> merge(parts)
-    Moments(size=3, mean=tensor([1.]), m2=tensor([2.]))
+    Moments(size=3, mean=tensor([1.]), var=tensor([1.]))
     """
-    count, mean, m2 = moments[0]
-    for other, other_mean, other_m2 in moments[1:]:
-        total = count + other
-        delta = other_mean - mean
-        mean = mean + delta * (other / total)
-        m2 = m2 + other_m2 + delta * delta * (count * other / total)
-        count = total
-    return Moments(count, mean, m2)
+    sizes, means, variances = zip(*moments, strict=True)
+    total = sum(sizes)
+    means = torch.stack(means)
+    variances = torch.stack(variances).to(means.dtype)
+    count = means.new_tensor(sizes).reshape(-1, *[1] * (means.dim() - 1))
+    mean = (count * means).sum(0) / total
+    squares = (count - 1) * variances + count * (means - mean).square()
+    return Moments(total, mean, squares.sum(0) / (total - 1))
 
 
 class DeferredBatchNorm(_BatchNorm):

@@ -39,25 +39,28 @@ def path_of(value: Any) -> str:
 _HOLDERS: list[tuple[str, Any]] = [("torch", torch), ("torch.Tensor", torch.Tensor), ("torch._C._nn", torch._C._nn)]  # pyright: ignore
 
 
-def binding(node: fx.Node) -> Callable[..., Any]:
-    """The fastest function that calls an operation with these arguments: torch's own binding if it does just that.
+def binding(node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+    """The fastest function that makes the call of a node, and its arguments: torch's own binding if it does just that.
 
     An overload called from Python finds its kernel through a slower path. Whether a binding of the same name makes this
-    very call is tried, on the fake tensors of the trace.
+    very call is tried, on the fake tensors of the trace; some have other defaults than the operation, so it is tried
+    with all arguments written out as well.
     """
     target: Any = node.target
+    same = target, node.args, node.kwargs
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
-        return target
+        return same
     name = target._schema.name.removeprefix("aten::")
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])  # pyright: ignore
     mode: Any = next((leaf.fake_mode for leaf in _flat((args, kwargs)) if hasattr(leaf, "fake_mode")), None)
     if mode is None:
-        return target
-    for _, holder in _HOLDERS:
-        candidate = getattr(holder, name, None)
-        if candidate is not None and _makes(candidate, target, args, kwargs, mode):
-            return candidate
-    return target
+        return same
+    left_out = tuple(a.default_value for a in target._schema.arguments[len(args) :] if not a.kwarg_only)
+    for candidate in [getattr(holder, name) for _, holder in _HOLDERS if hasattr(holder, name)]:
+        for more in ((), left_out):
+            if _makes(candidate, target, (*args, *more), kwargs, mode):
+                return candidate, (*node.args, *more), node.kwargs
+    return same
 
 
 def _makes(candidate: Any, target: Any, args: Any, kwargs: Mapping[str, Any], mode: Any) -> bool:

@@ -14,7 +14,7 @@ from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, unflatten
 from funcpipe.programs.backend import Built
 from funcpipe.programs.draws import Keyring
-from funcpipe.programs.joint import Ask, Form, leaves_in, tensors
+from funcpipe.programs.joint import Ask, Form, tensors
 from funcpipe.programs.programs import Half, Programs
 from funcpipe.programs.source import Code, laid_out
 from funcpipe.runtime.border import LEAF, Border, add_gradients, dense
@@ -95,7 +95,8 @@ class CompiledBound(EagerBound):
         super().__init__(stage, index, params, state, **options)
         self.compiled, self.trainable = compiled, options["trainable"]
         self.given = [leaf.detach() for leaf in tensors(self.leaves, self.state_leaves)]
-        self.signature: Hashable = None
+        self.signature: list[Hashable] | None = None
+        self.sums: list[Tensor | None] = []
         self.programs: Programs | None = None
         self.waiting: list[tuple[Half, Any]] = []
         self.fixed_words: Hashable = None
@@ -104,19 +105,20 @@ class CompiledBound(EagerBound):
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
         """F, as its program; a stage that cannot be one runs eagerly where that is wanted."""
+        leaves, signature = _read(args)
         try:
-            programs = self.find(args)
+            programs = self._programs(args, signature)
         except TraceError as error:
             if error.cause is not None:
                 super().forward(args, keep=False)  # a mistake in the stage itself says so, at its place
-            programs = self.find(args)  # which says how to go on
+            programs = self._programs(args, signature)  # which says how to go on
         if programs is None:
             return super().forward(args, keep=keep)
-        joint = programs.joint
-        values: list[Any] = [tensors(leaves_in(args))]
+        joint, program = programs.joint, programs.forward if keep else programs.alone
         if joint.draws:
-            values.append(Keyring(self.keys, self.index, joint.draws, args.microbatch))
-        found = self._run(programs.forward if keep else programs.alone, *values)
+            found = self._run(program, leaves, Keyring(self.keys, self.index, joint.draws, args.microbatch))
+        else:
+            found = self._run(program, leaves)
         outs, kept = found if keep else (found, [])
         y, report, stash = _close(joint.form, outs)
         if not keep:
@@ -134,12 +136,14 @@ class CompiledBound(EagerBound):
 
     def find(self, args: StageArgs) -> Programs | None:
         """The programs for these shapes; None: run eagerly."""
-        if self.fixed_words is None:
-            self.fixed_words = self._words()
-        signature = (self.fixed_words, *_border_words(args))
+        return self._programs(args, _read(args)[1])
+
+    def _programs(self, args: StageArgs, signature: list[Hashable]) -> Programs | None:
         if signature != self.signature:
+            if self.fixed_words is None:
+                self.fixed_words = self._words()
             ask = Ask(self.stage, unflatten(self.spec, self.leaves), self.state, self.trainable, self.train, self.backwards, self.loss, args)  # fmt: skip
-            self.programs = self.compiled.programs(signature, ask)
+            self.programs = self.compiled.programs((self.fixed_words, *signature), ask)
             self.signature = signature
         return self.programs
 
@@ -157,7 +161,6 @@ class CompiledBound(EagerBound):
         if isinstance(residual, EagerResidual):
             return super().backward(residual, y, stash)
         given, missing = self._roots(residual, y, stash)
-        self._begun()
         x, *skips = self._run(residual.programs.half(missing).whole, residual.values, given, self._sums())
         return Cotangents(x, skips)
 
@@ -177,7 +180,6 @@ class CompiledBound(EagerBound):
         """W: adds the gradients of the parameters into their sums."""
         if residual is None:
             return
-        self._begun()
         half, sums = residual.programs.half(residual.missing), self._sums()
         if not self.compiled.merge or not (more or self.waiting):
             self._run(half.weights, residual.values, sums)
@@ -195,7 +197,10 @@ class CompiledBound(EagerBound):
         self.waiting = []
 
     def _sums(self) -> list[Tensor | None]:
-        return [alias.grad for alias in self.inputs]
+        if not self.sums:
+            self._begun()
+            self.sums = [alias.grad for alias in self.inputs]
+        return self.sums
 
     def _roots(
         self, residual: Tensors, y: Gradients | None, stash: dict[str, list[Gradients]]
@@ -203,17 +208,14 @@ class CompiledBound(EagerBound):
         """The gradients that come in, by root, and the roots that have none."""
         given: list[Tensor | None] = []
         added = {name: add_gradients(None, *parts) or () for name, parts in stash.items()}
-        ends = self.loss_cotangents(residual)
+        ends = self.loss_cotangents(residual) if residual.loss is not None or residual.side is not None else {}
         for what, name, leaf, stride in residual.programs.joint.roots:
-            match what:
-                case "y":
-                    one = y[leaf] if y is not None else None
-                case "stash":
-                    one = added[name][leaf] if name in added else None
-                case "loss":
-                    one = ends.get("loss")
-                case _:
-                    one = ends.get("side")
+            if what == "y":
+                one = y[leaf] if y is not None else None
+            elif what == "stash":
+                one = added[name][leaf] if name in added else None
+            else:
+                one = ends.get(what)
             given.append(one if one is None or one.stride() == stride else laid_out(one, stride))
         missing = [number for number, one in enumerate(given) if one is None]
         return given, frozenset(missing) if missing else _ALL_THERE
@@ -221,7 +223,7 @@ class CompiledBound(EagerBound):
     def release(self) -> None:
         """Forget every tensor."""
         super().release()
-        self.given = []
+        self.given, self.sums = [], []
         self.programs = self.signature = None
 
 
@@ -243,14 +245,21 @@ def _close(form: Form, outs: Sequence[Tensor]) -> tuple[Border, Report, dict[str
     return y, _NOTHING if report is None else Report(*unflatten(report, leaves[at:])), stash
 
 
-def _border_words(args: StageArgs) -> list[Hashable]:
-    """The signature of what a forward gets."""
+def _read(args: StageArgs) -> tuple[list[Tensor], list[Hashable]]:
+    """The tensors that a forward gets, and the signature of all that it gets."""
+    found: list[Tensor] = []
     words: list[Hashable] = []
-    for border in (args.x, *args.skips, *args.feeds, *([] if args.target is None else [args.target])):
-        words += [border.spec, tuple(border.flags)]
+    borders = [args.x, *args.skips, *args.feeds]
+    if args.target is not None:
+        borders.append(args.target)
+    for border in borders:
+        words.append(border.spec)
+        words.append(tuple(border.flags))
         for leaf in border.leaves:
             words.append(word(leaf))
-    return words
+            if isinstance(leaf, Tensor):
+                found.append(leaf)
+    return found, words
 
 
 def word(leaf: Any) -> Hashable:

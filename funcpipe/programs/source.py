@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -208,11 +208,14 @@ class _Writer:
         if not isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
             raise TraceError(f"its graph has {node.target}, which is no operation of torch")
         self.operations += 1
-        args = [self._word(value) for value in node.args] + [f"{key}={self._word(v)}" for key, v in node.kwargs.items()]
         if "draw" in node.meta:
-            return self._draw(node, args)
-        function = binding(node)
+            return self._draw(node, self._arguments(node.args, node.kwargs))
+        function, positional, keywords = binding(node)
+        args = self._arguments(positional, keywords)
         return f"{path_of(function) or self._bind(_plain_name(node.target), function)}({', '.join(args)})"
+
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+        return [*map(self._word, args), *(f"{key}={self._word(value)}" for key, value in kwargs.items())]
 
     def _draw(self, node: fx.Node, args: list[str]) -> str:
         """The expression of an operation that draws; ``R`` holds the keys."""

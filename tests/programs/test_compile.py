@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 import pickle
@@ -50,11 +51,9 @@ def test_bits_of_the_zoo(kind, recompute):
     assert all(stage.program.found for stage in made)
 
 
-@pytest.mark.parametrize("schedule", schedules(4, 4), ids=ids)
-@pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.slow), 6])
-def test_bits_for_every_schedule(schedule, rows):
-    """Skips, feeds, a side loss, trees with ints and masks, an uneven batch, both executors."""
-    torch.manual_seed(0)
+@functools.cache
+def four():
+    """Skips, feeds, a side loss, trees with ints and masks; compiled once for all schedules, which traces once."""
 
     @fp.stage(stash=["far"])
     def first(p, x):
@@ -76,12 +75,21 @@ def test_bits_for_every_schedule(schedule, rows):
         return x @ p["w"] + skips["far"][0]
 
     stages = (first, second, third, fourth)
-    params = tuple({"w": torch.randn(6, 6, dtype=torch.float64), "unused": torch.ones(2)} for _ in stages)
+    return stages, compiled(stages, fuse=False)
+
+
+@pytest.mark.parametrize("schedule", schedules(4, 4), ids=ids)
+@pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.slow), 6])
+def test_bits_for_every_schedule(schedule, rows):
+    """The chain `four`, an uneven batch, both executors."""
+    torch.manual_seed(0)
+    plans = [fp.make_plan(one, schedule, loss=F.mse_loss, outputs=True, devices="cpu") for one in four()]
+    params = tuple({"w": torch.randn(6, 6, dtype=torch.float64), "unused": torch.ones(2)} for _ in four()[0])
     batch = torch.randn(rows, 6, dtype=torch.float64), torch.randn(rows, 6, dtype=torch.float64)
     feeds = {"scale": torch.rand(rows, 1, dtype=torch.float64)}
     before = snapshot((params, batch, feeds))
     for executor in EXECUTORS:
-        eager, programs = both(stages, params, batch, schedule, feeds=feeds, seed=1, executor=executor)
+        eager, programs = [fp.run(plan, params, batch, feeds=feeds, seed=1, executor=executor, threads_per_lane=1) for plan in plans]  # fmt: skip
         assert_same_result(eager, programs)
         assert ((0, "unused"), (1, "unused"), (2, "unused"), (3, "unused")) == programs.unused
     assert same(before, snapshot((params, batch, feeds)))
@@ -114,6 +122,14 @@ def test_no_operation_twice():
     assert 4 == count(programs.backward_weight, "torch.sum(")
     assert 0 == count(programs.backward_input, "torch.sum(")
     assert 4 * 4 == programs.backward_weight.operations  # a transpose, a product into its sum, a sum, and its addition
+
+
+def test_torch_s_own_bindings_make_the_same_call():
+    """An operation is called through torch's binding; one whose binding has other defaults gets all it was called with."""
+    options = {"loss": F.mse_loss, "target": torch.ones(2, 3)}
+    made = fp.programs(fp.compile(fp.stage(lambda p, x: x * p)), torch.ones(3), torch.ones(2, 3), **options)
+    assert "torch.mul(x0, p0)" in made.forward.text
+    assert "torch._C._nn.mse_loss(mul, x1" in made.forward.text
 
 
 def test_sums_and_views():
@@ -463,6 +479,21 @@ def test_what_cannot_be_traced_says_why(function, reason):
         plan = fp.make_plan([one], fp.zero_bubble(1, 2), loss=F.mse_loss, devices="cpu")
         found.append(fp.run(plan, (torch.ones(3),), batch, seed=0))
     assert_same_result(*found)
+
+
+def test_some_microbatches_are_programs_and_some_are_not():
+    """With fallback=True each signature goes its own way, into the same sums."""
+
+    def odd(p, x):
+        return x * p if len(x) > 1 else x * p * (1.0 if x.sum().item() > 0 else 2.0)
+
+    stage, batch = fp.stage(odd), (torch.rand(5, 3), torch.ones(5, 3))
+    for schedule in (fp.one_f_one_b(1, 3), fp.zero_bubble(1, 3), fp.Schedule.parse("0F2 0B2 0F0 0B0 0F1 0B1")):
+        stages = stage, fp.compile(stage, fallback=True, fuse=False)
+        plans = [fp.make_plan([one], schedule, loss=F.mse_loss, devices="cpu") for one in stages]
+        eager, mixed = [fp.run(plan, (torch.ones(3),), batch, executor="serial") for plan in plans]
+        assert_same_result(eager, mixed)
+        assert 1 == len(plans[1].stages[0].program.reasons())
 
 
 def test_a_stage_that_writes_into_its_parameters():
