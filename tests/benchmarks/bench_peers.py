@@ -2,17 +2,18 @@
 
     python tests/benchmarks/bench_peers.py [--work mlp] [--width 1024] [--depth 8] [--batch 256] [--microbatches 8] [--repeats 15]
 
-A chain of equal layers in fp32 (Linear and GELU; with ``--work`` blocks of a transformer, or residual blocks with
-BatchNorm), cut into equal parts; a step is forward, mean squared error, backward, until the
+A chain of equal layers in fp32 (Linear and GELU; with ``--work`` blocks of a transformer, residual blocks with
+BatchNorm, or a U-Net cut at its lowest level), cut into equal parts; a step is forward, mean squared error, backward, until the
 gradients of all parameters are there (those of the step before are dropped inside of it; no optimizer). Every arm has the
-same weights and batch, one intra-op thread per lane, and must give the gradients of plain autograd to 1e-5 before it is
-timed. Arms take turns in a shuffled order; a sample during which other processes used more than 0.15 cores is taken
+same weights and batch, one intra-op thread per lane, and must give the gradients of plain autograd to 1e-5 (the U-Net to 1e-4)
+before it is timed. Arms take turns in a shuffled order; a sample during which other processes used more than 0.15 cores is taken
 again, up to four times and while --seconds last; "clean" counts those that were not disturbed, and figures are of the
 clean samples (of all, with a star, where fewer than five are clean: such rows have no ratio). "1F1B / this" and
 "fill-drain / this" are funcpipe's median with the same remat over this row's: below 1 funcpipe is faster; "compiled 1F1B /
 this" is the same with compiled stages. "cores" is CPU time over wall time, of all processes of the arm. "limit" is what two
 lanes take that each do their half of the model on inputs that lie ready, waiting for nobody, times (M + 1) / M for the fill
-and drain of 1F1B.
+and drain of 1F1B. "MiB" is by how much the processes of the arm grow at most in a step, once what is left of earlier steps went
+back to the system (the median of three steps of their own, not timed); of two processes the sum.
 
 torchgpipe is measured if it is installed, as published: its two CPU partitions share one worker thread.
 torch.distributed.pipelining runs as two processes over gloo, kept between steps, each pinned to its share of the cores as
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import tempfile
 import threading
@@ -40,9 +42,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from peers_samples import Spent, Summary, here, summary, take
+from peers_samples import Spent, Summary, here, peak, summary, take
 from peers_torch import SCHEDULES, RankError, Ranks
-from peers_work import KINDS, LANES, LIMIT, Work, gradients
+from peers_work import KINDS, LANES, Work, gradients
 from torch import Tensor
 
 import funcpipe as fp
@@ -52,13 +54,20 @@ WARMUP = 3
 
 
 class Arm(NamedTuple):
-    """One row: whose, what, which remat; how to do a step, and how far its gradients are from the wanted ones."""
+    """One row: whose, what, which remat.
+
+    Attributes:
+        step: does one.
+        error: how far its gradients are from the wanted ones.
+        memory: MiB that a step needs.
+    """
 
     system: str
     name: str
     remat: str
     step: Callable[[], Spent]
     error: Callable[[], float]
+    memory: Callable[[], float]
 
     def __str__(self) -> str:
         return f"{self.system}, {self.name}, remat {self.remat}"
@@ -78,7 +87,12 @@ def plain(work: Work) -> Iterator[Arm]:
             (F.mse_loss(model(x), target) / work.microbatches).backward()
 
     for name, step in (("whole batch", whole), ("microbatch loop", loop))[0 if work.rows_apart else 1 :]:
-        yield Arm("plain, 1 thread", name, "never", here(step), lambda: work.error(gradients(model)))
+        yield _module(Arm("plain, 1 thread", name, "never", *_NOTHING), model, work, step)
+
+
+def _module(arm: Arm, model: nn.Module, work: Work, step: Callable[[], None]) -> Arm:
+    """An arm whose gradients are where autograd puts them."""
+    return arm._replace(step=here(step), error=lambda: work.error(gradients(model)), memory=partial(peak, step, model.zero_grad))  # fmt: skip
 
 
 def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
@@ -92,7 +106,7 @@ def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
             count = LANES * each
             if work.depth % count:
                 continue
-            per, model = work.depth // count, work.model()
+            per, model = work.depth // count, work.model(fp)
             parts: list[nn.Sequential] = [model[i * per : (i + 1) * per] for i in range(count)]
             stages, params, state = zip(*map(fp.from_module, parts), strict=True)
             if system != "funcpipe":
@@ -104,7 +118,7 @@ def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
                 yield _planned(Arm(system, name, mode, *_NOTHING), plan, (params, state), work, lanes)
 
 
-_NOTHING: tuple[Any, Any] = (None, None)
+_NOTHING: tuple[Any, Any, Any] = (None, None, None)
 
 
 def _planned(arm: Arm, plan: fp.Plan, trees: tuple[Any, Any], work: Work, lanes: fp.Lanes) -> Arm:
@@ -118,7 +132,11 @@ def _planned(arm: Arm, plan: fp.Plan, trees: tuple[Any, Any], work: Work, lanes:
     def error() -> float:
         return work.error([own[key] for own, tree in zip(grads, params, strict=True) for key in tree])
 
-    return arm._replace(step=here(step), error=error)
+    def clear() -> None:
+        nonlocal grads
+        grads = ()
+
+    return arm._replace(step=here(step), error=error, memory=partial(peak, step, clear))
 
 
 def limit(work: Work, compiled: bool) -> Arm:
@@ -151,22 +169,24 @@ def limit(work: Work, compiled: bool) -> Arm:
         spent = here(both)()
         return Spent(spent.wall * (count + 1) / count, spent.cpu)
 
-    return Arm("limit", "compiled" if compiled else "eager", "never", step, lambda: 0.0)
+    return Arm("limit", "compiled" if compiled else "eager", "never", step, lambda: 0.0, lambda: float("nan"))
 
 
 def torchgpipe(work: Work) -> Iterator[Arm]:
     """The published package, its two partitions on the CPU."""
-    from torchgpipe import GPipe
+    from torchgpipe import GPipe, skip
 
     for mode in REMAT:
         per = work.depth // LANES
-        model = GPipe(work.model(), [per] * LANES, devices=["cpu"] * LANES, chunks=work.microbatches, checkpoint=mode)
+        model = GPipe(
+            work.model(skip), [per] * LANES, devices=["cpu"] * LANES, chunks=work.microbatches, checkpoint=mode
+        )
 
         def step(model: nn.Module = model) -> None:
             model.zero_grad()
             F.mse_loss(model(work.x), work.target).backward()
 
-        yield Arm("torchgpipe", "GPipe", mode, here(step), lambda model=model: work.error(gradients(model)))
+        yield _module(Arm("torchgpipe", "GPipe", mode, *_NOTHING), model, work, step)
 
 
 def torch_pipelining(work: Work, opened: ExitStack) -> Iterator[Arm]:
@@ -178,14 +198,15 @@ def torch_pipelining(work: Work, opened: ExitStack) -> Iterator[Arm]:
             print(f"skipped: torch {name}; it takes a --depth that {LANES * each} divides")
             continue
         ranks = opened.enter_context(Ranks(name, folder))
-        yield Arm("torch pipelining", name, "never", ranks.step, ranks.error)
+        yield Arm("torch pipelining", name, "never", ranks.step, ranks.error, ranks.memory)
 
 
 def installed(work: Work, opened: ExitStack) -> Iterator[Arm]:
     """All arms; for what is not installed, a line."""
     yield from plain(work)
     yield from funcpipe(work, opened)
-    yield from (limit(work, compiled) for compiled in (False, True))
+    if work.in_line:
+        yield from (limit(work, compiled) for compiled in (False, True))
     if find_spec("torchgpipe"):
         yield from torchgpipe(work)
     else:
@@ -196,7 +217,7 @@ def installed(work: Work, opened: ExitStack) -> Iterator[Arm]:
         print("skipped: this torch was built without gloo; to measure torch pipelining: pip install torch==2.13.0")
 
 
-def proven(arms: list[Arm]) -> list[Arm]:
+def proven(arms: list[Arm], limit: float) -> list[Arm]:
     """The arms that run, warm and with the right gradients. Raises SystemExit when some are wrong."""
     running: list[Arm] = []
     for arm in arms:
@@ -207,18 +228,18 @@ def proven(arms: list[Arm]) -> list[Arm]:
         except RankError as failure:
             print(f"skipped: {arm} does not run here: {failure}")
             continue
-        if not error <= LIMIT:
-            raise SystemExit(f"{arm}: its gradients are {error:.1e} away from the plain ones, more than {LIMIT:g}")
+        if not error <= limit:
+            raise SystemExit(f"{arm}: its gradients are {error:.1e} away from the plain ones, more than {limit:g}")
         running.append(arm)
     return running
 
 
-def table(arms: list[Arm], found: dict[str, Summary]) -> Iterator[str]:
+def table(arms: list[Arm], found: dict[str, Summary], needs: dict[str, float]) -> Iterator[str]:
     """The rows in markdown."""
     own = {(arm.system, arm.name, arm.remat): found[str(arm)] for arm in arms}
     bases = (("funcpipe", "1F1B"), ("funcpipe", "fill-drain"), ("funcpipe, compiled", "1F1B"))
-    yield "| system | schedule | remat | median ms (quartiles) | cores | 1F1B / this | fill-drain / this | compiled 1F1B / this | clean |"
-    yield "|---|---|---|---:|---:|---:|---:|---:|---:|"
+    yield "| system | schedule | remat | median ms (quartiles) | cores | 1F1B / this | fill-drain / this | compiled 1F1B / this | MiB | clean |"
+    yield "|---|---|---|---:|---:|---:|---:|---:|---:|---:|"
     for arm in arms:
         this = found[str(arm)]
         low, middle, high = (f"{seconds * 1e3:.1f}" for seconds in this.quartiles)
@@ -226,7 +247,9 @@ def table(arms: list[Arm], found: dict[str, Summary]) -> Iterator[str]:
         first = (
             f"{arm.system} | {arm.name} | {arm.remat} | {middle}{'*' * this.noisy} ({low}-{high}) | {this.cores:.2f}"
         )
-        yield f"| {first} | {ratios} | {this.clean}/{this.count} |"
+        need = needs[str(arm)]
+        memory = f"{need:.1f}" if need == need else "-"
+        yield f"| {first} | {ratios} | {memory} | {this.clean}/{this.count} |"
 
 
 def _ratio(ours: Summary, this: Summary) -> str:
@@ -248,10 +271,11 @@ def main() -> None:
     torch.set_num_threads(1)
     work = Work.make(given.work, given.width, given.depth, given.batch, given.microbatches)
     with ExitStack() as opened:
-        arms = proven(list(installed(work, opened)))
+        arms = proven(list(installed(work, opened)), work.limit)
         samples = take({str(arm): arm.step for arm in arms}, given.repeats, given.seconds)
+        needs = {str(arm): statistics.median(arm.memory() for _ in range(3)) for arm in arms}
     print(f"{given.depth} x {KINDS[given.work].format(width=given.width)}, {given.batch} rows, M = {given.microbatches}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
-    for line in table(arms, {name: summary(own) for name, own in samples.items()}):
+    for line in table(arms, {name: summary(own) for name, own in samples.items()}, needs):
         print(line)
 
 

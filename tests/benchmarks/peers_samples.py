@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import random
 import statistics
@@ -23,6 +25,7 @@ _TICK = 0.01
 """Seconds: /proc/stat counts in ticks, so a short sample may see one too many."""
 
 _STAT = Path("/proc/stat")
+_STATUS, _HIGHEST = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Spent(NamedTuple):
@@ -63,6 +66,29 @@ def here(step: Callable[[], object]) -> Callable[[], Spent]:
         return Spent(perf_counter() - wall, process_time() - cpu)
 
     return measured
+
+
+def peak(step: Callable[[], object], clear: Callable[[], object]) -> float:
+    """MiB by which this process grows at most during a step; nan where the system does not say.
+
+    Before it gradients of earlier steps are dropped, and what the allocator keeps for later goes back to the system. So
+    the figure holds everything that the step needs besides model and batch: activations, gradients, and what is lost
+    between blocks.
+    """
+    clear()
+    if not _HIGHEST.exists():
+        return float("nan")
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    _HIGHEST.write_text("5")  # the mark goes down to what is used now
+    before = _kib("VmRSS")
+    step()
+    return (_kib("VmHWM") - before) / 1024
+
+
+def _kib(name: str) -> int:
+    row = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name))
+    return int(row.split()[1])
 
 
 def take(arms: Mapping[str, Callable[[], Spent]], repeats: int, seconds: float) -> dict[str, list[Sample]]:

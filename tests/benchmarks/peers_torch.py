@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from peers_samples import Spent
+from peers_samples import Spent, peak
 from peers_work import LANES, Work, gradients
 
 SCHEDULES = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 2, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}  # fmt: skip
@@ -66,6 +66,10 @@ class Ranks:
         starts, ends, cpus = zip(*self._ask("step"), strict=True)
         return Spent(max(ends) - min(starts), sum(cpus))
 
+    def memory(self) -> float:
+        """MiB by which the processes grow in a step: the sum of what each grows at most."""
+        return sum(self._ask("memory"))
+
     def error(self) -> float:
         """How far the gradients of the last step are from the wanted ones."""
         return max(self._ask("error"))
@@ -111,6 +115,8 @@ def _main(rank: int, schedule: str, folder: Path, pipe: Connection) -> None:
                 start, cpu = perf_counter(), process_time()
                 step()
                 pipe.send((start, perf_counter(), process_time() - cpu))
+            elif request == "memory":
+                pipe.send(peak(step, lambda: [part.zero_grad() for part in parts.values()]))
             else:
                 found = [work.error(gradients(m), layers=slice(i * per, (i + 1) * per)) for i, m in parts.items()]
                 pipe.send(max(found))
