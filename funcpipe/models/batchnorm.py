@@ -1,15 +1,17 @@
 """Batch norm whose statistics are handed back instead of written: deferred state.
 
 A forward normalises by its own microbatch, as ``nn.BatchNorm`` would, and gives its size, mean and variance. Once per
-batch the statistics of all microbatches are merged (the sums of squares about several means: Chan, Golub, LeVeque 1979)
-and committed: the new state is that of ``nn.BatchNorm``'s own update applied once to all inputs that the layer saw.
+batch the statistics of all microbatches are merged (Chan, Golub, LeVeque 1979) and committed: the new state is that of
+``nn.BatchNorm``'s own update applied once to all inputs that the layer saw.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import lru_cache, reduce
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -135,14 +137,28 @@ def merge(moments: Sequence[Moments]) -> Moments:
     >>> merge(parts)
     Moments(size=3, mean=tensor([1.]), var=tensor([1.]))
     """
-    sizes, means, variances = zip(*moments, strict=True)
-    total = sum(sizes)
-    means = torch.stack(means)
-    variances = torch.stack(variances).to(means.dtype)
-    count = means.new_tensor(sizes).reshape(-1, *[1] * (means.dim() - 1))
-    mean = (count * means).sum(0) / total
-    squares = (count - 1) * variances + count * (means - mean).square()
-    return Moments(total, mean, squares.sum(0) / (total - 1))
+    by_size = groupby(sorted(moments, key=itemgetter(0)), itemgetter(0))
+    total, mean, squares = reduce(_together, [_of_one_size(size, list(group)) for size, group in by_size])
+    return Moments(total, mean, squares / (total - 1))
+
+
+_Sums: TypeAlias = tuple[int, Tensor, Tensor]
+"""How many values, their mean, and the sum of squared distances from it. Counts stay Python's: one in a tensor would have to
+be copied to a device."""
+
+
+def _of_one_size(size: int, moments: Sequence[Moments]) -> _Sums:
+    means = torch.stack([one.mean for one in moments])
+    variances = torch.stack([one.var for one in moments]).to(means.dtype)
+    mean = means.mean(0)
+    return size * len(moments), mean, (size - 1) * variances.sum(0) + size * (means - mean).square().sum(0)
+
+
+def _together(first: _Sums, second: _Sums) -> _Sums:
+    """Of two sets of values, by Chan, Golub, LeVeque 1979."""
+    count, other = first[0], second[0]
+    total, delta = count + other, second[1] - first[1]
+    return total, first[1] + delta * (other / total), first[2] + second[2] + delta * delta * (count * other / total)
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -190,7 +206,7 @@ class DeferredBatchNorm(_BatchNorm):
         return y
 
 
-@functools.lru_cache(maxsize=256)
+@lru_cache(maxsize=256)
 def _deferred(kind: type[_BatchNorm]) -> type[DeferredBatchNorm]:
     return type(f"Deferred{kind.__name__}", (DeferredBatchNorm, kind), {})
 

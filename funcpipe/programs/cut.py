@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,6 +65,7 @@ class Backward:
         wanted: gradients of input leaves, one list for the input and one for each skip.
         sums: gradients of the trainable leaves.
         products: those of them that are products of two matrices and serve nothing else, by their numbers.
+        columns: the numbers of those that are sums over the rows of a matrix with few of them, and serve nothing else.
     """
 
     whole: Part
@@ -75,6 +76,7 @@ class Backward:
     wanted: list[list[fx.Node | None]]
     sums: list[fx.Node | None]
     products: dict[int, Product]
+    columns: list[int]
 
 
 class Cut:
@@ -125,7 +127,7 @@ class Cut:
         inputs_own = _whole_ops(above(ends) - forward)
         outside = {*forward, *cotangents, *inputs_own}
         weights = gather(targets, stop=outside)
-        products = _products(sums, {*weights.nodes})
+        products, columns = _products(sums, {*weights.nodes}), _columns(sums, {*weights.nodes})
         rest = [node for number, node in enumerate(sums) if node is not None and number not in products]
         factors = [factor for left, right, _ in products.values() for factor in (left, right)]
         operands = gather([*rest, *factors], stop=outside)
@@ -135,21 +137,46 @@ class Cut:
         whole = gather([*ends, *targets], stop={*forward, *cotangents})
         crossing = {*inputs.reads, *weights.reads, *whole.reads} - cotangents - {*inputs.nodes}
         order = [node for node in joint.module.graph.nodes if node in crossing]
-        return Backward(whole, inputs, weights, operands, left, wanted, sums, products), order
+        return Backward(whole, inputs, weights, operands, left, wanted, sums, products, columns), order
 
 
 def _products(sums: Sequence[fx.Node | None], own: set[fx.Node]) -> dict[int, Product]:
     """The weight gradients that are products and serve nothing but one sum."""
     found: dict[int, Product] = {}
-    for number, node in enumerate(sums):
-        if node is None or node not in own or node.target is not _aten.mm.default or list(sums).count(node) > 1:
-            continue
-        if not any(user in own for user in node.users):
-            left: Any
-            left, right = node.args
-            turned = left.target is _aten.t.default
-            found[number] = Product(left.args[0] if turned else left, right, turned)  # pyright: ignore[reportArgumentType]
+    for number, node in _single(sums, own, _aten.mm.default):
+        left: Any
+        left, right = node.args
+        turned = left.target is _aten.t.default
+        found[number] = Product(left.args[0] if turned else left, right, turned)  # pyright: ignore[reportArgumentType]
     return found
+
+
+_FEW = 512
+"""Rows that a product with ones may add: torch's sum adds in pairs, and of many rows that is closer."""
+
+
+def _columns(sums: Sequence[fx.Node | None], own: set[fx.Node]) -> list[int]:
+    """The weight gradients that are sums over a few rows and serve nothing but one sum.
+
+    On the CPU only: elsewhere the ones would have to be there before streams that know nothing of each other.
+    """
+    found: list[int] = []
+    for number, node in _single(sums, own, _aten.sum.dim_IntList):
+        rows: Any = node.args[0]
+        val = rows.meta["val"]
+        plain = node.args[1:] == ([0],) and not node.kwargs and val.dtype in (torch.float32, torch.float64)
+        if plain and val.device.type == "cpu" and val.dim() == 2 and 0 < len(val) <= _FEW:
+            found.append(number)
+    return found
+
+
+def _single(sums: Sequence[fx.Node | None], own: set[fx.Node], target: Any) -> Iterator[tuple[int, fx.Node]]:
+    """The weight gradients that this operation makes and only one sum reads, with their numbers."""
+    for number, node in enumerate(sums):
+        if node is None or node not in own or node.target is not target or list(sums).count(node) > 1:
+            continue
+        if own.isdisjoint(node.users):
+            yield number, node
 
 
 def above(roots: Iterable[Any]) -> set[fx.Node]:

@@ -89,6 +89,7 @@ class Programs:
         results: Sequence[Sequence[fx.Node | None]],
         sums: Sequence[fx.Node | None] | None = None,
         products: Mapping[int, Product] | None = None,
+        columns: Sequence[int] = (),
     ) -> Code | Built:
         """Write a program, or have it built. One that draws is written: no backend knows keys."""
         with tracing:
@@ -96,7 +97,16 @@ class Programs:
             if self.backend is not None and not any("draw" in node.meta for node in part.nodes):
                 return Built(name, boxes, part, results, _PACK[name], module=module, backend=self.backend, sums=sums or (), products=fused)  # fmt: skip
             rows = [f"[{{{number}}}]" for number in range(len(results))]
-            return Code(name, boxes, part, _RETURNS[name](rows), results, module=module, sums=sums, fused=fused)
+            return Code(
+                name,
+                boxes,
+                part,
+                _RETURNS[name](rows),
+                results,
+                module=module,
+                sums=sums,
+                fused=[*fused, *(columns if self.fuse else ())],
+            )
 
     @property
     def backward(self) -> Code | Built:
@@ -137,9 +147,9 @@ class Programs:
         factors = [[one.left for one in cut.products.values()], [one.right for one in cut.products.values()]]
         left = Box("L", cut.left, emptied=True)
         return Half(
-            self._make("B", [params, kept, given], cut.whole, cut.wanted, cut.sums, cut.products),
+            self._make("B", [params, kept, given], cut.whole, cut.wanted, cut.sums, cut.products, cut.columns),
             self._make("I", [params, kept, given], cut.inputs, [*cut.wanted, cut.left]),
-            self._make("W", [params, left], cut.weights, [], cut.sums, cut.products),
+            self._make("W", [params, left], cut.weights, [], cut.sums, cut.products, cut.columns),
             self._make("V", [params, left], cut.operands, factors, rest),
             [(number, one.turned) for number, one in cut.products.items()],
             nbytes(cut.left),

@@ -64,7 +64,7 @@ class Code:
             results: see above.
             module: where constants are.
             sums: weight gradients to be added into ``S[0]``, ``S[1]``, ...; None: the function has no ``S``.
-            fused: the numbers of sums to which a product of two matrices is added in one operation.
+            fused: the numbers of sums to which a product of two matrices, or a sum of rows, is added in one operation.
         """
         self._writer = writer = _Writer(name, boxes, part, module)
         writer.write(returns, results, sums, fused)
@@ -133,8 +133,7 @@ class _Writer:
             self._add(node, added)
         for node in self.part.nodes:
             if node in direct:
-                a, b = node.args
-                self._line(f"S[{direct[node]}].addmm_({self._word(a)}, {self._word(b)})", node.all_input_nodes)
+                self._into(direct[node], node)
                 self.operations += 1
             else:
                 self.names[node] = node.name
@@ -188,6 +187,18 @@ class _Writer:
             elif not box.emptied:
                 lines += [f"{self.names[n]} = {box.name}[{i}]" for i, n in enumerate(box.values) if n in needed]
         return lines
+
+    def _into(self, number: int, node: fx.Node) -> None:
+        """Add a product, or a sum of rows (the product with ones), into its sum in one operation."""
+        if node.target is torch.ops.aten.mm.default:
+            self._line(f"S[{number}].addmm_({', '.join(map(self._word, node.args))})", node.all_input_nodes)
+            return
+        rows: Any = node.args[0]
+        val = rows.meta["val"]
+        ones = self._bind("ones", torch.ones(len(val), dtype=val.dtype, device=val.device))
+        turned = next((n for n in rows.users if n.target is torch.ops.aten.t.default and n in self.names), None)
+        word = f"{self.names[rows]}.t()" if turned is None else self.names[turned]
+        self._line(f"S[{number}].addmv_({word}, {ones})", [turned or rows])
 
     def _add(self, node: fx.Node, sums: Sequence[fx.Node | None]) -> None:
         """Add a weight gradient to its sums as soon as it is there."""

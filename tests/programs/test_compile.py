@@ -119,9 +119,30 @@ def test_no_operation_twice():
     assert [8, 4, 4] == products
     steps = [count(code, "threshold_backward_default(") for code in (programs.backward, programs.backward_input, programs.backward_weight)]  # fmt: skip
     assert [4, 4, 0] == steps
-    assert 4 == count(programs.backward_weight, "torch.sum(")
-    assert 0 == count(programs.backward_input, "torch.sum(")
-    assert 4 * 4 == programs.backward_weight.operations  # a transpose, a product into its sum, a sum, and its addition
+    assert 4 == count(programs.backward_weight, "addmv_(")
+    assert 0 == count(programs.backward_input, "addmv_(") + count(programs.backward_input, "torch.sum(")
+    assert 3 * 4 == programs.backward_weight.operations  # a transpose, a product and a sum of rows into their sums
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "fuse", "fused"),
+    [(4, torch.float64, True, True), (512, torch.float32, True, True), (513, torch.float32, True, False)]
+    + [(4, torch.bfloat16, True, False), (4, torch.float64, False, False)],
+)
+def test_sums_of_rows(rows, dtype, fuse, fused):
+    """Few rows are added to their sum in one operation; of many, and of coarse numbers, torch's sum is closer."""
+    torch.manual_seed(0)
+    stages = [fp.stage(lambda p, x: F.linear(x, p["w"], p["b"])) for _ in range(2)]
+    params = tuple({"w": torch.randn(3, 3, dtype=dtype), "b": torch.randn(3, dtype=dtype)} for _ in stages)
+    batch = torch.randn(2 * rows, 3, dtype=dtype), torch.randn(2 * rows, 3, dtype=dtype)
+    made = compiled(stages, fuse=fuse)
+    eager, programs = [fp.run(fp.make_plan(one, fp.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu"), params, batch) for one in (stages, made)]  # fmt: skip
+    for a, b in zip(fp.leaves(eager.grads), fp.leaves(programs.grads), strict=True):
+        assert same(a, b) if not fuse else torch.allclose(a, b, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    for stage in made:
+        (found,) = stage.program.found.values()
+        for code in (found.backward, found.backward_weight):
+            assert ((1, 0) if fused else (0, 1)) == (count(code, "addmv_("), count(code, "torch.sum("))
 
 
 def test_torch_s_own_bindings_make_the_same_call():
