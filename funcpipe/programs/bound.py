@@ -207,7 +207,8 @@ class CompiledBound(EagerBound):
     ) -> tuple[list[Tensor | None], frozenset[int]]:
         """The gradients that come in, by root, and the roots that have none."""
         given: list[Tensor | None] = []
-        added = {name: add_gradients(None, *parts) or () for name, parts in stash.items()}
+        missing = _ALL_THERE
+        added = {name: add_gradients(None, *parts) or () for name, parts in stash.items()} if stash else {}
         ends = self.loss_cotangents(residual) if residual.loss is not None or residual.side is not None else {}
         for what, name, leaf, stride in residual.programs.joint.roots:
             if what == "y":
@@ -216,9 +217,12 @@ class CompiledBound(EagerBound):
                 one = added[name][leaf] if name in added else None
             else:
                 one = ends.get(what)
-            given.append(one if one is None or one.stride() == stride else laid_out(one, stride))
-        missing = [number for number, one in enumerate(given) if one is None]
-        return given, frozenset(missing) if missing else _ALL_THERE
+            if one is None:
+                missing |= {len(given)}
+            elif one.stride() != stride:
+                one = laid_out(one, stride)
+            given.append(one)
+        return given, missing
 
     def release(self) -> None:
         """Forget every tensor."""

@@ -59,10 +59,11 @@ def main() -> None:
     def linear(params, x):
         return F.linear(x, params["w"], params["b"])
 
-    print("| stages, M | arm | us per action | over the loop, us |\n|---|---|---:|---:|")
+    print("| stages, M | arm | us per action | over the loop, us | of the loop |\n|---|---|---:|---:|---:|")
     for stages, microbatches in [(2, 8), (2, 32), (4, 32)]:
         params = tuple({"w": torch.randn(8, 8) / 3, "b": torch.zeros(8)} for _ in range(stages))
-        plan = fp.make_plan([linear] * stages, fp.one_f_one_b(stages, microbatches), loss=F.mse_loss, devices="cpu")
+        schedule = fp.one_f_one_b(stages, microbatches)
+        plan, programs = (fp.make_plan([one] * stages, schedule, loss=F.mse_loss, devices="cpu") for one in (linear, fp.compile(linear)))  # fmt: skip
         order = [(t.action.kind is fp.Kind.F, t.action.stage, t.action.microbatch) for t in plan.tasks if t.action]
         x = torch.randn(2 * microbatches, 8)
         unit = 2 * stages * microbatches * 1e-6
@@ -70,6 +71,7 @@ def main() -> None:
             arms = {
                 "by hand": lambda: by_hand(params, x, microbatches, order),
                 "serial": lambda: fp.run(plan, params, (x, x), executor="serial", threads_per_lane=1),
+                "compiled, serial": lambda: fp.run(programs, params, (x, x), executor="serial", threads_per_lane=1),
                 "threads": lambda: fp.run(plan, params, (x, x), executor=lanes, threads_per_lane=1),
             }
             times: dict[str, list[float]] = {}
@@ -89,7 +91,8 @@ def main() -> None:
         base = statistics.median(times["by hand"])
         for name, samples in times.items():
             median = statistics.median(samples)
-            print(f"| {stages}, {microbatches} | {name} | {median:.1f} | {median - base:+.1f} |")
+            ratio = statistics.median(a / b for a, b in zip(samples, times["by hand"], strict=True))
+            print(f"| {stages}, {microbatches} | {name} | {median:.1f} | {median - base:+.1f} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":
