@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -74,7 +75,7 @@ class Arm(NamedTuple):
 
 
 def plain(work: Work) -> Iterator[Arm]:
-    """Plain autograd in one thread: over the whole batch, and microbatch by microbatch."""
+    """Plain autograd: over the whole batch and microbatch by microbatch in one thread, the latter also in one a lane."""
     model = work.model()
 
     def whole() -> None:
@@ -86,8 +87,14 @@ def plain(work: Work) -> Iterator[Arm]:
         for x, target in zip(work.x.chunk(work.microbatches), work.target.chunk(work.microbatches), strict=True):
             (F.mse_loss(model(x), target) / work.microbatches).backward()
 
+    def loop_of_threads() -> None:
+        torch.set_num_threads(LANES)
+        loop()
+        torch.set_num_threads(1)
+
     for name, step in (("whole batch", whole), ("microbatch loop", loop))[0 if work.rows_apart else 1 :]:
         yield _module(Arm("plain, 1 thread", name, "never", *_NOTHING), model, work, step)
+    yield _module(Arm(f"plain, {LANES} threads", "microbatch loop", "never", *_NOTHING), model, work, loop_of_threads)
 
 
 def _module(arm: Arm, model: nn.Module, work: Work, step: Callable[[], None]) -> Arm:
@@ -243,7 +250,7 @@ def table(arms: list[Arm], found: dict[str, Summary], needs: dict[str, float]) -
     for arm in arms:
         this = found[str(arm)]
         low, middle, high = (f"{seconds * 1e3:.1f}" for seconds in this.quartiles)
-        ratios = " | ".join(_ratio(own[*base, arm.remat], this) for base in bases)
+        ratios = " | ".join(_ratio(own.get((*base, arm.remat)), this) for base in bases)
         first = (
             f"{arm.system} | {arm.name} | {arm.remat} | {middle}{'*' * this.noisy} ({low}-{high}) | {this.cores:.2f}"
         )
@@ -252,9 +259,9 @@ def table(arms: list[Arm], found: dict[str, Summary], needs: dict[str, float]) -
         yield f"| {first} | {ratios} | {memory} | {this.clean}/{this.count} |"
 
 
-def _ratio(ours: Summary, this: Summary) -> str:
-    """Of the medians; none where one was disturbed."""
-    return "-" if ours.noisy or this.noisy else f"{ours.median / this.median:.2f}"
+def _ratio(ours: Summary | None, this: Summary) -> str:
+    """Of the medians; none where one was disturbed, or left out."""
+    return "-" if ours is None or ours.noisy or this.noisy else f"{ours.median / this.median:.2f}"
 
 
 def main() -> None:
@@ -264,6 +271,7 @@ def main() -> None:
     parser.add_argument("--work", choices=list(KINDS), default="mlp")
     for name, value in (("width", 1024), ("depth", 8), ("batch", 256), ("microbatches", 8), ("repeats", 15)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--arms", default="", help="only those in whose name this regular expression is found")
     parser.add_argument("--seconds", type=float, default=240.0, help="how long to repeat disturbed samples")
     given = parser.parse_args()
     if given.depth % LANES or given.batch % given.microbatches:
@@ -271,7 +279,7 @@ def main() -> None:
     torch.set_num_threads(1)
     work = Work.make(given.work, given.width, given.depth, given.batch, given.microbatches)
     with ExitStack() as opened:
-        arms = proven(list(installed(work, opened)), work.limit)
+        arms = proven([arm for arm in installed(work, opened) if re.search(given.arms, str(arm))], work.limit)
         samples = take({str(arm): arm.step for arm in arms}, given.repeats, given.seconds)
         needs = {str(arm): statistics.median(arm.memory() for _ in range(3)) for arm in arms}
     print(f"{given.depth} x {KINDS[given.work].format(width=given.width)}, {given.batch} rows, M = {given.microbatches}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
