@@ -137,6 +137,8 @@ def merge(moments: Sequence[Moments]) -> Moments:
     >>> merge(parts)
     Moments(size=3, mean=tensor([1.]), var=tensor([1.]))
     """
+    if len(moments) == 1:
+        return moments[0]._replace(var=moments[0].var.to(moments[0].mean.dtype))
     by_size = groupby(sorted(moments, key=itemgetter(0)), itemgetter(0))
     total, mean, squares = reduce(_together, [_of_one_size(size, list(group)) for size, group in by_size])
     return Moments(total, mean, squares / (total - 1))

@@ -57,7 +57,7 @@ def binding(node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any], Mapping[s
         return same
     left_out = tuple(a.default_value for a in target._schema.arguments[len(args) :] if not a.kwarg_only)
     for candidate in [getattr(holder, name) for _, holder in _HOLDERS if hasattr(holder, name)]:
-        for more in ((), left_out):
+        for more in ((), left_out) if left_out else ((),):
             if _makes(candidate, target, (*args, *more), kwargs, mode):
                 return candidate, (*node.args, *more), node.kwargs
     return same

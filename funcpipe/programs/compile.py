@@ -98,8 +98,9 @@ def compile(
     computed twice, W keeps only what it needs, and weight gradients are added into their sums in place.
 
     Results are eager ones: the same operations on the same numbers. With ``fuse`` a weight gradient that is a product is
-    added to its sum in one operation, which rounds once instead of twice, and on the CPU so is a sum of at most 512 rows
-    (the gradient of a bias), as a product with ones, which adds them in another order; without it every bit is eager's.
+    added to its sum in one operation, which rounds once instead of twice, and on the CPU (backend "graph", float32 and
+    float64) so is a sum of at most 512 rows, the gradient of a bias, as a product with ones, which adds them in another
+    order; without it every bit is eager's.
 
     The function must be pure: what it reads besides its arguments would be frozen. Tensors that it closes over, branches
     on numbers in tensors, Python state that changes from call to call, draws in a backward are refused, each with its

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -195,7 +195,7 @@ class _Writer:
             return
         rows: Any = node.args[0]
         val = rows.meta["val"]
-        ones = self._bind("ones", torch.ones(len(val), dtype=val.dtype, device=val.device))
+        ones = self._bind("ones", _ones(len(val), val.dtype))
         turned = next((n for n in rows.users if n.target is torch.ops.aten.t.default and n in self.names), None)
         word = f"{self.names[rows]}.t()" if turned is None else self.names[turned]
         self._line(f"S[{number}].addmv_({word}, {ones})", [turned or rows])
@@ -279,6 +279,11 @@ class _Writer:
             unique = f"k_{name}_{number}"
         self.scope[unique] = value
         return unique
+
+
+@lru_cache(maxsize=64)
+def _ones(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.ones(count, dtype=dtype, device="cpu")
 
 
 def _plain_name(target: Any) -> str:

@@ -82,18 +82,19 @@ def no_autocast_cache() -> Generator[None]:
 
 
 _setting = threading.Lock()
-_live = 0
-_used: set[int] = set()
+_live: list[int] = []
 _outside = 0
-"""What a thread that never set a number reads while no run goes on; 0: not known."""
+"""What a thread that never set a number read when that was last asked; 0: never. To ask takes a new thread, so it is asked
+when no run goes on and the caller's number is not this one; one set since by another thread is then not noticed."""
 
 
 class intra_op_threads:
     """This many intra-op threads on this thread, and the caller's number again afterwards.
 
-    A number set on one thread is what every thread reads that never set any, from its first computation on. So a thread
-    of the user's that began to compute while another was in a run has that run's number, and would leave it behind as
-    if it were his: it gets the one that a new thread had before.
+    A number set on one thread is what every thread reads that never set any, from its first computation on. So while runs
+    of several user threads overlap, one that reads the number of another run takes what a new thread read before them;
+    and what new threads read is put back after the last run where a caller's number is another (his own, or that of a run
+    during which he began to compute).
 
     No generator: what passes through may be an error that is a StopIteration.
     """
@@ -102,21 +103,19 @@ class intra_op_threads:
         self.count = count
 
     def __enter__(self) -> None:
-        global _live, _outside
+        global _outside
         with _setting:
             self.before = torch.get_num_threads()
-            if not _live and self.before != _outside:
-                _outside = _elsewhere(torch.get_num_threads, self.before)
-            if self.before in _used:
+            if self.before in _live:
                 self.before = _outside
-            _live += 1
-            _used.add(self.count)
+            elif not _live and self.before != _outside:
+                _outside = _elsewhere(torch.get_num_threads, self.before)
+            _live.append(self.count)
             torch.set_num_threads(self.count)
 
     def __exit__(self, *error: object) -> None:
-        global _live
         with _setting:
-            _live -= 1
+            _live.remove(self.count)
             torch.set_num_threads(self.before)
             if not _live and self.before != _outside:
                 _elsewhere(lambda: torch.set_num_threads(_outside), None)

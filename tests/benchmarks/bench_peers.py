@@ -5,7 +5,7 @@
 A chain of equal layers in fp32 (Linear and GELU; with ``--work`` blocks of a transformer, residual blocks with
 BatchNorm, or a U-Net cut at its lowest level), cut into equal parts; a step is forward, mean squared error, backward, until the
 gradients of all parameters are there (those of the step before are dropped inside of it; no optimizer). Every arm has the
-same weights and batch, one intra-op thread per lane, and must give the gradients of plain autograd to 1e-5 (the U-Net to 1e-4)
+same weights and batch, one intra-op thread per lane ("plain, 2 threads": two), and must give the gradients of plain autograd to 1e-5 (the U-Net to 1e-4)
 before it is timed. Arms take turns in a shuffled order; a sample during which other processes used more than 0.15 cores is taken
 again, up to four times and while --seconds last; "clean" counts those that were not disturbed, and figures are of the
 clean samples (of all, with a star, where fewer than five are clean: such rows have no ratio). "1F1B / this" and

@@ -29,6 +29,7 @@ from fault_rig import (
 )
 
 import funcpipe as fp
+from funcpipe.runtime import context
 from funcpipe.testing import FaultAt
 
 
@@ -68,7 +69,7 @@ def test_one_of_two_runs_fails(rig, executor):
 
 
 def test_a_thread_that_began_to_compute_during_a_run():
-    """Row 24: it took the number of intra-op threads of that run; after a run of its own nobody has that number."""
+    """Row 24: it took the number of intra-op threads of that run; a run of its own hands that to nobody else."""
     entered, leave, ready = threading.Event(), threading.Event(), threading.Event()
     around = surroundings()
 
@@ -97,8 +98,23 @@ def test_a_thread_that_began_to_compute_during_a_run():
         leave.set()
         first.result(30)
         late_turn.set()
-        assert (2, around["threads"]) == second.result(30)
+        assert (2, 2) == second.result(30)
     assert around == surroundings()
+
+
+@pytest.mark.parametrize(("mine", "others"), [(1, 2), (2, 1), (3, 1), (1, 3)])
+def test_a_caller_whose_number_is_not_that_of_new_threads(mine, others, monkeypatch):
+    """Row 24: both are as before, whatever numbers this run and earlier ones had."""
+    plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.fill_drain(1, 1, backward=False), devices="cpu")
+    monkeypatch.setattr(context, "_outside", 0)  # nobody has asked yet
+    torch.set_num_threads(mine)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(torch.set_num_threads, others).result(30)
+    around = surroundings()
+    assert (mine, others) == (around["threads"], around["threads of a new thread"])
+    for count in (1, 2, 3, 1):
+        fp.run(plan, ((),), torch.ones(2), executor="serial", threads_per_lane=count)
+        assert around == surroundings()
 
 
 @pytest.mark.parametrize("executor", PLAIN)
