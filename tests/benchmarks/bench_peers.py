@@ -5,15 +5,15 @@
 A chain of equal layers in fp32 (Linear and GELU; with ``--work`` blocks of a transformer, residual blocks with
 BatchNorm, or a U-Net cut at its lowest level), cut into equal parts; a step is forward, mean squared error, backward, until the
 gradients of all parameters are there (those of the step before are dropped inside of it; no optimizer). Every arm has the
-same weights and batch, one intra-op thread per lane ("plain, 2 threads": two), and must give the gradients of plain autograd to 1e-5 (the U-Net to 1e-4)
-before it is timed. Arms take turns in a shuffled order; a sample during which other processes used more than 0.15 cores is taken
-again, up to four times and while --seconds last; "clean" counts those that were not disturbed, and figures are of the
+same weights and batch, one intra-op thread per lane ("plain, 2 threads": two), and must give the gradients of plain
+autograd to 1e-5 (the U-Net to 1e-4) before it is timed. Arms take turns in a shuffled order; a sample during which other
+processes used more than 0.15 cores is taken again, up to four times and while --seconds last; "clean" counts those that were not disturbed, and figures are of the
 clean samples (of all, with a star, where fewer than five are clean: such rows have no ratio). "1F1B / this" and
 "fill-drain / this" are funcpipe's median with the same remat over this row's: below 1 funcpipe is faster; "compiled 1F1B /
 this" is the same with compiled stages. "cores" is CPU time over wall time, of all processes of the arm. "limit" is what two
 lanes take that each do their half of the model on inputs that lie ready, waiting for nobody, times (M + 1) / M for the fill
-and drain of 1F1B. "MiB" is by how much the processes of the arm grow at most in a step, once what is left of earlier steps went
-back to the system (the median of three steps of their own, not timed); of two processes the sum.
+and drain of 1F1B. "MiB" is by how much the processes of the arm grow at most in a step, once what is
+left of earlier steps went back to the system (the median of three steps of their own, not timed); of two processes the sum.
 
 torchgpipe is measured if it is installed, as published: its two CPU partitions share one worker thread.
 torch.distributed.pipelining runs as two processes over gloo, kept between steps, each pinned to its share of the cores as

@@ -53,7 +53,7 @@ def test_bits_of_the_zoo(kind, recompute):
 
 @functools.cache
 def four():
-    """Skips, feeds, a side loss, trees with ints and masks; compiled once for all schedules, which traces once."""
+    """Stages with skips, feeds, a side loss, trees with ints and masks, eager and compiled; traced once for all schedules."""
 
     @fp.stage(stash=["far"])
     def first(p, x):
