@@ -67,7 +67,8 @@ def test_train_or_eval_is_the_plans_matter(mode):
     model.train(not mode)
     x = torch.ones(6, 4)
     evaluate = fp.make_plan([part], fp.fill_drain(1, 2, backward=False), devices="cpu")
-    assert torch.equal(model[0](x), fp.run(evaluate, (params,), x).outputs)
+    expected = torch.cat([model[0](part) for part in x.chunk(2)])  # kernels may round six rows otherwise than three
+    assert torch.equal(expected, fp.run(evaluate, (params,), x).outputs)
     train = fp.make_plan([part], fp.fill_drain(1, 2, backward=False), train=True, devices="cpu")
     assert 0 < int((fp.run(train, (params,), x, seed=0).outputs == 0).sum()) < 24
 
