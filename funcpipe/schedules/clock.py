@@ -36,7 +36,8 @@ class Ticks(NamedTuple):
 
     Attributes:
         starts: the start of each action, by device and position.
-        arrivals: when each value was there, by edge and microbatch; negative: never sent.
+        arrivals: when each value had crossed, which is the latency before it can be read, by edge and microbatch;
+            negative: never sent.
         stuck: the position at which each device is stuck, -1 where it is done; empty if all are.
     """
 
@@ -93,13 +94,13 @@ def clock(
         edges: what is handed from stage to stage; those of one stage are sent in this order.
     """
     arrivals = [[-1.0] * microbatches for _ in edges]  # below -1: the device ``-2 - it`` waits for it
-    receives: list[list[list[list[float]]]] = [[[] for _ in device_of] for _ in KINDS]
-    sends: list[list[list[tuple[list[float], int, float, float]]]] = [[[] for _ in device_of] for _ in KINDS]
+    receives: list[list[list[tuple[list[float], float]]]] = [[[] for _ in device_of] for _ in KINDS]
+    sends: list[list[list[tuple[list[float], int, float]]]] = [[[] for _ in device_of] for _ in KINDS]
     for (backward, source, to, link, latency), arrival in zip(edges, arrivals, strict=True):
         crossing = device_of[source] * len(lanes) + device_of[to]
         for code in (B, I) if backward else (F,):
-            receives[code][to].append(arrival)
-            sends[code][source].append((arrival, crossing, link, latency))
+            receives[code][to].append((arrival, latency))
+            sends[code][source].append((arrival, crossing, link))
     steps = [list(zip(*columns, strict=True)) for columns in zip(durations, receives, sends, strict=True)]
     busy: dict[int, float] = {}  # until when each link between devices is
     hosts = [[0.0, 0.0] for _ in lanes]  # and those to and from the host
@@ -119,24 +120,24 @@ def clock(
                 row.append(start)
                 hosts[device][way] = moved[at] = start + duration
                 continue
-            for arrival in needed:
+            for arrival, latency in needed:
                 arrived = arrival[microbatch]
-                if arrived > time:
-                    time = arrived
-                elif arrived < 0:
+                if arrived < 0:
                     arrival[microbatch] = -2.0 - device
                     break
+                if arrived + latency > time:
+                    time = arrived + latency
             else:
                 if moved:
                     time = max(time, moved.get((stage, microbatch), 0.0))
                 row.append(time)
                 time += duration
-                for arrival, crossing, link, latency in sent:
+                for arrival, crossing, link in sent:
                     arrived = time
                     if link:
                         arrived = busy[crossing] = max(time, busy.get(crossing, 0.0)) + link
                     waiter = arrival[microbatch]
-                    arrival[microbatch] = arrived + latency
+                    arrival[microbatch] = arrived
                     if waiter < -1:
                         ready.append(int(-2 - waiter))
                 continue

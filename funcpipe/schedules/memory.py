@@ -67,7 +67,7 @@ def memory_steps(
         schedule: a legal one.
         cost: times and memory, as in `Cost`.
         starts: of each action, by device and position.
-        arrivals: when each value was there, for the edges of `clock.edges_of`; () leaves values between stages out.
+        arrivals: when each value had crossed, for the edges of `clock.edges_of`; () leaves values between stages out.
     """
     changes = [_residuals(order, row, schedule, cost) for order, row in zip(schedule.orders, starts, strict=True)]
     if arrivals and (cost.skips or any(per_stage(cost.output, schedule.num_stages))):
@@ -117,7 +117,7 @@ def _add_waiting(
             if weight and arrived >= 0:
                 end, place, _ = taken[Action(Kind.B if edge.backward else Kind.F, edge.to, microbatch)]
                 device = changes[schedule.device_of[edge.to]]
-                device += [(arrived - edge.latency, float("inf"), weight), (end, place, -weight)]
+                device += [(arrived, float("inf"), weight), (end, place, -weight)]
 
 
 def _steps(changes: list[_Change]) -> tuple[tuple[float, float], ...]:

@@ -177,3 +177,10 @@ def test_a_skip_takes_room_on_the_way_and_its_gradient_on_the_way_back():
     none, some = (fp.simulate(fp.one_f_one_b(3, 3), fp.Cost(skips=skips)) for skips in ([], [(0, 2, 5.0)]))
     assert (3.0, 2.0, 1.0) == none.peak
     assert (3.0 + 2 * 5, 2.0, 1.0 + 2 * 5) == some.peak
+
+
+def test_what_comes_and_goes_at_one_time_is_not_held_twice():
+    """A value that has crossed just when another is taken, at times that floats cannot hold (1/7): latency is not in them."""
+    quarters = (0.25,) * 8
+    cost = fp.Cost((0.25, 0.5, *quarters[2:]), quarters, quarters, comm=1.0, bandwidth=1.75, output=quarters)
+    assert (0.25, 0.5, 0.5, 0.5) == fp.simulate(fp.one_f_one_b(8, 4, num_devices=4).forwards(), cost).peak
