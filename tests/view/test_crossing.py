@@ -1,6 +1,7 @@
 """Links, skips, residuals at the host and what waits for its reader: against a second, plainer simulator."""
 
 import itertools
+import math
 from collections import defaultdict
 
 import pytest
@@ -99,11 +100,15 @@ class Plain:
         self.there[back, number, m] = time, time + latency
 
     def held(self):
-        """For each device (from, to, how much)."""
+        """For each device (from, to, how much). What is at one time comes by the device's order, and arrivals last."""
         rows = [[] for _ in self.now]
-        end, start, cost, K = self.end, self.start, self.cost, fp.Kind
+        place = {action: at for order in self.schedule.orders for at, action in enumerate(order)}
+        start = {action: (time, 2 * place[action]) for action, time in self.start.items()}
+        end = {action: (time, 2 * place[action] + 1) for action, time in self.end.items()}
+        there = {key: (crossed, math.inf) for key, (crossed, _) in self.there.items()}
+        cost, K = self.cost, fp.Kind
         residual, rest = cost.residual, cost.weight_residual
-        for kind, stage, m in self.start:
+        for kind, stage, m in start:
             if kind is not K.F:
                 continue
             row = rows[self.home[stage]]
@@ -122,9 +127,9 @@ class Plain:
                     row.append((begin, end[K.W, stage, m], left))
             for number, (stash, pop, size) in enumerate(self.edges):
                 if pop == stage:
-                    row.append((self.there[False, number, m][0], taken, size))
+                    row.append((there[False, number, m], taken, size))
                 if stash == stage and self.schedule.has_backward:
-                    row.append((self.there[True, number, m][0], end[done], size))
+                    row.append((there[True, number, m], end[done], size))
         return rows
 
 
@@ -136,8 +141,8 @@ def test_times_and_peaks_are_those_of_a_plainer_simulator(case):
     timeline, plain = fp.simulate(schedule, cost), Plain(schedule, cost)
     assert {span.action: span.start for span in timeline.spans} == pytest.approx(plain.start)
     for device, row in enumerate(plain.held()):
-        moments = [begin for begin, end, _ in row if begin < end] or [0.0]
-        peak = max(sum(size for begin, end, size in row if begin <= now < end) for now in moments)
+        moments = [begin for begin, end, _ in row if begin < end]
+        peak = max((sum(size for begin, end, size in row if begin <= now < end) for now in moments), default=0.0)
         assert peak == pytest.approx(timeline.peak[device])
         steps = timeline.memory[device]
         assert all(a <= b for (a, _), (b, _) in itertools.pairwise(steps))
