@@ -6,7 +6,7 @@ A chain of equal layers in fp32 (Linear and GELU; with ``--work`` blocks of a tr
 BatchNorm, or a U-Net cut at its lowest level), cut into equal parts; a step is forward, mean squared error, backward, until the
 gradients of all parameters are there (those of the step before are dropped inside of it; no optimizer). Every arm has the
 same weights and batch, one intra-op thread per lane ("plain, 2 threads": two), and must give the gradients of plain
-autograd to 1e-5 (the U-Net to 1e-4) before it is timed. Arms take turns in a shuffled order; a sample during which other
+autograd to 1e-5 (the U-Net to 1e-4, with ``--autocast`` to 2e-2) before it is timed. Arms take turns in a shuffled order; a sample during which other
 processes used more than 0.15 cores is taken again, up to four times and while --seconds last; "clean" counts those that were not disturbed, and figures are of the
 clean samples (of all, with a star, where fewer than five are clean: such rows have no ratio). "1F1B / this" and
 "fill-drain / this" are funcpipe's median with the same remat over this row's: below 1 funcpipe is faster; "compiled 1F1B /
@@ -80,12 +80,16 @@ def plain(work: Work) -> Iterator[Arm]:
 
     def whole() -> None:
         model.zero_grad()
-        F.mse_loss(model(work.x), work.target).backward()
+        loss(work.x, work.target).backward()
+
+    def loss(x: Tensor, target: Tensor) -> Tensor:
+        with work.casting():
+            return F.mse_loss(model(x), target)
 
     def loop() -> None:
         model.zero_grad()
         for x, target in zip(work.x.chunk(work.microbatches), work.target.chunk(work.microbatches), strict=True):
-            (F.mse_loss(model(x), target) / work.microbatches).backward()
+            (loss(x, target) / work.microbatches).backward()
 
     def loop_of_threads() -> None:
         torch.set_num_threads(LANES)
@@ -134,7 +138,8 @@ def _planned(arm: Arm, plan: fp.Plan, trees: tuple[Any, Any], work: Work, lanes:
 
     def step() -> None:
         nonlocal grads
-        grads = fp.run(plan, params, (work.x, work.target), state=state, executor=lanes, threads_per_lane=1).grads
+        with work.casting():
+            grads = fp.run(plan, params, (work.x, work.target), state=state, executor=lanes, threads_per_lane=1).grads
 
     def error() -> float:
         return work.error([own[key] for own, tree in zip(grads, params, strict=True) for key in tree])
@@ -149,7 +154,7 @@ def _planned(arm: Arm, plan: fp.Plan, trees: tuple[Any, Any], work: Work, lanes:
 def limit(work: Work, compiled: bool) -> Arm:
     """Two lanes without dependencies between them, and the fill and drain that 1F1B has besides."""
     per, model, count = work.depth // LANES, work.model(), work.microbatches
-    with torch.no_grad():
+    with torch.no_grad(), work.casting():
         middle = torch.cat([model[:per](part) for part in work.x.chunk(count)])
     runs: list[Callable[[], Any]] = []
     for x, part in ((work.x, model[:per]), (middle, model[per:])):
@@ -163,7 +168,8 @@ def limit(work: Work, compiled: bool) -> Arm:
         def pinned(lane: int) -> None:
             if len(cores) >= LANES:
                 os.sched_setaffinity(0, cores[lane * len(cores) // LANES : (lane + 1) * len(cores) // LANES])
-            runs[lane]()
+            with work.casting():
+                runs[lane]()
 
         threads = [threading.Thread(target=pinned, args=(lane,)) for lane in range(LANES)]
 
@@ -214,7 +220,9 @@ def installed(work: Work, opened: ExitStack) -> Iterator[Arm]:
     yield from funcpipe(work, opened)
     if work.in_line:
         yield from (limit(work, compiled) for compiled in (False, True))
-    if find_spec("torchgpipe"):
+    if work.autocast:
+        print("skipped: torchgpipe; its threads do not see autocast")
+    elif find_spec("torchgpipe"):
         yield from torchgpipe(work)
     else:
         print("skipped: torchgpipe is not installed; to measure it: pip install --no-deps torchgpipe==0.0.7")
@@ -271,18 +279,19 @@ def main() -> None:
     parser.add_argument("--work", choices=list(KINDS), default="mlp")
     for name, value in (("width", 1024), ("depth", 8), ("batch", 256), ("microbatches", 8), ("repeats", 15)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--autocast", action="store_true", help="every arm under torch.autocast to bfloat16")
     parser.add_argument("--arms", default="", help="only those in whose name this regular expression is found")
     parser.add_argument("--seconds", type=float, default=240.0, help="how long to repeat disturbed samples")
     given = parser.parse_args()
     if given.depth % LANES or given.batch % given.microbatches:
         parser.error(f"{LANES} must divide --depth, and --microbatches must divide --batch, for the sake of the peers")
     torch.set_num_threads(1)
-    work = Work.make(given.work, given.width, given.depth, given.batch, given.microbatches)
+    work = Work.make(given.work, given.width, given.depth, given.batch, given.microbatches, given.autocast)
     with ExitStack() as opened:
         arms = proven([arm for arm in installed(work, opened) if re.search(given.arms, str(arm))], work.limit)
         samples = take({str(arm): arm.step for arm in arms}, given.repeats, given.seconds)
         needs = {str(arm): statistics.median(arm.memory() for _ in range(3)) for arm in arms}
-    print(f"{given.depth} x {KINDS[given.work].format(width=given.width)}, {given.batch} rows, M = {given.microbatches}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
+    print(f"{given.depth} x {KINDS[given.work].format(width=given.width)}, {given.batch} rows{', autocast to bfloat16' * given.autocast}, M = {given.microbatches}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
     for line in table(arms, {name: summary(own) for name, own in samples.items()}, needs):
         print(line)
 

@@ -155,6 +155,7 @@ def _pipeline(rank: int, name: str, work: Work) -> tuple[Callable[[], None], dic
         for part in parts.values():
             part.zero_grad()
         losses: dict[str, Any] = {"losses": []} if target else {}
-        schedule.step(*inputs, **target, **losses, return_outputs=False)
+        with work.casting():
+            schedule.step(*inputs, **target, **losses, return_outputs=False)
 
     return step, parts
