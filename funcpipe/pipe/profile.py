@@ -212,7 +212,7 @@ class _Sweep:
         self, number: int, args: StageArgs, flags: Sequence[bool]
     ) -> tuple[float, float, tuple[int, int]] | None:
         """I, W, and the bytes that wait for them; None where the stage runs eagerly all the same."""
-        bound = self._bound(number, flags)
+        bound = self._bound(number, args, flags)
         out = bound.forward(args, keep=True)
         held, stash = out.residual.nbytes, {name: [_ones(border)] for name, border in out.stash.items()}
         inputs, (_, rest) = self.clock.time(lambda: bound.backward_input(out.residual, _ones(out.y), stash))
@@ -223,19 +223,22 @@ class _Sweep:
         bound.release()
         return inputs, weights, (held, left)
 
-    def _bound(self, number: int, flags: Sequence[bool]) -> Bound:
+    def _bound(self, number: int, args: StageArgs, flags: Sequence[bool]) -> Bound:
+        """The stage, after all that it does once a run."""
         layer = self.layers[number]
         params, state = self._there(layer.params), self._there(layer.state)
         program: Program = layer.stage.program or EagerBound
         bound = program(layer.stage, number, params, state, trainable=flags, train=self.train, backwards=self.train, keys=self.keys, loss=None, shares=None)  # fmt: skip
-        bound.grads()  # fills the sums with zeros, which a run does once
+        bound.grads()  # fills the sums with zeros
+        if layer.stage.program is not None:  # what depends on parameters alone
+            bound.forward(args, keep=self.train)
         return bound
 
     def _calls(
         self, number: int, args: StageArgs, flags: Sequence[bool]
     ) -> tuple[float, float, Border, dict[str, Border]]:
         """F and B of a layer: their times, and what F gave."""
-        bound = self._bound(number, flags)
+        bound = self._bound(number, args, flags)
         forward, out = self.clock.time(lambda: bound.forward(args, keep=self.train))
         whole = 0.0
         if self.train:

@@ -94,9 +94,11 @@ class CompiledBound(EagerBound):
     def __init__(self, compiled: Compiled, stage: Stage, index: int, params: Tree, state: Tree, **options: Any) -> None:
         super().__init__(stage, index, params, state, **options)
         self.compiled, self.trainable = compiled, options["trainable"]
-        self.given = [leaf.detach() for leaf in tensors(self.leaves, self.state_leaves)]
+        self.bare = [leaf.detach() for leaf in tensors(self.leaves, self.state_leaves)]
+        self.given: dict[Programs, list[Tensor]] = {}
         self.signature: list[Hashable] | None = None
         self.sums: list[Tensor | None] = []
+        self.ends: dict[tuple[Programs, float], dict[str, Tensor]] = {}
         self.programs: Programs | None = None
         self.waiting: list[tuple[Half, Any]] = []
         self.fixed_words: Hashable = None
@@ -116,9 +118,9 @@ class CompiledBound(EagerBound):
             return super().forward(args, keep=keep)
         joint, program = programs.joint, programs.forward if keep else programs.alone
         if joint.draws:
-            found = self._run(program, leaves, Keyring(self.keys, self.index, joint.draws, args.microbatch))
+            found = self._run(programs, program, leaves, Keyring(self.keys, self.index, joint.draws, args.microbatch))
         else:
-            found = self._run(program, leaves)
+            found = self._run(programs, program, leaves)
         outs, kept = found if keep else (found, [])
         y, report, stash = _close(joint.form, outs)
         if not keep:
@@ -127,12 +129,19 @@ class CompiledBound(EagerBound):
         residual.loss, residual.side = report.loss, report.side
         return StageOut(y, report, residual, stash)
 
-    def _run(self, program: Code | Built, *values: Any) -> Any:
+    def _run(self, programs: Programs, program: Code | Built, *values: Any) -> Any:
         """Run a program. Casts are in it, so autocast is off."""
-        if not self.autocast:
-            return program.call(self.given, *values)
-        with no_autocast():
-            return program.call(self.given, *values)
+        if self.autocast:
+            with no_autocast():
+                return program.call(self._given(programs), *values)
+        return program.call(self._given(programs), *values)
+
+    def _given(self, programs: Programs) -> list[Tensor]:
+        """What its programs get of parameters and state: computed once, by the lane that runs them."""
+        found = self.given.get(programs)
+        if found is None:
+            found = self.given[programs] = programs.complete(self.bare)
+        return found
 
     def find(self, args: StageArgs) -> Programs | None:
         """The programs for these shapes; None: run eagerly."""
@@ -142,10 +151,14 @@ class CompiledBound(EagerBound):
         if signature != self.signature:
             if self.fixed_words is None:
                 self.fixed_words = self._words()
-            ask = Ask(self.stage, unflatten(self.spec, self.leaves), self.state, self.trainable, self.train, self.backwards, self.loss, args)  # fmt: skip
-            self.programs = self.compiled.programs((self.fixed_words, *signature), ask)
+            self.programs = self.compiled.programs((self.fixed_words, *signature), lambda: self._ask(args))
             self.signature = signature
         return self.programs
+
+    def _ask(self, args: StageArgs) -> Ask:
+        """What is to be traced."""
+        params = unflatten(self.spec, self.leaves)
+        return Ask(self.stage, params, self.state, self.trainable, self.train, self.backwards, self.loss, args)
 
     def _words(self) -> Hashable:
         """What a program depends on besides the leaves that a forward gets."""
@@ -161,7 +174,9 @@ class CompiledBound(EagerBound):
         if isinstance(residual, EagerResidual):
             return super().backward(residual, y, stash)
         given, missing = self._roots(residual, y, stash)
-        x, *skips = self._run(residual.programs.half(missing).whole, residual.values, given, self._sums())
+        x, *skips = self._run(
+            residual.programs, residual.programs.half(missing).whole, residual.values, given, self._sums()
+        )
         return Cotangents(x, skips)
 
     def backward_input(
@@ -171,7 +186,7 @@ class CompiledBound(EagerBound):
         if isinstance(residual, EagerResidual):
             return super().backward_input(residual, y, stash)
         given, missing = self._roots(residual, y, stash)
-        (x, *skips), left = self._run(residual.programs.half(missing).inputs, residual.values, given)
+        (x, *skips), left = self._run(residual.programs, residual.programs.half(missing).inputs, residual.values, given)
         rest = Tensors(left, residual.programs, residual.microbatch)
         rest.missing = missing
         return Cotangents(x, skips), rest
@@ -182,11 +197,11 @@ class CompiledBound(EagerBound):
             return
         half, sums = residual.programs.half(residual.missing), self._sums()
         if not self.compiled.merge or not (more or self.waiting):
-            self._run(half.weights, residual.values, sums)
+            self._run(residual.programs, half.weights, residual.values, sums)
             return
         if self.waiting and self.waiting[0][0] is not half:
             self._merge()
-        self.waiting.append((half, self._run(half.operands, residual.values, sums)))
+        self.waiting.append((half, self._run(residual.programs, half.operands, residual.values, sums)))
         if not more:
             self._merge()
 
@@ -224,18 +239,32 @@ class CompiledBound(EagerBound):
             given.append(one)
         return given, missing
 
+    def loss_cotangents(self, residual: Any) -> dict[str, Tensor]:
+        """As an eager stage's, made once for all microbatches that count alike: no program writes into what it gets."""
+        loss, side = residual.loss, residual.side
+        if self.shares is None or side is not None or loss is None or loss.weight is not None or isinstance(residual, EagerResidual):  # fmt: skip
+            return super().loss_cotangents(residual)
+        key = residual.programs, self.shares.share(residual.microbatch)
+        found = self.ends.get(key)
+        if found is None:
+            found = self.ends[key] = super().loss_cotangents(residual)
+        return found
+
     def release(self) -> None:
         """Forget every tensor."""
         super().release()
-        self.given, self.sums = [], []
+        self.bare, self.sums = [], []
+        self.given.clear()
+        self.ends.clear()
         self.programs = self.signature = None
 
 
 def _close(form: Form, outs: Sequence[Tensor]) -> tuple[Border, Report, dict[str, Border]]:
     """What a forward hands out, from the program's tensors."""
     (spec, flags), stashes, report = form.y, form.stash, form.report
-    if spec is LEAF and not stashes and report is None and outs:  # most of the time
-        return Border([dense(outs[0])], LEAF, flags), _NOTHING, {}
+    if form.plain:  # most of the time
+        found = _NOTHING if report is None else Report((), Loss(outs[1]), None)
+        return Border([dense(outs[0])], LEAF, flags), found, {}
     leaves = list(form.leaves)
     for slot, out in zip(form.slots, outs, strict=True):
         leaves[slot] = out

@@ -12,6 +12,7 @@ from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.programs.backend import Backend, inductor
 from funcpipe.programs.bound import CompiledBound
+from funcpipe.programs.hoist import hoist
 from funcpipe.programs.joint import Ask, trace, tracing
 from funcpipe.programs.programs import Programs
 from funcpipe.programs.recompute import recompute as least_kept
@@ -52,7 +53,7 @@ class Compiled:
         """Why signatures have no programs."""
         return [str(one) for one in self.found.values() if isinstance(one, TraceError)]
 
-    def programs(self, signature: Hashable, ask: Ask) -> Programs | None:
+    def programs(self, signature: Hashable, ask: Callable[[], Ask]) -> Programs | None:
         """The programs for a signature, traced when it is first met; None where the stage runs eagerly.
 
         Raises:
@@ -64,9 +65,10 @@ class Compiled:
                     backend = (
                         None if self.backend == "graph" else inductor if isinstance(self.backend, str) else self.backend
                     )
-                    joint = trace(ask)
-                    if self.recompute:
-                        with tracing:
+                    joint = trace(ask())
+                    with tracing:
+                        hoist(joint)
+                        if self.recompute:
                             least_kept(joint)
                     self.found[signature] = Programs(joint, fuse=self.fuse, backend=backend)
                 except TraceError as error:
@@ -78,7 +80,7 @@ class Compiled:
             return found
         if self.fallback:
             return None
-        raise TraceError(f"stage {ask.stage.name!r} cannot be compiled: {found}; leave it eager, or fp.compile(stage, fallback=True) to run it so where it cannot be")  # fmt: skip
+        raise TraceError(f"stage {ask().stage.name!r} cannot be compiled: {found}; leave it eager, or fp.compile(stage, fallback=True) to run it so where it cannot be")  # fmt: skip
 
 
 def compile(

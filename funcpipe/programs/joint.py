@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,8 @@ from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Spec, Tree, flatten, unflatten
 from funcpipe.programs.draws import Draw, Watch, seeded, silent
 from funcpipe.programs.tidy import tidy
-from funcpipe.runtime.border import Border
+from funcpipe.runtime.border import LEAF, Border
+from funcpipe.runtime.context import no_autocast_cache
 from funcpipe.runtime.eager import EagerBound, no_autocast
 from funcpipe.runtime.program import StageArgs, StageOut
 from funcpipe.runtime.rng import Keys
@@ -68,6 +69,7 @@ class Form(NamedTuple):
         report: structure of ``(stats, loss, side)``; None: there is nothing to report.
         leaves: all leaves, those that are no tensors as they are.
         slots: the numbers of those that are.
+        plain: is it one tensor, and with it no report but perhaps a loss that is a mean.
     """
 
     y: tuple[Spec, tuple[bool, ...]]
@@ -75,6 +77,7 @@ class Form(NamedTuple):
     report: Spec | None
     leaves: list[Any]
     slots: list[int]
+    plain: bool
 
 
 @dataclass
@@ -83,13 +86,14 @@ class Joint:
 
     Attributes:
         module: holds the graph and its constants.
-        params: placeholders of the tensors among the leaves of parameters and state.
+        params: placeholders of the tensors among the leaves of parameters and state, and of what is in ``once``.
         inputs: placeholders of the tensors among those of input, skips, feeds and target.
         cotangents: placeholders, one for each root.
         outs: what the forward gives, in the order of ``form.slots``.
         wanted: gradients of input leaves: one list for the input, one for each skip; None where there is none.
         sums: gradients of the trainable leaves.
         form, roots, draws: see there.
+        once: what is computed of parameters and state alone, once a run (`hoist`).
     """
 
     module: fx.GraphModule
@@ -102,6 +106,7 @@ class Joint:
     form: Form
     roots: list[Root]
     draws: list[Draw]
+    once: list[fx.Node] = field(default_factory=list[fx.Node])
 
 
 def tensors(*trees: Sequence[Any]) -> list[Tensor]:
@@ -127,7 +132,8 @@ def trace(ask: Ask) -> Joint:
     """
     with tracing:
         try:
-            return _trace(ask)
+            with no_autocast_cache():  # a second call would not show the casts of the first
+                return _trace(ask)
         except TraceError:
             raise
         except Exception as error:
@@ -261,7 +267,10 @@ def _form(out: StageOut) -> tuple[Form, list[Tensor]]:
     slots = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     stash = {name: (border.spec, tuple(border.flags)) for name, border in out.stash.items()}
     plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    form = Form((out.y.spec, tuple(out.y.flags)), stash, None if empty else spec, plain, slots)
+    none = type(stats) is tuple and not stats and side is None
+    mean = empty or (none and loss is not None and loss.weight is None and loss.aux is None)
+    alone = out.y.spec is LEAF and not stash and slots == list(range(1 if empty else 2))
+    form = Form((out.y.spec, tuple(out.y.flags)), stash, None if empty else spec, plain, slots, alone and mean)
     return form, [leaves[number] for number in slots]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from funcpipe.programs.backend import Backend, Built
-from funcpipe.programs.cut import Backward, Cut, Part, Product
+from funcpipe.programs.cut import Backward, Cut, Part, Product, gather
 from funcpipe.programs.joint import Joint, tracing
 from funcpipe.programs.source import Box, Code
 
@@ -46,15 +46,17 @@ class Half(NamedTuple):
 class Programs:
     """The programs of one stage for one signature; printed, their text.
 
-    ``P`` holds the tensors of parameters and state, ``X`` those of input, skips, feeds and target, ``R`` the keys of
+    ``P`` holds the tensors of parameters and state, and then what C computes of these, once a run; ``X`` those of input, skips, feeds and target, ``R`` the keys of
     random draws, ``K`` what F keeps, ``G`` the gradients that come in, ``L`` what I leaves for W, ``S`` the sums into
     which the gradients of the parameters are added.
 
     Attributes:
         joint: the traced graph.
+        once: ``C(P) -> values``, of parameters and state alone; None: there are none.
         forward: ``F(P, X) -> outputs, K``.
         alone: ``A(P, X) -> outputs``, where no backward follows.
         residual_bytes: of K: what lies in memory between F and its backward.
+        once_bytes: of what C computes: it lies in memory from the first F to the end of the run.
     """
 
     def __init__(self, joint: Joint, *, fuse: bool, backend: Backend | None = None) -> None:
@@ -62,6 +64,15 @@ class Programs:
         self._given = [Box("P", joint.params), Box("X", joint.inputs), *([Box("R")] if joint.draws else [])]
         self._halves: dict[frozenset[int], Half] = {}
         self.residual_bytes = nbytes(self._cut.kept)
+        bare = joint.params[: len(joint.params) - len(joint.once)]
+        self.once = (
+            self._make("C", [Box("P", bare)], gather(joint.once, stop={*bare}), [joint.once]) if joint.once else None
+        )
+        self.once_bytes = nbytes([*bare, *joint.once]) - nbytes(bare)
+
+    def complete(self, given: list[Tensor]) -> list[Tensor]:
+        """What P holds: the tensors of parameters and state, and what is computed of them."""
+        return given if self.once is None else [*given, *self.once.call(given)]
 
     @cached_property
     def forward(self) -> Code | Built:
@@ -94,7 +105,7 @@ class Programs:
         """Write a program, or have it built. One that draws is written: no backend knows keys."""
         with tracing:
             module, fused = self.joint.module, products if self.fuse and products else {}
-            if self.backend is not None and not any("draw" in node.meta for node in part.nodes):
+            if self.backend is not None and name in _PACK and not any("draw" in node.meta for node in part.nodes):
                 return Built(name, boxes, part, results, _PACK[name], module=module, backend=self.backend, sums=sums or (), products=fused)  # fmt: skip
             rows = [f"[{{{number}}}]" for number in range(len(results))]
             return Code(
@@ -156,10 +167,12 @@ class Programs:
         )
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (self.forward, self.backward, self.backward_input, self.backward_weight)))
+        parts = [] if self.once is None else [self.once]
+        return "\n".join(map(str, (*parts, self.forward, self.backward, self.backward_input, self.backward_weight)))
 
 
 _RETURNS: dict[str, Callable[[list[str]], str]] = {
+    "C": lambda rows: rows[0],
     "F": ", ".join,
     "A": lambda rows: rows[0],
     "B": lambda rows: f"[{', '.join(rows)}]",
@@ -186,5 +199,5 @@ def nbytes(nodes: Iterable[fx.Node]) -> int:
         val = node.meta["val"]
         for one in val if isinstance(val, (tuple, list)) else (val,):  # pyright: ignore
             if isinstance(one, Tensor):
-                seen[id(one.untyped_storage())] = one.numel() * one.element_size()
+                seen[id(one.untyped_storage())] = one.untyped_storage().nbytes()
     return sum(seen.values())

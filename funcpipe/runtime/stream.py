@@ -7,7 +7,6 @@ A tensor that a stream uses but did not allocate is recorded on it, so its memor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -196,11 +195,11 @@ class Edge:
         source, target = self.source, self.target
         if source is not None and not source.asynchronous and not target.asynchronous:
             return Ticket(_apart(value) if self.threaded else value)
-        tensors = [leaf for leaf in value.leaves if isinstance(leaf, Tensor)]
-        if all(target.backend.lies_on(leaf, target.device) for leaf in tensors):
-            # The caller keeps what he gave, and waits for the lanes; the lanes have waited for him.
-            return Ticket(value) if source is None else self._hand_over(source, value, free)
-        return self._copy(value, tensors, free)
+        for leaf in value.leaves:
+            if isinstance(leaf, Tensor) and not target.backend.lies_on(leaf, target.device):
+                return self._copy(value, free)
+        # The caller keeps what he gave, and waits for the lanes; the lanes have waited for him.
+        return Ticket(value) if source is None else self._hand_over(source, value, free)
 
     def _hand_over(self, source: Place, value: Border, free: Any) -> Ticket:
         """Two lanes of one device: the same memory, in order."""
@@ -214,12 +213,13 @@ class Edge:
             source.wait(free)  # no copy could wait for the slot, so the sender does
         return Ticket(Border(leaves, value.spec, value.flags), event)
 
-    def _copy(self, value: Border, tensors: Sequence[Tensor], free: Any) -> Ticket:
+    def _copy(self, value: Border, free: Any) -> Ticket:
         """To another device, on the copy streams of both. Torch orders a copy on the current streams of both ends."""
         source, target = self.source, self.target
         backend = target.backend
         ends = [target] if target.asynchronous else []
         if source is None:
+            tensors = (leaf for leaf in value.leaves if isinstance(leaf, Tensor))
             given = dict.fromkeys(d for leaf in tensors if (d := backend.streamed(leaf)) is not None)
             ends += [Place(device, alone=True) for device in given if device != target.device]
             for place in ends:  # what the caller gave may still be under way on his streams

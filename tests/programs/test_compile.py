@@ -261,10 +261,10 @@ def test_peaks_are_as_simulated(kind, family, recompute, monkeypatch):
 
 
 def test_programs_print_as_python():
-    """What is printed is what runs: four functions that Python reads."""
+    """What is printed is what runs: functions that Python reads."""
     stage, params, _ = fp.from_module(nn.Linear(2, 2))
     text = str(fp.programs(fp.compile(stage), params, torch.randn(3, 2, requires_grad=True)))
-    assert ["F(P, X)", "B(P, K, G, S)", "I(P, K, G)", "W(P, L, S)"] == [line[4:-1] for line in text.splitlines() if line.startswith("def ")]  # fmt: skip
+    assert ["C(P)", "F(P, X)", "B(P, K, G, S)", "I(P, K, G)", "W(P, L, S)"] == [line[4:-1] for line in text.splitlines() if line.startswith("def ")]  # fmt: skip
     compile(text, "programs", "exec")
     assert "S[1].addmm_(t_2, x0)" in text.replace("k0", "x0").replace("l0", "x0")
 

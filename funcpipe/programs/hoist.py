@@ -1,0 +1,61 @@
+"""What depends on parameters and state alone is computed once a run, not once a microbatch (loop-invariant code motion)."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor, fx
+
+from funcpipe.programs.cut import is_view
+from funcpipe.programs.draws import seeded
+from funcpipe.programs.joint import Joint
+
+_SMALL = 2**20
+"""Bytes that may lie in memory all the time, though the parameters that they are computed of are smaller."""
+
+
+def hoist(joint: Joint) -> None:
+    """Take such values out of the graph of a microbatch: they become further placeholders of parameters.
+
+    Casts of weights under autocast, weights that are computed (weight norm, merged adapters), views of parameters, small
+    masks and positions. A value that is larger than the parameters that it comes from stays: it would lie in memory all
+    the time.
+    """
+    graph = joint.module.graph
+    sources: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset([node]) for node in joint.params}
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "get_attr":
+            sources[node] = frozenset()
+        elif _moves(node) and all(one in sources for one in inputs):
+            own = frozenset[fx.Node]().union(*(sources[one] for one in inputs))
+            if is_view(node) or _bytes(node) <= max(_SMALL, sum(map(_bytes, own))):
+                sources[node] = own
+    with graph.inserting_before(next(iter(graph.nodes))):
+        for node in [node for node in sources if node.op == "call_function" and isinstance(node.meta["val"], Tensor)]:
+            # What is handed out is made by each microbatch: who gets it may write into his.
+            readers = {user for user in node.users if user not in sources and user.op != "output"}
+            if not readers:
+                continue
+            place = graph.placeholder(f"{node.name}_")
+            place.meta = dict(node.meta)
+            node.replace_all_uses_with(place, readers.__contains__)
+            joint.once.append(node)
+            joint.params.append(place)
+
+
+def _moves(node: fx.Node) -> bool:
+    """Has an operation one result for all microbatches, if its arguments have one each."""
+    if node.op != "call_function" or "draw" in node.meta or seeded(node.target):
+        return False
+    # A draw fills a fresh tensor in place.
+    if any("draw" in user.meta for user in node.users):
+        return False
+    return node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of a tensor, or of all that an operation gives."""
+    val = node.meta["val"]
+    return sum(one.numel() * one.element_size() for one in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(one, Tensor))  # fmt: skip  # pyright: ignore

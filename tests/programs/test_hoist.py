@@ -1,0 +1,201 @@
+"""What depends on parameters and state alone is computed once a run; nothing large lies in memory for it."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import same
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import funcpipe as fp
+
+aten = torch.ops.aten
+X, T = torch.randn(8, 6), torch.randn(8, 6)
+
+
+class Count(TorchDispatchMode):
+    """How often each operation runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[func] = self.seen.get(func, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def made(fn, params, x, **options):
+    return fp.programs(fp.compile(fp.stage(fn)), params, x, **options)
+
+
+def both(fn, params, schedule, *, amp=False, x=X, target=T, **options):
+    """Results of eager and of compiled stages."""
+    out = []
+    for make in (lambda one: one, lambda one: fp.compile(one, fuse=False)):
+        stages = [make(fp.stage(fn, name=f"s{number}")) for number in range(schedule.num_stages)]
+        plan = fp.make_plan(stages, schedule, loss=lambda y, t: F.mse_loss(y.float(), t), devices="cpu")  # fmt: skip
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            out.append(fp.run(plan, params, (x, target), threads_per_lane=1, **options))
+    return out
+
+
+def normed(p, x):
+    return torch.tanh(x @ (p["g"] * p["v"] / torch.linalg.vector_norm(p["v"])))
+
+
+def weights(count=2):
+    torch.manual_seed(1)
+    return tuple({"g": torch.randn(6), "v": torch.randn(6, 6)} for _ in range(count))
+
+
+@pytest.mark.parametrize("schedule", [fp.one_f_one_b(2, 4), fp.remat(fp.fill_drain(2, 4)), fp.zero_bubble(2, 4)], ids=lambda s: s.name)  # fmt: skip
+@pytest.mark.parametrize("rows", [8, 7])
+def test_a_weight_that_is_computed(schedule, rows):
+    """Once a run and shape, though every microbatch needs it; its gradient is added by each."""
+    params = weights()
+    eager, programs = both(normed, params, schedule, x=X[:rows], target=T[:rows])
+    assert same(eager.loss, programs.loss)
+    assert same(eager.grads, programs.grads)
+    stage = fp.compile(fp.stage(normed))
+    plan = fp.make_plan([stage] * 2, schedule, loss=F.mse_loss, devices="cpu")
+    fp.run(plan, params, (X, T))
+    with Count() as count:
+        fp.run(plan, params, (X, T), executor="serial")
+    assert 2 == count.seen[aten.linalg_vector_norm.default]
+    assert "linalg_vector_norm" in str(fp.programs(stage, params[0], X).once)
+    fp.run(plan, params, (X, T), executor="threads")
+
+
+def test_casts_are_no_residuals():
+    """Under autocast: F keeps what comes from its input alone."""
+    stage, params, _ = fp.from_module(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)))
+    x = torch.randn(4, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        programs = fp.programs(fp.compile(stage), params, x)
+    one = 4 * 32 * 2
+    assert 3 * one == programs.residual_bytes  # x, the first product, gelu
+    assert 2 * sum(leaf.numel() for leaf in fp.leaves(params)) == programs.once_bytes
+    plain = fp.programs(fp.compile(stage), params, x)
+    assert 0 == plain.once_bytes  # views of parameters
+
+
+def twice(p, x):
+    return F.linear(torch.tanh(F.linear(x, p["w"], p["b"])), p["w"])
+
+
+def test_bits_under_autocast():
+    """Of a weight that is used twice, too: each use has a cast of its own, so its gradients are added in full precision."""
+    params = tuple({"w": torch.randn(6, 6), "b": torch.randn(6)} for _ in range(2))
+    eager, programs = both(twice, params, fp.zero_bubble(2, 4), amp=True)
+    assert same(eager.grads, programs.grads)
+    with torch.autocast("cpu", torch.bfloat16):  # with its cache, as outside of runs
+        assert fp.programs(fp.compile(fp.stage(twice)), params[0], X).once is not None
+
+
+def test_views_of_parameters_take_no_memory():
+    """Pieces, slices and transposed ones."""
+    cases = [(lambda w, x: x @ w[:2].t(), 0), (lambda w, x: x * w[0].expand(8, 6), 0)]
+    cases += [(lambda w, x: F.linear(x, w.chunk(3)[1]), 2 * 12 * 4)]  # zeros: the gradients of the other pieces
+    for fn, expected in cases:
+        programs = made(fn, torch.ones(6, 6), X)
+        assert programs.once is not None
+        assert expected == programs.once_bytes
+
+
+def test_small_masks_but_nothing_large():
+    """Positions and masks of a few numbers are made once; what is larger than its parameters is made where it is used."""
+
+    def masked(p, x):
+        n = x.shape[0]
+        return p["w"] * x + torch.ones(n, n).tril() @ x
+
+    def biased(p, x):
+        n = x.shape[0]
+        return p["w"] * x + p["w"][torch.zeros(n, n, dtype=torch.long)] @ x
+
+    params = {"w": torch.ones(6)}
+    for fn, small, large in ((masked, 8, 600), (biased, 8, 600)):
+        assert made(fn, params, torch.zeros(small, 6)).once_bytes >= small * small
+        assert made(fn, params, torch.zeros(large, 6)).once_bytes < 2**20 < large * large * 4
+    eager, programs = both(masked, (params, {"w": torch.ones(6)}), fp.one_f_one_b(2, 2))
+    assert same(eager.grads, programs.grads)
+
+
+def test_what_draws_is_drawn_for_every_microbatch():
+    """Noise, also noise that fills a fresh tensor, and noise on weights."""
+
+    def noisy(p, x):
+        return x @ (p["v"] + torch.empty(6, 6).normal_()) + torch.rand(6)
+
+    programs = made(noisy, {"v": torch.ones(6, 6)}, X)
+    assert "R.of(" in str(programs.forward)
+    assert "normal" not in str(programs.once)
+    assert "rand" not in str(programs.once)
+    eager, programs = both(noisy, tuple({"v": one["v"]} for one in weights()), fp.one_f_one_b(2, 4), seed=3)
+    assert same(eager.grads, programs.grads)
+
+
+def test_outputs_of_parameters_alone():
+    """A stage that hands out what it computes of its parameters: the same value each time, and its gradient adds up."""
+
+    def constant(p, x):
+        return fp.Out(x + 1, stash={"c": p["v"].exp()})
+
+    def late(p, x, *, skips):
+        return x * p["g"] + skips["c"].sum()
+
+    params = ({"v": torch.randn(6, 6)}, {"g": torch.randn(6)})
+    found = []
+    for make in (lambda one: one, lambda one: fp.compile(one, fuse=False)):
+        stages = [make(fp.stage(constant, stash=["c"])), make(fp.stage(late, pop=["c"]))]
+        plan = fp.make_plan(stages, fp.one_f_one_b(2, 4), loss=F.mse_loss, outputs=True, devices="cpu")
+        found.append(fp.run(plan, params, (X, T), executor="threads", threads_per_lane=1))
+    assert same(found[0].grads, found[1].grads)
+    assert same(found[0].outputs, found[1].outputs)
+
+
+@pytest.mark.parametrize("what", ["constant", "of parameters", "of state", "a view"])
+def test_what_is_handed_out_is_the_microbatchs_own(what):
+    """A commit that adds statistics up in place adds different tensors."""
+
+    def counting(p, x, *, state):
+        made = {"constant": torch.full((), 2.0), "of parameters": p["w"].exp().sum(), "of state": state * 0.5, "a view": (p["w"] * 2)[1:2].view(())}  # fmt: skip
+        return fp.Out(x * p["w"] * 2 + made[what], stats=made[what])
+
+    def commit(state, stats):
+        total = stats[0]
+        for more in stats[1:]:
+            total += more
+        return state + total
+
+    params, state, found = ({"w": torch.randn(6)},), (torch.ones(()),), []
+    for make in (lambda one: one, lambda one: fp.compile(one, fuse=False)):
+        stage = make(fp.stage(counting, state=True, commit=commit))
+        plan = fp.make_plan([stage], fp.one_f_one_b(1, 4), loss=F.mse_loss, devices="cpu")
+        found.append(fp.run(plan, params, (X, T), state=state))
+    assert same(found[0].state, found[1].state)
+    assert same(found[0].grads, found[1].grads)
+
+
+def test_state_that_is_only_read():
+    """Statistics of an evaluation: the scale is computed once."""
+    norm, params, state = fp.from_module(nn.BatchNorm1d(6))
+    programs = fp.programs(fp.compile(norm), params, X, state=state, train=False)
+    plan = fp.make_plan([fp.compile(norm)], fp.fill_drain(1, 4, backward=False), devices="cpu")
+    expected = fp.run(fp.make_plan([norm], plan.schedule, devices="cpu"), (params,), X, state=(state,)).outputs
+    assert same(expected, fp.run(plan, (params,), X, state=(state,)).outputs)
+    assert programs.once_bytes < 2**10
+
+
+def test_parameters_that_changed_between_runs():
+    """What is computed once is computed once a run."""
+    plan = fp.make_plan([fp.compile(fp.stage(normed), fuse=False)] * 2, fp.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")  # fmt: skip
+    params = weights()
+    first = fp.run(plan, params, (X, T)).loss
+    with torch.no_grad():
+        params[0]["g"].mul_(2)
+    second = fp.run(plan, params, (X, T)).loss
+    assert not same(first, second)
+    eager = fp.make_plan([fp.stage(normed)] * 2, fp.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    assert same(fp.run(eager, params, (X, T)).loss, second)
