@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from funcpipe.programs.cut import is_view
 from funcpipe.programs.draws import seeded
 from funcpipe.programs.joint import Joint
+from funcpipe.programs.recompute import bytes_of
 
 _SMALL = 2**20
 """Bytes that may lie in memory all the time, though the parameters that they are computed of are smaller."""
@@ -18,7 +19,7 @@ _SMALL = 2**20
 def hoist(joint: Joint) -> None:
     """Take such values out of the graph of a microbatch: they become further placeholders of parameters.
 
-    Casts of weights under autocast, weights that are computed (weight norm, merged adapters), views of parameters, small
+    Casts of weights under autocast, weights that are computed (weight norm), views of parameters, small
     masks and positions. A value that is larger than the parameters that it comes from stays: it would lie in memory all
     the time.
     """
@@ -30,7 +31,7 @@ def hoist(joint: Joint) -> None:
             sources[node] = frozenset()
         elif _moves(node) and all(one in sources for one in inputs):
             own = frozenset[fx.Node]().union(*(sources[one] for one in inputs))
-            if is_view(node) or _bytes(node) <= max(_SMALL, sum(map(_bytes, own))):
+            if is_view(node) or bytes_of(node) <= max(_SMALL, sum(map(bytes_of, own))):
                 sources[node] = own
     with graph.inserting_before(next(iter(graph.nodes))):
         for node in [node for node in sources if node.op == "call_function" and isinstance(node.meta["val"], Tensor)]:
@@ -53,9 +54,3 @@ def _moves(node: fx.Node) -> bool:
     if any("draw" in user.meta for user in node.users):
         return False
     return node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
-
-
-def _bytes(node: fx.Node) -> int:
-    """Of a tensor, or of all that an operation gives."""
-    val = node.meta["val"]
-    return sum(one.numel() * one.element_size() for one in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(one, Tensor))  # fmt: skip  # pyright: ignore

@@ -46,9 +46,9 @@ class Half(NamedTuple):
 class Programs:
     """The programs of one stage for one signature; printed, their text.
 
-    ``P`` holds the tensors of parameters and state, and then what C computes of these, once a run; ``X`` those of input, skips, feeds and target, ``R`` the keys of
-    random draws, ``K`` what F keeps, ``G`` the gradients that come in, ``L`` what I leaves for W, ``S`` the sums into
-    which the gradients of the parameters are added.
+    ``P`` holds the tensors of parameters and state, and then what C computes of these, once a run; ``X`` those of input,
+    skips, feeds and target, ``R`` the keys of random draws, ``K`` what F keeps, ``G`` the gradients that come in, ``L``
+    what I leaves for W, ``S`` the sums into which the gradients of the parameters are added.
 
     Attributes:
         joint: the traced graph.
@@ -102,7 +102,7 @@ class Programs:
         products: Mapping[int, Product] | None = None,
         columns: Sequence[int] = (),
     ) -> Code | Built:
-        """Write a program, or have it built. One that draws is written: no backend knows keys."""
+        """Write a program, or have it built. One that draws is written: no backend knows keys; so is C, which runs once."""
         with tracing:
             module, fused = self.joint.module, products if self.fuse and products else {}
             if self.backend is not None and name in _PACK and not any("draw" in node.meta for node in part.nodes):

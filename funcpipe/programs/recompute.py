@@ -65,7 +65,7 @@ def _again(joint: Joint, forward: set[fx.Node], needed: set[fx.Node]) -> set[fx.
             network.add_edge("start", (node, 0))
         whole = is_view(node) or not isinstance(node.meta["val"], Tensor)
         # A view is kept as what it is of, and what gives several values as its pieces.
-        network.add_edge((node, 0), (node, 1), **({} if whole and _repeats(node) else {"capacity": _bytes(node)}))
+        network.add_edge((node, 0), (node, 1), **({} if whole and _repeats(node) else {"capacity": bytes_of(node)}))
         for user in node.users:
             if user in own and _repeats(user):
                 network.add_edge((node, 1), (user, 0))
@@ -87,7 +87,7 @@ def _repeats(node: fx.Node) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
-def _bytes(node: fx.Node) -> int:
-    """What it costs to keep a value."""
+def bytes_of(node: fx.Node) -> int:
+    """What it costs to keep a value: of a tensor, or of all that an operation gives."""
     val = node.meta["val"]
     return sum(one.numel() * one.element_size() for one in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(one, Tensor))  # fmt: skip  # pyright: ignore

@@ -179,9 +179,12 @@ def test_what_is_handed_out_is_the_microbatchs_own(what):
 
 
 def test_state_that_is_only_read():
-    """Statistics of an evaluation: the scale is computed once."""
-    norm, params, state = fp.from_module(nn.BatchNorm1d(6))
+    """Statistics of an evaluation: what is computed of them, computed once, gives the same outputs."""
+    norm, params, state = fp.from_module(
+        nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6))
+    )
     programs = fp.programs(fp.compile(norm), params, X, state=state, train=False)
+    assert programs.once is not None
     plan = fp.make_plan([fp.compile(norm)], fp.fill_drain(1, 4, backward=False), devices="cpu")
     expected = fp.run(fp.make_plan([norm], plan.schedule, devices="cpu"), (params,), X, state=(state,)).outputs
     assert same(expected, fp.run(plan, (params,), X, state=(state,)).outputs)
