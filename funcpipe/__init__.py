@@ -89,6 +89,8 @@ from funcpipe.programs.compile import programs as programs
 from funcpipe.programs.programs import Programs as Programs
 from funcpipe.programs.warmup import warmup as warmup
 from funcpipe.runtime.apply import apply as apply
+from funcpipe.runtime.graphs import Graphs as Graphs
+from funcpipe.runtime.graphs import graphs as graphs
 from funcpipe.runtime.lanes import Lanes as Lanes
 from funcpipe.runtime.lanes import lanes as lanes
 from funcpipe.runtime.microbatch import Axis as Axis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,6 +12,8 @@ from torch import Tensor, fx
 from funcpipe.programs.cut import Part, Product, gather
 from funcpipe.programs.joint import tracing
 from funcpipe.programs.source import Box
+from funcpipe.runtime.recorded import Recorded, Unrecordable
+from funcpipe.runtime.stream import Place
 
 Backend: TypeAlias = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 """``(graph, example inputs) -> function of the inputs``; inputs and outputs are tensors in a row, as for torch.compile."""
@@ -21,6 +24,24 @@ def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any
     from torch._inductor import compile as build
 
     return build(graph, examples)  # pyright: ignore
+
+
+def cudagraphs(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """Each program as a CUDA graph; on devices without them as it is, with a warning."""
+    where = list(dict.fromkeys(one.device for one in examples))
+    recorder = Place.backend.graph(where[0]) if len(where) == 1 else None
+    reason = f"{', '.join(map(str, where)) or 'nothing'} has none"
+    if recorder is not None:
+        try:
+            # Zeros: what is in the examples may be no index of anything.
+            found = Recorded(
+                recorder, where[0], [one.zero_() for one in examples], lambda own: graph(*own), steady=True
+            )
+            return lambda *given: found(given)
+        except Unrecordable as error:
+            reason = str(error)
+    warnings.warn(f'backend "cudagraphs": a program of {len(graph.graph.nodes)} nodes is not a graph ({reason}) and runs as it is', stacklevel=2)  # fmt: skip
+    return graph.forward
 
 
 class Built:

@@ -11,7 +11,7 @@ from torch import Tensor
 from funcpipe.core.errors import TraceError
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Stage
-from funcpipe.core.tree import Tree, flatten, unflatten
+from funcpipe.core.tree import Tree, unflatten
 from funcpipe.programs.backend import Built
 from funcpipe.programs.draws import Keyring
 from funcpipe.programs.joint import Ask, Form, tensors
@@ -19,9 +19,11 @@ from funcpipe.programs.programs import Half, Programs
 from funcpipe.programs.source import Code, laid_out
 from funcpipe.runtime.border import LEAF, Border, add_gradients, dense
 from funcpipe.runtime.eager import EagerBound, no_autocast
-from funcpipe.runtime.host import Way, address, plain
+from funcpipe.runtime.host import Way
+from funcpipe.runtime.plain import address, plain
 from funcpipe.runtime.program import Cotangents, Gradients, Report, StageArgs, StageOut
 from funcpipe.runtime.residual import EagerResidual
+from funcpipe.runtime.signature import switches, word
 
 if TYPE_CHECKING:
     from funcpipe.programs.compile import Compiled
@@ -162,10 +164,8 @@ class CompiledBound(EagerBound):
 
     def _words(self) -> Hashable:
         """What a program depends on besides the leaves that a forward gets."""
-        flags = (self.train, self.backwards, tuple(self.trainable), self.loss, torch.get_default_dtype())
-        autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
-        kernels = (torch.are_deterministic_algorithms_enabled(), torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled())  # fmt: skip
-        return (flags, *autocast, kernels, self.spec, flatten(self.state)[1], *map(word, (*self.leaves, *self.state_leaves)))  # fmt: skip
+        flags = (self.train, self.backwards, tuple(self.trainable), self.loss)
+        return (flags, switches(), self.spec, self.state_spec, *map(word, (*self.leaves, *self.state_leaves)))
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -293,20 +293,3 @@ def _read(args: StageArgs) -> tuple[list[Tensor], list[Hashable]]:
             if isinstance(leaf, Tensor):
                 found.append(leaf)
     return found, words
-
-
-def word(leaf: Any) -> Hashable:
-    """What a program depends on in a leaf: layout and type of a tensor, anything else by its value.
-
-    Raises:
-        TraceError: the value cannot be compared, or the tensor is no plain one.
-    """
-    if isinstance(leaf, Tensor):
-        if not (plain(leaf) or leaf.is_meta):
-            raise TraceError(f"it gets a {type(leaf).__name__} ({leaf.layout}), which is no plain tensor")
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-    try:
-        hash(leaf)
-    except TypeError:
-        raise TraceError(f"it gets a {type(leaf).__name__}, which cannot be told from another; hand tensors, numbers or strings in") from None  # fmt: skip
-    return (type(leaf), leaf)

@@ -10,7 +10,7 @@ from typing import Any
 from funcpipe.core.errors import PlanError, TraceError
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, is_differentiable
-from funcpipe.programs.backend import Backend, inductor
+from funcpipe.programs.backend import Backend, cudagraphs, inductor
 from funcpipe.programs.bound import CompiledBound
 from funcpipe.programs.hoist import hoist
 from funcpipe.programs.joint import Ask, trace, tracing
@@ -20,6 +20,9 @@ from funcpipe.runtime.border import Border
 from funcpipe.runtime.prepare import Trainable, trainable_leaves
 from funcpipe.runtime.program import StageArgs
 from funcpipe.runtime.rng import Keys
+
+_BACKENDS: dict[str, Backend | None] = {"graph": None, "inductor": inductor, "cudagraphs": cudagraphs}
+"""By name; None: programs are Python that calls torch's kernels."""
 
 
 class Compiled:
@@ -59,28 +62,34 @@ class Compiled:
         Raises:
             TraceError: the stage cannot be traced and was not asked to fall back.
         """
-        with self._making:
-            if signature not in self.found:
-                try:
-                    backend = (
-                        None if self.backend == "graph" else inductor if isinstance(self.backend, str) else self.backend
-                    )
-                    joint = trace(ask())
-                    with tracing:
-                        hoist(joint)
-                        if self.recompute:
-                            least_kept(joint)
-                    self.found[signature] = Programs(joint, fuse=self.fuse, backend=backend)
-                except TraceError as error:
-                    self.found[signature] = TraceError(str(error))  # without its frames
-                    if not self.fallback and error.cause is not None:
-                        raise
-        found = self.found[signature]
+        found = self.found.get(signature)
+        if found is None:
+            found = self._make(signature, ask)
         if isinstance(found, Programs):
             return found
         if self.fallback:
             return None
         raise TraceError(f"stage {ask().stage.name!r} cannot be compiled: {found}; leave it eager, or fp.compile(stage, fallback=True) to run it so where it cannot be")  # fmt: skip
+
+    def _make(self, signature: Hashable, ask: Callable[[], Ask]) -> Programs | TraceError:
+        """The programs for a signature that has none yet; whoever else waits for them gets the same."""
+        with self._making:
+            found = self.found.get(signature)
+            if found is None:
+                try:
+                    backend = _BACKENDS[self.backend] if isinstance(self.backend, str) else self.backend
+                    joint = trace(ask())
+                    with tracing:
+                        hoist(joint)
+                        if self.recompute:
+                            least_kept(joint)
+                    found = Programs(joint, fuse=self.fuse, backend=backend)
+                except TraceError as error:
+                    found = self.found[signature] = TraceError(str(error))  # without its frames
+                    if not self.fallback and error.cause is not None:
+                        raise
+                self.found[signature] = found
+            return found
 
 
 def compile(
@@ -117,7 +126,8 @@ def compile(
         stage: any stage; of a composition, the whole.
         backend: "graph": Python that calls torch's kernels, one by one. "inductor": each program is built by torch's
             compiler, which fuses operations and rounds differently; it takes seconds to minutes, at the first call or
-            in `warmup`. Or a function ``(graph, example inputs) -> function of the inputs``, as for ``torch.compile``.
+            in `warmup`. "cudagraphs": each program is recorded as a CUDA graph, with copies of what it reads and gives
+            (`graphs` does it to whole runs on one device, and is quicker). Or a function ``(graph, example inputs) -> function of the inputs``, as for ``torch.compile``.
             Programs that draw random numbers are "graph" always.
         fuse: see above.
         merge: where the plan has several W of the stage next to each other, make one larger product of their weight
@@ -136,10 +146,8 @@ def compile(
     """
     if not isinstance(stage, Stage):
         raise PlanError(f"compile takes a stage; got a {type(stage).__name__}; make one: fp.stage(fn), fp.from_module(module), fp.split(model, ...)")  # fmt: skip
-    if backend not in ("graph", "inductor") and not callable(backend):
-        raise PlanError(
-            f'backend is "graph", "inductor" or a function (graph, example inputs) -> function; got {backend!r}'
-        )
+    if not (isinstance(backend, str) and backend in _BACKENDS) and not callable(backend):
+        raise PlanError(f"backend is one of {sorted(_BACKENDS)} or a function (graph, example inputs) -> function; got {backend!r}")  # fmt: skip
     if merge and not fuse:
         raise PlanError(
             "merge=True adds one product for several W, and fuse=False asks for eager's rounding; leave one out"

@@ -12,12 +12,13 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree
-from funcpipe.programs.bound import CompiledBound, word
+from funcpipe.programs.bound import CompiledBound
 from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache
 from funcpipe.runtime.finish import release
 from funcpipe.runtime.prepare import Prepared, Trainable, prepare
 from funcpipe.runtime.program import StageArgs, StageOut
 from funcpipe.runtime.sequential import Loop
+from funcpipe.runtime.signature import word
 
 
 def warmup(

@@ -142,7 +142,9 @@ def _choose(executor: Any, ready: Prepared) -> tuple[bool, str, Lanes | None]:
         _refuse_uncarried(uncarried)
         return True, "asked for", None
     if executor is not None:
-        raise PlanError(f"executor is 'threads', 'serial', fp.lanes(plan) or None; got {executor!r}")
+        raise PlanError(
+            f"executor is 'threads', 'serial', fp.lanes(plan), for fp.run also fp.graphs(plan), or None; got {executor!r}"
+        )
     if uncarried:
         return False, f"threads cannot take over {', '.join(uncarried)}", None
     if not parallel(ready.where):

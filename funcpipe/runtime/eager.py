@@ -59,9 +59,9 @@ class EagerBound:
         self.aliases = [_alias(leaf, want) for leaf, want in zip(self.leaves, trainable, strict=True)]
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.fresh: list[int] | None = None
-        state_leaves, state_spec = flatten(state)
+        state_leaves, self.state_spec = flatten(state)
         self.state_leaves = share(state_leaves)
-        self.params, self.state = unflatten(self.spec, self.aliases), unflatten(state_spec, self.state_leaves)
+        self.params, self.state = unflatten(self.spec, self.aliases), unflatten(self.state_spec, self.state_leaves)
         self.fn = stage.bind(self.params, self.state)
         self.places = getattr(self.fn, "places", {})
 

@@ -16,7 +16,8 @@ from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Kind
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import RUNNING, no_autocast_cache
-from funcpipe.runtime.host import Host, addresses
+from funcpipe.runtime.host import Host
+from funcpipe.runtime.plain import addresses
 from funcpipe.runtime.program import Bound
 from funcpipe.runtime.steps import make_step
 from funcpipe.runtime.stream import Channel, Edge, Place, Ticket

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from funcpipe.runtime.stream import Place, solid
@@ -99,22 +98,3 @@ class Host:
     def __init__(self, place: Place, coming: dict[int, Any], fixed: frozenset[int]) -> None:
         self.out, self.back = Way(place, out=True), Way(place, out=False)
         self.coming, self.fixed = coming, fixed
-
-
-def address(tensor: Tensor) -> int:
-    """Where the memory of a tensor begins; all that share it, even copy-on-write, have the same. 0: it has none."""
-    return torch._C._data_address(tensor)  # pyright: ignore
-
-
-def addresses(leaves: Sequence[Any]) -> frozenset[int]:
-    """The addresses of all plain tensors among some leaves."""
-    return frozenset(address(leaf) for leaf in leaves if isinstance(leaf, Tensor) and plain(leaf))
-
-
-def plain(tensor: Tensor) -> bool:
-    """Is this torch's own dense tensor, without a wrapper or a lazy bit, with memory that can be taken as it is."""
-    kind = type(tensor)
-    odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested
-    if odd or not (kind is Tensor or kind is torch.nn.Parameter):
-        return False
-    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from funcpipe.core.result import Loss
-from funcpipe.runtime.host import Way, address, plain
+from funcpipe.runtime.host import Way
+from funcpipe.runtime.plain import address, plain
 from funcpipe.runtime.slots import pieces, take_out
 
 Held: TypeAlias = dict[int, Tensor]

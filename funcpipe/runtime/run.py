@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from funcpipe.core.plan import Plan, Role
 from funcpipe.core.result import Result
@@ -11,9 +11,13 @@ from funcpipe.core.tree import Tree
 from funcpipe.runtime.context import intra_op_threads
 from funcpipe.runtime.drive import Drive
 from funcpipe.runtime.finish import finish, release
+from funcpipe.runtime.graphs import Graphs
 from funcpipe.runtime.lanes import Lanes
 from funcpipe.runtime.prepare import Trainable, prepare
 from funcpipe.runtime.rng import exactly
+
+Executor: TypeAlias = str | Lanes | Graphs | None
+"""Who does the actions of a run; see `run`."""
 
 
 def run(
@@ -27,7 +31,7 @@ def run(
     trainable: Trainable = None,
     loss_scale: float = 1.0,
     record: bool = False,
-    executor: str | Lanes | None = None,
+    executor: Executor = None,
     threads_per_lane: int | None = None,
     check: str | Sequence[str] = (),
     timeout: float | None = None,
@@ -51,8 +55,8 @@ def run(
         loss_scale: gradients are multiplied by it (mixed precision); the loss is not.
         record: measure a timeline.
         executor: "threads" (a thread per lane), "serial" (this thread, plan order: debuggers, profilers and hooks
-            work), `lanes` (threads kept between runs), or None: threads where two lanes are on the CPU and actions
-            are not tiny. Same bits.
+            work), `lanes` (threads kept between runs), `graphs` (one CUDA graph), or None: threads where two lanes are
+            on the CPU and actions are not tiny. Same bits.
         threads_per_lane: intra-op threads; None: cores, or ``torch.get_num_threads()`` where that is less, divided by lanes.
         check: any of "finite" (NaN or Inf in what a stage hands on is an error that names stage and microbatch; costs a
             look at every value), "finite-op" (also finds the operation, by doing the action again), "used" (a trainable
@@ -68,6 +72,8 @@ def run(
     """
     options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
     options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane, "check": check}
+    if isinstance(executor, Graphs):
+        return executor.run(run, plan, params, batch, options, record=record, timeout=timeout)
 
     def attempt() -> Result:
         ready = prepare("run", plan, params, batch, **options)

@@ -24,7 +24,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch._C._autograd import SavedTensor
 
-from funcpipe.runtime.host import Way, address, plain
+from funcpipe.runtime.host import Way
+from funcpipe.runtime.plain import address, plain
 
 _ALIGNED = 64
 """Torch's allocations on the CPU begin at a multiple of so many bytes."""

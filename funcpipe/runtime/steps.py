@@ -10,7 +10,8 @@ from funcpipe.core.plan import Lowered, Role, Row, Wire
 from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import Stage
 from funcpipe.runtime.border import LEAF, Border
-from funcpipe.runtime.host import Host, addresses
+from funcpipe.runtime.host import Host
+from funcpipe.runtime.plain import addresses
 from funcpipe.runtime.program import Bound, StageArgs, StageOut
 
 Step: TypeAlias = Callable[[list[Any], int], Sequence[Any]]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.place import same_device
+from funcpipe.runtime.recorded import DeviceGraph, Graph
 
 
 class Backend:
@@ -69,6 +70,11 @@ class Backend:
     def pace(self, event: Any) -> None:
         """Let the host wait for the event, so that it does not run far ahead."""
         event.synchronize()
+
+    def graph(self, device: torch.device) -> Graph | None:
+        """What records work of the device; None: its kind has nothing of the sort."""
+        module = self.module(device) if self.asynchronous(device) else None
+        return DeviceGraph(module, device) if hasattr(module, "CUDAGraph") else None
 
 
 def solid(tensor: Tensor) -> Tensor:

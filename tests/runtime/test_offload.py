@@ -22,7 +22,8 @@ from funcpipe.core.plan import Role
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.execute import Execution
-from funcpipe.runtime.host import Host, Way, address
+from funcpipe.runtime.host import Host, Way
+from funcpipe.runtime.plain import address
 from funcpipe.runtime.residual import EagerResidual
 from funcpipe.runtime.slots import pieces, take_out
 from funcpipe.runtime.stream import Place

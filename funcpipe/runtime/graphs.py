@@ -1,0 +1,304 @@
+"""graphs: whole runs as graphs of the device (CUDA graphs): recorded once for each form of input, then played."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from time import perf_counter
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.errors import DrawError, FuncpipeError, PlanError, TraceError
+from funcpipe.core.plan import Plan
+from funcpipe.core.result import Result
+from funcpipe.core.schedule import Kind
+from funcpipe.core.tree import Tree, flatten, unflatten
+from funcpipe.runtime.context import RUNNING, not_carried, refuse_transforms
+from funcpipe.runtime.microbatch import Axis, Microbatches, Replicate
+from funcpipe.runtime.place import plan_devices
+from funcpipe.runtime.recorded import Recorded, Unrecordable
+from funcpipe.runtime.signature import switches, word
+from funcpipe.runtime.stream import Place
+
+_MOST = 8
+"""Forms of input that are recorded; each holds memory of its own."""
+
+_Make = Callable[[Sequence[Tensor]], Tree]
+
+_FIELDS = ("loss", "losses", "aux", "grads", "state", "outputs")
+"""Where a result has tensors."""
+
+
+class _Step(NamedTuple):
+    """A run that is recorded: its tensors, how to make trees of them, and the rest of its result."""
+
+    recorded: Recorded
+    make: _Make
+    like: Result
+
+
+class Graphs:
+    """An executor that plays whole runs of one plan as graphs of its device. Made by `graphs`.
+
+    Attributes:
+        plan: whose runs.
+        count: how many forms of input are recorded.
+        nbytes: of the copies of what runs were given that these read from.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        if not isinstance(plan, Plan):
+            raise PlanError(f"graphs takes a plan; got a {type(plan).__name__}")
+        self.plan = plan
+        self.closed = False
+        self._never: str | None = None
+        self._found: dict[Hashable, _Step | str] = {}
+        self._busy = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Forget every graph and its memory; these graphs run nothing more."""
+        self.closed = True
+        self._found.clear()
+
+    @property
+    def _steps(self) -> list[_Step]:
+        return [one for one in self._found.values() if isinstance(one, _Step)]
+
+    @property
+    def count(self) -> int:
+        """See the class."""
+        return len(self._steps)
+
+    @property
+    def nbytes(self) -> int:
+        """See the class."""
+        return sum(one.recorded.nbytes for one in self._steps)
+
+    def run(
+        self,
+        work: Callable[..., Result],
+        plan: Plan,
+        params: Sequence[Tree],
+        batch: Any,
+        options: Mapping[str, Any],
+        *,
+        record: bool,
+        timeout: float | None,
+    ) -> Result:
+        """A run: played if it is recorded, recorded and played if it can be, as any other if not.
+
+        Args:
+            work: `run`.
+            plan, params, batch, record, timeout: as for it.
+            options: what else it takes.
+        """
+        refuse_transforms("run")
+        with self._alone(plan):
+            reason = self._unfit(record=record, timeout=timeout, check=options["check"])
+            if not reason:
+                began = perf_counter()
+                # A graph cannot draw: the seed would be that of its recording. Without one a run refuses to.
+                rest = {name: value for name, value in options.items() if name != "seed"}
+                found = self._step(work, (params, batch, rest))
+                if not isinstance(found, str):
+                    return _played(*found, began)
+                reason = found
+        result = work(plan, params, batch, **options, record=record, timeout=timeout)
+        return replace(result, stats=replace(result.stats, reason=f"not a graph: {reason}"))
+
+    @contextmanager
+    def _alone(self, plan: Plan) -> Generator[None]:
+        if plan is not self.plan:
+            raise PlanError("these graphs are of another plan; make them with fp.graphs(plan)")
+        if self.closed:
+            raise FuncpipeError("these graphs are closed; run inside of their with block")
+        if not self._busy.acquire(blocking=False):
+            raise FuncpipeError(
+                "these graphs are busy with another run; give each concurrent run its own fp.graphs(plan)"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _unfit(self, *, record: bool, timeout: float | None, check: Any) -> str:
+        """Why no run with these options can be a graph; "": it may be one."""
+        if self._never is None:
+            self._never = _never(self.plan)
+        if self._never:
+            return self._never
+        if record:
+            return "record=True measures its actions"
+        if timeout is not None:
+            return "timeout= watches its actions"
+        if {"finite", "finite-op"} & {check if isinstance(check, str) else None, *check}:
+            return "check= looks at its values"
+        return ", ".join(f"{one} is on" for one in not_carried())
+
+    def _step(self, work: Callable[..., Result], given: Tree) -> tuple[_Step, list[Tensor]] | str:
+        """The recorded run for such input (recorded now if it is the first) and its tensors; or why there is none."""
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), RUNNING.get() is not None
+        taken = _Taken(words=[switches(), modes])
+        try:
+            make = taken.take(given)
+        except TraceError as error:
+            return str(error)
+        key = tuple(taken.words or ())
+        found = self._found.get(key)
+        if found is None:
+            if len(self._found) >= _MOST:
+                return f"its input has had {_MOST} other forms (shapes, types, values that are no tensors) before"
+            found = self._found[key] = self._record(work, make, taken.tensors)
+        return found if isinstance(found, str) else (found, taken.tensors)
+
+    def _record(self, work: Callable[..., Result], make: _Make, tensors: list[Tensor]) -> _Step | str:
+        device = plan_devices(self.plan)[0]
+        graph = Place.backend.graph(device)
+        assert graph is not None
+        made: list[Any] = []
+
+        def step(own: Sequence[Tensor]) -> list[Tensor]:
+            params, batch, options = make(own)
+            result = work(self.plan, params, batch, **options, executor="serial")
+            out = _Taken()
+            made[:] = [out.take([getattr(result, name) for name in _FIELDS]), replace(result, **_NONE)]
+            return out.tensors
+
+        try:
+            return _Step(Recorded(graph, device, tensors, step), *made)
+        except DrawError:
+            return "a stage draws random numbers, and a graph would draw the same ones each time"
+        except Unrecordable as error:
+            return f"it cannot be recorded: {error}"
+
+
+def _never(plan: Plan) -> str:
+    """Why no run of a plan can be a graph; "": some may."""
+    where = dict.fromkeys(plan_devices(plan))
+    if len(where) > 1:
+        return f'its lanes lie on {", ".join(map(str, where))}, and a graph is of one device; compiled stages can be graphs each: fp.compile(stage, backend="cudagraphs")'  # fmt: skip
+    device = next(iter(where))
+    if Place.backend.graph(device) is None:
+        return f"{device} has none"
+    if any(action.kind is Kind.O for order in plan.schedule.orders for action in order):
+        return "the host keeps step with what is offloaded"
+    return ""
+
+
+_NONE: dict[str, Any] = dict.fromkeys(_FIELDS)
+
+
+def _played(step: _Step, tensors: list[Tensor], began: float) -> Result:
+    """The result of a recorded run for these tensors."""
+    fields = step.make(step.recorded(tensors))
+    stats = replace(step.like.stats, executor="graph", reason="asked for", seconds=perf_counter() - began)
+    return replace(step.like, **dict(zip(_FIELDS, fields, strict=True)), stats=stats)
+
+
+class _Taken:
+    """What trees are made of.
+
+    Attributes:
+        tensors: theirs, each once.
+        words: what a recording depends on besides numbers in these; None: nobody asks.
+    """
+
+    def __init__(self, words: list[Hashable] | None = None) -> None:
+        self.tensors: list[Tensor] = []
+        self.words = words
+        self._numbers: dict[int, int] = {}
+
+    def take(self, tree: Tree) -> _Make:
+        """Take a tree apart, and what `Replicate`, `Axis` and `Microbatches` hold in it.
+
+        Returns:
+            What makes such a tree of other tensors.
+
+        Raises:
+            TraceError: a value cannot be compared with another.
+        """
+        leaves, spec = flatten(tree)
+        makers = [self._leaf(leaf) for leaf in leaves]
+        self._say(spec)
+        return lambda given: unflatten(spec, [make(given) for make in makers])
+
+    def _leaf(self, leaf: Any) -> _Make:
+        if isinstance(leaf, Tensor):
+            number = self._numbers.setdefault(id(leaf), len(self.tensors))
+            if number == len(self.tensors):
+                self.tensors.append(leaf)
+            self._say(number, leaf.requires_grad, leaf)
+            return lambda given: given[number]
+        if not isinstance(leaf, (Replicate, Axis, Microbatches)):
+            self._say(leaf)
+            return lambda given: leaf
+        kind, *rest = _wrapping(leaf)
+        inner = self.take(rest.pop(0))
+        self._say(kind, *rest)
+        return lambda given: kind(inner(given), *rest)
+
+    def _say(self, *values: Any) -> None:
+        if self.words is not None:
+            self.words.append(tuple(map(word, values)))
+
+
+def _wrapping(leaf: Replicate | Axis | Microbatches) -> tuple[Any, ...]:
+    """The class of a leaf that holds others, and its arguments."""
+    match leaf:
+        case Replicate():
+            return Replicate, leaf.value
+        case Axis():
+            return Axis, leaf.value, leaf.axis
+        case Microbatches():
+            return Microbatches, leaf.trees
+
+
+def graphs(plan: Plan) -> Graphs:
+    """Whole runs as CUDA graphs: ``with fp.graphs(plan) as graphs: fp.run(plan, params, batch, executor=graphs)``.
+
+    The first run with input of a form (structure, shapes, types, layouts, devices; values that are no tensors; which
+    leaves are trained; loss scale, grad mode, autocast) runs three times and is then recorded with everything that it
+    queues: all lanes with their streams, the loss, the sums, the commits. Later ones copy their tensors into the recording's, play it, and copy
+    the results out: no Python of stages, no launch of single kernels. That pays where kernels are so short that the host
+    is late.
+
+    Numbers are those of other executors, and a run stays pure. What it costs is memory: a graph has its own copies of
+    parameters, state and batch, and holds all memory of a run for itself.
+
+    A run that cannot be a graph is run as with ``executor=None``; ``result.stats.reason`` says why: lanes on several
+    devices, or on one without graphs; random draws (dropout); a loss that brings (sum, weight), ``plan.weight`` or anything else
+    that needs numbers on the host; `offload`; ``record=``, ``timeout=``, ``check="finite"``; a ninth form of input.
+
+    As with any recording, what stages do in Python is done when they are recorded and not again, and tensors that they
+    close over are read where they lay.
+
+    >>> import torch
+    >>> from funcpipe.core.stage import Stage
+    >>> from funcpipe.lower.plan import make_plan
+    >>> from funcpipe.runtime.run import run
+    >>> from funcpipe.schedules.families import fill_drain
+    >>> plan = make_plan([Stage(lambda w, x: x * w)], fill_drain(1, 2, backward=False), devices="cpu")
+    >>> with graphs(plan) as played:
+    ...     run(plan, (torch.ones(3),), torch.ones(4, 3), executor=played).stats.reason
+    'not a graph: cpu has none'
+
+    Args:
+        plan: whose runs; on one device.
+
+    Returns:
+        An executor for ``run``; its graphs are forgotten at the end of the ``with`` block, or by ``close()``.
+
+    Raises:
+        PlanError: this is no plan.
+    """
+    return Graphs(plan)

@@ -1,0 +1,36 @@
+"""What a program, or a recorded run, depends on besides numbers in tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.errors import TraceError
+from funcpipe.runtime.plain import plain
+
+
+def word(leaf: Any) -> Hashable:
+    """What a program depends on in a leaf: layout and type of a tensor, anything else by its value.
+
+    Raises:
+        TraceError: the value cannot be compared, or the tensor is no plain one.
+    """
+    if isinstance(leaf, Tensor):
+        if not (plain(leaf) or leaf.is_meta):
+            raise TraceError(f"it gets a {type(leaf).__name__} ({leaf.layout}), which is no plain tensor")
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+    try:
+        hash(leaf)
+    except TypeError:
+        raise TraceError(f"it gets a {type(leaf).__name__}, which cannot be told from another; hand tensors, numbers or strings in") from None  # fmt: skip
+    return (type(leaf), leaf)
+
+
+def switches() -> Hashable:
+    """What torch has switched on that picks other operations or kernels."""
+    autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
+    kernels = (torch.are_deterministic_algorithms_enabled(), torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled())  # fmt: skip
+    return (torch.get_default_dtype(), *autocast, kernels)

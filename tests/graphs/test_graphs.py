@@ -1,0 +1,448 @@
+"""fp.graphs and backend="cudagraphs", with a stand-in for the device's graphs: what is recorded, what is played, why not."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import assert_same_result, ids, schedules
+
+import funcpipe as fp
+from funcpipe.runtime.stream import Place
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tape import Tapes
+
+S, M = 4, 3
+
+
+@pytest.fixture
+def tapes(monkeypatch):
+    found = Tapes()
+    monkeypatch.setattr(Place, "backend", found)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a tape plays with the caller's number, a run with its own
+    yield found
+    torch.set_num_threads(threads)
+
+
+def stages(**options):
+    """Skips, an in-place operation, a feed, batch norm with its statistics; with options: compiled."""
+    torch.manual_seed(0)
+
+    @fp.stage(stash=["far"])
+    def first(p, x):
+        h = torch.tanh(x @ p["w"])
+        return fp.Out(h, stash={"far": h * 2})
+
+    @fp.stage(pop=["far"], feeds=["scale"])
+    def second(p, x, *, skips, feeds):
+        return F.relu(x.mul_(1.5) @ p["w"] + skips["far"] * feeds["scale"])
+
+    norm, norm_params, norm_state = fp.from_module(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), name="norm")
+    last = fp.stage(lambda p, x: x @ p["w"], name="last")
+    parts = first, second, norm, last
+    w = [{"w": torch.randn(4, 4)} for _ in range(3)]
+    params = w[0], w[1], norm_params, w[2]
+    return tuple(fp.compile(one, **options) for one in parts) if options else parts, params, ((), (), norm_state, ())
+
+
+def batches(count, rows=7):
+    g = torch.Generator().manual_seed(1)
+    return [tuple(torch.randn(rows, 4, generator=g) for _ in range(3)) for _ in range(count)]
+
+
+def linear_plan(num=2, microbatches=2, schedule=fp.one_f_one_b, **options):
+    part = fp.stage(lambda p, x: torch.tanh(x @ p["w"]), name="linear")
+    g = torch.Generator().manual_seed(2)
+    params = tuple({"w": torch.randn(4, 4, generator=g)} for _ in range(num))
+    options = {"loss": F.mse_loss, "devices": "cpu", **options}
+    return fp.make_plan([part] * num, schedule(num, microbatches), **options), params
+
+
+def data(rows=6, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 4, generator=g), torch.randn(rows, 4, generator=g)
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse": False}], ids=["eager", "compiled"])
+@pytest.mark.parametrize("schedule", [one for one in schedules(S, M) if "offload" not in one.name], ids=ids)
+def test_played_runs_have_the_same_bits(tapes, schedule, options):
+    """Parameters that move (new ones, and in place), state that goes round, other batches: all are the oracle's."""
+    parts, params, state = stages(**options)
+    plan = fp.make_plan(parts, schedule, loss=F.mse_loss, devices="cpu", outputs=True)
+    expected_state = state
+    with fp.graphs(plan) as graphs:
+        for number, (x, target, scale) in enumerate(batches(4)):
+            given = {"feeds": {"scale": scale}, "trainable": True}
+            expected = fp.run_sequential(plan, params, (x, target), state=expected_state, **given)
+            result = fp.run(plan, params, (x, target), state=state, executor=graphs, **given)
+            assert_same_result(expected, result)
+            assert (result.stats.executor, result.stats.reason) == ("graph", "asked for")
+            state, expected_state = result.state, expected.state
+            with torch.no_grad():
+                for p, g in zip(fp.leaves(params), fp.leaves(result.grads), strict=True):
+                    p.sub_(g, alpha=0.1)
+            if number == 1:
+                params = tuple({k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in p.items()} for p in params)  # fmt: skip
+        assert graphs.count == 1
+    [tape] = [one for one in tapes.made if one.plays]
+    assert (tape.plays, tape.warm_runs, tape.turns) == (4, 3, 4)
+
+
+def test_a_result_is_the_callers(tapes):
+    """A later run writes into nothing that an earlier one gave or got."""
+    plan, params = linear_plan(outputs=True)
+    with fp.graphs(plan) as graphs:
+        first = fp.run(plan, params, data(), executor=graphs)
+        kept = [one.clone() for one in fp.leaves((first.grads, first.outputs, first.loss, first.losses))]
+        given = [one.clone() for one in fp.leaves(params)]
+        second = fp.run(plan, params, data(seed=5), executor=graphs)
+        assert all(map(torch.equal, kept, fp.leaves((first.grads, first.outputs, first.loss, first.losses))))
+        assert not torch.equal(first.loss, second.loss)
+        first.grads[0]["w"].zero_()  # nor does the caller into theirs
+        fp.run(plan, params, data(), executor=graphs)
+        assert all(map(torch.equal, given, fp.leaves(params)))
+        again = fp.run(plan, params, data(), executor=graphs)
+    assert torch.equal(again.grads[0]["w"], kept[0])
+
+
+def test_a_state_that_stays_is_the_callers_own(tapes):
+    parts, params, state = stages()
+    plan = fp.make_plan(parts, fp.fill_drain(S, M, backward=False), devices="cpu", train=False, outputs=True)
+    x, _, scale = batches(1)[0]
+    with fp.graphs(plan) as graphs:
+        for _ in range(2):
+            result = fp.run(plan, params, x, state=state, feeds={"scale": scale}, executor=graphs)
+            assert result.stats.executor == "graph"
+            assert all(a is b for a, b in zip(fp.leaves(result.state), fp.leaves(state), strict=True))
+
+
+def test_each_form_of_input_is_recorded_once(tapes):
+    """Rows, types, layouts, what is trained, the loss scale, grad mode, autocast, which leaves are one."""
+    plan, params = linear_plan()
+    frozen = ({"w": params[0]["w"].clone()}, {"w": params[1]["w"].clone().requires_grad_()})
+    turned = tuple({"w": p["w"].t().contiguous().t()} for p in params)
+    runs = [
+        (params, data(), {}),
+        (params, data(5), {}),
+        (params, data(), {"loss_scale": 2.0}),
+        (params, data(), {"trainable": lambda name, _: name.startswith("0")}),
+        (frozen, data(), {}),
+        (turned, data(), {}),
+        (params, (data()[0],) * 2, {}),
+    ]
+    with fp.graphs(plan) as graphs:
+        for _ in range(2):
+            for given, batch, options in runs:
+                result = fp.run(plan, given, batch, executor=graphs, **options)
+                assert_same_result(fp.run_sequential(plan, given, batch, **options), result)
+                assert result.stats.executor == "graph", result.stats.reason
+            assert graphs.count == len(runs)
+        with torch.autocast("cpu", torch.bfloat16):
+            result = fp.run(plan, params, data(), executor=graphs)
+            assert_same_result(fp.run_sequential(plan, params, data()), result)
+        assert graphs.count == len(runs) + 1
+        assert graphs.nbytes > 0
+
+
+def test_the_ninth_form_is_not_recorded(tapes):
+    plan, params = linear_plan()
+    with fp.graphs(plan) as graphs:
+        results = [fp.run(plan, params, data(rows), executor=graphs) for rows in range(2, 11)]
+        assert [one.stats.executor for one in results[:-1]] == ["graph"] * 8
+        assert results[-1].stats.reason.startswith("not a graph: its input has had 8 other forms")
+        assert_same_result(fp.run_sequential(plan, params, data(10)), results[-1])
+        assert fp.run(plan, params, data(4), executor=graphs).stats.executor == "graph"
+
+
+def test_wrapped_leaves(tapes):
+    """Replicate, Axis, Microbatches: tensors in them are filled anew, too."""
+
+    @fp.stage
+    def first(p, x):
+        rows, table = x
+        return rows @ (p["w"] + table)
+
+    plan = fp.make_plan([first], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu", outputs=True)
+    params = ({"w": torch.eye(4)},)
+    with fp.graphs(plan) as graphs:
+        for seed in (1, 2):
+            x, y = data(seed=seed)
+            for batch in [
+                ((fp.Axis(x.t().contiguous().t(), 0), fp.Replicate(y[:4])), y),
+                (
+                    fp.Microbatches([(x[:2], y[:4]), (x[2:], y[:4])]),
+                    fp.Microbatches([y[:2].clone(), y[2:].clone()]),
+                ),
+            ]:
+                expected = fp.run_sequential(plan, params, batch)
+                result = fp.run(plan, params, batch, executor=graphs)
+                assert result.stats.executor == "graph", result.stats.reason
+                assert_same_result(expected, result)
+        assert graphs.count == 2
+
+
+def summed(y, target):
+    return fp.Loss((y - target).square().sum(), (target > -9).sum())
+
+
+REASONS = {
+    "numbers": (
+        lambda: linear_plan(loss=summed),
+        {},
+        "StageError[RuntimeError]: operation not permitted when stream is capturing",
+    ),
+    "weight": (lambda: linear_plan(weight=lambda t: t.square().sum()), {}, ": RuntimeError: operation not permitted"),
+    "record": (linear_plan, {"record": True}, "record=True measures"),
+    "timeout": (linear_plan, {"timeout": 50.0}, "timeout= watches"),
+    "offload": (lambda: linear_plan(schedule=lambda *_: fp.offload(fp.one_f_one_b(2, 4))), {}, "the host keeps step"),
+    "finite": (linear_plan, {"check": "finite"}, "check= looks"),
+    "finite-op": (linear_plan, {"check": ["used", "finite-op"]}, "check= looks"),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_why_it_is_no_graph(tapes, reason):
+    """It runs all the same, with the oracle's bits; what cannot be recorded is tried once."""
+    make, options, words = REASONS[reason]
+    plan, params = make()
+    with fp.graphs(plan) as graphs:
+        for _ in range(2):
+            result = fp.run(plan, params, data(), executor=graphs, **options)
+            assert_same_result(fp.run_sequential(plan, params, data()), result)
+            assert result.stats.reason.startswith("not a graph: ")
+            assert words in result.stats.reason
+            assert result.stats.executor in ("serial", "threads")
+        assert (result.timeline is not None) == ("record" in options)
+        assert graphs.count == 0
+    assert sum(one.warm_runs for one in tapes.made) == (3 if "not permitted" in words else 0)
+    assert not any(one.plays for one in tapes.made)
+
+
+def test_draws_are_no_graph(tapes):
+    """A graph would draw the same numbers; runs draw by their seeds, and without one they refuse."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    part, params, _ = fp.from_module(net, name="drops")
+    for one in (part, fp.compile(part)):
+        plan = fp.make_plan([one], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+        with fp.graphs(plan) as graphs:
+            for seed in (1, 2):
+                result = fp.run(plan, (params,), data(), seed=seed, executor=graphs)
+                assert_same_result(fp.run_sequential(plan, (params,), data(), seed=seed), result)
+                assert "draws random numbers" in result.stats.reason
+            with pytest.raises(fp.DrawError):
+                fp.run(plan, (params,), data(), executor=graphs)
+
+
+def test_where_there_are_none():
+    plan, params = linear_plan()
+    with fp.graphs(plan) as graphs:
+        result = fp.run(plan, params, data(), executor=graphs)
+    assert result.stats.reason == "not a graph: cpu has none"
+    assert_same_result(fp.run_sequential(plan, params, data()), result)
+
+
+def test_lanes_on_two_devices_are_no_graph(tapes):
+    plan, params = linear_plan(loss=None, schedule=partial(fp.fill_drain, backward=False), devices=["cpu", "meta"])
+    meta = (params[0], {"w": params[1]["w"].to("meta")})
+    with fp.graphs(plan) as graphs:
+        result = fp.run(plan, meta, data()[0], executor=graphs)
+    assert "its lanes lie on cpu, meta, and a graph is of one device" in result.stats.reason
+
+
+def test_values_that_cannot_be_compared_are_no_graph(tapes):
+    class Odd:
+        __hash__ = None
+
+    part = fp.stage(lambda p, x: x * p["w"])
+    plan = fp.make_plan([part], fp.fill_drain(1, 2, backward=False), devices="cpu", outputs=True)
+    with fp.graphs(plan) as graphs:
+        result = fp.run(plan, ({"w": torch.ones(4), "odd": Odd()},), data()[0], executor=graphs)
+        assert "it gets a Odd, which cannot be told from another" in result.stats.reason
+
+
+def test_modes_that_a_graph_does_not_see(tapes):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counts(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    plan, params = linear_plan()
+    with fp.graphs(plan) as graphs, Counts() as mode:
+        result = fp.run(plan, params, data(), executor=graphs)
+        assert "dispatch mode Counts is on" in result.stats.reason
+        assert mode.seen > 10
+
+
+def test_mistakes_say_what_they_say_elsewhere(tapes):
+    """Bad input after good input: the same errors, and what is recorded stays."""
+    plan, params = linear_plan()
+    with fp.graphs(plan) as graphs:
+        fp.run(plan, params, data(), executor=graphs)
+        for bad, error in [
+            (lambda: fp.run(plan, params[:1], data(), executor=graphs), fp.PlanError),
+            (lambda: fp.run(plan, params, data()[0], executor=graphs), fp.BatchError),
+            (lambda: fp.run(plan, params, (torch.ones(3, 5), torch.ones(3, 4)), executor=graphs), fp.StageError),
+            (lambda: fp.run(plan, params, data(), check="all", executor=graphs), fp.PlanError),
+            (lambda: fp.run(plan, params, data(), loss_scale=0.0, executor=graphs), fp.PlanError),
+        ]:
+            for _ in range(2):
+                with pytest.raises(error) as caught:
+                    bad()
+                assert "graph" not in str(caught.value)
+        with torch.no_grad(), pytest.raises(fp.PlanError, match="no_grad"):
+            fp.run(plan, params, data(), executor=graphs)
+        assert fp.run(plan, params, data(), executor=graphs).stats.executor == "graph"
+        assert graphs.count == 1
+
+
+def test_a_run_inside_of_a_stage_or_a_transform_is_refused_as_ever(tapes):
+    plan, params = linear_plan()
+    batch = data()
+    with fp.graphs(plan) as graphs:
+        fp.run(plan, params, batch, executor=graphs)
+        inner = fp.stage(lambda p, x: x + fp.run(plan, params, (x, x), executor=graphs).loss)
+        outer = fp.make_plan([inner], fp.fill_drain(1, 1, backward=False), devices="cpu")
+        with pytest.raises(fp.FuncpipeError, match="inside of a stage"):
+            fp.run(outer, ((),), data()[0])
+        with pytest.raises(fp.FuncpipeError, match="torch.func"):
+            torch.func.vmap(lambda t: t * fp.run(plan, params, batch, executor=graphs).loss)(torch.ones(2))
+
+
+def test_whose_they_are(tapes):
+    plan, params = linear_plan()
+    other, _ = linear_plan()
+    with fp.graphs(plan) as graphs, pytest.raises(fp.PlanError, match="of another plan"):
+        fp.run(other, params, data(), executor=graphs)
+    with pytest.raises(fp.FuncpipeError, match="closed"):
+        fp.run(plan, params, data(), executor=graphs)
+    with pytest.raises(fp.PlanError, match="takes a plan; got a str"):
+        fp.graphs("plan")
+    halves = fp.make_plan(plan.stages, fp.fill_drain(2, 2), devices="cpu")
+    with fp.graphs(halves) as graphs, pytest.raises(fp.PlanError, match=r"for fp\.run also fp\.graphs"):
+        fp.vjp(halves, params, data()[0], executor=graphs)
+
+
+def test_one_run_at_a_time(tapes):
+    inside, go = threading.Event(), threading.Event()
+
+    def waits(p, x):
+        if not inside.is_set():
+            inside.set()
+            assert go.wait(20)
+        return x @ p["w"]
+
+    plan = fp.make_plan([fp.stage(waits)], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    params = ({"w": torch.eye(4)},)
+    with fp.graphs(plan) as graphs:
+        found = []
+        thread = threading.Thread(target=lambda: found.append(fp.run(plan, params, data(), executor=graphs)))
+        thread.start()
+        assert inside.wait(20)
+        with pytest.raises(fp.FuncpipeError, match="busy"):
+            fp.run(plan, params, data(), executor=graphs)
+        go.set()
+        thread.join()
+        assert_same_result(found[0], fp.run(plan, params, data(), executor=graphs))
+
+
+def test_closed_graphs_hold_nothing(tapes):
+    plan, params = linear_plan()
+    with fp.graphs(plan) as graphs:
+        x, y = data()
+        result = fp.run(plan, params, (x, y), executor=graphs)
+        alive = [weakref.ref(one) for one in (x, y, result.loss)]
+        tape = weakref.ref(tapes.made[-1])
+        del x, y, result
+        gc.collect()
+        assert [one() for one in alive] == [None] * 3  # what was given and what came out is not kept
+    tapes.made.clear()
+    gc.collect()
+    assert tape() is None
+
+
+# -- backend="cudagraphs" ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", [fp.one_f_one_b(S, M), fp.remat(fp.zero_bubble(S, M))], ids=ids)
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_programs_as_graphs(tapes, schedule, executor):
+    """Each program is recorded once, whatever the microbatches, and runs of other parameters are the oracle's."""
+    parts, params, state = stages(backend="cudagraphs")
+    plan = fp.make_plan(parts, schedule, loss=F.mse_loss, devices="cpu")
+    plain = fp.make_plan(stages(fuse=True)[0], schedule, loss=F.mse_loss, devices="cpu")
+    made = None
+    for x, target, scale in batches(3, rows=6):
+        given = {"state": state, "feeds": {"scale": scale}, "trainable": True, "threads_per_lane": 1}
+        expected = fp.run(plain, params, (x, target), executor="serial", **given)
+        result = fp.run(plan, params, (x, target), executor=executor, **given)
+        torch.testing.assert_close((result.loss, result.grads), (expected.loss, expected.grads))
+        assert made in (None, len(tapes.made))
+        made = len(tapes.made)
+        with torch.no_grad():
+            for p, g in zip(fp.leaves(params), fp.leaves(result.grads), strict=True):
+                p.sub_(g, alpha=0.1)
+    assert made
+    assert all(one.plays for one in tapes.made)
+
+
+def test_programs_are_recorded_by_warmup(tapes):
+    plan, params = linear_plan()
+    parts = [fp.compile(one, backend="cudagraphs") for one in plan.stages]
+    plan = fp.make_plan(parts, plan.schedule, loss=F.mse_loss, devices="cpu")
+    fp.warmup(plan, params, data())
+    made = len(tapes.made)
+    assert made == 4  # F and B of two stages
+    fp.run(plan, params, data(), executor="serial")
+    assert len(tapes.made) == made
+
+
+def test_weights_are_copied_once_a_run(tapes):
+    """Three microbatches read them; only what was written to or is new is copied."""
+    from funcpipe.runtime.recorded import Recorded
+
+    w, x = torch.ones(2, 2), torch.ones(2, 2)
+    found = Recorded(tapes.graph(w.device), w.device, [w, x], lambda own: [own[0] @ own[1]], steady=True)
+    copied = []
+    real = torch._foreach_copy_
+
+    def counting(into, given):
+        copied.append(len(into))
+        return real(into, given)
+
+    torch._foreach_copy_, kept = counting, real
+    try:
+        assert float(found([w, x])[0].sum()) == 8
+        assert float(found([w, torch.ones(2, 2) * 2])[0].sum()) == 16
+        w.mul_(2)
+        assert float(found([w, torch.ones(2, 2)])[0].sum()) == 16
+        with torch.inference_mode():  # torch counts no writes there
+            inference = torch.ones(2, 2)
+            for factor in (2, 4):
+                inference.mul_(2)
+                assert float(found([w, inference])[0].sum()) == 16 * factor
+    finally:
+        torch._foreach_copy_ = kept
+    assert copied == [2, 1, 2, 1, 1]
+
+
+def test_programs_that_are_no_graphs_say_so():
+    plan, params = linear_plan()
+    parts = [fp.compile(one, backend="cudagraphs") for one in plan.stages]
+    graphs = fp.make_plan(parts, plan.schedule, loss=F.mse_loss, devices="cpu")
+    with pytest.warns(UserWarning, match=r"is not a graph \(cpu has none\) and runs as it is"):
+        result = fp.run(graphs, params, data(), executor="serial")
+    torch.testing.assert_close(result.grads, fp.run_sequential(plan, params, data()).grads)
