@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Container, Iterable
 
 import torch
 from torch import Tensor, fx
@@ -19,9 +20,9 @@ _SMALL = 2**20
 def hoist(joint: Joint) -> None:
     """Take such values out of the graph of a microbatch: they become further placeholders of parameters.
 
-    Casts of weights under autocast, weights that are computed (weight norm), views of parameters, small
-    masks and positions. A value that is larger than the parameters that it comes from stays: it would lie in memory all
-    the time.
+    Casts of weights under autocast, weights that are computed (weight norm, merged adapters), views of parameters, small
+    masks and positions. What others read of these would lie in memory all the time; so a value that is larger than the
+    parameters that it comes from is read by none of them, and made again by each microbatch where it has to be.
     """
     graph = joint.module.graph
     sources: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset([node]) for node in joint.params}
@@ -30,13 +31,13 @@ def hoist(joint: Joint) -> None:
         if node.op == "get_attr":
             sources[node] = frozenset()
         elif _moves(node) and all(one in sources for one in inputs):
-            own = frozenset[fx.Node]().union(*(sources[one] for one in inputs))
-            if is_view(node) or bytes_of(node) <= max(_SMALL, sum(map(bytes_of, own))):
-                sources[node] = own
+            sources[node] = frozenset[fx.Node]().union(*(sources[one] for one in inputs))
+    for node in reversed([node for node in sources if node.op == "call_function"]):
+        if _readers(node, sources) and not _stays(node, sources[node]):
+            del sources[node]  # and what it is made of has a reader now
     with graph.inserting_before(next(iter(graph.nodes))):
         for node in [node for node in sources if node.op == "call_function" and isinstance(node.meta["val"], Tensor)]:
-            # What is handed out is made by each microbatch: who gets it may write into his.
-            readers = {user for user in node.users if user not in sources and user.op != "output"}
+            readers = _readers(node, sources)
             if not readers:
                 continue
             place = graph.placeholder(f"{node.name}_")
@@ -44,6 +45,18 @@ def hoist(joint: Joint) -> None:
             node.replace_all_uses_with(place, readers.__contains__)
             joint.once.append(node)
             joint.params.append(place)
+
+
+def _readers(node: fx.Node, sources: Container[fx.Node]) -> set[fx.Node]:
+    """Who reads a value and is not one of them. What is handed out is made by each microbatch: who gets it may write into his."""
+    return {user for user in node.users if user not in sources and user.op != "output"}
+
+
+def _stays(node: fx.Node, sources: Iterable[fx.Node]) -> bool:
+    """May the memory of a value be taken from the first microbatch to the last."""
+    while node.op == "call_function" and is_view(node):
+        node = node.all_input_nodes[0]
+    return node.op != "call_function" or bytes_of(node) <= max(_SMALL, sum(map(bytes_of, sources)))
 
 
 def _moves(node: fx.Node) -> bool:

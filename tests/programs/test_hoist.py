@@ -122,6 +122,38 @@ def test_small_masks_but_nothing_large():
     assert same(eager.grads, programs.grads)
 
 
+def test_size_is_asked_of_what_stays():
+    """A merged weight is no larger than the weight, though the product of its adapters is larger than they are."""
+
+    def merged(p, x):
+        return x @ (p["w"] + p["a"] @ p["b"])
+
+    def apart(p, x):
+        return x @ p["w"] + x @ (p["a"] @ p["b"]).t()
+
+    def both_read(p, x):
+        product = p["a"] @ p["b"]
+        return x @ (p["w"] + product) + product[0]
+
+    n = 600
+    params = {"w": torch.randn(n, n) / n**0.5, "a": torch.randn(n, 4) / n**0.5, "b": torch.randn(4, n)}
+    x = torch.zeros(4, n)
+    whole = n * n * 4
+    found = made(merged, params, x)
+    assert whole == found.once_bytes
+    assert 1 == str(found.once).count("torch.mm(")
+    assert 1 == str(found.forward).count("torch.mm(")
+    for fn, expected in ((apart, 0), (both_read, whole)):
+        found = made(fn, params, x)
+        assert expected == found.once_bytes
+        assert "torch.mm(p" in str(found.forward).replace("torch.mm(x", "")
+    small = tuple({"w": torch.randn(6, 6), "a": torch.randn(6, 2), "b": torch.randn(2, 6)} for _ in range(2))
+    for fn in (merged, apart, both_read):
+        eager, programs = both(fn, small, fp.one_f_one_b(2, 4))
+        assert same(eager.loss, programs.loss)
+        assert same(eager.grads, programs.grads)
+
+
 def test_what_draws_is_drawn_for_every_microbatch():
     """Noise, also noise that fills a fresh tensor, and noise on weights."""
 
