@@ -107,11 +107,11 @@ def _module(arm: Arm, model: nn.Module, work: Work, step: Callable[[], None]) ->
 
 
 def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
-    """1F1B and fill-drain with every remat, interleaved and zero-bubble, eager and compiled; lanes are kept."""
+    """1F1B and fill-drain with every remat, interleaved, zero-bubble, eager and compiled; lanes are kept."""
     last = work.microbatches - 1
     keeps = {"never": lambda _: True, "except_last": lambda forward: forward.microbatch == last, "always": fp.never}
     eager = {"1F1B": (fp.one_f_one_b, 1, REMAT), "fill-drain": (fp.fill_drain, 1, REMAT), "interleaved": (fp.interleaved, 2, REMAT[:1])}  # fmt: skip
-    split = {"1F1B": (fp.one_f_one_b, 1, REMAT), "zero-bubble": (fp.zero_bubble, 1, REMAT[:1]), "interleaved": (fp.interleaved, 2, REMAT[:1])}  # fmt: skip
+    split = {"1F1B": (fp.one_f_one_b, 1, REMAT), "fill-drain": (fp.fill_drain, 1, REMAT[:1]), "zero-bubble": (fp.zero_bubble, 1, REMAT[:1]), "interleaved": (fp.interleaved, 2, REMAT[:1])}  # fmt: skip
     for system, makers in (("funcpipe", eager), ("funcpipe, compiled", split)):
         for name, (maker, each, modes) in makers.items():
             count = LANES * each
