@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -52,7 +52,10 @@ class Built:
     Attributes:
         text: the graph, as Python.
         operations: how many it has, views included.
+        gives: as of `Code`.
     """
+
+    gives: Hashable = None
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from funcpipe.runtime.host import Way
 from funcpipe.runtime.plain import address, plain
 from funcpipe.runtime.program import Cotangents, Gradients, Report, StageArgs, StageOut
 from funcpipe.runtime.residual import EagerResidual
-from funcpipe.runtime.signature import switches, word
+from funcpipe.runtime.signature import look, said, switches, word
 
 if TYPE_CHECKING:
     from funcpipe.programs.compile import Compiled
@@ -125,6 +125,9 @@ class CompiledBound(EagerBound):
             found = self._run(programs, program, leaves)
         outs, kept = found if keep else (found, [])
         y, report, stash = _close(joint.form, outs)
+        if program.gives is None:
+            program.gives = look(y)
+        y.words = program.gives  # a program lays out what it gives the same way each time
         if not keep:
             return StageOut(y, report, None, stash)
         residual = Tensors(kept, programs, args.microbatch)
@@ -286,10 +289,8 @@ def _read(args: StageArgs) -> tuple[list[Tensor], list[Hashable]]:
     if args.target is not None:
         borders.append(args.target)
     for border in borders:
-        words.append(border.spec)
-        words.append(tuple(border.flags))
+        words.append(said(border))
         for leaf in border.leaves:
-            words.append(word(leaf))
             if isinstance(leaf, Tensor):
                 found.append(leaf)
     return found, words

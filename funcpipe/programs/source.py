@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -40,7 +40,10 @@ class Code:
         call: the function.
         text: as Python.
         operations: how many it runs, views included.
+        gives: of a forward: what is said of its output (`signature.said`), once it has run.
     """
+
+    gives: Hashable = None
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ class Border:
     """A tree between stages: its leaves, its structure, and which leaves carry gradients back.
 
     Tensors are detached and dense. They are immutable by agreement: whoever may write gets `own` copies. A border of
-    gradients has no flags.
+    gradients has no flags. ``words`` is what programs depend on in it (`signature.said`), once somebody has looked.
     """
 
-    __slots__ = ("flags", "leaves", "spec")
+    __slots__ = ("flags", "leaves", "spec", "words")
 
-    def __init__(self, leaves: list[Any], spec: Spec, flags: Sequence[bool]) -> None:
-        self.leaves, self.spec, self.flags = leaves, spec, flags
+    def __init__(self, leaves: list[Any], spec: Spec, flags: Sequence[bool], words: Hashable = None) -> None:
+        self.leaves, self.spec, self.flags, self.words = leaves, spec, flags, words
 
     def tree(self) -> Tree:
         """The tree itself."""

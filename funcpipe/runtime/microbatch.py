@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.runtime.border import LEAF, Border, given, open_border, share
 from funcpipe.runtime.program import Shares
+from funcpipe.runtime.signature import look
 
 
 class Replicate:
@@ -199,6 +200,7 @@ class _Leaves:
             return [given(tree) for tree in self.ready]
         self.handles = share(self.leaves)
         out: list[Border] = []
+        words: dict[int, Hashable] = {}
         start = 0
         flags = (False,) * len(self.leaves)
         for size in parts:
@@ -206,7 +208,11 @@ class _Leaves:
                 leaf if axis is None else leaf.detach().narrow(axis, start, size)
                 for leaf, axis in zip(self.leaves, self.axes, strict=True)
             ]
-            out.append(Border(piece, self.spec, flags))
+            border = Border(piece, self.spec, flags)
+            if size not in words:
+                words[size] = look(border)
+            border.words = words[size]
+            out.append(border)
             start += size
         return out
 

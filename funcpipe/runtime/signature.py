@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import TraceError
+from funcpipe.runtime.border import Border
 from funcpipe.runtime.plain import plain
 
 
@@ -27,6 +28,25 @@ def word(leaf: Any) -> Hashable:
     except TypeError:
         raise TraceError(f"it gets a {type(leaf).__name__}, which cannot be told from another; hand tensors, numbers or strings in") from None  # fmt: skip
     return (type(leaf), leaf)
+
+
+def said(border: Border) -> Hashable:
+    """What a program depends on in all that a border holds; looked up once.
+
+    Raises:
+        TraceError: see `word`.
+    """
+    if border.words is None:
+        border.words = (border.spec, tuple(border.flags), *map(word, border.leaves))
+    return border.words
+
+
+def look(border: Border) -> Hashable:
+    """What `said` says, for others that are laid out the same; None where it raises."""
+    try:
+        return said(border)
+    except TraceError:
+        return None
 
 
 def switches() -> Hashable:
