@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves
-from funcpipe.runtime.stream import Backend, solid
+from funcpipe.runtime.plain import solid
+from funcpipe.runtime.stream import Backend
 
 
 def moves(leaf: Any) -> bool:

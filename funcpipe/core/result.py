@@ -236,7 +236,7 @@ class RunStats:
     """How a run went.
 
     Attributes:
-        executor: "threads", "serial" or "sequential" (the oracle).
+        executor: "threads", "serial", "graph" (it was played) or "sequential" (the oracle).
         reason: why this executor, where it was not asked for.
         threads_per_lane: intra-op threads of each lane.
         num_microbatches: how many microbatches had rows.

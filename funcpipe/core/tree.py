@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, cast
 import optree
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 Tree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
@@ -122,7 +123,13 @@ def own(tensor: Tensor) -> Tensor:
 
 
 def lazy(tensor: Tensor) -> Tensor:
-    """`own` where no transform of torch.func can be on."""
+    """`own` where no transform of torch.func can be on.
+
+    On devices with streams the copy is made at once. Torch makes a late one on the legacy default stream, which lanes do
+    not wait for; its allocator forgets streams recorded on shared memory; and no graph of the device has it.
+    """
+    if not (tensor.is_cpu or tensor.is_meta or isinstance(tensor, FakeTensor)):
+        return tensor.clone()
     try:
         return _lazy_clone(tensor)
     except RuntimeError:  # memory that torch did not allocate (numpy, shared), odd layouts

@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from funcpipe.programs.cut import Part, Product, gather
+from funcpipe.programs.cut import Part, Product, gather, is_view
 from funcpipe.programs.joint import tracing
 from funcpipe.programs.source import Box
+from funcpipe.runtime.eager import no_autocast
 from funcpipe.runtime.recorded import Recorded, Unrecordable
 from funcpipe.runtime.stream import Place
 
@@ -28,6 +29,8 @@ def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any
 
 def cudagraphs(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
     """Each program as a CUDA graph; on devices without them as it is, with a warning."""
+    if all(is_view(node) for node in graph.graph.nodes if node.op == "call_function"):
+        return graph.forward  # nothing to queue
     where = list(dict.fromkeys(one.device for one in examples))
     recorder = Place.backend.graph(where[0]) if len(where) == 1 else None
     reason = f"{', '.join(map(str, where)) or 'nothing'} has none"
@@ -99,8 +102,9 @@ class Built:
         """Have it built."""
         with tracing:
             if self._function is None:
-                examples = [_example(node) for node in self.reads]
-                with torch.no_grad():
+                # As they are called, whatever is on while they are built.
+                with torch.inference_mode(mode=False), torch.no_grad(), no_autocast():
+                    examples = [_example(node) for node in self.reads]
                     self._function = self.backend(self.graph, examples) if self.operations else self.graph.forward
 
     def call(self, *values: Any) -> Any:

@@ -127,7 +127,7 @@ def compile(
         backend: "graph": Python that calls torch's kernels, one by one. "inductor": each program is built by torch's
             compiler, which fuses operations and rounds differently; it takes seconds to minutes, at the first call or
             in `warmup`. "cudagraphs": each program is recorded as a CUDA graph, with copies of what it reads and gives
-            (`graphs` does it to whole runs on one device, and is quicker). Or a function ``(graph, example inputs) -> function of the inputs``, as for ``torch.compile``.
+            (`graphs` does it to whole runs on one device). Or a function ``(graph, example inputs) -> function of the inputs``, as for ``torch.compile``.
             Programs that draw random numbers are "graph" always.
         fuse: see above.
         merge: where the plan has several W of the stage next to each other, make one larger product of their weight

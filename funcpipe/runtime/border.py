@@ -67,12 +67,8 @@ def share(leaves: Iterable[Any]) -> list[Any]:
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """A copy, for or from the caller: made when someone writes on the CPU, at once on devices with streams.
-
-    There the allocator forgets streams recorded on memory that is shared copy-on-write, and a caller who records his
-    own tensors (a loader that prefetches) must not lose that.
-    """
-    return own(tensor.detach()) if tensor.device.type in ("cpu", "meta") else tensor.detach().clone()
+    """A copy, for or from the caller: made when someone writes on the CPU, at once on devices with streams."""
+    return own(tensor.detach())
 
 
 _sharing = threading.Lock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -40,7 +41,10 @@ class Drive:
         self.ready, self.timeout = ready, timeout
         self.threaded, self.reason, self.crew = _choose(executor, ready)
         alone = [sum(other == device for other in ready.where) == 1 for device in ready.where]
-        places = [Place(device, alone=one) for device, one in zip(ready.where, alone, strict=True)]
+        places = [
+            Place(device, alone=one, lane=lane)
+            for lane, (device, one) in enumerate(zip(ready.where, alone, strict=True))
+        ]
         timed = record or self.threaded
         self.execution = Execution(
             ready.plan, ready.program, ready.bounds, places, _numbered(ready), threaded=self.threaded, timed=timed
@@ -55,6 +59,7 @@ class Drive:
         places = [lane.place for lane in execution.lanes]
         token = RUNNING.set(partial(execution.where, execution.lanes[0]))
         began = perf_counter()
+        done = False
         try:
             for place in places:
                 place.fork()
@@ -67,10 +72,13 @@ class Drive:
             else:
                 with Lanes(len(places)) as fresh:
                     fresh.run(execution, self.context, ready.threads, self.timeout)
+            done = True
         finally:
-            for place in places:
-                place.join()
             RUNNING.reset(token)
+            # Streams that a failure has spoilt cannot wait for each other; what is said of that is not the failure.
+            with nullcontext() if done else suppress(RuntimeError):
+                for place in places:
+                    place.join()
         self.seconds += perf_counter() - began
 
     def give(self, wire: Wire, pieces: Sequence[Border]) -> None:

@@ -6,7 +6,9 @@ import threading
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from time import perf_counter
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -16,10 +18,11 @@ from funcpipe.core.errors import DrawError, FuncpipeError, PlanError, TraceError
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
 from funcpipe.core.schedule import Kind
-from funcpipe.core.tree import Tree, flatten, unflatten
+from funcpipe.core.tree import Tree, flatten, structure, unflatten
 from funcpipe.runtime.context import RUNNING, not_carried, refuse_transforms
 from funcpipe.runtime.microbatch import Axis, Microbatches, Replicate
-from funcpipe.runtime.place import plan_devices
+from funcpipe.runtime.place import plan_devices, same_device
+from funcpipe.runtime.prepare import checked_seed, trainable_leaves
 from funcpipe.runtime.recorded import Recorded, Unrecordable
 from funcpipe.runtime.signature import switches, word
 from funcpipe.runtime.stream import Place
@@ -55,7 +58,7 @@ class Graphs:
             raise PlanError(f"graphs takes a plan; got a {type(plan).__name__}")
         self.plan = plan
         self.closed = False
-        self._never: str | None = None
+        self._obstacle: str | None = None
         self._found: dict[Hashable, _Step | str] = {}
         self._busy = threading.Lock()
 
@@ -68,7 +71,9 @@ class Graphs:
     def close(self) -> None:
         """Forget every graph and its memory; these graphs run nothing more."""
         self.closed = True
-        self._found.clear()
+        if self._busy.acquire(blocking=False):  # else the run that goes on does it
+            self._found.clear()
+            self._busy.release()
 
     @property
     def _steps(self) -> list[_Step]:
@@ -103,13 +108,12 @@ class Graphs:
             options: what else it takes.
         """
         refuse_transforms("run")
+        checked_seed(options["seed"])
         with self._alone(plan):
             reason = self._unfit(record=record, timeout=timeout, check=options["check"])
             if not reason:
                 began = perf_counter()
-                # A graph cannot draw: the seed would be that of its recording. Without one a run refuses to.
-                rest = {name: value for name, value in options.items() if name != "seed"}
-                found = self._step(work, (params, batch, rest))
+                found = self._step(work, params, batch, options)
                 if not isinstance(found, str):
                     return _played(*found, began)
                 reason = found
@@ -130,35 +134,51 @@ class Graphs:
             yield
         finally:
             self._busy.release()
+            if self.closed:  # meanwhile
+                self._found.clear()
 
     def _unfit(self, *, record: bool, timeout: float | None, check: Any) -> str:
         """Why no run with these options can be a graph; "": it may be one."""
-        if self._never is None:
-            self._never = _never(self.plan)
-        if self._never:
-            return self._never
+        if self._obstacle is None:
+            self._obstacle = _obstacle(self.plan)
+        if self._obstacle:
+            return self._obstacle
         if record:
             return "record=True measures its actions"
         if timeout is not None:
             return "timeout= watches its actions"
-        if {"finite", "finite-op"} & {check if isinstance(check, str) else None, *check}:
+        if check not in ((), "used", ["used"], ("used",)):
             return "check= looks at its values"
         return ", ".join(f"{one} is on" for one in not_carried())
 
-    def _step(self, work: Callable[..., Result], given: Tree) -> tuple[_Step, list[Tensor]] | str:
+    def _step(
+        self, work: Callable[..., Result], params: Any, batch: Any, options: Mapping[str, Any]
+    ) -> tuple[_Step, list[Tensor]] | str:
         """The recorded run for such input (recorded now if it is the first) and its tensors; or why there is none."""
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), RUNNING.get() is not None
-        taken = _Taken(words=[switches(), modes])
+        if not isinstance(params, (tuple, list)) or len(params) != self.plan.num_stages:  # pyright: ignore
+            return "params are not one tree for each stage"
+        # A graph cannot draw: the seed would be that of its recording. Without one a run refuses to.
+        rest = {name: value for name, value in options.items() if name not in ("seed", "trainable", "state")}
+        flags = trainable_leaves(params, options["trainable"])  # pyright: ignore
+        rest["trainable"] = tuple(unflatten(structure(tree), own) for tree, own in zip(params, flags, strict=True))  # pyright: ignore
+        taken = _Taken(words=[switches(), _kernels(), RUNNING.get() is not None])
         try:
-            make = taken.take(given)
+            held = taken.take((params, options["state"]))
+            count = len(taken.tensors)
+            given = taken.take((batch, rest))
         except TraceError as error:
             return str(error)
+        device = plan_devices(self.plan)[0]
+        if not all(same_device(one.device, device) for one in taken.tensors[:count]):
+            return f"parameters or state do not lie on {device}"
+        if any(one.is_meta for one in taken.tensors):
+            return "it gets tensors without numbers"
         key = tuple(taken.words or ())
         found = self._found.get(key)
         if found is None:
             if len(self._found) >= _MOST:
                 return f"its input has had {_MOST} other forms (shapes, types, values that are no tensors) before"
-            found = self._found[key] = self._record(work, make, taken.tensors)
+            found = self._found[key] = self._record(work, lambda own: (*held(own), *given(own)), taken.tensors)
         return found if isinstance(found, str) else (found, taken.tensors)
 
     def _record(self, work: Callable[..., Result], make: _Make, tensors: list[Tensor]) -> _Step | str:
@@ -168,8 +188,8 @@ class Graphs:
         made: list[Any] = []
 
         def step(own: Sequence[Tensor]) -> list[Tensor]:
-            params, batch, options = make(own)
-            result = work(self.plan, params, batch, **options, executor="serial")
+            params, state, batch, rest = make(own)
+            result = work(self.plan, params, batch, state=state, **rest, executor="serial")
             out = _Taken()
             made[:] = [out.take([getattr(result, name) for name in _FIELDS]), replace(result, **_NONE)]
             return out.tensors
@@ -182,7 +202,7 @@ class Graphs:
             return f"it cannot be recorded: {error}"
 
 
-def _never(plan: Plan) -> str:
+def _obstacle(plan: Plan) -> str:
     """Why no run of a plan can be a graph; "": some may."""
     where = dict.fromkeys(plan_devices(plan))
     if len(where) > 1:
@@ -192,7 +212,29 @@ def _never(plan: Plan) -> str:
         return f"{device} has none"
     if any(action.kind is Kind.O for order in plan.schedule.orders for action in order):
         return "the host keeps step with what is offloaded"
+    if any(getattr(stage.program, "backend", None) == "cudagraphs" for stage in plan.stages):
+        return "its programs are graphs themselves"
     return ""
+
+
+def _kernels() -> Hashable:
+    """What else than `switches` picks kernels and is frozen by a recording."""
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device()
+    found: list[Hashable] = []
+    for name in _KERNELS:
+        try:
+            found.append(getattr(torch._C, name)())
+        except (AttributeError, RuntimeError):  # another torch; set in two ways at once
+            found.append(None)
+    return modes, *found
+
+
+_KERNELS = (
+    "_get_float32_matmul_precision", "_get_cublas_allow_tf32", "_get_cudnn_allow_tf32", "_get_cudnn_enabled",
+    "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_cudnn_sdp_enabled",
+    "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction",
+)  # fmt: skip
+"""torch's getters of flags."""
 
 
 _NONE: dict[str, Any] = dict.fromkeys(_FIELDS)
@@ -203,6 +245,10 @@ def _played(step: _Step, tensors: list[Tensor], began: float) -> Result:
     fields = step.make(step.recorded(tensors))
     stats = replace(step.like.stats, executor="graph", reason="asked for", seconds=perf_counter() - began)
     return replace(step.like, **dict(zip(_FIELDS, fields, strict=True)), stats=stats)
+
+
+_FIXED = (type(None), type, Enum, FunctionType, BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format, Tensor)  # fmt: skip
+"""What is compared by identity and does not change; of functions nobody can know."""
 
 
 class _Taken:
@@ -248,8 +294,12 @@ class _Taken:
         return lambda given: kind(inner(given), *rest)
 
     def _say(self, *values: Any) -> None:
-        if self.words is not None:
-            self.words.append(tuple(map(word, values)))
+        if self.words is None:
+            return
+        for value in values:
+            if type(value).__eq__ is object.__eq__ and not isinstance(value, _FIXED):
+                raise TraceError(f"it gets a {type(value).__name__}, which may change and stays equal to itself")
+        self.words.append(tuple(map(word, values)))
 
 
 def _wrapping(leaf: Replicate | Axis | Microbatches) -> tuple[Any, ...]:

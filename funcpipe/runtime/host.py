@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from funcpipe.runtime.stream import Place, solid
+from funcpipe.runtime.plain import solid
+from funcpipe.runtime.stream import Place
 
 _LEAST = 16
 """Bytes of which what comes back is a multiple, so that it can be seen as numbers of any type."""
@@ -72,7 +73,7 @@ class Way:
 
     def _open(self) -> Any:
         if self._stream is None:
-            self._stream = self.place.module.Stream(self.place.device)
+            self._stream = self.place.named("out" if self.out else "back", self.place.device)
             if not self.out:
                 self.place.beside.append(self._stream)
         return self._stream

@@ -196,9 +196,9 @@ class _Leaves:
     def cut(self, parts: Sequence[int]) -> list[Border]:
         """One border per microbatch: views of the caller's tensors."""
         if self.ready is not None:
-            self.handles = share(leaf for tree in self.ready for leaf in flatten(tree)[0])
+            self.handles = _marked(leaf for tree in self.ready for leaf in flatten(tree)[0])
             return [given(tree) for tree in self.ready]
-        self.handles = share(self.leaves)
+        self.handles = _marked(self.leaves)
         out: list[Border] = []
         words: dict[int, Hashable] = {}
         start = 0
@@ -215,6 +215,11 @@ class _Leaves:
             out.append(border)
             start += size
         return out
+
+
+def _marked(leaves: Iterable[Any]) -> list[Any]:
+    """What marks the caller's memory as shared. Where there are streams every stage gets a copy of its own instead."""
+    return share(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cpu)
 
 
 def _rows(leaves: Sequence[_Leaves]) -> tuple[int | None, list[str]]:

@@ -26,3 +26,8 @@ def plain(tensor: Tensor) -> bool:
     if odd or not (kind is Tensor or kind is torch.nn.Parameter):
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+
+
+def solid(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it where its memory is shared copy-on-write so that no stream could be recorded on it."""
+    return tensor.clone() if torch._C._is_cow_tensor(tensor) else tensor  # pyright: ignore

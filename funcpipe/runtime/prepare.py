@@ -89,11 +89,7 @@ def prepare(
         _check_halves(plan, backward)
     else:
         _check_modes(name, plan, backward)
-    if seed is not None:
-        try:
-            seed = operator.index(seed)  # numpy's integers too
-        except TypeError:
-            raise PlanError(f"seed is an int; got a {type(seed).__name__}") from None
+    seed = checked_seed(seed)
     if feeds is not None and not isinstance(feeds, Mapping):
         raise PlanError(f"feeds is a dict with a tree for each name that stages feed on; got a {type(feeds).__name__}")
     if not isinstance(loss_scale, (int, float)) or not 0 < loss_scale < float("inf"):
@@ -132,6 +128,16 @@ def prepare(
         ]
     program = program_for(plan, cut.num_microbatches, halves=halves)
     return Prepared(plan, program, cut, shares, trees, states, bounds, where, threads, ties, "used" in checks)
+
+
+def checked_seed(seed: Any) -> int | None:
+    """A seed as an int, None where there is none. Raises PlanError."""
+    if seed is None:
+        return None
+    try:
+        return operator.index(seed)  # numpy's integers too
+    except TypeError:
+        raise PlanError(f"seed is an int; got a {type(seed).__name__}") from None
 
 
 def _refuse_meta(given: Mapping[str, Tree]) -> None:

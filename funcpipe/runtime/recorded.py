@@ -10,14 +10,19 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcpipe.core.errors import FuncpipeError
-from funcpipe.runtime.plain import address
+from funcpipe.runtime.plain import address, plain, solid
 
 T = TypeVar("T")
 
-_WARM = 3
-"""How often work runs before it is recorded: libraries make workspaces and choose kernels at their first calls."""
+_WARM = 2
+"""How often work runs before it is rehearsed and recorded: libraries choose kernels at their first calls."""
+
+_recording = threading.Lock()
+"""To begin a recording waits for the device, which is not allowed while another thread records."""
 
 
 class Unrecordable(Exception):
@@ -31,6 +36,10 @@ class Graph(Protocol):
         """Do the work as it is done before it is recorded."""
         ...
 
+    def rehearse(self, work: Callable[[], object]) -> None:
+        """Do the work once more, and raise Unrecordable where it would fail when it is recorded."""
+        ...
+
     def record(self, work: Callable[[], T]) -> T:
         """Do the work's Python, and keep what it queues instead of running it."""
         ...
@@ -39,21 +48,22 @@ class Graph(Protocol):
         """Run what was queued, on the memory that it was recorded with."""
         ...
 
-    def turn(self) -> AbstractContextManager[None]:
-        """What is queued inside comes after what was queued in the turn before, whatever the streams."""
+    def turn(self, memory: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """What is queued inside, on this memory, comes after what was queued in the turn before, whatever the streams."""
         ...
 
 
 class DeviceGraph:
     """A graph of a device, `torch.cuda.CUDAGraph`, recorded on a stream of its own.
 
-    Other threads may use the device meanwhile ("thread_local").
+    Other threads may use the device meanwhile ("thread_local"), but for what waits for all of it.
     """
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self.module, self.device = module, device
         self._graph: Any = module.CUDAGraph()
         self._stream: Any = module.Stream(device)
+        self._home: Any = module.current_stream(device)
         self._done: Any = None
 
     def warm(self, work: Callable[[], object]) -> None:
@@ -64,11 +74,23 @@ class DeviceGraph:
             work()
         current.wait_stream(self._stream)
 
+    def rehearse(self, work: Callable[[], object]) -> None:
+        """See `Graph`. A recording that fails costs torch memory, so what can be seen before is refused before."""
+        with Rehearsal(self.device):
+            self.warm(work)
+
     def record(self, work: Callable[[], T]) -> T:
         """See `Graph`."""
         recording = self.module.graph(self._graph, stream=self._stream, capture_error_mode="thread_local")
-        with self.module.device(self.device), recording:
-            return work()
+        # The stream once more: torch leaves its own behind where a recording cannot be ended.
+        with _recording, self.module.device(self.device), self.module.stream(self._stream):
+            # Workspaces that are made while it is recorded are the graph's own, and nobody else's afterwards.
+            _forget_workspaces()
+            try:
+                with recording:
+                    return work()
+            finally:
+                _forget_workspaces()
 
     def play(self) -> None:
         """See `Graph`; on the current stream."""
@@ -76,14 +98,45 @@ class DeviceGraph:
             self._graph.replay()
 
     @contextmanager
-    def turn(self) -> Generator[None]:
+    def turn(self, memory: Sequence[Tensor]) -> Generator[None]:
         """See `Graph`."""
         current = self.module.current_stream(self.device)
         if self._done is not None:
             current.wait_event(self._done)
+        if current != self._home:
+            for tensor in memory:
+                tensor.record_stream(current)
         yield
         self._done = self.module.Event()
         self._done.record(current)
+
+
+def _forget_workspaces() -> None:
+    forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if forget is not None:
+        forget()
+
+
+class Rehearsal(TorchDispatchMode):
+    """Refuses what a graph of a device cannot hold: what waits for its numbers, or takes them elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation that can be recorded. Raises Unrecordable for any other."""
+        kwargs = kwargs or {}
+        here = any(isinstance(one, Tensor) and one.device.type == self.device.type for one in pytree.arg_tree_leaves(*args, **kwargs))  # fmt: skip
+        tags = getattr(func, "tags", ())
+        if here and (torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags):
+            raise Unrecordable(f"{func} waits for numbers of {self.device}")
+        out = func(*args, **kwargs)
+        made = [one for one in pytree.tree_leaves(out) if isinstance(one, Tensor)]
+        away = [one.device for one in made if one.device.type != self.device.type]
+        if here and away:
+            raise Unrecordable(f"{func} gives numbers of {self.device} to {away[0]}")
+        return out
 
 
 class Recorded:
@@ -115,27 +168,36 @@ class Recorded:
                 (Writes through ``.data`` are not counted by torch.)
 
         Raises:
-            Unrecordable: it ran, and the device refused to record it.
+            Unrecordable: it ran, and the device refused to record it, or would have.
             Exception: what the work raises.
         """
         self._graph, self._steady, self._lock = graph, steady, threading.Lock()
         self._own = [_twin(one, device) for one in given]
         for _ in range(_WARM):
             graph.warm(lambda: work(self._own))
-        self._results = list(_record(graph, lambda: work(self._own)))
+        graph.rehearse(lambda: self._checked(work(self._own), device))
+        self._results = _record(graph, lambda: self._checked(work(self._own), device))
         self._places = [address(one) for one in self._own]
         numbers = {id(one): number for number, one in enumerate(self._own)}
         self._passed = [numbers.get(id(one)) for one in self._results]
         self._before: list[tuple[ref[Tensor], int] | None] = [None] * len(self._own)
         self.nbytes = sum(one.untyped_storage().nbytes() for one in self._own)
 
+    def _checked(self, results: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Results that can be copied out, and that share no memory with own tensors which calls write into."""
+        own = {id(one) for one in self._own}
+        for one in results:
+            if one.device.type != device.type or not plain(one):
+                raise Unrecordable(f"it gives a {type(one).__name__} on {one.device}, where a plain tensor on {device} is wanted")  # fmt: skip
+        return [one if id(one) in own else solid(one) for one in results]
+
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
         """The function's results for these tensors; what it hands on as it came is what was given."""
-        with self._lock, torch.no_grad(), self._graph.turn():
+        with self._lock, torch.no_grad(), self._graph.turn(self._own):
             self._fill(given)
             self._graph.play()
             return [
-                _copy(one) if number is None else given[number]
+                _copy(one, one.device) if number is None else given[number]
                 for one, number in zip(self._results, self._passed, strict=True)
             ]
 
@@ -165,30 +227,36 @@ class Recorded:
 
 
 def _record(graph: Graph, work: Callable[[], T]) -> T:
-    first: list[Exception] = []  # to end a recording that failed is an error of its own
+    first: list[str] = []  # to end a recording that failed is an error of its own
 
     def noting() -> T:
         try:
             return work()
         except Exception as error:
-            first.append(error)
+            first.append(_line(error))
             raise
 
     try:
         return graph.record(noting)
     except Exception as error:
-        cause = (first or [error])[0]
-        raise Unrecordable(f"{type(cause).__name__}: {(str(cause).strip() or '?').splitlines()[0]}") from error
+        raise Unrecordable((first or [_line(error)])[0]) from None
+
+
+def _line(error: Exception) -> str:
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0] if said else ''}"
 
 
 def _twin(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, laid out the same; a leaf that requires gradients as the tensor does."""
-    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+    """A copy on the device; a leaf that requires gradients as the tensor does. What is expanded is written out."""
+    tensor_ = tensor.detach()
+    new = tensor_.to(device, copy=True) if 0 in tensor.stride() else _copy(tensor_, device)
+    return new.requires_grad_(tensor.requires_grad)
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy with the strides of the original; what is expanded is copied once."""
     tensor = tensor.detach()
     part = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    new = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=part.device)
+    new = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=device)
     return new.copy_(part).expand(tensor.size())

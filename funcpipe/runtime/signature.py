@@ -27,7 +27,8 @@ def word(leaf: Any) -> Hashable:
         hash(leaf)
     except TypeError:
         raise TraceError(f"it gets a {type(leaf).__name__}, which cannot be told from another; hand tensors, numbers or strings in") from None  # fmt: skip
-    return (type(leaf), leaf)
+    # By its digits: -0.0 is no 0.0, and nan is nan.
+    return (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
 
 
 def said(border: Border) -> Hashable:

@@ -7,14 +7,18 @@ A tensor that a stream uses but did not allocate is recorded on it, so its memor
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from funcpipe.core.plan import CALLER
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.place import same_device
+from funcpipe.runtime.plain import solid
 from funcpipe.runtime.recorded import DeviceGraph, Graph
 
 
@@ -67,6 +71,17 @@ class Backend:
         new.untyped_storage().resize_(0)
         return new
 
+    def own_streams(self) -> dict[Hashable, Any]:
+        """The streams of runs that the calling thread begins, by device and name.
+
+        They are the same ones in every run: torch keeps freed memory, and workspaces of libraries, for each stream, and
+        there are 32 of a device. Another thread has others, so that what it queues is in none of our recordings.
+        """
+        local = self.__dict__.setdefault("_local", threading.local())
+        if not hasattr(local, "streams"):
+            local.streams = {}
+        return local.streams
+
     def pace(self, event: Any) -> None:
         """Let the host wait for the event, so that it does not run far ahead."""
         event.synchronize()
@@ -75,11 +90,6 @@ class Backend:
         """What records work of the device; None: its kind has nothing of the sort."""
         module = self.module(device) if self.asynchronous(device) else None
         return DeviceGraph(module, device) if hasattr(module, "CUDAGraph") else None
-
-
-def solid(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it where its memory is shared copy-on-write and no stream could be recorded on it."""
-    return tensor.clone() if torch._C._is_cow_tensor(tensor) else tensor  # pyright: ignore
 
 
 def _apart(value: Border) -> Border:
@@ -112,20 +122,34 @@ class Place:
     """Where a lane computes: a device and, if it has streams, one of them.
 
     A device that stands for several lanes gets a stream for each; one that stands alone computes on the caller's.
+
+    Args:
+        device: of torch's.
+        alone: does it stand for one lane only.
+        lane: its number.
     """
 
     backend: ClassVar[Backend] = Backend()
 
-    def __init__(self, device: torch.device, *, alone: bool) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, alone: bool, lane: int = -1) -> None:
+        self.device, self.lane = device, lane
         self.asynchronous = self.backend.asynchronous(device)
         self.module: Any = self.backend.module(device) if self.asynchronous else None
         self.caller: Any = self.module.current_stream(device) if self.asynchronous else None
+        self._own = self.backend.own_streams()
         self.stream: Any = self.caller
         if self.asynchronous and not alone:
-            self.stream = self.module.Stream(device)
+            self.stream = self.named("lane", device)
         self.beside: list[Any] = []
         """Streams that copy into memory of the lane's."""
+
+    def named(self, name: str, device: torch.device, other: int = -1) -> Any:
+        """The stream of this name, between the lane and another, on a device."""
+        key = device, name, self.lane, other
+        found = self._own.get(key)
+        if found is None:
+            found = self._own[key] = self.backend.module(device).Stream(device)
+        return found
 
     def active(self) -> AbstractContextManager[Any]:
         """Inside, operations go to the lane's stream."""
@@ -256,5 +280,6 @@ class Edge:
     def _stream(self, place: Place) -> Any:
         """The copy stream of this edge on one of its devices."""
         if place.device not in self._streams:
-            self._streams[place.device] = place.module.Stream(place.device)
+            source = CALLER if self.source is None else self.source.lane
+            self._streams[place.device] = self.target.named("edge", place.device, source)
         return self._streams[place.device]

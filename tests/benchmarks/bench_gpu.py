@@ -3,7 +3,7 @@
 The workloads of ``bench_peers.py`` cut into two stages, both lanes on ``--device`` (default ``cuda:0``): one training step in
 fp32, forward, mean squared error, backward, all gradients there; no optimizer. Arms take turns; figures are medians of the
 wall time of a step with the device waited for at its end, host time is until the last call returned, and MiB the most that
-the allocator gave out above what lay there before. Each arm's gradients are compared with the loop's first. A device
+the allocator gave out above what lay there before the arm's first step (copies and workspaces that it keeps count). Each arm's gradients are compared with the loop's first. A device
 without graphs (``--device cpu``, to try the program) says so in its row.
 """
 
@@ -89,6 +89,7 @@ def main() -> None:
         reasons: dict[str, str] = {}
         most: dict[str, float] = {}
         for arm, step in found.items():
+            before = torch.cuda.memory_allocated() if cuda else 0
             result = step()
             if isinstance(result, fp.Result):
                 reasons[arm] = result.stats.reason if result.stats.reason != "asked for" else ""
@@ -101,7 +102,6 @@ def main() -> None:
             wait()
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
                 step()
                 wait()
                 most[arm] = (torch.cuda.max_memory_allocated() - before) / 2**20

@@ -95,18 +95,45 @@ def weighted(y, target):
     return fp.Loss((y - target).square().sum(), (target > -9).sum())
 
 
-def test_what_cannot_be_recorded_runs_all_the_same():
-    """The device refuses while it is recorded; that run, later ones and other graphs are as ever."""
+def waits(y, target):
+    torch.cuda.current_stream().synchronize()  # no operation, so no rehearsal sees it
+    return F.mse_loss(y, target)
+
+
+@pytest.mark.parametrize("loss", [weighted, waits])
+def test_what_cannot_be_recorded_runs_all_the_same(loss):
+    """Refused before it is recorded, or by the device meanwhile; that run, later ones and other graphs are as ever."""
     plan, params, state = ready(fp.one_f_one_b(S, M))
-    odd = fp.make_plan(plan.stages, plan.schedule, loss=weighted, devices=plan.devices, outputs=True)
+    odd = fp.make_plan(plan.stages, plan.schedule, loss=loss, devices=plan.devices, outputs=True)
     with fp.graphs(odd) as graphs, fp.graphs(plan) as others:
         for _ in range(3):
             result = fp.run(odd, params, batch(), state=state, executor=graphs)
             assert "cannot be recorded" in result.stats.reason
+            assert torch.cuda.current_stream() == torch.cuda.default_stream()
             assert_same_result(fp.run_sequential(odd, params, batch(), state=state), result)
             result = fp.run(plan, params, batch(), state=state, executor=others)
             assert result.stats.executor == "graph", result.stats.reason
             assert_same_result(fp.run_sequential(plan, params, batch(), state=state), result)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_writes_at_borders_and_results_that_were_given(lanes):
+    """A stage writes into its input, a loss into the output; the target comes back as aux."""
+    first = fp.stage(lambda p, x: torch.tanh(x.mul_(1.5) @ p["w"]))
+    second = fp.stage(lambda p, x: x.add_(1) @ p["w"])
+    loss = lambda y, t: fp.Loss(y.sub_(t).square().mean(), None, t)
+    schedule = fp.one_f_one_b(2, M, num_devices=lanes)
+    plan = fp.make_plan([first, second], schedule, loss=loss, devices=["cuda:0"] * lanes, outputs=True)
+    params = fp.place(plan, tuple({"w": torch.eye(64)} for _ in range(2)))
+    with fp.graphs(plan) as graphs:
+        for seed in range(3):
+            given = tuple(one.cuda() for one in batch(seed))
+            kept = [one.clone() for one in given]
+            torch.cuda._sleep(5_000_000)
+            result = fp.run(plan, params, given, executor=graphs)
+            assert result.stats.executor == "graph", result.stats.reason
+            assert_same_result(fp.run_sequential(plan, params, given), result)
+            assert all(map(torch.equal, kept, given))
 
 
 def test_memory_goes_back_when_graphs_are_closed():

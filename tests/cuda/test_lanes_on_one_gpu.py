@@ -215,11 +215,11 @@ def test_nothing_leaks():
     for _ in range(3):
         fp.run(plan, params, data)
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     for _ in range(50):
         fp.run(plan, params, data)
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
 
 
 def test_out_of_memory_says_what_to_do():

@@ -51,6 +51,9 @@ class Tape:
         self.warm_runs += 1
         work()
 
+    def rehearse(self, work):
+        self.warm(work)
+
     def record(self, work):
         with _Recording(self):
             out = work()
@@ -70,7 +73,7 @@ class Tape:
                     if new:
                         old.detach().copy_(one)
 
-    def turn(self):
+    def turn(self, memory):
         self.turns += 1
         return nullcontext()
 

@@ -259,15 +259,108 @@ def test_lanes_on_two_devices_are_no_graph(tapes):
     assert "its lanes lie on cpu, meta, and a graph is of one device" in result.stats.reason
 
 
-def test_values_that_cannot_be_compared_are_no_graph(tapes):
-    class Odd:
-        __hash__ = None
+class Config:
+    """Equal to itself, whatever it holds."""
 
-    part = fp.stage(lambda p, x: x * p["w"])
+    factor = 1
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __eq__(self, other):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [(Config(), "it gets a Config, which may change"), (Unhashable(), "it gets a Unhashable, which cannot be told")],
+)
+def test_values_that_cannot_be_compared_are_no_graph(tapes, odd, words):
+    part = fp.stage(lambda p, x: x * p["w"] * getattr(p["odd"], "factor", 1))
     plan = fp.make_plan([part], fp.fill_drain(1, 2, backward=False), devices="cpu", outputs=True)
     with fp.graphs(plan) as graphs:
-        result = fp.run(plan, ({"w": torch.ones(4), "odd": Odd()},), data()[0], executor=graphs)
-        assert "it gets a Odd, which cannot be told from another" in result.stats.reason
+        for factor in (1, 2):
+            odd.factor = factor
+            result = fp.run(plan, ({"w": torch.ones(4), "odd": odd},), data()[0], executor=graphs)
+            assert words in result.stats.reason
+            assert torch.equal(result.outputs, data()[0] * factor)
+
+
+def test_values_that_can_be_compared(tapes):
+    """Numbers, words, functions, types; -0.0 is no 0.0, and nan is nan."""
+    part = fp.stage(lambda p, x: p["f"](x * p["w"]) / p["c"])
+    plan = fp.make_plan([part], fp.fill_drain(1, 2, backward=False), devices="cpu", outputs=True)
+    with fp.graphs(plan) as graphs:
+        for c in (0.0, -0.0, float("nan"), float("nan"), 2):
+            params = ({"w": torch.ones(4), "c": c, "f": torch.tanh, "n": None, "t": torch.float32, "s": "word"},)
+            result = fp.run(plan, params, data()[0], executor=graphs)
+            assert result.stats.executor == "graph", result.stats.reason
+            expected = fp.run_sequential(plan, params, data()[0]).outputs
+            torch.testing.assert_close(result.outputs, expected, rtol=0, atol=0, equal_nan=True)
+        assert graphs.count == 4
+
+
+def test_functions_that_choose_what_is_trained(tapes):
+    """A new lambda each time that chooses the same is the same form; one that chooses otherwise is not."""
+    plan, params = linear_plan()
+    chosen = ["0"]
+    with fp.graphs(plan) as graphs:
+        for number in range(4):
+            chosen[0] = str(number // 2)
+            trainable = lambda name, _: name.startswith(chosen[0])
+            result = fp.run(plan, params, data(), trainable=trainable, executor=graphs)
+            assert_same_result(fp.run_sequential(plan, params, data(), trainable=trainable), result)
+            assert graphs.count == 1 + number // 2
+
+
+def test_a_grad_mode_is_a_form(tapes):
+    part = fp.stage(lambda p, x: x * p["w"] * (1 if torch.is_grad_enabled() else 2))
+    plan = fp.make_plan([part], fp.fill_drain(1, 2, backward=False), devices="cpu", outputs=True)
+    params, x = ({"w": torch.ones(4)},), data()[0]
+    with fp.graphs(plan) as graphs:
+        for _ in range(2):
+            for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+                with mode():
+                    result = fp.run(plan, params, x, executor=graphs)
+                    assert torch.equal(result.outputs, fp.run_sequential(plan, params, x).outputs)
+        assert graphs.count == 3
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_results_that_are_what_was_given(tapes, lanes):
+    """The target as aux, an output that is the input: lazy copies of memory that the next run fills."""
+    part = fp.stage(lambda p, x: (x, x * p["w"]))
+    loss = lambda y, t: fp.Loss(F.mse_loss(y[1], t), None, (t, t[:1], y[0]))
+    last = fp.stage(lambda p, x: (x[0], x[1] * p["w"]))
+    schedule = fp.one_f_one_b(2, 2, num_devices=lanes)
+    plan = fp.make_plan([part, last], schedule, loss=loss, devices="cpu", outputs=True)
+    params = ({"w": torch.ones(4)},) * 1 + ({"w": torch.ones(4)},)
+    with fp.graphs(plan) as graphs:
+        kept = []
+        for seed in range(3):
+            expected = fp.run_sequential(plan, params, data(seed=seed))
+            kept.append((expected, fp.run(plan, params, data(seed=seed), executor=graphs)))
+            assert kept[-1][1].stats.executor == "graph", kept[-1][1].stats.reason
+        for expected, result in kept:
+            assert_same_result(expected, result)
+
+
+def test_memory_with_gaps(tapes):
+    """Slices and expanded tensors: what a stage sees of their layout is what it sees elsewhere."""
+    seen = []
+
+    def looks(p, x):
+        seen.append((x[0].stride(), x[1].stride()))
+        return x[0] * p["w"] + x[1]
+
+    plan = fp.make_plan([fp.stage(looks)], fp.fill_drain(1, 1, backward=False), devices="cpu", outputs=True)
+    x = (torch.randn(6, 8)[:, ::2], torch.randn(6, 1).expand(6, 4))
+    params = ({"w": torch.randn(8)[::2]},)
+    with fp.graphs(plan) as graphs:
+        result = fp.run(plan, params, x, executor=graphs)
+        assert torch.equal(result.outputs, fp.run_sequential(plan, params, x).outputs)
+    assert {one[0] for one in seen} == {(8, 2)}
 
 
 def test_modes_that_a_graph_does_not_see(tapes):
@@ -290,6 +383,7 @@ def test_modes_that_a_graph_does_not_see(tapes):
 def test_mistakes_say_what_they_say_elsewhere(tapes):
     """Bad input after good input: the same errors, and what is recorded stays."""
     plan, params = linear_plan()
+    meta = tuple({"w": p["w"].to("meta")} for p in params)
     with fp.graphs(plan) as graphs:
         fp.run(plan, params, data(), executor=graphs)
         for bad, error in [
@@ -297,6 +391,12 @@ def test_mistakes_say_what_they_say_elsewhere(tapes):
             (lambda: fp.run(plan, params, data()[0], executor=graphs), fp.BatchError),
             (lambda: fp.run(plan, params, (torch.ones(3, 5), torch.ones(3, 4)), executor=graphs), fp.StageError),
             (lambda: fp.run(plan, params, data(), check="all", executor=graphs), fp.PlanError),
+            (lambda: fp.run(plan, params, data(), check=None, executor=graphs), fp.PlanError),
+            (lambda: fp.run(plan, params, data(), seed="one", executor=graphs), fp.PlanError),
+            (lambda: fp.run(plan, params, data(), trainable="all", executor=graphs), fp.PlanError),
+            (lambda: fp.run(plan, params[0], data(), executor=graphs), fp.PlanError),
+            (lambda: fp.run(plan, params, [one.to("meta") for one in data()], executor=graphs), fp.BatchError),
+            (lambda: fp.run(plan, meta, data(), executor=graphs), fp.PlacementError),
             (lambda: fp.run(plan, params, data(), loss_scale=0.0, executor=graphs), fp.PlanError),
         ]:
             for _ in range(2):
@@ -359,6 +459,36 @@ def test_one_run_at_a_time(tapes):
         assert_same_result(found[0], fp.run(plan, params, data(), executor=graphs))
 
 
+def test_closed_while_they_record(tapes):
+    """By the stage itself, say: nothing is left behind."""
+    held = []
+
+    def closes(p, x):
+        held[0].close()
+        return x @ p["w"]
+
+    plan = fp.make_plan([fp.stage(closes)], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    graphs = fp.graphs(plan)
+    held.append(graphs)
+    fp.run(plan, ({"w": torch.eye(4)},), data(), executor=graphs)
+    assert graphs.count == 0
+
+
+def test_what_was_refused_is_gone(tapes):
+    """At once, without the garbage collector: it holds copies of everything."""
+    plan, params = linear_plan(loss=summed)
+    gc.disable()
+    try:
+        with fp.graphs(plan) as graphs:
+            result = fp.run(plan, params, data(), executor=graphs)
+            assert "cannot be recorded" in result.stats.reason
+            tape = weakref.ref(tapes.made[-1])
+            tapes.made.clear()
+            assert tape() is None
+    finally:
+        gc.enable()
+
+
 def test_closed_graphs_hold_nothing(tapes):
     plan, params = linear_plan()
     with fp.graphs(plan) as graphs:
@@ -372,6 +502,15 @@ def test_closed_graphs_hold_nothing(tapes):
     tapes.made.clear()
     gc.collect()
     assert tape() is None
+
+
+def test_programs_that_are_graphs_are_not_recorded_again(tapes):
+    plan, params = linear_plan()
+    parts = [fp.compile(one, backend="cudagraphs") for one in plan.stages]
+    plan = fp.make_plan(parts, plan.schedule, loss=F.mse_loss, devices="cpu")
+    with fp.graphs(plan) as graphs:
+        result = fp.run(plan, params, data(), executor=graphs)
+    assert result.stats.reason == "not a graph: its programs are graphs themselves"
 
 
 # -- backend="cudagraphs" ------------------------------------------------------------------------------------------
@@ -408,6 +547,33 @@ def test_programs_are_recorded_by_warmup(tapes):
     assert made == 4  # F and B of two stages
     fp.run(plan, params, data(), executor="serial")
     assert len(tapes.made) == made
+
+
+@pytest.mark.parametrize("built", ["under autocast", "in inference mode"])
+def test_what_is_on_while_programs_are_built(tapes, built):
+    """Is not in them."""
+
+    def exact(p, x):
+        with torch.autocast("cpu", enabled=False):
+            return torch.tanh(x.float() @ p["w"])
+
+    g = torch.Generator().manual_seed(2)
+    params = tuple({"w": torch.randn(4, 4, generator=g)} for _ in range(2))
+    found = []
+    for backend in ("graph", "cudagraphs"):
+        part = fp.compile(fp.stage(exact), backend=backend)
+        plan = fp.make_plan([part] * 2, fp.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu")
+        amp = torch.autocast("cpu", torch.bfloat16, enabled=built == "under autocast")
+        with amp:
+            if built == "in inference mode":
+                evaluated = fp.make_plan([part] * 2, fp.fill_drain(2, 2, backward=False), devices="cpu")
+                with torch.inference_mode():
+                    fp.run(evaluated, params, data()[0])
+                with torch.no_grad():
+                    fp.run(evaluated, params, data()[0])
+            fp.warmup(plan, params, data())
+            found.append(fp.run(plan, params, data(), executor="serial"))
+    torch.testing.assert_close(found[0].grads, found[1].grads, rtol=1e-6, atol=1e-7)
 
 
 def test_weights_are_copied_once_a_run(tapes):

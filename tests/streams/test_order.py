@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,24 @@ def test_both_halves_of_a_vjp(place, change, backend):
     assert recorder.finish() == []
     other = backend()
     assert same(result, go(other, stages, schedule, lambda lane: "cpu", half=True))
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[4]], ids=ids)
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("place", ["two devices", "one device"])
+def test_runs_of_a_thread_have_the_same_streams(place, executor, schedule, backend):
+    """Torch keeps memory for each stream: new ones in every run would take a share each. Other threads have others."""
+    recorder = backend()
+    go(recorder, stages, schedule, PLACES[place], executor=executor)
+    first = set(recorder.streams)
+    go(recorder, stages, schedule, PLACES[place], executor=executor)
+    assert first == set(recorder.streams)
+    thread = threading.Thread(target=go, args=(recorder, stages, schedule, PLACES[place]))
+    thread.start()
+    thread.join()
+    own = [name for name in first if name.startswith("stream")]
+    assert len(recorder.streams) == len(first) + len(own)
+    assert recorder.finish() == []
 
 
 def used_by_the_caller(recorder, where):
