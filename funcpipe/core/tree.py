@@ -15,6 +15,7 @@ import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 Tree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
@@ -128,7 +129,7 @@ def lazy(tensor: Tensor) -> Tensor:
     On devices with streams the copy is made at once. Torch makes a late one on the legacy default stream, which lanes do
     not wait for; its allocator forgets streams recorded on shared memory; and no graph of the device has it.
     """
-    if not (tensor.is_cpu or tensor.is_meta or isinstance(tensor, FakeTensor)):
+    if not (tensor.is_cpu or tensor.is_meta or isinstance(tensor, (FakeTensor, FunctionalTensor))):
         return tensor.clone()
     try:
         return _lazy_clone(tensor)

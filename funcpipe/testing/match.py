@@ -13,10 +13,9 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.lower.plan import make_plan
-from funcpipe.runtime.lanes import Lanes
 from funcpipe.runtime.microbatch import Microbatches
 from funcpipe.runtime.prepare import Trainable
-from funcpipe.runtime.run import run
+from funcpipe.runtime.run import Executor, run
 from funcpipe.runtime.sequential import run_sequential
 
 _FIELDS = ("losses", "loss", "weight", "aux", "outputs", "state", "grads", "unused")
@@ -37,7 +36,7 @@ def assert_matches_sequential(
     trainable: Trainable = None,
     loss_scale: float = 1.0,
     threads_per_lane: int | None = None,
-    executors: Sequence[str | Lanes] = ("serial", "threads"),
+    executors: Sequence[Executor] = ("serial", "threads"),
     whole_batch: float | None = None,
 ) -> Result:
     """Run a plan by each executor and by the oracle; losses, outputs, state and every gradient have the same bits.
@@ -65,14 +64,14 @@ def assert_matches_sequential(
         AssertionError: something differs: which leaves, how many of their numbers, by how much.
     """
     if not executors or isinstance(executors, str):
-        raise PlanError(f"executors is a sequence of at least one of 'serial', 'threads', fp.lanes(plan); got {executors!r}")  # fmt: skip
+        raise PlanError(f"executors is a sequence of at least one of 'serial', 'threads', fp.lanes(plan), fp.graphs(plan); got {executors!r}")  # fmt: skip
     options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
     options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane}
     expected = run_sequential(plan, params, batch, **options)
     result = expected
     for executor in executors:
         result = run(plan, params, batch, executor=executor, **options)
-        name = repr(executor) if isinstance(executor, str) else "fp.lanes(plan)"
+        name = repr(executor) if executor is None or isinstance(executor, str) else f"fp.{type(executor).__name__.lower()}(plan)"  # fmt: skip
         _compare(result, expected, _FIELDS, f"fp.run(executor={name})", "fp.run_sequential")
     if whole_batch is not None:
         kept: dict[str, Any] = {"devices": plan.devices, "loss": plan.loss, "weight": plan.weight, "ties": plan.ties}
