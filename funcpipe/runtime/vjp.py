@@ -71,8 +71,9 @@ def vjp(
 
     def attempt() -> tuple[Result, Pullback]:
         ready = prepare("vjp", plan, params, inputs, **options, halves=True)
-        for border in [*ready.batch.inputs, *(b for feed in ready.batch.feeds.values() for b in feed)]:
-            border.leaves = share(border.leaves)  # the caller may write into his batch before R reads it again
+        for borders in (ready.batch.inputs, *ready.batch.feeds.values()):
+            # The caller may write into his batch before R reads it again.
+            borders[:] = [Border(share(one.leaves), one.spec, one.flags) for one in borders]
         if input_grads is not False:
             _want(ready.batch.inputs, input_grads)
         return _forwards(ready, Drive(ready, executor, record=False, timeout=timeout))
@@ -80,14 +81,15 @@ def vjp(
     return exactly(plan, attempt)
 
 
-def _want(inputs: Sequence[Border], wanted: Tree) -> None:
+def _want(inputs: list[Border], wanted: Tree) -> None:
     """Mark the leaves whose gradients are asked for. Raises PlanError."""
     for index, border in enumerate(inputs):
         tree = wanted[index] if isinstance(wanted, Microbatches) else wanted
         flags = [tree] * len(border.leaves) if isinstance(tree, bool) else flatten(tree)[0]
         if len(flags) != len(border.leaves) or not all(isinstance(flag, bool) for flag in flags):
             raise PlanError(f"input_grads is True, False, or a tree of them like the inputs ({border.spec}); got {tree!r}")  # fmt: skip
-        border.flags = [flag and is_differentiable(leaf) for flag, leaf in zip(flags, border.leaves, strict=True)]
+        asked = [flag and is_differentiable(leaf) for flag, leaf in zip(flags, border.leaves, strict=True)]
+        inputs[index] = Border(border.leaves, border.spec, asked)
 
 
 def _forwards(ready: Prepared, drive: Drive) -> tuple[Result, Pullback]:

@@ -806,3 +806,26 @@ def test_a_stage_is_copied_while_it_is_traced(kind):
     stages, params, state, batch = pair(kind)
     stages[1].fn._idle = Taken()
     assert_same_result(*both(stages, params, batch, fp.one_f_one_b(3, 4), state=state))
+
+
+@pytest.mark.parametrize("first", ["run", "vjp"])
+def test_gradients_of_inputs_are_asked_for_by_some(first):
+    """One compiled stage, in a run that wants no gradients of the inputs and in a vjp that does: programs for each."""
+    part = fp.compile(fp.stage(lambda p, x: torch.tanh(x @ p["w"])))
+    params, x = ({"w": torch.eye(4)},), torch.randn(6, 4)
+    ran = fp.make_plan([part], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    halves = fp.make_plan([part], fp.fill_drain(1, 2), devices="cpu")
+
+    def pulled(inputs):
+        result, pullback = fp.vjp(halves, params, x, input_grads=inputs)
+        return pullback(torch.ones_like(result.outputs))[1]
+
+    for turn in (first, "run", "vjp", "none", "vjp"):
+        if turn == "run":
+            fp.run(ran, params, (x, x))
+        elif turn == "none":
+            assert pulled(False) is None
+        else:
+            torch.testing.assert_close(pulled(True), 1 - torch.tanh(x) ** 2)
+    kinds = {one.joint.wanted[0][0] is None for one in part.program.found.values()}
+    assert kinds == {True, False}
