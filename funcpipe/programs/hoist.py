@@ -8,7 +8,6 @@ from collections.abc import Container, Iterable
 import torch
 from torch import Tensor, fx
 
-from funcpipe.programs.cut import is_view
 from funcpipe.programs.draws import seeded
 from funcpipe.programs.joint import Joint
 from funcpipe.programs.recompute import bytes_of
@@ -33,8 +32,15 @@ def hoist(joint: Joint) -> None:
         elif _moves(node) and all(one in sources for one in inputs):
             sources[node] = frozenset[fx.Node]().union(*(sources[one] for one in inputs))
     for node in reversed([node for node in sources if node.op == "call_function"]):
-        if _readers(node, sources) and not _stays(node, sources[node]):
-            del sources[node]  # and what it is made of has a reader now
+        readers = _readers(node, sources)
+        if not readers or _stays(node, sources[node]):
+            continue
+        if any(user in sources for user in node.users):  # some need it on the way: the others make their own
+            with graph.inserting_after(node):
+                node.replace_all_uses_with(graph.node_copy(node), readers.__contains__)
+        else:
+            del sources[node]
+        # Either way, what it is made of has a reader now.
     with graph.inserting_before(next(iter(graph.nodes))):
         for node in [node for node in sources if node.op == "call_function" and isinstance(node.meta["val"], Tensor)]:
             readers = _readers(node, sources)
@@ -53,10 +59,22 @@ def _readers(node: fx.Node, sources: Container[fx.Node]) -> set[fx.Node]:
 
 
 def _stays(node: fx.Node, sources: Iterable[fx.Node]) -> bool:
-    """May the memory of a value be taken from the first microbatch to the last."""
-    while node.op == "call_function" and is_view(node):
-        node = node.all_input_nodes[0]
-    return node.op != "call_function" or bytes_of(node) <= max(_SMALL, sum(map(bytes_of, sources)))
+    """May the memory of a value be taken from the first microbatch to the last. That of parameters is there anyway."""
+    taken = _memory([node])
+    for storage in _memory(sources):
+        taken.pop(storage, None)
+    return sum(taken.values()) <= max(_SMALL, sum(map(bytes_of, sources)))
+
+
+def _memory(nodes: Iterable[fx.Node]) -> dict[int, int]:
+    """The storages that values lie in, and their bytes."""
+    found: dict[int, int] = {}
+    for node in nodes:
+        val = node.meta["val"]
+        for one in val if isinstance(val, (tuple, list)) else (val,):  # pyright: ignore
+            if isinstance(one, Tensor):
+                found[one.untyped_storage()._cdata] = one.untyped_storage().nbytes()
+    return found
 
 
 def _moves(node: fx.Node) -> bool:

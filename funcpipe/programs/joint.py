@@ -154,7 +154,9 @@ def _trace(ask: Ask) -> Joint:
         kind = type("Fakes", (FakeTensorMode,), {"avoid_device_init": False})
     mode = kind(static_shapes=True)
     with torch.no_grad():
-        fakes = [mode.from_tensor(tensor.detach()) for tensor in (*given[0], *given[1])]
+        # Where in its memory a microbatch begins is in no signature, so no trace may see it.
+        begun = [tensor.as_strided(tensor.size(), tensor.stride(), 0) for tensor in given[1]]
+        fakes = [mode.from_tensor(tensor.detach()) for tensor in (*given[0], *begun)]
     with mode, torch.set_grad_enabled(ask.backwards):
         first = _Call(ask, fakes)
         again = _Call(ask, fakes, first.bound)

@@ -48,12 +48,13 @@ def dense(tensor: Tensor) -> Tensor:
     """
     if tensor.layout is not torch.strided:
         return tensor.to_dense()
-    if tensor.storage_offset() == 0 and (tensor.is_contiguous() or _fills(tensor)):
+    if tensor.storage_offset() == 0 and (tensor.is_contiguous() or fills(tensor)):
         return tensor
     return tensor.clone(memory_format=torch.preserve_format)
 
 
-def _fills(tensor: Tensor) -> bool:
+def fills(tensor: Tensor) -> bool:
+    """Does a strided tensor lie in memory without gaps and without overlap, in whatever order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 

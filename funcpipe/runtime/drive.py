@@ -76,8 +76,8 @@ class Drive:
         finally:
             RUNNING.reset(token)
             # Streams that a failure has spoilt cannot wait for each other; what is said of that is not the failure.
-            with nullcontext() if done else suppress(RuntimeError):
-                for place in places:
+            for place in places:
+                with nullcontext() if done else suppress(RuntimeError):
                     place.join()
         self.seconds += perf_counter() - began
 

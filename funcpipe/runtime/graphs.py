@@ -219,7 +219,7 @@ def _obstacle(plan: Plan) -> str:
 
 def _kernels() -> Hashable:
     """What else than `switches` picks kernels and is frozen by a recording."""
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device()
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     found: list[Hashable] = []
     for name in _KERNELS:
         try:
@@ -250,13 +250,16 @@ def _played(step: _Step, tensors: list[Tensor], began: float) -> Result:
 _FIXED = (type(None), type, Enum, FunctionType, BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format, Tensor)  # fmt: skip
 """What is compared by identity and does not change; of functions nobody can know."""
 
+_CONSTANT = (*_FIXED, bool, int, float, complex, str, bytes, torch.device, torch.Size)
+"""What holds no tensor and does not change."""
+
 
 class _Taken:
     """What trees are made of.
 
     Attributes:
         tensors: theirs, each once.
-        words: what a recording depends on besides numbers in these; None: nobody asks.
+        words: what a recording depends on besides numbers in these; None: they are results, of tensors and constants.
     """
 
     def __init__(self, words: list[Hashable] | None = None) -> None:
@@ -272,6 +275,7 @@ class _Taken:
 
         Raises:
             TraceError: a value cannot be compared with another.
+            Unrecordable: a result is no tensor and no constant.
         """
         leaves, spec = flatten(tree)
         makers = [self._leaf(leaf) for leaf in leaves]
@@ -286,6 +290,8 @@ class _Taken:
             self._say(number, leaf.requires_grad, leaf)
             return lambda given: given[number]
         if not isinstance(leaf, (Replicate, Axis, Microbatches)):
+            if self.words is None and not isinstance(leaf, _CONSTANT):
+                raise Unrecordable(f"a result holds a {type(leaf).__name__}, and nobody knows what is in it")
             self._say(leaf)
             return lambda given: leaf
         kind, *rest = _wrapping(leaf)

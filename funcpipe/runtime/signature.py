@@ -25,7 +25,7 @@ def word(leaf: Any) -> Hashable:
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
     try:
         hash(leaf)
-    except TypeError:
+    except Exception:
         raise TraceError(f"it gets a {type(leaf).__name__}, which cannot be told from another; hand tensors, numbers or strings in") from None  # fmt: skip
     # By its digits: -0.0 is no 0.0, and nan is nan.
     return (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
@@ -54,4 +54,4 @@ def switches() -> Hashable:
     """What torch has switched on that picks other operations or kernels."""
     autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
     kernels = (torch.are_deterministic_algorithms_enabled(), torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled())  # fmt: skip
-    return (torch.get_default_dtype(), *autocast, kernels)
+    return (torch.get_default_dtype(), torch.get_default_device(), *autocast, kernels)

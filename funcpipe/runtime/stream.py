@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.plan import CALLER
-from funcpipe.runtime.border import Border
+from funcpipe.runtime.border import Border, fills
 from funcpipe.runtime.place import same_device
 from funcpipe.runtime.plain import solid
 from funcpipe.runtime.recorded import DeviceGraph, Graph
@@ -75,7 +75,7 @@ class Backend:
         """The streams of runs that the calling thread begins, by device and name.
 
         They are the same ones in every run: torch keeps freed memory, and workspaces of libraries, for each stream, and
-        there are 32 of a device. Another thread has others, so that what it queues is in none of our recordings.
+        there are 32 of a device. Runs of another thread have others, so that they are in none of our recordings.
         """
         local = self.__dict__.setdefault("_local", threading.local())
         if not hasattr(local, "streams"):
@@ -104,6 +104,14 @@ def _apart(value: Border) -> Border:
     return Border(
         [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves], value.spec, value.flags
     )
+
+
+def _without_gaps(value: Border) -> Border:
+    """What eager stages, which copy it at once, and programs, which do not, see alike: memory without gaps."""
+    if all(not isinstance(leaf, Tensor) or fills(leaf) for leaf in value.leaves):
+        return value
+    leaves = [leaf if not isinstance(leaf, Tensor) or fills(leaf) else leaf.clone() for leaf in value.leaves]
+    return Border(leaves, value.spec, value.flags)
 
 
 class Ticket(NamedTuple):
@@ -228,8 +236,10 @@ class Edge:
         for leaf in value.leaves:
             if isinstance(leaf, Tensor) and not target.backend.lies_on(leaf, target.device):
                 return self._copy(value, free)
-        # The caller keeps what he gave, and waits for the lanes; the lanes have waited for him.
-        return Ticket(value) if source is None else self._hand_over(source, value, free)
+        if source is None:
+            # The caller keeps what he gave, and waits for the lanes; the lanes have waited for him.
+            return Ticket(_without_gaps(value) if target.asynchronous else value)
+        return self._hand_over(source, value, free)
 
     def _hand_over(self, source: Place, value: Border, free: Any) -> Ticket:
         """Two lanes of one device: the same memory, in order."""

@@ -829,3 +829,27 @@ def test_gradients_of_inputs_are_asked_for_by_some(first):
             torch.testing.assert_close(pulled(True), 1 - torch.tanh(x) ** 2)
     kinds = {one.joint.wanted[0][0] is None for one in part.program.found.values()}
     assert kinds == {True, False}
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("fn", [lambda p, x: x, lambda p, x: F.relu(x, inplace=True) * p["w"]], ids=["as it is", "in place"])  # fmt: skip
+def test_where_a_microbatch_begins_is_seen_by_no_trace(fn, rows):
+    """The first of its size lies in the middle of the batch where the rows do not divide."""
+    params, x = ({"w": torch.ones(4)}, {"w": torch.ones(4)}), torch.randn(rows, 4)
+    results = []
+    for make in (lambda one: one, lambda one: fp.compile(one, fuse=False)):
+        parts = [make(fp.stage(fn, name=f"s{i}")) for i in range(2)]
+        plan = fp.make_plan(parts, fp.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+        results.append(fp.run(plan, params, (x, x * 2), threads_per_lane=1))
+    assert same(results[0].grads, results[1].grads)
+    assert torch.equal(results[0].loss, results[1].loss)
+
+
+def test_the_default_device_is_in_the_signature():
+    """A stage that makes tensors on it makes them where it would."""
+    seen = fp.compile(fp.stage(lambda p, x: x + (2 if torch.ones(1).is_meta else 0)))
+    plan = fp.make_plan([seen], fp.fill_drain(1, 1, backward=False), devices="cpu", outputs=True)
+    x = torch.zeros(1, 2)
+    for device, wanted in (("cpu", 0), ("meta", 2), ("cpu", 0)):
+        with torch.device(device):
+            assert fp.run(plan, ((),), x).outputs.tolist() == [[wanted] * 2]

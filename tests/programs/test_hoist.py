@@ -154,6 +154,36 @@ def test_size_is_asked_of_what_stays():
         assert same(eager.grads, programs.grads)
 
 
+def test_large_on_the_way_to_what_stays():
+    """A large value that both a microbatch and a kept one need is made by both; its own parts are still made once."""
+    n = 600
+    params = {"w": torch.randn(n, n) / n**0.5, "a": torch.randn(4, n) / n**0.5, "b": torch.randn(4, n)}
+    forms = {
+        "scaled": lambda p, x: x @ (p["w"] * (p["a"].t() @ p["b"])),
+        "twice": lambda p, x: x @ (p["w"] + p["a"].t() @ p["b"]) + x @ (p["a"].t() @ p["b"]),
+        "read": lambda p, x: x @ (p["w"] + (m := p["a"].t() @ p["b"])) + m[0],
+        "two products": lambda p, x: x @ (p["w"] + (p["a"].t() @ p["b"]) * (p["b"].t() @ p["a"])),
+        "sorted": lambda p, x: x @ p["w"].abs().sort()[0] + p["w"].abs().sort()[1][0],
+        "outer": lambda p, x: x @ ((o := p["b"][0][:, None] * p["b"][1][None]).tril() + p["w"]) + x @ o,
+    }
+    x, other = torch.randn(8, n), {name: one.clone() for name, one in params.items()}
+    for name, fn in forms.items():
+        for amp in (False, True):
+            eager, programs = both(fn, (params, other), fp.zero_bubble(2, 3), amp=amp, x=x[:7], target=x[:7])
+            assert same(eager.grads, programs.grads), (name, amp)
+
+
+def test_memory_behind_small_views():
+    """A few numbers of a large value would keep all of it."""
+    n = 600
+    params = {"a": torch.randn(n, 4), "b": torch.randn(4, n)}
+    for fn in (
+        lambda p, x: x + (p["a"] @ p["b"]).unfold(0, 1, n)[0, :4, 0],
+        lambda p, x: x + (p["a"] @ p["b"])[0, :4],
+    ):
+        assert made(fn, params, torch.zeros(2, 4)).once_bytes < 2**16
+
+
 def test_what_draws_is_drawn_for_every_microbatch():
     """Noise, also noise that fills a fresh tensor, and noise on weights."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -69,15 +70,20 @@ def backend(monkeypatch):
         credits: dict[tuple[int, int], list] = {}
         sent: dict[tuple[int, int], int] = {}
         real_credit, real_send, real_fetch = ORIGINAL
+        numbers = count()
+
+        def number(execution):
+            """Of the run: an id may come again."""
+            return vars(execution).setdefault("number of the test", next(numbers))
 
         def credit(self, lane, pool):
             real_credit(self, lane, pool)
             event = lane.place.event() if lane.place.asynchronous else None
-            credits.setdefault((id(self), pool), []).append(event)
+            credits.setdefault((number(self), pool), []).append(event)
 
         def follow(self, pool, edge):
             """The slot that was filled just now: the stream that filled it knows that it was freed."""
-            key = (id(self), pool)
+            key = (number(self), pool)
             sent[key] = sent.get(key, 0) + 1
             before = sent[key] - 1 - self.slots[pool]
             if before >= 0:
