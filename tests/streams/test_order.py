@@ -77,9 +77,9 @@ def backend(monkeypatch):
             return vars(execution).setdefault("number of the test", next(numbers))
 
         def credit(self, lane, pool):
-            real_credit(self, lane, pool)
             event = lane.place.event() if lane.place.asynchronous else None
             credits.setdefault((number(self), pool), []).append(event)
+            real_credit(self, lane, pool)  # last: it wakes the sender, who looks
 
         def follow(self, pool, edge):
             """The slot that was filled just now: the stream that filled it knows that it was freed."""
