@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from funcpipe.programs.draws import seeded
 from funcpipe.programs.joint import Joint
-from funcpipe.programs.recompute import bytes_of
+from funcpipe.programs.recompute import bytes_of, memory_of
 
 _SMALL = 2**20
 """Bytes that may lie in memory all the time, though the parameters that they are computed of are smaller."""
@@ -60,21 +60,10 @@ def _readers(node: fx.Node, sources: Container[fx.Node]) -> set[fx.Node]:
 
 def _stays(node: fx.Node, sources: Iterable[fx.Node]) -> bool:
     """May the memory of a value be taken from the first microbatch to the last. That of parameters is there anyway."""
-    taken = _memory([node])
-    for storage in _memory(sources):
+    taken = memory_of([node])
+    for storage in memory_of(sources):
         taken.pop(storage, None)
     return sum(taken.values()) <= max(_SMALL, sum(map(bytes_of, sources)))
-
-
-def _memory(nodes: Iterable[fx.Node]) -> dict[int, int]:
-    """The storages that values lie in, and their bytes."""
-    found: dict[int, int] = {}
-    for node in nodes:
-        val = node.meta["val"]
-        for one in val if isinstance(val, (tuple, list)) else (val,):  # pyright: ignore
-            if isinstance(one, Tensor):
-                found[one.untyped_storage()._cdata] = one.untyped_storage().nbytes()
-    return found
 
 
 def _moves(node: fx.Node) -> bool:

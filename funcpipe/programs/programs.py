@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from funcpipe.programs.backend import Backend, Built
 from funcpipe.programs.cut import Backward, Cut, Part, Product, gather
 from funcpipe.programs.joint import Joint, tracing
+from funcpipe.programs.recompute import memory_of
 from funcpipe.programs.source import Box, Code
 
 
@@ -194,10 +195,4 @@ _PACK: dict[str, Callable[[list[list[Any]]], Any]] = {
 
 def nbytes(nodes: Iterable[fx.Node]) -> int:
     """Bytes of some values; what shares memory counts once."""
-    seen: dict[int, int] = {}
-    for node in nodes:
-        val = node.meta["val"]
-        for one in val if isinstance(val, (tuple, list)) else (val,):  # pyright: ignore
-            if isinstance(one, Tensor):
-                seen[id(one.untyped_storage())] = one.untyped_storage().nbytes()
-    return sum(seen.values())
+    return sum(memory_of(nodes).values())

@@ -8,6 +8,7 @@ computed again and what the backward reads (the idea of torch's own partitioner:
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -91,3 +92,14 @@ def bytes_of(node: fx.Node) -> int:
     """What it costs to keep a value: of a tensor, or of all that an operation gives."""
     val = node.meta["val"]
     return sum(one.numel() * one.element_size() for one in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(one, Tensor))  # fmt: skip  # pyright: ignore
+
+
+def memory_of(nodes: Iterable[fx.Node]) -> dict[int, int]:
+    """The storages that values lie in, and their bytes."""
+    found: dict[int, int] = {}
+    for node in nodes:
+        val = node.meta["val"]
+        for one in val if isinstance(val, (tuple, list)) else (val,):  # pyright: ignore
+            if isinstance(one, Tensor):
+                found[one.untyped_storage()._cdata] = one.untyped_storage().nbytes()
+    return found
