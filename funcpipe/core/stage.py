@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,6 +92,23 @@ def current_scope() -> Stage | None:
     return _SCOPE.get()
 
 
+@dataclass(eq=False)
+class Seen:
+    """What runs found out about a stage, so that they look once: it belongs to the stage and is not copied with it.
+
+    Attributes:
+        draws: in which modes (training or not) it drew random numbers.
+        looked: for each kind of input whose first graph was looked at: does the stage use the reentrant checkpoint.
+        kept: in which modes a whole run left its parameters as they were.
+        foreign: weak references to leaves of its graph that are not of the run's making.
+    """
+
+    draws: set[bool] = field(default_factory=set)
+    looked: dict[Hashable, bool] = field(default_factory=dict)
+    kept: set[bool] = field(default_factory=set)
+    foreign: list[Any] = field(default_factory=list)
+
+
 @dataclass(frozen=True, eq=False)
 class Stage:
     """A pure function with declared stash, pop, feeds and state. Made by `stage`, `from_module`, `compose`.
@@ -110,6 +127,7 @@ class Stage:
         commit: ``(state, stats of the microbatches) -> state``, once per batch; None: the state never changes.
         offers: stashed names that nobody has to pop, because a composition already popped them inside.
         program: how a run calls it: None: as it is; else what `compile` made.
+        seen: what runs found out about it.
     """
 
     fn: StageFn
@@ -122,6 +140,7 @@ class Stage:
     offers: tuple[str, ...] = field(default=(), repr=False)
     takes_train: bool = field(default=False, repr=False)
     program: Any = field(default=None, repr=False)
+    seen: Seen = field(default_factory=Seen, init=False, repr=False)
 
     def __call__(
         self,

@@ -19,7 +19,6 @@ from funcpipe.models.batchnorm import CommitLayers
 from funcpipe.models.sequential import cut_sequential
 from funcpipe.pipe.module_layout import Layout
 from funcpipe.runtime.place import same_device
-from funcpipe.runtime.rng import may_draw
 from funcpipe.schedules.families import fill_drain
 from funcpipe.schedules.remat import remat
 
@@ -38,7 +37,6 @@ class Stages:
         params: for each stage, where its parameters live, by their names in the model.
         buffers: likewise its state.
         home: each parameter's first place, (stage, name).
-        ran: did a call of these stages end well, so that it is known which of them draw.
     """
 
     def __init__(self, model: nn.Sequential, layout: Layout, *, deferred: bool) -> None:
@@ -54,11 +52,10 @@ class Stages:
         self.buffers = [{name: slots[name] for name in state} for _, _, state in parts]
         self.home, self.ties = _tied(self.params)
         self.plans: dict[tuple[int, str | None], Plan] = {}
-        self.ran = False
 
-    def may_draw(self) -> bool:
-        """Does any stage draw random numbers; True while nobody knows, before they have run."""
-        return any(may_draw(stage, self.train) for stage in self.stages)
+    def draw(self) -> bool:
+        """Did any stage draw random numbers so far."""
+        return any(self.train in stage.seen.draws for stage in self.stages)
 
     def plan(self, num_microbatches: int, checkpoint: str | None) -> Plan:
         """The plan for a real number of microbatches; ``checkpoint`` None: forwards alone."""

@@ -220,7 +220,7 @@ class Pipe(nn.Module):
         training = [(place, params[place[0]][place[1]]) for place in stages.home]
         training = [(place, param) for place, param in training if param.requires_grad]
         graph = torch.is_grad_enabled() and bool(training or any(input_leaves(wanted)))
-        known = stages.ran and stages.may_draw()
+        known = stages.draw()
         # A look at what would come next, where nothing is known to draw.
         seed = _draw(torch.default_generator if known else torch.default_generator.clone_state())
         pullback = None
@@ -237,8 +237,7 @@ class Pipe(nn.Module):
         if not form.tensors(outputs):
             raise PlanError(f"the last layer of a Pipe returned no tensor, but {type(outputs).__name__}; is a `return` missing?")  # fmt: skip
         stages.write(result.state)
-        stages.ran = True
-        if not known and stages.may_draw():
+        if not known and stages.draw():
             _draw(torch.default_generator)
         return outputs if pullback is None else attach(outputs, form, pullback, training, given)
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcpipe.core.stage import Stage, current_scope
 from funcpipe.programs.known import UNKNOWN, Known
+from funcpipe.runtime.drawing import draws_nothing, may_draw
 from funcpipe.runtime.rng import Keys, borrowed, locate
 
 
@@ -31,24 +32,12 @@ class Draw(NamedTuple):
     what: Any
 
 
-def seeded(func: Any) -> bool:
-    """May an operation draw random numbers."""
-    return isinstance(func, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
-
-
-def silent(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
-    """Does an operation that may draw leave the generator as it is, with these arguments."""
-    names = [argument.name for argument in func._schema.arguments]
-    values = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    values |= dict(zip(names, args, strict=False)) | dict(kwargs)
+def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
+    """Does an operation draw random numbers, with these arguments."""
+    if not may_draw(func) or draws_nothing(func, tuple(args), dict(kwargs)):
+        return False
     first = out[0] if isinstance(out, (tuple, list)) else out
-    if isinstance(first, Tensor) and not first.numel():
-        return True
-    if values.get("train") is False or values.get("training") is False:
-        return True
-    chances = [values[name] for name in ("dropout_p", "dropout") if name in values]
-    chances += [values["p"]] if "dropout" in str(func) and "p" in values else []
-    return bool(chances) and not any(chances)
+    return not isinstance(first, Tensor) or first.numel() > 0
 
 
 class Watch(TorchDispatchMode):
@@ -84,7 +73,7 @@ class Watch(TorchDispatchMode):
         self._known.note(func, args, kwargs, out)
         if getattr(func, "namespace", "") != "prim":  # questions about a tensor, asked when the answer is not at hand
             self.steps.append(f"{func} {_words(args)} {_words(kwargs)}")
-        if seeded(func) and not silent(func, args, kwargs, out):
+        if draws(func, args, kwargs, out):
             layer, _, _ = locate(self.places)
             part = current_scope()
             key = (id(part), layer)

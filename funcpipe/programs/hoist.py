@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable
 import torch
 from torch import Tensor, fx
 
-from funcpipe.programs.draws import seeded
+from funcpipe.runtime.drawing import may_draw
 from funcpipe.programs.joint import Joint
 from funcpipe.programs.recompute import bytes_of, memory_of
 
@@ -68,7 +68,7 @@ def _stays(node: fx.Node, sources: Iterable[fx.Node]) -> bool:
 
 def _moves(node: fx.Node) -> bool:
     """Has an operation one result for all microbatches, if its arguments have one each."""
-    if node.op != "call_function" or "draw" in node.meta or seeded(node.target):
+    if node.op != "call_function" or "draw" in node.meta or may_draw(node.target):
         return False
     # A draw fills a fresh tensor in place.
     if any("draw" in user.meta for user in node.users):

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from funcpipe.core.errors import TraceError
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Spec, Tree, flatten, unflatten
-from funcpipe.programs.draws import Draw, Watch, seeded, silent
+from funcpipe.programs.draws import Draw, Watch, draws
 from funcpipe.programs.tidy import tidy
 from funcpipe.runtime.border import LEAF, Border
 from funcpipe.runtime.context import no_autocast_cache
@@ -285,15 +285,16 @@ def _refuse_changes(first: _Call, again: _Call) -> None:
     raise TraceError(f"it does something else when it is called again{detail}. It keeps state in Python (a counter, a cache, random numbers that are not torch's), which a program would freeze: hand it in by feeds or state")  # fmt: skip
 
 
-def _name_draws(graph: fx.Graph, draws: Sequence[Draw]) -> None:
+def _name_draws(graph: fx.Graph, drawn: Sequence[Draw]) -> None:
     """Mark each node that draws with the number of its draw. Raises TraceError."""
-    nodes = [n for n in graph.nodes if n.op == "call_function" and seeded(n.target) and not silent(n.target, n.args, n.kwargs, n.meta.get("val"))]  # fmt: skip
-    if len(nodes) > len(draws):
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    nodes = [node for node in calls if draws(node.target, node.args, node.kwargs, node.meta.get("val"))]
+    if len(nodes) > len(drawn):
         raise TraceError("it draws random numbers in its backward (torch.utils.checkpoint around a dropout?), which a program would draw anew; use fp.remat instead of checkpoint")  # fmt: skip
-    if len(nodes) < len(draws):
-        raise TraceError(f"it draws random numbers ({draws[0].what}) that the trace does not show")
+    if len(nodes) < len(drawn):
+        raise TraceError(f"it draws random numbers ({drawn[0].what}) that the trace does not show")
     for number, node in enumerate(nodes):
-        node.meta["draw"], node.meta["drawn_by"] = number, draws[number].what
+        node.meta["draw"], node.meta["drawn_by"] = number, drawn[number].what
 
 
 _REASONS = {

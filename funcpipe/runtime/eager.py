@@ -20,9 +20,11 @@ from funcpipe.core.result import Loss
 from funcpipe.core.stage import Out, Stage, side_loss
 from funcpipe.core.tree import Tree, flatten, is_differentiable, lazy, locations, unflatten
 from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, dense, open_border, share
+from funcpipe.runtime.foreign import nodes_of, refuse_foreign
+from funcpipe.runtime.plain import address
 from funcpipe.runtime.program import Cotangents, Gradients, Report, Shares, StageArgs, StageOut
 from funcpipe.runtime.residual import EagerResidual, Held
-from funcpipe.runtime.rng import Keyed, Keys, may_draw, saw
+from funcpipe.runtime.rng import Keyed, Keys
 
 _NOTHING = Report((), None, None)
 """What most forwards have to report."""
@@ -50,13 +52,16 @@ class EagerBound:
         self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
         self.loss, self.shares = loss, shares
         self.phase = ""
-        self.watched = may_draw(stage, train)
-        self.reentrant: bool | None = None
+        self.looked = self.reentrant = False  # at the first graph; does the stage use the reentrant checkpoint
         self.autocast = bool(_autocasting())  # of the caller; it travels to the lane
         self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train)
         self.leaves, self.spec = flatten(params)
-        self.versions = _versions(self.leaves)
-        self.aliases = [_alias(leaf, want) for leaf, want in zip(self.leaves, trainable, strict=True)]
+        # Numbers may be written to without torch's count of versions (``.data``). The first run finds out, with copies
+        # that are made when that happens.
+        self.guarded = train not in stage.seen.kept
+        self.memory = [_guarded(leaf) for leaf in self.leaves] if self.guarded else self.leaves
+        self.versions = [_versions(self.leaves), _versions(self.memory)]
+        self.aliases = [_alias(leaf, want) for leaf, want in zip(self.memory, trainable, strict=True)]
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.fresh: list[int] | None = None
         state_leaves, self.state_spec = flatten(state)
@@ -73,29 +78,62 @@ class EagerBound:
         In a plan with backwards autograd records even what is not kept: without it torch picks other kernels, which
         round differently, and the computation that is repeated would not be the one that was made.
         """
-        run = self._drawing if self.watched else self.evaluate
         # Entering a grad mode costs more than asking for it, and it is the right one most of the time.
         if torch.is_grad_enabled() is self.backwards:
-            return run(args, keep=keep)
+            return self._keyed(args, keep=keep)
         with torch.set_grad_enabled(self.backwards):
-            return run(args, keep=keep)
+            return self._keyed(args, keep=keep)
 
-    def _drawing(self, args: StageArgs, *, keep: bool) -> StageOut:
-        """A forward that may draw random numbers."""
-        mode = Keyed(self.keys, self.index, self.places, args.microbatch)
-        with mode:
+    def _keyed(self, args: StageArgs, *, keep: bool) -> StageOut:
+        """A forward whose random numbers are keyed."""
+        with Keyed(self.keys, self.index, self.places, args.microbatch) as mode:
             out = self.evaluate(args, keep=keep)
-        saw(self.stage, self.train, mode.drew)
-        self.watched = may_draw(self.stage, self.train)
-        if keep:
-            out.residual.draws = mode.replayable
+        if mode.counts:
+            self.stage.seen.draws.add(self.train)
+            if keep:
+                out.residual.draws = mode.replayable
+        if keep and not self.looked:
+            self._look(args, out.residual)
         return out
+
+    def _look(self, args: StageArgs, residual: EagerResidual) -> None:
+        """Look once at what a forward made: nothing foreign is in its graph, and nothing of the params was replaced."""
+        seen, key = self.stage.seen, (self.train, args.x.spec)
+        self.looked = key in seen.looked
+        if self.looked:
+            self.reentrant = seen.looked[key]
+            return
+        self._refuse_rebinding()
+        graphs = [residual.y, *residual.stash.values(), [residual.loss and residual.loss.sum, *(residual.side or ())]]
+        roots = [one for row in graphs for one in row if isinstance(one, Tensor) and one.requires_grad]
+        nodes = list(nodes_of(roots))
+        leaves = [one for one in (getattr(node, "variable", None) for node in nodes) if one is not None]
+        leaves += [one for one in roots if one.is_leaf]
+        borders = (residual.x, *(held for _, held in residual.skips))
+        own = {*map(id, self.aliases), *(id(leaf) for held in borders for leaf in held.values())}
+        self.looked = refuse_foreign(self.stage, [leaf for leaf in leaves if id(leaf) not in own])
+        self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+        if self.looked:
+            seen.looked[key] = self.reentrant
+
+    def _refuse_rebinding(self) -> None:
+        now, spec = flatten(self.params)
+        if spec == self.spec and all(map(is_, now, self.aliases)):
+            return
+        names = locations(unflatten(self.spec, self.leaves), "params")
+        where = [name for name, leaf, alias in zip(names, now, self.aliases, strict=False) if leaf is not alias]
+        raise PlanError(
+            f"the stage puts other values into its params ({', '.join(where) or 'its keys changed'}), and the next microbatch would compute "
+            "with them; a stage is pure: w = params['w'] * 2 makes a value of its own, params['w'] = ... does not"
+        )
 
     def evaluate(self, args: StageArgs, *, keep: bool) -> StageOut:
         """A forward by itself, in the grad mode that it finds; `compile` traces it."""
         x, held = open_border(args.x, grad=self.backwards)
         skip_leaves: list[tuple[int, Held]] = []
         returned = self._call(x, args, skip_leaves) if self.declares else self.fn(x)
+        if returned is None:
+            raise PlanError("the stage returned None: is a `return` missing? A stage that hands nothing on returns ()")
         loss = side = None
         stats: Tree = ()
         stash: dict[str, Border] = {}
@@ -184,7 +222,7 @@ class EagerBound:
         if roots and inputs:
             # The reentrant torch.utils.checkpoint refuses a backward for some leaves only. Every leaf that requires a
             # gradient is one of ours, unless the stage holds parameters of its own; inputs= leaves those alone.
-            only = () if self._reentrant(roots) else tuple(inputs)
+            only = () if self.reentrant else tuple(inputs)
             if residual.draws or self.autocast:
                 draws = residual.draws
                 replay = (
@@ -206,15 +244,6 @@ class EagerBound:
             with torch.no_grad():
                 self.fresh = [alias.grad.zero_()._version for alias in self.inputs if alias.grad is not None]
         return self.fresh
-
-    def _reentrant(self, roots: list[Tensor | GradientEdge]) -> bool:
-        """Does the stage use the reentrant checkpoint: looked up in its first graph, remembered."""
-        if self.reentrant is None:
-            known: dict[bool, bool] = self.stage.__dict__.setdefault("_reentrant", {})
-            if self.train not in known:
-                known[self.train] = _has_node(roots, "CheckpointFunctionBackward")
-            self.reentrant = known[self.train]
-        return self.reentrant
 
     def loss_cotangents(self, residual: Any) -> dict[str, Tensor]:
         """Where gradients begin: at the loss ("loss") and the stage's auxiliary loss ("side"), each with its factor.
@@ -268,16 +297,21 @@ class EagerBound:
 
     def written(self) -> list[int]:
         """Parameter leaves (by number) that the stage wrote into, which it must not."""
-        found = zip(self.versions, _versions(self.leaves), self.aliases, flatten(self.params)[0], strict=False)
-        return [number for number, (old, new, alias, leaf) in enumerate(found) if old != new or alias is not leaf]
+        now, counts = flatten(self.params)[0], zip(self.versions, (self.leaves, self.memory), strict=True)
+        moved = [[old != new for old, new in zip(before, _versions(own), strict=True)] for before, own in counts]
+        rows = zip(*moved, self.aliases, now, self.memory, self.leaves, strict=False)
+        return [
+            n for n, (*m, a, leaf, mine, given) in enumerate(rows) if any(m) or a is not leaf or _differ(mine, given)
+        ]
 
     def release(self) -> None:
         """Forget every tensor; the copy of a module goes back to its stage."""
         self.fn.release()
         for alias in self.inputs:
             alias.grad = None
-        self.inputs, self.aliases, self.leaves, self.state_leaves = [], [], [], []
+        self.inputs, self.aliases, self.leaves, self.memory, self.state_leaves = [], [], [], [], []
         self.params = self.state = None
+        self.stage.seen.kept.add(self.train)
 
 
 def as_loss(value: Any) -> Loss:
@@ -302,21 +336,6 @@ def _side(side: Any) -> tuple[Any, Any] | None:
         raise StageError(f"Out.loss is (sum, weight); got {type(side).__name__}")
     total, weight = side  # pyright: ignore[reportUnknownVariableType]
     return (_detached(total), _detached(weight))
-
-
-def _has_node(roots: list[Tensor | GradientEdge], name: str) -> bool:
-    """Is a node of this name in the graph behind some tensors."""
-    todo: list[Any] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-    seen: set[Any] = set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == name:
-            return True
-        seen.add(node)
-        todo += [after for after, _ in node.next_functions]
-    return False
 
 
 def _root(graph: Sequence[Any], gradients: Sequence[Tensor | None], roots: list[Any], out: list[Tensor]) -> None:
@@ -361,6 +380,19 @@ def _alias(leaf: Any, trainable: bool) -> Any:
         # value already handed on, into which the next microbatch would then be added. The lane fills it.
         alias.grad = torch.empty_like(alias)
     return alias
+
+
+def _guarded(leaf: Any) -> Any:
+    """The same numbers in memory that becomes another where somebody writes; on the CPU, where that costs nothing."""
+    own = type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_cpu and not leaf.is_inference()
+    return share([leaf])[0] if own else leaf
+
+
+def _differ(mine: Any, given: Any) -> bool:
+    """Was a guarded tensor written to: it lies elsewhere now (some kernels see to that too), with other numbers."""
+    if mine is given or address(mine) == address(given):
+        return False
+    return not bool(((mine == given) | ((mine != mine) & (given != given))).all())
 
 
 def _versions(leaves: Sequence[Any]) -> list[int]:

@@ -1,9 +1,8 @@
 """Keyed randomness: what a stage draws depends on seed, layer, draw and microbatch, and on nothing else.
 
-CPU operations share one generator per process and ``F.dropout`` takes none, so a dispatch mode gives every random
-operation a generator seeded by its key. Where the draw happens is read from the Python stack: the innermost layer of
-the stage whose method is running. The mode costs about 8 us per operation, so it is on only for stages that draw; the
-first forward of a stage tells.
+CPU operations share one generator per process and ``F.dropout`` takes none, so every random operation of a forward is
+caught (`drawing`) and given a generator seeded by its key. Where the draw happens is read from the Python stack: the
+innermost layer of the stage whose method is running.
 """
 
 from __future__ import annotations
@@ -15,22 +14,17 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcpipe.core.errors import DrawError
-from funcpipe.core.plan import Plan
 from funcpipe.core.stage import Stage, current_scope
+from funcpipe.runtime.drawing import Catching
 
-Made = TypeVar("Made")
-
-_SEEDED = torch.Tag.nondeterministic_seeded
 _CHECKPOINT = "torch/utils/checkpoint.py"
 _global_draw = threading.Lock()
-_hidden = False
 
 
 def fold_in(seed: int, data: int | str) -> int:
@@ -107,13 +101,15 @@ def _clashing(stages: Sequence[Stage]) -> set[int]:
     return {id(part) for part in parts if any(counts[path] > 1 for path in part.layers())}
 
 
-class Keyed(TorchDispatchMode):
-    """While on, random operations of one task draw from generators seeded by their keys.
+class Keyed(Catching):
+    """Inside of it, random operations of one task draw from generators seeded by their keys.
 
     Attributes:
         counts: draws so far by path.
         replayable: paths drawn inside a ``torch.utils.checkpoint`` region, with how many draws each made.
     """
+
+    __slots__ = ("counts", "keys", "microbatch", "places", "regions", "replays", "stage")
 
     def __init__(
         self,
@@ -123,26 +119,10 @@ class Keyed(TorchDispatchMode):
         microbatch: int,
         replays: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__()
         self.keys, self.stage, self.places, self.microbatch = keys, stage, places, microbatch
         self.replays = replays
-        self.counts: Counter[str] = Counter()
+        self.counts: dict[str, int] = {}
         self.regions: dict[str, Any] = {}
-
-    supports_higher_order_operators = True  # torch.cond and its like pass; see `_whole`
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler (1.4 s) at the first operation of the first run; see `__enter__`."""
-        return False
-
-    def __enter__(self) -> Self:
-        """Push the mode. Where the compiler is in use already, keep it from tracing what is in here."""
-        global _hidden
-        if not _hidden and "torch._dynamo" in sys.modules:
-            Keyed.__torch_dispatch__ = torch._disable_dynamo(Keyed.__torch_dispatch__, recursive=True)  # pyright: ignore[reportPrivateImportUsage]
-            _hidden = True
-        return super().__enter__()
 
     @property
     def drew(self) -> bool:
@@ -154,37 +134,26 @@ class Keyed(TorchDispatchMode):
         """Draws inside checkpoint regions, by path."""
         return {path: self.counts[path] for path, region in self.regions.items() if region is not None}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation; if it draws, with its key."""
-        kwargs = kwargs or {}
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            return self._whole(func, args, kwargs)
-        if _SEEDED not in func.tags:
-            return func(*args, **kwargs)
+    def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that may draw, with its key."""
         twin = twin_of(func)
         if kwargs.get("generator") is not None:
-            raise DrawError(f"stage {self.stage} draws with a generator of its own in {func}; a stage is pure, so leave the generator out: run(..., seed=) keys every draw")  # fmt: skip
+            raise DrawError(
+                f"stage {self.stage} draws with a generator of its own in {func}; a stage is pure, so leave the "
+                "generator out: run(..., seed=) keys every draw"
+            )
         device = _device(args, kwargs)
         if twin is not None:
             generator = torch.Generator(device)
-            return self._draw(generator, func, lambda: twin(*args, **kwargs, generator=generator))
+            return self._draw(generator, func, lambda: twin(*args, **kwargs | {"generator": generator}))
         with borrowed(device) as generator:
             return self._draw(generator, func, lambda: func(*args, **kwargs))
-
-    def _whole(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation over functions (``torch.cond``): the mode is off inside of it, so nothing may draw there."""
-        before = torch.default_generator.get_state()
-        out = func(*args, **kwargs)
-        if not torch.equal(before, torch.default_generator.get_state()):
-            torch.default_generator.set_state(before)
-            raise DrawError(f"stage {self.stage} draws random numbers inside of {func}, where they cannot be keyed; draw before it and hand the numbers in")  # fmt: skip
-        return out
 
     def _draw(self, generator: torch.Generator, func: Any, call: Callable[[], Any]) -> Any:
         """Run an operation with a generator seeded by its key. Attention without dropout could draw, but does not."""
         layer, region, depth = locate(self.places)
         path = self.keys.path(self.stage, layer)
-        nth = self.counts[path]
+        nth = self.counts.get(path, 0)
         if self.replays is not None:  # a recomputation inside a backward
             nth %= self.replays.get(path, 1)
         generator.manual_seed(self.keys.number(path, nth, self.microbatch))
@@ -192,7 +161,7 @@ class Keyed(TorchDispatchMode):
         out = call()
         if not torch.equal(generator.get_state(), start):
             self._check(func, layer, region, depth)
-            self.counts[path] += 1
+            self.counts[path] = self.counts.get(path, 0) + 1
         return out
 
     def _check(self, func: Any, layer: str, region: Any, depth: int) -> None:
@@ -289,33 +258,3 @@ def _region(frame: Any) -> Any:
 
 def _same(a: Any, b: Any) -> bool:
     return a is b or (a is not None and b is not None and a == b)
-
-
-def may_draw(stage: Stage, train: bool) -> bool:
-    """Must the forwards of this stage run under the mode: it draws, or nobody knows yet."""
-    return stage.__dict__.get("_draws", {}).get(train, True)
-
-
-def saw(stage: Stage, train: bool, drew: bool) -> None:
-    """Remember what a forward under the mode did, as long as the stage lives."""
-    known: dict[bool, bool] = stage.__dict__.setdefault("_draws", {})
-    known[train] = known.get(train, False) or drew
-
-
-def exactly(plan: Plan, attempt: Callable[[], Made]) -> Made:
-    """Make a run; if a draw escaped the keys, make it again with every forward watched.
-
-    A stage that did not draw in its first forward is not watched any more (dropout that begins later, noise that depends
-    on data). Should it draw after all, torch's global generator moves. A run is pure, so the answer is to run once more;
-    from then on these stages are watched always. (Another thread that draws meanwhile has the same effect, once.)
-    """
-    before = torch.default_generator.get_state()
-    result = attempt()
-    always = {True: True, False: True}
-    unseen = [stage for stage in plan.stages if stage.__dict__.get("_draws") != always]
-    if not unseen or torch.equal(before, torch.default_generator.get_state()):
-        return result
-    torch.default_generator.set_state(before)
-    for stage in unseen:
-        stage.__dict__["_draws"] = dict(always)
-    return attempt()

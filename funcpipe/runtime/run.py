@@ -14,7 +14,6 @@ from funcpipe.runtime.finish import finish, release
 from funcpipe.runtime.graphs import Graphs
 from funcpipe.runtime.lanes import Lanes
 from funcpipe.runtime.prepare import Trainable, prepare
-from funcpipe.runtime.rng import exactly
 
 Executor: TypeAlias = str | Lanes | Graphs | None
 """Who does the actions of a run; see `run`."""
@@ -75,11 +74,8 @@ def run(
     if isinstance(executor, Graphs):
         return executor.run(run, plan, params, batch, options, record=record, timeout=timeout)
 
-    def attempt() -> Result:
-        ready = prepare("run", plan, params, batch, **options)
-        return _execute(Drive(ready, executor, record=record, timeout=timeout), record=record)
-
-    return exactly(plan, attempt)
+    ready = prepare("run", plan, params, batch, **options)
+    return _execute(Drive(ready, executor, record=record, timeout=timeout), record=record)
 
 
 def _execute(drive: Drive, *, record: bool) -> Result:

@@ -18,7 +18,6 @@ from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cach
 from funcpipe.runtime.finish import finish, release
 from funcpipe.runtime.prepare import Prepared, Trainable, prepare
 from funcpipe.runtime.program import Gradients, StageArgs
-from funcpipe.runtime.rng import exactly
 from funcpipe.runtime.stream import Edge, Place
 
 
@@ -42,11 +41,7 @@ def run_sequential(
     """
     options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
     options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane, "check": check}
-
-    def attempt() -> Result:
-        return _execute(prepare("run_sequential", plan, params, batch, **options))
-
-    return exactly(plan, attempt)
+    return _execute(prepare("run_sequential", plan, params, batch, **options))
 
 
 def _execute(ready: Prepared) -> Result:

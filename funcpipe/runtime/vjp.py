@@ -18,7 +18,6 @@ from funcpipe.runtime.finish import finish, gradients, refuse_writes, release
 from funcpipe.runtime.lanes import Lanes
 from funcpipe.runtime.microbatch import Microbatches
 from funcpipe.runtime.prepare import Prepared, Trainable, prepare
-from funcpipe.runtime.rng import exactly
 from funcpipe.runtime.seam import Seam, join_input_grads
 
 
@@ -68,17 +67,13 @@ def vjp(
     """
     options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
     options |= {"loss_scale": 1.0, "threads_per_lane": threads_per_lane, "check": check}
-
-    def attempt() -> tuple[Result, Pullback]:
-        ready = prepare("vjp", plan, params, inputs, **options, halves=True)
-        for borders in (ready.batch.inputs, *ready.batch.feeds.values()):
-            # The caller may write into his batch before R reads it again.
-            borders[:] = [Border(share(one.leaves), one.spec, one.flags) for one in borders]
-        if input_grads is not False:
-            _want(ready.batch.inputs, input_grads)
-        return _forwards(ready, Drive(ready, executor, record=False, timeout=timeout))
-
-    return exactly(plan, attempt)
+    ready = prepare("vjp", plan, params, inputs, **options, halves=True)
+    for borders in (ready.batch.inputs, *ready.batch.feeds.values()):
+        # The caller may write into his batch before R reads it again.
+        borders[:] = [Border(share(one.leaves), one.spec, one.flags) for one in borders]
+    if input_grads is not False:
+        _want(ready.batch.inputs, input_grads)
+    return _forwards(ready, Drive(ready, executor, record=False, timeout=timeout))
 
 
 def _want(inputs: list[Border], wanted: Tree) -> None:

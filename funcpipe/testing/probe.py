@@ -18,7 +18,7 @@ from funcpipe.runtime.border import Border, dense
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.prepare import Trainable, trainable_leaves
 from funcpipe.runtime.program import Gradients, Shares, StageArgs, StageOut
-from funcpipe.runtime.rng import Keys, may_draw, saw
+from funcpipe.runtime.rng import Keys
 from funcpipe.testing.captured import Captured, storages
 from funcpipe.testing.match import differences
 from funcpipe.testing.observe import Observer
@@ -78,7 +78,8 @@ class Probe:
         self.wanted = trainable_leaves([given.params], _of_one(trainable))[0]
         self.names = locations(given.params, "params")
         self.watch = Observer(stage, finite=given.finite)
-        self.watched = replace(stage, fn=self.watch)  # what a run remembers about a stage is not to change
+        self.watched = replace(stage, fn=self.watch)  # what runs found out about the stage is not to change
+        self.watched.seen.kept.update((True, False))  # the observer looks after the parameters
         self.outputs: dict[str, str] = {}
         self.num_bytes = 0
         self.draws, self.rows = False, "not compared"
@@ -118,7 +119,9 @@ class Probe:
     def _bind(self) -> EagerBound:
         options: dict[str, Any] = {"trainable": self.wanted, "train": self.train, "backwards": True}
         options |= {"keys": Keys(self.seed, [self.watched]), "shares": Shares((1.0, 1.0), 2.0, False, 1.0)}
-        return EagerBound(self.watched, 0, self.given.params, self.given.state, **options)
+        bound = EagerBound(self.watched, 0, self.given.params, self.given.state, **options)
+        bound.looked = True  # what a run would refuse is noted here, and the calls go on
+        return bound
 
     def _forward(self, bound: EagerBound, microbatch: int) -> StageOut:
         return self._attempt(lambda: bound.forward(self.given.args(self.stage, microbatch), keep=True), "raises")
@@ -136,8 +139,7 @@ class Probe:
         """What only the first call of a shape fills, a table, is no fault. It also tells whether the stage draws."""
         bound = self._bind()
         out = self._forward(bound, 0)
-        self.draws = may_draw(self.watched, self.train)
-        saw(self.watched, self.train, True)  # from now on every call is watched
+        self.draws = self.train in self.watched.seen.draws
         if self.given.rows > 1:
             with suppress(Exception):  # it comes again
                 bound.forward(self.given.args(self.stage, 0, self.given.rows - 1), keep=False)

@@ -1,5 +1,6 @@
 """Seeds, the mode that keys draws, and the guard of torch's own generator."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -29,22 +30,63 @@ def test_fold_in_makes_new_seeds():
     )
 
 
-def test_only_stages_that_draw_run_under_the_mode(monkeypatch):
-    """The first forward of a stage tells: 1 entry for one that never draws, one per forward for one that does."""
-    entries = []
-    enter = rng.Keyed.__enter__
-    monkeypatch.setattr(rng.Keyed, "__enter__", lambda self: (entries.append(self.stage), enter(self))[1])
-    stages = fp.stage(lambda p, x: x * p, name="quiet"), fp.stage(lambda p, x: F.dropout(x * p, 0.5), name="loud")
-    plan = fp.make_plan(stages, fp.remat(fp.one_f_one_b(2, 4)), loss=F.mse_loss, devices="cpu")
-    for _ in range(3):
-        fp.run(plan, ones(2), (torch.randn(4, 4), torch.zeros(4, 4)), seed=0, executor="serial")
-    assert 1 == entries.count(0)
-    assert 3 * 8 == entries.count(1)
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_step_runs_once_whoever_draws_meanwhile(executor):
+    """Another thread that moves torch's generator, or a stage that begins to draw late: every forward is called once."""
+    calls, stop = [], threading.Event()
+
+    @fp.stage
+    def late(p, x):
+        calls.append(float(x[0, 0]))
+        return x * p + (torch.rand(()) if x[0, 0] > 1 else 0.0)
+
+    def draw():
+        while not stop.is_set():
+            torch.rand(3)
+
+    plan = fp.make_plan([late, fp.stage(lambda p, x: x * p)], fp.fill_drain(2, 4), loss=F.mse_loss, devices="cpu")
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        x = torch.arange(4.0)[:, None]
+        results = [fp.run(plan, ones(2), (x, torch.zeros(4, 1)), seed=0, executor=executor) for _ in range(3)]
+    finally:
+        stop.set()
+        thread.join()
+    assert calls == [0.0, 1.0, 2.0, 3.0] * 3
+    for result in results[1:]:
+        assert_same_result(results[0], result)
+
+
+def test_what_another_thread_draws_is_not_keyed():
+    """Catching is this thread's alone, also while an operation of it is under way."""
+    seen, ready, go = [], threading.Event(), threading.Event()
+
+    def other():
+        ready.wait()
+        torch.manual_seed(5)
+        seen.append(torch.rand(3))
+        go.set()
+
+    @fp.stage(name="waits")
+    def waits(p, x):
+        drawn = torch.rand(x.shape)
+        ready.set()
+        assert go.wait(10)
+        return x * p + drawn
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    plan = fp.make_plan([waits], fp.fill_drain(1, 1, backward=False), devices="cpu")
+    fp.run(plan, ones(1), torch.ones(2, 2), seed=0)
+    thread.join()
+    torch.manual_seed(5)
+    assert same(seen[0], torch.rand(3))
 
 
 @pytest.mark.parametrize("run", [fp.run_sequential, *(partial(fp.run, executor=e) for e in EXECUTORS)])
 @pytest.mark.parametrize("wrap", [lambda schedule: schedule, fp.remat])
-def test_a_draw_that_escaped_the_keys_makes_the_run_again(wrap, run):
+def test_a_draw_that_comes_late_is_keyed(wrap, run):
     """A stage that draws only in some later microbatch, or later run, is exact all the same, with and without remat."""
     late = fp.stage(lambda p, x: x * p + (torch.rand(()) if x[0, 0] > 0 else 0.0), name="late")
     stages = [late, fp.stage(lambda p, x: x * p, name="b")]
@@ -61,8 +103,8 @@ def test_a_draw_that_escaped_the_keys_makes_the_run_again(wrap, run):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_draw_inside_of_a_conditional_is_refused():
-    """Where the mode is off a draw would not be keyed; without one the conditional works."""
+def test_a_draw_inside_of_a_conditional_is_keyed():
+    """A branch draws as the stage itself would; without a draw the conditional works too."""
     from torch._higher_order_ops.cond import cond_op
 
     def make(fn):
@@ -75,6 +117,7 @@ def test_a_draw_inside_of_a_conditional_is_refused():
     x = torch.ones(2, 3)
     assert torch.equal(fp.run(make(lambda v: v + 1), ((),), x).outputs, x + 1)
     before = torch.get_rng_state()
-    with pytest.raises(fp.DrawError, match="draws random numbers inside of cond"):
-        fp.run(make(lambda v: v + torch.rand(3)), ((),), x, seed=0)
+    outside = fp.stage(lambda p, v: v + torch.rand(3), name="cond")
+    expected = fp.run(fp.make_plan([outside], fp.fill_drain(1, 1, backward=False), devices="cpu"), ((),), x, seed=0)
+    assert torch.equal(fp.run(make(lambda v: v + torch.rand(3)), ((),), x, seed=0).outputs, expected.outputs)
     assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,178 @@
+"""Operations that draw random numbers, caught on the threads that ask for it, at no cost for any other operation.
+
+Torch's dispatcher looks at a set of keys that every thread has for itself. Under one of them, which torch keeps for tests,
+the operations that may draw have a kernel written here: it hands the operation to whoever catches on this thread. All
+others pass the key without noticing it, and a thread that catches nothing never has it. So a draw is seen wherever it
+comes from: the stage itself, a module deep inside, a branch of ``torch.cond``, a function that ``torch.compile`` made.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_SEEDED = torch.Tag.nondeterministic_seeded
+_KEY = "TESTING_ONLY_GenericMode"
+_CHANCES = ("dropout_p", "dropout", "p")
+_SWITCHES = ("train", "training")
+
+
+class Catching:
+    """Inside of ``with`` every operation that may draw on this thread goes to `caught`; the innermost one has it."""
+
+    __slots__ = ("_mode", "_outer")
+
+    def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give what the operation gives. What is called here is not caught again."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        kernels = _kernels or _register()
+        self._outer, _thread.catcher = _thread.catcher, self
+        self._mode: _Everything | None = None
+        if not kernels.work:
+            self._mode = _Everything()
+            self._mode.__enter__()
+        elif self._outer is None:
+            kernels.switch(True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _thread.catcher = self._outer
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+        elif self._outer is None:
+            (_kernels or _register()).switch(False)
+
+
+class _Thread(threading.local):
+    """Who catches on this thread."""
+
+    catcher: Catching | None = None
+
+
+_thread = _Thread()
+_registering = threading.Lock()
+_kernels: _Kernels | None = None
+
+
+def _register() -> _Kernels:
+    """The kernels of this process, made when somebody catches for the first time."""
+    global _kernels
+    with _registering:
+        if _kernels is None:
+            _kernels = _Kernels()
+        return _kernels
+
+
+class _Kernels:
+    """The kernels of the drawing operations, under a key of their own.
+
+    Attributes:
+        work: does this torch take them.
+    """
+
+    def __init__(self) -> None:
+        self.work, self._passing = True, 0
+        try:
+            self._key: Any = torch._C._dispatch_key_parse(_KEY)  # pyright: ignore[reportAttributeAccessIssue]
+            self._include: Any = torch._C._dispatch_tls_set_dispatch_key_included
+            self._libraries = (torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL"))
+            self._libraries[0].fallback(torch.library.fallthrough_kernel, _KEY)
+            for operation in _drawing_operations():
+                self._libraries[1].impl(operation.name(), self._kernel(operation), _KEY)
+        except (AttributeError, RuntimeError) as error:
+            self.work = False
+            warnings.warn(
+                f"torch {torch.__version__} takes no kernels under its key {_KEY} ({error}); random numbers are keyed by a "
+                "dispatch mode instead, which costs some microseconds at every operation of a run",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def switch(self, on: bool) -> None:
+        """Put the key into this thread's set, or take it out."""
+        known = torch._ops._higher_order_ops
+        if len(known) > self._passing:  # operations over functions are told by name which keys pass them
+            for operation in list(known.values())[self._passing :]:
+                operation.fallthrough(self._key)
+            self._passing = len(known)
+        self._include(self._key, on)
+
+    def _kernel(self, operation: Any) -> Callable[..., Any]:
+        include, key = self._include, self._key
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            include(key, False)
+            try:
+                catcher = _thread.catcher
+                # What torch.compile traces is caught when it runs. A thread of autograd's has the key but no catcher.
+                if catcher is None or draws_nothing(operation, args, kwargs) or torch.compiler.is_compiling():
+                    return operation(*args, **kwargs)
+                return catcher.caught(operation, args, kwargs)
+            finally:
+                include(key, True)
+
+        return kernel
+
+
+class _Everything(TorchDispatchMode):
+    """The same for a torch whose dispatcher takes no kernels of ours: looks at every operation."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Hand over what may draw."""
+        catcher, kwargs = _thread.catcher, kwargs or {}
+        if catcher is None or not may_draw(func) or draws_nothing(func, args, kwargs):
+            return func(*args, **kwargs)
+        return catcher.caught(func, args, kwargs)
+
+
+def may_draw(func: Any) -> bool:
+    """Is this an operation that draws random numbers, at least with some arguments."""
+    return isinstance(func, torch._ops.OpOverload) and _SEEDED in func.tags
+
+
+def draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Does an operation that may draw, do so with none of these arguments: evaluation, or dropout of 0."""
+    switches, chances = _arguments(func)
+    values = [_value(one, args, kwargs) for one in switches]
+    if any(value is False for value in values):
+        return True
+    found = [_value(one, args, kwargs) for one in chances]
+    return bool(found) and not any(found)
+
+
+@lru_cache(maxsize=512)
+def _arguments(func: Any) -> tuple[list[tuple[int, str, Any]], list[tuple[int, str, Any]]]:
+    """The arguments that switch an operation's draws on, and those that are the chance of one: (place, name, default)."""
+    found = [
+        (place, argument.name, argument.default_value if argument.has_default_value() else None)
+        for place, argument in enumerate(func._schema.arguments)
+    ]
+    named = _CHANCES if "dropout" in func._schema.name else _CHANCES[:2]  # of bernoulli p is something else
+    return [one for one in found if one[1] in _SWITCHES], [one for one in found if one[1] in named]
+
+
+def _value(argument: tuple[int, str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    place, name, default = argument
+    return args[place] if place < len(args) else kwargs.get(name, default)
+
+
+def _drawing_operations() -> Iterator[Any]:
+    """Torch's operations that draw by themselves, not by calling others that do."""
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        base, _, overload = rest.partition(".")
+        found = torch._C._get_operation_overload(f"aten::{base}", overload) if space == "aten" else None
+        if found is None or _SEEDED not in found[2]:
+            continue
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+            yield getattr(getattr(torch.ops.aten, base), overload or "default")

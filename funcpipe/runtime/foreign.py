@@ -1,0 +1,67 @@
+"""Leaves of a stage's graph that are not of the run's making: parameters that nobody would train."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.stage import Stage
+from funcpipe.runtime.reached import Reached
+
+
+def nodes_of(roots: Iterable[Any]) -> Iterator[Any]:
+    """Every node of the graph behind some tensors or edges, once."""
+    todo: list[Any] = [
+        root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots if root is not None
+    ]
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo += [after for after, _ in node.next_functions]
+
+
+def refuse_foreign(stage: Stage, foreign: Sequence[Tensor]) -> bool:
+    """Refuse parameters that the function finds elsewhere than in its params: a run gives them no gradient.
+
+    A leaf that the function makes itself (to differentiate by it) is another one in each call, so one that is not found
+    among what the function closes over is refused when it is met again.
+
+    Args:
+        stage: whose forward made the graph.
+        foreign: the leaves of the graph that are not of the run's making.
+
+    Returns:
+        Is it known now; False: look at the next graph too.
+
+    Raises:
+        PlanError: it names them.
+    """
+    if not foreign:
+        return True
+    names = {id(value): name for name, value in Reached(stage).found.items()}
+    met = stage.seen.foreign
+    before = [ref() for ref in met]
+    faults = [
+        f"{names.get(id(leaf), 'a tensor')}: {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+        for leaf in foreign
+        if id(leaf) in names or any(leaf is one for one in before)
+    ]
+    if faults:
+        raise PlanError(
+            bullets(
+                "the stage computes with tensors that require gradients and are not in its params, so nobody would train "
+                "them; hand them in as params (a module: stage, params, state = fp.from_module(net), or "
+                "torch.func.functional_call(net, params, x) in the stage), or use them detached:",
+                faults,
+            )
+        )
+    met[:] = map(weakref.ref, foreign)
+    return bool(before)

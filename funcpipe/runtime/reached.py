@@ -1,0 +1,119 @@
+"""What a stage's function can reach besides its arguments: tensors and numbers by the names under which its code finds them."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+from collections import deque
+from collections.abc import Mapping
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from funcpipe.core.stage import Stage
+
+_OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "optree", "funcpipe"}
+"""Packages whose objects are not looked into."""
+
+_MANY = 1000
+"""Of a container with more entries only their number is told."""
+
+
+class Reached:
+    """What one stage closes over.
+
+    Attributes:
+        found: leaves by name: tensors, numbers, strings, None, lengths of containers.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.found: dict[str, Any] = {}
+        self._seen: set[int] = set()
+        for part in stage.simple():
+            self._look("", part.fn)
+
+    def _look(self, name: str, value: Any) -> None:
+        """Note a leaf, or look into a thing that a stage may hold leaves in."""
+        if isinstance(value, (Tensor, bool, int, float, complex, str, bytes, type(None))):
+            self._note(name, value)
+            return
+        if id(value) in self._seen or isinstance(value, (type, ModuleType)):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, nn.Module):
+            self._module(name, value)
+        elif isinstance(value, functools.partial):
+            self._look(name, value.func)
+            self._entries(name, value.args)
+            self._entries(name, value.keywords)
+        elif isinstance(value, MethodType):
+            self._look(name, value.__func__)
+            self._look(name or "self", value.__self__)
+        elif isinstance(value, FunctionType):
+            self._function(value)
+        elif isinstance(value, (list, tuple, set, frozenset, deque, Mapping)):
+            self._entries(name, value)
+        elif isinstance(value, Stage):
+            self._look(name, value.fn)
+        elif hasattr(value, "skeleton"):  # a module stage: its module is a copy of its own
+            for layer in value.skeleton.modules():
+                self._look(name, type(layer).forward)
+        elif not _foreign(type(value)) and hasattr(value, "__dict__"):
+            if callable(value):
+                self._look(name, type(value).__call__)
+            for key, held in vars(value).items():
+                self._look(f"{name}.{key}".lstrip("."), held)
+        else:  # functools.cache and the like
+            wrapped = getattr(value, "__wrapped__", None)
+            if wrapped is not None:
+                self._look(name, wrapped)
+
+    def _note(self, name: str, value: Any) -> None:
+        while name in self.found:  # of the same name in another function
+            name += "'"
+        self.found[name] = value
+
+    def _entries(self, name: str, container: Any) -> None:
+        self._note(f"len({name})", len(container))
+        if len(container) > _MANY:
+            return
+        pairs = container.items() if isinstance(container, Mapping) else enumerate(container)
+        for key, held in pairs:
+            self._look(f"{name}[{key!r}]", held)
+
+    def _module(self, name: str, module: nn.Module) -> None:
+        for path, layer in module.named_modules(prefix=name):
+            for key, held in {**layer._parameters, **layer._buffers}.items():
+                self._look(f"{path}.{key}".lstrip("."), held)
+            for key, held in vars(layer).items():
+                if isinstance(held, (Tensor, bool, int, float, list, dict)) and not key.startswith("_"):
+                    self._look(f"{path}.{key}".lstrip("."), held)
+            self._look("", type(layer).forward)
+
+    def _function(self, fn: FunctionType) -> None:
+        if _foreign(fn):
+            return
+        for key, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                self._look(key, cell.cell_contents)
+            except ValueError:
+                continue  # not assigned yet
+        for key in _globals(fn.__code__):
+            if key in fn.__globals__:
+                self._look(key, fn.__globals__[key])
+        for held in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
+            if not isinstance(held, (bool, int, float, str, type(None))):
+                self._look(f"a default of {fn.__name__}", held)
+
+
+def _globals(code: CodeType) -> list[str]:
+    """Names that a function, or one inside of it, looks up outside."""
+    names = [one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return list(dict.fromkeys([*names, *(name for one in inner for name in _globals(one))]))
+
+
+def _foreign(thing: Any) -> bool:
+    return (getattr(thing, "__module__", None) or "").split(".")[0] in _OTHERS
