@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.tree import Spec, Tree, flatten, lazy, own, unflatten
+from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.tree import Spec, Tree, flatten, lazy, locations, own, refuse_hidden, unflatten
 
 LEAF: Spec = flatten(None)[1]
 """The structure of a tree that is one leaf."""
@@ -94,12 +95,19 @@ def open_border(border: Border, *, grad: bool) -> tuple[Tree, dict[int, Tensor]]
     return unflatten(border.spec, out), held
 
 
-def close_border(tree: Tree) -> tuple[Border, list[Any]]:
-    """What a stage hands out: the border, and its leaves with their graphs."""
+def close_border(tree: Tree, name: str = "") -> tuple[Border, list[Any]]:
+    """What a stage hands out: the border, and its leaves with their graphs.
+
+    Raises:
+        PlanError: a leaf of what is handed on as ``name`` hides tensors ("": nobody but a loss gets it).
+    """
     if isinstance(tree, Tensor):  # most of the time
         tensor = dense(tree)
         return Border([tensor.detach()], LEAF, (tensor.requires_grad,)), [tensor]
     leaves, spec = flatten(tree)
+    faults = refuse_hidden(leaves, lambda: locations(tree, name)) if name else []
+    if faults:
+        raise PlanError(bullets("a stage returned what cannot be handed on:", faults))
     graph = [dense(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in graph]
     return Border([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in graph], spec, flags), graph

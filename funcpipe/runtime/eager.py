@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from funcpipe.core.errors import PlanError, StageError, bullets
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Out, Stage, side_loss
-from funcpipe.core.tree import Tree, flatten, is_differentiable, lazy, locations, unflatten
+from funcpipe.core.tree import Tree, flatten, is_differentiable, lazy, locations, refuse_hidden, unflatten
 from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, dense, open_border, share
 from funcpipe.runtime.foreign import nodes_of, refuse_foreign
 from funcpipe.runtime.plain import address
@@ -65,6 +65,10 @@ class EagerBound:
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.fresh: list[int] | None = None
         state_leaves, self.state_spec = flatten(state)
+        faults = refuse_hidden(self.leaves, lambda: locations(params, f"params[{index}]"))
+        faults += refuse_hidden(state_leaves, lambda: locations(state, f"state[{index}]"))
+        if faults:
+            raise PlanError(bullets("these are no trees of tensors:", faults))
         self.state_leaves = share(state_leaves)
         self.params, self.state = unflatten(self.spec, self.aliases), unflatten(self.state_spec, self.state_leaves)
         self.fn = stage.bind(self.params, self.state)
@@ -143,10 +147,10 @@ class EagerBound:
             returned, given, stats, _ = returned
             self._check_stash(given)
             for name in given:
-                stash[name], graphs[name] = close_border(given[name])
+                stash[name], graphs[name] = close_border(given[name], f"stash[{name!r}]")
         elif self.stage.stash:
             self._check_stash({})
-        y, graph = close_border(returned)
+        y, graph = close_border(returned, "" if self.loss is not None else "y")
         if self.loss is not None:
             loss = self._loss(self.loss, args.target, y, graph)
             report = Report(_detached(stats), Loss(*map(_detached, loss)), _side(side))
@@ -410,6 +414,9 @@ def _detached(tree: Tree) -> Tree:
     if _empty(tree):
         return tree
     leaves, spec = flatten(tree)
+    faults = refuse_hidden(leaves, lambda: locations(tree, "stats"))
+    if faults:
+        raise PlanError(bullets("a stage returned statistics that cannot be kept:", faults))
     return unflatten(spec, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 

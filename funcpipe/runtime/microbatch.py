@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcpipe.core.errors import BatchError, Where, bullets, fail
 from funcpipe.core.plan import Plan
-from funcpipe.core.tree import Tree, flatten, locations
+from funcpipe.core.tree import Tree, flatten, locations, refuse_hidden
 from funcpipe.runtime.border import LEAF, Border, given, open_border, share
 from funcpipe.runtime.program import Shares
 from funcpipe.runtime.signature import look
@@ -161,6 +161,10 @@ class _Leaves:
         places = locations(tree, name) if self.ready is None else [name]
         for index, (place, leaf) in enumerate(zip(places, self.leaves, strict=True)):
             self.axes.append(self._axis(index, place, leaf))
+        for index, one in enumerate(self.ready or (tree,)):
+            own = self.leaves if self.ready is None else flatten(one)[0]
+            root = name if self.ready is None else f"{name}[{index}]"
+            self.faults += refuse_hidden(own, lambda one=one, root=root: locations(one, root))
 
     def _axis(self, index: int, place: str, leaf: Any) -> int | None:
         """The axis along which a leaf is cut; None: it is shared."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import BatchError, bullets
-from funcpipe.core.tree import Spec, Tree, flatten, is_differentiable, locations, unflatten
+from funcpipe.core.tree import Spec, Tree, flatten, is_differentiable, locations, refuse_hidden, unflatten
 from funcpipe.runtime.border import LEAF, Border, apart, dense, share
 from funcpipe.runtime.microbatch import Batch, Microbatches
 from funcpipe.runtime.program import Gradients
@@ -24,6 +24,9 @@ def merge(pieces: Sequence[Border], rows: Sequence[int], *, merged: bool) -> Tre
     Raises:
         BatchError: microbatches returned trees of different structure, or rows of different shape.
     """
+    faults = refuse_hidden(pieces[0].leaves, lambda: locations(pieces[0].tree(), "outputs"))
+    if faults:
+        raise BatchError(bullets("the outputs cannot be handed back:", faults))
     if not merged:
         # Copies, as joined outputs are: residuals may hold the same memory.
         return Microbatches(unflatten(piece.spec, _copies(piece.leaves)) for piece in pieces)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from funcpipe.core.stage import Bindable, BoundFn, Out, Stage, normalise, side_loss
-from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves
+from funcpipe.core.tree import Tree, flatten, hides_tensors, is_differentiable, leaves, locations, map_leaves
+from funcpipe.runtime.foreign import nodes_of
 from funcpipe.testing.around import Around
 from funcpipe.testing.match import differences
 
@@ -101,14 +102,14 @@ class Observer(Around):
         loss = () if side is None else side[0]
         roots = [leaf for leaf in leaves((out.y, stash, loss)) if leaf.requires_grad]
         self.connected = bool(roots)
-        self.parameters |= {id(one) for one in _parameters(roots)}
+        self.parameters |= {id(node.variable) for node in nodes_of(roots) if hasattr(node, "variable")}
         return out._replace(stash=stash)
 
     def _leaf(self, where: str, leaf: Any) -> None:
         kind = type(leaf).__name__
         if isinstance(leaf, (Iterator, Awaitable)):
             self.note("output", f"{where} is a {kind}, which can be read only once; return a tuple")
-        elif _hides(leaf):
+        elif hides_tensors(leaf):
             self.note("output", f"{where} is a {kind} with tensors in it and no registered container, so they get no gradient; return a tuple or a dict, or register it: optree.register_pytree_node({kind}, ..., namespace='funcpipe')")  # fmt: skip
         elif self.finite and is_differentiable(leaf) and not leaf.isfinite().all():
             self.note("finite", f"{where} is not finite, for finite inputs")
@@ -140,29 +141,6 @@ class _Watched:
 
 def _copy(tree: Tree) -> Tree:
     return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
-
-
-def _hides(leaf: Any) -> bool:
-    """Does a leaf that is no tensor hold some."""
-    if isinstance(leaf, Tensor):
-        return False
-    held: list[Any] = list(leaf) if isinstance(leaf, (set, frozenset)) else []
-    held += vars(leaf).values() if hasattr(leaf, "__dict__") else []
-    held += [getattr(leaf, name, None) for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
-    return bool(leaves(held))
-
-
-def _parameters(roots: list[Tensor]) -> Iterator[Tensor]:
-    """The leaves of the graph behind some tensors."""
-    todo: list[Any] = [root.grad_fn for root in roots]
-    seen: set[Any] = {None}
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += [after for after, _ in node.next_functions]
-            if hasattr(node, "variable"):
-                yield node.variable
 
 
 def _frozen(tree: Tree) -> list[Any]:
