@@ -31,8 +31,17 @@ _NAMESPACE = "funcpipe"
 _registering = threading.Lock()
 _registered: set[type] = set()
 
-_ATOMS = {Tensor, nn.Parameter, FakeTensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
-_ATOMS |= {torch.Size, torch.layout, torch.memory_format, torch.Generator, range, slice}
+_PLAIN = {bool, int, float, complex, str, bytes, type(None), range, slice}
+_ATOMS = _PLAIN | {
+    Tensor,
+    nn.Parameter,
+    FakeTensor,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    torch.Generator,
+}
 """Types of leaves that need no second look."""
 
 
@@ -290,8 +299,9 @@ def _torch_node(kind: type, example: Any) -> _Way:
     def give(context: _Context, values: Iterable[Any]) -> Any:
         return node.unflatten_fn(list(values), context.value)
 
-    entries = {torch_pytree.MappingKey: optree.MappingEntry, torch_pytree.GetAttrKey: optree.GetAttrEntry}
-    return take, give, entries.get(type(step), optree.SequenceEntry)
+    if isinstance(step, torch_pytree.MappingKey):
+        return take, give, optree.MappingEntry
+    return take, give, optree.GetAttrEntry if isinstance(step, torch_pytree.GetAttrKey) else optree.SequenceEntry
 
 
 class _Context:

@@ -8,9 +8,9 @@ from collections.abc import Container, Iterable
 import torch
 from torch import Tensor, fx
 
-from funcpipe.runtime.drawing import may_draw
 from funcpipe.programs.joint import Joint
 from funcpipe.programs.recompute import bytes_of, memory_of
+from funcpipe.runtime.drawing import may_draw
 
 _SMALL = 2**20
 """Bytes that may lie in memory all the time, though the parameters that they are computed of are smaller."""

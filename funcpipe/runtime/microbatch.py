@@ -10,17 +10,17 @@ from torch import Tensor
 
 from funcpipe.core.errors import BatchError, Where, bullets, fail
 from funcpipe.core.plan import Plan
-from funcpipe.core.tree import Tree, flatten, locations, refuse_hidden
+from funcpipe.core.tree import Path, Tree, at, flatten, locations, map_leaves, paths, refuse_hidden, unflatten
 from funcpipe.runtime.border import LEAF, Border, given, open_border, share
 from funcpipe.runtime.program import Shares
 from funcpipe.runtime.signature import look
 
 
 class Replicate:
-    """A leaf of a batch that every microbatch gets whole: ``fp.Replicate(table)``.
+    """A leaf of a batch, or all leaves of a tree in it, that every microbatch gets whole: ``fp.Replicate(table)``.
 
     Attributes:
-        value: a tensor, or anything.
+        value: a tensor, a tree, or anything.
     """
 
     def __init__(self, value: Any) -> None:
@@ -31,14 +31,14 @@ class Replicate:
 
 
 class Axis:
-    """A leaf of a batch whose rows lie along another axis than 0: ``fp.Axis(mask, 1)``.
+    """A leaf of a batch, or all leaves of a tree in it, whose rows lie along another axis than 0: ``fp.Axis(mask, 1)``.
 
     Attributes:
-        value: the tensor.
+        value: the tensor, or a tree.
         axis: of its rows; negative counts from the end.
     """
 
-    def __init__(self, value: Tensor, axis: int) -> None:
+    def __init__(self, value: Tree, axis: int) -> None:
         self.value, self.axis = value, axis
 
     def __repr__(self) -> str:
@@ -119,7 +119,7 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
     trees.update({f"feeds[{name!r}]": (feeds or {})[name] for name in wanted if name in (feeds or {})})
     leaves = [_Leaves(name, tree) for name, tree in trees.items()]
     rows, found = _rows(leaves)
-    faults += found
+    faults += found or [fault for one in leaves for fault in one.listed(rows)]
     ready = {one.name: len(one.ready) for one in leaves if one.ready is not None}
     most = plan.num_microbatches
     faults += [f"{name} is cut into {n} microbatches, the plan has {most}" for name, n in ready.items() if not 0 < n <= most]  # fmt: skip
@@ -152,7 +152,9 @@ class _Leaves:
     def __init__(self, name: str, tree: Tree) -> None:
         self.name = name
         self.ready = tree if isinstance(tree, Microbatches) else None
+        self.tree = tree = _marks_at_leaves(tree)
         self.leaves, spec = flatten(tree if self.ready is None else None)
+        self.marked = [isinstance(leaf, (Replicate, Axis)) for leaf in self.leaves]
         self.spec = LEAF if isinstance(tree, Tensor) else spec
         self.axes: list[int | None] = []
         self.faults: list[str] = []
@@ -188,6 +190,28 @@ class _Leaves:
         self.rows[place] = leaf.shape[axis]
         return axis % leaf.dim()
 
+    def listed(self, rows: int | None) -> list[str]:
+        """Lists with a value for each row, which microbatches would share whole."""
+        if rows is None or rows < 2 or all(isinstance(leaf, Tensor) for leaf in self.leaves):
+            return []
+        groups: dict[Path, list[int]] = {}
+        for number, path in enumerate(paths(self.tree)):
+            groups.setdefault(path[:-1], []).append(number)
+        faults: list[str] = []
+        for path, numbers in groups.items():
+            values = [self.leaves[number] for number in numbers]
+            if len(values) != rows or any(isinstance(value, Tensor) for value in values):
+                continue
+            kind = type(at(self.tree, path))
+            words = kind is tuple and all(isinstance(value, (str, bytes)) for value in values)
+            if (kind is list or words) and not any(self.marked[number] for number in numbers):
+                place = self.name + "".join(f"[{key!r}]" for key in path)
+                faults.append(
+                    f"{place} is a {kind.__name__} with one {type(values[0]).__name__} for each of {rows} rows, which every microbatch would "
+                    f"get whole: make it a tensor, cut it yourself (fp.Microbatches), or share it: fp.Replicate({place})"
+                )
+        return faults
+
     def ready_rows(self) -> list[int | None]:
         """The rows of ready-made microbatches: those of the first leaf that can have any, None if there is none."""
         assert self.ready is not None
@@ -219,6 +243,20 @@ class _Leaves:
             out.append(border)
             start += size
         return out
+
+
+def _marks_at_leaves(tree: Tree) -> Tree:
+    """The tree with marks around single leaves: one around a tree holds for each of its leaves."""
+    leaves, spec = flatten(tree)
+    if not any(isinstance(leaf, (Replicate, Axis)) and flatten(leaf.value)[1] != LEAF for leaf in leaves):
+        return tree
+
+    def spread(mark: Any) -> Tree:
+        if isinstance(mark, Replicate):
+            return map_leaves(Replicate, mark.value)
+        return map_leaves(lambda leaf: Axis(leaf, mark.axis), mark.value) if isinstance(mark, Axis) else mark
+
+    return unflatten(spec, map(spread, leaves))
 
 
 def _marked(leaves: Iterable[Any]) -> list[Any]:

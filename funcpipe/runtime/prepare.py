@@ -106,15 +106,17 @@ def prepare(
         )
     inputs, target = _split_batch(plan, batch)
     if all(device.type != "meta" for device in where):
-        _refuse_meta(
-            {"inputs": inputs, "target": target, **{f"feeds[{name!r}]": one for name, one in (feeds or {}).items()}}
-        )
+        _refuse_meta({"inputs": inputs, "target": target, **_by_feed(feeds)})
+    if backward and not halves:
+        _refuse_attached({"inputs": inputs, "target": target, **_by_feed(feeds)})
     cut = microbatch.cut(plan, inputs, target, feeds)
     shares = microbatch.shares(cut, plan.weight, loss_scale)
     wanted = trainable_leaves(trees, trainable) if backward else [[False] * len(flatten(t)[0]) for t in trees]
     ties = _resolve_ties(plan, trees, wanted)
     if backward:
         _refuse_undeclared_ties(trees, wanted, ties)
+    if backward and not halves:
+        _refuse_untrained(trees, states, wanted)
     # Whoever set fewer threads than there are cores meant it: other work wants the rest.
     available = min(len(cores()), torch.get_num_threads())
     threads = max(1, available // plan.num_devices) if threads_per_lane is None else threads_per_lane
@@ -138,6 +140,73 @@ def checked_seed(seed: Any) -> int | None:
         return operator.index(seed)  # numpy's integers too
     except TypeError:
         raise PlanError(f"seed is an int; got a {type(seed).__name__}") from None
+
+
+def _by_feed(feeds: Mapping[str, Tree] | None) -> dict[str, Tree]:
+    return {f"feeds[{name!r}]": tree for name, tree in (feeds or {}).items()}
+
+
+def _refuse_attached(given: Mapping[str, Tree]) -> None:
+    """No gradient goes from a run into its batch, so nothing there may ask for one. Raises BatchError."""
+    trees = {root: tree for root, tree in given.items() if any(_asks(leaf) for leaf in flatten(tree)[0])}
+    if not trees:
+        return
+    pairs = [pair for root, tree in trees.items() for pair in zip(locations(tree, root), flatten(tree)[0], strict=True)]
+    faults = [f"{place} {_why(leaf)}" for place, leaf in pairs if _asks(leaf)]
+    raise BatchError(
+        bullets(
+            "no gradient goes from a run into its batch, and what made these values would not be trained. Make it the first "
+            "stage; or take the gradients of the inputs by fp.vjp, or by fp.Pipe inside of an autograd graph; or hand the "
+            "values in detached, x.detach():",
+            faults,
+        )
+    )
+
+
+def _bare(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, (microbatch.Replicate, microbatch.Axis)) else leaf
+
+
+def _why(leaf: Any) -> str:
+    """How a leaf of a batch comes to ask for a gradient."""
+    bare = _bare(leaf)
+    node = bare.grad_fn if isinstance(bare, Tensor) else None
+    return "requires a gradient" if node is None else f"was computed by {node.name()}"
+
+
+def _asks(leaf: Any) -> bool:
+    if isinstance(leaf, microbatch.Microbatches):
+        return any(_asks(one) for tree in leaf for one in flatten(tree)[0])
+    bare = _bare(leaf)
+    return isinstance(bare, Tensor) and bare.requires_grad
+
+
+def _refuse_untrained(trees: Sequence[Tree], states: Sequence[Tree], wanted: list[list[bool]]) -> None:
+    """What would be trained in another way than its owner thinks, or not at all. Raises PlanError."""
+    faults = [
+        f"{place} requires a gradient, and state gets none: put it into params, or detach it"
+        for stage, tree in enumerate(states)
+        if any(_asks(leaf) for leaf in flatten(tree)[0])
+        for place, leaf in zip(locations(tree, f"state[{stage}]"), flatten(tree)[0], strict=True)
+        if _asks(leaf)
+    ]
+    for stage, (tree, flags) in enumerate(zip(trees, wanted, strict=True)):
+        leaves = flatten(tree)[0]
+        if not any(flag and _hooked(leaf) for leaf, flag in zip(leaves, flags, strict=True)):
+            continue
+        rows = zip(locations(tree, f"params[{stage}]"), leaves, flags, strict=True)
+        faults += [
+            f"{place} has hooks on its gradient, which a run does not call: apply them to result.grads[{stage}] before "
+            "fp.step, and take them off (the handle's remove())"
+            for place, leaf, flag in rows
+            if flag and _hooked(leaf)
+        ]
+    if faults:
+        raise PlanError(bullets("these would not be trained as they say:", faults))
+
+
+def _hooked(leaf: Tensor) -> bool:
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # pyright: ignore
 
 
 def _refuse_meta(given: Mapping[str, Tree]) -> None:

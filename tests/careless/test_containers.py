@@ -153,9 +153,7 @@ def test_hidden_tensors_are_refused_in_stashes_stats_state_feeds_and_outputs(kin
 
     def refused(first, match, **options):
         stages = [first, fp.stage(lambda p, x, *, skips: x, pop=["s"])] if first.stash else [first]
-        plan = fp.make_plan(
-            stages, fp.fill_drain(len(stages), 2, backward=False), train=True, devices="cpu"
-        )
+        plan = fp.make_plan(stages, fp.fill_drain(len(stages), 2, backward=False), train=True, devices="cpu")
         with pytest.raises(fp.FuncpipeError, match=match):
             fp.run(plan, ((),) * len(stages), x, **options)
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from common import EXECUTORS, assert_same_result, same
 
 import funcpipe as fp
-from funcpipe.runtime import rng
 
 
 def ones(count):
