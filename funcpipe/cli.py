@@ -28,9 +28,18 @@ from funcpipe.cli_words import (
     source,
     writable,
 )  # fmt: skip
+from funcpipe.core.result import NEGLIGIBLE, imbalance_of, percent
 
 _PICTURES = (".svg", ".html", ".htm")
 _SCHEDULES = (".json", ".csv", ".txt")
+_COLUMNS: dict[str, Callable[[fp.Timeline], str]] = {
+    "makespan": lambda timeline: f"{timeline.makespan:.6g}",
+    "bubble": lambda timeline: percent(timeline.bubble),
+    "span bubble": lambda timeline: percent(timeline.span_bubble),
+    "idle": lambda timeline: percent(timeline.idle),
+    "imbalance": lambda timeline: percent(timeline.imbalance),
+    "peak memory": lambda timeline: f"{max(timeline.peak):.6g}",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,12 +99,14 @@ examples:
     _width(one)
     one.add_argument("--output", metavar="FILE", help="write the picture instead: .svg, .html or .txt")
 
-    many = command("compare", _compare, "compare all families: makespan, bubble, peak memory, legal or why not", f"""\
+    many = command("compare", _compare, "compare all families: makespan, bubble, idle, peak memory, legal or not", f"""\
 All run the same stages on the same devices; by default two stages a device where the number of stages is even, since
 the interleaved families need several. The best makespan comes first.
-  bubble       idle share of one isolated batch, 1 - work / makespan
-  span bubble  idle share where batches follow each other: 1 - work / the longest time from a device's first start to
-               its last end
+  bubble       share of the makespan in which the busiest device waits: what the schedule loses
+  span bubble  the same where batches follow each other: of the longest time from a device's first start to its last end
+  idle         share of all device time of one batch: what the schedule and unequal work lose together
+  imbalance    1 - mean work / most work of a device, shown where it is not negligible: the most that fp.balance wins at
+               the same bubble; 1 - idle = (1 - bubble) (1 - imbalance)
   peak memory  the most that any device holds, in the unit of `residual`
 
 {COST}
@@ -213,7 +224,7 @@ def _compare(*, files: list[str], stages: int, microbatches: int, devices: int |
     cost.check_stages(stages)
     mine = [(file, read(file)) for file in files]
     devices = devices or (stages // 2 if stages % 2 == 0 else stages)
-    rows: list[tuple[float, tuple[str, ...]]] = []
+    rows: list[tuple[float, fp.Timeline | None, str, str]] = []
 
     def row(name: str, make: Callable[[], fp.Schedule | fp.Timeline | fp.Found]) -> None:
         try:
@@ -224,14 +235,13 @@ def _compare(*, files: list[str], stages: int, microbatches: int, devices: int |
                 else _timed(made, (stages, microbatches, devices), remat, cost)
             )
         except fp.ScheduleError as error:
-            rows.append((float("inf"), (name, "-", "-", "-", "-", f"no: {line(error)}")))
+            rows.append((float("inf"), None, name, f"no: {line(error)}"))
             return
         peak = max(found.peak)
         fits = device_memory is None or peak <= device_memory * (1 + 1e-9)
         verdict = f"yes{f', {_proof(made)}' if isinstance(made, fp.Found) else ''}"
-        numbers = (f"{found.makespan:.6g}", f"{found.bubble:.1%}", f"{found.span_bubble:.1%}", f"{peak:.6g}")
         says = verdict if fits else f"no: needs {peak:g}, a device has {device_memory:g}"
-        rows.append((found.makespan if fits else float("inf"), (name, *numbers, says)))
+        rows.append((found.makespan if fits else float("inf"), found, name, says))
 
     for name, family in FAMILIES.items():
         row(name, lambda family=family: family(stages, microbatches, num_devices=devices))
@@ -243,11 +253,15 @@ def _compare(*, files: list[str], stages: int, microbatches: int, devices: int |
                                         seconds=float("inf")))  # fmt: skip
     rows.sort(key=lambda one: one[0])
     print(f"{stages} stages on {devices} devices, {microbatches} microbatches{', remat' * remat}\n")
-    print(
-        _table(
-            [("schedule", "makespan", "bubble", "span bubble", "peak memory", "legal"), *(cells for _, cells in rows)]
-        )
+    unequal = any(found is not None and found.imbalance >= NEGLIGIBLE for _, found, _, _ in rows)
+    heads = [head for head in _COLUMNS if unequal or head != "imbalance"]
+    cells = (
+        (name, *("-" if found is None else _COLUMNS[head](found) for head in heads), says)
+        for _, found, name, says in rows
     )
+    print(_table([("schedule", *heads, "legal"), *cells]))
+    if unequal:
+        print("\nimbalance: the most that fp.balance wins at the same bubble")
 
 
 def _timed(made: fp.Schedule | fp.Timeline, counts: tuple[int, int, int], remat: bool, cost: fp.Cost) -> fp.Timeline:
@@ -292,8 +306,9 @@ def _tell(found: fp.Found) -> None:
     if schedule.num_stages > schedule.num_devices:
         print(f"placement    {','.join(map(str, schedule.device_of))}")
     print(f"source       {found.source}")
-    print(f"makespan     {found.makespan:.6g}, bubble {timeline.bubble:.1%}")
-    print(f"span         {found.span:.6g}, bubble {timeline.span_bubble:.1%}")
+    print(f"makespan     {found.makespan:.6g}, bubble {percent(timeline.bubble)}")
+    print(f"span         {found.span:.6g}, bubble {percent(timeline.span_bubble)}")
+    print("idle         " + ", ".join(filter(None, (percent(timeline.idle), imbalance_of(timeline)))))
     print(f"peak memory  {max(found.peak):.6g}")
     print(f"lower bound  {found.lower_bound:.6g} of the {found.objective}: {_proof(found)}")
     again = "; another run may find another" * (found.ended == "seconds")

@@ -15,6 +15,8 @@ from funcpipe.core.trace import chrome_trace
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 
 _MOVES = (Kind.O, Kind.L)
+NEGLIGIBLE = 0.01
+"""An imbalance that is worth no word."""
 
 
 class Span(NamedTuple):
@@ -87,13 +89,40 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle share of one isolated batch: ``1 - work / makespan``, work being that of the busiest device."""
+        """The share of the makespan in which the busiest device waits: ``1 - max(busy) / makespan``.
+
+        What the schedule loses. The other devices may wait for longer: see `idle`.
+        """
         return 1.0 - max(self.busy, default=0.0) / self.makespan if self.makespan else 0.0
 
     @property
     def span_bubble(self) -> float:
-        """Idle share in the steady state: ``(span - work) / span``."""
+        """The same where batches follow each other: ``1 - max(busy) / span``."""
         return 1.0 - max(self.busy, default=0.0) / self.span if self.span else 0.0
+
+    @property
+    def idle(self) -> float:
+        """The share of all device time in which devices do not work: ``1 - sum(busy) / (num_devices * makespan)``.
+
+        Never less than the bubble, and equal to it where all devices work as long.
+        """
+        return 1.0 - fmean(self.busy) / self.makespan if self.makespan else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """What devices lose by unequal work: ``1 - mean(busy) / max(busy)``, whatever the makespan.
+
+        With the bubble it makes all that is idle: ``1 - idle == (1 - bubble) * (1 - imbalance)``. Equal work at the same
+        bubble would shorten the makespan, and the span, by this share: the most that `balance` wins there. Mostly the
+        bubble grows as the work becomes equal, and the win is smaller; simulate equal stages to see it.
+
+        >>> slow, fast = Span(0, 0.0, 4.0, Action(Kind.F, 0, 0)), Span(1, 6.0, 8.0, Action(Kind.F, 1, 0))
+        >>> timeline = Timeline((slow, fast), 2)
+        >>> timeline.bubble, timeline.idle, timeline.imbalance
+        (0.5, 0.625, 0.25)
+        """
+        most = max(self.busy, default=0.0)
+        return max(0.0, 1.0 - fmean(self.busy) / most) if most else 0.0
 
     @cached_property
     def critical_path(self) -> tuple[Action, ...]:
@@ -190,11 +219,29 @@ class Timeline:
     def __str__(self) -> str:
         head = f"{self.name or 'timeline'}: {len(self.spans)} actions on {self.num_devices} devices"
         times = f"makespan {self.makespan:.6g} {self.unit}, span {self.span:.6g} {self.unit}"
-        shares = f"bubble {self.bubble:.1%} of the makespan, {self.span_bubble:.1%} of the span"
         peak = f"peak {', '.join(f'{one:g}' for one in self.peak)} residuals" if self.peak else ""
-        return "; ".join(part for part in (head, times, shares, peak) if part)
+        return "; ".join(part for part in (head, times, shares(self), peak) if part)
 
     __repr__ = __str__
+
+
+def percent(share: float) -> str:
+    """A share for people to read; rounding errors may have left it a hair below 0."""
+    return f"{max(0.0, share):.1%}"
+
+
+def imbalance_of(timeline: Timeline) -> str:
+    """The imbalance and what it is worth, in words; empty where it is negligible, or where lanes are not devices."""
+    if timeline.lanes or timeline.imbalance < NEGLIGIBLE:
+        return ""
+    return f"imbalance {percent(timeline.imbalance)}, the most fp.balance wins at this bubble"
+
+
+def shares(timeline: Timeline) -> str:
+    """The time that devices wait, in a line."""
+    bubbles = f"bubble {percent(timeline.bubble)} of the makespan, {percent(timeline.span_bubble)} of the span"
+    idle = f"idle {percent(timeline.idle)} of all device time"
+    return "; ".join(part for part in (bubbles, idle, imbalance_of(timeline)) if part)
 
 
 def _needs(action: Action) -> list[Action]:

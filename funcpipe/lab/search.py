@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import FuncpipeError, ScheduleError, bullets
-from funcpipe.core.result import Timeline
+from funcpipe.core.result import Timeline, shares
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.lab.bounds import lower_bound
 from funcpipe.lab.climb import climb
@@ -86,9 +86,8 @@ class Found:
         head = (
             f"{self.schedule.name}: {self.objective} {self.makespan if self.objective == 'makespan' else self.span:.6g}"
         )
-        work = f"bubble {self.timeline.bubble:.1%} of the makespan, {self.timeline.span_bubble:.1%} of the span"
         peak = f"peak {max(self.peak):.6g}"
-        return f"{head}, {proof}; {work}; {peak}; {self.evaluations} schedules timed, ended by {self.ended}"
+        return f"{head}, {proof}; {shares(self.timeline)}; {peak}; {self.evaluations} schedules timed, ended by {self.ended}"
 
     __repr__ = __str__
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import ceil, floor, log10
 from typing import NamedTuple, assert_never
 
-from funcpipe.core.result import Timeline
+from funcpipe.core.result import Timeline, imbalance_of, percent
 from funcpipe.core.schedule import Kind
 
 _TIMES = (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9))
@@ -124,8 +124,10 @@ def facts(timeline: Timeline, axis: Timeline | None = None) -> tuple[str, ...]:
     return (
         f"makespan {shown(timeline.makespan)}",
         f"span {shown(timeline.span)}",
-        f"bubble {max(0.0, timeline.bubble):.1%}",
-        f"span bubble {max(0.0, timeline.span_bubble):.1%}",
+        f"bubble {percent(timeline.bubble)}",
+        f"span bubble {percent(timeline.span_bubble)}",
+        f"idle {percent(timeline.idle)}",
+        *((unequal,) if (unequal := imbalance_of(timeline)) else ()),
     )
 
 

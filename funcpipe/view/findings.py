@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import CALLER, Plan
-from funcpipe.core.result import Result, RunStats, Timeline
-from funcpipe.core.schedule import Kind
+from funcpipe.core.result import NEGLIGIBLE, Result, RunStats, Timeline, percent
+from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree, leaves
 from funcpipe.lower.plan import program_for
@@ -23,6 +23,8 @@ _SHORT = 100e-6
 """Seconds. Below about this two Python threads cost more than they win."""
 _UNEVEN = 1.2
 """How much longer the busiest lane may work before it is worth a remark."""
+_TIMES = ("forward", "backward_input", "backward_weight", "backward", "remat", "offload")
+"""Of a `Cost`."""
 _SPARE = ("bytes", "total", "actions", "parameters", "device", "simulated", "name", "lane")
 """Words of headings: columns to leave out where there is no room, in this order."""
 _BYTES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -96,7 +98,7 @@ def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: s
         _note(stats, measured),
         count(schedule, measured) if schedule.has_backward else (),
         (_stages(plan, params, measured), _by_lane(plan, result, measured, simulated), _edges(plan, stats)),
-        tuple(_remarks(plan, result, measured)),
+        tuple(_remarks(plan, result, measured, simulated)),
     )
 
 
@@ -106,6 +108,7 @@ def _headline(plan: Plan, result: Result, measured: Timeline, simulated: Timelin
     wait = measured.makespan - simulated.makespan
     lane = max(range(plan.num_devices), key=measured.busy.__getitem__)
     busiest = f"{lane} ({shown(measured.busy[lane])}, {measured.busy[lane] / (measured.makespan or 1.0):.1%})"
+    imbalance = (("imbalance, measured", percent(measured.imbalance)),) if measured.imbalance >= NEGLIGIBLE else ()
     loss = () if result.loss is None else (("loss", f"{float(result.loss):.6g}"),)
     return (
         ("schedule", facts.clean(plan.schedule.name)),
@@ -120,8 +123,11 @@ def _headline(plan: Plan, result: Result, measured: Timeline, simulated: Timelin
         ("makespan, measured", shown(measured.makespan)),
         ("makespan, simulated", shown(simulated.makespan)),
         ("difference", f"{shown(wait)} ({wait / (measured.makespan or 1.0):.1%} of the measured)"),
-        ("bubble, measured", f"{max(0.0, measured.bubble):.1%}"),
-        ("bubble, simulated", f"{max(0.0, simulated.bubble):.1%}"),
+        ("bubble, measured", percent(measured.bubble)),
+        ("bubble, simulated", percent(simulated.bubble)),
+        ("idle, measured", percent(measured.idle)),
+        ("idle, simulated", percent(simulated.idle)),
+        *imbalance,
         ("busiest lane", busiest),
     )
 
@@ -214,7 +220,7 @@ def _edges(plan: Plan, stats: RunStats) -> Table:
     return Table("Values between lanes", ("from", "to", "value", "most at a time", "slots"), rows, words=3)
 
 
-def _remarks(plan: Plan, result: Result, measured: Timeline) -> Iterable[str]:
+def _remarks(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> Iterable[str]:
     """What is worth a look, what it means, and what mends it."""
     stats = result.stats
     mean = {key: fmean(times) for key, times in measured.by_kind.items()}
@@ -237,11 +243,7 @@ def _remarks(plan: Plan, result: Result, measured: Timeline) -> Iterable[str]:
             f"W takes no time: {_many_stages(unsplit)} {'do' if len(unsplit) > 1 else 'does'} the whole backward in I, so W "
             "fills no bubble. A schedule with whole backwards (1F1B, interleaved) is as fast; fp.compile(stage) splits them."
         )
-    busy = measured.busy
-    most, least = (pick(range(len(busy)), key=busy.__getitem__) for pick in (max, min))
-    if busy[most] > _UNEVEN * busy[least]:
-        more = f"{busy[most] / busy[least] - 1:.0%} longer than" if busy[least] else "and does not at all"
-        yield f"Lane {most} works {more} lane {least}, and the others wait for it: other cuts of the model may even them out."
+    yield from _unequal(plan.schedule.first(stats.num_microbatches), measured, simulated)
     if result.unused:
         names = names_of(plan.stages)
         paths = ", ".join(f"{key!r} of {names[stage]}" for stage, key in result.unused)
@@ -252,6 +254,27 @@ def _remarks(plan: Plan, result: Result, measured: Timeline) -> Iterable[str]:
         yield f"The batch had rows for {stats.num_microbatches} of the plan's {plan.num_microbatches} microbatches; the bubble is larger for it."
     if any(device and not device.startswith("cpu") for device in _devices(plan, result)):
         yield "Some lanes are not CPUs: times are those of the host, which may be ahead of the device."
+
+
+def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Iterable[str]:
+    """What stages of equal cost would win, where lanes work for different times: the same schedule by the same clock."""
+    busy = measured.busy
+    most, least = (pick(range(len(busy)), key=busy.__getitem__) for pick in (max, min))
+    if busy[most] <= _UNEVEN * busy[least]:
+        return
+    cost = measured.cost()
+    times = {name: fmean(getattr(cost, name)) for name in _TIMES}
+    equal, shown = simulate(schedule, replace(cost, **times)).makespan, facts.time_text(measured)
+    more = (
+        f"{busy[most] / busy[least] - 1:.0%} longer than lane {least}" if busy[least] else f"and lane {least} does not"
+    )
+    win = 1 - equal / (simulated.makespan or 1.0)
+    says = (
+        f"{shown(equal)} for {shown(simulated.makespan)}, simulated, {win:.1%} less: cut the model anew with fp.profile and fp.balance"
+        if win >= NEGLIGIBLE
+        else "no less, simulated"
+    )
+    yield f"Lane {most} works {more}, and the others wait for it. With stages of equal cost the same schedule takes {says}."
 
 
 def _fixed(text: facts.TimeText, time: float) -> str:

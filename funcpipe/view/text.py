@@ -95,7 +95,7 @@ def text(timelines: Sequence[Timeline], width: int, *, color: bool = False, memo
         if layout is None or not timeline.spans:
             lines.append(_wrap([f"{name}:", "no actions", f"on {timeline.num_devices} devices"], width, " "))
             continue
-        words = [*facts.facts(timeline, found.axis), *([note] if note else [])]
+        words = ", ".join([*facts.facts(timeline, found.axis), *([note] if note else [])]).split(", ")
         lines.append(_wrap([f"{name}:", *(f"{word}," for word in words[:-1]), words[-1]], width, " "))
         lines += _rows(timeline, layout, color)
         lines += _held(timeline, layout) if memory else []
