@@ -83,20 +83,36 @@ def test_draw_a_timeline(capsys):
 def test_compare_shows_every_family_best_first(capsys):
     lines = shown(capsys, "compare --stages 8 --microbatches 32 --cost forward=1,backward=2,comm=0.1").splitlines()
     assert "8 stages on 4 devices, 32 microbatches" == lines[0]
-    assert ["schedule", "makespan", "bubble", "span bubble", "peak memory", "legal"] == re.split("  +", lines[2])
+    heads = ["schedule", "makespan", "bubble", "span bubble", "idle", "peak memory", "legal"]
+    assert heads == re.split("  +", lines[2])
     rows = {cells[0]: cells[1:] for cells in map(str.split, lines[3:])}
     assert set(FAMILIES) == set(rows)
-    for name, (makespan, bubble, span_bubble, peak, legal) in rows.items():
+    for name, (makespan, bubble, span_bubble, idle, peak, legal) in rows.items():
         timeline = fp.simulate(FAMILIES[name](8, 32, num_devices=4), fp.Cost(backward=2, comm=0.1))
         assert (f"{timeline.makespan:.6g}", f"{timeline.bubble:.1%}") == (makespan, bubble)
-        assert f"{timeline.span_bubble:.1%}" == span_bubble
+        assert (f"{timeline.span_bubble:.1%}", f"{timeline.idle:.1%}") == (span_bubble, idle)
         assert (f"{max(timeline.peak):.6g}", "yes") == (peak, legal)
     times = [float(cells[0]) for cells in rows.values()]
     assert sorted(times) == times
 
 
+def test_compare_says_what_unequal_stages_lose(capsys):
+    """The bubble is that of the busiest device; what the others wait for besides has a column, and is explained."""
+    cost = fp.Cost(forward=[8, 3, 3], backward=[16, 6, 6])
+    Path("cost.json").write_text(fp.to_json(cost))
+    table, note = shown(capsys, "compare --stages 3 --microbatches 8 --cost cost.json").split("\n\n")[1:]
+    heads, *rows = (re.split("  +", line) for line in table.splitlines())
+    (found,) = [dict(zip(heads, row, strict=True)) for row in rows if row[0] == "1f1b"]
+    assert ("1.0%", "42.3%", "41.7%") == (found["bubble"], found["idle"], found["imbalance"])
+    assert "imbalance: the most that fp.balance wins at the same bubble\n" == note
+    said = facts(shown(capsys, "search --devices 3 --microbatches 4 --cost cost.json --evaluations 30"))
+    assert "imbalance 33.3%, the most fp.balance wins at this bubble" == said["idle"].partition(", ")[2]
+
+
 def test_compare_says_why_not(capsys):
-    rows = shown(capsys, "compare --stages 6 --microbatches 8 --devices 4").splitlines()[3:]
+    table, note = shown(capsys, "compare --stages 6 --microbatches 8 --devices 4").split("\n\n")[1:]
+    rows = table.splitlines()[1:]
+    assert note.startswith("imbalance: ")  # two devices have two stages
     verdicts = {row.split()[0]: row.split("  ")[-1] for row in rows}
     assert set(FAMILIES) == set(verdicts)
     for name, family in FAMILIES.items():
@@ -196,6 +212,7 @@ def test_search_says_what_it_found(capsys):
         "source": found.source,
         "makespan": f"{found.makespan:.6g}, bubble {found.timeline.bubble:.1%}",
         "span": f"{found.span:.6g}, bubble {found.timeline.span_bubble:.1%}",
+        "idle": f"{found.timeline.idle:.1%}",
         "peak memory": f"{max(found.peak):.6g}",
         "lower bound": f"{found.lower_bound:.6g} of the makespan: at most {found.gap:.2%} above the shortest",
         "ended by": f"evaluations, {found.evaluations} schedules timed",

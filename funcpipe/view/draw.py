@@ -30,7 +30,7 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
     >>> from funcpipe.schedules.families import one_f_one_b
     >>> print(draw(one_f_one_b(2, 3)).text(width=60))
     1F1B: makespan 12 units, span 12 units, bubble 25.0%,
-    span bubble 25.0%
+    span bubble 25.0%, idle 25.0%
                                                  busy  peak
     dev 0 │F0 F1 ······B0─── F2 B1─── ···B2─── │  75%     2
     dev 1 │···F0 B0─── F1 B1─── F2 B2─── ······│  75%     1

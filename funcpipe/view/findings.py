@@ -262,19 +262,15 @@ def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Ite
     most, least = (pick(range(len(busy)), key=busy.__getitem__) for pick in (max, min))
     if busy[most] <= _UNEVEN * busy[least]:
         return
-    cost = measured.cost()
-    times = {name: fmean(getattr(cost, name)) for name in _TIMES}
-    equal, shown = simulate(schedule, replace(cost, **times)).makespan, facts.time_text(measured)
-    more = (
-        f"{busy[most] / busy[least] - 1:.0%} longer than lane {least}" if busy[least] else f"and lane {least} does not"
+    more = f"{busy[most] / busy[least] - 1:.0%} longer than" if busy[least] else "and does not at all"
+    cost, shown = measured.cost(), facts.time_text(measured)
+    equal = simulate(schedule, replace(cost, **{name: fmean(getattr(cost, name)) for name in _TIMES})).makespan
+    change = equal / (simulated.makespan or 1.0) - 1
+    yield (
+        f"Lane {most} works {more} lane {least}, and the others wait for it. With stages of equal cost the same schedule "
+        f"takes {shown(equal)} instead of {shown(simulated.makespan)} ({change:+z.1%}), simulated"
+        f"{': fp.balance with the times of fp.profile comes as near to that as the layers allow' * (change <= -NEGLIGIBLE)}."
     )
-    win = 1 - equal / (simulated.makespan or 1.0)
-    says = (
-        f"{shown(equal)} for {shown(simulated.makespan)}, simulated, {win:.1%} less: cut the model anew with fp.profile and fp.balance"
-        if win >= NEGLIGIBLE
-        else "no less, simulated"
-    )
-    yield f"Lane {most} works {more}, and the others wait for it. With stages of equal cost the same schedule takes {says}."
 
 
 def _fixed(text: facts.TimeText, time: float) -> str:

@@ -101,7 +101,7 @@ def test_the_plan_is_drawn():
     run = fp.overlap([], [h2d, dist_start, fp.Fold(backward, 0)])
     assert fp.draw(run.plan).text(60) == (
         "overlap: makespan 10 units, span 8 units, bubble 20.0%,\n"
-        "span bubble 0.0%\n"
+        "span bubble 0.0%, idle 40.0%\n"
         "                                            busy\n"
         "source     │······························│   0%\n"
         "h2d        │F0 F1 F2 F3 F4 F5 F6 F7 ······│  80%\n"

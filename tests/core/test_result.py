@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import funcpipe as fp
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import Action, Kind
+from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.families import one_f_one_b, zero_bubble
+from funcpipe.schedules.offload import offload
 from funcpipe.view.simulate import simulate
 
 
@@ -118,10 +120,45 @@ def test_the_critical_path_of_a_timeline_goes_over_the_hops() -> None:
 
 def test_an_empty_timeline_is_nothing_at_all() -> None:
     """Zeros, no division."""
-    empty = Timeline((), 0)
-    assert (0.0, 0.0, 0.0, 0.0, (), ()) == (
-        empty.makespan, empty.span, empty.bubble, empty.span_bubble, empty.critical_path, empty.busy,
-    )  # fmt: skip
+    for empty in (Timeline((), 0), Timeline((), 3), Timeline((Span(0, 0.0, 0.0, Action(Kind.F, 0, 0)),), 1)):
+        assert (0.0, 0.0, 0.0, 0.0) == (empty.makespan, empty.span, empty.bubble, empty.span_bubble)
+        assert (0.0, 0.0) == (empty.idle, empty.imbalance)
+        assert "idle 0.0%" in str(empty)
+    assert ((), ()) == (Timeline((), 0).critical_path, Timeline((), 0).busy)
+
+
+def test_idle_is_what_the_bubble_does_not_say_of_devices_with_less_work() -> None:
+    """Where one device does most, the schedule hardly loses anything and devices wait all the same."""
+    unequal = simulate(one_f_one_b(3, 8), Cost(forward=[8, 3, 3], backward=[16, 6, 6]))
+    assert (194, (192, 72, 72)) == (unequal.makespan, unequal.busy)
+    assert pytest.approx(2 / 194) == unequal.bubble
+    assert pytest.approx(1 - 336 / (3 * 194)) == unequal.idle
+    assert pytest.approx(1 - 112 / 192) == unequal.imbalance
+    says = "idle 42.3% of all device time; imbalance 41.7%, the most fp.balance wins at this bubble"
+    assert says in str(unequal)
+    assert "imbalance" not in str(replace(unequal, lanes=("load", "decode", "step")))  # no stages to balance
+
+
+@pytest.mark.parametrize("cost", [Cost(), Cost([0.3, 1.7, 0.1, 0.7], 0.9, [0, 1, 2, 3], offload=3, comm=0.3)])
+@pytest.mark.parametrize(
+    "schedule",
+    [zero_bubble(4, 5), one_f_one_b(4, 3, num_devices=1), offload(one_f_one_b(4, 4, num_devices=2))],
+    ids=lambda schedule: schedule.name,
+)
+def test_bubble_and_imbalance_make_all_that_is_idle(schedule: Schedule, cost: Cost) -> None:
+    """Also with one device, and where links work; nobody is idle for less than the busiest device waits."""
+    timeline = simulate(schedule, cost)
+    work = sum(s.end - s.start for s in timeline.spans if s.action.kind not in (Kind.O, Kind.L))
+    assert pytest.approx(1 - work / (timeline.makespan * timeline.num_devices)) == timeline.idle
+    assert pytest.approx((1 - timeline.bubble) * (1 - timeline.imbalance)) == 1 - timeline.idle
+    assert timeline.idle >= timeline.bubble - 1e-12
+    assert timeline.imbalance == pytest.approx(0, abs=1e-12) or (timeline.num_devices > 1 and cost != Cost())
+
+
+def test_devices_whose_links_alone_work_are_idle() -> None:
+    """Moves are no work."""
+    timeline = Timeline((Span(0, 0.0, 1.0, Action(Kind.O, 0, 0)),), 1)
+    assert (1.0, 1.0, 0.0) == (timeline.bubble, timeline.idle, timeline.imbalance)
 
 
 def test_durations_are_grouped_by_kind_and_stage() -> None:
@@ -150,7 +187,7 @@ def test_a_timeline_prints_one_line_with_its_numbers() -> None:
     """The figures that people compare."""
     expected = (
         "1F1B: 8 actions on 2 devices; makespan 9 units, span 9 units; "
-        "bubble 33.3% of the makespan, 33.3% of the span; peak 2, 1 residuals"
+        "bubble 33.3% of the makespan, 33.3% of the span; idle 33.3% of all device time; peak 2, 1 residuals"
     )
     assert expected == str(simulate(one_f_one_b(2, 2))) == repr(simulate(one_f_one_b(2, 2)))
 

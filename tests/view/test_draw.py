@@ -43,7 +43,7 @@ def test_text_of_1f1b_with_labels() -> None:
     assert (
         draw(one_f_one_b(3, 4)).text(100)
         == """\
-1F1B: makespan 18 units, span 18 units, bubble 33.3%, span bubble 33.3%
+1F1B: makespan 18 units, span 18 units, bubble 33.3%, span bubble 33.3%, idle 33.3%
                                                                   busy  peak
 device 0 │F0 F1 F2 ············B0─── F3 B1─── ···B2─── ···B3─── │  67%     3
 device 1 │···F0 F1 ······B0─── F2 B1─── F3 B2─── ···B3─── ······│  67%     2
@@ -58,7 +58,7 @@ def test_text_has_the_stage_where_a_device_runs_several() -> None:
     assert (
         draw(interleaved(4, 2, num_devices=2)).text(120)
         == """\
-interleaved: makespan 15 units, span 15 units, bubble 20.0%, span bubble 20.0%
+interleaved: makespan 15 units, span 15 units, bubble 20.0%, span bubble 20.0%, idle 20.0%
                                                                         busy  peak
 device 0 │0F0 0F1 2F0 2F1 ········2B0──── ····2B1──── 0B0──── 0B1──── │  80%     4
 device 1 │····1F0 1F1 3F0 3B0──── 3F1 3B1──── 1B0──── 1B1──── ········│  80%     3
@@ -73,7 +73,8 @@ def test_text_without_room_shows_letters_in_proportion_to_time() -> None:
         draw(zero_bubble(4, 8)).text(40)
         == """\
 ZB-H1: makespan 27 units, span 27 units,
-bubble 11.1%, span bubble 11.1%
+bubble 11.1%, span bubble 11.1%,
+idle 11.1%
                              busy  peak
 dev 0 │FFF··IWFIFWIWFIWIWIW│  89%     4
 dev 1 │·FF·IFIWFWIFIWFIWWIW│  89%   3.5
@@ -87,13 +88,24 @@ W backward of weights  · idle
     )
 
 
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_unequal_devices_are_told_of_whatever_the_width(width: int) -> None:
+    """The bubble alone would hide that two of three devices wait for most of the time; wrapped, never cut."""
+    unequal = simulate(one_f_one_b(3, 8), Cost(forward=[8, 3, 3], backward=[16, 6, 6]))
+    words = "bubble 1.0%, span bubble 1.0%, idle 42.3%, imbalance 41.7%, the most fp.balance wins at this bubble"
+    assert words in " ".join(draw(unequal).text(width).split())
+    shown = " · ".join("".join(text.itertext()) for text in ET.fromstring(draw(unequal).svg()).iter(f"{SVG}text"))
+    assert words.replace(", ", " · ", 3) in shown
+    assert "imbalance" not in draw(one_f_one_b(3, 8)).text(width)
+
+
 def test_text_of_a_measured_timeline() -> None:
     drawn = draw(timeline((0, 0.0, 0.00121, "0F0"), (0, 0.0015, 0.0044, "0B0"), name="run"))
     assert (
         drawn.text(60)
         == """\
 run: makespan 4.4 ms, span 4.4 ms, bubble 6.6%,
-span bubble 6.6%
+span bubble 6.6%, idle 6.6%
                     busy
 dev 0 │F0 ·B0──── │  93%
       └─────┴────┴┘

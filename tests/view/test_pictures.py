@@ -109,7 +109,8 @@ def test_text_of_two_schedules_with_memory() -> None:
     assert (
         draw(one_f_one_b(2, 3), zero_bubble(2, 3), memory=True).text(80)
         == """\
-1F1B: makespan 12 units, span 12 units, bubble 25.0%, span bubble 25.0%
+1F1B: makespan 12 units, span 12 units, bubble 25.0%, span bubble 25.0%,
+idle 25.0%
                                                 busy  peak
 device 0 │F0 F1 ······B0─── F2 B1─── ···B2─── │  75%     2
 device 1 │···F0 B0─── F1 B1─── F2 B2─── ······│  75%     1
@@ -119,7 +120,8 @@ device 1 │   ▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄�
          └───────────────┴──────────────┴─────┘
           0              5              10 units
 
-ZB-H1: makespan 10 units, span 10 units, bubble 10.0%, span bubble 10.0%
+ZB-H1: makespan 10 units, span 10 units, bubble 10.0%, span bubble 10.0%,
+idle 10.0%
                                                 busy  peak
 device 0 │F0 F1 ···I0 W0 F2 I1 W1 I2 W2       │  90%     2
 device 1 │···F0 I0 F1 I1 W0 F2 I2 W1 W2       │  90%   1.5

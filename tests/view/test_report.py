@@ -97,16 +97,18 @@ golden
   difference           2 ms (14.3% of the measured)
   bubble, measured     35.7%
   bubble, simulated    25.0%
+  idle, measured       35.7%
+  idle, simulated      25.0%
   busiest lane         1 (9 ms, 64.3%)
 
-measured: makespan 14 ms, span 14 ms, bubble 35.7%, span bubble 35.7%
+measured: makespan 14 ms, span 14 ms, bubble 35.7%, span bubble 35.7%, idle 35.7%
                                                       busy  peak
 device 0 │F0 F1 ·········B0─── F2 B1─── ······B2─── │  64%     2
 device 1 │·····F0 B0─── F1 B1─── ···F2 B2─── ·······│  64%     1
          └───────────────┴──────────────┴───────────┘
           0              5              10 ms
 
-simulated: makespan 12 ms, span 12 ms, bubble 25.0%, span bubble 25.0%
+simulated: makespan 12 ms, span 12 ms, bubble 25.0%, span bubble 25.0%, idle 25.0%
                                                       busy  peak
 device 0 │F0 F1 ······B0─── F2 B1─── ···B2───       │  75%     2
 device 1 │···F0 B0─── F1 B1─── F2 B2─── ······      │  75%     1
@@ -159,6 +161,7 @@ def test_numbers_are_those_of_the_run(schedule: fp.Schedule, executor: str) -> N
     assert shown["executor"] == executor
     assert float(shown["loss"]) == pytest.approx(float(result.loss), rel=1e-5)
     assert shown["bubble, measured"] == f"{measured.bubble:.1%}"
+    assert shown["idle, measured"] == f"{measured.idle:.1%}"
 
     unit = {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}
     for stage, row in enumerate(table(made, "Stages")):
@@ -293,6 +296,7 @@ def test_remarks_name_what_is_worth_a_look() -> None:
     assert fp.report(plan, nearly).findings.remarks == ()
     (uneven,) = fp.report(plan, pretended(plan, fp.Cost((0.001, 0.002), backward=(0.002, 0.004)))).findings.remarks
     assert uneven.startswith("Lane 1 works 100% longer than lane 0")
+    assert "takes 18 ms instead of 21 ms (-14.3%), simulated: fp.balance" in uneven
     (short,) = fp.report(plan, pretended(plan, fp.Cost((0.00009, 0.001), backward=(0.00291, 0.002)))).findings.remarks
     assert short.startswith("3 of 12 actions take less than 100 us on average (F of stage 0)")
     (serial,) = fp.report(
@@ -301,6 +305,23 @@ def test_remarks_name_what_is_worth_a_look() -> None:
     assert serial.startswith("One thread ran all 2 lanes (why)")
     (unused,) = fp.report(plan, replace(even, unused=((1, "bias"),))).findings.remarks
     assert "'bias' of stage 1 ('part 1')" in unused
+
+
+def test_what_balance_would_win_is_simulated() -> None:
+    """Between the bubble, which hardly shows unequal stages, and the imbalance, which stands for the same bubble."""
+    plan, _ = plan_and_params(fp.one_f_one_b(3, 8))
+    report = fp.report(plan, pretended(plan, fp.Cost([0.008, 0.003, 0.003], backward=[0.016, 0.006, 0.006])))
+    shown = dict(report.findings.headline)
+    assert ("1.0%", "42.3%", "41.7%") == tuple(shown[f"{name}, measured"] for name in ("bubble", "idle", "imbalance"))
+    (remark,) = report.findings.remarks
+    assert "takes 140 ms instead of 194 ms (-27.8%), simulated: fp.balance with the times of fp.profile" in remark
+    for picture in (report._repr_html_(), report.text(100)):
+        assert "imbalance 41.7%, the most fp.balance wins at this bubble" in " ".join(picture.split())
+    plan, _ = plan_and_params(fp.one_f_one_b(3, 1))  # one microbatch: nobody ever works beside another
+    (remark,) = fp.report(
+        plan, pretended(plan, fp.Cost((0.008, 0.003, 0.003), backward=(0.016, 0.006, 0.006)))
+    ).findings.remarks
+    assert remark.endswith("(+0.0%), simulated.")
 
 
 def test_a_backward_that_is_not_split_is_told_and_its_w_is_not_called_short() -> None:
