@@ -16,7 +16,7 @@ from funcpipe.core.tree import Tree, flatten, is_differentiable
 
 _MOVES = (Kind.O, Kind.L)
 NEGLIGIBLE = 0.01
-"""An imbalance that is worth no word."""
+"""A smaller imbalance is worth no word."""
 
 
 class Span(NamedTuple):

@@ -262,7 +262,7 @@ def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Ite
     most, least = (pick(range(len(busy)), key=busy.__getitem__) for pick in (max, min))
     if busy[most] <= _UNEVEN * busy[least]:
         return
-    more = f"{busy[most] / busy[least] - 1:.0%} longer than" if busy[least] else "and does not at all"
+    more = f"{busy[most] / busy[least] - 1:.0%} longer than" if busy[least] else "while nothing is done by"
     cost, shown = measured.cost(), facts.time_text(measured)
     equal = simulate(schedule, replace(cost, **{name: fmean(getattr(cost, name)) for name in _TIMES})).makespan
     change = equal / (simulated.makespan or 1.0) - 1

@@ -322,6 +322,9 @@ def test_what_balance_would_win_is_simulated() -> None:
         plan, pretended(plan, fp.Cost((0.008, 0.003, 0.003), backward=(0.016, 0.006, 0.006)))
     ).findings.remarks
     assert remark.endswith("(+0.0%), simulated.")
+    plan, _ = plan_and_params(fp.one_f_one_b(2, 3))
+    _, remark = fp.report(plan, pretended(plan, fp.Cost((0.001, 0), backward=(0.002, 0)))).findings.remarks
+    assert remark.startswith("Lane 0 works while nothing is done by lane 1, and the others wait for it.")
 
 
 def test_a_backward_that_is_not_split_is_told_and_its_w_is_not_called_short() -> None:
