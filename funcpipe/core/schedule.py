@@ -164,10 +164,16 @@ class Schedule:
                     last[half, stage] = microbatch
         return True
 
-    def backward_order(self, stage: int) -> tuple[int, ...]:
-        """The microbatches of a stage in the order of their backwards (B or I)."""
+    def backward_order(self, stage: int) -> tuple[Action, ...]:
+        """The backwards of a stage (B, I, W) as its device runs them: the order in which its weight gradients accumulate.
+
+        They are added at B and, of a split one, at W; by a stage that does not split (eager ones do not), at I.
+
+        >>> print(*Schedule.parse("0F0 0F1 0I0 0I1 0W1 0W0").backward_order(0))
+        0I0 0I1 0W1 0W0
+        """
         order = self.orders[self.device_of[stage]]
-        return tuple(a.microbatch for a in order if a.stage == stage and a.kind in (Kind.B, Kind.I))
+        return tuple(a for a in order if a.stage == stage and a.kind in (Kind.B, Kind.I, Kind.W))
 
     def first(self, num_microbatches: int) -> Schedule:
         """The schedule of the first few microbatches: every action of the others dropped, the order kept."""

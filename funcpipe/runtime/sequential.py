@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from funcpipe.core.errors import Where, fail
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, RunStats
+from funcpipe.core.schedule import Action, Kind
 from funcpipe.core.tree import Tree
 from funcpipe.lower.skips import routes
 from funcpipe.runtime.border import Border
@@ -36,8 +38,8 @@ def run_sequential(
 ) -> Result:
     """What `run` must equal: every microbatch through all stages and back, one after the other, on this thread.
 
-    Gradients of a stage accumulate in the order in which the schedule runs its backwards. Arguments, result and errors
-    are those of `run`.
+    Gradients of a stage accumulate in the order in which the schedule runs its backwards (B, I, W). Arguments, result
+    and errors are those of `run`.
     """
     options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
     options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane, "check": check}
@@ -74,22 +76,25 @@ class Loop:
         self.at = (0, 0, "F")
 
     def run(self) -> None:
-        """Everything."""
-        plan, count = self.plan, self.ready.batch.num_microbatches
-        backward = plan.schedule.has_backward
+        """Everything: a forward, then every backward that the order of its stage lets come next."""
+        count = self.ready.batch.num_microbatches
+        schedule = self.plan.schedule.first(count)
+        backwards = [deque(schedule.backward_order(stage)) for stage in range(self.plan.num_stages)]
         try:
             for m in range(count):
-                self.forward(m, keep=backward)
-                if backward and plan.schedule.is_ascending:
-                    for stage in reversed(range(plan.num_stages)):
-                        self._backward(stage, m)
-            if backward and not plan.schedule.is_ascending:
-                for stage in reversed(range(plan.num_stages)):
-                    for m in plan.schedule.backward_order(stage):
-                        if m < count:
-                            self._backward(stage, m)
+                self.forward(m, keep=schedule.has_backward)
+                for stage, waiting in reversed([*enumerate(backwards)]):
+                    while waiting and self._may(waiting[0], stage):
+                        self._backward(waiting.popleft())
         except BaseException as error:
             fail(error, self.where())
+
+    def _may(self, action: Action, stage: int) -> bool:
+        """Is there what a backward reads. Where the next stage's has run, so have all later ones."""
+        m = action.microbatch
+        if action.kind is Kind.W:
+            return True  # its I stands before it
+        return (stage, m) in self.residuals and (stage == self.plan.num_stages - 1 or (stage, m) in self.grads)
 
     def where(self) -> Where:
         """The coordinates of what it is at."""
@@ -132,9 +137,14 @@ class Loop:
         if plan.outputs:
             self.outputs[plan.num_stages - 1, m] = x
 
-    def _backward(self, stage: int, m: int) -> None:
-        self.at = (stage, m, "B")
-        part = self.plan.stages[stage]
+    def _backward(self, action: Action) -> None:
+        """B, or its half."""
+        kind, stage, m = action
+        self.at = (stage, m, kind.value)
+        part, bound = self.plan.stages[stage], self.ready.bounds[stage]
+        if kind is Kind.W:
+            bound.backward_weight(self.residuals.pop((stage, m)))
+            return
         y = self.grads.pop((stage, m), None)
         stash = {
             name: [
@@ -145,7 +155,11 @@ class Loop:
             if name in self.routes
         }
         given = None if y is None else self._to(y, stage)
-        cotangents = self.ready.bounds[stage].backward(self.residuals.pop((stage, m)), given, stash)
+        residual = self.residuals.pop((stage, m))
+        if kind is Kind.I:
+            cotangents, self.residuals[stage, m] = bound.backward_input(residual, given, stash)
+        else:
+            cotangents = bound.backward(residual, given, stash)
         if stage:
             self.grads[stage - 1, m] = cotangents.x
         for name, gradient in zip(part.pop, cotangents.skips, strict=True):
