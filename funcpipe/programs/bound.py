@@ -102,6 +102,7 @@ class CompiledBound(EagerBound):
         self.sums: list[Tensor | None] = []
         self.ends: dict[tuple[Programs, float], dict[str, Tensor]] = {}
         self.programs: Programs | None = None
+        self.met: dict[Hashable, Programs | None] = {}
         self.waiting: list[tuple[Half, Any]] = []
         self.fixed_words: Hashable = None
 
@@ -156,8 +157,10 @@ class CompiledBound(EagerBound):
         if signature != self.signature:
             if self.fixed_words is None:
                 self.fixed_words = self._words()
-            self.programs = self.compiled.programs((self.fixed_words, *signature), lambda: self._ask(args))
-            self.signature = signature
+            key = (self.fixed_words, *signature)
+            if key not in self.met:  # what a run has it keeps, whatever else is made meanwhile
+                self.met[key] = self.compiled.programs(key, lambda: self._ask(args))
+            self.programs, self.signature = self.met[key], signature
         return self.programs
 
     def _ask(self, args: StageArgs) -> Ask:
@@ -259,6 +262,7 @@ class CompiledBound(EagerBound):
         self.bare, self.sums = [], []
         self.given.clear()
         self.ends.clear()
+        self.met.clear()
         self.programs = self.signature = None
 
 

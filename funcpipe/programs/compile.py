@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from funcpipe.core.errors import PlanError, TraceError
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, is_differentiable
+from funcpipe.programs.advice import advice
 from funcpipe.programs.backend import Backend, cudagraphs, inductor
 from funcpipe.programs.bound import CompiledBound
 from funcpipe.programs.hoist import hoist
@@ -34,16 +36,23 @@ class Compiled:
         merge: are those of adjacent W added as one.
         recompute: is what is cheap to compute again not kept for the backward.
         fallback: does a stage that cannot be traced run eagerly.
-        found: what became of each signature: its programs, or why there are none.
+        max_programs: for how many signatures programs are kept.
+        found: what became of each of these, the longest unused first: its programs, or why there are none.
+        made: how many were made in all.
     """
 
-    def __init__(self, *, backend: Backend | str, fuse: bool, merge: bool, recompute: bool, fallback: bool) -> None:
+    def __init__(
+        self, *, backend: Backend | str, fuse: bool, merge: bool, recompute: bool, fallback: bool, max_programs: int
+    ) -> None:
         self.backend, self.fuse, self.merge, self.recompute, self.fallback = backend, fuse, merge, recompute, fallback
+        self.max_programs = max_programs
         self.found: dict[Hashable, Programs | TraceError] = {}
-        self._making = threading.Lock()
+        self.made = 0
+        self._told = False
+        self._making, self._turn = threading.Lock(), threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("backend", "fuse", "merge", "recompute", "fallback")}
+        return {name: getattr(self, name) for name in _OPTIONS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -62,19 +71,37 @@ class Compiled:
         Raises:
             TraceError: the stage cannot be traced and was not asked to fall back.
         """
-        found = self.found.get(signature)
+        found = self._look(signature)
         if found is None:
             found = self._make(signature, ask)
+            self._advise(signature, ask())
         if isinstance(found, Programs):
             return found
         if self.fallback:
             return None
         raise TraceError(f"stage {ask().stage.name!r} cannot be compiled: {found}; leave it eager, or fp.compile(stage, fallback=True) to run it so where it cannot be")  # fmt: skip
 
+    def _look(self, signature: Hashable) -> Programs | TraceError | None:
+        """What there is for a signature, which is used last now."""
+        with self._turn:
+            found = self.found.pop(signature, None)
+            if found is not None:
+                self.found[signature] = found
+            return found
+
+    def _keep(self, signature: Hashable, found: Programs | TraceError) -> None:
+        """Keep what was made; what is unused for longest goes. Runs that use it hold it until they end."""
+        with self._turn:
+            self.made += 1
+            self.found[signature] = found
+            over = list(self.found)[: -self.max_programs]
+            gone = [self.found.pop(one) for one in over]
+        del gone  # it may be large, and nobody has to wait for that
+
     def _make(self, signature: Hashable, ask: Callable[[], Ask]) -> Programs | TraceError:
         """The programs for a signature that has none yet; whoever else waits for them gets the same."""
         with self._making:
-            found = self.found.get(signature)
+            found = self._look(signature)
             if found is None:
                 try:
                     backend = _BACKENDS[self.backend] if isinstance(self.backend, str) else self.backend
@@ -85,11 +112,23 @@ class Compiled:
                             least_kept(joint)
                     found = Programs(joint, fuse=self.fuse, backend=backend)
                 except TraceError as error:
-                    found = self.found[signature] = TraceError(str(error))  # without its frames
+                    found = TraceError(str(error))  # without its frames
                     if not self.fallback and error.cause is not None:
+                        self._keep(signature, found)
                         raise
-                self.found[signature] = found
+                self._keep(signature, found)
             return found
+
+    def _advise(self, signature: Hashable, ask: Ask) -> None:
+        """Say once what makes traces come over and over."""
+        with self._turn:
+            text = "" if self._told else advice(ask, signature, list(self.found), self.made, self.max_programs)
+            self._told = self._told or bool(text)
+        if text:
+            warnings.warn(text, stacklevel=2)
+
+
+_OPTIONS = ("backend", "fuse", "merge", "recompute", "fallback", "max_programs")
 
 
 def compile(
@@ -100,6 +139,7 @@ def compile(
     merge: bool = False,
     recompute: bool = False,
     fallback: bool = False,
+    max_programs: int = 16,
 ) -> Stage:
     """The stage with its forward, backward, input backward and weight backward as programs.
 
@@ -137,12 +177,17 @@ def compile(
             softmax are computed again where that is less (min-cut rematerialization); products and random draws are not.
             The bits are the same. `Programs.residual_bytes` says what is kept; see `remat` for the coarse way.
         fallback: run eagerly what cannot be traced, instead of raising; `programs` says why it cannot.
+        max_programs: for how many signatures programs are kept, each of them with F, B, I, W; of a few large layers that is
+            some MiB, with "cudagraphs" it holds memory of the device. Another one takes the place of what is unused for
+            longest, whose memory is freed when the runs that use it end. Where traces come over and over, a warning says
+            once what makes them.
 
     Returns:
         A stage for the same parameters and state.
 
     Raises:
-        PlanError: this is no stage, there is no such backend, or merge without fuse. (A run raises it for a stage that cannot be traced.)
+        PlanError: this is no stage, there is no such backend, merge without fuse, or max_programs is no number from 1. (A
+            run raises it for a stage that cannot be traced.)
     """
     if not isinstance(stage, Stage):
         raise PlanError(f"compile takes a stage; got a {type(stage).__name__}; make one: fp.stage(fn), fp.from_module(module), fp.split(model, ...)")  # fmt: skip
@@ -152,9 +197,12 @@ def compile(
         raise PlanError(
             "merge=True adds one product for several W, and fuse=False asks for eager's rounding; leave one out"
         )
-    return replace(
-        stage, program=Compiled(backend=backend, fuse=fuse, merge=merge, recompute=recompute, fallback=fallback)
-    )
+    if not isinstance(max_programs, int) or isinstance(max_programs, bool) or max_programs < 1:
+        raise PlanError(
+            f"max_programs is an int from 1, for how many signatures programs are kept; got {max_programs!r}"
+        )
+    options: dict[str, Any] = {"backend": backend, "fuse": fuse, "merge": merge, "recompute": recompute}
+    return replace(stage, program=Compiled(**options, fallback=fallback, max_programs=max_programs))
 
 
 def programs(

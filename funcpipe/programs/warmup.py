@@ -59,8 +59,8 @@ def warmup(
     options: dict[str, Any] = {"state": state, "feeds": feeds, "trainable": trainable, "seed": 0, "check": ()}
     ready = prepare("warmup", plan, params, batch, loss_scale=1.0, threads_per_lane=None, **options)
     shapes = _one_of_each(ready)
-    makers = [stage.program for stage in plan.stages if stage.program is not None]
-    before = sum(len(maker.found) for maker in makers)
+    makers = {id(stage.program): stage.program for stage in plan.stages if stage.program is not None}.values()
+    before = sum(maker.made for maker in makers)
     told = _Told(plan, len(shapes), progress)
     loop = Loop(replace(ready, bounds=[_Telling(bound, told, i) for i, bound in enumerate(ready.bounds)]))  # pyright: ignore
     token = RUNNING.set(loop.where)
@@ -72,7 +72,7 @@ def warmup(
         RUNNING.reset(token)
     release(ready)
     told.over()
-    return sum(len(maker.found) for maker in makers) - before
+    return sum(maker.made for maker in makers) - before
 
 
 def _one_of_each(ready: Prepared) -> list[int]:

@@ -569,6 +569,26 @@ def test_programs_are_recorded_by_warmup(tapes):
     assert len(tapes.made) == made
 
 
+def test_dropped_programs_hold_no_memory_of_the_device(tapes):
+    """Their graphs go when they do, and do not wait for the garbage collector."""
+    plan, params = linear_plan(num=1, microbatches=1)
+    part = fp.compile(plan.stages[0], backend="cudagraphs", max_programs=2)
+    plan = fp.make_plan([part], plan.schedule, loss=F.mse_loss, devices="cpu")
+    fp.run(plan, params, data(), executor="serial")
+    mark = weakref.ref(tapes.made.pop(0))
+    tapes.made.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        assert mark() is not None
+        for rows in (1, 2):
+            fp.run(plan, params, tuple(one[:rows] for one in data()), executor="serial")
+            tapes.made.clear()
+        assert mark() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("built", ["under autocast", "in inference mode"])
 def test_what_is_on_while_programs_are_built(tapes, built):
     """Is not in them."""
