@@ -51,7 +51,13 @@ def compose(*stages: Stage, name: str = "") -> Stage:
         commit=_CommitEach(stages) if any(part.commit for part in stages) else None,
         offers=tuple(n for part in stages for n in (*part.stash, *part.offers) if n in offered),
         takes_train=any(part.takes_train for part in stages),
+        shares=tuple((_inside(n, path), one) for n, part in enumerate(stages) for path, one in part.shares),
     )
+
+
+def _inside(part: int, path: Any) -> tuple[Any, ...]:
+    """The path in the params of a composition."""
+    return (part, *(path if isinstance(path, tuple) else (path,)))
 
 
 def chain(

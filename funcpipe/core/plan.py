@@ -359,6 +359,7 @@ class Plan:
         ties: groups of (stage, path) that are one parameter.
         train: what stages that ask for it get.
         outputs: does a run return the merged outputs of the last stage.
+        state: of the model that the stages were cut from, as it was then; None: nobody knows.
     """
 
     stages: tuple[Stage, ...]
@@ -370,6 +371,7 @@ class Plan:
     ties: Ties = ()
     train: bool = True
     outputs: bool = False
+    state: tuple[Any, ...] | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}

@@ -315,6 +315,7 @@ class Result:
         timeline: measured, with ``record=True``.
         stats: how the run went.
         loss_scale: what the gradients (not the loss) were multiplied by.
+        ties: of the plan: groups of (stage, path) that are one parameter.
     """
 
     loss: Any
@@ -328,6 +329,7 @@ class Result:
     timeline: Timeline | None
     stats: RunStats
     loss_scale: float = 1.0
+    ties: tuple[tuple[tuple[int, Any], ...], ...] = ()
 
     @cached_property
     def finite(self) -> bool:

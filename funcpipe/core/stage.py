@@ -92,6 +92,17 @@ def current_scope() -> Stage | None:
     return _SCOPE.get()
 
 
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """One parameter that several stages hold. It is told from others by being this very object.
+
+    Attributes:
+        name: what the model calls it.
+    """
+
+    name: str
+
+
 @dataclass(eq=False)
 class Seen:
     """What runs found out about a stage, so that they look once: it belongs to the stage and is not copied with it.
@@ -127,6 +138,7 @@ class Stage:
         commit: ``(state, stats of the microbatches) -> state``, once per batch; None: the state never changes.
         offers: stashed names that nobody has to pop, because a composition already popped them inside.
         program: how a run calls it: None: as it is; else what `compile` made.
+        shares: which of its parameters other stages hold too: (path, what is shared). A plan ties them by itself.
         seen: what runs found out about it.
     """
 
@@ -140,6 +152,7 @@ class Stage:
     offers: tuple[str, ...] = field(default=(), repr=False)
     takes_train: bool = field(default=False, repr=False)
     program: Any = field(default=None, repr=False)
+    shares: tuple[tuple[Any, Shared], ...] = field(default=(), repr=False)
     seen: Seen = field(default_factory=Seen, init=False, repr=False)
 
     def __call__(
@@ -206,7 +219,27 @@ class Stage:
                 f"stage {self.name!r} cannot be pickled: its function {self.fn.__qualname__} is not importable; "
                 "define it at the top of a module"
             )
-        return (Stage, (*fields, self.offers, self.takes_train, self.program))
+        return (Stage, (*fields, self.offers, self.takes_train, self.program, self.shares))
+
+
+@runtime_checkable
+class Divided(Protocol):
+    """A model in stages, with what a plan must know of it besides: what `split` gives."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """In order."""
+        ...
+
+    @property
+    def state(self) -> tuple[Tree, ...]:
+        """As it was in the model, one tree per stage."""
+        ...
+
+    @property
+    def loss(self) -> Callable[..., Any] | None:
+        """The model's own."""
+        ...
 
 
 def normalise(result: Any) -> Out:

@@ -8,12 +8,12 @@ from typing import Any, cast
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.plan import Lowered, Plan, Ties
 from funcpipe.core.schedule import Schedule
-from funcpipe.core.stage import Stage, names_of
+from funcpipe.core.stage import Divided, Shared, Stage, names_of
 from funcpipe.lower.tasks import lower
 
 
 def make_plan(
-    stages: Sequence[Stage],
+    stages: Sequence[Stage] | Stage | Divided,
     schedule: Schedule,
     *,
     devices: Any = None,
@@ -32,13 +32,15 @@ def make_plan(
     copy caller->0:  reads input[0,0]  slot 0
 
     Args:
-        stages: the stages, in order.
+        stages: the stages, in order; or what `split` made, whose loss (where the schedule has backwards and none is given),
+            ties and state the plan takes too.
         schedule: any schedule with as many stages; checked.
         devices: a ``torch.device`` or its name for each device of the schedule, or one for all of them; None: chosen
             when the plan runs (CUDA devices if there are any, else the CPU).
         loss: ``(y, target)`` -> the mean over the microbatch, or ``(sum, weight)``, or a `Loss`.
         weight: ``target -> number``, the microbatch's share in the loss, evaluated before any forward; None: its rows.
-        ties: groups of ``(stage, path)`` that are one parameter: gradients are summed and every holder gets the sum.
+        ties: groups of ``(stage, path)`` that are one parameter: gradients are summed and every holder gets the sum. Stages
+            that `split` made know theirs; these need not be named.
         train: what stages that take ``train`` get (dropout, batch norm); None: True if the schedule has backwards.
         outputs: does a run return the last stage's outputs, merged; None: True if the schedule has no backwards.
 
@@ -47,10 +49,14 @@ def make_plan(
         PlanError: stages, schedule and options do not fit; every fault is listed.
     """
     faults: list[str] = []
+    state: tuple[Any, ...] | None = None
+    if isinstance(stages, Divided):
+        loss = stages.loss if loss is None and getattr(schedule, "has_backward", False) else loss
+        stages, state = stages.stages, stages.state
     stages = (stages,) if isinstance(stages, Stage) else tuple(stages)
     for index, part in enumerate(stages):
         if not isinstance(part, Stage):
-            faults.append(f"stage {index} is a {type(part).__name__}; make it one with fp.stage(fn) or fp.from_module(module)")  # fmt: skip
+            faults.append(f"stage {index} is a {type(part).__name__}; make it one with fp.stage(fn) or fp.from_module(module){_unpacked(part)}")  # fmt: skip
     if not isinstance(schedule, Schedule):
         faults.append(f"schedule is a {type(schedule).__name__}; make one with fp.one_f_one_b(...) or Schedule.parse(text)")  # fmt: skip
     for name, fn in (("loss", loss), ("weight", weight)):
@@ -73,9 +79,10 @@ def make_plan(
         _devices(devices, schedule.num_devices),
         loss,
         weight,
-        _ties(ties, stages),
+        _with_shared(_ties(ties, stages), stages),
         schedule.has_backward if train is None else train,
         with_outputs,
+        state,
     )
 
 
@@ -125,6 +132,33 @@ def _ties(ties: Sequence[Sequence[tuple[int, Any]]], stages: Sequence[Stage]) ->
     if faults:
         raise PlanError(bullets(f"ties do not fit the stages ({', '.join(names_of(stages))}):", faults))
     return tuple(out)
+
+
+def _with_shared(ties: Ties, stages: Sequence[Stage]) -> Ties:
+    """The ties, and those that stages know of each other. Raises PlanError where they contradict."""
+    groups: dict[Shared, list[tuple[int, Any]]] = {}
+    for index, part in enumerate(stages):
+        for path, shared in part.shares:
+            groups.setdefault(shared, []).append((index, path))
+    named = {member: number for number, group in enumerate(ties) for member in group}
+    out, faults = list(ties), list[str]()
+    for shared, members in groups.items():
+        found = {named.get(member) for member in members}
+        if found == {None} and len(members) > 1:
+            out.append(tuple(members))
+        elif len(found) > 1:
+            faults.append(f"{members} are one parameter ({shared.name!r}), and ties= names only some of them")
+    if faults:
+        raise PlanError(
+            bullets("ties do not fit the stages; leave out what split made, the plan ties it by itself:", faults)
+        )
+    return tuple(out)
+
+
+def _unpacked(part: Any) -> str:
+    """What to say of (stage, params, state)."""
+    made = isinstance(part, tuple) and any(isinstance(one, Stage) for one in part)  # pyright: ignore[reportUnknownVariableType]
+    return ", which returns (stage, params, state): stages, params, state = zip(fp.from_module(a), ...)" if made else ""
 
 
 def _is_place(member: tuple[Any, ...], num_stages: int) -> bool:

@@ -15,7 +15,7 @@ from funcpipe.core.plan import Ties
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree
 from funcpipe.models.graph import Edge
-from funcpipe.models.ties import Home, Owner, groups, transmit
+from funcpipe.models.ties import Home, Owner, groups, mark, transmit
 from funcpipe.models.traced import GraphFn
 
 Part = tuple[Stage, Any, Any]
@@ -30,7 +30,7 @@ class Split:
         stages: in order.
         params: for each stage the model's parameters that it uses, by the model's names; the very same tensors.
         state: for each stage copies of the buffers that it uses, by the model's names; () for none.
-        ties: groups of (stage, name) that are one parameter: give them to ``make_plan(ties=)`` and ``step(ties=)``.
+        ties: groups of (stage, name) that are one parameter; the stages know them, so a plan has them by itself.
         loss: ``(output, target) -> loss`` that takes the model's own loss out of its output; None if it has none.
         edges: the values between stages, where a trace told them.
     """
@@ -190,6 +190,7 @@ def assemble(
     homes = _homes(model, params, state)
     found = groups(params)
     stages, params, found = transmit(stages, params, found, ties)
+    stages = mark(stages, found)
     homes = {name: home.among(params) for name, home in homes.items()}
     tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     rest = {name: tensors[name].detach() for name, home in homes.items() if not home.owners}

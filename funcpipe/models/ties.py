@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.plan import Ties
-from funcpipe.core.stage import BoundFn, Out, Stage, normalise
+from funcpipe.core.stage import BoundFn, Out, Shared, Stage, normalise
 from funcpipe.core.tree import Tree
 
 
@@ -50,6 +50,16 @@ def groups(params: Sequence[Mapping[str, Tensor]]) -> Ties:
         for key, tensor in tree.items():
             holders.setdefault(id(tensor), []).append((stage, key))
     return tuple(tuple(group) for group in holders.values() if len({stage for stage, _ in group}) > 1)
+
+
+def mark(stages: Sequence[Stage], ties: Ties) -> tuple[Stage, ...]:
+    """The stages, each of which knows which of its parameters others hold too."""
+    rows: list[list[tuple[Any, Shared]]] = [[] for _ in stages]
+    for group in ties:
+        shared = Shared(str(group[0][1]))
+        for stage, key in group:
+            rows[stage].append((key, shared))
+    return tuple(replace(one, shares=tuple(row)) if row else one for one, row in zip(stages, rows, strict=True))
 
 
 def transmit(

@@ -16,7 +16,7 @@ from funcpipe.pipe.memory_join import join, peaks
 from funcpipe.pipe.memory_measure import Measured, Pass
 from funcpipe.pipe.memory_optimizer import State, optimizer_state
 from funcpipe.pipe.profile_layers import Layer, known_device, layers_of
-from funcpipe.runtime.prepare import Trainable, trainable_leaves
+from funcpipe.runtime.trainable import Trainable, trainable_leaves
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from funcpipe.pipe.profile_layers import Layer, blame, known_device, layers_of
 from funcpipe.runtime.border import Border, given
 from funcpipe.runtime.context import Context, cores, intra_op_threads, no_autocast_cache, pin, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
-from funcpipe.runtime.prepare import Trainable, trainable_leaves
 from funcpipe.runtime.program import Bound, Program, StageArgs
 from funcpipe.runtime.rng import Keys
+from funcpipe.runtime.trainable import Trainable, trainable_leaves
 
 
 def profile(

@@ -19,9 +19,9 @@ from funcpipe.programs.joint import Ask, trace, tracing
 from funcpipe.programs.programs import Programs
 from funcpipe.programs.recompute import recompute as least_kept
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.prepare import Trainable, trainable_leaves
 from funcpipe.runtime.program import StageArgs
 from funcpipe.runtime.rng import Keys
+from funcpipe.runtime.trainable import Trainable, trainable_leaves
 
 _BACKENDS: dict[str, Backend | None] = {"graph": None, "inductor": inductor, "cudagraphs": cudagraphs}
 """By name; None: programs are Python that calls torch's kernels."""

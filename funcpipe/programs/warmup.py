@@ -15,10 +15,11 @@ from funcpipe.core.tree import Tree
 from funcpipe.programs.bound import CompiledBound
 from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache
 from funcpipe.runtime.finish import release
-from funcpipe.runtime.prepare import Prepared, Trainable, prepare
+from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.program import StageArgs, StageOut
 from funcpipe.runtime.sequential import Loop
 from funcpipe.runtime.signature import word
+from funcpipe.runtime.trainable import Trainable
 
 
 def warmup(

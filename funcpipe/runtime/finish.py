@@ -14,9 +14,10 @@ from funcpipe.core.result import Loss, Result, RunStats, Timeline
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves, paths, unflatten
 from funcpipe.runtime.border import Border, apart
-from funcpipe.runtime.prepare import Prepared, key_of
+from funcpipe.runtime.prepare import Prepared
 from funcpipe.runtime.program import Report
 from funcpipe.runtime.seam import merge
+from funcpipe.runtime.trainable import key_of
 
 ByPlace = Mapping[tuple[int, int], Any]
 """Values by (stage, microbatch)."""
@@ -36,6 +37,8 @@ def finish(
     last = plan.num_stages - 1
     refuse_writes(ready, "a stage wrote into its parameters; a stage is pure, so compute with a copy:")
     loss, weight, losses, aux, late = _fold_losses(ready, reports)
+    if loss is not None:
+        loss.backward = _no_backward
     grads: tuple[Tree, ...] | None = None
     unused: list[tuple[int, Any]] = []
     if backward:
@@ -47,7 +50,15 @@ def finish(
         pieces: list[Border] = [outputs[last, m] for m in range(count)]
         merged = merge(pieces, ready.batch.rows, merged=ready.batch.merged)
     scale = ready.shares.loss_scale
-    return Result(loss, weight, losses, aux, grads, tuple(unused), state, merged, timeline, stats, scale)
+    return Result(loss, weight, losses, aux, grads, tuple(unused), state, merged, timeline, stats, scale, plan.ties)
+
+
+def _no_backward(*_: Any, **__: Any) -> None:
+    """What ``result.loss.backward()`` says instead of torch's own words."""
+    raise PlanError(
+        "the backwards have run already: the gradients are in result.grads; fp.step(optimizer, params, result) makes the step. "
+        "For a loss of your own around a pipeline there are fp.vjp and fp.Pipe"
+    )
 
 
 def release(ready: Prepared) -> None:

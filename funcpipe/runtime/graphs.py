@@ -22,10 +22,11 @@ from funcpipe.core.tree import Tree, flatten, structure, unflatten
 from funcpipe.runtime.context import RUNNING, not_carried, refuse_transforms
 from funcpipe.runtime.microbatch import Axis, Microbatches, Replicate
 from funcpipe.runtime.place import plan_devices, same_device
-from funcpipe.runtime.prepare import checked_seed, trainable_leaves
+from funcpipe.runtime.prepare import checked_seed
 from funcpipe.runtime.recorded import Recorded, Unrecordable
 from funcpipe.runtime.signature import switches, word
 from funcpipe.runtime.stream import Place
+from funcpipe.runtime.trainable import trainable_leaves
 
 _MOST = 8
 """Forms of input that are recorded; each holds memory of its own."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from funcpipe.core.errors import PlanError
+from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.result import Result, RunStats
-from funcpipe.core.tree import Tree, at, flatten, leaves, map_leaves, structure
+from funcpipe.core.tree import Tree, at, flatten, leaves, locations, map_leaves, structure
 
 Ties = Sequence[Sequence[tuple[int, Any]]]
 
@@ -21,13 +21,17 @@ Ties = Sequence[Sequence[tuple[int, Any]]]
 def step(
     optimizer: torch.optim.Optimizer,
     params: Tree,
-    grads: Tree,
+    grads: Tree | Result,
     *,
     max_norm: float | None = None,
     ties: Ties = (),
     scaler: torch.amp.GradScaler | None = None,
 ) -> Tensor:
     """One step of an optimizer over ``leaves(params)``; every ``.grad`` is None again afterwards.
+
+    ``fp.step(optimizer, params, result)`` takes what it must know from the result: the gradients, the ties, and the loss
+    scale. Gradients of a run with ``loss_scale`` are divided by it, and where one of any stage is inf or NaN nothing is
+    stepped.
 
     >>> import torch
     >>> params = ({"w": torch.ones(2)},)
@@ -38,22 +42,28 @@ def step(
     Args:
         optimizer: any torch optimizer that holds some of the leaves of ``params``; the others stay as they are.
         params: the trees that were run.
-        grads: of the same structure, None where there is none (`Result.grads`); not written to.
+        grads: a result of a run with backwards (or `accumulate`); or gradients alone, of the structure of params, None
+            where there is none, of a run without loss scale. Not written to.
         max_norm: clip the norm over all stages to it, held by this optimizer or not.
-        ties: as in the plan: a tied parameter counts once in the norm.
-        scaler: of a run with ``loss_scale=scaler.get_scale()``: gradients are unscaled before they are clipped, and
-            where one of any stage is inf or NaN nothing is stepped. Call ``scaler.update()`` afterwards, once a batch.
+        ties: for gradients alone, as in the plan: a tied parameter counts once in the norm.
+        scaler: of a run with ``loss_scale=scaler.get_scale()``: it unscales, and skips the step. Call
+            ``scaler.update()`` afterwards, once a batch.
 
     Returns:
-        The norm before clipping, a 0-dim tensor; of the unscaled gradients, so not finite where the scaler skips.
+        The norm before clipping, a 0-dim tensor; of the unscaled gradients, so not finite where the step is skipped.
 
     Raises:
-        PlanError: params and grads differ in structure, no leaf that the optimizer holds has a gradient, it wants a
-            closure (LBFGS), or an option is not what it should be.
+        PlanError: the result has no gradients, params and grads differ in structure, no leaf that the optimizer holds has
+            a gradient, it wants a closure (LBFGS), or an option is not what it should be.
     """
-    if structure(params) != structure(grads):
-        raise PlanError(f"params and grads differ in structure: {structure(params)} and {structure(grads)}")
     _check_options(optimizer, max_norm, scaler)
+    scale = 1.0
+    if isinstance(grads, Result):
+        grads, ties, scale = _of_result(grads, ties, scaler)
+    if structure(params) != structure(grads):
+        raise PlanError(
+            bullets("params and grads differ in structure; give both of the same run:", _apart(params, grads))
+        )
     found = _by_leaf(params, grads, ties)
     held = _held(optimizer, found)
     every = leaves(params)
@@ -63,16 +73,20 @@ def step(
         for one in held:
             if max_norm is not None or scaler is not None:
                 one.gradient = one.gradient.clone()  # clipping and unscaling write, and the caller's are the caller's
+        if scale != 1.0:
+            for one in found:
+                one.gradient = one.gradient / scale
+        for one in held:
             one.leaf.grad = one.gradient
         if scaler is not None:
             _unscale(scaler, optimizer, found, held)
         norm = get_total_norm([one.gradient for one in found if one.counts])
         if max_norm is not None:
             clip_grads_with_norm_(every, max_norm, norm)
-        if scaler is None:
-            optimizer.step()
-        else:
+        if scaler is not None:
             scaler.step(optimizer)
+        elif scale == 1.0 or bool(norm.isfinite()):
+            optimizer.step()
     finally:
         for leaf in every:
             leaf.grad = None
@@ -245,6 +259,31 @@ def _unscale(
         first.add_(get_total_norm([one.gradient for one in others]).to(first.device) * 0)
     scaler.scale(torch.zeros((), device=first.device))  # its scale becomes a tensor with the first thing it scales
     scaler.unscale_(optimizer)
+
+
+def _of_result(result: Result, ties: Ties, scaler: Any) -> tuple[tuple[Tree, ...], Ties, float]:
+    """The gradients of a result, its ties, and what is left to divide by."""
+    if result.grads is None:
+        raise PlanError(
+            "the result has no gradients: its schedule has no backwards; run a plan of a schedule that has them"
+        )
+    if scaler is None:
+        return result.grads, ties or result.ties, result.loss_scale
+    if scaler.is_enabled() and scaler.get_scale() != result.loss_scale:
+        raise PlanError(
+            f"the scaler's scale is {scaler.get_scale():g} and the run's was {result.loss_scale:g}; run with "
+            "loss_scale=scaler.get_scale(), and call scaler.update() after the step"
+        )
+    return result.grads, ties or result.ties, 1.0
+
+
+def _apart(params: Tree, grads: Tree) -> list[str]:
+    """Where two trees differ, in words."""
+    named = [dict.fromkeys(locations(tree, "")) for tree in (params, grads)]
+    lines = [f"params{place} has no gradient: grads have no leaf there" for place in named[0] if place not in named[1]]
+    lines += [f"grads{place} belongs to no leaf of params" for place in named[1] if place not in named[0]]
+    kinds = [type(tree).__name__ for tree in (params, grads)]
+    return lines[:8] or [f"params is a {kinds[0]}, grads a {kinds[1]}, with the same leaves in other containers"]
 
 
 def _check_options(optimizer: torch.optim.Optimizer, max_norm: Any, scaler: Any) -> None:

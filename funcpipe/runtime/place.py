@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcpipe.core.errors import PlacementError, bullets
+from funcpipe.core.errors import PlacementError, PlanError, bullets
 from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves
+from funcpipe.runtime.trainable import refuse_undeclared_ties, resolve_ties, trainable_leaves
 
 
 def devices(count: int) -> tuple[torch.device, ...]:
@@ -55,6 +56,7 @@ def place(plan: Plan, params: Sequence[Tree]) -> tuple[Tree, ...]:
 
     Raises:
         PlacementError: not one tree per stage.
+        PlanError: one tensor in two stages, and no tie of the plan says so.
     """
     if not isinstance(params, (tuple, list)) or len(params) != plan.num_stages:
         raise PlacementError(
@@ -62,6 +64,14 @@ def place(plan: Plan, params: Sequence[Tree]) -> tuple[Tree, ...]:
         )
     where = plan_devices(plan)
     device_of = plan.schedule.device_of
+    if plan.schedule.has_backward and len({where[device_of[stage]] for stage in range(plan.num_stages)}) > 1:
+        wanted = trainable_leaves(params, None)
+        try:
+            ties = resolve_ties(plan, params, wanted)
+        except PlanError:  # state has other paths than params, and nothing in it is tied
+            ties = None
+        if ties is not None:
+            refuse_undeclared_ties(params, wanted, ties)  # copies on several devices would go apart
     return tuple(_move(tree, where[device_of[stage]]) for stage, tree in enumerate(params))
 
 

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, Where, bullets, fail
+from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, bullets
 from funcpipe.core.plan import Lowered, Plan
 from funcpipe.core.stage import names_of
-from funcpipe.core.tree import Path, Tree, flatten, is_differentiable, locations, paths
+from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.lower.plan import program_for
 from funcpipe.runtime import microbatch
 from funcpipe.runtime.context import RUNNING, cores, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.finite import FiniteBound
-from funcpipe.runtime.place import misplaced, plan_devices
+from funcpipe.runtime.place import misplaced, place, plan_devices
 from funcpipe.runtime.program import Bound, Program, Shares
 from funcpipe.runtime.rng import Keys
-
-Trainable: TypeAlias = bool | Callable[[str, Tensor], bool] | Sequence[Any] | None
-"""Which leaves get gradients; see `run`."""
+from funcpipe.runtime.trainable import Trainable, refuse_undeclared_ties, resolve_ties, trainable_leaves
 
 
 @dataclass(frozen=True)
@@ -112,9 +109,9 @@ def prepare(
     cut = microbatch.cut(plan, inputs, target, feeds)
     shares = microbatch.shares(cut, plan.weight, loss_scale)
     wanted = trainable_leaves(trees, trainable) if backward else [[False] * len(flatten(t)[0]) for t in trees]
-    ties = _resolve_ties(plan, trees, wanted)
+    ties = resolve_ties(plan, trees, wanted)
     if backward:
-        _refuse_undeclared_ties(trees, wanted, ties)
+        refuse_undeclared_ties(trees, wanted, ties)
     if backward and not halves:
         _refuse_untrained(trees, states, wanted)
     # Whoever set fewer threads than there are cores meant it: other work wants the rest.
@@ -268,20 +265,34 @@ def _check_halves(plan: Plan, backward: bool) -> None:
 
 
 def _per_stage(what: str, trees: Any, plan: Plan) -> tuple[Tree, ...]:
-    if not isinstance(trees, (tuple, list)):
-        raise PlanError(f"{what} is a tuple with one tree for each of {plan.num_stages} stages (() for none); got a {type(trees).__name__}")  # fmt: skip
-    given = tuple(cast("Sequence[Tree]", trees))
-    if len(given) != plan.num_stages:
-        raise PlanError(f"{what} is a tuple with one tree for each of {plan.num_stages} stages ({', '.join(names_of(plan.stages))}), () for none; got {len(given)}")  # fmt: skip
-    return given
+    count, labels = plan.num_stages, ", ".join(names_of(plan.stages))
+    given = tuple(cast("Sequence[Tree]", trees)) if isinstance(trees, (tuple, list)) else None
+    if given is not None and len(given) == count:
+        return given
+    found = f"a {type(trees).__name__}" if given is None else f"{len(given)}"
+    hint = f"; for one stage that is ({what},)" if count == 1 else ""
+    raise PlanError(
+        f"{what} is a tuple with one tree for each of {count} stages ({labels}), () for none; got {found}{hint}"
+    )
 
 
 def _states(state: Any, plan: Plan) -> tuple[Tree, ...]:
     labels = names_of(plan.stages)
     if state is None:
+        changing = [labels[i] for i, part in enumerate(plan.stages) if part.commit is not None and plan.train]
         needing = [labels[i] for i, part in enumerate(plan.stages) if part.state]
+        if plan.state is not None and not changing:
+            return place(plan, plan.state)
+        if plan.state is not None:
+            raise PlanError(
+                f"state= is missing: a batch changes that of {', '.join(changing)}; give fp.place(plan, plan.state) with the "
+                "first batch, and with every other one the result.state of the one before"
+            )
         if needing:
-            raise PlanError(f"state= is missing: {', '.join(needing)} {'has' if len(needing) == 1 else 'have'} state; give state=, a tuple with one tree per stage (fp.from_module returns each; the new one is in result.state)")  # fmt: skip
+            raise PlanError(
+                f"state= is missing: {', '.join(needing)} {'has' if len(needing) == 1 else 'have'} state; give state=, a tuple "
+                "with one tree per stage (fp.from_module returns each; the new one is in result.state)"
+            )
         return ((),) * plan.num_stages
     states = _per_stage("state", state, plan)
     faults = [f"{labels[i]} declares no state, but state[{i}] is not ()" for i, part in enumerate(plan.stages) if not part.state and not _empty(states[i])]  # fmt: skip
@@ -302,99 +313,3 @@ def _split_batch(plan: Plan, batch: Any) -> tuple[Tree, Tree]:
         found = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")  # pyright: ignore
         raise BatchError(f"the plan has a loss, so a batch is (inputs, target); got {found}; target may be None")
     return batch[0], batch[1]
-
-
-def trainable_leaves(trees: Sequence[Tree], trainable: Trainable) -> list[list[bool]]:
-    """For each stage, for each leaf: does it get a gradient. Raises PlanError."""
-    flat = [flatten(tree)[0] for tree in trees]
-    if trainable is None:
-        marked = any(isinstance(leaf, Tensor) and leaf.requires_grad for own in flat for leaf in own)
-        return [[is_differentiable(leaf) and (leaf.requires_grad or not marked) for leaf in own] for own in flat]
-    if isinstance(trainable, bool):
-        return [[trainable and is_differentiable(leaf) for leaf in own] for own in flat]
-    if callable(trainable):
-        chosen: list[list[bool]] = []
-        for stage, tree in enumerate(trees):
-            names = [".".join(map(str, (stage, *path))) for path in paths(tree)]
-            pairs = zip(names, flat[stage], strict=True)
-            try:
-                chosen.append([is_differentiable(leaf) and bool(trainable(name, leaf)) for name, leaf in pairs])
-            except BaseException as error:
-                fail(error, Where(None, "", None, "trainable", ""))
-        return chosen
-    if isinstance(trainable, str) or not isinstance(trainable, Sequence):
-        raise PlanError(f"trainable is True, False, a function (name, leaf) -> bool, or a tuple with a tree of bools for each stage; got {trainable!r}")  # fmt: skip
-    if len(trainable) != len(trees):
-        raise PlanError(f"trainable has {len(trainable)} entries for {len(trees)} stages; give True, False or a tree of them for each")  # fmt: skip
-    return [_flags(stage, tree, trainable[stage]) for stage, tree in enumerate(trees)]
-
-
-def _flags(stage: int, tree: Tree, wanted: Any) -> list[bool]:
-    leaves, spec = flatten(tree)
-    if isinstance(wanted, bool):
-        return [wanted and is_differentiable(leaf) for leaf in leaves]
-    flags, own_spec = flatten(wanted)
-    if own_spec != spec or not all(isinstance(flag, bool) for flag in flags):
-        raise PlanError(
-            f"trainable[{stage}] is True, False, or a tree of them like params[{stage}] ({spec}); got {own_spec}"
-        )
-    faults = [
-        f"{path}"
-        for path, leaf, flag in zip(paths(tree), leaves, flags, strict=True)
-        if flag and not is_differentiable(leaf)
-    ]
-    if faults:
-        raise PlanError(
-            f"trainable[{stage}] names leaves that cannot have gradients (not floating): {', '.join(faults)}"
-        )
-    return flags
-
-
-def _resolve_ties(
-    plan: Plan, trees: Sequence[Tree], wanted: list[list[bool]]
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-    faults: list[str] = []
-    groups: list[tuple[tuple[int, int], ...]] = []
-    for group in plan.ties:
-        members: list[tuple[int, int]] = []
-        for stage, key in group:
-            found = paths(trees[stage])
-            path: Path = key if isinstance(key, tuple) else (key,)
-            if path in found:
-                members.append((stage, found.index(path)))
-            else:
-                near = difflib.get_close_matches(str(key), [str(p[0] if len(p) == 1 else p) for p in found], 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                faults.append(f"params[{stage}] has no leaf at {key!r}{hint}")
-        shapes = {tuple(flatten(trees[s])[0][n].shape) for s, n in members}
-        if len(shapes) > 1:
-            faults.append(f"the leaves of {group} differ in shape: {sorted(shapes)}")
-        if len({wanted[s][n] for s, n in members}) > 1:
-            faults.append(f"some leaves of {group} are trainable and some are not")
-        groups.append(tuple(members))
-    if faults:
-        raise PlanError(bullets("the plan's ties do not fit params:", faults))
-    return tuple(groups)
-
-
-def _refuse_undeclared_ties(
-    trees: Sequence[Tree], wanted: list[list[bool]], ties: Sequence[Sequence[tuple[int, int]]]
-) -> None:
-    declared = {member: number for number, group in enumerate(ties) for member in group}
-    first: dict[int, tuple[int, int]] = {}
-    for stage, tree in enumerate(trees):
-        for number, leaf in enumerate(flatten(tree)[0]):
-            if not wanted[stage][number]:
-                continue
-            other = first.setdefault(id(leaf), (stage, number))
-            if other[0] == stage:
-                continue
-            group = declared.get((stage, number))
-            if group is None or group != declared.get(other):
-                here, there = paths(tree)[number], paths(trees[other[0]])[other[1]]
-                raise PlanError(f"params[{other[0]}] at {key_of(there)!r} and params[{stage}] at {key_of(here)!r} are one tensor in two stages; say so, and its gradients are summed: make_plan(..., ties=[(({other[0]}, {key_of(there)!r}), ({stage}, {key_of(here)!r}))])")  # fmt: skip
-
-
-def key_of(path: Path) -> Any:
-    """A path as users write it: the one key of a flat dict, else the tuple of keys."""
-    return path[0] if len(path) == 1 else path

@@ -13,7 +13,8 @@ from funcpipe.runtime.drive import Drive
 from funcpipe.runtime.finish import finish, release
 from funcpipe.runtime.graphs import Graphs
 from funcpipe.runtime.lanes import Lanes
-from funcpipe.runtime.prepare import Trainable, prepare
+from funcpipe.runtime.prepare import prepare
+from funcpipe.runtime.trainable import Trainable
 
 Executor: TypeAlias = str | Lanes | Graphs | None
 """Who does the actions of a run; see `run`."""

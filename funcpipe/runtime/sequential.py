@@ -18,9 +18,10 @@ from funcpipe.lower.skips import routes
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache
 from funcpipe.runtime.finish import finish, release
-from funcpipe.runtime.prepare import Prepared, Trainable, prepare
+from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.program import Gradients, StageArgs
 from funcpipe.runtime.stream import Edge, Place
+from funcpipe.runtime.trainable import Trainable
 
 
 def run_sequential(

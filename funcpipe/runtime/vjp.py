@@ -17,8 +17,9 @@ from funcpipe.runtime.drive import Drive
 from funcpipe.runtime.finish import finish, gradients, refuse_writes, release
 from funcpipe.runtime.lanes import Lanes
 from funcpipe.runtime.microbatch import Microbatches
-from funcpipe.runtime.prepare import Prepared, Trainable, prepare
+from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.seam import Seam, join_input_grads
+from funcpipe.runtime.trainable import Trainable
 
 
 def vjp(

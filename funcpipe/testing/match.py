@@ -14,9 +14,9 @@ from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.lower.plan import make_plan
 from funcpipe.runtime.microbatch import Microbatches
-from funcpipe.runtime.prepare import Trainable
 from funcpipe.runtime.run import Executor, run
 from funcpipe.runtime.sequential import run_sequential
+from funcpipe.runtime.trainable import Trainable
 
 _FIELDS = ("losses", "loss", "weight", "aux", "outputs", "state", "grads", "unused")
 """Of a result, in the order in which they are made: the first that differs is nearest to the cause."""

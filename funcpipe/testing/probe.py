@@ -16,9 +16,9 @@ from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves
 from funcpipe.runtime.border import Border, dense
 from funcpipe.runtime.eager import EagerBound
-from funcpipe.runtime.prepare import Trainable, trainable_leaves
 from funcpipe.runtime.program import Gradients, Shares, StageArgs, StageOut
 from funcpipe.runtime.rng import Keys
+from funcpipe.runtime.trainable import Trainable, trainable_leaves
 from funcpipe.testing.captured import Captured, storages
 from funcpipe.testing.match import differences
 from funcpipe.testing.observe import Observer

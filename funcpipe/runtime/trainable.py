@@ -1,0 +1,114 @@
+"""Which leaves of the parameters get gradients, and which are one parameter in several stages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from funcpipe.core.errors import PlanError, Where, bullets, fail
+from funcpipe.core.plan import Plan
+from funcpipe.core.tree import Path, Tree, flatten, is_differentiable, paths
+
+Trainable: TypeAlias = bool | Callable[[str, Tensor], bool] | Sequence[Any] | None
+"""Which leaves get gradients; see `run`."""
+
+
+def trainable_leaves(trees: Sequence[Tree], trainable: Trainable) -> list[list[bool]]:
+    """For each stage, for each leaf: does it get a gradient. Raises PlanError."""
+    flat = [flatten(tree)[0] for tree in trees]
+    if trainable is None:
+        marked = any(isinstance(leaf, Tensor) and leaf.requires_grad for own in flat for leaf in own)
+        return [[is_differentiable(leaf) and (leaf.requires_grad or not marked) for leaf in own] for own in flat]
+    if isinstance(trainable, bool):
+        return [[trainable and is_differentiable(leaf) for leaf in own] for own in flat]
+    if callable(trainable):
+        chosen: list[list[bool]] = []
+        for stage, tree in enumerate(trees):
+            names = [".".join(map(str, (stage, *path))) for path in paths(tree)]
+            pairs = zip(names, flat[stage], strict=True)
+            try:
+                chosen.append([is_differentiable(leaf) and bool(trainable(name, leaf)) for name, leaf in pairs])
+            except BaseException as error:
+                fail(error, Where(None, "", None, "trainable", ""))
+        return chosen
+    if isinstance(trainable, str) or not isinstance(trainable, Sequence):
+        raise PlanError(f"trainable is True, False, a function (name, leaf) -> bool, or a tuple with a tree of bools for each stage; got {trainable!r}")  # fmt: skip
+    if len(trainable) != len(trees):
+        raise PlanError(f"trainable has {len(trainable)} entries for {len(trees)} stages; give True, False or a tree of them for each")  # fmt: skip
+    return [_flags(stage, tree, trainable[stage]) for stage, tree in enumerate(trees)]
+
+
+def _flags(stage: int, tree: Tree, wanted: Any) -> list[bool]:
+    leaves, spec = flatten(tree)
+    if isinstance(wanted, bool):
+        return [wanted and is_differentiable(leaf) for leaf in leaves]
+    flags, own_spec = flatten(wanted)
+    if own_spec != spec or not all(isinstance(flag, bool) for flag in flags):
+        raise PlanError(
+            f"trainable[{stage}] is True, False, or a tree of them like params[{stage}] ({spec}); got {own_spec}"
+        )
+    faults = [
+        f"{path}"
+        for path, leaf, flag in zip(paths(tree), leaves, flags, strict=True)
+        if flag and not is_differentiable(leaf)
+    ]
+    if faults:
+        raise PlanError(
+            f"trainable[{stage}] names leaves that cannot have gradients (not floating): {', '.join(faults)}"
+        )
+    return flags
+
+
+def resolve_ties(
+    plan: Plan, trees: Sequence[Tree], wanted: list[list[bool]]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The plan's ties as groups of (stage, leaf number). Raises PlanError where they do not fit."""
+    faults: list[str] = []
+    groups: list[tuple[tuple[int, int], ...]] = []
+    for group in plan.ties:
+        members: list[tuple[int, int]] = []
+        for stage, key in group:
+            found = paths(trees[stage])
+            path: Path = key if isinstance(key, tuple) else (key,)
+            if path in found:
+                members.append((stage, found.index(path)))
+            else:
+                near = difflib.get_close_matches(str(key), [str(p[0] if len(p) == 1 else p) for p in found], 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                faults.append(f"params[{stage}] has no leaf at {key!r}{hint}")
+        shapes = {tuple(flatten(trees[s])[0][n].shape) for s, n in members}
+        if len(shapes) > 1:
+            faults.append(f"the leaves of {group} differ in shape: {sorted(shapes)}")
+        if len({wanted[s][n] for s, n in members}) > 1:
+            faults.append(f"some leaves of {group} are trainable and some are not")
+        groups.append(tuple(members))
+    if faults:
+        raise PlanError(bullets("the plan's ties do not fit params:", faults))
+    return tuple(groups)
+
+
+def refuse_undeclared_ties(
+    trees: Sequence[Tree], wanted: list[list[bool]], ties: Sequence[Sequence[tuple[int, int]]]
+) -> None:
+    """One tensor in two stages that no tie names: its gradients would not be summed. Raises PlanError."""
+    declared = {member: number for number, group in enumerate(ties) for member in group}
+    first: dict[int, tuple[int, int]] = {}
+    for stage, tree in enumerate(trees):
+        for number, leaf in enumerate(flatten(tree)[0]):
+            if not wanted[stage][number]:
+                continue
+            other = first.setdefault(id(leaf), (stage, number))
+            if other[0] == stage:
+                continue
+            group = declared.get((stage, number))
+            if group is None or group != declared.get(other):
+                here, there = paths(tree)[number], paths(trees[other[0]])[other[1]]
+                raise PlanError(f"params[{other[0]}] at {key_of(there)!r} and params[{stage}] at {key_of(here)!r} are one tensor in two stages; say so, and its gradients are summed: make_plan(..., ties=[(({other[0]}, {key_of(there)!r}), ({stage}, {key_of(here)!r}))])")  # fmt: skip
+
+
+def key_of(path: Path) -> Any:
+    """A path as users write it: the one key of a flat dict, else the tuple of keys."""
+    return path[0] if len(path) == 1 else path
