@@ -359,6 +359,7 @@ class Plan:
         ties: groups of (stage, path) that are one parameter.
         train: what stages that ask for it get.
         outputs: does a run return the merged outputs of the last stage.
+        merge: how outputs of microbatches are joined; see `make_plan`.
         state: of the model that the stages were cut from, as it was then; None: nobody knows.
     """
 
@@ -371,6 +372,7 @@ class Plan:
     ties: Ties = ()
     train: bool = True
     outputs: bool = False
+    merge: Any = None
     state: tuple[Any, ...] | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.plan import Lowered, Plan, Ties
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Divided, Shared, Stage, names_of
+from funcpipe.core.tree import flatten
 from funcpipe.lower.tasks import lower
 
 
@@ -22,6 +23,7 @@ def make_plan(
     ties: Sequence[Sequence[tuple[int, Any]]] = (),
     train: bool | None = None,
     outputs: bool | None = None,
+    merge: Any = None,
 ) -> Plan:
     """Lower a schedule for stages; everything that can be wrong before there are numbers is refused here.
 
@@ -43,6 +45,10 @@ def make_plan(
             that `split` made know theirs; these need not be named.
         train: what stages that take ``train`` get (dropout, batch norm); None: True if the schedule has backwards.
         outputs: does a run return the last stage's outputs, merged; None: True if the schedule has no backwards.
+        merge: how outputs are joined over microbatches: an axis (the rows lie along it), "mean" (by rows), "sum", "each"
+            (`Microbatches`, one value each), or a tree of these like the outputs, down to where one rule holds for all
+            below. None: tensors along axis 0, single numbers "each"; values that are no tensors come as one where all
+            are equal.
 
     Raises:
         ScheduleError: the schedule is not legal.
@@ -66,6 +72,11 @@ def make_plan(
             faults.append(
                 f"{name} is the class {fn.__name__}, not a function; make an instance: {name}={fn.__name__}()"
             )
+    faults += [
+        f"merge= is an axis, 'mean', 'sum' or 'each', or a tree of these; got {one!r}"
+        for one in flatten(merge)[0]
+        if not _is_rule(one)
+    ]
     if weight is not None and loss is None:
         faults.append("weight= is the share of each microbatch in the loss, but there is no loss=")
     if faults:
@@ -82,6 +93,7 @@ def make_plan(
         _with_shared(_ties(ties, stages), stages),
         schedule.has_backward if train is None else train,
         with_outputs,
+        merge,
         state,
     )
 
@@ -153,6 +165,10 @@ def _with_shared(ties: Ties, stages: Sequence[Stage]) -> Ties:
             bullets("ties do not fit the stages; leave out what split made, the plan ties it by itself:", faults)
         )
     return tuple(out)
+
+
+def _is_rule(rule: Any) -> bool:
+    return rule is None or rule in ("mean", "sum", "each") if not isinstance(rule, int) else not isinstance(rule, bool)
 
 
 def _unpacked(part: Any) -> str:

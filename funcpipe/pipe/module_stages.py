@@ -39,8 +39,8 @@ class Stages:
         home: each parameter's first place, (stage, name).
     """
 
-    def __init__(self, model: nn.Sequential, layout: Layout, *, deferred: bool) -> None:
-        self.layout = layout
+    def __init__(self, model: nn.Sequential, layout: Layout, *, deferred: bool, merge: Any = None) -> None:
+        self.layout, self.merge = layout, merge
         self.train = any(one.training for layer in model for one in layer.modules())
         model.training = True  # so that every layer keeps its own mode, whatever that of the Pipe
         parts = cut_sequential(model, layout.balance, deferred=deferred)
@@ -68,6 +68,7 @@ class Stages:
                 kept = last if checkpoint == "except_last" else -1
                 schedule = remat(schedule, keep=lambda action: action.microbatch == kept)
             options: dict[str, Any] = {"devices": self.layout.devices, "ties": self.ties, "train": self.train}
+            options["merge"] = self.merge
             found = self.plans[key] = make_plan(self.stages, schedule, outputs=True, **options)
         return found
 

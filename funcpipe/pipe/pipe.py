@@ -83,6 +83,7 @@ class Pipe(nn.Module):
             left out. None: where the layers are, if that is several devices (neighbours on one are one stage), else
             every CUDA device, else two lanes of the CPU.
         balance: number of layers of each stage. None: by the bytes of their parameters.
+        merge: how what the last layer returns is joined over microbatches; see `make_plan`.
 
     Raises:
         PlanError: not a Sequential, a bad option, a balance that does not fit.
@@ -98,12 +99,14 @@ class Pipe(nn.Module):
         deferred_batch_norm: bool = False,
         devices: Any = None,
         balance: Sequence[int] | None = None,
+        merge: Any = None,
     ) -> None:
         super().__init__()
         faults = [*_module_faults(sequential), *_option_faults(chunks, checkpoint)]
         if faults:
             raise PlanError(bullets("no such Pipe:", faults))
         self._chunks, self._checkpoint, self._deferred = index(chunks), checkpoint, bool(deferred_batch_norm)
+        self._merge = merge
         self._kind = PipeSequential if isinstance(sequential, PipeSequential) else nn.Sequential
         # Not add_module: a layer may have the name of an attribute of ours.
         self._modules.update(sequential._modules)
@@ -263,7 +266,7 @@ class Pipe(nn.Module):
         kept = self._known[1]
         found = kept.get(look.flags)
         if found is None:
-            found = Stages(model, self._layout, deferred=self._deferred)
+            found = Stages(model, self._layout, deferred=self._deferred, merge=self._merge)
             while len(kept) >= _KEPT:
                 kept.pop(next(iter(kept)), None)
             kept[look.flags] = found

@@ -48,7 +48,7 @@ def finish(
     merged: Tree = None
     if outputs:
         pieces: list[Border] = [outputs[last, m] for m in range(count)]
-        merged = merge(pieces, ready.batch.rows, merged=ready.batch.merged)
+        merged = merge(pieces, ready.batch, plan.merge)
     scale = ready.shares.loss_scale
     return Result(loss, weight, losses, aux, grads, tuple(unused), state, merged, timeline, stats, scale, plan.ties)
 

@@ -107,6 +107,8 @@ def prepare(
     if backward and not halves:
         _refuse_attached({"inputs": inputs, "target": target, **_by_feed(feeds)})
     cut = microbatch.cut(plan, inputs, target, feeds)
+    if (plan.outputs or halves) and plan.merge is None:
+        _refuse_unsaid_axes(cut)
     shares = microbatch.shares(cut, plan.weight, loss_scale)
     wanted = trainable_leaves(trees, trainable) if backward else [[False] * len(flatten(t)[0]) for t in trees]
     ties = resolve_ties(plan, trees, wanted)
@@ -137,6 +139,16 @@ def checked_seed(seed: Any) -> int | None:
         return operator.index(seed)  # numpy's integers too
     except TypeError:
         raise PlanError(f"seed is an int; got a {type(seed).__name__}") from None
+
+
+def _refuse_unsaid_axes(cut: microbatch.Batch) -> None:
+    """Where no input has its rows along axis 0, nobody knows where outputs have theirs. Raises BatchError."""
+    axes = sorted({axis for axis in cut.axes if axis is not None})
+    if axes and axes[0] > 0:
+        raise BatchError(
+            f"the inputs are cut along axis {', '.join(map(str, axes))}, and nothing says how outputs are joined: "
+            f"make_plan(..., merge={axes[0]}), or merge=0, 'each', or a tree of these like the outputs"
+        )
 
 
 def _by_feed(feeds: Mapping[str, Tree] | None) -> dict[str, Tree]:

@@ -3,48 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from funcpipe.core.errors import BatchError, bullets
-from funcpipe.core.tree import Spec, Tree, flatten, is_differentiable, locations, refuse_hidden, unflatten
+from funcpipe.core.tree import Spec, Tree, flatten, is_differentiable, locations, refuse_hidden, spread, unflatten
 from funcpipe.runtime.border import LEAF, Border, apart, dense, share
 from funcpipe.runtime.microbatch import Batch, Microbatches
 from funcpipe.runtime.program import Gradients
 
+Rule: TypeAlias = int | str | None
+"""How one leaf of the outputs is joined over microbatches; see ``make_plan(merge=)``."""
 
-def merge(pieces: Sequence[Border], rows: Sequence[int], *, merged: bool) -> Tree:
-    """The outputs of all microbatches as one tree.
 
-    Leaves with one row per row of the batch are joined along axis 0. Tensors without them, and non-tensors that differ,
-    come as `Microbatches`, one value each.
+def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
+    """The outputs of all microbatches as one tree, each leaf by its rule.
 
     Raises:
-        BatchError: microbatches returned trees of different structure, or rows of different shape.
+        BatchError: microbatches returned trees of different structure, or what cannot be joined so.
     """
     faults = refuse_hidden(pieces[0].leaves, lambda: locations(pieces[0].tree(), "outputs"))
     if faults:
         raise BatchError(bullets("the outputs cannot be handed back:", faults))
-    if not merged:
+    if not batch.merged:
         # Copies, as joined outputs are: residuals may hold the same memory.
         return Microbatches(unflatten(piece.spec, _copies(piece.leaves)) for piece in pieces)
     for index, piece in enumerate(pieces):
         if piece.spec != pieces[0].spec:
-            raise BatchError(f"outputs of microbatch {index} have another structure ({piece.spec}) than those of microbatch 0 ({pieces[0].spec})")  # fmt: skip
+            raise BatchError(
+                f"outputs of microbatch {index} have another structure ({piece.spec}) than those of microbatch 0 ({pieces[0].spec})"
+            )
+    columns = [list(column) for column in zip(*(piece.leaves for piece in pieces), strict=True)]
     places = locations(pieces[0].tree(), "outputs")
-    columns = zip(places, *(piece.leaves for piece in pieces), strict=True)
-    return unflatten(pieces[0].spec, [_join(place, values, rows) for place, *values in columns])
+    faults = [_misfit(*row, batch.rows) for row in zip(places, columns, _rules(rule, pieces[0]), strict=True)]
+    if any(faults):
+        raise BatchError(bullets("the outputs of the microbatches cannot be joined:", filter(None, faults)))
+    pairs = zip(columns, _rules(rule, pieces[0]), strict=True)
+    return unflatten(pieces[0].spec, [_join(values, one, batch.rows) for values, one in pairs])
 
 
-def _join(place: str, values: Sequence[Any], rows: Sequence[int]) -> Any:
-    if all(isinstance(one, Tensor) for one in values):
-        if _has_rows(values, rows):
-            if len({(one.shape[1:], one.dtype) for one in values}) > 1:
-                shapes = [tuple(one.shape) for one in values]
-                raise BatchError(f"{place} cannot be joined over microbatches of shapes {shapes}; give the inputs as fp.Microbatches to get one output each")  # fmt: skip
-            return torch.cat(list(values)) if len(values) > 1 else apart(values[0])
+def _rules(rule: Tree, piece: Border) -> list[Rule]:
+    """The rule of each leaf of the outputs. Raises BatchError where rules and outputs branch in other ways."""
+    try:
+        found: list[Rule] = spread(rule, piece.tree())
+    except ValueError as error:
+        raise BatchError(f"merge= has another structure than the outputs: {error}") from None
+    return [
+        ("each" if not isinstance(leaf, Tensor) or not leaf.dim() else 0) if one is None else one
+        for one, leaf in zip(found, piece.leaves, strict=True)
+    ]
+
+
+def _misfit(place: str, values: Sequence[Any], rule: Rule, rows: Sequence[int]) -> str:
+    """Why the values of a leaf cannot be joined by their rule; "": they can."""
+    if rule == "each" or not all(isinstance(one, Tensor) for one in values):
+        return "" if rule in ("each", 0) else f"{place} is no tensor in every microbatch; its rule is 'each'"
+    shapes = [tuple(one.shape) for one in values]
+    if isinstance(rule, str):
+        same = len({*shapes}) == 1 and values[0].is_floating_point() | values[0].is_complex() | (rule == "sum")
+        return "" if same else f"{place} has shapes {shapes} and type {values[0].dtype}, of which there is no {rule}"
+    assert rule is not None
+    if not all(-len(shape) <= rule < len(shape) for shape in shapes):
+        return f"{place} has shapes {shapes} and no axis {rule}"
+    if [shape[rule] for shape in shapes] != list(rows):
+        return (
+            f"{place} has shapes {shapes}, and axis {rule} is not that of the rows ({', '.join(map(str, rows))}): say what it is, "
+            "make_plan(..., merge=) with an axis, 'mean', 'sum' or 'each', for all leaves or a tree of them"
+        )
+    rest = {(*shape[: rule % len(shape)], *shape[rule % len(shape) + 1 :]) for shape in shapes}
+    if len(rest) > 1 or len({one.dtype for one in values}) > 1:
+        return f"{place} cannot be joined over microbatches of shapes {shapes}; 'each' hands them back one by one"
+    return ""
+
+
+def _join(values: Sequence[Any], rule: Rule, rows: Sequence[int]) -> Any:
+    if all(isinstance(one, Tensor) for one in values) and rule != "each":
+        if isinstance(rule, int):
+            return torch.cat(list(values), rule) if len(values) > 1 else apart(values[0])
+        total: Tensor | None = None
+        for value, size in zip(values, rows, strict=True):
+            part = value * (size / sum(rows)) if rule == "mean" else value
+            total = part if total is None else total + part
+        return total if len(values) > 1 or rule == "mean" else apart(values[0])
+    if isinstance(values[0], Tensor):
         return Microbatches(_copies(values))
     try:
         same = all(type(one) is type(values[0]) and bool(one == values[0]) for one in values)
@@ -55,10 +98,6 @@ def _join(place: str, values: Sequence[Any], rows: Sequence[int]) -> Any:
 
 def _copies(leaves: Sequence[Any]) -> list[Any]:
     return [apart(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
-def _has_rows(values: Sequence[Any], rows: Sequence[int]) -> bool:
-    return all(one.dim() and one.shape[0] == count for one, count in zip(values, rows, strict=True))
 
 
 class _Shape(NamedTuple):
@@ -76,20 +115,17 @@ class Seam:
 
     Args:
         pieces: the outputs, one border per microbatch.
-        rows: of each microbatch.
-        merged: were they merged.
+        batch: what they are of.
+        rule: how they were merged.
     """
 
-    def __init__(self, pieces: Sequence[Border], rows: Sequence[int], *, merged: bool) -> None:
-        self.rows, self.merged = tuple(rows), merged
+    def __init__(self, pieces: Sequence[Border], batch: Batch, rule: Tree) -> None:
+        self.rows, self.merged = batch.rows, batch.merged
         self.spec: Spec = pieces[0].spec
         self.places = locations(pieces[0].tree(), "cotangents")
         self.shapes = [[_shape(leaf) for leaf in piece.leaves] for piece in pieces]
         self.attached = tuple(tuple(map(bool, piece.flags)) for piece in pieces)
-        self.joined = [
-            all(isinstance(one, Tensor) for one in values) and _has_rows(values, rows)
-            for values in zip(*(piece.leaves for piece in pieces), strict=True)
-        ]
+        self.rules = _rules(rule, pieces[0]) if batch.merged else []
 
     def cut(self, cotangents: Tree) -> list[Border]:
         """One border of cotangents per microbatch.
@@ -111,10 +147,8 @@ class Seam:
                 columns.append([None] * count)
             elif shapes[0] is None:
                 faults += _fault(place, leaf, None)
-            elif self.joined[number]:
-                whole = _Shape((sum(self.rows), *shapes[0].size[1:]), shapes[0].dtype)
-                faults += _fault(place, leaf, whole)
-                columns.append(list(leaf.split(self.rows)) if not faults else [])
+            elif self.rules[number] != "each":
+                columns.append(self._spread(place, leaf, number, faults))
             elif isinstance(leaf, Microbatches) and len(leaf) == count:
                 faults += [f for m, one in enumerate(leaf) for f in _fault(f"{place}[{m}]", one, shapes[m])]
                 columns.append(list(leaf))
@@ -123,6 +157,21 @@ class Seam:
         if faults:
             raise BatchError(bullets("these cotangents do not fit the outputs:", faults))
         return [_border([column[m] for column in columns]) for m in range(count)]
+
+    def _spread(self, place: str, leaf: Any, number: int, faults: list[str]) -> list[Tensor | None]:
+        """The cotangent of a joined output for each microbatch; what is wrong with it goes to the faults."""
+        rule, first = self.rules[number], self.shapes[0][number]
+        assert first is not None
+        sizes = list(first.size)
+        if isinstance(rule, int):
+            sizes[rule] = sum(self.rows)
+        wrong = _fault(place, leaf, _Shape(tuple(sizes), first.dtype))
+        faults += wrong
+        if wrong:
+            return []
+        if isinstance(rule, int):
+            return list(leaf.split(self.rows, rule))
+        return [leaf * (size / sum(self.rows)) if rule == "mean" else leaf for size in self.rows]
 
     def _cut_ready(self, cotangents: Tree) -> list[Border]:
         """Cotangents of outputs that were never merged."""

@@ -100,7 +100,7 @@ def _forwards(ready: Prepared, drive: Drive) -> tuple[Result, Pullback]:
     with intra_op_threads(ready.threads):
         result = finish(ready, reports, outputs, None, drive.stats(), backward=False)
     drive.settle()
-    return result, Pullback(drive, Seam(pieces, ready.batch.rows, merged=ready.batch.merged))
+    return result, Pullback(drive, Seam(pieces, ready.batch, ready.plan.merge))
 
 
 def _middle(program: Lowered) -> int:
