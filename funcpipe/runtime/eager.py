@@ -19,9 +19,10 @@ from funcpipe.core.errors import PlanError, StageError, bullets
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Out, Stage, side_loss
 from funcpipe.core.tree import Tree, flatten, is_differentiable, lazy, locations, refuse_hidden, unflatten
+from funcpipe.runtime.aliases import alias_of, differ, guarded, versions
 from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, dense, open_border, share
+from funcpipe.runtime.explain import explain
 from funcpipe.runtime.foreign import nodes_of, refuse_foreign
-from funcpipe.runtime.plain import address
 from funcpipe.runtime.program import Cotangents, Gradients, Report, Shares, StageArgs, StageOut
 from funcpipe.runtime.residual import EagerResidual, Held
 from funcpipe.runtime.rng import Keyed, Keys
@@ -59,9 +60,9 @@ class EagerBound:
         # Numbers may be written to without torch's count of versions (``.data``). The first run finds out, with copies
         # that are made when that happens.
         self.guarded = train not in stage.seen.kept
-        self.memory = [_guarded(leaf) for leaf in self.leaves] if self.guarded else self.leaves
-        self.versions = [_versions(self.leaves), _versions(self.memory)]
-        self.aliases = [_alias(leaf, want) for leaf, want in zip(self.memory, trainable, strict=True)]
+        self.memory = [guarded(leaf) for leaf in self.leaves] if self.guarded else self.leaves
+        self.versions = [versions(self.leaves), versions(self.memory)]
+        self.aliases = [alias_of(leaf, want) for leaf, want in zip(self.memory, trainable, strict=True)]
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.fresh: list[int] | None = None
         state_leaves, self.state_spec = flatten(state)
@@ -135,7 +136,12 @@ class EagerBound:
         """A forward by itself, in the grad mode that it finds; `compile` traces it."""
         x, held = open_border(args.x, grad=self.backwards)
         skip_leaves: list[tuple[int, Held]] = []
-        returned = self._call(x, args, skip_leaves) if self.declares else self.fn(x)
+        try:
+            returned = self._call(x, args, skip_leaves) if self.declares else self.fn(x)
+        except Exception as error:
+            popped = {f"skips[{name!r}]": one.tree() for name, one in zip(self.stage.pop, args.skips, strict=True)}
+            explain(error, {"x": args.x.tree(), **popped, "params": unflatten(self.spec, self.leaves)})
+            raise
         if returned is None:
             raise PlanError("the stage returned None: is a `return` missing? A stage that hands nothing on returns ()")
         loss = side = None
@@ -171,7 +177,7 @@ class EagerBound:
             skips[name], held = open_border(border, grad=self.backwards)
             skip_leaves.append((len(border.leaves), held))
         feeds = {name: open_border(b, grad=False)[0] for name, b in zip(stage.feeds, args.feeds, strict=True)}
-        before = _versions(self.state_leaves)
+        before = versions(self.state_leaves)
         returned = self.fn(x, **stage.extras(skips, feeds, self.state, self.train))
         if self.state_leaves:
             self._refuse_state_writes(before)
@@ -184,7 +190,11 @@ class EagerBound:
         # The output may be handed out as well, so an in-place loss gets its own.
         leaves = [lazy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in graph]
         tree = leaves[0] if y.spec is LEAF else unflatten(y.spec, leaves)
-        loss = as_loss(fn(tree, open_border(target, grad=False)[0]))
+        try:
+            loss = as_loss(fn(tree, open_border(target, grad=False)[0]))
+        except Exception as error:
+            explain(error, {"y": y.tree(), "target": target.tree()})
+            raise
         self.phase = ""
         return loss
 
@@ -197,10 +207,10 @@ class EagerBound:
 
     def _refuse_state_writes(self, before: list[int]) -> None:
         now = flatten(self.state)[0]
-        if len(now) == len(before) and all(map(is_, now, self.state_leaves)) and before == _versions(now):
+        if len(now) == len(before) and all(map(is_, now, self.state_leaves)) and before == versions(now):
             return
         rows = zip(locations(self.state, "state"), now, self.state_leaves, before, strict=False)
-        where = [name for name, leaf, old, n in rows if leaf is not old or _versions([leaf]) != [n]] or ["state"]
+        where = [name for name, leaf, old, n in rows if leaf is not old or versions([leaf]) != [n]] or ["state"]
         raise PlanError(f"the stage writes into its state {where}; a stage is pure: return statistics in Out(stats=...) and fold them in commit=")  # fmt: skip
 
     # -- backward --------------------------------------------------------------------------------------------------
@@ -302,10 +312,10 @@ class EagerBound:
     def written(self) -> list[int]:
         """Parameter leaves (by number) that the stage wrote into, which it must not."""
         now, counts = flatten(self.params)[0], zip(self.versions, (self.leaves, self.memory), strict=True)
-        moved = [[old != new for old, new in zip(before, _versions(own), strict=True)] for before, own in counts]
+        moved = [[old != new for old, new in zip(before, versions(own), strict=True)] for before, own in counts]
         rows = zip(*moved, self.aliases, now, self.memory, self.leaves, strict=False)
         return [
-            n for n, (*m, a, leaf, mine, given) in enumerate(rows) if any(m) or a is not leaf or _differ(mine, given)
+            n for n, (*m, a, leaf, mine, given) in enumerate(rows) if any(m) or a is not leaf or differ(mine, given)
         ]
 
     def release(self) -> None:
@@ -371,37 +381,6 @@ def no_autocast() -> AbstractContextManager[Any]:
     for kind in _autocasting():
         stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
-
-
-def _alias(leaf: Any, trainable: bool) -> Any:
-    """What a stage computes with instead of a parameter: shares its memory, has a gradient sum of its own."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    alias = leaf.clone() if leaf.is_inference() and not torch.is_inference_mode_enabled() else leaf.detach()
-    if trainable:
-        alias.requires_grad_()
-        # There from the start: autograd would make the first gradient itself the sum, and that may be a view of a
-        # value already handed on, into which the next microbatch would then be added. The lane fills it.
-        alias.grad = torch.empty_like(alias)
-    return alias
-
-
-def _guarded(leaf: Any) -> Any:
-    """The same numbers in memory that becomes another where somebody writes; on the CPU, where that costs nothing."""
-    own = type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_cpu and not leaf.is_inference()
-    return share([leaf])[0] if own else leaf
-
-
-def _differ(mine: Any, given: Any) -> bool:
-    """Was a guarded tensor written to: it lies elsewhere now (some kernels see to that too), with other numbers."""
-    if mine is given or address(mine) == address(given):
-        return False
-    return not bool(((mine == given) | ((mine != mine) & (given != given))).all())
-
-
-def _versions(leaves: Sequence[Any]) -> list[int]:
-    """How often each leaf was written to; under inference mode torch does not count."""
-    return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
 
 
 def _empty(tree: Tree) -> bool:

@@ -1,0 +1,43 @@
+"""What a stage computes with instead of the caller's tensors: the same memory, gradients and counts of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe.runtime.border import share
+from funcpipe.runtime.plain import address
+
+
+def alias_of(leaf: Any, trainable: bool) -> Any:
+    """What a stage computes with instead of a parameter: shares its memory, has a gradient sum of its own."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    alias = leaf.clone() if leaf.is_inference() and not torch.is_inference_mode_enabled() else leaf.detach()
+    if trainable:
+        alias.requires_grad_()
+        # There from the start: autograd would make the first gradient itself the sum, and that may be a view of a
+        # value already handed on, into which the next microbatch would then be added. The lane fills it.
+        alias.grad = torch.empty_like(alias)
+    return alias
+
+
+def guarded(leaf: Any) -> Any:
+    """The same numbers in memory that becomes another where somebody writes; on the CPU, where that costs nothing."""
+    own = type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_cpu and not leaf.is_inference()
+    return share([leaf])[0] if own else leaf
+
+
+def differ(mine: Any, given: Any) -> bool:
+    """Was a guarded tensor written to: it lies elsewhere now (some kernels see to that too), with other numbers."""
+    if mine is given or address(mine) == address(given):
+        return False
+    return not bool(((mine == given) | ((mine != mine) & (given != given))).all())
+
+
+def versions(leaves: Sequence[Any]) -> list[int]:
+    """How often each leaf was written to; under inference mode torch does not count."""
+    return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in leaves]

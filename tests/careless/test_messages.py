@@ -1,0 +1,126 @@
+"""Torch's own errors inside of a run: what the stage or the loss got, where, and what to do."""
+
+import re
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import EXECUTORS
+
+import funcpipe as fp
+
+linear = lambda p, x: x @ p
+X, W = torch.randn(4, 3), torch.randn(3, 2)
+SQUARE = torch.randn(2, 2)
+
+
+def embedding():
+    stage, params, _ = fp.from_module(nn.Embedding(3, 2))
+    return stage, params
+
+
+CASES = {
+    "types": (
+        [fp.stage(linear)],
+        [W],
+        (X.double(), SQUARE),
+        F.mse_loss,
+        r"got x: float64 \[2, 3\]; params: float32 \[3, 2\]",
+        "the types do not fit",
+        0,
+    ),
+    "sizes": (
+        [fp.stage(linear)] * 2,
+        [W, W.clone()],
+        (X, SQUARE),
+        F.mse_loss,
+        r"got x: float32 \[2, 2\]; params: float32 \[3, 2\]",
+        "the sizes do not fit",
+        1,
+    ),
+    "no target": (
+        [fp.stage(linear)],
+        [W],
+        (X, None),
+        F.mse_loss,
+        r"got y: float32 \[2, 2\]; target: None",
+        r"the batch is \(inputs, None\)",
+        0,
+    ),
+    "int labels": (
+        [fp.stage(linear)],
+        [W],
+        (X, torch.zeros(4, dtype=torch.int32)),
+        F.cross_entropy,
+        r"target: int32 \[2\]",
+        "target.long",
+        0,
+    ),
+    "float labels": (
+        [fp.stage(linear)],
+        [W],
+        (X, torch.zeros(4)),
+        F.cross_entropy,
+        r"target: float32 \[2\]",
+        "class indices",
+        0,
+    ),
+    "classes": (
+        [fp.stage(linear)],
+        [W],
+        (X, torch.full((4,), 7)),
+        F.cross_entropy,
+        r"target: int64 \[2\]",
+        "larger than its table",
+        0,
+    ),
+    "arguments": (
+        [fp.stage(lambda p: p)],
+        [W],
+        (X, SQUARE),
+        F.mse_loss,
+        r"got x: float32",
+        r"a stage is fn\(params, x\)",
+        0,
+    ),
+    "ids": (
+        [embedding()[0]],
+        [embedding()[1]],
+        (X, X),
+        F.mse_loss,
+        r"params: \['weight'\] float32 \[3, 2\]",
+        "token ids are torch.int64",
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_what_it_got_and_what_to_do(name, executor):
+    stages, params, batch, loss, got, hint, stage = CASES[name]
+    plan = fp.make_plan(stages, fp.fill_drain(len(stages), 2), loss=loss, devices="cpu")
+    batch = batch if batch[1] is None or len(batch[1]) == 4 else (batch[0], torch.zeros(4, 2))
+    with pytest.raises(fp.StageError) as caught:
+        fp.run(plan, tuple(params), batch, executor=executor)
+    notes = "\n".join(caught.value.__notes__)
+    for match in (got, hint, f"of stage {stage} at microbatch 0"):
+        assert re.search(match, notes), (match, notes)
+
+
+def test_what_is_not_known_is_described_all_the_same():
+    """Long trees are cut short; errors of funcpipe's own, and what is no Exception, stay as they are."""
+
+    def breaks(p, x):
+        raise LookupError("mine")
+
+    plan = fp.make_plan([fp.stage(breaks)], fp.fill_drain(1, 2, backward=False), devices="cpu")
+    with pytest.raises(LookupError, match="mine") as caught:
+        fp.run(plan, ({f"w{number}": W for number in range(9)},), {"x": X, "n": 3})
+    assert caught.value.__notes__[0] == (
+        "got x: ['n'] a int, ['x'] float32 [2, 3]; params: "
+        + ", ".join(f"['w{number}'] float32 [3, 2]" for number in range(6))
+        + ", and 3 more"
+    )
+    assert len(caught.value.__notes__) == 2
