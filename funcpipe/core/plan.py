@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias, overload
 
+from funcpipe.core.losses import BY_ROWS, Counts
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.core.stage import Stage
 
@@ -117,9 +118,7 @@ class Task(NamedTuple):
     slots: tuple[int, ...]
 
     def __str__(self) -> str:
-        words = [str(self.action) if self.action else f"copy {_lane(self.source)} -> {self.lane}", f"on {self.lane}:"]
-        if self.action is None:
-            words = [f"copy {_lane(self.source)}->{self.lane}:"]
+        words = [f"{self.action}  on {self.lane}:" if self.action else f"copy {_lane(self.source)}->{self.lane}:"]
         words += ["reads " + " ".join(map(str, self.reads))] if self.reads else []
         words += ["writes " + " ".join(map(str, self.writes))] if self.writes and self.action else []
         words += [f"slot {slot}" for slot in self.slots]
@@ -355,12 +354,13 @@ class Plan:
         program: the lowered program, plain data.
         devices: a torch device (or its name) for each lane; None: chosen at the run.
         loss: ``(y, target) -> loss``, or None.
-        weight: ``target -> number``, or None for rows.
+        weight: ``target -> number``, or None: as the loss counts by itself.
         ties: groups of (stage, path) that are one parameter.
         train: what stages that ask for it get.
         outputs: does a run return the merged outputs of the last stage.
         merge: how outputs of microbatches are joined; see `make_plan`.
         state: of the model that the stages were cut from, as it was then; None: nobody knows.
+        counts: how the loss counts by itself.
     """
 
     stages: tuple[Stage, ...]
@@ -374,6 +374,7 @@ class Plan:
     outputs: bool = False
     merge: Any = None
     state: tuple[Any, ...] | None = field(default=None, repr=False)
+    counts: Counts = BY_ROWS
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}

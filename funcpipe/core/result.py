@@ -305,8 +305,8 @@ class Result:
 
     Attributes:
         loss: of the whole batch, a 0-dim tensor on the last device; None without a loss.
-        weight: what the loss was divided by.
-        losses: of each microbatch, its mean.
+        weight: what the loss was divided by; None: by nothing, it is the sum of the microbatches' sums.
+        losses: of each microbatch, its mean (where the loss is a sum, its sum).
         aux: what the loss function handed back, one tree per microbatch.
         grads: one tree per stage, as params: None where not trainable, zeros where unused. None without backwards.
         unused: (stage, path) of trainable leaves that no backward reached.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.losses import BY_ROWS, counts_of
 from funcpipe.core.plan import Lowered, Plan, Ties
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Divided, Shared, Stage, names_of
@@ -39,8 +40,14 @@ def make_plan(
         schedule: any schedule with as many stages; checked.
         devices: a ``torch.device`` or its name for each device of the schedule, or one for all of them; None: chosen
             when the plan runs (CUDA devices if there are any, else the CPU).
-        loss: ``(y, target)`` -> the mean over the microbatch, or ``(sum, weight)``, or a `Loss`.
-        weight: ``target -> number``, the microbatch's share in the loss, evaluated before any forward; None: its rows.
+        loss: ``(y, target)`` -> the loss of a microbatch. Torch's own losses (modules, functions, a ``functools.partial``
+            of these with keywords) are known: the batch's loss is theirs of the whole batch, whatever ``reduction``,
+            ``weight`` and ``ignore_index`` are. A loss of your own returns its mean, which counts by the microbatch's
+            rows; where something else divides it (tokens, class weights) it returns ``(sum, weight)`` or a `Loss`, or
+            has a method ``weigh(inputs, target) -> number``, or ``weight`` is given. (An ``nn.Module`` of your own
+            whose ``reduction`` is "sum" is believed to return sums, which are added.)
+        weight: ``target -> number``, evaluated before any forward: what the loss's mean over a microbatch is divided
+            by, or what all sums together are divided by. It goes before what is known of the loss.
         ties: groups of ``(stage, path)`` that are one parameter: gradients are summed and every holder gets the sum. Stages
             that `split` made know theirs; these need not be named.
         train: what stages that take ``train`` get (dropout, batch norm); None: True if the schedule has backwards.
@@ -77,6 +84,12 @@ def make_plan(
         for one in flatten(merge)[0]
         if not _is_rule(one)
     ]
+    counts = BY_ROWS
+    if loss is not None and not faults:
+        try:
+            counts = counts_of(loss)
+        except PlanError as error:
+            faults.append(str(error))
     if weight is not None and loss is None:
         faults.append("weight= is the share of each microbatch in the loss, but there is no loss=")
     if faults:
@@ -95,6 +108,7 @@ def make_plan(
         with_outputs,
         merge,
         state,
+        counts,
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.tree import flatten, locations
+from funcpipe.models.counting import Labels
 
 
 class ModelLoss:
@@ -16,10 +17,11 @@ class ModelLoss:
 
     Attributes:
         path: the keys or attributes that lead to the loss; None: the output itself, its ``.loss`` or its ``["loss"]``.
+        labels: what a microbatch counts, by the model's inputs; None: its rows.
     """
 
-    def __init__(self, path: tuple[Any, ...] | None = None) -> None:
-        self.path = path
+    def __init__(self, path: tuple[Any, ...] | None = None, labels: Callable[[Any], Any] | None = None) -> None:
+        self.path, self.labels = path, labels
 
     def __call__(self, y: Any, target: Any = None) -> Any:
         """The loss. Raises PlanError where there is none."""
@@ -28,6 +30,10 @@ class ModelLoss:
             asked = "a loss" if self.path is None else f"a loss at {'.'.join(map(str, self.path))}"
             raise PlanError(f"the model's output has no {asked.removeprefix('a ')}; its scalars are {scalars(y) or 'none'}; give split(..., loss=path or function), or a loss of your own to make_plan(loss=)")  # fmt: skip
         return found
+
+    def weigh(self, inputs: Any, target: Any) -> Any:
+        """How much a microbatch counts: the labels that the model's loss is the mean of; None: its rows."""
+        return None if self.labels is None else self.labels(inputs)
 
     def find(self, y: Any) -> Any:
         """The loss, None where there is none."""
@@ -41,14 +47,14 @@ class ModelLoss:
         return f"ModelLoss({'' if self.path is None else '.'.join(map(str, self.path))})"
 
 
-def as_loss(given: Any) -> Callable[[Any, Any], Any]:
+def as_loss(given: Any, model: nn.Module) -> Callable[[Any, Any], Any]:
     """What ``split(loss=)`` takes, as a plan's loss. Raises PlanError."""
     if given is None:
-        return ModelLoss()
+        return ModelLoss(None, Labels(model))
     if isinstance(given, (str, int)):
-        return ModelLoss(tuple(given.split(".")) if isinstance(given, str) else (given,))
+        given = tuple(given.split(".")) if isinstance(given, str) else (given,)
     if isinstance(given, tuple):
-        return ModelLoss(given)
+        return ModelLoss(given, Labels(model))  # pyright: ignore[reportUnknownArgumentType]
     if callable(given):
         return lambda y, target: given(y)
     raise PlanError(f"loss is a path into the model's output ('loss', 0, ('head', 'loss')) or a function of it; got a {type(given).__name__}")  # fmt: skip

@@ -109,7 +109,7 @@ def _sequential(
     units = _module_units(units_of(model, flat=flat))
     chosen = _sizes(units, num_stages, cuts, sizes, policy)
     parts = cut_sequential(model, chosen, flat=flat)
-    return assemble(model, parts, ties=ties, loss=None if loss is None else as_loss(loss))
+    return assemble(model, parts, ties=ties, loss=None if loss is None else as_loss(loss, model))
 
 
 def _total(sizes: Sequence[Any]) -> int:
@@ -131,7 +131,7 @@ def _layered(
     edges = (found.entry, found.exit)
     units = _module_units(named, *([model.get_submodule(name) for name in side] for side in edges))
     chosen = _sizes(units, num_stages, cuts, sizes, policy)
-    return assemble(model, cut_layers(model, chosen, layers=found), ties=ties, loss=as_loss(loss))
+    return assemble(model, cut_layers(model, chosen, layers=found), ties=ties, loss=as_loss(loss, model))
 
 
 def _traced(
@@ -171,7 +171,7 @@ def _traced(
             f"num_stages is {num_stages}, but the cuts make {len(places) + 1} stages; leave one of them out"
         )
     parts, edges = traced_graph.cut(captured, places, model)
-    own = as_loss(loss)
+    own = as_loss(loss, model)
     if loss is None and ModelLoss().find(captured.sample_output()) is None:
         own = None
     made = assemble(model, parts, ties=ties, loss=own, edges=edges)

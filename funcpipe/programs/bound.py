@@ -250,7 +250,7 @@ class CompiledBound(EagerBound):
         loss, side = residual.loss, residual.side
         if self.shares is None or side is not None or loss is None or loss.weight is not None or isinstance(residual, EagerResidual):  # fmt: skip
             return super().loss_cotangents(residual)
-        key = residual.programs, self.shares.share(residual.microbatch)
+        key = residual.programs, self.shares.factor(loss, residual.microbatch)
         found = self.ends.get(key)
         if found is None:
             found = self.ends[key] = super().loss_cotangents(residual)

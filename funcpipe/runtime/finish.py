@@ -15,7 +15,7 @@ from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves, paths, unflatten
 from funcpipe.runtime.border import Border, apart
 from funcpipe.runtime.prepare import Prepared
-from funcpipe.runtime.program import Report
+from funcpipe.runtime.program import Report, Shares
 from funcpipe.runtime.seam import merge
 from funcpipe.runtime.trainable import key_of
 
@@ -98,25 +98,27 @@ def _fold_losses(
             f"the loss returned (sum, weight) with weights that are no numbers from 0, by microbatch: {bad}"
         )
     weight = sum(weights) if late else shares.total
-    if not weight:
+    if weight is not None and not weight:
         raise BatchError("the weights that the loss returned are 0 for every microbatch, so the loss of this batch is not defined")  # fmt: skip
     total: Any = None
     with torch.no_grad():
         for m, loss in enumerate(found):
-            factor = shares.factor(loss, m) / (weight if late else 1.0)
+            factor = shares.factor(loss, m) / (weight if late and weight else 1.0)
             if factor:
                 part = loss.sum.reshape(()) * factor
                 total = part if total is None else total + part
         total = _add_sides(ready, reports, total, late)
-        losses = tuple(_mean(loss) for loss in found)
+        losses = tuple(_mean(loss, shares, m) for m, loss in enumerate(found))
     return total, weight, losses, tuple(loss.aux for loss in found), late
 
 
-def _mean(loss: Loss) -> Any:
-    if loss.weight is None:
-        return loss.sum.reshape(())
-    weight = float(loss.weight)
-    return loss.sum.reshape(()) / weight if weight else torch.zeros_like(loss.sum.reshape(()))
+def _mean(loss: Loss, shares: Shares, microbatch: int) -> Any:
+    """A microbatch's own loss: its mean, also where it gave a sum that something divides."""
+    total = loss.sum.reshape(())
+    if loss.weight is None and not (shares.summed and shares.explicit):
+        return total
+    weight = float(shares.weights[microbatch] if loss.weight is None else loss.weight)
+    return total / weight if weight else torch.zeros_like(total)
 
 
 def _add_sides(ready: Prepared, reports: ByPlace, total: Any, late: bool) -> Any:
@@ -126,11 +128,18 @@ def _add_sides(ready: Prepared, reports: ByPlace, total: Any, late: bool) -> Any
             report: Report = reports[stage, m]
             if report.side is None:
                 continue
-            if late:
-                raise BatchError(f"stage {stage} returned an auxiliary loss, but how much its microbatch counts is not known while the loss itself brings the weights; give make_plan(..., weight=target -> number)")  # fmt: skip
+            if late or ready.shares.total is None:
+                reason = (
+                    "how much its microbatch counts is not known while the loss itself brings the weights"
+                    if late
+                    else "it is a mean, and the loss is a sum, which nothing divides"
+                )
+                raise BatchError(
+                    f"stage {stage} returned an auxiliary loss, but {reason}; give make_plan(..., weight=target -> number)"
+                )
             side, weight = report.side
             if float(weight):
-                part = side * (ready.shares.share(m) / float(weight))
+                part = side * (ready.shares.parts[m] / float(weight))
                 part = part.to(total.device).reshape(()) if isinstance(part, Tensor) else part
                 total = total + part
     return total

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcpipe.core.errors import NotFiniteError, bullets
 from funcpipe.core.tree import Tree, flatten, is_differentiable, locations
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.program import Bound, Cotangents, Gradients, StageArgs, StageOut
+from funcpipe.runtime.program import Bound, Cotangents, Gradients, Shares, StageArgs, StageOut
 
 _MOST = 5
 """How many operations are told."""
@@ -30,11 +30,12 @@ class FiniteBound:
         inner: the stage.
         params: its parameters, to name them.
         index: of the stage.
+        shares: a microbatch that does not count may have a loss that is NaN: the mean of nothing.
         operations: keep what the actions were given, and on a fault do the action again to find the operation.
     """
 
-    def __init__(self, inner: Bound, params: Tree, index: int, *, operations: bool) -> None:
-        self.inner, self.operations = inner, operations
+    def __init__(self, inner: Bound, params: Tree, index: int, shares: Shares, *, operations: bool) -> None:
+        self.inner, self.shares, self.operations = inner, shares, operations
         self.names, self.params = locations(params, f"params[{index}]"), flatten(params)[0]
         self.given: dict[int, StageArgs] = {}
         self.phase = ""
@@ -49,8 +50,11 @@ class FiniteBound:
         found = _border(out.y, "output") + [
             f for name, one in out.stash.items() for f in _border(one, f"stash[{name!r}]")
         ]
-        if out.report.loss is not None:
-            found += _leaves([("the loss", out.report.loss.sum)])
+        loss = out.report.loss
+        if loss is not None:
+            # A model's own loss lies in the output.
+            counts = self.shares.factor(loss, args.microbatch)
+            found = found + _leaves([("the loss", loss.sum)]) if counts else []
         if out.report.side is not None:
             found += _leaves([("the auxiliary loss", out.report.side[0])])
         if found:

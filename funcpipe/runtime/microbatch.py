@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -282,30 +282,51 @@ def _stage_that_feeds(plan: Plan, name: str) -> str:
     return f"stage {index} ({plan.stages[index].name!r})"
 
 
-def shares(batch: Batch, weight: Callable[..., Any] | None, loss_scale: Any) -> Shares:
+def shares(batch: Batch, plan: Plan, loss_scale: Any) -> Shares:
     """The weight of every microbatch, before any forward.
 
     Raises:
         BatchError: a weight is not a number from 0, or all are 0.
     """
-    scale = float(loss_scale)
-    if weight is None:
-        return Shares(tuple(map(float, batch.rows)), float(sum(batch.rows)), False, scale)
-    weights: list[float] = []
-    for index, target in enumerate(batch.target or []):
+    scale, summed = float(loss_scale), plan.counts.summed
+    rows = tuple(map(float, batch.rows))
+    parts = tuple(size / sum(rows) for size in rows)
+    weights = _weights(batch, plan)
+    if weights is None:
+        return Shares(rows, None if summed else sum(rows), False, scale, parts, summed)
+    total = sum(weights)
+    if plan.weight is not None:
+        parts = tuple(weight / total for weight in weights)
+    return Shares(weights, total, True, scale, parts, summed)
+
+
+def _weights(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
+    """What each microbatch counts by the plan's weight or by its loss; None: its rows."""
+    weight, weigh, word = plan.weight, plan.counts.weigh, "what the loss counts (its weigh(inputs, target))"
+    if weight is not None:
+        weigh, word = lambda _, target: weight(target), "weight(target)"
+    if weigh is None or batch.target is None:
+        return None
+    found: list[Any] = []
+    for index, (x, target) in enumerate(zip(batch.inputs, batch.target, strict=True)):
         try:
-            value = weight(open_border(target, grad=False)[0])
+            found.append(weigh(open_border(x, grad=False)[0], open_border(target, grad=False)[0]))
         except BaseException as error:
             fail(error, Where(None, "", index, "weight", ""))
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = float("nan")
+    if weight is None and any(value is None for value in found):
+        return None
+    weights = tuple(map(_number, found))
+    for index, (number, value) in enumerate(zip(weights, found, strict=True)):
         if not 0 <= number < float("inf"):
-            raise BatchError(f"weight(target) is a number from 0; for microbatch {index} it gave {value!r}")
-        weights.append(number)
+            raise BatchError(f"{word} is a number from 0; for microbatch {index} it gave {value!r}")
     if not sum(weights):
-        raise BatchError(
-            "weight(target) is 0 for every microbatch, so the loss of this batch is not defined; leave it out"
-        )
-    return Shares(tuple(weights), sum(weights), True, scale)
+        raise BatchError(f"{word} is 0 for every microbatch, so the loss of this batch is not defined; leave it out")
+    return weights
+
+
+def _number(value: Any) -> float:
+    """A weight as a number; nan where it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return float("nan")

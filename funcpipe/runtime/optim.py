@@ -121,7 +121,7 @@ def global_norm(grads: Tree, *, ties: Ties = ()) -> Tensor:
 def accumulate(results: Iterable[Result]) -> Result:
     """Several runs over parts of one batch as one: exact, because every part counts by its weight.
 
-    Losses and gradients are those of one run over all rows; the state is that of the last run (give each run the state
+    Losses and gradients are those of one run over all rows (those of sums are added); the state is that of the last run (give each run the state
     of the one before). What comes out can be accumulated further, so ``total = accumulate([total, result])`` after each
     run holds two sets of gradients at a time, however many the parts.
 
@@ -134,8 +134,8 @@ def accumulate(results: Iterable[Result]) -> Result:
     """
     given = _results(results)
     last = given[-1]
-    weights = [one.weight or 0.0 for one in given]
-    total = sum(weights)
+    weights = [one.weight for one in given if one.weight is not None]
+    total = sum(weights) if weights else None
 
     def add(values: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
         out = values[0] * factors[0]
@@ -143,7 +143,7 @@ def accumulate(results: Iterable[Result]) -> Result:
             out.add_(value, alpha=factor)
         return out
 
-    parts = [weight / total for weight in weights]
+    parts = [weight / total for weight in weights] if total else [1.0] * len(given)
     scaled = [part * last.loss_scale / one.loss_scale for part, one in zip(parts, given, strict=True)]
     with torch.no_grad():
         loss = add([one.loss for one in given], parts)
@@ -304,8 +304,10 @@ def _results(results: Any) -> list[Result]:
     strange = sorted({type(one).__name__ for one in given if not isinstance(one, Result)})
     if strange:
         raise PlanError(f"accumulate takes results of fp.run; among them came: {', '.join(strange)}")
-    if not given or any(one.grads is None or one.weight is None for one in given):
+    if not given or any(one.grads is None for one in given):
         raise PlanError("accumulate takes one or more results of runs with backwards")
+    if len({one.weight is None for one in given}) > 1:
+        raise PlanError("accumulate takes results of one plan; among these are means and sums (reduction='sum')")
     trained = [[leaf is not None for leaf in flatten(one.grads)[0]] for one in given]
     for number, one in enumerate(given):
         if structure(one.grads) != structure(given[0].grads) or trained[number] != trained[0]:

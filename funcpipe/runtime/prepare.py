@@ -109,7 +109,7 @@ def prepare(
     cut = microbatch.cut(plan, inputs, target, feeds)
     if (plan.outputs or halves) and plan.merge is None:
         _refuse_unsaid_axes(cut)
-    shares = microbatch.shares(cut, plan.weight, loss_scale)
+    shares = microbatch.shares(cut, plan, loss_scale)
     wanted = trainable_leaves(trees, trainable) if backward else [[False] * len(flatten(t)[0]) for t in trees]
     ties = resolve_ties(plan, trees, wanted)
     if backward:
@@ -124,7 +124,7 @@ def prepare(
     if checks & {"finite", "finite-op"}:
         operations = "finite-op" in checks
         bounds = [
-            FiniteBound(b, tree, i, operations=operations)
+            FiniteBound(b, tree, i, shares, operations=operations)
             for i, (b, tree) in enumerate(zip(bounds, trees, strict=True))
         ]
     program = program_for(plan, cut.num_microbatches, halves=halves)

@@ -138,32 +138,35 @@ class Shares(NamedTuple):
     """How much each microbatch counts in the batch's loss.
 
     Attributes:
-        weights: of each microbatch: its rows, or what the plan's ``weight`` gave.
-        total: their sum.
+        weights: of each microbatch: its rows, or what is known of its loss.
+        total: what sums are divided by: the weights' sum; None: by nothing, the batch's loss is the sum of sums.
         explicit: did the plan's ``weight`` give them.
         loss_scale: gradients are multiplied by it.
+        parts: of each microbatch, of 1, in auxiliary losses: by what the plan's ``weight`` gave, else by rows.
+        summed: does the loss return sums.
     """
 
     weights: tuple[float, ...]
-    total: float
+    total: float | None
     explicit: bool
     loss_scale: float
-
-    def share(self, microbatch: int) -> float:
-        """The microbatch's part of the whole, of 1."""
-        return self.weights[microbatch] / self.total
+    parts: tuple[float, ...]
+    summed: bool = False
 
     def factor(self, loss: Loss, microbatch: int) -> float:
         """What the microbatch's loss is multiplied by in the batch's.
 
-        A mean counts by the microbatch's share; a sum is divided by the total. Where sums come with weights of their
+        A mean counts by the microbatch's weight; a sum is divided by the total. Where sums come with weights of their
         own that nobody knew before, the factor is 1 and everything is divided once, at the end.
         """
         if loss.weight is not None and not self.explicit:
             return 1.0 if float(loss.weight) else 0.0
-        if not self.weights[microbatch]:
-            return 0.0
-        return self.share(microbatch) if loss.weight is None else 1.0 / self.total
+        if self.total is None:
+            return 1.0
+        weight = self.weights[microbatch]
+        if weight and (self.summed or loss.weight is not None):
+            weight = 1.0
+        return weight / self.total
 
 
 class Program(Protocol):

@@ -118,7 +118,7 @@ class Probe:
 
     def _bind(self) -> EagerBound:
         options: dict[str, Any] = {"trainable": self.wanted, "train": self.train, "backwards": True}
-        options |= {"keys": Keys(self.seed, [self.watched]), "shares": Shares((1.0, 1.0), 2.0, False, 1.0)}
+        options |= {"keys": Keys(self.seed, [self.watched]), "shares": Shares((1.0, 1.0), 2.0, False, 1.0, (0.5, 0.5))}
         bound = EagerBound(self.watched, 0, self.given.params, self.given.state, **options)
         bound.looked = True  # what a run would refuse is noted here, and the calls go on
         return bound

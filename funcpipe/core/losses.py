@@ -1,0 +1,154 @@
+"""How losses count: what a loss says of itself, and what is known of torch's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.tree import Tree
+
+Weigh = Callable[[Tree, Tree], Any]
+"""``(inputs, target) -> number``: how much a microbatch counts, before any forward; None: as much as it has rows."""
+
+
+@runtime_checkable
+class Weighing(Protocol):
+    """A loss that returns the mean over a microbatch, and knows beforehand what that mean is divided by."""
+
+    def __call__(self, y: Any, target: Any, /) -> Any:
+        """The loss of a microbatch."""
+        ...
+
+    def weigh(self, inputs: Any, target: Any, /) -> Any:
+        """How much the microbatch counts: a number from 0, also in a 0-dim tensor; None: as much as it has rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How the losses of microbatches become that of the batch.
+
+    Attributes:
+        weigh: how much each counts; None: its rows.
+        summed: losses are sums: they are added, and divided by the weights only where the plan's ``weight`` gives them.
+    """
+
+    weigh: Weigh | None = None
+    summed: bool = False
+
+
+BY_ROWS = Counts()
+"""Means that count by rows: what is assumed of a loss of which nothing is known."""
+
+
+_MODULES = tuple(
+    getattr(nn, f"{name}Loss")
+    for name in (
+        *("BCE", "BCEWithLogits", "CTC", "CosineEmbedding", "CrossEntropy", "GaussianNLL", "HingeEmbedding", "Huber"),
+        *("KLDiv", "L1", "MSE", "MarginRanking", "MultiLabelMargin", "MultiLabelSoftMargin", "MultiMargin", "NLL"),
+        *("PoissonNLL", "SmoothL1", "SoftMargin", "TripletMargin", "TripletMarginWithDistance"),
+    )
+)
+_FUNCTIONS = (
+    *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.cosine_embedding_loss, F.cross_entropy, F.ctc_loss),
+    *(F.gaussian_nll_loss, F.hinge_embedding_loss, F.huber_loss, F.kl_div, F.l1_loss, F.margin_ranking_loss),
+    *(F.mse_loss, F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.nll_loss),
+    *(F.poisson_nll_loss, F.smooth_l1_loss, F.soft_margin_loss, F.triplet_margin_loss),
+    F.triplet_margin_with_distance_loss,
+)
+_KNOWN = {*_FUNCTIONS, *(module.forward for module in _MODULES)}
+"""Torch's losses: functions, and the forwards of modules. All but those below have means that rows divide."""
+
+_INDEXED = {F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward}
+"""Losses whose mean is divided by what the targets, class indices, count."""
+
+
+def counts_of(loss: Callable[..., Any] | None) -> Counts:
+    """How a plan's loss counts.
+
+    Raises:
+        PlanError: a loss of torch that leaves a number for each element, or takes other arguments than (y, target).
+    """
+    if loss is None:
+        return BY_ROWS
+    _refuse_other_arguments(loss)
+    body = _body(loss)
+    if body not in _KNOWN:
+        # What a module of somebody's own returns is not known; that it calls it a sum is taken at its word.
+        summed = isinstance(loss, nn.Module) and getattr(loss, "reduction", None) == "sum"
+        return Counts(loss.weigh if isinstance(loss, Weighing) else None, summed)
+    reduction = _reduction(loss)
+    if reduction not in ("mean", "batchmean", "sum"):
+        name = _name(loss)
+        raise PlanError(
+            f"loss is {name} with reduction={reduction!r}, and the loss of a microbatch is one number; take "
+            f"reduction='mean' or 'sum', or reduce it yourself: loss=lambda y, target: (({name}(y, target) * weights).sum(), weights.sum())"
+        )
+    return Counts(CountedTargets(loss) if body in _INDEXED and reduction == "mean" else None, reduction == "sum")
+
+
+class CountedTargets:
+    """What a mean cross entropy is divided by: targets that are not ignored, each by the weight of its class."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        self.loss = loss
+
+    def __call__(self, inputs: Tree, target: Tree) -> Any:
+        """The sum of the weights; None for probabilities, of which each row counts as much as another."""
+        if not isinstance(target, Tensor) or target.is_floating_point() or target.is_meta:
+            return None
+        counted = target != _option(self.loss, "ignore_index", -100)
+        weights: Tensor | None = _option(self.loss, "weight", None)
+        if weights is None:
+            return counted.sum()
+        # A class that is none is refused by the loss itself, which says where.
+        classes = target.clamp(0, len(weights) - 1)
+        return weights.detach().to(target.device)[classes].mul(counted).sum()
+
+
+def _body(loss: Any) -> Any:
+    """The function that a loss comes down to; None where positional arguments are bound."""
+    if isinstance(loss, partial):
+        return None if loss.args else loss.func  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return type(loss).forward if isinstance(loss, nn.Module) else loss
+
+
+def _option(loss: Any, name: str, default: Any) -> Any:
+    """An option of a loss of torch, as it is now."""
+    if isinstance(loss, partial):
+        return loss.keywords.get(name, default)
+    return getattr(loss, name, default) if isinstance(loss, nn.Module) else default
+
+
+def _reduction(loss: Any) -> Any:
+    average, reduce = _option(loss, "size_average", None), _option(loss, "reduce", None)
+    if average is None and reduce is None:
+        return _option(loss, "reduction", "mean")
+    return "none" if reduce is False else "sum" if average is False else "mean"
+
+
+def _refuse_other_arguments(loss: Any) -> None:
+    call = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        found = inspect.signature(call)
+    except (TypeError, ValueError):  # not everything has one
+        return
+    try:
+        found.bind(None, None)
+    except TypeError:
+        raise PlanError(
+            f"loss is called with (y, target), but {_name(loss)} takes {found}; give a function of the two: "
+            f"loss=lambda y, target: {_name(loss)}(...)"
+        ) from None
+
+
+def _name(loss: Any) -> str:
+    found = loss.func if isinstance(loss, partial) else loss  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return str(getattr(found, "__name__", type(found).__name__))  # pyright: ignore[reportUnknownArgumentType]

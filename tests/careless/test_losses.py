@@ -1,0 +1,328 @@
+"""Losses as users write them: torch's own with all their options, sums, padding, what cannot be a loss of a plan."""
+
+import pickle
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import EXECUTORS, assert_same_result
+from torch import nn
+
+import funcpipe as fp
+
+
+def f64(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+SCALE = fp.stage(lambda p, x: x * p, name="scale")
+STAGES = (SCALE, fp.stage(lambda p, x: x + p, name="shift"))
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
+
+
+def numbers():
+    return torch.tensor(1.5, dtype=torch.float64), torch.tensor(0.25, dtype=torch.float64)
+
+
+def plan_of(loss, count=4, stages=STAGES, **options):
+    return fp.make_plan(stages, fp.one_f_one_b(2, count), loss=loss, devices="cpu", **options)
+
+
+def whole(loss, x, target):
+    """Loss and gradients by plain autograd over the whole batch."""
+    params = [one.clone().requires_grad_() for one in numbers()]
+    value = loss(x * params[0] + params[1], target)
+    value.backward()
+    return value.detach(), [one.grad for one in params]
+
+
+def assert_exact(loss, x, target, plan=None, **options):
+    """The plan's result is that of the whole batch. Returns it."""
+    value, grads = whole(loss, x, target)
+    result = fp.run(plan or plan_of(loss), numbers(), (x, target), **options)
+    torch.testing.assert_close(result.loss, value)
+    scale = options.get("loss_scale", 1.0)
+    for found, grad in zip(result.grads, grads, strict=True):
+        torch.testing.assert_close(found, grad * scale)
+    return result
+
+
+def labels(rows=10, classes=5, ignored=(0, 1, 2, 7), ignore_index=-100):
+    target = torch.randint(0, classes, (rows,))
+    target[list(ignored)] = ignore_index
+    return target
+
+
+# -- what torch's losses mean ------------------------------------------------------------------------------------------
+
+
+CLASSES = {
+    "module": nn.CrossEntropyLoss(),
+    "function": F.cross_entropy,
+    "partial": partial(F.cross_entropy, label_smoothing=0.1),
+    "weighted": nn.CrossEntropyLoss(weight=WEIGHTS),
+    "weighted partial": partial(F.cross_entropy, weight=WEIGHTS),
+    "weighted, smooth": nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2),
+    "ignore_index": nn.CrossEntropyLoss(ignore_index=3),
+    "both": partial(F.cross_entropy, weight=WEIGHTS, ignore_index=1),
+    "nll": nn.NLLLoss(weight=WEIGHTS, ignore_index=2),
+    "nll function": F.nll_loss,
+    "sum": nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum"),
+    "size_average=False": partial(F.cross_entropy, size_average=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:size_average")
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("ignored", [(), (0, 1, 2, 7)], ids=["", "padded"])
+def test_cross_entropy_is_that_of_the_whole_batch(name, ignored):
+    """Class weights, ignored targets (the first microbatch has no other), sums; microbatches have 3, 3, 2 and 2 rows."""
+    loss = CLASSES[name]
+    ignore_index = {"ignore_index": 3, "both": 1, "nll": 2}.get(name, -100)
+    target = labels(ignored=ignored, ignore_index=ignore_index)
+    result = assert_exact(loss, f64(10, 5), target)
+    if "sum" in name or "False" in name:
+        assert result.weight is None
+        torch.testing.assert_close(sum(result.losses), result.loss)
+    else:
+        weights = WEIGHTS if "weighted" in name or name in ("both", "nll") else torch.ones(5)
+        assert float(weights[target[target != ignore_index]].sum()) == pytest.approx(result.weight)
+
+
+def test_class_weights_count():
+    """The numbers of the issue: 1.638, not the mean of the microbatches' means."""
+    torch.manual_seed(0)
+    loss, x, target = nn.CrossEntropyLoss(weight=WEIGHTS), f64(8, 5), labels(8, ignored=())
+    result = assert_exact(loss, x, target)
+    means = fp.run(plan_of(lambda y, t: loss(y, t)), numbers(), (x, target)).loss
+    assert abs(float(result.loss - means)) > 1e-3
+
+
+def test_pixels_and_probabilities():
+    """Targets (rows, height, width) with ignored pixels; probabilities count by rows, whatever the class weights."""
+    target = torch.randint(0, 5, (10, 2, 3))
+    target[:3] = -100
+    target[5, 0] = -100
+    assert_exact(nn.CrossEntropyLoss(weight=WEIGHTS), f64(10, 5, 2, 3), target)
+    assert_exact(nn.CrossEntropyLoss(weight=WEIGHTS), f64(10, 5), f64(10, 5).softmax(1))
+
+
+POSITIVE = ("BCE", "PoissonNLL")
+ELEMENTS = {
+    "BCE": (nn.BCELoss, F.binary_cross_entropy),
+    "BCEWithLogits": (partial(nn.BCEWithLogitsLoss, pos_weight=WEIGHTS[:3]), F.binary_cross_entropy_with_logits),
+    "Huber": (nn.HuberLoss, F.huber_loss),
+    "KLDiv": (nn.KLDivLoss, F.kl_div),
+    "L1": (nn.L1Loss, F.l1_loss),
+    "MSE": (nn.MSELoss, F.mse_loss),
+    "PoissonNLL": (nn.PoissonNLLLoss, F.poisson_nll_loss),
+    "SmoothL1": (nn.SmoothL1Loss, F.smooth_l1_loss),
+    "SoftMargin": (nn.SoftMarginLoss, F.soft_margin_loss),
+    "HingeEmbedding": (nn.HingeEmbeddingLoss, F.hinge_embedding_loss),
+    "MultiLabelSoftMargin": (
+        partial(nn.MultiLabelSoftMarginLoss, weight=WEIGHTS[:3]),
+        F.multilabel_soft_margin_loss,
+    ),
+    "MultiLabelMargin": (nn.MultiLabelMarginLoss, F.multilabel_margin_loss),
+    "MultiMargin": (partial(nn.MultiMarginLoss, weight=WEIGHTS[:3]), F.multi_margin_loss),
+}
+
+
+def sample(name):
+    """Outputs and a target that the loss takes."""
+    x = torch.rand(10, 3, dtype=torch.float64) * 0.3
+    if name == "MultiLabelMargin":
+        return x, torch.tensor([[0, 2, -1], [1, -1, 0]] * 5)
+    if name == "MultiMargin":
+        return x, torch.randint(0, 3, (10,))
+    if name in ("SoftMargin", "HingeEmbedding"):
+        return x, torch.randint(0, 2, (10, 3)) * 2.0 - 1
+    return x, torch.rand(10, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "batchmean"])
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_every_other_loss_is_that_of_the_whole_batch(name, reduction):
+    """Their means are divided by rows, or by elements, of which each row has as many."""
+    if reduction == "batchmean" and name != "KLDiv":
+        return
+    module, function = ELEMENTS[name]
+    for loss in (module(reduction=reduction), partial(function, reduction=reduction)):
+        result = assert_exact(loss, *sample(name))
+        assert (None if reduction == "sum" else 10.0) == result.weight
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["sum", "weighted", "ignore_index"])
+def test_every_executor_and_the_oracle(name, compiled, executor):
+    """With programs, with remat, with a loss scale; a microbatch that counts nothing adds exactly nothing."""
+    loss, x, target = CLASSES[name], f64(10, 5), labels(ignore_index=3 if name == "ignore_index" else -100)
+    stages = [fp.compile(one, fuse=False) for one in STAGES] if compiled else STAGES
+    for schedule in (fp.zero_bubble(2, 4), fp.remat(fp.one_f_one_b(2, 4))):
+        plan = fp.make_plan(stages, schedule, loss=loss, devices="cpu")
+        result = assert_exact(loss, x, target, plan, executor=executor, loss_scale=8.0)
+        assert_same_result(fp.run_sequential(plan, numbers(), (x, target), loss_scale=8.0), result)
+    forwards = fp.make_plan(stages, fp.fill_drain(2, 4, backward=False), loss=loss, devices="cpu")
+    torch.testing.assert_close(fp.run(forwards, numbers(), (x, target)).loss, result.loss)
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), CLASSES["weighted"]], ids=["sum", "weighted"])
+def test_accumulated_parts_are_one_batch(loss):
+    """Sums add up, means count by what divided them; also where the parts have other loss scales."""
+    summed = isinstance(loss, nn.MSELoss)
+    x, target = f64(10, 5), f64(10, 5) if summed else labels()
+    parts = [
+        fp.run(plan_of(loss, 2), numbers(), (x[:7], target[:7]), loss_scale=4.0),
+        fp.run(plan_of(loss, 2), numbers(), (x[7:], target[7:])),
+    ]
+    value, grads = whole(loss, x, target)
+    total = fp.accumulate(parts)
+    torch.testing.assert_close(total.loss, value)
+    torch.testing.assert_close(list(total.grads), grads)
+    again = fp.accumulate([fp.accumulate(parts[:1]), parts[1]])
+    torch.testing.assert_close(again.loss, value)
+    assert total.weight == again.weight
+    mean = fp.run(plan_of(F.mse_loss, 2), numbers(), (x, x))
+    with pytest.raises(fp.PlanError if summed else AssertionError, match="means and sums" if summed else "no match"):
+        assert not fp.accumulate([parts[0], mean]), "no match"
+
+
+def test_the_weight_of_the_user_goes_first():
+    """Rows for a weighted loss; a sum is divided by all that counts."""
+    x, target = f64(10, 5), labels()
+    by_rows = fp.run(plan_of(F.mse_loss, weight=lambda t: 1.0), numbers(), (x, x))
+    torch.testing.assert_close(by_rows.loss, torch.stack(by_rows.losses).mean())
+    total = partial(F.cross_entropy, reduction="sum")
+    plan = plan_of(total, weight=lambda t: (t != -100).sum())
+    result = assert_exact(F.cross_entropy, x, target, plan)
+    assert 6.0 == result.weight
+    assert 0.0 == result.losses[0]
+    torch.testing.assert_close(result.losses[1], F.cross_entropy((x * 1.5 + 0.25)[3:6], target[3:6]))
+
+
+def test_a_loss_that_weighs_its_microbatches():
+    """A method ``weigh(inputs, target)``: a number before any forward; None: rows."""
+
+    class Masked:
+        def __call__(self, y, target):
+            return F.mse_loss(y[target["mask"]], target["y"][target["mask"]])
+
+        def weigh(self, inputs, target):
+            assert inputs.shape == target["y"].shape
+            return target["mask"].sum()
+
+    class ByRows(Masked):
+        def weigh(self, inputs, target):
+            return None
+
+    x, target = f64(10, 3), {"y": f64(10, 3), "mask": torch.rand(10, 3) < 0.5}
+    target["mask"][:3] = False
+    result = assert_exact(Masked(), x, target)
+    assert float(target["mask"].sum()) == result.weight
+    everything = {**target, "mask": torch.ones(10, 3, dtype=torch.bool)}
+    assert 10.0 == assert_exact(ByRows(), x, everything).weight
+
+
+def test_modules_of_your_own_that_say_sum():
+    """``reduction="sum"`` of a subclass with its own forward is believed; a subclass without one is torch's."""
+
+    class Own(nn.MSELoss):
+        def forward(self, y, target):
+            return (y - target).abs().sum() if self.reduction == "sum" else (y - target).abs().mean()
+
+    class Same(nn.CrossEntropyLoss):
+        pass
+
+    x = f64(10, 3)
+    assert assert_exact(Own(reduction="sum"), x, f64(10, 3)).weight is None
+    assert 10.0 == assert_exact(Own(), x, f64(10, 3)).weight
+    assert 6.0 == assert_exact(Same(), f64(10, 5), labels()).weight
+
+
+def test_auxiliary_losses_count_by_rows():
+    """Beside a loss whose targets are padded a stage's own loss keeps its rows."""
+
+    def aside(p, x):
+        y = x * p
+        return fp.Out(y, loss=(y.square().mean(1).sum(), len(y)))
+
+    x, target = f64(10, 5), labels()
+    stages = (fp.stage(aside), STAGES[1])
+    result = fp.run(plan_of(F.cross_entropy, stages=stages), numbers(), (x, target))
+    value, grads = whole(F.cross_entropy, x, target)
+    scale = numbers()[0].requires_grad_()
+    (x * scale).square().mean().backward()
+    torch.testing.assert_close(result.loss, value + (x * scale.detach()).square().mean())
+    torch.testing.assert_close(result.grads, (grads[0] + scale.grad, grads[1]))
+    with pytest.raises(fp.BatchError, match=r"nothing divides; give make_plan\(\.\.\., weight="):
+        fp.run(plan_of(partial(F.cross_entropy, reduction="sum"), stages=stages), numbers(), (x, target))
+
+
+def test_a_nan_that_does_not_count_is_no_fault():
+    """check="finite" looks at what counts."""
+    x, target = f64(10, 5), labels()
+    assert_exact(F.cross_entropy, x, target, check="finite")
+    x[9] = float("nan")
+    with pytest.raises(fp.NotFiniteError):
+        fp.run(plan_of(F.cross_entropy), numbers(), (x, target), check="finite")
+
+
+def test_plans_travel():
+    """A plan with a known loss can be pickled, and read."""
+    plan = plan_of(nn.CrossEntropyLoss(weight=WEIGHTS))
+    counts = pickle.loads(pickle.dumps(plan.counts))
+    assert float(counts.weigh(None, torch.tensor([1, 2, -100]))) == 4.0
+    assert plan_of(F.mse_loss).counts == plan_of(lambda y, t: y.sum()).counts
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (nn.MSELoss(reduction="none"), r"MSELoss with reduction='none'.*one number.*reduction='mean' or 'sum'"),
+        (partial(F.cross_entropy, reduction="none"), r"cross_entropy with reduction='none'"),
+        (partial(F.l1_loss, reduce=False), r"l1_loss with reduction='none'"),
+        (partial(F.l1_loss, reduction="average"), r"reduction='average'"),
+        (nn.CTCLoss(), r"\(y, target\), but CTCLoss takes \(log_probs.*lambda y, target: CTCLoss"),
+        (F.triplet_margin_loss, r"triplet_margin_loss takes \(anchor"),
+        (nn.CosineEmbeddingLoss(), r"CosineEmbeddingLoss takes"),
+        (lambda y: y.mean(), r"<lambda> takes \(y\)"),
+    ],
+)
+def test_what_cannot_be_the_loss_of_a_plan(loss, reason):
+    """Refused where the plan is made, with the mend."""
+    with pytest.raises(fp.PlanError, match=reason):
+        plan_of(loss)
+
+
+def test_nothing_that_counts():
+    """A batch of ignored targets alone has no loss; nothing has run."""
+    ran = []
+    stages = (fp.stage(lambda p, x: ran.append(1)), STAGES[1])
+    with pytest.raises(fp.BatchError, match="0 for every microbatch"):
+        fp.run(plan_of(F.cross_entropy, stages=stages), numbers(), (f64(8, 5), torch.full((8,), -100)))
+    negative = nn.CrossEntropyLoss(weight=-WEIGHTS)
+    with pytest.raises(fp.BatchError, match="number from 0; for microbatch 0"):
+        fp.run(plan_of(negative, stages=stages), numbers(), (f64(8, 5), torch.zeros(8, dtype=torch.long)))
+    assert [] == ran
+
+
+def test_a_class_that_is_none_is_torchs_error_with_coordinates():
+    """A target out of range is refused by the loss, not by what counts it."""
+    with pytest.raises(IndexError, match="out of bounds") as caught:
+        fp.run(plan_of(CLASSES["weighted"]), numbers(), (f64(8, 5), torch.full((8,), 7)))
+    assert 0 == caught.value.funcpipe.microbatch
+
+
+def test_ready_made_microbatches():
+    """Padding counts in microbatches that are cut already, too."""
+    x, target = f64(10, 5), labels()
+    cut = [fp.Microbatches(one.split([1, 4, 5])) for one in (x, target)]
+    value, grads = whole(F.cross_entropy, x, target)
+    result = fp.run(plan_of(F.cross_entropy), numbers(), tuple(cut))
+    torch.testing.assert_close(result.loss, value)
+    torch.testing.assert_close(list(result.grads), grads)
