@@ -43,17 +43,21 @@ class Labels:
                 raise BatchError("the inputs have 'num_items_in_batch', but a plan counts the labels of all microbatches itself; leave it out")  # fmt: skip
             return self.counter(given)
         for name, value in given.items():
-            if ("label" in name or "target" in name) and isinstance(value, Tensor) and value.dtype == torch.long:
-                if not value.is_meta and bool((value == IGNORED).any()):
-                    raise BatchError(
-                        f"the inputs have {name!r} of {IGNORED}, which losses leave out, and it is not known what the "
-                        f"loss of {self.name} is divided by; say it in make_plan(loss=), by a loss with a method "
-                        f"weigh(self, inputs, target) -> number (docs/howto/padding.md)"
-                    )
+            if ("label" in name or "target" in name) and _ignores(value):
+                raise BatchError(
+                    f"the inputs have {name!r} of {IGNORED}, which losses leave out, and it is not known what the loss "
+                    f"of {self.name} is divided by; say it in make_plan(loss=), by a loss with a method "
+                    f"weigh(self, inputs, target) -> number (docs/howto/padding.md)"
+                )
         return None
 
 
-def counter(model: nn.Module) -> Counter | None:
+def _ignores(value: Any) -> bool:
+    known = isinstance(value, Tensor) and value.dtype == torch.long and not value.is_meta
+    return known and bool((value == IGNORED).any())
+
+
+def counter(model: Any) -> Counter | None:
     """What the model's own loss counts; None: it is not known.
 
     The loss of a transformers model is ``model.loss_function`` of its labels, or a cross entropy of them in its forward.
