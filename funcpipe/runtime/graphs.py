@@ -19,10 +19,11 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
 from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree, flatten, structure, unflatten
+from funcpipe.runtime import microbatch
 from funcpipe.runtime.context import RUNNING, not_carried, refuse_transforms
 from funcpipe.runtime.microbatch import Axis, Microbatches, Replicate
 from funcpipe.runtime.place import plan_devices, same_device
-from funcpipe.runtime.prepare import checked_seed
+from funcpipe.runtime.prepare import checked_seed, split_batch
 from funcpipe.runtime.recorded import Recorded, Unrecordable
 from funcpipe.runtime.signature import switches, word
 from funcpipe.runtime.stream import Place
@@ -114,9 +115,10 @@ class Graphs:
             reason = self._unfit(record=record, timeout=timeout, check=options["check"])
             if not reason:
                 began = perf_counter()
-                found = self._step(work, params, batch, options)
+                by_rows, weight = _by_rows(self.plan, batch, options["feeds"])
+                found = self._step(work, by_rows, params, batch, options) if by_rows else _UNEVEN
                 if not isinstance(found, str):
-                    return _played(*found, began)
+                    return _played(*found, began, weight)
                 reason = found
         result = work(plan, params, batch, **options, record=record, timeout=timeout)
         return replace(result, stats=replace(result.stats, reason=f"not a graph: {reason}"))
@@ -153,7 +155,7 @@ class Graphs:
         return ", ".join(f"{one} is on" for one in not_carried())
 
     def _step(
-        self, work: Callable[..., Result], params: Any, batch: Any, options: Mapping[str, Any]
+        self, work: Callable[..., Result], plan: Plan, params: Any, batch: Any, options: Mapping[str, Any]
     ) -> tuple[_Step, list[Tensor]] | str:
         """The recorded run for such input (recorded now if it is the first) and its tensors; or why there is none."""
         if not isinstance(params, (tuple, list)) or len(params) != self.plan.num_stages:  # pyright: ignore
@@ -179,10 +181,10 @@ class Graphs:
         if found is None:
             if len(self._found) >= _MOST:
                 return f"its input has had {_MOST} other forms (shapes, types, values that are no tensors) before"
-            found = self._found[key] = self._record(work, lambda own: (*held(own), *given(own)), taken.tensors)
+            found = self._found[key] = self._record(work, plan, lambda own: (*held(own), *given(own)), taken.tensors)
         return found if isinstance(found, str) else (found, taken.tensors)
 
-    def _record(self, work: Callable[..., Result], make: _Make, tensors: list[Tensor]) -> _Step | str:
+    def _record(self, work: Callable[..., Result], plan: Plan, make: _Make, tensors: list[Tensor]) -> _Step | str:
         device = plan_devices(self.plan)[0]
         graph = Place.backend.graph(device)
         assert graph is not None
@@ -190,7 +192,7 @@ class Graphs:
 
         def step(own: Sequence[Tensor]) -> list[Tensor]:
             params, state, batch, rest = make(own)
-            result = work(self.plan, params, batch, state=state, **rest, executor="serial")
+            result = work(plan, params, batch, state=state, **rest, executor="serial")
             out = _Taken()
             made[:] = [out.take([getattr(result, name) for name in _FIELDS]), replace(result, **_NONE)]
             return out.tensors
@@ -241,11 +243,30 @@ _KERNELS = (
 _NONE: dict[str, Any] = dict.fromkeys(_FIELDS)
 
 
-def _played(step: _Step, tensors: list[Tensor], began: float) -> Result:
+_UNEVEN = "how much its microbatches count depends on the numbers in its target, and is not as many as they have rows"
+
+
+def _by_rows(plan: Plan, batch: Any, feeds: Any) -> tuple[Plan | None, float | None]:
+    """The plan with a loss that counts rows, which needs no numbers on the host, and what the loss is divided by.
+
+    None where the microbatches of this batch do not count as their rows: labels are padded, classes are weighted.
+    """
+    if plan.weight is not None or plan.counts.weigh is None:
+        return plan, None
+    cut = microbatch.cut(plan, *split_batch(plan, batch), feeds)
+    shares = microbatch.shares(cut, plan, 1.0)
+    pairs = zip(shares.weights, cut.rows, strict=True)
+    if shares.total and all(weight * sum(cut.rows) == rows * shares.total for weight, rows in pairs):
+        return replace(plan, counts=replace(plan.counts, weigh=None)), shares.total
+    return None, None
+
+
+def _played(step: _Step, tensors: list[Tensor], began: float, weight: float | None) -> Result:
     """The result of a recorded run for these tensors."""
     fields = step.make(step.recorded(tensors))
     stats = replace(step.like.stats, executor="graph", reason="asked for", seconds=perf_counter() - began)
-    return replace(step.like, **dict(zip(_FIELDS, fields, strict=True)), stats=stats)
+    weight = step.like.weight if weight is None else weight
+    return replace(step.like, **dict(zip(_FIELDS, fields, strict=True)), weight=weight, stats=stats)
 
 
 _FIXED = (type(None), type, Enum, FunctionType, BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format, Tensor)  # fmt: skip
@@ -334,7 +355,7 @@ def graphs(plan: Plan) -> Graphs:
 
     A run that cannot be a graph is run as with ``executor=None``; ``result.stats.reason`` says why: lanes on several
     devices, or on one without graphs; random draws (dropout); a loss that brings (sum, weight), ``plan.weight`` or anything else
-    that needs numbers on the host; `offload`; ``record=``, ``timeout=``, ``check="finite"``; a ninth form of input.
+    that needs numbers on the host; targets that are padded unevenly (`F.cross_entropy`: looked at before each run); `offload`; ``record=``, ``timeout=``, ``check="finite"``; a ninth form of input.
 
     As with any recording, what stages do in Python is done when they are recorded and not again, and tensors that they
     close over are read where they lay.

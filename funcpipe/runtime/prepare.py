@@ -101,7 +101,7 @@ def prepare(
         raise PlacementError(
             bullets("tensors must lie where their stage runs; move them with fp.place(plan, params):", faults)
         )
-    inputs, target = _split_batch(plan, batch)
+    inputs, target = split_batch(plan, batch)
     if all(device.type != "meta" for device in where):
         _refuse_meta({"inputs": inputs, "target": target, **_by_feed(feeds)})
     if backward and not halves:
@@ -318,7 +318,8 @@ def _empty(tree: Tree) -> bool:
     return tree is None or not flatten(tree)[0]
 
 
-def _split_batch(plan: Plan, batch: Any) -> tuple[Tree, Tree]:
+def split_batch(plan: Plan, batch: Any) -> tuple[Tree, Tree]:
+    """A batch as inputs and target. Raises BatchError."""
     if plan.loss is None:
         return batch, None
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:  # pyright: ignore[reportUnknownArgumentType]

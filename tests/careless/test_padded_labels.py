@@ -82,6 +82,7 @@ def test_labels_that_count(name):
     assert result.losses[0].isnan()
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 def test_adapters():
     """peft hands labels on to the model inside."""
     peft = pytest.importorskip("peft")
@@ -168,8 +169,8 @@ def test_what_is_not_known_is_refused():
     model = MODELS["Llama"]()
     split = fp.split(model, 2)
     plan = fp.make_plan(split.stages, fp.one_f_one_b(2, 4), loss=split.loss, ties=split.ties)
+    given = {**padded, "num_items_in_batch": fp.Replicate(torch.tensor(9))}
     with pytest.raises(fp.BatchError, match="num_items_in_batch"):
-        given = {**padded, "num_items_in_batch": fp.Replicate(torch.tensor(9))}
         fp.run(plan, split.params, (given, None), state=split.state)
 
 

@@ -228,6 +228,22 @@ def test_why_it_is_no_graph(tapes, reason):
     assert not any(one.plays for one in tapes.made)
 
 
+def test_targets_that_count_evenly(tapes):
+    """Class indices are looked at before: a graph where microbatches count as their rows, a run where labels are padded."""
+    for loss, summed in ((F.cross_entropy, False), (nn.CrossEntropyLoss(reduction="sum"), True)):
+        plan, params = linear_plan(loss=loss)
+        x, target = data()[0], torch.tensor([0, 1, 2, 3, 1, -100])
+        some = torch.tensor([0, -100, 2, 3, -100, 1])  # two in each microbatch
+        with fp.graphs(plan) as graphs:
+            for labels, graph in ((target.clamp(min=0), True), (target, summed), (some, True), (target + 0, summed)):
+                result = fp.run(plan, params, (x, labels), executor=graphs)
+                assert_same_result(fp.run_sequential(plan, params, (x, labels)), result)
+                assert (None if summed else float((labels != -100).sum())) == result.weight
+                assert ("graph" == result.stats.executor) == graph, result.stats.reason
+                assert graph or "how much its microbatches count" in result.stats.reason
+            assert graphs.count == 1
+
+
 def test_draws_are_no_graph(tapes):
     """A graph would draw the same numbers; runs draw by their seeds, and without one they refuse."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
