@@ -31,7 +31,8 @@ class Split:
         params: for each stage the model's parameters that it uses, by the model's names; the very same tensors.
         state: for each stage copies of the buffers that it uses, by the model's names; () for none.
         ties: groups of (stage, name) that are one parameter; the stages know them, so a plan has them by itself.
-        loss: ``(output, target) -> loss`` that takes the model's own loss out of its output; None if it has none.
+        loss: ``(output, target) -> loss`` that takes the model's own loss out of its output, and knows what a transformers
+            model's counts; None if it has none.
         edges: the values between stages, where a trace told them.
     """
 

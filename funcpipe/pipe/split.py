@@ -74,7 +74,10 @@ def split(
         ties: parameters that several stages use: "replicate" (each holds it, gradients are summed) or "transmit" (the
             first owns it, its value travels), or one of them by name.
         loss: where in the output the model's own loss is: a path ("loss", 0, ("aux", "loss")) or a function of the
-            output; None: the output itself, ``.loss`` or ``["loss"]``, if that is a scalar.
+            output; None: the output itself, ``.loss`` or ``["loss"]``, if that is a scalar. Of a transformers model it is
+            known how many labels of a microbatch it counts (-100 is not counted), and the batch's loss is that of the
+            model in one piece; of other models it is not, and microbatches count by their rows: for padded labels
+            give ``make_plan(loss=)`` a loss with a method ``weigh(inputs, target)``.
         check: compare traced stages with the model (two forwards and backwards of each on the example).
 
     Returns:
