@@ -144,8 +144,8 @@ def _refuse_other_arguments(loss: Any) -> None:
         found.bind(None, None)
     except TypeError:
         raise PlanError(
-            f"loss is called with (y, target), but {_name(loss)} takes {found}; give a function of the two: "
-            f"loss=lambda y, target: {_name(loss)}(...)"
+            f"loss is called with (y, target), but {_name(loss)} takes ({', '.join(found.parameters)}); give a function of "
+            f"the two: loss=lambda y, target: {_name(loss)}(...)"
         ) from None
 
 
