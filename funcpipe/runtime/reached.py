@@ -1,4 +1,4 @@
-"""What a stage's function can reach besides its arguments: tensors and numbers by the names under which its code finds them."""
+"""What a stage can reach besides its arguments: tensors and numbers by the names under which its code finds them."""
 
 from __future__ import annotations
 
