@@ -67,7 +67,9 @@ class Captured:
 
 
 def split_point() -> None:
-    """Mark a place in a model's forward where `split` may cut; does nothing anywhere else.
+    """Mark a place in a model's forward where `split` cuts it; does nothing anywhere else.
+
+    Only a trace sees it: give ``example=``. ``at``, ``balance`` and ``policy`` say otherwise where to cut, and win.
 
     >>> from torch import nn
     >>> class Net(nn.Module):
@@ -104,6 +106,13 @@ def _marker() -> Any:
 def is_marker(node: fx.Node) -> bool:
     """Is this node a `split_point`."""
     return bool(_library) and node.target is torch.ops.funcpipe.split_point.default
+
+
+def callers(model: nn.Module) -> list[str]:
+    """The classes of a model whose forward names `split_point`."""
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    codes = {kind.__name__: getattr(kind.forward, "__code__", None) for kind in kinds}
+    return [name for name, code in codes.items() if code is not None and split_point.__name__ in code.co_names]
 
 
 def names_by_tensor(model: nn.Module) -> dict[str, str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor, fx, nn
 
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.stage import Stage
+from funcpipe.models.bonds import bonds
 from funcpipe.models.export import Captured, is_marker
-from funcpipe.models.nodes import layer_of, layers_of, regions_of, writes_of
+from funcpipe.models.nodes import layer_of, layers_of, regions_of
 from funcpipe.models.traced import CommitGraph, GraphFn, Layout, Norm
 
 
@@ -78,14 +79,11 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
 
 
 def marked(captured: Captured) -> list[int]:
-    """Where `split_point` was called. Raises PlanError where it was not."""
+    """Where `split_point` was called; [] for nowhere. Raises PlanError where a stage would be empty."""
     body = captured.body
     found = [i for i, node in enumerate(body) if is_marker(node)]
-    if not found:
-        raise PlanError("the forward has no fp.split_point(); give num_stages, or at={module: 'before'}, or call fp.split_point() in its forward")  # fmt: skip
-    empty = [i for i in found if not _computes(body[:i]) or not _computes(body[i:])]
-    if empty:
-        raise PlanError("a split_point() stands before the first or after the last operation of the forward, so a stage would be empty; take it out")  # fmt: skip
+    if found and not all(_computes(body[a:b]) for a, b in pairwise([0, *found, len(body)])):
+        raise PlanError("a split_point() stands before the first operation of the forward, after the last one, or beside another split_point(), so a stage would be empty; take it out")  # fmt: skip
     return found
 
 
@@ -124,21 +122,8 @@ class _Cutter:
         self.check()
 
     def check(self) -> None:
-        """No write in place reaches over a cut. Raises PlanError."""
-        faults: list[str] = []
-        writers: dict[fx.Node, set[int]] = {}
-        for node, root in writes_of(self.module):
-            here = self.stage[node]
-            if root in self.stage and self.stage[root] != here:
-                faults.append(
-                    f"{node.name} in stage {here} writes in place into {root.name} of stage {self.stage[root]}"
-                )
-            elif root not in self.stage:
-                writers.setdefault(root, set()).update({here, *self.readers.get(root, ())})
-        for root, users in writers.items():
-            if len(users) > 1:
-                name = self.captured.buffers.get(root.name, root.name)
-                faults.append(f"the buffer {name!r}, which the forward writes, is used in stages {sorted(users)}")
+        """No cut parts what belongs together. Raises PlanError."""
+        faults = [fault for bond in bonds(self.captured) if (fault := bond.fault(self.stage))]
         if faults:
             raise PlanError(bullets("these cuts part what belongs together; move them:", faults))
 
@@ -167,17 +152,13 @@ def cut(captured: Captured, starts: Sequence[int], model: nn.Module) -> tuple[li
         For each stage (stage, params, state), and the values between them.
 
     Raises:
-        PlanError: a cut parts a write in place from its value.
+        PlanError: a cut parts what belongs together: a write in place from its value, the calls of a batch norm layer.
     """
     cutter = _Cutter(captured, starts)
     crossing = cutter.crossing()
     edges = [_edge(*one) for one in crossing]
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     parts = [_part(cutter, stage, edges, tensors) for stage in range(cutter.last + 1)]
-    norms = Counter(path for part, _, _ in parts for path in part.fn.layout.norms)  # pyright: ignore
-    twice = [path for path, count in norms.items() if count > 1]
-    if twice:
-        raise PlanError(f"the batch norm layers {twice} run in several stages, and their statistics could not be one; move the cuts")  # fmt: skip
     return parts, edges
 
 

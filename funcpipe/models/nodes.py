@@ -12,6 +12,10 @@ from torch.fx.node import map_arg
 _VIEWING = torch.Tag.maybe_aliasing_or_mutating
 
 
+_NORMS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
+"""They write their fourth and fifth argument if the sixth is True, and do not say so."""
+
+
 def op_of(module: nn.Module, node: fx.Node) -> Any:
     """The operation of a node, also where a module stands in its place; None for what is none of torch's."""
     op = getattr(_attribute(module, node.target), "op", None) if node.op == "call_module" else node.target
@@ -39,16 +43,13 @@ def roots_of(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
         if node.target is operator.getitem:
             roots[node] = roots[node.args[0]]
         elif op is not None:
+            viewing = _VIEWING in op.tags and op not in _NORMS  # theirs says that they write, their result is new
             aliased = [value for argument, value in _arguments(op, node) if argument.alias_info is not None]
-            if not aliased and _VIEWING in op.tags and node.all_input_nodes:
+            if not aliased and viewing and node.all_input_nodes:
                 aliased = [node.all_input_nodes[0]]
-            if aliased and (any(r.alias_info for r in op._schema.returns) or _VIEWING in op.tags):
+            if aliased and (any(r.alias_info for r in op._schema.returns) or viewing):
                 roots[node] = roots[aliased[0]]
     return roots
-
-
-_NORMS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
-"""They write their fourth and fifth argument if the sixth is True, and do not say so."""
 
 
 def writes_of(module: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:

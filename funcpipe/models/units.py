@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from torch import Tensor, fx, nn
 
+from funcpipe.models.bonds import free, moved
 from funcpipe.models.export import Captured
 from funcpipe.models.graph import row_bytes
 from funcpipe.models.nodes import layer_of
@@ -14,23 +15,36 @@ from funcpipe.models.policy import Units
 
 
 def units_of_graph(
-    captured: Captured, model: nn.Module, num_stages: int | None, measure: Callable[[list[int]], Sequence[float]]
+    captured: Captured,
+    model: nn.Module,
+    num_stages: int | None,
+    measure: Callable[[list[int]], Sequence[float]],
+    *,
+    movable: bool,
 ) -> tuple[Units, list[int]]:
     """The units, and the number of the node at which each begins.
+
+    ``movable``: a unit that no stage can begin with begins at the nearest operation that one can (`free`), and is one
+    with its neighbour where that is all of it; then any cut between units is legal.
 
     A unit is a run of operations of one entry of a ModuleList or Sequential, or of one layer outside of any. Of lists in
     lists the outermost counts, unless that gives fewer units with parameters than stages.
     """
     lists = [path for path, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1]  # fmt: skip
+    allowed = free(captured) if movable else None
     for depth in range(1 + max((path.count(".") + 1 for path in lists), default=0)):
-        units, starts = _units(captured, model, [path for path in lists if path.count(".") >= depth], measure)
+        units, starts = _units(captured, model, [path for path in lists if path.count(".") >= depth], measure, allowed)
         if sum(map(bool, units.parameters)) >= (num_stages or 1):
             return units, starts
-    return _units(captured, model, [], measure)
+    return _units(captured, model, [], measure, allowed)
 
 
 def _units(
-    captured: Captured, model: nn.Module, lists: Sequence[str], measure: Callable[[list[int]], Sequence[float]]
+    captured: Captured,
+    model: nn.Module,
+    lists: Sequence[str],
+    measure: Callable[[list[int]], Sequence[float]],
+    allowed: Sequence[bool] | None,
 ) -> tuple[Units, list[int]]:
     body = captured.body
     blocks = [_block(layer_of(node).partition("@")[0], lists) for node in body]
@@ -43,6 +57,9 @@ def _units(
             starts.append(number if starts else 0)
     if not names:
         names, starts = ["model"], [0]
+    if allowed is not None:
+        first = {place: name for name, place in reversed(list(zip(names, moved(starts, allowed), strict=True)))}
+        names, starts = list(first.values())[::-1], list(first)[::-1]
     bounds = [*starts, len(body)]
     seen: set[str] = set()
     weights = dict(model.named_parameters())

@@ -6,6 +6,7 @@ import difflib
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any, cast
@@ -17,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.tree import flatten, map_leaves
 from funcpipe.models import graph as traced_graph
-from funcpipe.models.export import Captured, capture
+from funcpipe.models.export import Captured, callers, capture
 from funcpipe.models.layers import cut_layers
 from funcpipe.models.layers_find import Layers, find_layers
 from funcpipe.models.losses import ModelLoss, as_loss
@@ -93,6 +94,8 @@ def split(
     if example is not None:
         with _tracing:
             return _traced(model, num_stages, cuts, balance, policy, example, ties, loss, any_rows, check)
+    if not cuts and balance is None and policy is None and (marked := callers(model)):
+        raise PlanError(f"the forward of {' and '.join(marked)} calls fp.split_point(), which only a trace sees; give example= to cut there, or say where to cut: at=, balance=, policy=")  # fmt: skip
     if isinstance(model, nn.Sequential) and layers is None:
         return _sequential(model, num_stages, cuts, balance, policy, ties, loss)
     return _layered(model, num_stages, cuts, balance, policy, layers, ties, loss)
@@ -161,18 +164,7 @@ def _traced(
             raise PlanError("the model itself has forward hooks, which a trace of its forward does not see; put them on a module inside, or take them off")  # fmt: skip
         try_once(model, example)
     captured = capture(model, args, kwargs, rows=any_rows)
-    units, starts = units_of_graph(captured, model, num_stages, lambda bounds: _time(captured, model, example, bounds))
-    if cuts:
-        places = traced_graph.positions(captured, cuts, model)
-    elif num_stages is None and sizes is None and policy is None:
-        places = traced_graph.marked(captured)
-    else:
-        chosen = _sizes(units, num_stages, {}, sizes, policy)
-        places = [starts[sum(chosen[:n])] for n in range(1, len(chosen))]
-    if num_stages is not None and len(places) + 1 != num_stages:
-        raise PlanError(
-            f"num_stages is {num_stages}, but the cuts make {len(places) + 1} stages; leave one of them out"
-        )
+    places = _places(captured, model, num_stages, cuts, sizes, policy, example)
     parts, edges = traced_graph.cut(captured, places, model)
     own = as_loss(loss, model)
     if loss is None and ModelLoss().find(captured.sample_output()) is None:
@@ -184,6 +176,34 @@ def _traced(
             for fn in functions(made):
                 fn.modes = frozenset({model.training})
     return made
+
+
+def _places(
+    captured: Captured,
+    model: nn.Module,
+    num_stages: int | None,
+    cuts: dict[str, str],
+    sizes: Any,
+    policy: Any,
+    example: Any,
+) -> list[int]:
+    """The numbers of the operations that begin a stage, the first one's left out."""
+    places: list[int] = []
+    if cuts:
+        places = traced_graph.positions(captured, cuts, model)
+    elif sizes is None and policy is None:
+        places = traced_graph.marked(captured)
+        if not places and num_stages is None:
+            raise PlanError("the forward has no fp.split_point(); give num_stages, or at={module: 'before'}, or call fp.split_point() in its forward")  # fmt: skip
+    if places:
+        if num_stages not in (None, len(places) + 1):
+            what = f"the cuts of at= make {len(places) + 1}" if cuts else f"its forward calls split_point() {len(places)} times, which makes {len(places) + 1}"
+            raise PlanError(f"num_stages is {num_stages}, but {what} stages; leave one of them out")
+        return places
+    measure = partial(_time, captured, model, example)
+    units, starts = units_of_graph(captured, model, num_stages, measure, movable=sizes is None)
+    chosen = _sizes(units, num_stages, {}, sizes, policy)
+    return [starts[sum(chosen[:n])] for n in range(1, len(chosen))]
 
 
 # -- where to cut ------------------------------------------------------------------------------------------------------

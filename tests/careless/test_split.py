@@ -1,0 +1,133 @@
+"""Splits as a user would ask for them in passing: each works, or is refused with what, where and the call that mends it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import funcpipe as fp
+
+
+class Stack(nn.Module):
+    """Layers one after the other; `marks` calls split_point before these numbers."""
+
+    def __init__(self, *layers, marks=()):
+        super().__init__()
+        self.layers, self.marks = nn.ModuleList(layers), marks
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            if number in self.marks:
+                fp.split_point()
+            x = layer(x)
+        return x
+
+
+def trains_like_itself(made, model, batch, *, train=True, options=None):
+    """Loss and gradients of a split under 1F1B, against the model on each microbatch."""
+    loss = lambda y, target: F.mse_loss(y, target)
+    x, target = batch
+    plan = fp.make_plan(made.stages, fp.one_f_one_b(len(made), 2), loss=loss, ties=made.ties, devices="cpu", train=train)
+    result = fp.run(plan, made.params, batch, state=made.state)
+    own = copy.deepcopy(model)
+    wanted = sum(loss(own(a), b) / 2 for a, b in zip(x.chunk(2), target.chunk(2), strict=True))
+    wanted.backward()
+    torch.testing.assert_close(result.loss, wanted.detach())
+    found = made.merge(result.grads)
+    for name, parameter in own.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+
+
+# -- cuts that split chooses itself ------------------------------------------------------------------------------------
+
+
+def activated(count, *, norm=False):
+    """Linear layers, each with an in-place ReLU."""
+    norms = lambda: [nn.BatchNorm1d(8)] if norm else []
+    return Stack(*[one for _ in range(count) for one in (nn.Linear(8, 8), *norms(), nn.ReLU(inplace=True))])
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+def test_automatic_cuts_do_not_part_a_layer_from_its_in_place_relu(stages, norm, train):
+    model = activated(4, norm=norm).train(train)
+    made = fp.split(model, stages, example=torch.randn(4, 8))
+    assert len(made) == stages
+    if not (norm and train):  # whose statistics are of the whole batch, when deferred
+        trains_like_itself(made, model, (torch.randn(4, 8), torch.randn(4, 8)), train=train)
+
+
+class Late(nn.Module):
+    """Writes in place into what it is given, before anything else."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x.relu_())
+
+
+def test_a_cut_moves_into_a_block_that_begins_with_a_write():
+    model = Stack(nn.Linear(8, 8), Late(), Late(), Late())
+    made = fp.split(model, 4, example=torch.randn(4, 8))
+    assert [sorted(params) for params in made.params] == [
+        [f"layers.{number}{inner}.{kind}" for kind in ("bias", "weight")]
+        for number, inner in enumerate(("", ".inner", ".inner", ".inner"))
+    ]
+    trains_like_itself(made, model, (torch.randn(4, 8), torch.randn(4, 8)))
+
+
+def test_cuts_that_a_user_names_stay_refused():
+    model, x = activated(2), torch.randn(4, 8)
+    for wrong in ({"at": {"layers.1": "before"}}, {"balance": [1, 3]}):
+        with pytest.raises(fp.PlanError, match="relu_ in stage 1 writes in place into linear of stage 0"):
+            fp.split(model, **wrong, example=x)
+    with pytest.raises(fp.PlanError, match="3 stages are more than the 2 units"):
+        fp.split(model, 3, example=x)
+
+
+def test_the_output_of_a_batch_norm_in_evaluation_is_not_its_input():
+    model = Stack(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 8)).eval()
+    made = fp.split(model, at={"layers.1": "before"}, example=torch.randn(4, 8))
+    trains_like_itself(made, model, (torch.randn(4, 8), torch.randn(4, 8)), train=False)
+
+
+# -- split_point -------------------------------------------------------------------------------------------------------
+
+
+def test_split_points_are_where_a_number_of_stages_cuts():
+    model = Stack(*(nn.Linear(8, 8) for _ in range(4)), marks=(1,))
+    made = fp.split(model, 2, example=torch.randn(4, 8))
+    assert [len(params) for params in made.params] == [2, 6]
+
+
+def test_split_points_and_another_number_of_stages():
+    model = Stack(*(nn.Linear(8, 8) for _ in range(4)), marks=(1,))
+    for wrong in (1, 3):
+        with pytest.raises(fp.PlanError, match=rf"num_stages is {wrong}, but its forward calls split_point\(\) 1 times"):
+            fp.split(model, wrong, example=torch.randn(4, 8))
+    assert len(fp.split(model, 3, policy=fp.by_parameters, example=torch.randn(4, 8))) == 3
+
+
+def test_split_points_without_a_trace():
+    model = Stack(*(nn.Linear(8, 8) for _ in range(4)), marks=(1,))
+    for wrong in (model, nn.Sequential(model, nn.Linear(8, 8))):
+        with pytest.raises(fp.PlanError, match=r"the forward of Stack calls fp.split_point\(\), .* give example="):
+            fp.split(wrong, 2)
+    assert len(fp.split(model, balance=[1, 3])) == 2
+
+
+def test_two_split_points_at_one_place():
+    class Twice(Stack):
+        def forward(self, x):
+            fp.split_point()
+            return super().forward(x)
+
+    with pytest.raises(fp.PlanError, match=r"split_point\(\) stands before the first operation"):
+        fp.split(Twice(nn.Linear(8, 8), nn.Linear(8, 8), marks=(1,)), example=torch.randn(4, 8))
