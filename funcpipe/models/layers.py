@@ -12,6 +12,7 @@ from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.stage import Stage
 from funcpipe.models.batchnorm import CommitLayers
 from funcpipe.models.layers_find import TRACED, Layers, find_layers
+from funcpipe.models.layers_look import asks
 from funcpipe.models.layers_stage import INPUTS, LayersFn
 from funcpipe.models.module import ModuleFn, refuse_lazy
 from funcpipe.models.skippable import skips_of
@@ -103,8 +104,8 @@ def _configured(model: nn.Module) -> list[str]:
     faults: list[str] = []
     for config in _configs(model):
         for name, value in vars(config).items():
-            if name.startswith("output_") and value is True:
-                faults.append(f"config.{name} is True: it collects something of every block, and a stage sees its own only; set it to False, or {TRACED}")  # fmt: skip
+            if asks(name, value):
+                faults.append(f"config.{name.lstrip('_')} is {value}: it collects something of every block, and a stage sees its own only; set it to False, or {TRACED}")  # fmt: skip
             elif "layerdrop" in name and isinstance(value, float) and value > 0 and model.training:
                 faults.append(f"config.{name} is {value}: which blocks are left out is drawn in the loop over all of them; set it to 0")  # fmt: skip
     return list(dict.fromkeys(faults))

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.tree import Tree, flatten, is_differentiable, map_leaves, own, under_transform
 from funcpipe.models.layers_find import TRACED, Layers, within
+from funcpipe.models.layers_look import asked, beside, differs, incomplete, marked, nans
+from funcpipe.models.layers_stub import Blank, Leave, outer_paths, outline, real, stub
 from funcpipe.models.module import ModuleFn, Params, State
 from funcpipe.models.module import _Copy as Copy  # pyright: ignore[reportPrivateUsage]
 from funcpipe.models.signature import as_call
@@ -30,21 +31,6 @@ INPUTS = "inputs"
 _CHECKPOINT = "torch/utils/checkpoint.py"
 
 
-@dataclass(frozen=True)
-class Blank:
-    """What is known later of a floating tensor that an entry made in the first stage."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _Leave(BaseException):
-    """The stage's last block is done; what it returned."""
-
-    def __init__(self, out: Tree) -> None:
-        self.out = out
-
-
 class LayersFn(ModuleFn):
     """Some blocks of a model as a function of their parameters.
 
@@ -52,14 +38,14 @@ class LayersFn(ModuleFn):
         cut: the stack, and what stands around it.
         first, last: the stage's blocks, ``last`` excluded.
         held: names (all of them, of tied ones too) of the tensors that the stage has.
-        verified: the modes (training or not) in which a forward was looked at.
+        verified: (training, with gradients) for each mode in which a forward was looked at.
     """
 
     def __init__(self, whole: ModuleFn, cut: Layers, first: int, last: int) -> None:
         vars(self).update(vars(whole))  # nobody runs the copy without numbers, so all stages share it
         self._idle = []
         self.cut, self.first, self.last = cut, first, last
-        self.verified: set[bool] = set()
+        self.verified: set[tuple[bool, bool]] = set()
         self.numbers = {name: number for number, name in enumerate(cut.names)}
         tables = {
             alias
@@ -124,7 +110,9 @@ class LayersCopy(Copy):
         self.norms = [norm for norm in self.norms if norm.path in owner.momentum]
         self.slots, self.absent = self._places()
         self.filled: torch.device | None = None
-        self.outer = {path: self.module.get_submodule(path) for path in _outer(cut.path)}
+        self.looks = self.passing = False  # is this call looked at; do its blocks give what arrived
+        self.ends: list[Any] = []  # of the graphs of what the blocks returned, in a call that is looked at
+        self.outer = {path: self.module.get_submodule(path) for path in outer_paths(cut.path)}
         modules = [
             (path, one) for path, one in self.module.named_modules() if path not in self.outer and path != cut.path
         ]
@@ -185,16 +173,19 @@ class LayersCopy(Copy):
         travels = self.first == 0 and self.last < len(self.cut)
         # What a forward writes in place into its inputs, the forwards of later stages write again.
         kept = map_leaves(lambda leaf: own(leaf) if isinstance(leaf, Tensor) else leaf, inputs) if travels else None
+        mode = self.train, torch.is_grad_enabled()
+        self.looks, self.ends = mode not in self.owner.verified, []
         y, made = self._forward(x, inputs, calls)
-        if self.train not in self.owner.verified:
+        if self.looks:
             self._verify(y, x, inputs, calls)
-            self.owner.verified.add(self.train)
+            self.owner.verified.add(mode)
+            self.looks, self.ends = False, []
         return y, {INPUTS: (kept, made)} if travels else {}
 
     def _forward(self, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> tuple[Tree, tuple[Any, ...]]:
         """The model's forward, left after the stage's last block; and what the entries returned in the first stage."""
         args, kwargs = as_call(inputs)
-        self._refuse_collecting(kwargs)
+        self._refuse_collecting(args, kwargs)
         for path, layer in self.outer.items():
             self.places[id(layer)] = path or "forward"
         for table in self.asleep:
@@ -204,7 +195,7 @@ class LayersCopy(Copy):
         try:
             y = self.module(*args, **kwargs)
             reached = self.at
-        except _Leave as left:
+        except Leave as left:
             return left.out, tuple(self.calls) if self.first == 0 else ()
         finally:
             self._begin()
@@ -233,22 +224,22 @@ class LayersCopy(Copy):
         for number, name in enumerate(cut.names):
             layer = self.module.get_submodule(name)
             if not self.first <= number < self.last:
-                _stub(layer, partial(LayersCopy._foreign_block, me, number))
+                stub(layer, partial(LayersCopy._foreign_block, me, number))
             else:
-                vars(layer)["forward"] = partial(LayersCopy._own_block, me, number, _real(layer))
+                vars(layer)["forward"] = partial(LayersCopy._own_block, me, number, real(layer))
         if self.first == 0 and self.last == len(cut):
             return
         for root in cut.entry:
             for path, layer in self.module.get_submodule(root).named_modules(prefix=root):
                 if self.first == 0:
-                    vars(layer)["forward"] = partial(LayersCopy._first_call, me, path, root, _real(layer))
+                    vars(layer)["forward"] = partial(LayersCopy._first_call, me, path, root, real(layer))
                 elif self.last == len(cut) and root in cut.exit:
-                    vars(layer)["forward"] = partial(LayersCopy._later_call, me, path, root, _real(layer))
+                    vars(layer)["forward"] = partial(LayersCopy._later_call, me, path, root, real(layer))
                 else:
-                    _stub(layer, partial(LayersCopy._later_call, me, path, root, None))
+                    stub(layer, partial(LayersCopy._later_call, me, path, root, None))
         for root in cut.exit if self.last < len(cut) else ():
             if root not in cut.entry:
-                _stub(self.module.get_submodule(root), partial(LayersCopy._too_early, me, root))
+                stub(self.module.get_submodule(root), partial(LayersCopy._too_early, me, root))
 
     def _foreign_block(self, number: int, /, *args: Any, **kwargs: Any) -> Tree:
         """A block of another stage: the one before the stage's first gives what arrived."""
@@ -269,11 +260,14 @@ class LayersCopy(Copy):
             return real(*args, **kwargs)
         if number == 0:
             self._begin()
-        out = real(*args, **kwargs)
+        out = self.x if self.passing else real(*args, **kwargs)
         self.at = number + 1
+        if self.looks and self._gives_output():
+            out, ends = marked(out)
+            self.ends += ends
         if self.at == self.last < len(self.cut):
             self._refuse_region()
-            raise _Leave(out)
+            raise Leave(out)
         self._between()
         return out
 
@@ -291,7 +285,7 @@ class LayersCopy(Copy):
             out = real(*args, **kwargs)
         finally:
             self.inside = False
-        told = out if root in self.cut.carry else map_leaves(_told, out)
+        told = out if root in self.cut.carry else map_leaves(outline, out)
         self.calls.append((path, told))
         return out
 
@@ -324,21 +318,17 @@ class LayersCopy(Copy):
 
     def _verify(self, y: Tree, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> None:
         """Refuse an output that depends on what is not known in this stage; looked at once."""
-        before = None if under_transform() else _nans(y)
+        if self._gives_output():
+            self._refuse_incomplete(y, x, inputs, calls)
+        before = nans(y)
         if before is None or not any(bool(one.any()) for one in before):
             return
         assert self.filled is not None
-        collected = [layer.collected for layer in self.norms]
-        for layer in self.norms:
-            layer.collected = None
         self._fill(0.0, self.filled)
         try:
-            with torch.no_grad():
-                after = _nans(self._forward(x, inputs, calls)[0])
+            after = nans(self._again(x, inputs, calls))
         finally:
             self._fill(float("nan"), self.filled)
-            for layer, seen in zip(self.norms, collected, strict=True):
-                layer.collected = seen
         if after is not None and all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
             return  # it has NaN of its own
         entries = ", ".join(self.cut.entry) or "none"
@@ -350,57 +340,57 @@ class LayersCopy(Copy):
             f"of an entry, give it to both ends: {mended}entry=[...], exit=[...]); else {TRACED}"
         )
 
-    def _refuse_collecting(self, kwargs: dict[str, Any]) -> None:
-        if self.first == 0 and self.last < len(self.cut):
-            asked = [
-                name for name, value in kwargs.items() if value is True and name.startswith(("output_", "use_cache"))
-            ]
-            if asked:
-                raise PlanError(f"the inputs ask for {asked}, which are collected from all blocks, and a stage sees its own only; leave them out, or {TRACED}")  # fmt: skip
+    def _refuse_incomplete(self, y: Tree, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> None:
+        """Refuse an output that holds what blocks hand out beside what they return."""
+        if place := beside(y, self.ends, self._of_blocks()):
+            raise incomplete(place)
+        leaves = [leaf for leaf in flatten(y)[0] if isinstance(leaf, Tensor)]
+        if under_transform() or (self.ends and all(map(is_differentiable, leaves))) or len(leaves) < 2:
+            return
+        self.passing = True  # without a graph, the form of the output tells
+        try:
+            with _disable_current_modes():
+                other = self._again(x, inputs, calls)
+        except Exception:
+            return  # these blocks give something else than the one before them
+        finally:
+            self.passing = False
+        if place := differs(y, other):
+            raise incomplete(place)
+
+    def _gives_output(self) -> bool:
+        """Is this the last of several stages."""
+        return bool(self.first) and self.last == len(self.cut)
+
+    def _again(self, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> Tree:
+        """The output of another forward, which leaves no trace."""
+        collected = [layer.collected for layer in self.norms]
+        for layer in self.norms:
+            layer.collected = None
+        try:
+            with torch.no_grad():
+                return self._forward(x, inputs, calls)[0]
+        finally:
+            for layer, seen in zip(self.norms, collected, strict=True):
+                layer.collected = seen
+
+    def _of_blocks(self) -> set[int]:
+        """The ids of the tensors that the blocks alone have."""
+        prefix = f"{self.cut.path}." if self.cut.path else ""
+        found: dict[bool, set[int]] = {True: set(), False: set()}
+        for path, layer in self.module.named_modules(remove_duplicate=False):
+            inside = path.startswith(prefix) and any(within(path, name) for name in self.cut.names)
+            found[inside] |= {id(one) for one in layer._parameters.values() if one is not None}
+        return found[True] - found[False]
+
+    def _refuse_collecting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.first == 0 and self.last < len(self.cut) and (names := asked(self.module.forward, args, kwargs)):
+            raise PlanError(f"the inputs ask for {names}, which are collected from all blocks, and a stage sees its own only; leave them out, or {TRACED}")  # fmt: skip
 
     def _refuse_region(self) -> None:
         """Leaving from inside of torch.utils.checkpoint would leave it half done."""
-        frame = sys._getframe(1) if self.train not in self.owner.verified else None
+        frame = sys._getframe(1) if self.looks else None
         while frame is not None and frame.f_code is not LayersCopy._forward.__code__:
             if frame.f_code.co_filename.replace("\\", "/").endswith(_CHECKPOINT):
                 raise PlanError(f"{type(self.module).__name__} runs its blocks inside torch.utils.checkpoint, which a stage cannot leave; switch that off, and make plans with fp.remat(schedule)")  # fmt: skip
             frame = frame.f_back
-
-
-def _stub(layer: nn.Module, forward: Callable[..., Any]) -> None:
-    """Another forward, and none of the hooks, which are for the stage that has the module."""
-    vars(layer)["forward"] = forward
-    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        vars(layer)[kind] = OrderedDict()
-
-
-def _real(layer: nn.Module) -> Callable[..., Any]:
-    """The forward that a module has, without a reference to the module."""
-    own_forward = vars(layer).get("forward")
-    if own_forward is not None:
-        return own_forward
-    found = weakref.ref(layer)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        one = found()
-        assert one is not None
-        return type(one).forward(one, *args, **kwargs)
-
-    return forward
-
-
-def _told(leaf: Any) -> Any:
-    return Blank(tuple(leaf.shape), leaf.dtype) if is_differentiable(leaf) else leaf
-
-
-def _nans(tree: Tree) -> list[Tensor] | None:
-    """Where the floating tensors of a tree are NaN; None if they are no plain tensors with numbers."""
-    found = [leaf.detach() for leaf in flatten(tree)[0] if is_differentiable(leaf)]
-    plain = all(type(leaf) is Tensor and not leaf.is_meta for leaf in found)
-    return [leaf.isnan() for leaf in found] if plain else None
-
-
-def _outer(path: str) -> list[str]:
-    """The paths of the modules around a list: the model's own first."""
-    steps = path.split(".") if path else []
-    return [".".join(steps[:depth]) for depth in range(len(steps))]

@@ -197,7 +197,11 @@ def _places(
             raise PlanError("the forward has no fp.split_point(); give num_stages, or at={module: 'before'}, or call fp.split_point() in its forward")  # fmt: skip
     if places:
         if num_stages not in (None, len(places) + 1):
-            what = f"the cuts of at= make {len(places) + 1}" if cuts else f"its forward calls split_point() {len(places)} times, which makes {len(places) + 1}"
+            what = (
+                f"the cuts of at= make {len(places) + 1}"
+                if cuts
+                else f"its forward calls split_point() {len(places)} times, which makes {len(places) + 1}"
+            )
             raise PlanError(f"num_stages is {num_stages}, but {what} stages; leave one of them out")
         return places
     measure = partial(_time, captured, model, example)

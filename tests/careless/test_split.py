@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from models.zoo import batch, zoo
 from torch import nn
 
 import funcpipe as fp
@@ -31,7 +32,9 @@ def trains_like_itself(made, model, batch, *, train=True, options=None):
     """Loss and gradients of a split under 1F1B, against the model on each microbatch."""
     loss = lambda y, target: F.mse_loss(y, target)
     x, target = batch
-    plan = fp.make_plan(made.stages, fp.one_f_one_b(len(made), 2), loss=loss, ties=made.ties, devices="cpu", train=train)
+    plan = fp.make_plan(
+        made.stages, fp.one_f_one_b(len(made), 2), loss=loss, ties=made.ties, devices="cpu", train=train
+    )
     result = fp.run(plan, made.params, batch, state=made.state)
     own = copy.deepcopy(model)
     wanted = sum(loss(own(a), b) / 2 for a, b in zip(x.chunk(2), target.chunk(2), strict=True))
@@ -110,7 +113,9 @@ def test_split_points_are_where_a_number_of_stages_cuts():
 def test_split_points_and_another_number_of_stages():
     model = Stack(*(nn.Linear(8, 8) for _ in range(4)), marks=(1,))
     for wrong in (1, 3):
-        with pytest.raises(fp.PlanError, match=rf"num_stages is {wrong}, but its forward calls split_point\(\) 1 times"):
+        with pytest.raises(
+            fp.PlanError, match=rf"num_stages is {wrong}, but its forward calls split_point\(\) 1 times"
+        ):
             fp.split(model, wrong, example=torch.randn(4, 8))
     assert len(fp.split(model, 3, policy=fp.by_parameters, example=torch.randn(4, 8))) == 3
 
@@ -131,3 +136,90 @@ def test_two_split_points_at_one_place():
 
     with pytest.raises(fp.PlanError, match=r"split_point\(\) stands before the first operation"):
         fp.split(Twice(nn.Linear(8, 8), nn.Linear(8, 8), marks=(1,)), example=torch.randn(4, 8))
+
+
+# -- what a model collects over its blocks -----------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, sink, *, attribute=False):
+        super().__init__()
+        self.inner, self.sink, self.attribute, self.aux = nn.Linear(8, 8), sink, attribute, torch.zeros(())
+
+    def forward(self, x):
+        y = self.inner(x).tanh()
+        if self.attribute:
+            self.aux = y.square().mean()
+        else:
+            self.sink.append(y.detach().round().long() if self.sink.whole else y)
+        return y
+
+
+class Sink(list):
+    """What blocks append to, of whole numbers or not."""
+
+    def __init__(self, *, whole=False):
+        super().__init__()
+        self.whole = whole
+
+
+class Collects(nn.Module):
+    """Gives what its blocks handed out beside their outputs: a list, or the sum of an attribute."""
+
+    def __init__(self, *, whole=False, attribute=False):
+        super().__init__()
+        self.sink, self.attribute = Sink(whole=whole), attribute
+        self.blocks = nn.ModuleList(Block(self.sink, attribute=attribute) for _ in range(4))
+
+    def forward(self, x):
+        self.sink.clear()
+        for block in self.blocks:
+            x = block(x)
+        return x, sum(block.aux for block in self.blocks) if self.attribute else tuple(self.sink)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("kind", [{}, {"whole": True}, {"attribute": True}])
+def test_what_blocks_hand_out_beside_their_outputs_is_refused_without_a_trace(kind, grad):
+    if kind.get("attribute") and not grad:
+        pytest.skip("a sum shows in the graph alone")
+    model, x = Collects(**kind), torch.randn(4, 8)
+    made = fp.split(model, 2)
+    with torch.set_grad_enabled(grad), pytest.raises(fp.PlanError, match=r"output\[1\].* made of what blocks hand out"):
+        fp.apply(made.stages, made.params, x, state=made.state)
+    one = fp.split(model, 1)
+    assert len(fp.apply(one.stages, one.params, x).y) == 2
+
+
+def test_what_blocks_hand_out_is_refused_when_compiled():
+    made = fp.split(Collects(), 2)
+    stages = [fp.compile(stage) for stage in made.stages]
+    plan = fp.make_plan(stages, fp.fill_drain(2, 2), loss=lambda y, _: y[0].mean(), devices="cpu")
+    with pytest.raises(fp.PlanError, match=r"output\[1\]\[0\] is made of what blocks hand out"):
+        fp.run(plan, made.params, (torch.randn(4, 8), None))
+
+
+@pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
+def test_attentions_of_all_blocks(name):
+    model, inputs = zoo("llama"), batch("llama")
+    model.set_attn_implementation("eager")
+    made = fp.split(model, 2)
+    with pytest.raises(fp.PlanError, match=rf"inputs ask for \['{name}'\], .* example="):
+        fp.apply(made.stages, made.params, {**inputs, name: True}, state=made.state)
+    setattr(model.config, name, True)
+    with pytest.raises(fp.PlanError, match=rf"config.{name} is True: it collects .* example="):
+        fp.split(model, 2)
+    made = fp.split(model, 2, example=inputs)
+    found = fp.apply(made.stages, made.params, inputs, state=made.state).y[name.removeprefix("output_")]
+    for mine, theirs in zip(found, model(**inputs)[name.removeprefix("output_")], strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_attentions_asked_for_by_position():
+    class Asks(Stack):
+        def forward(self, x, output_attentions=False):
+            return super().forward(x)
+
+    made = fp.split(Asks(*(nn.Linear(8, 8) for _ in range(4))), 2)
+    with pytest.raises(fp.PlanError, match=r"inputs ask for \['output_attentions'\]"):
+        fp.apply(made.stages, made.params, (torch.randn(4, 8), True))

@@ -1,0 +1,62 @@
+"""What stands in a stage of a layer cut where another stage's module would be."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from funcpipe.core.tree import Tree, is_differentiable
+
+
+@dataclass(frozen=True)
+class Blank:
+    """What is known later of a floating tensor that an entry made in the first stage."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Leave(BaseException):
+    """The stage's last block is done; what it returned."""
+
+    def __init__(self, out: Tree) -> None:
+        self.out = out
+
+
+def stub(layer: nn.Module, forward: Callable[..., Any]) -> None:
+    """Another forward, and none of the hooks, which are for the stage that has the module."""
+    vars(layer)["forward"] = forward
+    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        vars(layer)[kind] = OrderedDict()
+
+
+def real(layer: nn.Module) -> Callable[..., Any]:
+    """The forward that a module has, without a reference to the module."""
+    own_forward = vars(layer).get("forward")
+    if own_forward is not None:
+        return own_forward
+    found = weakref.ref(layer)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        one = found()
+        assert one is not None
+        return type(one).forward(one, *args, **kwargs)
+
+    return forward
+
+
+def outline(leaf: Any) -> Any:
+    """What later stages are told of a leaf that an entry returned: numbers only of what has no gradient."""
+    return Blank(tuple(leaf.shape), leaf.dtype) if is_differentiable(leaf) else leaf
+
+
+def outer_paths(path: str) -> list[str]:
+    """The paths of the modules around a list: the model's own first."""
+    steps = path.split(".") if path else []
+    return [".".join(steps[:depth]) for depth in range(len(steps))]
