@@ -139,13 +139,16 @@ def shell(model: nn.Module) -> nn.Module:
     return own
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: bool = True) -> Captured:
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, axes: Sequence[int | None] | None = None
+) -> Captured:
     """Trace a model on an example.
 
     Args:
         model: in the mode in which it shall run; untouched.
         args, kwargs: of its forward.
-        rows: keep the number of rows open: the first dimension of every tensor that has as many rows as the first one.
+        axes: for each leaf of (args, kwargs) the dimension that is its number of rows, which is kept open, or None;
+            None: trace for just the rows of the example.
 
     Raises:
         PlanError: with the reason and the way out.
@@ -155,10 +158,9 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     canonical = names_by_tensor(model)
     own = shell(model)
     momentum, norms = _open_norms(own)
-    flat = _Flat(own, args, kwargs)
-    if rows:
-        flat.check_rows()
-    program = _export(own, flat, rows=rows)
+    flat = _Flat(own, args, kwargs, axes)
+    flat.check_rows()
+    program = _export(own, flat)
     placeholders: dict[str, dict[str, Any]] = {"params": {}, "buffers": {}, "consts": {}}
     inputs: list[str] = []
     faults: list[str] = []
@@ -233,17 +235,21 @@ class _Flat:
 
     Attributes:
         leaves, spec: of the example, (args, kwargs).
+        axes: for each leaf the dimension of its rows, None for none.
         names: of the leaves.
         out_spec: of the output, after the trace.
     """
 
-    def __init__(self, own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Sequence[int | None] | None
+    ) -> None:
         self.forward = own.forward
         try:
             bound = inspect.signature(own.forward).bind(*args, **kwargs).arguments
         except TypeError as error:
             raise PlanError(f"the example does not fit the forward of {type(own).__name__}: {error}") from None
         self.leaves, self.spec = flatten((args, kwargs))
+        self.axes = [None] * len(self.leaves) if axes is None else list(axes)
         parameters = list(bound)
         self.names = [_leaf_name(path, parameters) for path in paths((args, kwargs))]
         for number, name in enumerate(self.names):
@@ -255,14 +261,19 @@ class _Flat:
 
     def check_rows(self) -> None:
         """An example for any number of rows has two rows or more. Raises PlanError."""
-        shaped = [number for number in self.tensors if self.leaves[number].dim()]
-        if shaped and self.leaves[shaped[0]].shape[0] < 2:
-            raise PlanError(f"{self.names[shaped[0]]} of the example has {self.leaves[shaped[0]].shape[0]} rows; give an example with two rows or more, so that the number of rows stays open, or any_rows=False")  # fmt: skip
+        for name, leaf, axis in zip(self.names, self.leaves, self.axes, strict=True):
+            if axis is not None and leaf.shape[axis] < 2:
+                raise PlanError(f"{name} of the example has {leaf.shape[axis]} rows; give an example with two rows or more, so that the number of rows stays open, or any_rows=False")  # fmt: skip
 
     def rows(self) -> list[str]:
-        """The tensors whose first dimension is taken for rows."""
-        shaped = [number for number in self.tensors if self.leaves[number].dim()]
-        return [self.names[n] for n in shaped if self.leaves[n].shape[0] == self.leaves[shaped[0]].shape[0]]
+        """What has rows, with the dimension where that is not the first."""
+        return [f"dimension {axis} of {name}" if axis else name for name, axis in zip(self.names, self.axes, strict=True) if axis is not None]  # fmt: skip
+
+    def open_rows(self) -> Any:
+        """For ``torch.export``: the number of rows of every tensor is one symbol; None where none has rows."""
+        batch = torch.export.Dim("batch")
+        given = [self.axes[number] for number in self.tensors]
+        return tuple(None if axis is None else {axis: batch} for axis in given) if any(axis is not None for axis in given) else None  # fmt: skip
 
     def call(self, *tensors: Tensor) -> tuple[Any, ...]:
         """The forward with these tensors in the places of the example's."""
@@ -288,9 +299,10 @@ _ADVICE = {
 }
 
 
-def _export(own: nn.Module, flat: _Flat, *, rows: bool) -> Any:
+def _export(own: nn.Module, flat: _Flat) -> Any:
     tensors = tuple(flat.leaves[number] for number in flat.tensors)
-    shapes = {"tensors": _open_rows(tensors)} if rows else None
+    opened = flat.open_rows()
+    shapes = None if opened is None else {"tensors": opened}
     own.forward = lambda *tensors: flat.call(*tensors)  # noqa: PLW0108  export wants a plain function
     customs: set[str] = set()
     _marker()
@@ -300,7 +312,7 @@ def _export(own: nn.Module, flat: _Flat, *, rows: bool) -> Any:
             warnings.simplefilter("ignore")
             program = torch.export.export(own, tensors, dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        raise PlanError(_reason(error, flat.rows() if rows else [])) from error
+        raise PlanError(_reason(error, flat.rows())) from error
     finally:
         _capturing.on = False
     known = {name: advice for name, advice in _ADVICE.items() if name in customs}
@@ -328,13 +340,6 @@ def _watching(found: set[str]) -> Generator[None]:
         yield
     finally:
         kind.apply = plain
-
-
-def _open_rows(tensors: Sequence[Tensor]) -> Any:
-    """For ``torch.export``: the first dimension of every tensor with as many rows as the first one is one symbol."""
-    counts = [tensor.shape[0] for tensor in tensors if tensor.dim()]
-    batch = torch.export.Dim("batch")
-    return tuple({0: batch} if tensor.dim() and tensor.shape[0] == counts[0] else None for tensor in tensors)
 
 
 def _reason(error: Exception, rows: Sequence[str]) -> str:

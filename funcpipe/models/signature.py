@@ -37,6 +37,11 @@ class Guard:
             return Guard(node.name, value, None, ())
         return Guard(node.name, None, value.dtype, tuple(_size(size, ranges) for size in value.shape))
 
+    @property
+    def rows(self) -> int | None:
+        """The dimension that is the number of rows; None for none."""
+        return next((dim for dim, size in enumerate(self.shape) if not isinstance(size, int)), None)
+
     def faults(self, value: Any, seen: dict[str, tuple[int, str]]) -> list[str]:
         """How a value differs from what was traced."""
         if self.dtype is None:
@@ -118,3 +123,8 @@ def as_call(x: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(x, Mapping):
         return (), {str(key): value for key, value in x.items()}
     return (tuple(x) if type(x) is tuple else (x,)), {}
+
+
+def as_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
+    """The inputs that `as_call` made these arguments of."""
+    return kwargs or (args[0] if len(args) == 1 else args)

@@ -12,6 +12,7 @@ from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.tree import Tree, flatten, leaves
+from funcpipe.pipe.example import unmarked
 from funcpipe.pipe.memory_join import join, peaks
 from funcpipe.pipe.memory_measure import Measured, Pass
 from funcpipe.pipe.memory_optimizer import State, optimizer_state
@@ -195,7 +196,7 @@ def memory(
 
     Args:
         layers: an ``nn.Sequential`` (its children are the layers), a list of modules, a split, or stages.
-        example: the input of one microbatch; only its shapes count.
+        example: the input of one microbatch; only its shapes count. What `Replicate` and `Axis` mark is taken as it is.
         params, state: with stages, one tree per stage.
         feeds: by name, those that stages declare.
         optimizer: a name (``"sgd"``, ``"momentum"``, ``"adamw"``, ``"adafactor"``, ...), a class or an instance of
@@ -213,11 +214,12 @@ def memory(
         PlacementError: no such device.
         StageError: a layer failed on what it got; it says which, and on what.
     """
+    example, feeds = unmarked(example), {name: unmarked(tree) for name, tree in (feeds or {}).items()}
     row = layers_of(layers, params, state, feeds)
     name, numbers = optimizer_state(optimizer)
     flags = trainable_leaves([layer.params for layer in row], trainable if train else False)
     measured = Pass(train=train, device=known_device("cpu" if str(device) == "meta" else device)).run(
-        row, example, feeds or {}, flags
+        row, example, feeds, flags
     )
     seen: set[int] = set()
     kept: set[int] = set()

@@ -16,6 +16,7 @@ from torch import Tensor
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import PlanError
 from funcpipe.core.tree import Tree, flatten, leaves, locations, map_leaves
+from funcpipe.pipe.example import unmarked
 from funcpipe.pipe.memory import memory
 from funcpipe.pipe.profile_layers import Layer, blame, known_device, layers_of
 from funcpipe.runtime.border import Border, given
@@ -63,7 +64,8 @@ def profile(
     Args:
         layers: an ``nn.Sequential`` (its children are the layers, as for ``balance`` and ``split(balance=)``), a list of
             modules, a split, or stages.
-        example: the input, as large as one microbatch.
+        example: the input, as large as one microbatch; of what `Replicate` and `Axis` mark in it, and in ``feeds``, the
+            values count.
         params, state: with stages, one tree per stage.
         feeds: by name, those that stages declare.
         trainable: as in ``run``: None: leaves with requires_grad, or every floating leaf if none has it.
@@ -89,9 +91,10 @@ def profile(
         StageError: a layer failed on what it got; it says which, and on what.
     """
     refuse_transforms("profile")
+    example, feeds = unmarked(example), {name: unmarked(tree) for name, tree in (feeds or {}).items()}
     _check_counts(repeats, warmup, threads_per_lane, lanes)
     row = layers_of(layers, params, state, feeds)
-    _check_numbers(row, example, feeds or {})
+    _check_numbers(row, example, feeds)
     flags = trainable_leaves([layer.params for layer in row], trainable if train else False)
     clock = _Clock(known_device(device))
     _check_lanes(lanes, row, clock.device)
@@ -102,7 +105,7 @@ def profile(
         if lanes > 1:
             pin(lane, lanes, available)
         with context.entered(), intra_op_threads(threads), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False), torch.inference_mode(False):  # fmt: skip
-            return [sweep.run(example, feeds or {}) for _ in range(warmup + repeats)][warmup:]
+            return [sweep.run(example, feeds) for _ in range(warmup + repeats)][warmup:]
 
     if lanes == 1:
         sweeps = sweep_often(0)

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.tree import flatten, map_leaves
+from funcpipe.core.tree import flatten
 from funcpipe.models import graph as traced_graph
 from funcpipe.models.export import Captured, callers, capture
 from funcpipe.models.layers import cut_layers
@@ -27,8 +27,8 @@ from funcpipe.models.sequential import cut_sequential, units_of
 from funcpipe.models.signature import as_call
 from funcpipe.models.split import Split, assemble
 from funcpipe.models.units import units_of_graph
+from funcpipe.pipe.example import row_axes, unmarked
 from funcpipe.pipe.verify import functions, same_mode, try_once, verify
-from funcpipe.runtime.microbatch import Axis, Replicate
 
 
 def split(
@@ -68,8 +68,8 @@ def split(
             ``(Units, num_stages) -> sizes``.
         example: an input; asks for a trace. A tensor or a tuple goes to forward by position, a mapping by keyword; so do
             the inputs of the stages.
-        any_rows: trace for any number of rows (the first dimension of every tensor that has as many as the first one);
-            False: the stages run with just the rows of the example, which is then one microbatch.
+        any_rows: trace for any number of rows (the first dimension of every tensor that has as many as the first one;
+            `Axis` marks those of another dimension, `Replicate` what has none, as in the batch of a run); False: the stages run with just the rows of the example, which is then one microbatch.
         layers: for the way without a trace: the path of the list of blocks ("encoder.layer"), or what `find_layers`
             returned, mended; None: find it.
         ties: parameters that several stages use: "replicate" (each holds it, gradients are summed) or "transmit" (the
@@ -88,7 +88,6 @@ def split(
         PlanError: the model, the cuts or the example do not fit; the model is untouched.
     """
     _check_model(model)
-    example = map_leaves(lambda leaf: leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf, example)
     cuts = _names(at)
     _check_choice(num_stages, cuts, balance, policy)
     if example is not None:
@@ -152,6 +151,8 @@ def _traced(
     any_rows: bool,
     check: bool,
 ) -> Split:
+    axes = row_axes(example) if any_rows else None
+    example = unmarked(example)
     args, kwargs = as_call(example)
     numbers = [
         *model.parameters(),
@@ -163,7 +164,7 @@ def _traced(
         if model._forward_hooks or model._forward_pre_hooks:
             raise PlanError("the model itself has forward hooks, which a trace of its forward does not see; put them on a module inside, or take them off")  # fmt: skip
         try_once(model, example)
-    captured = capture(model, args, kwargs, rows=any_rows)
+    captured = capture(model, args, kwargs, axes=axes)
     places = _places(captured, model, num_stages, cuts, sizes, policy, example)
     parts, edges = traced_graph.cut(captured, places, model)
     own = as_loss(loss, model)

@@ -16,7 +16,7 @@ from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.tree import flatten, locations, map_leaves, unflatten
 from funcpipe.models.export import names_by_tensor, shell
 from funcpipe.models.losses import ModelLoss
-from funcpipe.models.signature import as_call
+from funcpipe.models.signature import Signature, as_call, as_input
 from funcpipe.models.split import Split
 from funcpipe.models.traced import GraphFn, Norm
 from funcpipe.runtime.apply import apply
@@ -39,7 +39,7 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
     buffers = {name: one.detach().clone() for name, one in model.named_buffers() if canonical[name] == name}
     params = {name: one.detach().requires_grad_(one.requires_grad) for name, one in model.named_parameters()}
     state: Any = split.state
-    for number, x in enumerate((inputs,) if once else (inputs, other_inputs(inputs))):
+    for number, x in enumerate((inputs,) if once else (inputs, other_inputs(inputs, functions(split)[0].signature))):
         kept = {name: one.clone() for name, one in buffers.items()}
         try:
             wanted = _eager(own, params, buffers, x, split.loss)
@@ -61,11 +61,11 @@ def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) ->
     """Where the stages do not do with one row what the model does, they shall refuse it."""
     signature = functions(split)[0].signature
     leaves, spec = flatten(as_call(inputs))
-    opened = [bool(guard.shape) and not isinstance(guard.shape[0], int) for guard in signature.guards]
-    if not any(opened):
+    rows = [guard.rows for guard in signature.guards]
+    if all(axis is None for axis in rows):
         return
-    args, kwargs = unflatten(spec, [leaf[:1] if one else leaf for leaf, one in zip(leaves, opened, strict=True)])
-    single = kwargs or (args[0] if len(args) == 1 else args)
+    args, kwargs = unflatten(spec, [leaf if axis is None else leaf.narrow(axis, 0, 1) for leaf, axis in zip(leaves, rows, strict=True)])  # fmt: skip
+    single = as_input(args, kwargs)
     own = shell(model).train(train)
     for module, theirs in zip(own.modules(), model.modules(), strict=True):
         module.training = theirs.training if train == model.training else train
@@ -152,17 +152,19 @@ def _faults(
     return faults
 
 
-def other_inputs(inputs: Any) -> Any:
+def other_inputs(inputs: Any, signature: Signature) -> Any:
     """Inputs of the same kind with other numbers: rows turned by one, floating numbers scaled."""
 
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        along = 0 if leaf.dim() and leaf.shape[0] > 1 else -1
-        turned = leaf.detach().roll(1, along) if leaf.dim() else leaf.detach()
-        return turned * 0.75 if leaf.is_floating_point() and leaf.dim() else turned
+    def one(leaf: Any, axis: int | None) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf.detach() if isinstance(leaf, Tensor) else leaf
+        along = axis or 0
+        turned = leaf.detach().roll(1, along if leaf.shape[along] > 1 else -1)
+        return turned * 0.75 if leaf.is_floating_point() else turned
 
-    return map_leaves(one, inputs)
+    leaves, spec = flatten(as_call(inputs))
+    made = [one(leaf, guard.rows) for leaf, guard in zip(leaves, signature.guards, strict=True)]
+    return as_input(*unflatten(spec, made))
 
 
 def _eager(

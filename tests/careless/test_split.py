@@ -223,3 +223,61 @@ def test_attentions_asked_for_by_position():
     made = fp.split(Asks(*(nn.Linear(8, 8) for _ in range(4))), 2)
     with pytest.raises(fp.PlanError, match=r"inputs ask for \['output_attentions'\]"):
         fp.apply(made.stages, made.params, (torch.randn(4, 8), True))
+
+
+# -- marks in an example -----------------------------------------------------------------------------------------------
+
+
+class Marked(nn.Module):
+    """Rows of ``x`` along axis 0, of ``mask`` along axis 1; a table that happens to have as many rows as the example."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, mask, table):
+        return self.b(self.a(x).tanh() * mask.sum(0)[:, None] @ table.T @ table)
+
+
+def marked(rows, *, table):
+    return torch.randn(rows, 8), fp.Axis(torch.randn(3, rows), 1), fp.Replicate(table)
+
+
+def test_marks_in_an_example_say_where_its_rows_are():
+    model, table = Marked(), torch.randn(4, 8)
+    made = fp.split(model, at=["b"], example=marked(4, table=table))
+    x, mask, _ = marked(7, table=table)
+    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+    target = torch.randn(7, 8)
+    result = fp.run(plan, made.params, ((x, mask, fp.Replicate(table)), target))
+    wanted = F.mse_loss(model(x, mask.value, table), target)
+    wanted.backward()
+    torch.testing.assert_close(result.loss, wanted.detach())
+    torch.testing.assert_close(result.grads[0]["a.weight"], model.a.weight.grad)
+    with pytest.raises(fp.StageError, match=r"mask was float32 \[3, rows\].* dimension 0 is fixed"):
+        fp.run(plan, made.params, ((x, torch.randn(7, 3), fp.Replicate(table)), target))
+
+
+def test_marks_that_do_not_fit_the_example():
+    model, table = Marked(), torch.randn(4, 8)
+    x = torch.randn(4, 8)
+    with pytest.raises(fp.BatchError, match=r"example\[1\] has 3 rows along axis 1, and what comes before it has 4"):
+        fp.split(model, 2, example=(x, fp.Axis(torch.randn(4, 3), 1), table))
+    with pytest.raises(fp.BatchError, match=r"example\[1\] is a Tensor without an axis 2"):
+        fp.split(model, 2, example=(x, fp.Axis(torch.randn(3, 4), 2), table))
+    with pytest.raises(fp.PlanError, match=r"give one of them: example=microbatches\[0\]"):
+        fp.split(model, 2, example=fp.Microbatches([x, x]))
+
+
+def test_marks_in_the_example_of_a_measurement():
+    class Scale(nn.Module):
+        def forward(self, x, table):
+            return x @ table
+
+    given = {"device": "cpu"}
+    stage, params, _ = fp.from_module(Scale())
+    example = (torch.randn(4, 8), fp.Replicate(torch.randn(8, 8)))
+    assert len(fp.profile([stage], example, params=[params], repeats=1, warmup=0, **given).forward) == 1
+    assert fp.memory([stage], example, params=[params], **given).total.output == 4 * 8 * 4
+    with pytest.raises(fp.PlanError, match=r"an example is one input"):
+        fp.memory([stage], fp.Microbatches([example]), params=[params])
