@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.tree import Spec, flatten, paths, unflatten
 from funcpipe.models.batchnorm import DeferredBatchNorm
+from funcpipe.models.configs import without_cache
 from funcpipe.models.nodes import layer_of, writes_of
 from funcpipe.models.signature import Guard, Signature
 from funcpipe.models.traced import is_norm, refit
@@ -133,9 +134,7 @@ def shell(model: nn.Module) -> nn.Module:
         own = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     except Exception as error:
         raise PlanError(f"the model cannot be copied ({error}); tracing works on a copy of its structure, so tensors that a forward computed must not be kept as attributes (instead of torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm)") from error  # fmt: skip
-    for module in own.modules():
-        if getattr(getattr(module, "config", None), "use_cache", False):
-            vars(module)["config"].use_cache = False
+    without_cache(own, model)
     return own
 
 

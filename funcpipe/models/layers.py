@@ -11,6 +11,7 @@ from torch import nn
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.stage import Stage
 from funcpipe.models.batchnorm import CommitLayers
+from funcpipe.models.configs import configs, without_cache
 from funcpipe.models.layers_find import TRACED, Layers, find_layers
 from funcpipe.models.layers_look import asks
 from funcpipe.models.layers_stage import INPUTS, LayersFn
@@ -55,7 +56,7 @@ def cut_layers(
     if faults:
         raise PlanError(bullets(f"{type(model).__name__} cannot be cut so:", faults))
     whole = ModuleFn(model, (), skips, spread=True)
-    _without_cache(whole.skeleton)
+    without_cache(whole.skeleton, model)
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     out: list[tuple[Stage, dict[str, Any], Any]] = []
     for first, last in zip([0, *accumulate(counts)], accumulate(counts), strict=False):
@@ -102,33 +103,10 @@ def _model_faults(model: nn.Module, found: Layers, *, split: bool) -> list[str]:
 def _configured(model: nn.Module) -> list[str]:
     """What the model is set to do across its blocks."""
     faults: list[str] = []
-    for config in _configs(model):
+    for config in configs(model):
         for name, value in vars(config).items():
             if asks(name, value):
                 faults.append(f"config.{name.lstrip('_')} is {value}: it collects something of every block, and a stage sees its own only; set it to False, or {TRACED}")  # fmt: skip
             elif "layerdrop" in name and isinstance(value, float) and value > 0 and model.training:
                 faults.append(f"config.{name} is {value}: which blocks are left out is drawn in the loop over all of them; set it to 0")  # fmt: skip
     return list(dict.fromkeys(faults))
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """The configurations of a transformers model and of its parts, each once."""
-    found: dict[int, Any] = {}
-
-    def visit(config: Any) -> None:
-        if id(config) in found or not hasattr(config, "__dict__") or not hasattr(config, "to_dict"):
-            return
-        found[id(config)] = config
-        for inner in vars(config).values():
-            visit(inner)
-
-    for module in model.modules():
-        visit(getattr(module, "config", None))
-    return list(found.values())
-
-
-def _without_cache(skeleton: nn.Module) -> None:
-    """A stage keeps nothing between calls; the copy's own configuration says so."""
-    for config in _configs(skeleton):
-        if vars(config).get("use_cache"):
-            config.use_cache = False

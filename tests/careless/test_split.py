@@ -281,3 +281,99 @@ def test_marks_in_the_example_of_a_measurement():
     assert fp.memory([stage], example, params=[params], **given).total.output == 4 * 8 * 4
     with pytest.raises(fp.PlanError, match=r"an example is one input"):
         fp.memory([stage], fp.Microbatches([example]), params=[params])
+
+
+# -- wrapped models ----------------------------------------------------------------------------------------------------
+
+
+class Plain(Stack):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Config:
+    def __init__(self):
+        self.use_cache = True
+
+    def to_dict(self):
+        return vars(self)
+
+
+class Adapter(nn.Module):
+    """A layer and a small one beside it, under a name, as PEFT wraps it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base.requires_grad_(requires_grad=False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(8, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 8, bias=False)})
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+class Wrapper(nn.Module):
+    """Whatever it lacks its model has, as PEFT's wrappers do it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "base_model":
+                raise
+            return getattr(self.base_model, name)
+
+    def forward(self, *args, **kwargs):
+        return self.base_model(*args, **kwargs)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("traced", [False, True])
+def test_attributes_beyond_a_wrapper(traced, shared):
+    inner = Plain(*(Adapter(nn.Linear(8, 8)) for _ in range(4)))
+    config = Config()
+    if shared:
+        type(inner).config = config
+    else:
+        inner.config = config
+    try:
+        model = Wrapper(Wrapper(inner))
+        made = fp.split(model, 2, **({"example": torch.randn(4, 8)} if traced else {}))
+    finally:
+        if shared:
+            del type(inner).config
+    assert config.use_cache  # the user's own stays
+    x, target = torch.randn(4, 8), torch.randn(4, 8)
+    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    result = fp.run(plan, made.params, (x, target), state=made.state)
+    F.mse_loss(model(x), target).backward()
+    found = made.merge(result.grads)
+    trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
+    assert found.keys() == trained.keys()
+    for name, grad in trained.items():
+        torch.testing.assert_close(found[name], grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
+@pytest.mark.parametrize("traced", [False, True])
+def test_peft(traced):
+    peft = pytest.importorskip("peft")
+    inputs = batch("llama")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model = peft.get_peft_model(zoo("llama"), config)
+    made = fp.split(model, 2, **({"example": inputs} if traced else {}))
+    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=made.loss, ties=made.ties, devices="cpu")
+    result = fp.run(plan, made.params, (inputs, None), state=made.state)
+    wanted = model(**inputs).loss
+    wanted.backward()
+    torch.testing.assert_close(result.loss, wanted.detach())
+    found = made.merge(result.grads)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(found[name], parameter.grad)
