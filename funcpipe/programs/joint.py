@@ -141,7 +141,7 @@ def trace(ask: Ask) -> Joint:
 
 
 def _trace(ask: Ask) -> Joint:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
     from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -169,9 +169,17 @@ def _trace(ask: Ask) -> Joint:
         kept[:] = [call]
         return call.outs, *call.gradients(flat[len(fakes) :])
 
+    def graph(function: Callable[..., Any]) -> fx.GraphModule:
+        functional: Any = dispatch_functionalize(function, FunctionalTensorMode())
+        return make_fx(functional, tracing_mode="fake")(*fakes, *cotangents)
+
     with mode, torch.set_grad_enabled(ask.backwards):
-        functional: Any = dispatch_functionalize(joint, FunctionalTensorMode())
-        module: fx.GraphModule = make_fx(functional, tracing_mode="fake")(*fakes, *cotangents)
+        try:
+            module = graph(joint)
+        except DataDependentOutputException:
+            # Code that asks for fake tensors before it looks at numbers (masks in transformers) does not know functional
+            # ones: it did not look in the calls above. It gets fake ones, and the graph of that is made functional.
+            module = graph(make_fx(joint, tracing_mode="fake")(*fakes, *cotangents))
     call = kept[0]
     for bound in (first.bound, call.bound):
         bound.release()

@@ -377,3 +377,21 @@ def test_peft(traced):
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(found[name], parameter.grad)
+
+
+# -- stages of a cut without a trace, compiled -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "dropout"), [("llama", 0.0), ("bert", 0.2)])
+def test_blocks_with_an_attention_mask_compile(name, dropout):
+    model, inputs = zoo(name, dropout=dropout), batch(name)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][:2, -2:] = 0
+    made = fp.split(model, 2)
+    found = []
+    for stages in (made.stages, [fp.compile(stage, fuse=False) for stage in made.stages]):
+        plan = fp.make_plan(stages, fp.zero_bubble(2, 3), loss=made.loss, ties=made.ties, devices="cpu")
+        found.append(fp.run(plan, made.params, (inputs, None), state=made.state, seed=3))
+    torch.testing.assert_close(found[0].loss, found[1].loss, rtol=0, atol=1e-12)
+    for eager, compiled in zip(found[0].grads, found[1].grads, strict=True):
+        torch.testing.assert_close(eager, compiled, rtol=0, atol=1e-12)
