@@ -15,6 +15,7 @@ from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.stage import Stage, normalise
 from funcpipe.core.tree import Tree
 from funcpipe.models.batchnorm import CommitLayers, DeferredBatchNorm
+from funcpipe.models.scripted import scripted
 from funcpipe.models.skip_scope import carrying
 from funcpipe.models.skippable import Skips, skips_of
 
@@ -85,7 +86,9 @@ def stage_of(
 
 
 def refuse_lazy(module: nn.Module) -> None:
-    """Raises PlanError where parameters or buffers have no shape yet."""
+    """Raises PlanError where parameters or buffers have no shape yet, or are TorchScript's."""
+    if faults := scripted(module):
+        raise PlanError(bullets(f"this {type(module).__name__} cannot be a stage:", faults))
     lazy = [name for name, tensor in _all_tensors(module).items() if nn.parameter.is_lazy(tensor)]
     if lazy:
         raise PlanError(f"parameters {lazy} are not initialised yet; call the module once on an example first")

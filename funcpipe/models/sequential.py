@@ -164,7 +164,9 @@ def _units(module: nn.Module, flat: bool) -> list[Unit]:
     if not _is_row(module):
         does = "its forward is not that of nn.Sequential or fp.PipeSequential" if isinstance(module, nn.Sequential) else "it is none"  # fmt: skip
         raise PlanError(f"only an nn.Sequential can be cut by counting its layers; got {type(module).__name__}: {does}. Other models are cut by fp.split")  # fmt: skip
-    faults = [f"the Sequential itself has {what}, which would not run: put them on a layer" for what in _hooks(module)]
+    faults = [
+        f"the Sequential itself has {what}, which would not run: put them on a layer" for what in hooks_of(module)
+    ]
     units = list(_inside(module, "", _spreads(module), flat))
     faults += [f"layer {path!r} is None" for path, layer, _ in units if layer is None]  # pyright: ignore[reportUnnecessaryComparison]
     faults += [] if units else ["it has no layers; a stage has at least one, nn.Identity() will do"]
@@ -176,7 +178,7 @@ def _units(module: nn.Module, flat: bool) -> list[Unit]:
 def _inside(container: nn.Module, path: str, spread: bool, flat: bool) -> Iterator[Unit]:
     for number, (name, layer) in enumerate(container._modules.items()):
         own = spread if number == 0 else _spreads(container)
-        if flat and layer and _is_row(layer) and not (_hooks(layer) or layer._parameters or layer._buffers):
+        if flat and layer and _is_row(layer) and not (hooks_of(layer) or layer._parameters or layer._buffers):
             yield from _inside(layer, f"{path}{name}.", own, flat)
         else:
             yield Unit(f"{path}{name}", layer, own)  # pyright: ignore[reportArgumentType]
@@ -192,7 +194,8 @@ def _spreads(container: nn.Module) -> bool:
     return isinstance(container, PipeSequential)
 
 
-def _hooks(module: nn.Module) -> list[str]:
+def hooks_of(module: nn.Module) -> list[str]:
+    """The kinds of hooks that a module has."""
     kinds = {
         "forward hooks": (module._forward_hooks, module._forward_pre_hooks),
         "backward hooks": (module._backward_hooks, module._backward_pre_hooks),

@@ -13,7 +13,8 @@ from funcpipe.core.errors import BatchError, PlacementError, PlanError, bullets
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, map_leaves
 from funcpipe.lower.plan import make_plan
-from funcpipe.models.sequential import PipeSequential
+from funcpipe.models.scripted import scripted
+from funcpipe.models.sequential import PipeSequential, hooks_of
 from funcpipe.pipe.module_border import (
     Form,
     attach,
@@ -112,6 +113,7 @@ class Pipe(nn.Module):
         self._modules.update(sequential._modules)
         self.training = sequential.training
         self._layout = lay_out(self._layers(), balance, devices)
+        self._views: tuple[nn.Sequential, ...] = ()  # the same ones each time, so that hooks on them are seen
         self._known: tuple[Look, dict[tuple[bool, ...], Stages]] | None = None
         if len(self):
             self._stages()  # what is wrong with the layers shows before they are moved
@@ -148,9 +150,13 @@ class Pipe(nn.Module):
 
     @property
     def partitions(self) -> tuple[nn.Sequential, ...]:
-        """The layers of each stage, as views: the layers are those of the pipe."""
+        """The layers of each stage, as views: the layers are those of the pipe, and may have hooks; the views may not."""
         ends = [sum(self.balance[: stage + 1]) for stage in range(len(self.balance))]
-        return tuple(self[end - count : end] for end, count in zip(ends, self.balance, strict=True))
+        self._views = self._views or tuple(self._kind() for _ in ends)
+        for view, end, count in zip(self._views, ends, self.balance, strict=True):
+            view._modules = dict(self._layers()[end - count : end])
+            view.training = self.training
+        return self._views
 
     def _layers(self) -> list[tuple[str, nn.Module]]:
         # Not named_children: it leaves out a layer that stands twice.
@@ -207,6 +213,9 @@ class Pipe(nn.Module):
         return self._call(*inputs)
 
     def _call(self, *inputs: Any) -> Any:
+        hooked = [stage for stage, view in enumerate(self._views) if hooks_of(view)]
+        if hooked:
+            raise PlanError(f"pipe.partitions[{hooked[0]}] has {hooks_of(self._views[hooked[0]])[0]}, which would never be called: it is a view, and stages are made of its layers; register them on a layer, pipe.partitions[{hooked[0]}][-1], or on the Pipe")  # fmt: skip
         if RUNNING.get() is not None:  # a stage is one step of a plan
             return self[:](*map_leaves(bare, inputs))
         refuse_transforms("a Pipe")
@@ -305,7 +314,7 @@ def _module_faults(sequential: Any) -> list[str]:
     if not isinstance(sequential, nn.Sequential):
         return [f"the module must be an nn.Sequential, whose layers are cut into stages; got a {type(sequential).__name__} (other models: fp.split)"]  # fmt: skip
     kind = type(sequential)
-    faults: list[str] = []
+    faults = scripted(sequential)
     if kind.forward not in (nn.Sequential.forward, PipeSequential.forward) or "forward" in vars(sequential):
         faults.append(f"{kind.__name__} has a forward of its own, which would never be called; give nn.Sequential(*layers), and do in a layer what it does")  # fmt: skip
     if own := [*sequential._parameters, *sequential._buffers]:

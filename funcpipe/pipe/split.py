@@ -23,6 +23,7 @@ from funcpipe.models.layers import cut_layers
 from funcpipe.models.layers_find import Layers, find_layers
 from funcpipe.models.losses import ModelLoss, as_loss
 from funcpipe.models.policy import Policy, Units, by_parameters, checked
+from funcpipe.models.scripted import scripted
 from funcpipe.models.sequential import cut_sequential, units_of
 from funcpipe.models.signature import as_call
 from funcpipe.models.split import Split, assemble
@@ -330,6 +331,8 @@ def _check_model(model: Any) -> None:
     """What no way can cut. Raises PlanError."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"split takes an nn.Module; got a {type(model).__name__} (stages of functions: fp.stage)")
+    if faults := scripted(model):
+        raise PlanError(bullets("this model cannot be split:", faults))
     named = [*model.named_parameters(), *model.named_buffers()]
     faults = [f"{name} is not initialised yet; call the model once on an example first" for name, one in named if is_lazy(one)]  # fmt: skip
     known = [(name, one) for name, one in named if not is_lazy(one)]

@@ -395,3 +395,65 @@ def test_blocks_with_an_attention_mask_compile(name, dropout):
     torch.testing.assert_close(found[0].loss, found[1].loss, rtol=0, atol=1e-12)
     for eager, compiled in zip(found[0].grads, found[1].grads, strict=True):
         torch.testing.assert_close(eager, compiled, rtol=0, atol=1e-12)
+
+
+# -- hooks on what a Pipe shows of its stages --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
+def test_hooks_on_partitions_are_refused_and_on_their_layers_called(register):
+    pipe = fp.Pipe(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), chunks=2, balance=[2, 1], devices="cpu")
+    called: list[str] = []
+    x = torch.randn(4, 4, requires_grad=True)
+    handle = getattr(pipe.partitions[1][-1], register)(lambda *_: called.append("layer"))
+    pipe(x).sum().backward()
+    handle.remove()
+    assert called
+    handle = getattr(pipe.partitions[1], register)(lambda *_: called.append("view"))
+    with pytest.raises(fp.PlanError, match=r"pipe.partitions\[1\] has \w+ hooks, which would never be called"):
+        pipe(x)
+    with pytest.raises(fp.PlanError, match="never be called"):
+        copy.deepcopy(pipe)(x)
+    handle.remove()
+    pipe(x)
+    assert "view" not in called
+    assert [list(view._modules) for view in pipe.partitions] == [["0", "1"], ["2"]]
+
+
+# -- TorchScript -------------------------------------------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.zeros(2, 8))])
+def test_torchscript_layers_are_refused_by_name(make):
+    x = torch.randn(4, 8)
+    ways = [
+        lambda: fp.split(Plain(Inner(), make(Inner())), 2, example=x),
+        lambda: fp.split(Plain(Inner(), make(Inner())), 2),
+    ]
+    for way in ways:
+        with pytest.raises(fp.PlanError, match=r"'layers.1' is TorchScript .* give the module that it was scripted"):
+            way()
+    row = nn.Sequential(Inner(), make(Inner()))
+    for way in (
+        lambda: fp.split(row, 2),
+        lambda: fp.Pipe(row, devices="cpu"),
+        lambda: fp.from_module(row),
+        lambda: fp.memory(row, x),
+        lambda: fp.profile(row, x, repeats=1),
+    ):
+        with pytest.raises(fp.PlanError, match="'?1?'? is TorchScript"):
+            way()
+    with pytest.raises(fp.PlanError, match="it is TorchScript"):
+        fp.from_module(make(Inner()))
