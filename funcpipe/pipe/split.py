@@ -202,7 +202,7 @@ def _places(
             what = (
                 f"the cuts of at= make {len(places) + 1}"
                 if cuts
-                else f"its forward calls split_point() {len(places)} times, which makes {len(places) + 1}"
+                else f"its forward calls split_point() {'once' if len(places) == 1 else f'{len(places)} times'}, which makes {len(places) + 1}"
             )
             raise PlanError(f"num_stages is {num_stages}, but {what} stages; leave one of them out")
         return places
