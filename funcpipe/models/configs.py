@@ -1,4 +1,4 @@
-"""The configurations that transformers' models carry, read as their code reads them: by attribute, through wrappers too."""
+"""The configurations that models of transformers carry, read as their code does: by attribute, through wrappers too."""
 
 from __future__ import annotations
 

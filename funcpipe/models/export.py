@@ -262,17 +262,21 @@ class _Flat:
         """An example for any number of rows has two rows or more. Raises PlanError."""
         for name, leaf, axis in zip(self.names, self.leaves, self.axes, strict=True):
             if axis is not None and leaf.shape[axis] < 2:
-                raise PlanError(f"{name} of the example has {leaf.shape[axis]} rows; give an example with two rows or more, so that the number of rows stays open, or any_rows=False")  # fmt: skip
+                raise PlanError(
+                    f"{name} of the example has {leaf.shape[axis]} rows; give an example with two rows or more, so "
+                    "that the number of rows stays open, or any_rows=False"
+                )
 
     def rows(self) -> list[str]:
         """What has rows, with the dimension where that is not the first."""
-        return [f"dimension {axis} of {name}" if axis else name for name, axis in zip(self.names, self.axes, strict=True) if axis is not None]  # fmt: skip
+        pairs = zip(self.names, self.axes, strict=True)
+        return [f"dimension {axis} of {name}" if axis else name for name, axis in pairs if axis is not None]
 
     def open_rows(self) -> Any:
         """For ``torch.export``: the number of rows of every tensor is one symbol; None where none has rows."""
         batch = torch.export.Dim("batch")
-        given = [self.axes[number] for number in self.tensors]
-        return tuple(None if axis is None else {axis: batch} for axis in given) if any(axis is not None for axis in given) else None  # fmt: skip
+        opened = [None if self.axes[number] is None else {self.axes[number]: batch} for number in self.tensors]
+        return tuple(opened) if any(opened) else None
 
     def call(self, *tensors: Tensor) -> tuple[Any, ...]:
         """The forward with these tensors in the places of the example's."""

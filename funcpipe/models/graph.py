@@ -83,7 +83,10 @@ def marked(captured: Captured) -> list[int]:
     body = captured.body
     found = [i for i, node in enumerate(body) if is_marker(node)]
     if found and not all(_computes(body[a:b]) for a, b in pairwise([0, *found, len(body)])):
-        raise PlanError("a split_point() stands before the first operation of the forward, after the last one, or beside another split_point(), so a stage would be empty; take it out")  # fmt: skip
+        raise PlanError(
+            "a split_point() stands before the first operation of the forward, after the last one, or beside "
+            "another split_point(), so a stage would be empty; take it out"
+        )
     return found
 
 

@@ -106,7 +106,10 @@ def _configured(model: nn.Module) -> list[str]:
     for config in configs(model):
         for name, value in vars(config).items():
             if asks(name, value):
-                faults.append(f"config.{name.lstrip('_')} is {value}: it collects something of every block, and a stage sees its own only; set it to False, or {TRACED}")  # fmt: skip
+                faults.append(
+                    f"config.{name.lstrip('_')} is {value}: it collects something of every block, and a stage sees "
+                    f"its own only; set it to False, or {TRACED}"
+                )
             elif "layerdrop" in name and isinstance(value, float) and value > 0 and model.training:
                 faults.append(f"config.{name} is {value}: which blocks are left out is drawn in the loop over all of them; set it to 0")  # fmt: skip
     return list(dict.fromkeys(faults))

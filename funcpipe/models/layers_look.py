@@ -1,4 +1,4 @@
-"""Does a stage of a layer cut give what the model does: looked at in its first forward, refused by name where it does not.
+"""Does a stage of a layer cut give what the model does: looked at in its first forward, refused by name if it does not.
 
 A stage sees its own blocks only, so what a model collects over all of them would come out incomplete. Asked for by name
 it is refused before anything runs; what blocks hand out beside their output (a list that they append to, an attribute
@@ -93,4 +93,8 @@ def differs(y: Tree, other: Tree) -> str:
 
 def incomplete(place: str) -> PlanError:
     """What to say of an output that holds what blocks hand out beside what they return."""
-    return PlanError(f"{place} is made of what blocks hand out beside their output (collected by hooks or in a list, or kept as attributes), and the last stage has its own blocks only, so it would be incomplete; do without it, or {TRACED}")  # fmt: skip
+    return PlanError(
+        f"{place} is made of what blocks hand out beside their output (collected by hooks or in a list, or kept as "
+        "attributes), and the last stage has its own blocks only, so it would be incomplete; do without it, or "
+        f"{TRACED}"
+    )

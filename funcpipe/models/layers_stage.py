@@ -385,7 +385,10 @@ class LayersCopy(Copy):
 
     def _refuse_collecting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.first == 0 and self.last < len(self.cut) and (names := asked(self.module.forward, args, kwargs)):
-            raise PlanError(f"the inputs ask for {names}, which are collected from all blocks, and a stage sees its own only; leave them out, or {TRACED}")  # fmt: skip
+            raise PlanError(
+                f"the inputs ask for {names}, which are collected from all blocks, and a stage sees its own only; "
+                f"leave them out, or {TRACED}"
+            )
 
     def _refuse_region(self) -> None:
         """Leaving from inside of torch.utils.checkpoint would leave it half done."""

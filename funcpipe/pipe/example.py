@@ -17,7 +17,10 @@ def unmarked(example: Tree) -> Tree:
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, Microbatches):
-            raise PlanError("an example is one input, as large as a microbatch, and fp.Microbatches holds several; give one of them: example=microbatches[0]")  # fmt: skip
+            raise PlanError(
+                "an example is one input, as large as a microbatch, and fp.Microbatches holds several; give one of "
+                "them: example=microbatches[0]"
+            )
         return leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf
 
     return map_leaves(value, example)

@@ -150,7 +150,7 @@ class Pipe(nn.Module):
 
     @property
     def partitions(self) -> tuple[nn.Sequential, ...]:
-        """The layers of each stage, as views: the layers are those of the pipe, and may have hooks; the views may not."""
+        """The layers of each stage, as views: the layers are the pipe's and may have hooks, the views may not."""
         ends = [sum(self.balance[: stage + 1]) for stage in range(len(self.balance))]
         self._views = self._views or tuple(self._kind() for _ in ends)
         for view, end, count in zip(self._views, ends, self.balance, strict=True):
@@ -215,7 +215,11 @@ class Pipe(nn.Module):
     def _call(self, *inputs: Any) -> Any:
         hooked = [stage for stage, view in enumerate(self._views) if hooks_of(view)]
         if hooked:
-            raise PlanError(f"pipe.partitions[{hooked[0]}] has {hooks_of(self._views[hooked[0]])[0]}, which would never be called: it is a view, and stages are made of its layers; register them on a layer, pipe.partitions[{hooked[0]}][-1], or on the Pipe")  # fmt: skip
+            raise PlanError(
+                f"pipe.partitions[{hooked[0]}] has {hooks_of(self._views[hooked[0]])[0]}, which would never be "
+                "called: it is a view, and stages are made of its layers; register them on a layer, "
+                f"pipe.partitions[{hooked[0]}][-1], or on the Pipe"
+            )
         if RUNNING.get() is not None:  # a stage is one step of a plan
             return self[:](*map_leaves(bare, inputs))
         refuse_transforms("a Pipe")

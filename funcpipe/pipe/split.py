@@ -70,7 +70,8 @@ def split(
         example: an input; asks for a trace. A tensor or a tuple goes to forward by position, a mapping by keyword; so do
             the inputs of the stages.
         any_rows: trace for any number of rows (the first dimension of every tensor that has as many as the first one;
-            `Axis` marks those of another dimension, `Replicate` what has none, as in the batch of a run); False: the stages run with just the rows of the example, which is then one microbatch.
+            `Axis` marks those of another dimension, `Replicate` what has none, as in the batch of a run); False: the
+            stages run with just the rows of the example, which is then one microbatch.
         layers: for the way without a trace: the path of the list of blocks ("encoder.layer"), or what `find_layers`
             returned, mended; None: find it.
         ties: parameters that several stages use: "replicate" (each holds it, gradients are summed) or "transmit" (the
@@ -95,7 +96,10 @@ def split(
         with _tracing:
             return _traced(model, num_stages, cuts, balance, policy, example, ties, loss, any_rows, check)
     if not cuts and balance is None and policy is None and (marked := callers(model)):
-        raise PlanError(f"the forward of {' and '.join(marked)} calls fp.split_point(), which only a trace sees; give example= to cut there, or say where to cut: at=, balance=, policy=")  # fmt: skip
+        raise PlanError(
+            f"the forward of {' and '.join(marked)} calls fp.split_point(), which only a trace sees; give example= "
+            "to cut there, or say where to cut: at=, balance=, policy="
+        )
     if isinstance(model, nn.Sequential) and layers is None:
         return _sequential(model, num_stages, cuts, balance, policy, ties, loss)
     return _layered(model, num_stages, cuts, balance, policy, layers, ties, loss)
@@ -196,15 +200,15 @@ def _places(
     elif sizes is None and policy is None:
         places = traced_graph.marked(captured)
         if not places and num_stages is None:
-            raise PlanError("the forward has no fp.split_point(); give num_stages, or at={module: 'before'}, or call fp.split_point() in its forward")  # fmt: skip
+            raise PlanError(
+                "the forward has no fp.split_point(); give num_stages, or at={module: 'before'}, or call "
+                "fp.split_point() in its forward"
+            )
     if places:
         if num_stages not in (None, len(places) + 1):
-            what = (
-                f"the cuts of at= make {len(places) + 1}"
-                if cuts
-                else f"its forward calls split_point() {'once' if len(places) == 1 else f'{len(places)} times'}, which makes {len(places) + 1}"
-            )
-            raise PlanError(f"num_stages is {num_stages}, but {what} stages; leave one of them out")
+            times = "once" if len(places) == 1 else f"{len(places)} times"
+            what = "the cuts of at= make" if cuts else f"its forward calls split_point() {times}, which makes"
+            raise PlanError(f"num_stages is {num_stages}, but {what} {len(places) + 1} stages; leave one of them out")
         return places
     measure = partial(_time, captured, model, example)
     units, starts = units_of_graph(captured, model, num_stages, measure, movable=sizes is None)

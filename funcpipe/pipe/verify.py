@@ -64,8 +64,8 @@ def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) ->
     rows = [guard.rows for guard in signature.guards]
     if all(axis is None for axis in rows):
         return
-    args, kwargs = unflatten(spec, [leaf if axis is None else leaf.narrow(axis, 0, 1) for leaf, axis in zip(leaves, rows, strict=True)])  # fmt: skip
-    single = as_input(args, kwargs)
+    pairs = zip(leaves, rows, strict=True)
+    single = as_input(*unflatten(spec, [leaf if axis is None else leaf.narrow(axis, 0, 1) for leaf, axis in pairs]))
     own = shell(model).train(train)
     for module, theirs in zip(own.modules(), model.modules(), strict=True):
         module.training = theirs.training if train == model.training else train

@@ -1,4 +1,4 @@
-"""Splits as a user would ask for them in passing: each works, or is refused with what, where and the call that mends it."""
+"""Splits as a user would ask for them in passing: each works, or is refused with what, where and what mends it."""
 
 from __future__ import annotations
 
