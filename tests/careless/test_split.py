@@ -433,7 +433,7 @@ class Inner(nn.Module):
         return self.inner(x).tanh()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.zeros(2, 8))])
 def test_torchscript_layers_are_refused_by_name(make):
     x = torch.randn(4, 8)
