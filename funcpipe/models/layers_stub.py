@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +13,23 @@ from torch import nn
 from funcpipe.core.tree import Tree, is_differentiable
 
 
-@dataclass(frozen=True)
 class Blank:
-    """What is known later of a floating tensor that an entry made in the first stage."""
+    """What is known later of a floating tensor that an entry made in the first stage. No dataclass: it is one leaf.
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    Attributes:
+        shape, dtype: the tensor's.
+    """
+
+    __slots__ = ("dtype", "shape")
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Blank) and (self.shape, self.dtype) == (other.shape, other.dtype)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.dtype))
 
 
 class Leave(BaseException):
