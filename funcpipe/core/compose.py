@@ -52,6 +52,7 @@ def compose(*stages: Stage, name: str = "") -> Stage:
         offers=tuple(n for part in stages for n in (*part.stash, *part.offers) if n in offered),
         takes_train=any(part.takes_train for part in stages),
         shares=tuple((_inside(n, path), one) for n, part in enumerate(stages) for path, one in part.shares),
+        evaluation=all(part.evaluation for part in stages),
     )
 
 

@@ -344,9 +344,7 @@ class Tasks(Sequence[Task]):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A schedule lowered for stages: what `run` runs, `simulate` times and `draw` draws. Made by `make_plan`.
-
-    Printing it shows every task.
+    """A schedule lowered for stages: what `run` runs, `simulate` times, `draw` draws, `print` shows. Made by `make_plan`.
 
     Attributes:
         stages: the stages.
@@ -409,10 +407,12 @@ class Plan:
     @cached_property
     def hints(self) -> tuple[str, ...]:
         """What about the plan is not as it could be."""
-        eager = [
-            row.stage for row in self.program.rows if row.kind is Kind.W and self.stages[row.stage].program is None
-        ]
-        return (f"eager stages {sorted(eager)} do not split: I runs the whole backward, W nothing; fp.compile(stage)",) if eager else ()  # fmt: skip
+        stages, rows = self.stages, self.program.rows
+        eager = sorted(row.stage for row in rows if row.kind is Kind.W and stages[row.stage].program is None)
+        whole = f"eager stages {eager} do not split: I runs the whole backward, W nothing; fp.compile(stage)"
+        still = "stage {} stays in evaluation mode, as its module was: model.train() before it is made a stage"
+        modes = [still.format(number) for number, one in enumerate(stages) if self.train and one.evaluation]
+        return (whole, *modes) if eager else tuple(modes)
 
     def __str__(self) -> str:
         devices = "unbound" if self.devices is None else ", ".join(map(str, self.devices))

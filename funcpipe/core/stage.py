@@ -139,6 +139,7 @@ class Stage:
         offers: stashed names that nobody has to pop, because a composition already popped them inside.
         program: how a run calls it: None: as it is; else what `compile` made.
         shares: which of its parameters other stages hold too: (path, what is shared). A plan ties them by itself.
+        evaluation: stays in evaluation mode whatever the plan's ``train`` says, because its module was as a whole.
         seen: what runs found out about it.
     """
 
@@ -153,6 +154,7 @@ class Stage:
     takes_train: bool = field(default=False, repr=False)
     program: Any = field(default=None, repr=False)
     shares: tuple[tuple[Any, Shared], ...] = field(default=(), repr=False)
+    evaluation: bool = field(default=False, repr=False)
     seen: Seen = field(default_factory=Seen, init=False, repr=False)
 
     def __call__(
@@ -219,7 +221,7 @@ class Stage:
                 f"stage {self.name!r} cannot be pickled: its function {self.fn.__qualname__} is not importable; "
                 "define it at the top of a module"
             )
-        return (Stage, (*fields, self.offers, self.takes_train, self.program, self.shares))
+        return (Stage, (*fields, self.offers, self.takes_train, self.program, self.shares, self.evaluation))
 
 
 @runtime_checkable

@@ -7,11 +7,12 @@ batch the statistics of all microbatches are merged (Chan, Golub, LeVeque 1979) 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache, reduce
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial, reduce
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import BatchError, PlanError
 from funcpipe.core.tree import Tree
+from funcpipe.models.hearing import BATCH_NORMS, Hearing, NormCall, refuse_writes, version
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
 
@@ -87,8 +89,8 @@ class BatchNorm:
         y = F.batch_norm(x, own_mean, own_var, weight, bias, True, 1.0, eps)
         # Its float32 mean is too coarse to merge means of 1e4 that differ by 0.1. The rest waits for the commit: small
         # operations cost a lane more than they cost there, where one serves all microbatches.
-        wide = _wide(x)
-        exact = x.detach().mean([0, *range(2, x.dim())], dtype=wide) if wide != own_mean.dtype else own_mean
+        dtype = wide(x)
+        exact = x.detach().mean([0, *range(2, x.dim())], dtype=dtype) if dtype != own_mean.dtype else own_mean
         return y, (Moments(count, exact, own_var),)
 
     def init(self, num_features: int, *, device: Any = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -163,54 +165,164 @@ def _together(first: _Sums, second: _Sums) -> _Sums:
     return total, first[1] + delta * (other / total), first[2] + second[2] + delta * delta * (count * other / total)
 
 
+class Running(NamedTuple):
+    """The names of the buffers that one batch norm updates.
+
+    Attributes:
+        mean, var: of the running statistics.
+        tracked: of the number of batches; None: nobody counts them.
+    """
+
+    mean: str
+    var: str
+    tracked: str | None
+
+    @classmethod
+    def of(cls, layer: _BatchNorm, path: str) -> Running:
+        """Those of a layer at this path."""
+        start = f"{path}." if path else ""
+        tracked = None if layer.num_batches_tracked is None else f"{start}num_batches_tracked"
+        return cls(f"{start}running_mean", f"{start}running_var", tracked)
+
+
+class NormStats(NamedTuple):
+    """What one batch norm saw in one microbatch, and what is to become of it.
+
+    Attributes:
+        moments: of each of its calls.
+        momentum: of the running averages; None: the plain average of all batches.
+        counted: is the batch counted.
+    """
+
+    moments: tuple[Moments, ...]
+    momentum: float | None
+    counted: bool = True
+
+
+@dataclass
+class Deferral:
+    """What a deferred layer knows besides what it was; one attribute, so that none of the layer's own is hidden.
+
+    Attributes:
+        path: of the layer.
+        kind: its class.
+        momentum: by which its statistics move.
+        counted: does it count batches.
+        collected: the statistics of this microbatch; None: they do not count.
+    """
+
+    path: str
+    kind: type[_BatchNorm]
+    momentum: float | None
+    counted: bool = True
+    collected: list[Moments] | None = None
+
+    def take(self) -> NormStats:
+        """What was collected in one microbatch; what comes later, in a backward, does not count."""
+        found, self.collected = tuple(self.collected or ()), None
+        return NormStats(found, self.momentum, self.counted)
+
+
 class DeferredBatchNorm(_BatchNorm):
     """A batch norm layer of a stage's private copy: collects statistics instead of writing its buffers.
 
     Its class is this one before the layer's own, so that what a user's subclass brings stays.
     """
 
-    path: str
-    collected: list[Moments] | None
+    deferral: Deferral
 
     @classmethod
     def convert(cls, layer: _BatchNorm, path: str) -> None:
         """Turn a layer of a private copy into a deferred one, in place."""
-        vars(layer).update(path=path, collected=None)
+        vars(layer)["deferral"] = Deferral(path, type(layer), layer.momentum)
         layer.__class__ = _deferred(type(layer))
 
     @staticmethod
-    def converts(layer: nn.Module) -> bool:
-        """Is this a layer whose running statistics can be deferred: torch's own forward, tracking."""
-        return (
-            isinstance(layer, _BatchNorm)
-            and type(layer).forward is _BatchNorm.forward
-            and layer.track_running_stats
-            and layer.running_mean is not None
-        )
+    def converts(layer: nn.Module) -> TypeGuard[_BatchNorm]:
+        """Is this a layer whose running statistics can be deferred."""
+        return isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None
+
+    @staticmethod
+    def has_own_forward(kind: type[nn.Module]) -> bool:
+        """Has a class another forward than torch's."""
+        return kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A class made at run time cannot be found by pickle: it is made again.
-        return (_blank, (type(self).__mro__[2],), self.__dict__)
+        return (_blank, (self.deferral.kind,), self.__dict__)
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.BatchNorm`` does, without touching a buffer."""
         self._check_input_dim(input)
-        mean, var = self.running_mean, self.running_var
-        assert mean is not None
-        assert var is not None
-        state = {"running_mean": mean, "running_var": var}
+        if self.training and isinstance(self, nn.SyncBatchNorm):
+            refuse_processes(self)
+        return _normalise(
+            self, NormCall(input, weight=self.weight, bias=self.bias, training=self.training, eps=self.eps)
+        )
+
+
+class _OwnForward(DeferredBatchNorm):
+    """Around a layer whose class has a forward of its own: what it gives to torch's batch norm is deferred.
+
+    It counts batches on a counter that is dropped.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The layer's own forward, heard."""
+        counter = self._buffers.get("num_batches_tracked")
+        mine = self._buffers["num_batches_tracked"] = None if counter is None else counter.clone()
+        begun = version(mine)
         try:
-            y, stats = batch_norm(input, self.weight, self.bias, state, train=self.training, eps=self.eps)
-        except BatchError as error:
-            raise BatchError(f"layer {self.path!r}: {error}") from None
-        if self.collected is not None:
-            self.collected += stats
+            with Hearing({id(self.running_mean), id(self.running_var)}, BATCH_NORMS, partial(_hear, self)):
+                y = self.deferral.kind.forward(self, *args, **kwargs)
+            now = self._buffers["num_batches_tracked"]
+            self.deferral.counted = now is not mine or version(now) != begun or _moved(now, counter)
+        finally:
+            self._buffers["num_batches_tracked"] = counter
         return y
+
+
+def _hear(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
+    """The answer to a batch norm in training on buffers of a layer."""
+    own = layer.deferral
+    if call.running_mean is not layer.running_mean or call.running_var is not layer.running_var:
+        refuse_writes(own.kind.__name__, [f"{own.path}.running_mean", f"{own.path}.running_var"])
+    if layer.momentum is not None:  # else it asks for what its counter says
+        own.momentum = call.momentum
+    return _normalise(layer, call)
+
+
+def _normalise(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
+    mean, var = layer.running_mean, layer.running_var
+    assert mean is not None
+    assert var is not None
+    state, own = {"running_mean": mean, "running_var": var}, layer.deferral
+    try:
+        y, stats = batch_norm(call.input, call.weight, call.bias, state, train=call.training, eps=call.eps)
+    except BatchError as error:
+        raise BatchError(f"layer {own.path!r}: {error}") from None
+    if own.collected is not None:
+        own.collected += stats
+    return y
+
+
+def _moved(now: Tensor | None, before: Tensor | None) -> bool:
+    """Was a counter written to under inference mode, where torch counts no versions."""
+    return now is not None and before is not None and now.is_inference() and not torch.equal(now, before)
+
+
+def refuse_processes(layer: nn.SyncBatchNorm) -> None:
+    """Raises PlanError where statistics would be shared with other processes."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if there and torch.distributed.get_world_size(layer.process_group) > 1:
+        raise PlanError("SyncBatchNorm shares the statistics of each microbatch with other processes, whose lanes may be elsewhere in their schedules; use nn.BatchNorm")  # fmt: skip
 
 
 @lru_cache(maxsize=256)
 def _deferred(kind: type[_BatchNorm]) -> type[DeferredBatchNorm]:
-    return type(f"Deferred{kind.__name__}", (DeferredBatchNorm, kind), {})
+    around = _OwnForward if DeferredBatchNorm.has_own_forward(kind) else DeferredBatchNorm
+    made: Any = type(f"Deferred{kind.__name__}", (around, kind), {})
+    return made
 
 
 def _blank(kind: type[_BatchNorm]) -> DeferredBatchNorm:
@@ -221,37 +333,36 @@ def _blank(kind: type[_BatchNorm]) -> DeferredBatchNorm:
 class CommitLayers:
     """The commit of a module stage: each of its batch norm layers by its own momentum.
 
-    State is the flat dict of the module's buffers; statistics are ``{path: moments}`` per microbatch. With ``deferred``
+    State is the flat dict of the module's buffers; statistics are ``{path: NormStats}`` per microbatch. With ``deferred``
     those of all microbatches make one update; without, every call of a layer makes its own, in their order, as plain
     batch norm does.
     """
 
-    def __init__(self, momentum: dict[str, float | None], *, deferred: bool = True) -> None:
-        self.momentum, self.deferred = momentum, deferred
+    def __init__(self, norms: Mapping[str, Running], *, deferred: bool = True) -> None:
+        self.norms, self.deferred = dict(norms), deferred
 
     def written(self) -> list[str]:
         """The names of the buffers that it may change."""
-        return [key for path in self.momentum for key in _keys(path).values()]
+        return [name for one in self.norms.values() for name in one if name is not None]
 
     def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
         """The module's buffers after one batch."""
         new = dict(state)
-        for path, momentum in self.momentum.items():
-            keys = _keys(path)
+        for path, names in self.norms.items():
+            seen: list[NormStats] = [one[path] for one in stats if path in one and one[path].moments]
+            if not seen:
+                continue
+            last = seen[-1]
+            tracked = names.tracked if last.counted else None
+            keys = {"running_mean": names.mean, "running_var": names.var, "num_batches_tracked": tracked}
             own = {name: state[key] for name, key in keys.items() if key in state}
-            seen = [one[path] for one in stats if path in one]
-            updates = [seen] if self.deferred else [[(moments,)] for one in seen for moments in one]
-            for update in updates:
-                own = batch_norm.commit(own, update, momentum=momentum)
-            new.update({keys[name]: value for name, value in own.items()})
+            each = [one.moments for one in seen]
+            for update in [each] if self.deferred else [[(moments,)] for call in each for moments in call]:
+                own = batch_norm.commit(own, update, momentum=last.momentum)
+            new.update({str(keys[name]): value for name, value in own.items()})
         return new
 
 
-def _keys(path: str) -> dict[str, str]:
-    """The names of a layer's statistics in the module, by their names in the layer."""
-    names = ("running_mean", "running_var", "num_batches_tracked")
-    return {name: f"{path}.{name}" if path else name for name in names}
-
-
-def _wide(x: Tensor) -> torch.dtype:
+def wide(x: Tensor) -> torch.dtype:
+    """The type in which sums are made, on the device of a tensor."""
     return torch.float32 if x.device.type == "mps" else torch.float64

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from torch import Tensor, fx, nn
 
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.tree import Spec, flatten, paths, unflatten
-from funcpipe.models.batchnorm import DeferredBatchNorm
+from funcpipe.models.batchnorm import DeferredBatchNorm, Running, refuse_processes
 from funcpipe.models.configs import without_cache
-from funcpipe.models.nodes import layer_of, writes_of
+from funcpipe.models.nodes import layer_of, norms_of, writes_of
 from funcpipe.models.signature import Guard, Signature
-from funcpipe.models.traced import is_norm, refit
+from funcpipe.models.traced import Norm, refit
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,8 @@ class Captured:
         consts: placeholder -> a tensor that the forward uses and nobody registered.
         outputs: for each leaf of the output ("value", a node's name) or ("constant", itself).
         signature: how inputs become values, and values the output.
-        momentum: batch norm layers that track statistics, by path.
         written: buffers (first names) that the forward writes, batch norm's apart.
-        train: was the model in training mode.
+        evaluation: was all of the model in evaluation mode.
     """
 
     module: fx.GraphModule
@@ -51,9 +51,8 @@ class Captured:
     consts: Mapping[str, Tensor]
     outputs: tuple[tuple[str, Any], ...]
     signature: Signature
-    momentum: Mapping[str, float | None]
     written: frozenset[str]
-    train: bool
+    evaluation: bool
 
     def sample_output(self) -> Any:
         """The model's output on the example, its tensors without numbers."""
@@ -156,7 +155,7 @@ def capture(
 
     canonical = names_by_tensor(model)
     own = shell(model)
-    momentum, norms = _open_norms(own)
+    opened = _open_norms(own)
     flat = _Flat(own, args, kwargs, axes)
     flat.check_rows()
     program = _export(own, flat)
@@ -191,29 +190,58 @@ def capture(
     assert flat.out_spec is not None
     signature = Signature(guards, tuple(kwargs), flat.spec, flat.out_spec)
     module = program.graph_module
+    norms = _norms(module, placeholders["buffers"], opened)
     written = _written(module, placeholders, [node.name for node in named.values()], norms)
     _refuse_views(model, written)
     refit(module, norms)
     results: Any = module.graph.output_node().args[0]
     outputs = tuple(("value", one.name) if isinstance(one, fx.Node) else ("constant", one) for one in results)
+    evaluation = not any(layer.training for layer in model.modules())
     return Captured(module, placeholders["params"], placeholders["buffers"], placeholders["consts"], outputs, signature,
-                    momentum, written, model.training)  # fmt: skip
+                    written, evaluation)  # fmt: skip
 
 
-def _open_norms(own: nn.Module) -> tuple[dict[str, float | None], dict[str, str]]:
-    """Batch norm layers trace as one operation; their momentum by path, and every path of each with the first."""
-    momentum: dict[str, float | None] = {}
-    first: dict[int, str] = {}
-    paths: dict[str, str] = {}
+def _open_norms(own: nn.Module) -> dict[str, tuple[Running, float | None]]:
+    """Torch's batch norm layers trace as one operation; what they would update, and by which momentum, at every path.
+
+    So do layers with a forward of their own that average over all batches.
+    """
+    found: dict[str, tuple[Running, float | None]] = {}
+    first: dict[int, tuple[Running, float | None]] = {}
     for path, layer in own.named_modules(remove_duplicate=False):
-        if DeferredBatchNorm.converts(layer):
-            assert isinstance(layer, nn.modules.batchnorm._BatchNorm)
-            paths[path] = first.setdefault(id(layer), path)
-            if paths[path] == path:
-                momentum[path] = layer.momentum
+        plain = not DeferredBatchNorm.has_own_forward(type(layer))
+        if DeferredBatchNorm.converts(layer) and id(layer) not in first and (plain or layer.momentum is None):
+            first[id(layer)] = Running.of(layer, path), layer.momentum
             layer.momentum = 0.1  # None would read the counter's number, which a graph cannot
             layer._buffers["num_batches_tracked"] = None  # the commit counts
-    return momentum, paths
+            if plain and isinstance(layer, nn.SyncBatchNorm):  # alone in its process it is a plain one
+                refuse_processes(layer)
+                vars(layer)["forward"] = MethodType(nn.BatchNorm1d.forward, layer)
+        if id(layer) in first:
+            found[path] = first[id(layer)]
+    return found
+
+
+def _norms(
+    module: fx.GraphModule, buffers: Mapping[str, str], opened: Mapping[str, tuple[Running, float | None]]
+) -> dict[fx.Node, Norm]:
+    """What takes the place of each batch norm that updates buffers. Raises PlanError."""
+    found: dict[fx.Node, Norm] = {}
+    known: dict[str, tuple[Running, float | None]] = {}
+    faults: list[str] = []
+    for node, given in norms_of(module).items():
+        mean, var = (buffers.get(one.name) if isinstance(one, fx.Node) else None for one in given)
+        if mean is None or var is None:
+            continue
+        asked: Any = Running(mean, var, None), node.args[6]
+        layers = opened.get(layer_of(node).partition("@")[0])
+        running, momentum = layers if layers is not None and layers[0].mean == mean else asked
+        if known.setdefault(mean, (running, momentum)) != (running, momentum):
+            faults.append(f"{mean!r} is updated in several ways, in {node.name}")
+        found[node] = Norm(running, momentum, float(node.args[7]))  # pyright: ignore[reportArgumentType]
+    if faults:
+        raise PlanError(bullets("the running statistics of the model cannot be deferred:", faults))
+    return found
 
 
 def _refuse_views(model: nn.Module, written: frozenset[str]) -> None:
@@ -363,16 +391,21 @@ def _written(
     module: fx.GraphModule,
     placeholders: Mapping[str, Mapping[str, Any]],
     inputs: Sequence[str],
-    norms: Mapping[str, str],
+    norms: Mapping[fx.Node, Norm],
 ) -> frozenset[str]:
     """The buffers that the forward writes. Raises PlanError for writes to anything else that is given."""
     written: set[str] = set()
     faults: list[str] = []
     say: Callable[[str, str], str] = lambda what, n: f"{what}, in {n}"  # noqa: E731
-    for node, root in writes_of(module):
+    apart = {name for norm in norms.values() for name in norm.running[:2]}
+    for node, root in writes_of(module, norms):
         if root.name in placeholders["buffers"]:
-            if not is_norm(node, layer_of(node), norms):
-                written.add(placeholders["buffers"][root.name])
+            name = placeholders["buffers"][root.name]
+            written.add(name)
+            if name in apart:
+                faults.append(say(f"it writes into {name!r}, which a batch norm updates", node.name))
+            elif node in norms_of(module):
+                faults.append(say(f"batch norm updates a part of {name!r}, or after another write", node.name))
         elif root.name in placeholders["params"]:
             faults.append(say(f"it writes into its parameter {placeholders['params'][root.name]!r}", node.name))
         elif root.name in placeholders["consts"]:

@@ -175,9 +175,9 @@ def _part(cutter: _Cutter, stage: int, edges: Sequence[Edge], tensors: Mapping[s
     wanted = dict.fromkeys([*(edge.name for edge in leaving), *(value for kind, value in ends if kind == "value")])
     module, takes, results = _graph(cutter, stage, set(straight), wanted)
     params = {name: tensors[name] for kind, name in takes if kind == "param"}
-    norms = {one.path: captured.momentum[one.path] for one in module.modules() if isinstance(one, Norm)}
+    norms = {one.path: one.running for one in module.modules() if isinstance(one, Norm)}
     buffers = [name for kind, name in takes if kind == "buffer"]
-    buffers += [f"{path}.num_batches_tracked" for path in norms if f"{path}.num_batches_tracked" in tensors]
+    buffers += [one.tracked for one in norms.values() if one.tracked is not None]
     state = {name: tensors[name].detach().clone() for name in dict.fromkeys(buffers)}
     layout = Layout(
         tuple(takes),
@@ -186,14 +186,17 @@ def _part(cutter: _Cutter, stage: int, edges: Sequence[Edge], tensors: Mapping[s
         tuple(edge.name for edge in leaving if edge.skip),
         tuple(name for name in state if name in captured.written),
         norms,
+        _rows(cutter.nodes, takes),
         tuple(results),
         ends,
     )
     consts = {name: captured.consts[name] for kind, name in takes if kind == "const"}
     shapes = {name: tuple(one.shape) for name, one in params.items()}
     device = next((one.device for one in tensors.values()), torch.device("cpu"))
-    modes = frozenset({captured.train})
-    fn = GraphFn(module, layout, captured.signature, stage == 0, last, shapes, tuple(state), consts, modes, device)
+    still = captured.evaluation
+    fn = GraphFn(
+        module, layout, captured.signature, stage == 0, last, shapes, tuple(state), consts, still, still, device
+    )
     part = Stage(
         fn,
         _title(cutter, stage),
@@ -202,8 +205,19 @@ def _part(cutter: _Cutter, stage: int, edges: Sequence[Edge], tensors: Mapping[s
         state=bool(state),
         commit=CommitGraph(norms, layout.writes) if norms or layout.writes else None,
         takes_train=True,
+        evaluation=still,
     )
     return part, params, state or ()
+
+
+def _rows(nodes: Mapping[str, fx.Node], takes: Sequence[tuple[str, str]]) -> tuple[str, int] | None:
+    """The first value, of those that come from outside, with an axis of rows, and that axis."""
+    for kind, name in takes:
+        sample = nodes[name].meta.get("val") if kind in ("x", "skip") else None
+        for axis, size in enumerate(sample.shape if isinstance(sample, Tensor) else ()):
+            if isinstance(size, torch.SymInt):
+                return name, axis
+    return None
 
 
 def _graph(

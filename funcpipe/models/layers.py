@@ -68,8 +68,9 @@ def cut_layers(
             stash=(INPUTS,) if first == 0 and last < len(found) else (),
             pop=(INPUTS,) if first else (),
             state=bool(state),
-            commit=CommitLayers(fn.momentum) if fn.momentum else None,
+            commit=CommitLayers(fn.norms) if fn.norms else None,
             takes_train=True,
+            evaluation=fn.evaluation,
         )
         out.append((made, {name: params[name] for name in fn.param_names}, state or ()))
     return tuple(out)

@@ -43,20 +43,20 @@ class LayersFn(ModuleFn):
 
     def __init__(self, whole: ModuleFn, cut: Layers, first: int, last: int) -> None:
         vars(self).update(vars(whole))  # nobody runs the copy without numbers, so all stages share it
-        self._idle = []
+        self._idle, self.looked = [], set()
         self.cut, self.first, self.last = cut, first, last
         self.verified: set[tuple[bool, bool]] = set()
         self.numbers = {name: number for number, name in enumerate(cut.names)}
         tables = {
             alias
             for alias, buffer in self.skeleton.named_buffers(remove_duplicate=False)
-            if not is_differentiable(buffer) and alias.rpartition(".")[0] not in whole.momentum
+            if not is_differentiable(buffer) and alias.rpartition(".")[0] not in whole.norms
         }
         self.held = {alias for alias in self.canonical if self._holds(alias, table=alias in tables)}
         keys = {self.canonical[alias] for alias in self.held}
         self.param_names = [name for name in whole.param_names if name in keys]
         self.buffer_names = [name for name in whole.buffer_names if name in keys]
-        self.momentum = {path: one for path, one in whole.momentum.items() if f"{path}.running_mean" in self.held}
+        self.norms = {path: one for path, one in whole.norms.items() if one.mean in self.held}
 
     def _holds(self, alias: str, *, table: bool) -> bool:
         """Is a tensor the stage's: of its blocks, of its side of the stack, or of what all stages run.
@@ -107,7 +107,7 @@ class LayersCopy(Copy):
         super().__init__(owner)
         cut = owner.cut
         self.cut, self.first, self.last = cut, owner.first, owner.last
-        self.norms = [norm for norm in self.norms if norm.path in owner.momentum]
+        self.norms = [norm for norm in self.norms if norm.deferral.path in owner.norms]
         self.slots, self.absent = self._places()
         self.filled: torch.device | None = None
         self.looks = self.passing = False  # is this call looked at; do its blocks give what arrived
@@ -364,15 +364,15 @@ class LayersCopy(Copy):
 
     def _again(self, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> Tree:
         """The output of another forward, which leaves no trace."""
-        collected = [layer.collected for layer in self.norms]
+        collected = [layer.deferral.collected for layer in self.norms]
         for layer in self.norms:
-            layer.collected = None
+            layer.deferral.collected = None
         try:
             with torch.no_grad():
                 return self._forward(x, inputs, calls)[0]
         finally:
             for layer, seen in zip(self.norms, collected, strict=True):
-                layer.collected = seen
+                layer.deferral.collected = seen
 
     def _of_blocks(self) -> set[int]:
         """The ids of the tensors that the blocks alone have."""

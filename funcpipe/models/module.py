@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.stage import Stage, normalise
 from funcpipe.core.tree import Tree
-from funcpipe.models.batchnorm import CommitLayers, DeferredBatchNorm
+from funcpipe.models.batchnorm import CommitLayers, DeferredBatchNorm, Running
+from funcpipe.models.hearing import has_numbers, looked_at, refuse_writes, version
 from funcpipe.models.scripted import scripted
 from funcpipe.models.skip_scope import carrying
 from funcpipe.models.skippable import Skips, skips_of
@@ -30,8 +31,8 @@ def from_module(
 
     The stage owns a copy of the module without its numbers; the module itself is never touched. Batch norm layers
     become deferred ones (`batch_norm`). What its `skippable` layers, at any depth, exchange with other stages the stage
-    stashes and pops. Whether the copy trains is the plan's matter; layers that are in evaluation mode inside a training
-    module (frozen batch norm) stay there.
+    stashes and pops. A layer of the copy trains where the plan trains and the layer was in training mode when the stage
+    was made: a frozen batch norm stays frozen, and after ``module.eval()`` the whole stage stays in evaluation mode.
 
     >>> from torch import nn
     >>> block, params, state = from_module(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
@@ -78,9 +79,10 @@ def stage_of(
         pop=tuple(skips.pop),
         feeds=tuple(feeds),
         state=bool(state),
-        commit=CommitLayers(fn.momentum, deferred=deferred) if fn.momentum else None,
+        commit=CommitLayers(fn.norms, deferred=deferred) if fn.norms else None,
         offers=tuple(skips.offers),
         takes_train=True,
+        evaluation=fn.evaluation,
     )
     return made, params, state or ()
 
@@ -103,7 +105,14 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 class ModuleFn:
-    """A module as a function of its parameters: ``fn(params, x, skips=, feeds=, state=, train=)``."""
+    """A module as a function of its parameters: ``fn(params, x, skips=, feeds=, state=, train=)``.
+
+    Attributes:
+        norms: for the path of each layer whose statistics are deferred, its buffers.
+        frozen: the paths of layers that stay in evaluation mode.
+        evaluation: do all of them.
+        looked: the modes (training or not) in which a forward was looked at for writes into buffers.
+    """
 
     def __init__(self, module: nn.Module, feeds: tuple[str, ...], skips: Skips, *, spread: bool) -> None:
         self.feeds, self.skips, self.spread = feeds, skips, spread
@@ -118,14 +127,14 @@ class ModuleFn:
         self.param_names = [alias for alias in self.shapes if alias not in buffers]
         self.buffer_names = [alias for alias in self.shapes if alias in buffers]
         self.skeleton = copied(module, {id(tensor): _placeholder(tensor) for tensor in aliases.values()})
-        self.momentum: dict[str, float | None] = {}
+        self.norms: dict[str, Running] = {}
         for path, layer in self.skeleton.named_modules():
             if DeferredBatchNorm.converts(layer):
-                assert isinstance(layer, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
-                self.momentum[path] = layer.momentum
+                self.norms[path] = Running.of(layer, path)
                 DeferredBatchNorm.convert(layer, path)
-        # A training module keeps the layers that its user froze; one in evaluation mode has no such wish.
-        self.frozen = [path for path, layer in self.skeleton.named_modules() if module.training and not layer.training]
+        self.frozen = [path for path, layer in self.skeleton.named_modules() if not layer.training]
+        self.evaluation = all(not layer.training for layer in self.skeleton.modules())
+        self.looked: set[bool] = set()
         self._idle: list[_Copy] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -179,7 +188,7 @@ class _Copy:
         self.owner = owner
         with _disable_current_modes():  # a stage may be traced on fake tensors; its skeleton has none
             self.module = copy.deepcopy(owner.skeleton)
-        self.train = self.module.training
+        self.train = not owner.evaluation  # as the layers were when the stage was made
         self.attributes = [(vars(layer), dict(vars(layer))) for layer in self.module.modules()]
         self.places = {id(layer): path for path, layer in self.module.named_modules()}
         self.norms = [layer for layer in self.module.modules() if isinstance(layer, DeferredBatchNorm)]
@@ -192,6 +201,7 @@ class _Copy:
                         alias = f"{path}.{local}" if path else local
                         self.slots.append((table, local, owner.canonical[alias]))
         self.buffers: list[tuple[tuple[dict[str, Any], str, str], Tensor]] = []
+        self.numbers = True
 
     def install(self, params: Params, state: State) -> None:
         """Put tensors in the places of parameters and buffers."""
@@ -203,23 +213,27 @@ class _Copy:
             layer._flat_weights = [getattr(layer, n, None) for n in layer._flat_weights_names]  # pyright: ignore
         buffers = set(self.owner.buffer_names)
         self.buffers = [(slot, given[slot[2]]) for slot in self.slots if slot[2] in buffers]
+        self.numbers = all(has_numbers(buffer) for _, buffer in self.buffers)
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
-        train = bool(extras.get("train", False))
+        asked = bool(extras.get("train", False))
+        train = asked and not self.owner.evaluation
         if train is not self.train:
             self._set_train(train)
-        collects = train and bool(self.norms)
+        collects = asked and bool(self.norms)  # a norm in evaluation mode may insist on statistics of the batch
         for layer in self.norms:
-            layer.collected = [] if collects else None
-        before = [_version(buffer) for _, buffer in self.buffers]
-        y, stash = self._run(x, extras)
+            layer.deferral.collected = [] if collects else None
+        before = [version(buffer) for _, buffer in self.buffers]
+        if not self.buffers or (self.numbers and train in self.owner.looked):
+            y, stash = self._run(x, extras)
+        else:
+            y, stash = self._look(x, extras)
         self._refuse_writes(before)
         if not collects and not stash:
             return y
         stats: dict[str, Any] = {}
         for layer in self.norms if collects else ():
-            stats[layer.path] = tuple(layer.collected or ())
-            layer.collected = None  # what a recomputation inside a backward sees does not count
+            stats[layer.deferral.path] = layer.deferral.take()
         out = normalise(y)
         return out._replace(stash={**out.stash, **stash}, stats=stats or out.stats)
 
@@ -237,6 +251,14 @@ class _Copy:
             y = self.module(*arguments, **feeds)
         return y, {name: store[key] for name, key in self.owner.given.items() if key in store}
 
+    def _look(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
+        """`_run`, the first time in a mode: nothing may write into buffers without saying so."""
+        buffers = {key: buffer for (_, _, key), buffer in self.buffers}
+        found, seen = looked_at(lambda: self._run(x, extras), buffers, type(self.module).__name__)
+        if seen:
+            self.owner.looked.add(self.train)
+        return found
+
     def _set_train(self, train: bool) -> None:
         self.module.train(train)
         for path in self.owner.frozen:
@@ -244,18 +266,12 @@ class _Copy:
         self.train = train
 
     def _refuse_writes(self, before: list[int]) -> None:
-        names = [
+        written = [
             key
-            for ((table, local, key), buffer), version in zip(self.buffers, before, strict=True)
-            if table.get(local) is not buffer or _version(buffer) != version
+            for ((table, local, key), buffer), old in zip(self.buffers, before, strict=True)
+            if table.get(local) is not buffer or version(buffer) != old
         ]
-        if not names:
-            return
-        raise PlanError(
-            f"the forward of {type(self.module).__name__} writes into its buffers {names}, and the order of microbatches "
-            "must not matter; only batch norm layers are deferred by themselves. Make it a function stage that returns "
-            "its statistics in Out(stats=...) and folds them in commit=..., or put the layer in evaluation mode"
-        )
+        refuse_writes(type(self.module).__name__, written)
 
     def release(self) -> None:
         """Forget the tensors and be ready for another run."""
@@ -268,16 +284,11 @@ class _Copy:
             self.owner.give_back(self)
 
     def _unchanged(self) -> bool:
-        moving = {"training", "collected", "_flat_weights"}
+        moving = {"training", "_flat_weights"}
         return all(
             now.keys() == then.keys() and all(now[key] is then[key] for key in then if key not in moving)
             for now, then in self.attributes
         )
-
-
-def _version(tensor: Tensor) -> int:
-    """How often a tensor was written to; under inference mode torch does not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _all_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -52,13 +53,28 @@ def roots_of(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     return roots
 
 
-def writes_of(module: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
-    """(node, what it writes into) for each write in place, also of those inside regions."""
+def norms_of(module: fx.GraphModule) -> dict[fx.Node, tuple[Any, Any]]:
+    """Each batch norm in training, also of those inside regions, with what it is given for its running mean and variance.
+
+    Of a region's what the region is given; None where it is made inside.
+    """
+    found: dict[fx.Node, tuple[Any, Any]] = {}
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.batch_norm.default and node.args[5] is True:
+            found[node] = node.args[3], node.args[4]
+        for body, given in regions_of(module, node):
+            table = dict(zip([n for n in body.graph.nodes if n.op == "placeholder"], given, strict=False))
+            found |= {inner: (table.get(mean), table.get(var)) for inner, (mean, var) in norms_of(body).items()}
+    return found
+
+
+def writes_of(module: fx.GraphModule, apart: Container[fx.Node] = ()) -> list[tuple[fx.Node, fx.Node]]:
+    """(node, what it writes into) for each write in place, also of those inside regions; nodes in ``apart`` left out."""
     roots = roots_of(module)
     found: list[tuple[fx.Node, fx.Node]] = []
     for node in module.graph.nodes:
         op = op_of(module, node)
-        if op is not None:
+        if op is not None and node not in apart:
             written = [
                 value
                 for argument, value in _arguments(op, node)
@@ -70,7 +86,9 @@ def writes_of(module: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
         for body, given in regions_of(module, node):
             inner = [n for n in body.graph.nodes if n.op == "placeholder"]
             table = dict(zip(inner, given, strict=False))
-            found += [(node, roots[table[root]]) for _, root in writes_of(body) if isinstance(table.get(root), fx.Node)]
+            found += [
+                (node, roots[table[root]]) for _, root in writes_of(body, apart) if isinstance(table.get(root), fx.Node)
+            ]
     return found
 
 

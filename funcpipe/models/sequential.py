@@ -130,19 +130,17 @@ class SequentialPart(nn.Module):
 
     def __init__(self, whole: nn.Module, units: Sequence[Unit]) -> None:
         super().__init__()
-        self.training = whole.training
+        self.training = False  # only its layers have modes
         # Each place has modules of its own, also where the model has one at several: then what a layer draws depends
         # on the place alone, not on which places are in the same stage. Their tensors stay the same.
         self._funcpipe_row = [(_with_own_modules(unit.module), unit.spread) for unit in units]
         for unit, (layer, _) in zip(units, self._funcpipe_row, strict=True):
             *around, name = unit.path.split(".")
-            inner, original = self, whole
+            inner: nn.Module = self
             for step in around:
-                original = original.get_submodule(step)
                 if step not in inner._modules:
-                    inner.add_module(step, nn.Module())
+                    inner.add_module(step, nn.Module().train(False))
                 inner = inner.get_submodule(step)
-                inner.training = original.training
             inner.add_module(name, layer)
 
     def forward(self, x: Tree) -> Tree:

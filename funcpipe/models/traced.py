@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 from funcpipe.core.errors import BatchError, PlanError, bullets
 from funcpipe.core.stage import Out, Stage
 from funcpipe.core.tree import Tree
-from funcpipe.models.batchnorm import CommitLayers, batch_norm
+from funcpipe.models.batchnorm import CommitLayers, NormStats, Running, batch_norm, wide
 from funcpipe.models.module import _key_faults as key_faults
 from funcpipe.models.nodes import layer_of, regions_of
 from funcpipe.models.signature import Signature
@@ -24,7 +24,7 @@ class _Mode(threading.local):
     """What the modules of a graph must know about the call that runs them."""
 
     train = True
-    norms: dict[str, list[Any]] | None = None
+    norms: dict[str, NormStats] | None = None
 
 
 _mode = _Mode()
@@ -66,11 +66,19 @@ class Draw(nn.Module):
 
 
 class Norm(nn.Module):
-    """Batch norm in training whose statistics are handed back: deferred state."""
+    """Batch norm in training whose statistics are handed back: deferred state.
 
-    def __init__(self, path: str, eps: float) -> None:
+    Attributes:
+        path: of its layer; of the buffer with its running mean, if that has a name of its own.
+        running: the buffers that it would update.
+        momentum: by which it would; None: the plain average of all batches.
+        eps: added to the variance.
+    """
+
+    def __init__(self, running: Running, momentum: float | None, eps: float) -> None:
         super().__init__()
-        self.path, self.eps = path, eps
+        self.path = running.mean.removesuffix(".running_mean")
+        self.running, self.momentum, self.eps = running, momentum, eps
 
     def forward(self, x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *rest: Any) -> Tensor:
         """As ``nn.BatchNorm`` does, without touching a buffer."""
@@ -80,16 +88,17 @@ class Norm(nn.Module):
         except BatchError as error:
             raise BatchError(f"layer {self.path!r}: {error}") from None
         if _mode.norms is not None:
-            _mode.norms.setdefault(self.path, []).extend(stats)
+            before = _mode.norms.get(self.path, NormStats((), self.momentum))
+            _mode.norms[self.path] = before._replace(moments=before.moments + stats)
         return y
 
 
-def refit(module: fx.GraphModule, norms: Mapping[str, str]) -> None:
+def refit(module: fx.GraphModule, norms: Mapping[fx.Node, Norm]) -> None:
     """Put `Draw` and `Norm` in the places of their operations, in regions too, and take out what export asserts.
 
     Args:
         module: the graph.
-        norms: every path of a batch norm layer that tracks statistics, with its first.
+        norms: what takes the places of batch norms.
     """
     drawn: dict[str, int] = {}
 
@@ -100,7 +109,7 @@ def refit(module: fx.GraphModule, norms: Mapping[str, str]) -> None:
             if node.target is torch.ops.aten._assert_tensor_metadata.default:
                 graph_module.graph.erase_node(node)  # device and type of the example; guards say it better
                 continue
-            made = _replacement(node, layer_of(node), norms, drawn)
+            made = norms.get(node) or _draw(node, layer_of(node), drawn)
             if made is not None:
                 name = (
                     f"{node.name}_of_{made.path or 'model'}".replace(".", "_").replace("@", "_call_").replace("#", "_")
@@ -116,18 +125,9 @@ def refit(module: fx.GraphModule, norms: Mapping[str, str]) -> None:
     visit(module)
 
 
-def is_norm(node: fx.Node, path: str, norms: Mapping[str, str]) -> bool:
-    """Is this the batch norm, in training, of a layer whose statistics are deferred."""
-    return node.target is torch.ops.aten.batch_norm.default and path.partition("@")[0] in norms and node.args[5] is True
-
-
-def _replacement(node: fx.Node, path: str, norms: Mapping[str, str], drawn: dict[str, int]) -> Draw | Norm | None:
+def _draw(node: fx.Node, path: str, drawn: dict[str, int]) -> Draw | None:
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload):
-        return None
-    if is_norm(node, path, norms):
-        return Norm(norms[path.partition("@")[0]], float(node.args[7]))  # pyright: ignore[reportArgumentType]
-    if op is torch.ops.aten.batch_norm.default:
+    if not isinstance(op, torch._ops.OpOverload) or op is torch.ops.aten.batch_norm.default:
         return None
     names = [argument.name for argument in op._schema.arguments]
     flag = next((names.index(n) for n in ("train", "training") if n in names), None)
@@ -151,7 +151,8 @@ class Layout:
         y: names of the values that only the next stage reads.
         stash: names of the values that later stages read.
         writes: buffers that it writes.
-        norms: batch norm layers in it, with their momentum.
+        norms: the batch norms in it whose statistics are deferred.
+        rows: the value, of those that it takes, whose axis tells how many rows a microbatch has; None: all have as many.
         ends: for the last stage, where each leaf of the model's output is: ("value", number) or ("constant", itself).
         results: names of what the graph returns.
     """
@@ -161,14 +162,20 @@ class Layout:
     y: tuple[str, ...]
     stash: tuple[str, ...]
     writes: tuple[str, ...]
-    norms: Mapping[str, float | None]
+    norms: Mapping[str, Running]
+    rows: tuple[str, int] | None
     results: tuple[str, ...]
     ends: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(eq=False)
 class GraphFn:
-    """A part of a traced model as a function of its parameters: ``fn(params, x, skips=, state=, train=)``."""
+    """A part of a traced model as a function of its parameters: ``fn(params, x, skips=, state=, train=)``.
+
+    Attributes:
+        evaluation: it was traced with all of the model in evaluation mode, and is always run as it was traced.
+        evaluates: does it compute in evaluation mode what the model does; of others that is looked at first.
+    """
 
     module: fx.GraphModule
     layout: Layout
@@ -178,7 +185,8 @@ class GraphFn:
     param_shapes: Mapping[str, tuple[int, ...]]
     buffer_names: tuple[str, ...]
     consts: Mapping[str, Tensor]
-    modes: frozenset[bool]
+    evaluation: bool
+    evaluates: bool
     device: torch.device
     _moved: dict[torch.device, tuple[fx.GraphModule, dict[str, Tensor]]] = field(default_factory=dict, repr=False)
 
@@ -225,18 +233,17 @@ class GraphFn:
     def run(self, params: Mapping[str, Tensor], x: Tree, extras: Mapping[str, Any]) -> Any:
         """Put the values in, run the graph, sort what comes out."""
         train = bool(extras.get("train", False))
-        if train not in self.modes:
-            mode, other = ("training", "evaluation") if train else ("evaluation", "training")
-            raise PlanError(f"this stage was traced in {other} mode and cannot run in {mode} mode: the model does something else there; split it again after model.{'train' if train else 'eval'}()")  # fmt: skip
+        if not (train or self.evaluates):
+            raise PlanError("this stage was traced in training mode and cannot run in evaluation mode: the model does something else there; split it again after model.eval()")  # fmt: skip
         layout, state = self.layout, extras.get("state") or {}
         fresh = {name: state[name].clone() for name in layout.writes}
         module, consts = self._on(params, state, x)
         given = self.signature.values(x) if self.first else _named(layout.x, x)
         given = {**given, **extras.get("skips", {})}
         sources: dict[str, Mapping[str, Any]] = {"param": params, "buffer": {**state, **fresh}, "const": consts}
-        collected: dict[str, list[Any]] | None = {} if train and layout.norms else None
+        collected: dict[str, NormStats] | None = {} if train and layout.norms else None
         before = _mode.train, _mode.norms
-        _mode.train, _mode.norms = train, collected
+        _mode.train, _mode.norms = train or self.evaluation, collected
         try:
             results = module(*[sources.get(source, given)[name] for source, name in layout.takes])
         finally:
@@ -249,8 +256,9 @@ class GraphFn:
         stash = {name: found[name] for name in layout.stash}
         stats: Tree = ()
         if collected is not None or fresh:
-            norms = {path: tuple(moments) for path, moments in (collected or {}).items()}
-            stats = {"norms": norms, "written": {name: value.detach() for name, value in fresh.items()}}
+            rows = given[layout.rows[0]].shape[layout.rows[1]] if layout.rows else 1
+            written = {name: value.detach() for name, value in fresh.items()}
+            stats = {"norms": collected or {}, "written": written, "rows": rows}
         return Out(y, stash, stats) if stash or stats else y
 
     def _on(self, params: Mapping[str, Tensor], state: Mapping[str, Tensor], x: Tree) -> tuple[fx.GraphModule, Any]:
@@ -293,12 +301,12 @@ class CommitGraph:
     """The commit of a traced stage: batch norm layers as always, other buffers as one update by the whole batch.
 
     A buffer that the forward writes (a counter, an average) was written by each microbatch from the same old state. The
-    new one is the mean of what they wrote, which for averages is one update by the mean over the batch; of whole numbers
-    the last.
+    new one is the mean of what they wrote, each by its rows, which for averages over rows is one update by the whole
+    batch; of whole numbers the last.
     """
 
-    def __init__(self, norms: Mapping[str, float | None], written: Sequence[str]) -> None:
-        self.norms, self.written = CommitLayers(dict(norms)), tuple(written)
+    def __init__(self, norms: Mapping[str, Running], written: Sequence[str]) -> None:
+        self.norms, self.written = CommitLayers(norms), tuple(written)
 
     def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
         """The buffers after one batch."""
@@ -306,9 +314,14 @@ class CommitGraph:
         if not seen:
             return state
         new = self.norms(state, tuple(one["norms"] for one in seen))
+        total = sum(one["rows"] for one in seen)
         for name in self.written:
             values = [one["written"][name] for one in seen]
-            new[name] = torch.stack(values).mean(0) if values[0].is_floating_point() else values[-1]
+            if values[0].is_floating_point():
+                parts = [value.to(wide(value)) * (one["rows"] / total) for value, one in zip(values, seen, strict=True)]
+                new[name] = torch.stack(parts).sum(0).to(values[0].dtype)
+            else:
+                new[name] = values[-1]
         return new
 
 

@@ -42,7 +42,6 @@ class Stages:
     def __init__(self, model: nn.Sequential, layout: Layout, *, deferred: bool, merge: Any = None) -> None:
         self.layout, self.merge = layout, merge
         self.train = any(one.training for layer in model for one in layer.modules())
-        model.training = True  # so that every layer keeps its own mode, whatever that of the Pipe
         parts = cut_sequential(model, layout.balance, deferred=deferred)
         slots: dict[str, Slot] = {}
         for path, layer in model.named_modules(remove_duplicate=False):

@@ -29,7 +29,7 @@ from funcpipe.models.signature import as_call
 from funcpipe.models.split import Split, assemble
 from funcpipe.models.units import units_of_graph
 from funcpipe.pipe.example import row_axes, unmarked
-from funcpipe.pipe.verify import functions, same_mode, try_once, verify
+from funcpipe.pipe.verify import try_once, verify, verify_evaluation
 
 
 def split(
@@ -59,7 +59,8 @@ def split(
     [['0.weight', '0.bias'], ['2.weight', '2.bias']]
 
     Args:
-        model: in the mode (training or evaluation) in which it will run.
+        model: each of its layers in the mode in which it will run where the plan trains: after ``model.eval()`` the stages
+            stay in evaluation mode.
         num_stages: how many; may be left out where ``at``, ``balance``, `split_point` or the policy tells.
         at: where to cut: ``{"layers.2": "before"}``, "before" or "after" a module, ``"layers.2@1"`` for its second call;
             a list of names cuts before each.
@@ -177,10 +178,9 @@ def _traced(
         own = None
     made = assemble(model, parts, ties=ties, loss=own, edges=edges)
     if check and not empty:
-        verify(model, made, example, train=model.training)
-        if not same_mode(model, made, example, train=not model.training):
-            for fn in functions(made):
-                fn.modes = frozenset({model.training})
+        verify(model, made, example, train=True)
+        if not captured.evaluation:
+            verify_evaluation(model, made, example)
     return made
 
 

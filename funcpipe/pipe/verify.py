@@ -26,7 +26,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.1, tor
 
 
 def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bool = False) -> None:
-    """Compare a split with the model; the model is untouched.
+    """Compare a split with the model as it is (``train``) or in evaluation mode; the model is untouched.
 
     Both run twice, the second time on other inputs, so that what a trace took for a constant shows (``once``: they do
     not). Then on one row, which export takes for no number of rows: where that differs, the stages refuse one row.
@@ -34,7 +34,7 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
     Raises:
         PlanError: with every value that differs.
     """
-    own = shell(model).train(train) if train != model.training else shell(model)
+    own = shell(model) if train else shell(model).eval()
     canonical = names_by_tensor(model)
     buffers = {name: one.detach().clone() for name, one in model.named_buffers() if canonical[name] == name}
     params = {name: one.detach().requires_grad_(one.requires_grad) for name, one in model.named_parameters()}
@@ -66,9 +66,7 @@ def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) ->
         return
     pairs = zip(leaves, rows, strict=True)
     single = as_input(*unflatten(spec, [leaf if axis is None else leaf.narrow(axis, 0, 1) for leaf, axis in pairs]))
-    own = shell(model).train(train)
-    for module, theirs in zip(own.modules(), model.modules(), strict=True):
-        module.training = theirs.training if train == model.training else train
+    own = shell(model) if train else shell(model).eval()
     tensors = {name: one.detach().clone() for name, one in [*model.named_parameters(), *model.named_buffers()]}
     try:
         with torch.no_grad():
@@ -87,15 +85,15 @@ def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) ->
             fn.signature = several
 
 
-def same_mode(model: nn.Module, split: Split, inputs: Any, *, train: bool) -> bool:
-    """Do the traced stages compute what the model computes in the other mode as well."""
+def verify_evaluation(model: nn.Module, split: Split, inputs: Any) -> None:
+    """Do the traced stages compute what the model computes in evaluation mode as well; else they refuse it from now on."""
     for fn in functions(split):
-        fn.modes = frozenset({True, False})
+        fn.evaluates = True
     try:
-        verify(model, split, inputs, train=train, once=True)
+        verify(model, split, inputs, train=False, once=True)
     except Exception:
-        return False
-    return True
+        for fn in functions(split):
+            fn.evaluates = False
 
 
 def functions(split: Split) -> list[GraphFn]:
@@ -142,12 +140,12 @@ def _faults(
     faults = _differences([("output", wanted[0], found[0])])
     names = {**wanted[1], **found[1]}
     faults += _differences([(f"gradient of {name}", wanted[1].get(name), found[1].get(name)) for name in names])
-    norms = Counter(one.path for fn in functions(split) for one in fn.module.modules() if isinstance(one, Norm))
+    norms = Counter(one.running for fn in functions(split) for one in fn.module.modules() if isinstance(one, Norm))
     # A batch norm that runs twice is updated once, by all that it saw.
-    twice = tuple(f"{path}." for path, count in norms.items() if count > 1)
+    twice = {name for running, count in norms.items() if count > 1 for name in running}
     for name, value in buffers.items():
         held = [tree[name] for tree in state if tree and name in tree] or [kept[name]]
-        if not name.startswith(twice or "\0"):
+        if name not in twice:
             faults += [fault for one in held for fault in _differences([(f"buffer {name}", value, one)])]
     return faults
 

@@ -61,7 +61,7 @@ def test_the_module_is_untouched(executor):
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_train_or_eval_is_the_plans_matter(mode):
-    """What the module's mode was, or becomes later, changes nothing."""
+    """For a module in training; one in evaluation stays there. What the mode becomes later changes nothing."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train(mode)
     part, params, _ = fp.from_module(model)
     model.train(not mode)
@@ -70,7 +70,8 @@ def test_train_or_eval_is_the_plans_matter(mode):
     expected = torch.cat([model[0](part) for part in x.chunk(2)])  # kernels may round six rows otherwise than three
     assert torch.equal(expected, fp.run(evaluate, (params,), x).outputs)
     train = fp.make_plan([part], fp.fill_drain(1, 2, backward=False), train=True, devices="cpu")
-    assert 0 < int((fp.run(train, (params,), x, seed=0).outputs == 0).sum()) < 24
+    zeros = int((fp.run(train, (params,), x, seed=0).outputs == 0).sum())
+    assert 0 < zeros < 24 if mode else zeros == 0
 
 
 def test_wrong_keys_are_all_named_with_the_nearest():

@@ -748,11 +748,23 @@ def test_the_other_mode_is_compared_with_gradients_and_buffers():
         h = s.a(x)
         return s.b(h if s.training else h.detach())
 
-    for model in (net(counts, average=torch.zeros(8)), net(detaches)):
-        made = fp.split(model.eval(), at=["b"], example=inputs())
-        plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=square, devices="cpu")
-        with pytest.raises(fp.PlanError, match="traced in evaluation mode"):
-            fp.run(plan, made.params, (inputs(), None), state=made.state)
+    for model, same in ((net(counts, average=torch.zeros(8)), True), (net(detaches), False)):
+        made = fp.split(model, at=["b"], example=inputs())
+        evaluate = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=square, train=False, devices="cpu")
+        if same:  # nothing is committed in evaluation, so the average stays, as the model's does
+            result = fp.run(evaluate, made.params, (inputs(), None), state=made.state)
+            assert not result.state[0]["average"].any()
+        else:
+            with pytest.raises(fp.PlanError, match="cannot run in evaluation mode"):
+                fp.run(evaluate, made.params, (inputs(), None), state=made.state)
+        still = fp.split(model.eval(), at=["b"], example=inputs())
+        plan = fp.make_plan(still.stages, fp.one_f_one_b(2, 2), loss=square, devices="cpu")
+        x = inputs()
+        result = fp.run(plan, still.params, (x, None), state=still.state)
+        grads = torch.autograd.grad(square(model(x), None), list(model.parameters()), allow_unused=True)
+        for (name, _), wanted in zip(model.named_parameters(), grads, strict=True):
+            found = next((tree[name] for tree in result.grads if name in tree), None)
+            torch.testing.assert_close(found, torch.zeros_like(found) if wanted is None else wanted)
 
 
 def test_infinite_outputs_hide_nothing():
