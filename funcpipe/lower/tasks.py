@@ -12,9 +12,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.plan import CALLER, Lowered, Pool, Role, Row, Wire
+from funcpipe.core.plan import Lowered, Row
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.stage import Stage
+from funcpipe.core.task import CALLER, Pool, Role, Wire
 from funcpipe.lower.effects import Context, effects
 from funcpipe.lower.skips import routes
 from funcpipe.schedules.check import Legal, examine

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from funcpipe.core.plan import Plan, Role, TaskKind, Value
+from funcpipe.core.plan import Plan
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.stage import Stage
+from funcpipe.core.task import Role, TaskKind, Value
 from funcpipe.lower.tasks import lower
 from funcpipe.pipe.memory_measure import Bytes, Measured
 

@@ -9,8 +9,8 @@ from time import perf_counter
 from typing import Any
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.plan import Role, Wire
 from funcpipe.core.result import RunStats
+from funcpipe.core.task import Role, Wire
 from funcpipe.core.tree import map_leaves
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import RUNNING, Context, intra_op_threads, not_carried

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 import torch
 
 from funcpipe.core.errors import FuncpipeError, Where, located
-from funcpipe.core.plan import CALLER, Lowered, Plan, Role
+from funcpipe.core.plan import Lowered, Plan
 from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Kind
+from funcpipe.core.task import CALLER, Role
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import RUNNING, no_autocast_cache
 from funcpipe.runtime.host import Host

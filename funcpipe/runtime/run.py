@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from funcpipe.core.plan import Plan, Role
+from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
+from funcpipe.core.task import Role
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.context import intra_op_threads
 from funcpipe.runtime.drive import Drive

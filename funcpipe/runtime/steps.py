@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias, assert_never
 
-from funcpipe.core.plan import Lowered, Role, Row, Wire
+from funcpipe.core.plan import Lowered, Row
 from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import Stage
+from funcpipe.core.task import Role, Wire
 from funcpipe.runtime.border import LEAF, Border
 from funcpipe.runtime.host import Host
 from funcpipe.runtime.plain import addresses

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from funcpipe.core.errors import FuncpipeError, PlanError
-from funcpipe.core.plan import Lowered, Plan, Role, Wire
+from funcpipe.core.plan import Lowered, Plan
 from funcpipe.core.result import Result
 from funcpipe.core.schedule import Kind
+from funcpipe.core.task import Role, Wire
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.runtime.border import Border, share
 from funcpipe.runtime.context import intra_op_threads, not_carried, refuse_transforms

@@ -9,10 +9,11 @@ from statistics import fmean
 from typing import NamedTuple
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.plan import CALLER, Plan
+from funcpipe.core.plan import Plan
 from funcpipe.core.result import NEGLIGIBLE, Result, RunStats, Timeline, percent
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.stage import names_of
+from funcpipe.core.task import CALLER
 from funcpipe.core.tree import Tree, leaves
 from funcpipe.lower.plan import program_for
 from funcpipe.view import facts

@@ -3,9 +3,9 @@
 import pytest
 
 from funcpipe.core.compose import compose
-from funcpipe.core.plan import Role, TaskKind, Wire
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.core.stage import Stage, stage
+from funcpipe.core.task import Role, TaskKind, Wire
 from funcpipe.lower.effects import Context, effects
 from funcpipe.lower.plan import make_plan
 from funcpipe.lower.skips import routes

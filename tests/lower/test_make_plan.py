@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from funcpipe.core.errors import PlanError, ScheduleError
-from funcpipe.core.plan import CALLER, Pool, Role, TaskKind
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.core.stage import Stage, stage
+from funcpipe.core.task import CALLER, Pool, Role, TaskKind
 from funcpipe.lower.plan import make_plan, program_for
 from funcpipe.schedules.families import fill_drain, interleaved, one_f_one_b, zero_bubble
 from funcpipe.schedules.remat import remat

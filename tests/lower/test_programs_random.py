@@ -7,9 +7,10 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from funcpipe.core.plan import CALLER, Plan, Role, Task, TaskKind, Value
+from funcpipe.core.plan import Plan
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.core.stage import Stage
+from funcpipe.core.task import CALLER, Role, Task, TaskKind, Value
 from funcpipe.lower.plan import make_plan
 from funcpipe.schedules.check import check
 

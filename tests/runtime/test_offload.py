@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from watch import num_tensors
 
 import funcpipe as fp
-from funcpipe.core.plan import Role
 from funcpipe.core.schedule import Kind, Schedule
+from funcpipe.core.task import Role
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.execute import Execution
 from funcpipe.runtime.host import Host, Way
