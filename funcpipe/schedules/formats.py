@@ -25,7 +25,9 @@ _MOST = 10**6
 _MOST_FAULTS = 20
 _MOST_LETTERS = 200
 _KINDS = {kind.value: kind for kind in Kind}
-_COMMS = re.compile(r"[0-9]+(?:(?:SEND|RECV)_[FB][0-9]+|(?:UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*)")
+_COMMS = re.compile(r"[0-9]+(?:(?:WAIT_SEND|SEND|RECV)_[FB][0-9]+|(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)[0-9]*)")
+"""The actions of torch 2.15 and older that carry nothing for a plan: it derives its messages, and shards nothing."""
+_NEWER = re.compile(r"[0-9]+[A-Z]{2}[A-Z_]*[0-9]*")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 Fault = Callable[[str], None]
@@ -134,8 +136,8 @@ def to_torch_csv(schedule: Schedule) -> str:
 def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
     """Read a schedule that torch.distributed.pipelining or a tool for it wrote, "compute_only" or "compute_comms".
 
-    What torch says of sends, receives, sharding and reductions is left out: a plan derives all of it. An overlapped
-    pair is read as its two actions, one after the other. Empty cells are waits, which are no actions here.
+    What torch says of sends, receives, sharding, reductions, and of waiting for these is left out: a plan derives all of
+    it. An overlapped pair is read as its two actions, one after the other. Empty cells are waits, no actions here.
 
     >>> print(from_torch_csv("0F0,0SEND_F0,,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))
     0F0 0B0
@@ -160,7 +162,11 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
             pair = _PAIR.fullmatch(cell)
             if pair:
                 words += pair.groups()
-            elif cell and not _COMMS.fullmatch(cell):
+            elif not cell or _COMMS.fullmatch(cell):
+                continue
+            elif _NEWER.fullmatch(cell):
+                faults.append(f'row {row}: {_shown(cell)}: funcpipe does not know this action of torch; let torch write the schedule with format="compute_only", which has none of these')
+            else:
                 words.append(cell)
         orders.append(_actions(words, f"row {row}", known=known, fault=faults.append))
     _refuse("this is no schedule of torch.distributed.pipelining:", faults)

@@ -349,14 +349,29 @@ def test_torch_refuses_what_we_say_that_it_refuses(tmp_path):
         ("(" * 100_000, "row 1"),
         ("0F0,__import__('os')", "row 1"),
         ("0F1000000", "below 1000000"),
+        ("0F0,0B0,0ALL_GATHER1", "row 1: '0ALL_GATHER1': funcpipe does not know this action of torch"),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_cells_that_are_no_actions(text, says):
     with pytest.raises(fp.ScheduleError) as caught:
         fp.from_torch_csv(text)
     assert says in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+def test_messages_reductions_and_waits_of_any_torch_are_left_out():
+    """Every action of torch 2.15 that computes nothing; an older torch does not write all of them."""
+    words = "0UNSHARD 0F0 0SEND_F0 0WAIT_SEND_F0 1RECV_F0 1F0 1B0 1SEND_B0 1WAIT_SEND_B0 0RECV_B0 0B0"
+    words += " 0REDUCE_GRAD 0WAIT_REDUCE_GRAD 0RESHARD"
+    assert "0F0 1F0 1B0 0B0" == str(fp.from_torch_csv(words.replace(" ", ",")))
+
+
+def test_every_action_of_this_torch_is_known():
+    """A torch with new ones is met here, not by users."""
+    for kind in theirs._ComputationType:
+        if kind.value != "OVERLAP_F_B":
+            fp.from_torch_csv(f"0{kind.value}0")
 
 
 def test_csv_of_other_systems_line_endings_and_waits():
