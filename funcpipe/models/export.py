@@ -12,8 +12,7 @@ import inspect
 import re
 import threading
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -22,7 +21,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.tree import Spec, flatten, paths, unflatten
+from funcpipe.core.tree import Spec, flatten, is_differentiable, paths, unflatten
+from funcpipe.models import custom_functions
 from funcpipe.models.batchnorm import DeferredBatchNorm, Running, refuse_processes
 from funcpipe.models.configs import without_cache
 from funcpipe.models.nodes import layer_of, norms_of, writes_of
@@ -265,6 +265,7 @@ class _Flat:
         axes: for each leaf the dimension of its rows, None for none.
         names: of the leaves.
         out_spec: of the output, after the trace.
+        functions: Python autograd.Functions between the inputs and the output, after the trace.
     """
 
     def __init__(
@@ -285,6 +286,7 @@ class _Flat:
             self.names[number] = name
         self.tensors = [number for number, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         self.out_spec: Spec | None = None
+        self.functions: set[str] = set()
 
     def check_rows(self) -> None:
         """An example for any number of rows has two rows or more. Raises PlanError."""
@@ -313,6 +315,7 @@ class _Flat:
             given[number] = tensor
         args, kwargs = unflatten(self.spec, given)
         leaves, self.out_spec = flatten(self.forward(*args, **kwargs))
+        self.functions = custom_functions.on_the_way_to(leaves)
         return tuple(leaves)
 
 
@@ -324,53 +327,35 @@ def _leaf_name(path: tuple[Any, ...], parameters: Sequence[str]) -> str:
     return re.sub(r"\W", "_", "_".join(map(str, (first, *rest))))
 
 
-_ADVICE = {
-    "torch.utils.checkpoint.CheckpointFunction": "the backward of torch.utils.checkpoint(use_reentrant=True); use use_reentrant=False, or fp.remat",
-    "torch.nn.modules._functions.BackwardHookFunction": "hooks on the backward of modules; take them off, and look at result.grads",
-}
-
-
 def _export(own: nn.Module, flat: _Flat) -> Any:
-    tensors = tuple(flat.leaves[number] for number in flat.tensors)
+    """The program of the forward. Its inputs require gradients, so that custom functions on them are seen too."""
+    plain = tuple(flat.leaves[number] for number in flat.tensors)
     opened = flat.open_rows()
     shapes = None if opened is None else {"tensors": opened}
     own.forward = lambda *tensors: flat.call(*tensors)  # noqa: PLW0108  export wants a plain function
-    customs: set[str] = set()
     _marker()
     _capturing.on = True
     try:
-        with _watching(customs), warnings.catch_warnings():
+        with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.export.export(own, tensors, dynamic_shapes=shapes, strict=False)
+            try:
+                program = torch.export.export(own, _requiring_grad(plain), dynamic_shapes=shapes, strict=False)
+            except RuntimeError as error:
+                if "leaf Variable that requires grad" not in str(error):
+                    raise
+                # It writes into an input: the graph names it, and `_written` refuses it.
+                program = torch.export.export(own, plain, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise PlanError(_reason(error, flat.rows())) from error
     finally:
         _capturing.on = False
-    known = {name: advice for name, advice in _ADVICE.items() if name in customs}
-    if known:
-        raise PlanError(f"the model cannot be traced: export forgets {' and '.join(known.values())}")
-    if customs:
-        raise PlanError(f"the model uses {', '.join(sorted(customs))}: export traces through a Python autograd.Function and forgets its backward, so gradients would be wrong in silence; wrap it as a torch.library.custom_op with register_autograd, or cut without tracing: split(model, num_stages) without example=")  # fmt: skip
+    custom_functions.refuse(flat.functions, program.graph_module)
     return program
 
 
-@contextmanager
-def _watching(found: set[str]) -> Generator[None]:
-    """Note the names of Python autograd.Functions that run in this thread meanwhile."""
-    kind: Any = torch.autograd.Function
-    plain, thread = kind.__dict__["apply"], threading.get_ident()
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        name = f"{cls.__module__}.{cls.__qualname__}"
-        if threading.get_ident() == thread and (name in _ADVICE or not name.startswith("torch.")):
-            found.add(name)
-        return plain.__func__(cls, *args, **kwargs)
-
-    kind.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        kind.apply = plain
+def _requiring_grad(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The same numbers; what may have a gradient asks for one."""
+    return tuple(one.detach().requires_grad_() if is_differentiable(one) else one for one in tensors)
 
 
 def _reason(error: Exception, rows: Sequence[str]) -> str:

@@ -227,21 +227,66 @@ def test_python_counter_is_found_out():
     assert not hasattr(model, "calls")
 
 
-def test_custom_function_is_refused():
-    """Export would forget its backward (a straight-through estimator)."""
+class Round(torch.autograd.Function):
+    """A straight-through estimator."""
 
-    class Round(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.round()
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
 
-        @staticmethod
-        def backward(ctx, grad):
-            return grad
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
 
-    with pytest.raises(fp.PlanError, match=r"Round.*forgets its backward.*custom_op"):
-        fp.split(net(lambda s, x: s.b(Round.apply(s.a(x)))), at=["b"], example=inputs())
+
+CUSTOM = {
+    "between": (r"Round", lambda s, x: s.b(Round.apply(s.a(x)))),
+    "on the input": (r"Round", lambda s, x: s.b(s.a(Round.apply(x)))),
+    "written into": (r"Round", lambda s, x: s.b(Round.apply(s.a(x)).mul_(2).view(-1, 8))),
+    "into a skip": (r"Round", lambda s, x: s.b(s.a(x)) + Round.apply(s.a(x))),
+    "in a branch": (
+        r"torch.cond",
+        lambda s, x: s.b(torch.cond(x.sum() > 0, lambda v: Round.apply(v) * 2, lambda v: v - 1.0, (s.a(x),))),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("where", CUSTOM)
+def test_custom_function_is_refused(where):
+    """Export would forget its backward, or, in a branch, leave no gradient at all."""
+    says, forward = CUSTOM[where]
+    model = net(forward)
+    with pytest.raises(fp.PlanError, match=rf"{says}.*forgets its backward.*custom_op"):
+        fp.split(model, at=["b"], example=inputs())
+    with torch.no_grad(), pytest.raises(fp.PlanError, match=rf"{says}.*forgets its backward.*custom_op"):
+        fp.split(model, at=["b"], example=inputs())
     assert Round.apply(torch.tensor(0.6)) == 1
+
+
+def test_custom_function_whose_backward_is_never_called():
+    """Under no_grad, or beside the way to the output: nothing is forgotten."""
+
+    def forward(s, x):
+        with torch.no_grad():
+            scale = Round.apply(s.a(x).abs().amax()) + 1
+        Round.apply(s.a(x))
+        return s.b(s.a(x) / scale)
+
+    same_as_eager(net(forward), rows=4, count=1)
+
+
+def test_tracing_leaves_torch_and_the_example_alone():
+    apply, example = vars(torch.autograd.Function).get("apply"), inputs()
+    seen = []
+
+    def forward(s, x):
+        seen.append(vars(torch.autograd.Function).get("apply") is apply)
+        return s.b(s.a(x))
+
+    fp.split(net(forward), at=["b"], example=example)
+    assert all(seen)
+    assert not example.requires_grad
 
 
 def test_buffers_become_state():
@@ -876,11 +921,19 @@ def test_frozen_parameters_have_no_gradient_to_merge():
     assert sorted(grads) == ["b.bias", "b.weight"]
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs")
 def test_reentrant_checkpoint_and_loose_parameters_are_named():
-    with pytest.raises(fp.PlanError, match="use_reentrant=False"):
-        fp.split(
-            net(lambda s, x: s.b(checkpoint(s.a, x.requires_grad_(), use_reentrant=True))), at=["b"], example=inputs()
-        )
+    for body in (
+        lambda s, x: s.b(checkpoint(s.a, x, use_reentrant=True)),
+        lambda s, x: s.b(checkpoint(s.a, x.requires_grad_(), use_reentrant=True)),
+        lambda s, x: s.b(checkpoint(torch.sin, s.a(x), use_reentrant=True)),
+    ):
+        with pytest.raises(fp.PlanError, match="use_reentrant=False"):
+            fp.split(net(body), at=["b"], example=inputs())
+    hooked = net(lambda s, x: s.b(s.a(x)))
+    hooked.a.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(fp.PlanError, match="hooks on the backward of modules"):
+        fp.split(hooked, at=["b"], example=inputs())
     model = net(lambda s, x: s.b(s.a(x) * s.loose[0]))
     model.loose = [nn.Parameter(torch.ones(8))]
     with pytest.raises(fp.PlanError, match="loose holds parameters that the model does not know"):
