@@ -154,9 +154,12 @@ def _trace(ask: Ask) -> Joint:
         kind = type("Fakes", (FakeTensorMode,), {"avoid_device_init": False})
     mode = kind(static_shapes=True)
     with torch.no_grad():
-        # Where in its memory a microbatch begins is in no signature, so no trace may see it.
-        begun = [tensor.as_strided(tensor.size(), tensor.stride(), 0) for tensor in given[1]]
-        fakes = [mode.from_tensor(tensor.detach()) for tensor in (*given[0], *begun)]
+        fakes = [mode.from_tensor(tensor.detach()) for tensor in given[0]]
+    with mode:
+        # Where a microbatch begins in the memory of the batch, and how large that is, is in no signature: no trace sees it.
+        fakes += [
+            torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=one.device) for one in given[1]
+        ]
     with mode, torch.set_grad_enabled(ask.backwards):
         first = _Call(ask, fakes)
         again = _Call(ask, fakes, first.bound)

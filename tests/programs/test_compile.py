@@ -180,6 +180,16 @@ def test_residuals_are_what_is_needed():
     assert 4 * one == programs.weight_residual_bytes  # and dy of both
 
 
+def test_residuals_are_of_the_microbatch_alone():
+    """Neither the batch around a microbatch nor that input and target lie in one memory is seen by a trace."""
+    stage = fp.compile(fp.stage(lambda p, x: x * p))
+    one = 2 * 3 * 4
+    for batch in (torch.randn(64, 3), torch.randn(2, 3)):
+        row = batch[:2]
+        assert one == fp.programs(stage, torch.ones(3), row).residual_bytes  # x
+        assert 3 * one == fp.programs(stage, torch.ones(3), row, loss=F.mse_loss, target=row).residual_bytes  # x, y, target
+
+
 def test_what_is_cheap_is_computed_again():
     """The least cut: of a chain of pointwise operations one value; nothing that a product or a draw made is made again."""
 
