@@ -10,6 +10,7 @@ import weakref
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Self, TypeAlias
 
+import torch
 from torch import nn
 
 from funcpipe.core.errors import PlanError
@@ -91,6 +92,8 @@ def current() -> Store:
     store = _OPEN.get()
     if store is not None:
         return store
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.skip_frame("a skip finds its call on the Python stack")  # which the compiler would warn about
     frame, outermost = sys._getframe(1), None
     while frame is not None:
         if frame.f_code.co_name == "_call_impl" and frame.f_code.co_filename == _TORCH:
