@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as torch_pytree
 
+from funcpipe.core.torch_names import private
+
 Tree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
 Spec: TypeAlias = optree.PyTreeSpec
@@ -205,7 +207,9 @@ def lazy(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-_lazy_clone = torch._lazy_clone if hasattr(torch, "_lazy_clone") else torch.clone  # pyright: ignore
+_lazy_clone: Any = private(
+    "_lazy_clone", instead=torch.clone, lost="stages get copies of what they are handed, at once"
+)
 
 
 def is_differentiable(leaf: Any) -> bool:

@@ -98,7 +98,7 @@ def _marker() -> Any:
         library = torch.library.Library("funcpipe", "FRAGMENT")
         library.define("split_point() -> ()")
         library.impl("split_point", lambda: None, "CompositeExplicitAutograd")
-        fx.node._side_effectful_functions.add(torch.ops.funcpipe.split_point.default)  # pyright: ignore
+        fx.has_side_effect(torch.ops.funcpipe.split_point.default)
         _library.append(library)
     return torch.ops.funcpipe.split_point.default
 

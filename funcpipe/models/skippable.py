@@ -7,15 +7,20 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.stage import Out
+from funcpipe.core.torch_names import private
 from funcpipe.core.tree import Tree, map_leaves, own
 from funcpipe.models.skip_scope import Key, Namespace, Store, current, label
 
 _Class = TypeVar("_Class", bound=type[nn.Module])
+_in_backward: Callable[[], int] = private(
+    "_C._current_graph_task_id",
+    instead=lambda: -1,
+    lost="a pop that torch.utils.checkpoint repeats is not told from others",
+)
 
 
 class stash(NamedTuple):
@@ -197,7 +202,7 @@ class _Call:
         key = _key(self.layer, name)
         if key in self.store:
             return _own(self.store[key])
-        if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
+        if _in_backward() != -1:
             raise PlanError(f"{self._who} pops {label(key)!r} in a backward, where torch.utils.checkpoint computes it again and its skip is gone; pop outside of the checkpointed part and pass the value in, or use fp.remat for the stage")  # fmt: skip
         there = sorted(map(label, self.store))
         raise PlanError(f"{self._who} pops {label(key)!r}, but no layer stashed it before (there are: {there}); both must be called inside of one module, such as nn.Sequential(...), or be stages of one plan")  # fmt: skip

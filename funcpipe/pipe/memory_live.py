@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_LAZY: Any = torch.ops.aten._lazy_clone.default
+_LAZY: Any = torch.ops.aten._lazy_clone.default if hasattr(torch.ops.aten, "_lazy_clone") else None
 _ALIAS: Any = torch.ops.aten.alias.default
 
 

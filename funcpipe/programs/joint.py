@@ -157,9 +157,7 @@ def _trace(ask: Ask) -> Joint:
         fakes = [mode.from_tensor(tensor.detach()) for tensor in given[0]]
     with mode:
         # Where a microbatch begins in the memory of the batch, and how large that is, is in no signature: no trace sees it.
-        fakes += [
-            torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=one.device) for one in given[1]
-        ]
+        fakes += [torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=one.device) for one in given[1]]
     with mode, torch.set_grad_enabled(ask.backwards):
         first = _Call(ask, fakes)
         again = _Call(ask, fakes, first.bound)

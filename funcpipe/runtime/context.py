@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 import torch
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils._device import DeviceContext
 
 from funcpipe.core.errors import FuncpipeError, Where
@@ -39,9 +40,18 @@ def not_carried() -> list[str]:
     if torch._C._len_torch_dispatch_stack():
         modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
         found += [f"dispatch mode {type(m).__name__}" for m in modes]
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore
+    if saved_tensors_are_hooked():
         found.append("saved-tensor hooks")
     return found
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Are there hooks on what autograd saves in this thread."""
+    try:
+        with disable_saved_tensors_hooks("funcpipe looks whether there are any"):
+            return False
+    except RuntimeError:  # they cannot be switched off while there are
+        return True
 
 
 class Context:

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from funcpipe.core.errors import PlanError, StageError, bullets
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Out, Stage, side_loss
+from funcpipe.core.torch_names import private
 from funcpipe.core.tree import Tree, flatten, is_differentiable, lazy, locations, refuse_hidden, unflatten
 from funcpipe.runtime.aliases import alias_of, differ, guarded, versions
 from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, dense, open_border, share
@@ -30,7 +31,11 @@ from funcpipe.runtime.rng import Keyed, Keys
 _NOTHING = Report((), None, None)
 """What most forwards have to report."""
 
-_engine: Any = torch.autograd.Variable._execution_engine.run_backward
+_engine: Any = private(
+    "autograd.Variable._execution_engine.run_backward",
+    instead=lambda roots, cotangents, _, __, inputs, **___: torch.autograd.backward(roots, cotangents, inputs=inputs),
+    lost="backwards of small stages take longer",
+)
 
 
 class EagerBound:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from funcpipe.core.torch_names import private
+
+_address: Callable[[Tensor], int] = private(
+    "_C._data_address",
+    instead=Tensor.data_ptr,
+    lost="memory that is shared copy-on-write is copied at the first look at it",
+)
+_is_shared: Callable[[Tensor], bool] = private(
+    "_C._is_cow_tensor", instead=lambda _: True, lost="every tensor that crosses streams, or moves, is copied once more"
+)
+
 
 def address(tensor: Tensor) -> int:
     """Where the memory of a tensor begins; all that share it, even copy-on-write, have the same. 0: it has none."""
-    return torch._C._data_address(tensor)  # pyright: ignore
+    return _address(tensor)
 
 
 def addresses(leaves: Sequence[Any]) -> frozenset[int]:
@@ -30,4 +41,4 @@ def plain(tensor: Tensor) -> bool:
 
 def solid(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it where its memory is shared copy-on-write so that no stream could be recorded on it."""
-    return tensor.clone() if torch._C._is_cow_tensor(tensor) else tensor  # pyright: ignore
+    return tensor.clone() if _is_shared(tensor) else tensor

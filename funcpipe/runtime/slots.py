@@ -22,11 +22,16 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
-from torch._C._autograd import SavedTensor
 
+from funcpipe.core.torch_names import private
 from funcpipe.runtime.host import Way
 from funcpipe.runtime.plain import address, plain
 
+_Handle: Any = private(
+    "_C._autograd.SavedTensor",
+    instead=(),
+    lost="the inputs of checkpointed regions stay on the device when a stage is offloaded",
+)
 _ALIGNED = 64
 """Torch's allocations on the CPU begin at a multiple of so many bytes."""
 _BLOCK = 512
@@ -103,7 +108,7 @@ def _region(hook: Any) -> Iterator[tuple[Any, Any]]:
     """
     for cell in getattr(hook, "__closure__", None) or ():
         frame = cell.cell_contents
-        handles: list[Any] = [one for one in getattr(frame, "saved_args", ()) if isinstance(one, SavedTensor)]
+        handles: list[Any] = [one for one in getattr(frame, "saved_args", ()) if isinstance(one, _Handle)]
         for raw in handles:
             if raw.unpack_hook is None:
                 yield raw, raw.unpack()

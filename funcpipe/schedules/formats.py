@@ -165,7 +165,9 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
             elif not cell or _COMMS.fullmatch(cell):
                 continue
             elif _NEWER.fullmatch(cell):
-                faults.append(f'row {row}: {_shown(cell)}: funcpipe does not know this action of torch; let torch write the schedule with format="compute_only", which has none of these')
+                faults.append(
+                    f'row {row}: {_shown(cell)}: funcpipe does not know this action of torch; let torch write the schedule with format="compute_only", which has none of these'
+                )
             else:
                 words.append(cell)
         orders.append(_actions(words, f"row {row}", known=known, fault=faults.append))

@@ -187,7 +187,9 @@ def test_residuals_are_of_the_microbatch_alone():
     for batch in (torch.randn(64, 3), torch.randn(2, 3)):
         row = batch[:2]
         assert one == fp.programs(stage, torch.ones(3), row).residual_bytes  # x
-        assert 3 * one == fp.programs(stage, torch.ones(3), row, loss=F.mse_loss, target=row).residual_bytes  # x, y, target
+        assert (
+            3 * one == fp.programs(stage, torch.ones(3), row, loss=F.mse_loss, target=row).residual_bytes
+        )  # x, y, target
 
 
 def test_what_is_cheap_is_computed_again():
