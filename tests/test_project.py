@@ -75,7 +75,7 @@ def test_torch_is_the_same_in_all_commands():
     assert versions[0][:2] == [int(part) for part in lowest.split(".")]
     *older, newest = [f"{major}.{minor}" for major, minor, _ in versions]
     for path in ("README.md", "pyproject.toml"):
-        assert f"torch {', '.join(older)} and {newest}" in lines(path)
+        assert f"torch {', '.join(older)} and {newest}" in (ROOT / path).read_text()
 
 
 def test_the_licence_is_the_one_that_is_named():
