@@ -172,7 +172,7 @@ def main(options: Options) -> float:
                 line = proof(fp.run_sequential(plan, params, batch, state=state, seed=seed), result)
                 timeline = result.timeline or timeline
                 report = fp.report(plan, result, params=params, title="digits") if options.report else None
-            fp.step(optimizer, params, result.grads, max_norm=1.0)
+            fp.step(optimizer, params, result, max_norm=1.0)
             rate.step()
             state = result.state
             advance(float(result.loss))

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcpipe.core.errors import BatchError, Where, bullets, fail
@@ -315,13 +316,20 @@ def _weights(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
             fail(error, Where(None, "", index, "weight", ""))
     if weight is None and any(value is None for value in found):
         return None
-    weights = tuple(map(_number, found))
+    weights = _numbers(found)
     for index, (number, value) in enumerate(zip(weights, found, strict=True)):
         if not 0 <= number < float("inf"):
             raise BatchError(f"{word} is a number from 0; for microbatch {index} it gave {value!r}")
     if not sum(weights):
         raise BatchError(f"{word} is 0 for every microbatch, so the loss of this batch is not defined; leave it out")
     return weights
+
+
+def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
+    """Weights as numbers, nan where one is none; of a device all at once, for each look waits for it."""
+    if all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
+        return tuple(torch.stack([value.reshape(()).double() for value in values]).tolist())
+    return tuple(map(_number, values))
 
 
 def _number(value: Any) -> float:
