@@ -13,6 +13,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 
 from funcpipe.core.errors import PlanError
+from funcpipe.core.torch_names import private
 from funcpipe.core.tree import under_transform
 
 T = TypeVar("T")
@@ -136,5 +137,8 @@ def _sum(buffer: Tensor) -> int:
 
 
 def _written(buffer: Any) -> bool:
-    torch._sync(buffer)  # pyright: ignore[reportPrivateImportUsage]
-    return torch._functionalize_has_data_mutation(buffer.elem)  # pyright: ignore[reportAttributeAccessIssue]
+    lost = "a compiled stage that writes into the .data of a buffer is not refused"
+    sync = private("_sync", instead=lambda tensor: None, lost=lost)  # pyright: ignore[reportUnknownLambdaType]
+    written = private("_functionalize_has_data_mutation", instead=lambda tensor: False, lost=lost)  # pyright: ignore
+    sync(buffer)
+    return written(buffer.elem)
