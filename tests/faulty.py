@@ -6,7 +6,6 @@ import functools
 import itertools
 import random
 import time
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -21,9 +20,9 @@ TABLE = torch.zeros(3, dtype=torch.float64)
 CALLS = 0
 
 
-@dataclass
 class Box:
-    h: torch.Tensor
+    def __init__(self, h):
+        self.h = h
 
 
 def plain(p, x):

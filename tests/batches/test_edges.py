@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import signal
@@ -322,9 +321,9 @@ def test_windows_ask_nobody_after_the_end():
 Pair = namedtuple("Pair", "x y")
 
 
-@dataclasses.dataclass
 class Plain:
-    x: torch.Tensor
+    def __init__(self, x):
+        self.x = x
 
 
 class Data(dict):

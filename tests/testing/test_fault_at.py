@@ -62,7 +62,7 @@ def test_b_is_the_backward_also_where_it_is_split(executor):
     for schedule in (split, whole):
         with pytest.raises(Fault) as error:
             attempt(failing, params, state, schedule, executor)
-        letter = "I" if schedule is split and executor != "sequential" else "B"
+        letter = "I" if schedule is split else "B"
         assert f"1{letter}2" == error.value.funcpipe.action
     only = FaultAt(1, 2, "I")(stages)
     attempt(only, params, state, whole, executor)
