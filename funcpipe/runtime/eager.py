@@ -114,15 +114,16 @@ class EagerBound:
             self.reentrant = seen.looked[key]
             return
         self._refuse_rebinding()
-        graphs = [residual.y, *residual.stash.values(), [residual.loss and residual.loss.sum, *(residual.side or ())]]
+        graphs = [residual.y, *residual.stash.values(), residual.side or ()]
         roots = [one for row in graphs for one in row if isinstance(one, Tensor) and one.requires_grad]
-        nodes = list(nodes_of(roots))
+        nodes = list(nodes_of(roots))  # not the loss's: a critic there that others train is no mistake
         leaves = [one for one in (getattr(node, "variable", None) for node in nodes) if one is not None]
         leaves += [one for one in roots if one.is_leaf]
         borders = (residual.x, *(held for _, held in residual.skips))
         own = {*map(id, self.aliases), *(id(leaf) for held in borders for leaf in held.values())}
         self.looked = refuse_foreign(self.stage, [leaf for leaf in leaves if id(leaf) not in own])
-        self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+        whole = nodes if residual.loss is None else nodes_of([residual.loss.sum])
+        self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in (*nodes, *whole))
         if self.looked:
             seen.looked[key] = self.reentrant
 
