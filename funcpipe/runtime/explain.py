@@ -1,4 +1,4 @@
-"""What a stage or a loss got, as a note of the error that it raised, and what to do where the error is a common one."""
+"""Common errors of torch's own inside of a stage or a loss: what it got, and what to do, as notes of the error."""
 
 from __future__ import annotations
 
@@ -50,17 +50,15 @@ _HINTS = (
 
 
 def explain(error: Exception, got: Mapping[str, Tree]) -> None:
-    """Note on an error what its function got, and a way out. Errors of funcpipe's own say it already."""
-    if isinstance(error, FuncpipeError):
-        return
-    notes: list[str] = error.__dict__.setdefault("__notes__", [])
-    notes.append("got " + "; ".join(f"{name}: {_described(tree, name)}" for name, tree in got.items()))
+    """Note on an error that is known what its function got, and a way out. Others, and funcpipe's own, stay as they are."""
     found = next((hint for pattern, hint in _HINTS if re.search(pattern, str(error), re.IGNORECASE)), None)
-    if found is not None:
-        notes.append(found)
+    if found is None or isinstance(error, FuncpipeError):
+        return
+    described = "; ".join(f"{name}: {_described(tree)}" for name, tree in got.items())
+    error.__dict__.setdefault("__notes__", []).extend(["got " + described, found])
 
 
-def _described(tree: Tree, name: str) -> str:
+def _described(tree: Tree) -> str:
     """The types and shapes of a tree, in a line."""
     leaves, _ = flatten(tree)
     if len(leaves) == 1 and leaves[0] is tree:

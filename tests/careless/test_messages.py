@@ -109,18 +109,19 @@ def test_what_it_got_and_what_to_do(name, executor):
         assert re.search(match, notes), (match, notes)
 
 
-def test_what_is_not_known_is_described_all_the_same():
-    """Long trees are cut short; errors of funcpipe's own, and what is no Exception, stay as they are."""
-
+def test_long_trees_are_cut_short_and_errors_of_users_stay_as_they_are():
     def breaks(p, x):
-        raise LookupError("mine")
+        raise RuntimeError("size of tensor a" if "w0" in p else "mine")
 
     plan = fp.make_plan([fp.stage(breaks)], fp.fill_drain(1, 2, backward=False), devices="cpu")
-    with pytest.raises(LookupError, match="mine") as caught:
+    with pytest.raises(RuntimeError, match="mine") as caught:
+        fp.run(plan, ((),), {"x": X, "n": 3})
+    assert len(caught.value.__notes__) == 1
+    with pytest.raises(RuntimeError, match="size of") as caught:
         fp.run(plan, ({f"w{number}": W for number in range(9)},), {"x": X, "n": 3})
     assert caught.value.__notes__[0] == (
         "got x: ['n'] a int, ['x'] float32 [2, 3]; params: "
         + ", ".join(f"['w{number}'] float32 [3, 2]" for number in range(6))
         + ", and 3 more"
     )
-    assert len(caught.value.__notes__) == 2
+    assert len(caught.value.__notes__) == 3
