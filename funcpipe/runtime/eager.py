@@ -165,11 +165,11 @@ class EagerBound:
         y, graph = close_border(returned, "" if self.loss is not None else "y")
         if self.loss is not None:
             loss = self._loss(self.loss, args.target, y, graph)
-            report = Report(_detached(stats), Loss(*map(_detached, loss)), _side(side))
+            report = Report(_kept(stats), Loss(*map(_detached, loss)), _side(side))
         elif side is None and _empty(stats):
             report = _NOTHING
         else:
-            report = Report(_detached(stats), None, _side(side))
+            report = Report(_kept(stats), None, _side(side))
         if not keep:
             return StageOut(y, report, None, stash)
         residual = EagerResidual(args.microbatch, graph, graphs, loss, side, len(args.x.leaves), held, skip_leaves)
@@ -393,15 +393,20 @@ def _empty(tree: Tree) -> bool:
     return tree is None or (type(tree) is tuple and not tree)
 
 
+def _kept(stats: Tree) -> Tree:
+    """Statistics for the commit. Raises PlanError where they hide tensors, which would keep their graphs."""
+    faults = [] if _empty(stats) else refuse_hidden(flatten(stats)[0], lambda: locations(stats, "stats"))
+    if faults:
+        raise PlanError(bullets("a stage returned statistics that cannot be kept:", faults))
+    return _detached(stats)
+
+
 def _detached(tree: Tree) -> Tree:
     if isinstance(tree, Tensor):
         return tree.detach()
     if _empty(tree):
         return tree
     leaves, spec = flatten(tree)
-    faults = refuse_hidden(leaves, lambda: locations(tree, "stats"))
-    if faults:
-        raise PlanError(bullets("a stage returned statistics that cannot be kept:", faults))
     return unflatten(spec, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 

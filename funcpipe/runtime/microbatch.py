@@ -328,7 +328,7 @@ def _weights(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
 def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
     """Weights as numbers, nan where one is none; of a device all at once, for each look waits for it."""
     if all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
-        return tuple(torch.stack([value.reshape(()).double() for value in values]).tolist())
+        return tuple(float(one) for one in torch.stack([value.reshape(()).double() for value in values]).cpu())
     return tuple(map(_number, values))
 
 
