@@ -95,13 +95,15 @@ def test_outputs_of_another_structure_are_named_with_both(rig, executor):
 
 @pytest.mark.parametrize("value", [None, "generator", 3, "text"], ids=str)
 def test_what_is_no_activation(rig, value, executor):
-    """Row 19: a stage that returns None, a generator, a number: the stage or loss that cannot use it is named."""
+    """Row 19: a stage that returns a generator, a number: the stage or loss that cannot use it is named; None: itself."""
     make = (lambda: (i for i in range(3))) if value == "generator" else lambda: value
     middle = [fp.stage(lambda p, x: make(), name="odd"), fp.stage(linear, name="next")]
     plan = fp.make_plan(middle, fp.one_f_one_b(2, M), loss=F.mse_loss, devices="cpu")
     params = ((), weights(1)[0])
     go = lambda: fp.run(plan, params, rows(7), executor=executor(plan))
-    assert_invariant(rig, go, kind=TypeError, at="1F0", stage=1, name="next", microbatch=0)
+    user = {"at": "1F0", "stage": 1, "name": "next"} if value is not None else {"at": "0F0", "stage": 0, "name": "odd"}
+    assert_invariant(rig, go, kind=fp.PlanError if value is None else TypeError, microbatch=0, **user)
     last = fp.make_plan(middle[::-1], fp.one_f_one_b(2, M), loss=F.mse_loss, devices="cpu")
     go = lambda: fp.run(last, params[::-1], rows(7), executor=executor(plan))
-    assert_invariant(rig, go, kind=fp.StageError, at=r"1F0 \(loss\)", stage=1, name="odd", microbatch=0)
+    at = "1F0" if value is None else r"1F0 \(loss\)"
+    assert_invariant(rig, go, kind=fp.StageError, at=at, stage=1, name="odd", microbatch=0)
