@@ -24,31 +24,31 @@ _SWITCHES = ("train", "training")
 
 
 class Catching:
-    """Inside of ``with`` every operation that may draw on this thread goes to `caught`; the innermost one has it."""
+    """Inside of ``with`` every operation that may draw on this thread goes to `caught`; the innermost one has it.
 
-    __slots__ = ("_mode", "_outer")
+    The outermost one asks torch for the draws of this thread, and that costs more than all that the inner ones do. So
+    what enters one often is itself inside of one, which may be of this class: it lets every draw pass.
+    """
+
+    __slots__ = ("_asking", "_outer")
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give what the operation gives. What is called here is not caught again."""
-        raise NotImplementedError
+        return func(*args, **kwargs) if self._outer is None else self._outer.caught(func, args, kwargs)
 
     def __enter__(self) -> Self:
-        kernels = _kernels or _register()
-        self._outer, _thread.catcher = _thread.catcher, self
-        self._mode: _Everything | None = None
-        if not kernels.work:
-            self._mode = _Everything()
-            self._mode.__enter__()
-        elif self._outer is None:
-            kernels.switch(True)
+        self._outer = _thread.catcher
+        if self._outer is None:
+            kernels = _kernels or _register()
+            self._asking = kernels if kernels.work else _Everything()
+            self._asking.__enter__()
+        _thread.catcher = self
         return self
 
     def __exit__(self, *error: object) -> None:
         _thread.catcher = self._outer
-        if self._mode is not None:
-            self._mode.__exit__(None, None, None)
-        elif self._outer is None:
-            (_kernels or _register()).switch(False)
+        if self._outer is None:
+            self._asking.__exit__(None, None, None)
 
 
 class _Thread(threading.local):
@@ -72,7 +72,7 @@ def _register() -> _Kernels:
 
 
 class _Kernels:
-    """The kernels of the drawing operations, under a key of their own.
+    """The kernels of the drawing operations, under a key of their own; inside of ``with`` this thread has the key.
 
     Attributes:
         work: does this torch take them.
@@ -96,14 +96,17 @@ class _Kernels:
                 stacklevel=2,
             )
 
-    def switch(self, on: bool) -> None:
-        """Put the key into this thread's set, or take it out."""
+    def __enter__(self) -> None:
+        """Put the key into this thread's set."""
         known = torch._ops._higher_order_ops
         if len(known) > self._passing:  # operations over functions are told by name which keys pass them
             for operation in list(known.values())[self._passing :]:
                 operation.fallthrough(self._key)
             self._passing = len(known)
-        self._include(self._key, on)
+        self._include(self._key, True)
+
+    def __exit__(self, *error: object) -> None:
+        self._include(self._key, False)
 
     def _kernel(self, operation: Any) -> Callable[..., Any]:
         include, key = self._include, self._key

@@ -66,7 +66,8 @@ class EagerBound:
         # that are made when that happens.
         self.guarded = train not in stage.seen.kept
         self.memory = [guarded(leaf) for leaf in self.leaves] if self.guarded else self.leaves
-        self.versions = [versions(self.leaves), versions(self.memory)]
+        self.watched = [self.leaves, self.memory] if self.guarded else [self.leaves]
+        self.versions = [versions(own) for own in self.watched]
         self.aliases = [alias_of(leaf, want) for leaf, want in zip(self.memory, trainable, strict=True)]
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.fresh: list[int] | None = None
@@ -79,6 +80,7 @@ class EagerBound:
         self.params, self.state = unflatten(self.spec, self.aliases), unflatten(self.state_spec, self.state_leaves)
         self.fn = stage.bind(self.params, self.state)
         self.places = getattr(self.fn, "places", {})
+        self.drawing = Keyed(keys, index, self.places, 0)  # of whichever microbatch runs
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -89,19 +91,18 @@ class EagerBound:
         round differently, and the computation that is repeated would not be the one that was made.
         """
         # Entering a grad mode costs more than asking for it, and it is the right one most of the time.
-        if torch.is_grad_enabled() is self.backwards:
-            return self._keyed(args, keep=keep)
-        with torch.set_grad_enabled(self.backwards):
-            return self._keyed(args, keep=keep)
-
-    def _keyed(self, args: StageArgs, *, keep: bool) -> StageOut:
-        """A forward whose random numbers are keyed."""
-        with Keyed(self.keys, self.index, self.places, args.microbatch) as mode:
+        if torch.is_grad_enabled() is not self.backwards:
+            with torch.set_grad_enabled(self.backwards):
+                return self.forward(args, keep=keep)
+        drawing = self.drawing
+        drawing.microbatch = args.microbatch
+        with drawing:
             out = self.evaluate(args, keep=keep)
-        if mode.counts:
+        if drawing.counts:
             self.stage.seen.draws.add(self.train)
             if keep:
-                out.residual.draws = mode.replayable
+                out.residual.draws = drawing.replayable
+            drawing.forget()
         if keep and not self.looked:
             self._look(args, out.residual)
         return out
@@ -230,12 +231,13 @@ class EagerBound:
             _root(residual.y, y, roots, cotangents)
         for name, parts in stash.items():
             _root(residual.stash[name], add_gradients(None, *parts) or (), roots, cotangents)
-        totals = {"loss": residual.loss and residual.loss.sum, "side": residual.side and residual.side[0]}
-        for name, cotangent in self.loss_cotangents(residual).items():
-            total = totals[name]
-            if isinstance(total, Tensor) and total.requires_grad:
-                roots.append(total)
-                cotangents.append(cotangent)
+        if residual.loss is not None or residual.side is not None:
+            totals = {"loss": residual.loss and residual.loss.sum, "side": residual.side and residual.side[0]}
+            for name, cotangent in self.loss_cotangents(residual).items():
+                total = totals[name]
+                if isinstance(total, Tensor) and total.requires_grad:
+                    roots.append(total)
+                    cotangents.append(cotangent)
         inputs = [*self.inputs, *residual.x.values()]
         for _, held in residual.skips:
             inputs += held.values()
@@ -317,7 +319,7 @@ class EagerBound:
 
     def written(self) -> list[int]:
         """Parameter leaves (by number) that the stage wrote into, which it must not."""
-        now, counts = flatten(self.params)[0], zip(self.versions, (self.leaves, self.memory), strict=True)
+        now, counts = flatten(self.params)[0], zip(self.versions, self.watched, strict=True)
         moved = [[old != new for old, new in zip(before, versions(own), strict=True)] for before, own in counts]
         rows = zip(*moved, self.aliases, now, self.memory, self.leaves, strict=False)
         return [
@@ -329,7 +331,7 @@ class EagerBound:
         self.fn.release()
         for alias in self.inputs:
             alias.grad = None
-        self.inputs, self.aliases, self.leaves, self.memory, self.state_leaves = [], [], [], [], []
+        self.inputs, self.aliases, self.leaves, self.memory, self.watched, self.state_leaves = [], [], [], [], [], []
         self.params = self.state = None
         self.stage.seen.kept.add(self.train)
 

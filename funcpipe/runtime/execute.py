@@ -17,6 +17,7 @@ from funcpipe.core.schedule import Kind
 from funcpipe.core.task import CALLER, Role
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import RUNNING, no_autocast_cache
+from funcpipe.runtime.drawing import Catching
 from funcpipe.runtime.host import Host
 from funcpipe.runtime.plain import addresses
 from funcpipe.runtime.program import Bound
@@ -305,7 +306,7 @@ def run_serial(execution: Execution) -> None:
     for one in lanes:
         one.thread = threading.get_ident()
     RUNNING.set(lambda: execution.where(lane))  # whoever began the run sets it back
-    with no_autocast_cache(), torch.autograd.set_multithreading_enabled(False):
+    with no_autocast_cache(), torch.autograd.set_multithreading_enabled(False), Catching():
         try:
             start, stop = execution.part
             for position in range(start, stop):

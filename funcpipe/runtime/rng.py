@@ -124,10 +124,9 @@ class Keyed(Catching):
         self.counts: dict[str, int] = {}
         self.regions: dict[str, Any] = {}
 
-    @property
-    def drew(self) -> bool:
-        """Did anything draw."""
-        return bool(self.counts)
+    def forget(self) -> None:
+        """The next task begins, with its own draws."""
+        self.counts, self.regions = {}, {}
 
     @property
     def replayable(self) -> dict[str, int]:

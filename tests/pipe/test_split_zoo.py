@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.models.zoo import ZOO, batch, reference, zoo
 
 PARTS = [2, 2, 2]
 TRACED_ONLY = {"t5"}
+PADDED = {"llama-tied"}
 SUMS_DIFFER = {"t5"}
 """The encoder's output is read four times: as one stage's sum of four, or two sums of two. Rounding differs."""
 CASES = [
@@ -23,9 +25,15 @@ def cut(
     name: str, way: str, count: int, *, ties: str = "replicate", dropout: float = 0.0
 ) -> tuple[torch.nn.Module, fp.Split]:
     model = zoo(name, dropout=dropout)
+    # The zoo's own loss functions are not known to the library; by rows is right where every row counts alike.
+    loss = own_loss if name in PADDED else None
     if way == "traced":
-        return model, fp.split(model, count, example=batch(name, 3), ties=ties)
-    return model, fp.split(model, count, ties=ties)
+        return model, fp.split(model, count, example=batch(name, 3), ties=ties, loss=loss)
+    return model, fp.split(model, count, ties=ties, loss=loss)
+
+
+def own_loss(output: Any) -> torch.Tensor:
+    return output.loss
 
 
 @pytest.mark.slow
