@@ -155,12 +155,12 @@ class CompiledBound(EagerBound):
 
     def _programs(self, args: StageArgs, signature: list[Hashable]) -> Programs | None:
         if signature != self.signature:
-            if self.fixed_words is None:
-                self.fixed_words = self._words()
-            key = (self.fixed_words, *signature)
-            if key not in self.met:  # what a run has it keeps, whatever else is made meanwhile
-                self.met[key] = self.compiled.programs(key, lambda: self._ask(args))
-            self.programs, self.signature = self.met[key], signature
+            form = tuple(signature)
+            if form not in self.met:  # what a run has it keeps, whatever else is made meanwhile
+                if self.fixed_words is None:
+                    self.fixed_words = self._words()
+                self.met[form] = self.compiled.programs((self.fixed_words, *form), lambda: self._ask(args))
+            self.programs, self.signature = self.met[form], signature
         return self.programs
 
     def _ask(self, args: StageArgs) -> Ask:

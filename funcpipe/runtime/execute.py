@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
 from typing import Any, NoReturn
 
@@ -120,6 +121,11 @@ class Execution:
         whole = (start, stop) == (0, len(self.program.order))
         for lane, order in zip(self.lanes, self.program.lanes, strict=True):
             lane.order = order if whole else [step for step in order if start <= step[0] < stop]
+
+    def listening(self) -> AbstractContextManager[Any]:
+        """What a walk is inside of: eager stages catch their draws, and each forward would else ask for them anew."""
+        eager = any(stage.program is None for stage in self.plan.stages)
+        return Catching() if eager else nullcontext()
 
     # -- one action --------------------------------------------------------------------------------------------------
 
@@ -306,7 +312,7 @@ def run_serial(execution: Execution) -> None:
     for one in lanes:
         one.thread = threading.get_ident()
     RUNNING.set(lambda: execution.where(lane))  # whoever began the run sets it back
-    with no_autocast_cache(), torch.autograd.set_multithreading_enabled(False), Catching():
+    with no_autocast_cache(), torch.autograd.set_multithreading_enabled(False), execution.listening():
         try:
             start, stop = execution.part
             for position in range(start, stop):

@@ -20,7 +20,6 @@ import torch
 from funcpipe.core.errors import FuncpipeError, RunTimeout
 from funcpipe.core.plan import Plan
 from funcpipe.runtime.context import RUNNING, Context, cores, intra_op_threads, no_autocast_cache, pin
-from funcpipe.runtime.drawing import Catching
 from funcpipe.runtime.execute import STOP, Execution, Lane, Stop, raise_located
 from funcpipe.runtime.watchdog import Watchdog
 
@@ -219,7 +218,7 @@ def _job(
                 context.entered(),
                 no_autocast_cache(),
                 torch.autograd.set_multithreading_enabled(False),
-                Catching(),
+                execution.listening(),
                 lane.place.active(),
             ):
                 _walk(execution, lane, failures)

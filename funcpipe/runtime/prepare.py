@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -102,10 +102,11 @@ def prepare(
             bullets("tensors must lie where their stage runs; move them with fp.place(plan, params):", faults)
         )
     inputs, target = split_batch(plan, batch)
+    given = {"inputs": inputs, "target": target, **{f"feeds[{name!r}]": one for name, one in (feeds or {}).items()}}
     if all(device.type != "meta" for device in where):
-        _refuse_meta({"inputs": inputs, "target": target, **_by_feed(feeds)})
+        _refuse_meta(given)
     if backward and not halves:
-        _refuse_attached({"inputs": inputs, "target": target, **_by_feed(feeds)})
+        _refuse_attached(given)
     cut = microbatch.cut(plan, inputs, target, feeds)
     if (plan.outputs or halves) and plan.merge is None:
         _refuse_unsaid_axes(cut)
@@ -151,25 +152,29 @@ def _refuse_unsaid_axes(cut: microbatch.Batch) -> None:
         )
 
 
-def _by_feed(feeds: Mapping[str, Tree] | None) -> dict[str, Tree]:
-    return {f"feeds[{name!r}]": tree for name, tree in (feeds or {}).items()}
+def _found(given: Mapping[str, Tree], wrong: Callable[[Any], bool]) -> list[tuple[str, Any]]:
+    """The leaves that are wrong, with their places; these cost much, and mostly nothing is wrong."""
+    return [
+        (place, leaf)
+        for root, tree in given.items()
+        if any(wrong(leaf) for leaf in flatten(tree)[0])
+        for place, leaf in zip(locations(tree, root), flatten(tree)[0], strict=True)
+        if wrong(leaf)
+    ]
 
 
 def _refuse_attached(given: Mapping[str, Tree]) -> None:
     """No gradient goes from a run into its batch, so nothing there may ask for one. Raises BatchError."""
-    trees = {root: tree for root, tree in given.items() if any(_asks(leaf) for leaf in flatten(tree)[0])}
-    if not trees:
-        return
-    pairs = [pair for root, tree in trees.items() for pair in zip(locations(tree, root), flatten(tree)[0], strict=True)]
-    faults = [f"{place} {_why(leaf)}" for place, leaf in pairs if _asks(leaf)]
-    raise BatchError(
-        bullets(
-            "no gradient goes from a run into its batch, and what made these values would not be trained. Make it the first "
-            "stage; or take the gradients of the inputs by fp.vjp, or by fp.Pipe inside of an autograd graph; or hand the "
-            "values in detached, x.detach():",
-            faults,
+    faults = [f"{place} {_why(leaf)}" for place, leaf in _found(given, _asks)]
+    if faults:
+        raise BatchError(
+            bullets(
+                "no gradient goes from a run into its batch, and what made these values would not be trained. Make it the "
+                "first stage; or take the gradients of the inputs by fp.vjp, or by fp.Pipe inside of an autograd graph; or "
+                "hand the values in detached, x.detach():",
+                faults,
+            )
         )
-    )
 
 
 def _bare(leaf: Any) -> Any:
@@ -192,12 +197,10 @@ def _asks(leaf: Any) -> bool:
 
 def _refuse_untrained(trees: Sequence[Tree], states: Sequence[Tree], wanted: list[list[bool]]) -> None:
     """What would be trained in another way than its owner thinks, or not at all. Raises PlanError."""
+    named = {f"state[{stage}]": tree for stage, tree in enumerate(states)}
     faults = [
         f"{place} requires a gradient, and state gets none: put it into params, or detach it"
-        for stage, tree in enumerate(states)
-        if any(_asks(leaf) for leaf in flatten(tree)[0])
-        for place, leaf in zip(locations(tree, f"state[{stage}]"), flatten(tree)[0], strict=True)
-        if _asks(leaf)
+        for place, _ in _found(named, _asks)
     ]
     for stage, (tree, flags) in enumerate(zip(trees, wanted, strict=True)):
         leaves = flatten(tree)[0]
@@ -220,8 +223,8 @@ def _hooked(leaf: Tensor) -> bool:
 
 def _refuse_meta(given: Mapping[str, Tree]) -> None:
     """Tensors without numbers cannot be computed with."""
-    named = [pair for root, tree in given.items() for pair in zip(locations(tree, root), flatten(tree)[0], strict=True)]
-    faults = [f"{name} is on the meta device and has no numbers" for name, leaf in named if isinstance(leaf, Tensor) and leaf.is_meta]  # fmt: skip
+    missing = _found(given, lambda leaf: isinstance(leaf, Tensor) and leaf.is_meta)
+    faults = [f"{place} is on the meta device and has no numbers" for place, _ in missing]
     if faults:
         raise BatchError(bullets("the batch cannot be run:", faults))
 

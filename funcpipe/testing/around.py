@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from funcpipe.core.stage import Bindable, BoundFn, Stage
+from funcpipe.core.stage import BoundFn, Stage, bindable
 from funcpipe.core.tree import Tree
 
 Hook: TypeAlias = Callable[[Callable[[], Any], Tree, dict[str, Any]], Any]
@@ -32,7 +32,7 @@ class Around:
 
     def parts(self) -> Iterable[Stage]:
         """Those of the stage."""
-        return self.stage.fn.parts() if isinstance(self.stage.fn, Bindable) else ()
+        return self.stage.fn.parts() if bindable(self.stage.fn) else ()
 
 
 class _BoundAround:

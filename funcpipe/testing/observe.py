@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from funcpipe.core.stage import Bindable, BoundFn, Out, Stage, normalise, side_loss
+from funcpipe.core.stage import BoundFn, Out, Stage, bindable, normalise, side_loss
 from funcpipe.core.tree import Tree, flatten, hides_tensors, is_differentiable, leaves, locations, map_leaves
 from funcpipe.runtime.foreign import nodes_of
 from funcpipe.testing.around import Around
@@ -78,7 +78,7 @@ class Observer(Around):
 
     def _wrote(self, found: list[str]) -> None:
         self.in_place.update(dict.fromkeys(found))
-        if not isinstance(self.stage.fn, Bindable):  # a module or a composition: layers like that are common
+        if not bindable(self.stage.fn):  # a module or a composition: layers like that are common
             for where in found:
                 self.note("in-place", f"writes into {where}: a run gives it a copy, but a direct call writes into yours; compute out of place")  # fmt: skip
 
@@ -120,8 +120,7 @@ class _Watched:
 
     def __init__(self, observer: Observer, params: Tree, state: Tree) -> None:
         self.observer, self.params, self.state = observer, params, state
-        bindable = isinstance(observer.stage.fn, Bindable)
-        self.fn = observer.stage.bind(params, _copy(state)) if bindable else None
+        self.fn = observer.stage.bind(params, _copy(state)) if bindable(observer.stage.fn) else None
         self.places: dict[int, str] = getattr(self.fn, "places", {})
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
