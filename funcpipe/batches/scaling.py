@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError
+from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, flatten, is_differentiable, map_leaves, structure
 
 
@@ -51,7 +52,15 @@ def unscale(state: LossScale, grads: Tree) -> tuple[Tree, Tensor]:
     Returns:
         The gradients over the scale (bit for bit what GradScaler makes of them), and ``found_inf``, a 0-dim bool tensor
         beside the state: for `select`, learning-rate schedules and logs.
+
+    Raises:
+        PlanError: the state is none, or the gradients are a whole result.
     """
+    _check_state("unscale", state, "grads")
+    if isinstance(grads, Result):
+        raise PlanError(
+            "unscale takes gradients alone: unscale(state, result.grads); fp.step(optimizer, params, result) unscales by itself"
+        )
     with torch.no_grad():
         # GradScaler's arithmetic: the reciprocal in double precision, rounded once.
         inverse = state.scale.double().reciprocal().float()
@@ -70,6 +79,13 @@ def unscale(state: LossScale, grads: Tree) -> tuple[Tree, Tensor]:
         return map_leaves(divide, grads), torch.stack(found).any() if found else none
 
 
+def _check_state(name: str, state: Any, more: str) -> None:
+    if not isinstance(state, LossScale):
+        raise PlanError(
+            f"{name} takes the state first, {name}(state, {more}), as fp.loss_scale() makes it; got a {type(state).__name__}"
+        )
+
+
 def update_scale(
     state: LossScale, found_inf: Tensor, *, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
 ) -> LossScale:
@@ -83,11 +99,13 @@ def update_scale(
         interval: how many.
 
     Raises:
-        PlanError: growth is not above 1, backoff not between 0 and 1, or interval no whole number from 1.
+        PlanError: the state is none, growth is not above 1, backoff not between 0 and 1, or interval no whole number from 1.
     """
+    _check_state("update_scale", state, "found_inf")
     if not (growth > 1 and 0 < backoff < 1 and type(interval) is int and interval > 0):
         raise PlanError(f"growth is above 1, backoff between 0 and 1, interval a whole number from 1; got {growth}, {backoff}, {interval}")  # fmt: skip
     scale, steps = state
+    found_inf = torch.as_tensor(found_inf)  # a Python bool will do
     with torch.no_grad():
         good = steps + 1
         grown, less = ((scale.double() * factor).to(scale.dtype) for factor in (growth, backoff))
@@ -110,10 +128,12 @@ def select(condition: Tensor, old: Tree, new: Tree) -> Tree:
     if structure(old) != structure(new):
         raise PlanError(f"select takes two trees of one structure; got {structure(old)} and {structure(new)}")
 
+    chosen = torch.as_tensor(condition)  # a Python bool will do
+
     def one(a: Any, b: Any) -> Any:
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
             return b
-        return torch.where(condition.to(b.device), a, b)
+        return torch.where(chosen.to(b.device), a, b)
 
     with torch.no_grad():
         return map_leaves(one, old, new)

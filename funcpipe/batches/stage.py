@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -9,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree
 
 
@@ -99,6 +101,12 @@ def _faults(at: int, one: Given, last: Fold | None) -> Iterable[str]:
             yield f"stage {at}: fn= is a function; got a {type(one.fn).__name__}"
     elif not callable(one):
         yield f"stage {at} is a function, a BatchStage or a Fold; got a {type(one).__name__}"
+    fn: Any = one.fn if isinstance(one, BatchStage | Fold) else one
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+        what = "yields" if inspect.isgeneratorfunction(fn) else "is async"
+        yield f"stage {at}: {_called(fn)!r} {what}, so a call of it computes nothing; return the batch"
+    if isinstance(fn, Stage):
+        yield f"stage {at} is a stage of a plan; here is a function of a batch: lambda batch: fp.run(plan, params, batch)"
     if isinstance(one, BatchStage | Fold):
         if not isinstance(one.name, str):
             yield f"stage {at}: name= is a string; got {one.name!r}"

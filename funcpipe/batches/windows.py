@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ def windows(items: Iterable[Item], size: int) -> Iterator[Iterator[Item]]:
         An iterator of iterators. What a window's user leaves over is drawn and dropped when the next one is asked for.
 
     Raises:
-        PlanError: the size is no whole number from 1.
+        PlanError: the size is no whole number from 1; or a window is asked for what was dropped (``list(windows(...))``).
     """
     if type(size) is not int or size < 1:
         raise PlanError(f"a window has a whole number of items from 1; got {size!r}")
@@ -43,11 +43,26 @@ def windows(items: Iterable[Item], size: int) -> Iterator[Iterator[Item]]:
 def _windows(items: Iterator[Item], size: int) -> Iterator[Iterator[Item]]:
     ended: list[bool] = []  # some iterators begin anew when they are asked after their end
     while not ended and (first := next(items, _NONE)) is not _NONE:
-        window = _window(first, items, size, ended)
+        window = _Window(_window(first, items, size, ended))
         del first
         yield window
-        for _ in window:
-            pass
+        for _ in window.items:
+            window.dropped = True
+
+
+class _Window(Iterator[Any]):
+    """One window: its items, until the next window is asked for."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self.items, self.dropped = items, False
+
+    def __next__(self) -> Any:
+        if self.dropped:
+            raise PlanError(
+                "this window is over: its items are drawn as they are used, and the rest was dropped when the next window was "
+                "asked for; use each in its turn (for window in fp.windows(...)), or keep it: list(window)"
+            )
+        return next(self.items)
 
 
 def _window(first: Any, items: Iterator[Any], size: int, ended: list[bool]) -> Iterator[Any]:
@@ -109,6 +124,10 @@ def accumulate_grads(
     Raises:
         PlanError: the window is empty, weights are negative or all zero, or gradients differ in structure.
     """
+    if not callable(grad_fn):
+        raise PlanError(
+            f"accumulate_grads takes the function first: accumulate_grads(grad_fn, window); got a {type(grad_fn).__name__}"
+        )
     if reduce not in ("mean", "sum"):
         raise PlanError(f'reduce is "mean" or "sum"; got {reduce!r}')
     total, spec = 0.0, None
@@ -119,7 +138,13 @@ def accumulate_grads(
         factor = 1.0 if weight is None else float(weight(batch))
         if not 0 <= factor < float("inf"):
             raise PlanError(f"the weight of a batch is a number from 0; batch {len(aux)} of the window has {factor}")
-        grads, more = grad_fn(batch)
+        returned: Any = grad_fn(batch)
+        if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]
+            raise PlanError(
+                f"grad_fn returns (gradients, anything else), such as (grads, None); got a {type(returned).__name__}"
+            )
+        grads, more = cast("tuple[Any, Any]", returned)
+        del returned
         leaves, found = flatten(grads)
         if spec is None:
             spec = found

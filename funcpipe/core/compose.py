@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.stage import BoundFn, Out, Stage, normalise, scope, side_loss
+from funcpipe.core.stage import BoundFn, Out, Stage, normalise, refuse_others, scope, side_loss
 from funcpipe.core.tree import Tree, map_leaves, own
 
 
@@ -27,6 +27,7 @@ def compose(*stages: Stage, name: str = "") -> Stage:
     """
     if not stages:
         raise PlanError("compose needs at least one stage")
+    refuse_others("compose", stages, "compose(first, second)")
     inside: set[str] = set()
     popped: set[str] = set()
     outside: dict[str, None] = {}

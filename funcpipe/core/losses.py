@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcpipe.core.errors import PlanError
+from funcpipe.core.errors import PlanError, StageError
 from funcpipe.core.tree import Tree
 
 Weigh = Callable[[Tree, Tree], Any]
@@ -152,3 +152,17 @@ def _refuse_other_arguments(loss: Any) -> None:
 def _name(loss: Any) -> str:
     found = loss.func if isinstance(loss, partial) else loss  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return str(getattr(found, "__name__", type(found).__name__))  # pyright: ignore[reportUnknownArgumentType]
+
+
+def check_weight(weight: Any) -> None:
+    """How much a microbatch counts is a number, which is not trained. Raises StageError."""
+    tensor = isinstance(weight, Tensor) and weight.numel() == 1 and not weight.requires_grad
+    if weight is None or tensor or isinstance(weight, (int, float)):
+        return
+    found = f"a {type(weight).__name__}"
+    if isinstance(weight, Tensor):
+        found += f" of shape {tuple(weight.shape)}" + ", which requires a gradient" * weight.requires_grad
+    raise StageError(
+        "a pair from the loss is (sum, weight), and the weight is a number without a gradient, how much the microbatch counts; "
+        f"got {found}. What comes back beside the loss goes into fp.Loss(loss, aux=...)"
+    )

@@ -96,6 +96,10 @@ class Schedule:
         Raises:
             ScheduleError: some words are no actions; each is named with its line.
         """
+        if not isinstance(text, str):
+            raise ScheduleError(
+                f"parse takes text, a line for each device, such as '0F0 0B0'; got a {type(text).__name__}"
+            )
         orders: list[tuple[Action, ...]] = []
         faults: list[str] = []
         for number, line in enumerate(text.split("\n"), 1):

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, overload, runtime_checkable
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.closed import held
+from funcpipe.core.declared import check_declaration, check_function, checked_names, keywords_of
+from funcpipe.core.errors import PlanError
 from funcpipe.core.tree import Tree
 
 StageFn: TypeAlias = Callable[..., Any]
@@ -144,6 +146,7 @@ class Stage:
         program: how a run calls it: None: as it is; else what `compile` made.
         shares: which of its parameters other stages hold too: (path, what is shared). A plan ties them by itself.
         evaluation: stays in evaluation mode whatever the plan's ``train`` says, because its module was as a whole.
+        closed: what the free names of its function held when it was made; the first plan looks whether they still do.
         seen: what runs found out about it.
     """
 
@@ -159,6 +162,7 @@ class Stage:
     program: Any = field(default=None, repr=False)
     shares: tuple[tuple[Any, Shared], ...] = field(default=(), repr=False)
     evaluation: bool = field(default=False, repr=False)
+    closed: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
     seen: Seen = field(default_factory=Seen, init=False, repr=False)
 
     def __call__(
@@ -302,64 +306,27 @@ def stage(
     """
     if fn is None:
         return lambda f: stage(f, name=name, stash=stash, pop=pop, feeds=feeds, state=state, commit=commit)
-    if hasattr(fn, "named_parameters"):
-        raise PlanError(f"{type(fn).__name__} is a module: its parameters are inside of it, and a stage is a function of them; make one with stage, params, state = fp.from_module(module)")  # fmt: skip
-    if not callable(fn):
-        raise PlanError(f"a stage is made of a function (params, x) -> y; got a {type(fn).__name__}")
+    if isinstance(fn, Stage):
+        raise PlanError(
+            f"{fn.name or 'this'!r} is a stage already; say name=, stash=, pop= and the like where it is made, or make "
+            "another one of its function: fp.stage(made.fn, ...)"
+        )
+    check_function(fn)
     label = name or getattr(fn, "__name__", "")
+    keywords = keywords_of(fn)
     made = Stage(
         fn,
         "" if label == "<lambda>" else label,
-        _names(stash, "stash"),
-        _names(pop, "pop"),
-        _names(feeds, "feeds"),
-        state or commit is not None or "state" in _keywords(fn),
+        checked_names(stash, "stash"),
+        checked_names(pop, "pop"),
+        checked_names(feeds, "feeds"),
+        state or commit is not None or "state" in keywords,
         commit,
-        takes_train="train" in _keywords(fn),
+        takes_train="train" in keywords,
+        closed=held(fn),
     )
-    _check_declaration(made)
+    check_declaration(fn, made.name, stash=made.stash, pop=made.pop, feeds=made.feeds, state=made.state)
     return made
-
-
-def _names(names: Sequence[str], what: str) -> tuple[str, ...]:
-    if isinstance(names, str):
-        raise PlanError(f"{what}={names!r}: give a sequence of names, {what}=[{names!r}]")
-    return tuple(names)
-
-
-def _keywords(fn: StageFn) -> dict[str, inspect.Parameter]:
-    try:
-        found = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # built-ins without a signature
-        return {}
-    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return {p.name: p for p in list(found)[2:] if p.kind in kinds}
-
-
-def _check_declaration(made: Stage) -> None:
-    keywords = _keywords(made.fn)
-    try:
-        parameters = inspect.signature(made.fn).parameters.values()
-    except (TypeError, ValueError):
-        return
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    declared = {"skips": made.pop, "feeds": made.feeds, "state": made.state}
-    faults: list[str] = []
-    for keyword, given in declared.items():
-        option = "pop" if keyword == "skips" else keyword
-        if given and keyword not in keywords and not takes_all:
-            faults.append(f"declares {option} but its function takes no keyword {keyword!r}")
-        needed = keyword in keywords and keywords[keyword].default is inspect.Parameter.empty
-        if not given and needed:
-            faults.append(f"takes the keyword {keyword!r} but declares no {option}; add {option}=[...]")
-    faults += [
-        f"names {name!r} twice in {what}"
-        for what, names in (("stash", made.stash), ("pop", made.pop), ("feeds", made.feeds))
-        for name in sorted({n for n in names if names.count(n) > 1})
-    ]
-    faults += [f"both stashes and pops {name!r}" for name in made.stash if name in made.pop]
-    if faults:
-        raise PlanError(bullets(f"stage {made.name!r} and its function do not fit:", faults))
 
 
 def _importable(thing: Any) -> tuple[str, str] | None:
@@ -382,6 +349,16 @@ def _import(module: str, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part)
     return found
+
+
+def refuse_others(name: str, stages: Iterable[Any], how: str) -> None:
+    """Everything here is a stage. Raises PlanError."""
+    strange = [type(one).__name__ for one in stages if not isinstance(one, Stage)]
+    if strange:
+        raise PlanError(
+            f"{name} takes stages, {how}; among them came: {', '.join(strange)}; make them with fp.stage(fn), "
+            "fp.from_module(module), or fp.split(model, n).stages"
+        )
 
 
 def names_of(stages: Iterable[Stage]) -> list[str]:

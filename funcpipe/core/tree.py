@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from enum import Enum
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as torch_pytree
 
+from funcpipe.core.errors import PlanError
 from funcpipe.core.torch_names import private
 
 Tree: TypeAlias = Any
@@ -149,10 +150,20 @@ def named_leaves(tree: Tree) -> list[tuple[str, Tensor]]:
     >>> import torch
     >>> [name for name, _ in named_leaves(({"0.bias": torch.zeros(1)}, [torch.ones(1)]))]
     ['0.0.bias', '1.0']
+
+    Raises:
+        PlanError: a module, or a generator, which hides its tensors.
     """
     seen: set[int] = set()
     out: list[tuple[str, Tensor]] = []
-    for path, leaf in zip(paths(tree), flatten(tree)[0], strict=True):
+    every = flatten(tree)[0]
+    strange = next((leaf for leaf in every if isinstance(leaf, (nn.Module, Iterator))), None)
+    if strange is not None:
+        raise PlanError(
+            f"a {type(strange).__name__} is no tree of tensors; give the params that are run (stage, params, state = "
+            "fp.from_module(module), fp.split(model, n).params), or list(module.parameters())"
+        )
+    for path, leaf in zip(paths(tree), every, strict=True):
         if isinstance(leaf, Tensor) and id(leaf) not in seen:
             seen.add(id(leaf))
             out.append((".".join(map(str, path)), leaf))
@@ -166,6 +177,9 @@ def leaves(tree: Tree) -> list[Tensor]:
     >>> w = torch.zeros(2)
     >>> len(leaves(({"w": w, "tied": w}, {"steps": 3, "b": torch.ones(1)})))
     2
+
+    Raises:
+        PlanError: a module, or a generator, which hides its tensors.
     """
     return [leaf for _, leaf in named_leaves(tree)]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
+from funcpipe.core.closed import moved
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.losses import BY_ROWS, counts_of
 from funcpipe.core.plan import Lowered, Plan, Ties
@@ -61,24 +63,17 @@ def make_plan(
         ScheduleError: the schedule is not legal.
         PlanError: stages, schedule and options do not fit; every fault is listed.
     """
-    faults: list[str] = []
     state: tuple[Any, ...] | None = None
     if isinstance(stages, Divided):
         loss = stages.loss if loss is None and getattr(schedule, "has_backward", False) else loss
         stages, state = stages.stages, stages.state
-    stages = (stages,) if isinstance(stages, Stage) else tuple(stages)
-    for index, part in enumerate(stages):
-        if not isinstance(part, Stage):
-            faults.append(f"stage {index} is a {type(part).__name__}; make it one with fp.stage(fn) or fp.from_module(module){_unpacked(part)}")  # fmt: skip
+    stages, faults = _stages(stages)
     if not isinstance(schedule, Schedule):
         faults.append(f"schedule is a {type(schedule).__name__}; make one with fp.one_f_one_b(...) or Schedule.parse(text)")  # fmt: skip
-    for name, fn in (("loss", loss), ("weight", weight)):
-        if fn is not None and not callable(fn):
-            faults.append(f"{name} is a {type(fn).__name__}, not a function")
-        elif isinstance(fn, type):
-            faults.append(
-                f"{name} is the class {fn.__name__}, not a function; make an instance: {name}={fn.__name__}()"
-            )
+    faults += [*_function("loss", loss, "(y, target) -> loss"), *_weight(weight)]
+    for name, flag in (("train", train), ("outputs", outputs)):
+        if flag not in (None, True, False):
+            faults.append(f"{name}= is True, False or None; got {flag!r}")
     faults += [
         f"merge= is an axis, 'mean', 'sum' or 'each', or a tree of these; got {one!r}"
         for one in flatten(merge)[0]
@@ -123,6 +118,75 @@ def program_for(plan: Plan, num_microbatches: int, *, halves: bool = False) -> L
         found = lower(plan.stages, schedule, loss=plan.loss is not None, outputs=plan.outputs, halves=halves)
         cache[num_microbatches, halves] = found
     return found
+
+
+def _stages(given: Any) -> tuple[tuple[Stage, ...], list[str]]:
+    """The stages, and what is wrong with them."""
+    if isinstance(given, Schedule):
+        return (), ["stages is a Schedule; the stages come first: make_plan(stages, schedule)"]
+    if not isinstance(given, Stage | Iterable):
+        return (), [f"stages is a {type(given).__name__}; give a sequence of stages, or what fp.split returns"]
+    if hasattr(given, "named_parameters"):
+        kind = type(given).__name__
+        return (), [
+            f"stages is a {kind}, a model in one piece: fp.split(model, num_stages) cuts it, and make_plan takes what it returns"
+        ]
+    stages = (given,) if isinstance(given, Stage) else tuple(cast("Iterable[Any]", given))
+    faults = [
+        f"stage {index} is a {type(part).__name__}; make it one with fp.stage(fn) or fp.from_module(module){_unpacked(part)}"
+        for index, part in enumerate(stages)
+        if not isinstance(part, Stage)
+    ]
+    return stages, faults or _moved(stages)
+
+
+def _moved(stages: Sequence[Stage]) -> list[str]:
+    """Functions that a loop made, which all read its variable as it was at the end."""
+    parts = [(label, part) for label, one in zip(names_of(stages), stages, strict=True) for part in one.simple()]
+    made: dict[Any, set[int]] = {}
+    for _, part in parts:
+        made.setdefault(getattr(part.fn, "__code__", None), set()).add(id(part.fn))
+    faults = [
+        f"{label} and others are one function, made in a loop, that reads a variable when it runs: {', '.join(found)}; "
+        "hold it in a default, lambda params, x, k=k: ..., or by functools.partial"
+        for label, part in parts
+        if part.closed and len(made[getattr(part.fn, "__code__", None)]) > 1
+        for found in [moved(part.closed, part.fn)]
+        if found
+    ]
+    if not faults:
+        for _, part in parts:
+            part.closed.clear()  # what changes from now on is meant
+    return faults
+
+
+def _function(name: str, fn: Any, form: str) -> list[str]:
+    """What is wrong with an option that is a function of this form."""
+    if fn is None:
+        return []
+    if not callable(fn):
+        found = type(fn).__name__
+        return [
+            f"{name} is a {found}, not a function {form}; give the function itself, not its name or what it returned"
+        ]
+    if isinstance(fn, type):
+        return [f"{name} is the class {fn.__name__}, not a function; make an instance: {name}={fn.__name__}()"]
+    return []
+
+
+def _weight(weight: Any) -> list[str]:
+    """What is wrong with the function that says how much a microbatch counts."""
+    form = "(target) -> number"
+    faults = _function("weight", weight, form)
+    if weight is None or faults:
+        return faults
+    try:
+        inspect.signature(weight).bind("target")
+    except TypeError as error:
+        return [f"weight is a function {form}, and this one cannot be called so: {error}"]
+    except ValueError:  # built-ins without a signature
+        pass
+    return []
 
 
 def _devices(devices: Any, count: int) -> tuple[Any, ...] | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import floor, inf, lcm, nextafter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.errors import PlanError, ScheduleError, bullets
@@ -135,7 +135,11 @@ def _problem(
         again = [costs.of(Kind.R, i) for i in range(layers)]
         memory = per_stage(costs.residual, layers) if memory == 0.0 else memory
     else:
-        work = list(costs)
+        if not isinstance(costs, Iterable) or hasattr(costs, "named_parameters"):
+            raise PlanError(
+                f"balance takes the time of each layer, [1.0, 2.0, ...], or the Cost that fp.profile(model, example) measures; got a {type(costs).__name__}"
+            )
+        work = list(cast("Iterable[Any]", costs))
         layers = len(work)
         if remat is not False:
             faults.append("remat needs a Cost: plain numbers do not tell what a forward takes; pass remat=False")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.stage import Stage, normalise
+from funcpipe.core.stage import Stage, checked_names, normalise
 from funcpipe.core.tree import Tree
 from funcpipe.models.batchnorm import CommitLayers, DeferredBatchNorm, Running
 from funcpipe.models.hearing import has_numbers, looked_at, refuse_writes, version
@@ -69,15 +69,16 @@ def stage_of(
     spread: bool = True,
 ) -> tuple[Stage, Params, State]:
     """`from_module` with these skips; without ``spread`` a tuple is one argument too."""
+    fed = checked_names(feeds, "feeds")
     params: Params = dict(module.named_parameters())
     state = {key: buffer.detach().clone() for key, buffer in module.named_buffers()}
-    fn = ModuleFn(module, tuple(feeds), skips, spread=spread)
+    fn = ModuleFn(module, fed, skips, spread=spread)
     made = Stage(
         fn,
         name,
         stash=tuple(skips.stash),
         pop=tuple(skips.pop),
-        feeds=tuple(feeds),
+        feeds=fed,
         state=bool(state),
         commit=CommitLayers(fn.norms, deferred=deferred) if fn.norms else None,
         offers=tuple(skips.offers),

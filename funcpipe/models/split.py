@@ -63,6 +63,10 @@ class Split:
             PlanError: these are not the trees of this split.
         """
         states = self.state if state is None else state
+        if not isinstance(params, (tuple, list)):
+            raise PlanError(
+                f"merge takes one tree for each stage: merge(params, result.state); got a {type(params).__name__}"
+            )
         if len(params) != len(self) or len(states) != len(self):
             raise PlanError(f"merge takes one tree for each of {len(self)} stages; got {len(params)} params and {len(states)} states")  # fmt: skip
         trees = {"params": params, "state": states}

@@ -205,7 +205,7 @@ def _counts(
     )
     if isinstance(cost, Cost) and len(microbatches) > 1:
         faults.append("with several numbers of microbatches cost is a function of them: lambda m: fp.profile(layers, example[: rows // m])")  # fmt: skip
-    elif not isinstance(cost, Cost) and not callable(cost):
+    elif not isinstance(cost, Cost) and (not callable(cost) or hasattr(cost, "named_parameters")):
         faults.append(f"cost is a Cost of the layers (fp.profile measures one), or a function that gives it; got a {type(cost).__name__}")  # fmt: skip
     if faults:
         raise PlanError(bullets("no such choice:", faults))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from funcpipe.core.errors import PlanError
+from funcpipe.core.tree import Spec, Tree, flatten, locations, unflatten
 from funcpipe.runtime.border import share
 from funcpipe.runtime.plain import address
 
@@ -16,7 +19,9 @@ def alias_of(leaf: Any, trainable: bool) -> Any:
     """What a stage computes with instead of a parameter: shares its memory, has a gradient sum of its own."""
     if not isinstance(leaf, Tensor):
         return leaf
-    alias = leaf.clone() if leaf.is_inference() and not torch.is_inference_mode_enabled() else leaf.detach()
+    alias = leaf.detach()
+    if leaf.is_inference() and not torch.is_inference_mode_enabled():
+        alias = alias.clone()  # autograd takes no other
     if trainable:
         alias.requires_grad_()
         # There from the start: autograd would make the first gradient itself the sum, and that may be a view of a
@@ -36,6 +41,28 @@ def differ(mine: Any, given: Any) -> bool:
     if mine is given or address(mine) == address(given):
         return False
     return not bool(((mine == given) | ((mine != mine) & (given != given))).all())
+
+
+def refuse_rebinding(params: Tree, spec: Spec, aliases: Sequence[Any]) -> None:
+    """Refuse a stage that put other values into its params, which the next microbatch would compute with.
+
+    Args:
+        params: as the stage left them.
+        spec: their structure when the stage got them.
+        aliases: their leaves then.
+
+    Raises:
+        PlanError: it names them.
+    """
+    now, found = flatten(params)
+    if found == spec and all(map(is_, now, aliases)):
+        return
+    pairs = zip(locations(unflatten(spec, aliases), "params"), now, aliases, strict=False)
+    where = ", ".join(name for name, leaf, alias in pairs if leaf is not alias)
+    raise PlanError(
+        f"the stage puts other values into its params ({where or 'its keys changed'}), and the next microbatch would compute "
+        "with them; a stage is pure: w = params['w'] * 2 makes a value of its own, params['w'] = ... does not"
+    )
 
 
 def versions(leaves: Sequence[Any]) -> list[int]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from funcpipe.core.compose import chain
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.stage import BoundFn, Out, Stage, names_of
+from funcpipe.core.stage import BoundFn, Out, Stage, names_of, refuse_others
 from funcpipe.core.tree import Tree
 from funcpipe.lower.skips import routes
 from funcpipe.runtime.rng import Keyed, Keys
@@ -47,7 +47,9 @@ def apply(
     Raises:
         PlanError: lengths, stash and pop, feeds or state do not fit.
     """
-    parts = tuple(stages)
+    given: Any = stages
+    parts: tuple[Stage, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
+    refuse_others("apply", parts, "apply([first, second], params, inputs)")
     routes(parts)
     faults = [f"{what} has {len(given)} trees for {len(parts)} stages" for what, given in (("params", params), ("state", state)) if given is not None and len(given) != len(parts)]  # fmt: skip
     faults += [f"{label} declares the feed {name!r}, which is not given" for label, part in zip(names_of(parts), parts, strict=True) for name in part.feeds if name not in (feeds or {})]  # fmt: skip

@@ -7,19 +7,29 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils._device import DeviceContext
 
-from funcpipe.core.errors import FuncpipeError, Where
+from funcpipe.core.errors import FuncpipeError, PlanError, Where
+from funcpipe.core.plan import Plan
 from funcpipe.core.tree import under_transform
 
 T = TypeVar("T")
 
 RUNNING: ContextVar[Callable[[], Where] | None] = ContextVar("funcpipe_running", default=None)
 """Inside of a run: says which action this thread is in. A stage that calls `run` is refused."""
+
+
+def checked_plan(name: str, plan: Any) -> Plan:
+    """The plan that a call takes first. Raises PlanError."""
+    if isinstance(plan, Plan):
+        return plan
+    raise PlanError(
+        f"{name} takes a plan; got a {type(plan).__name__}; make one: fp.make_plan(stages, schedule, loss=...)"
+    )
 
 
 def refuse_transforms(name: str) -> None:

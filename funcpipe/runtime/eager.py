@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from funcpipe.core.errors import PlanError, StageError, bullets
+from funcpipe.core.losses import check_weight
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Out, Stage, side_loss
 from funcpipe.core.torch_names import private
 from funcpipe.core.tree import Tree, flatten, is_differentiable, lazy, locations, refuse_hidden, unflatten
-from funcpipe.runtime.aliases import alias_of, differ, guarded, versions
+from funcpipe.runtime.aliases import alias_of, differ, guarded, refuse_rebinding, versions
 from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, dense, open_border, share
 from funcpipe.runtime.explain import explain
-from funcpipe.runtime.foreign import nodes_of, refuse_foreign
+from funcpipe.runtime.foreign import nodes_of, refuse_around, refuse_backward, refuse_foreign
 from funcpipe.runtime.program import Cotangents, Gradients, Report, Shares, StageArgs, StageOut
 from funcpipe.runtime.residual import EagerResidual, Held
 from funcpipe.runtime.rng import Keyed, Keys
@@ -56,8 +57,7 @@ class EagerBound:
         shares: Shares | None = None,
     ) -> None:
         self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
-        self.loss, self.shares = loss, shares
-        self.phase = ""
+        self.loss, self.shares, self.phase = loss, shares, ""
         self.looked = self.reentrant = False  # at the first graph; does the stage use the reentrant checkpoint
         self.autocast = bool(_autocasting())  # of the caller; it travels to the lane
         self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train)
@@ -114,7 +114,8 @@ class EagerBound:
         if self.looked:
             self.reentrant = seen.looked[key]
             return
-        self._refuse_rebinding()
+        refuse_rebinding(self.params, self.spec, self.aliases)
+        refuse_backward([alias.grad for alias in self.inputs], self.fresh)
         graphs = [residual.y, *residual.stash.values(), residual.side or ()]
         roots = [one for row in graphs for one in row if isinstance(one, Tensor) and one.requires_grad]
         nodes = list(nodes_of(roots))  # not the loss's: a critic there that others train is no mistake
@@ -123,21 +124,12 @@ class EagerBound:
         borders = (residual.x, *(held for _, held in residual.skips))
         own = {*map(id, self.aliases), *(id(leaf) for held in borders for leaf in held.values())}
         self.looked = refuse_foreign(self.stage, [leaf for leaf in leaves if id(leaf) not in own])
-        whole = nodes if residual.loss is None else nodes_of([residual.loss.sum])
-        self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in (*nodes, *whole))
+        if residual.loss is not None:
+            nodes = list(nodes_of([residual.loss.sum, *roots]))
+            refuse_around(nodes, self.leaves)
+        self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
         if self.looked:
             seen.looked[key] = self.reentrant
-
-    def _refuse_rebinding(self) -> None:
-        now, spec = flatten(self.params)
-        if spec == self.spec and all(map(is_, now, self.aliases)):
-            return
-        names = locations(unflatten(self.spec, self.leaves), "params")
-        where = [name for name, leaf, alias in zip(names, now, self.aliases, strict=False) if leaf is not alias]
-        raise PlanError(
-            f"the stage puts other values into its params ({', '.join(where) or 'its keys changed'}), and the next microbatch would compute "
-            "with them; a stage is pure: w = params['w'] * 2 makes a value of its own, params['w'] = ... does not"
-        )
 
     def evaluate(self, args: StageArgs, *, keep: bool) -> StageOut:
         """A forward by itself, in the grad mode that it finds; `compile` traces it."""
@@ -207,8 +199,10 @@ class EagerBound:
 
     def _check_stash(self, stash: Any) -> None:
         allowed = {*self.stage.stash, *self.stage.offers}
-        faults = [f"declares stash {name!r} but did not return it in Out(stash=...)" for name in self.stage.stash if name not in stash]  # fmt: skip
-        faults += [f"returned stash {name!r} without declaring it; add stash=[{name!r}]" for name in stash if name not in allowed]  # fmt: skip
+        wanted = [name for name in self.stage.stash if name not in stash]
+        faults = [f"declares stash {name!r} but did not return it in Out(stash=...)" for name in wanted]
+        more = [name for name in stash if name not in allowed]
+        faults += [f"returned stash {name!r} without declaring it; add stash=[{name!r}]" for name in more]
         if faults:
             raise PlanError(bullets("what the stage returned is not what it declares: it", faults))
 
@@ -345,6 +339,7 @@ def as_loss(value: Any) -> Loss:
     else:
         loss = Loss(value)
     total = loss.sum
+    check_weight(loss.weight)
     if not isinstance(total, Tensor) or total.numel() != 1 or not is_differentiable(total):
         found = f"a tensor of shape {tuple(total.shape)}, {total.dtype}" if isinstance(total, Tensor) else f"a {type(total).__name__}"  # fmt: skip
         raise StageError(f"the loss is a floating number in a tensor: the mean over the microbatch, (sum, weight), or fp.Loss(sum, weight, aux); got {found}")  # fmt: skip

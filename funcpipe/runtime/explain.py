@@ -39,7 +39,7 @@ _HINTS = (
     (
         r"missing \d+ required positional|takes \d+ positional argument|unexpected keyword",
         "a stage is fn(params, x), with keywords for what it declares (skips, feeds, state, train); exactly a tuple is spread over "
-        "the arguments of a module's forward",
+        "the arguments of a module's forward, and a plan without a loss takes the inputs alone, not (inputs, target)",
     ),
     (
         r"device",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,12 +45,23 @@ def finish(
         grads, unused = gradients(ready, 1.0 / weight if late and weight else 1.0)
     # A list: a generator would make another error of a StopIteration.
     state = tuple([_commit(ready, stage, reports) for stage in range(plan.num_stages)])
+    if grads is not None:
+        _refuse_untouched(grads, unused)
     merged: Tree = None
     if outputs:
         pieces: list[Border] = [outputs[last, m] for m in range(count)]
         merged = merge(pieces, ready.batch, plan.merge)
     scale = ready.shares.loss_scale
     return Result(loss, weight, losses, aux, grads, tuple(unused), state, merged, timeline, stats, scale, plan.ties)
+
+
+def _refuse_untouched(grads: tuple[Tree, ...], unused: Sequence[Any]) -> None:
+    """Refuse a loss that hangs on no parameter, as torch's ``backward`` does. Raises PlanError."""
+    if unused and len(unused) == sum(leaf is not None for leaf in flatten(grads)[0]):
+        raise PlanError(
+            "no gradient reached any of the parameters: the loss hangs on none of them. Is it computed under torch.no_grad, by "
+            ".detach(), .item() or numpy, or from the target alone? Without gradients: fp.make_plan(stages, schedule.forwards())"
+        )
 
 
 def _no_backward(*_: Any, **__: Any) -> None:

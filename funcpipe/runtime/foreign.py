@@ -1,4 +1,4 @@
-"""Leaves of a stage's graph that are not of the run's making: parameters that nobody would train."""
+"""What of a stage's graph is not of the run's making: parameters that nobody would train, backwards of its own."""
 
 from __future__ import annotations
 
@@ -65,3 +65,39 @@ def refuse_foreign(stage: Stage, foreign: Sequence[Tensor]) -> bool:
         )
     met[:] = map(weakref.ref, foreign)
     return bool(before)
+
+
+def refuse_backward(sums: Sequence[Any], fresh: Sequence[int] | None) -> None:
+    """Refuse a stage that calls backward itself, which adds to the run's sums.
+
+    Args:
+        sums: of the gradients, by the trained leaves; None for what is none.
+        fresh: their versions when they were filled with zeros; None: no backward of the run has begun.
+
+    Raises:
+        PlanError: something else wrote to them.
+    """
+    found = [one._version for one in sums if one is not None]
+    if fresh is None and any(found):
+        raise PlanError(
+            "the stage, or the loss, calls backward itself, and that is what the run does: return the output, or the loss, alone. "
+            "A gradient that belongs to the forward is torch.autograd.grad(y, x, create_graph=True)"
+        )
+
+
+def refuse_around(nodes: Iterable[Any], leaves: Iterable[Any]) -> None:
+    """Refuse a loss with parameters that the run trains, but not by this way: those of the caller, from around it.
+
+    Args:
+        nodes: of the loss's graph.
+        leaves: the parameters as the caller gave them.
+
+    Raises:
+        PlanError: the loss computes with some.
+    """
+    given = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    if any(id(getattr(node, "variable", None)) in given for node in nodes):
+        raise PlanError(
+            "the loss computes with parameters themselves, taken from around it, and no gradient goes there; a term of "
+            "parameters belongs into their stage, fp.Out(y, loss=(term, 1.0)), or into the optimizer (weight_decay=)"
+        )

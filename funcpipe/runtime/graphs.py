@@ -20,7 +20,7 @@ from funcpipe.core.result import Result
 from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree, flatten, structure, unflatten
 from funcpipe.runtime import microbatch
-from funcpipe.runtime.context import RUNNING, not_carried, refuse_transforms
+from funcpipe.runtime.context import RUNNING, checked_plan, not_carried, refuse_transforms
 from funcpipe.runtime.microbatch import Axis, Microbatches, Replicate
 from funcpipe.runtime.place import plan_devices, same_device
 from funcpipe.runtime.prepare import checked_seed, split_batch
@@ -56,8 +56,7 @@ class Graphs:
     """
 
     def __init__(self, plan: Plan) -> None:
-        if not isinstance(plan, Plan):
-            raise PlanError(f"graphs takes a plan; got a {type(plan).__name__}")
+        checked_plan("graphs", plan)
         self.plan = plan
         self.closed = False
         self._obstacle: str | None = None

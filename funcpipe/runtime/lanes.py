@@ -19,7 +19,7 @@ import torch
 
 from funcpipe.core.errors import FuncpipeError, RunTimeout
 from funcpipe.core.plan import Plan
-from funcpipe.runtime.context import RUNNING, Context, cores, intra_op_threads, no_autocast_cache, pin
+from funcpipe.runtime.context import RUNNING, Context, checked_plan, cores, intra_op_threads, no_autocast_cache, pin
 from funcpipe.runtime.execute import STOP, Execution, Lane, Stop, raise_located
 from funcpipe.runtime.watchdog import Watchdog
 
@@ -272,8 +272,11 @@ def lanes(plan: Plan) -> Lanes:
 
     Starting threads anew for each run costs about 0.2 ms per lane and fresh memory arenas; long trainings of short steps
     save it. The threads end with the ``with`` block.
+
+    Raises:
+        PlanError: this is no plan.
     """
-    return Lanes(plan.num_devices)
+    return Lanes(checked_plan("lanes", plan).num_devices)
 
 
 def parallel(plan_devices: Any) -> bool:

@@ -93,7 +93,7 @@ def step(
     return norm
 
 
-def global_norm(grads: Tree, *, ties: Ties = ()) -> Tensor:
+def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
     """The 2-norm of all gradients of all stages; tied leaves count once.
 
     >>> import torch
@@ -101,18 +101,22 @@ def global_norm(grads: Tree, *, ties: Ties = ()) -> Tensor:
     5.0
 
     Args:
-        grads: a tuple with one tree per stage, None where there is no gradient.
+        grads: a result, whose ties and loss scale it knows; or a tuple with one tree per stage, None where there is no
+            gradient.
         ties: groups of (stage, path), whose gradients are equal; one stands for all.
 
     Returns:
         A 0-dim tensor on the device of the first gradient.
 
     Raises:
-        PlanError: a tie names no leaf.
+        PlanError: a tie names no leaf, the result has no gradients, or this is no tree.
     """
+    if isinstance(grads, Result):
+        grads, ties, scale = _of_result(grads, ties, None)
+        return global_norm(grads, ties=ties) / scale
     sums = _sums(grads, ties)
     found: dict[int, Tensor] = {}
-    for gradient in flatten(grads)[0]:
+    for gradient in leaves(grads):
         if isinstance(gradient, Tensor):
             found.setdefault(sums.get(id(gradient), id(gradient)), gradient)
     return get_total_norm(list(found.values()))
@@ -291,6 +295,14 @@ def _check_options(optimizer: torch.optim.Optimizer, max_norm: Any, scaler: Any)
         raise PlanError(f"max_norm is a number from 0, or None; got {max_norm!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise PlanError(f"scaler is a torch.amp.GradScaler, or None; got a {type(scaler).__name__}")
+    if not isinstance(optimizer, type) and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
+        raise PlanError(
+            f"step takes the optimizer first, fp.step(optimizer, params, result); got a {type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, type):
+        raise PlanError(
+            f"{optimizer.__name__} is a class; make an optimizer: torch.optim.{optimizer.__name__}(fp.leaves(params), lr=...)"
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise PlanError(f"{type(optimizer).__name__} evaluates the loss itself, several times in a step, so there are no gradients to hand it; call its step(closure) with a closure that runs the plan, puts the gradients into .grad and returns the loss (docs/howto/optimizers.md)")  # fmt: skip
@@ -308,7 +320,7 @@ def _results(results: Any) -> list[Result]:
         raise PlanError("accumulate takes one or more results of runs with backwards")
     if len({one.weight is None for one in given}) > 1:
         raise PlanError("accumulate takes results of one plan; among these are means and sums (reduction='sum')")
-    trained = [[leaf is not None for leaf in flatten(one.grads)[0]] for one in given]
+    trained = [[leaf is not None and leaf.shape for leaf in flatten(one.grads)[0]] for one in given]
     for number, one in enumerate(given):
         if structure(one.grads) != structure(given[0].grads) or trained[number] != trained[0]:
             raise PlanError(f"result {number} has gradients of other leaves than result 0; accumulate runs of one plan with the same params and trainable=")  # fmt: skip

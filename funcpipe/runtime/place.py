@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from funcpipe.core.errors import PlacementError, PlanError, bullets
 from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves
+from funcpipe.runtime.context import checked_plan
 from funcpipe.runtime.trainable import refuse_undeclared_ties, resolve_ties, trainable_leaves
 
 
@@ -56,8 +57,9 @@ def place(plan: Plan, params: Sequence[Tree]) -> tuple[Tree, ...]:
 
     Raises:
         PlacementError: not one tree per stage.
-        PlanError: one tensor in two stages, and no tie of the plan says so.
+        PlanError: this is no plan; one tensor in two stages, and no tie of the plan says so.
     """
+    checked_plan("place", plan)
     if not isinstance(params, (tuple, list)) or len(params) != plan.num_stages:
         raise PlacementError(
             f"place takes a tuple with one tree for each of {plan.num_stages} stages; got {_describe(params)}"

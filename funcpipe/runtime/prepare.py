@@ -16,7 +16,7 @@ from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.lower.plan import program_for
 from funcpipe.runtime import microbatch
-from funcpipe.runtime.context import RUNNING, cores, refuse_transforms
+from funcpipe.runtime.context import RUNNING, checked_plan, cores, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.finite import FiniteBound
 from funcpipe.runtime.place import misplaced, place, plan_devices
@@ -74,10 +74,7 @@ def prepare(
 
     With ``halves`` the program is that of a `vjp`.
     """
-    if not isinstance(plan, Plan):
-        raise PlanError(
-            f"{name} takes a plan; got a {type(plan).__name__}; make one: fp.make_plan(stages, schedule, loss=...)"
-        )
+    checked_plan(name, plan)
     refuse_transforms(name)
     if RUNNING.get():
         raise FuncpipeError(f"{name} was called inside of a stage of another run; a stage is one step of a plan: use fp.apply there, or fp.compose to nest stages")  # fmt: skip
@@ -117,6 +114,7 @@ def prepare(
         refuse_undeclared_ties(trees, wanted, ties)
     if backward and not halves:
         _refuse_untrained(trees, states, wanted)
+        _refuse_frozen(trees, trainable)
     # Whoever set fewer threads than there are cores meant it: other work wants the rest.
     available = min(len(cores()), torch.get_num_threads())
     threads = max(1, available // plan.num_devices) if threads_per_lane is None else threads_per_lane
@@ -203,22 +201,40 @@ def _refuse_untrained(trees: Sequence[Tree], states: Sequence[Tree], wanted: lis
         for place, _ in _found(named, _asks)
     ]
     for stage, (tree, flags) in enumerate(zip(trees, wanted, strict=True)):
-        leaves = flatten(tree)[0]
-        if not any(flag and _hooked(leaf) for leaf, flag in zip(leaves, flags, strict=True)):
-            continue
-        rows = zip(locations(tree, f"params[{stage}]"), leaves, flags, strict=True)
-        faults += [
-            f"{place} has hooks on its gradient, which a run does not call: apply them to result.grads[{stage}] before "
-            "fp.step, and take them off (the handle's remove())"
-            for place, leaf, flag in rows
-            if flag and _hooked(leaf)
-        ]
+        whys = [_untrained(leaf, flag, stage) for leaf, flag in zip(flatten(tree)[0], flags, strict=True)]
+        if any(whys):
+            pairs = zip(locations(tree, f"params[{stage}]"), whys, strict=True)
+            faults += [f"{place} {why}" for place, why in pairs if why]
     if faults:
         raise PlanError(bullets("these would not be trained as they say:", faults))
 
 
-def _hooked(leaf: Tensor) -> bool:
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # pyright: ignore
+def _untrained(leaf: Any, trained: bool, stage: int) -> str:
+    """Why a leaf of the params would not be trained as its owner thinks; nothing where it is."""
+    if not isinstance(leaf, Tensor):
+        array = hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0
+        return f"is a {type(leaf).__name__}, and gradients are of tensors: torch.from_numpy(array)" if array else ""
+    if not trained:
+        return ""
+    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:  # pyright: ignore
+        return (
+            f"has hooks on its gradient, which a run does not call: apply them to result.grads[{stage}] before fp.step, "
+            "and take them off (the handle's remove())"
+        )
+    return ""
+
+
+def _refuse_frozen(trees: Sequence[Tree], trainable: Trainable) -> None:
+    """Where nothing says what is trained all floating leaves are, but not if somebody froze them. Raises PlanError."""
+    leaves = (
+        [leaf for tree in trees for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)] if trainable is None else []
+    )
+    frozen = any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
+    if frozen and not any(leaf.requires_grad for leaf in leaves):
+        raise PlanError(
+            "every parameter is frozen (requires_grad is False), so there is nothing to train; leaf.requires_grad_() on what "
+            "is trained, run(..., trainable=True) for gradients all the same, or evaluate: fp.make_plan(stages, schedule.forwards())"
+        )
 
 
 def _refuse_meta(given: Mapping[str, Tree]) -> None:

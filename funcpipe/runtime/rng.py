@@ -8,6 +8,7 @@ innermost layer of the stage whose method is running.
 from __future__ import annotations
 
 import hashlib
+import operator
 import sys
 import threading
 import weakref
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import DrawError
+from funcpipe.core.errors import DrawError, PlanError
 from funcpipe.core.stage import Stage, current_scope
 from funcpipe.runtime.drawing import Catching
 
@@ -39,8 +40,16 @@ def fold_in(seed: int, data: int | str) -> int:
 
     Returns:
         63 bits, by a hash (BLAKE2b).
+
+    Raises:
+        PlanError: the seed is no int, or the data is neither an int nor a name.
     """
-    return _mix(seed, data)
+    try:
+        return _mix(operator.index(seed), data if isinstance(data, str) else operator.index(data))
+    except TypeError:
+        raise PlanError(
+            f"fold_in takes a seed and an int or a name: fold_in(seed, step); got {seed!r} and {data!r}"
+        ) from None
 
 
 def _mix(*parts: int | str) -> int:

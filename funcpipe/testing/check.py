@@ -148,6 +148,8 @@ def _check_arguments(stage: Any, skips: Any, feeds: Any, state: Any, allow: Any)
         faults += [f"{keyword} lacks {name!r}" for name in names if name not in (values or {})]
         faults += [f"{keyword} has {name!r}, which the stage does not declare" for name in values or {} if name not in names]  # fmt: skip
     faults += ["the stage declares state; give state="] if stage.state and state is None else []
+    if isinstance(allow, str):
+        raise PlanError(f"allow={allow!r}: give a collection of names, allow=[{allow!r}]")
     faults += [f"allow names {name!r}; the faults are {', '.join(FAULTS)}" for name in allow if name not in FAULTS]
     if faults:
         raise PlanError(bullets(f"check_stage cannot call stage {stage.name!r}:", faults))

@@ -78,7 +78,11 @@ class FaultAt:
 
     def __call__(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
         """The stages, one of them with the fault in it."""
-        given = (stages,) if isinstance(stages, Stage) else tuple(stages)
+        given = (stages,) if isinstance(stages, Stage) else stages
+        if not isinstance(given, (tuple, list)):
+            raise PlanError(
+                f"FaultAt(...) takes stages and gives stages, before the plan is made; got a {type(given).__name__}"
+            )
         if self.stage >= len(given):
             raise PlanError(f"FaultAt(stage={self.stage}) was given {len(given)} stages; the last is stage {len(given) - 1}")  # fmt: skip
         failing = replace(given[self.stage], fn=Around(given[self.stage], self._around))

@@ -70,7 +70,7 @@ def _timeline(what: Drawn) -> Timeline:
         return simulate(what)
     if isinstance(what, Simulated):
         return what.simulate()
-    hint = "; draw its timeline (run with record=True)" if isinstance(what, Result) else ""
+    hint = "; draw its timeline (run with record=True)" if isinstance(what, Result) or what is None else ""
     raise TypeError(f"draw takes a Schedule, a Plan or a Timeline; got {type(what).__name__}{hint}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from funcpipe.core.cost import Cost
+from funcpipe.core.errors import ScheduleError
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Kind, Schedule
@@ -31,9 +32,15 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
         A timeline, its times in the unit of the cost.
 
     Raises:
-        ScheduleError: the schedule is not legal, or the cost has another number of stages.
+        ScheduleError: this is no schedule or no cost, the schedule is not legal, or the cost has another number of stages.
     """
     schedule = plan_or_schedule.schedule if isinstance(plan_or_schedule, Plan) else plan_or_schedule
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"simulate takes a plan or a schedule; got a {type(schedule).__name__}")
+    if not isinstance(cost, Cost):
+        raise ScheduleError(
+            f"simulate takes a Cost beside the schedule: fp.Cost(forward=..., backward=...); got {cost!r}"
+        )
     legal = examine(schedule)
     stages, device_of = schedule.num_stages, schedule.device_of
     cost.check_stages(stages)

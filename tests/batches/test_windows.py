@@ -71,7 +71,8 @@ def test_windows_draw_as_they_are_used():
     assert next(first) == 0
     second = next(found)  # what is left of the first is drawn and dropped
     assert drawn == [0, 1, 2, 3]
-    assert list(first) == []
+    with pytest.raises(fp.PlanError, match="this window is over"):
+        next(first)
     assert list(second) == [3, 4, 5]
     assert [list(one) for one in found] == [[6]]
 

@@ -20,6 +20,12 @@ def embedding():
     return stage, params
 
 
+def bilinear():
+    """Its forward takes two arguments."""
+    stage, params, _ = fp.from_module(nn.Bilinear(3, 3, 2))
+    return stage, params
+
+
 CASES = {
     "types": (
         [fp.stage(linear)],
@@ -76,12 +82,12 @@ CASES = {
         0,
     ),
     "arguments": (
-        [fp.stage(lambda p: p)],
-        [W],
+        [bilinear()[0]],
+        [bilinear()[1]],
         (X, SQUARE),
         F.mse_loss,
         r"got x: float32",
-        r"a stage is fn\(params, x\)",
+        r"exactly a tuple is spread over the arguments of a module's forward",
         0,
     ),
     "ids": (

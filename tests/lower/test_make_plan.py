@@ -45,8 +45,8 @@ def test_things_of_the_wrong_kind_are_refused_all_at_once() -> None:
         "stage 1 is a function; make it one with fp.stage(fn) or fp.from_module(module)",
         "stage 2 is a str; make it one with fp.stage(fn) or fp.from_module(module)",
         "schedule is a str; make one with fp.one_f_one_b(...) or Schedule.parse(text)",
-        "loss is a int, not a function",
-        "weight is a str, not a function",
+        "loss is a int, not a function (y, target) -> loss; give the function itself, not its name or what it returned",
+        "weight is a str, not a function (target) -> number; give the function itself, not its name or what it returned",
     ] == faults_of([Stage(keep), keep, "mlp"], "1F1B", loss=3, weight="rows")
 
 

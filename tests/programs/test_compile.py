@@ -850,7 +850,7 @@ def test_where_a_microbatch_begins_is_seen_by_no_trace(fn, rows):
     params, x = ({"w": torch.ones(4)}, {"w": torch.ones(4)}), torch.randn(rows, 4)
     results = []
     for make in (lambda one: one, lambda one: fp.compile(one, fuse=False)):
-        parts = [make(fp.stage(fn, name=f"s{i}")) for i in range(2)]
+        parts = [make(fp.stage(one, name=f"s{i}")) for i, one in enumerate([fn, lambda p, x: x * p["w"]])]
         plan = fp.make_plan(parts, fp.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
         results.append(fp.run(plan, params, (x, x * 2), threads_per_lane=1))
     assert same(results[0].grads, results[1].grads)

@@ -1,0 +1,80 @@
+"""What a function takes from around it: values that a loop has moved on since, modules that it shares with others."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+
+def held(fn: Any) -> dict[str, Any]:
+    """The values of the names that a function takes from around it: of the function that it stands in, and global ones."""
+    if not isinstance(fn, FunctionType):
+        return {}
+    found: dict[str, Any] = {}
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # it is assigned later
+            continue
+    return found | {name: fn.__globals__[name] for name in _globals(fn.__code__) if name in fn.__globals__}
+
+
+def moved(before: Mapping[str, Any], fn: Any) -> list[str]:
+    """The names that hold something else now than they did, with both values."""
+    now = held(fn)
+    return [
+        f"{name!r} was {_short(value)} when the stage was made, and is {_short(now[name])} now"
+        for name, value in before.items()
+        if name in now and not _same(value, now[name])
+    ]
+
+
+def lent(fn: Any) -> dict[int, tuple[str, nn.Module]]:
+    """Modules that a function calls with parameters of its own, by id, with their names.
+
+    ``torch.func.functional_call(module, params, x)`` puts the parameters into the module for as long as the call takes. One
+    whose own parameters are frozen is called as it is.
+    """
+    values = dict(held(fn))
+    if isinstance(fn, FunctionType):
+        names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+        values |= dict(zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)) | (fn.__kwdefaults__ or {})
+    elif isinstance(fn, partial):
+        values |= dict(enumerate(fn.args)) | fn.keywords
+        return {id(one): (str(name), one) for name, one in values.items() if _lends(one)} | lent(fn.func)
+    elif not isinstance(fn, nn.Module) and callable(fn):
+        values |= getattr(getattr(fn, "__self__", fn), "__dict__", {})
+    return {id(one): (str(name), one) for name, one in values.items() if _lends(one)}
+
+
+def _lends(value: Any) -> bool:
+    return isinstance(value, nn.Module) and any(own.requires_grad or own.is_meta for own in value.parameters())
+
+
+def _globals(code: CodeType) -> Iterator[str]:
+    yield from (one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL")
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _globals(inner)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Does a function compute the same with one as with the other."""
+    if a is b:
+        return True
+    if isinstance(a, nn.Module) and not list(a.parameters()):  # what it is besides is in its text
+        return type(a) is type(b) and repr(a) == repr(b)
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:  # tensors, and what else does not say yes or no
+        return False
+
+
+def _short(value: Any) -> str:
+    text = getattr(value, "__name__", None) or " ".join(repr(value).split())
+    return text if len(text) <= 40 else f"a {type(value).__name__}"

@@ -1,0 +1,366 @@
+"""Careless use of what stands around a run: Pipe, split, compile, batches, schedules, costs, pictures, testing."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from small import batch, equals_plain, model, parts, plan_of, setup
+
+import funcpipe as fp
+from funcpipe.testing import FaultAt, assert_matches_sequential, check_stage
+
+# -- Pipe --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"sequential": [nn.Linear(4, 4)]}, "must be an nn.Sequential.* got a list"),
+        ({"sequential": nn.Linear(4, 4)}, r"got a Linear \(other models: fp.split\)"),
+        ({"chunks": 0}, "number of chunks must be positive integer; got 0"),
+        ({"chunks": [2, 1]}, r"number of chunks must be positive integer; got \[2, 1\]"),
+        ({"checkpoint": True}, "checkpoint is not one of 'always'"),
+        ({"balance": [2, 2]}, r"sum of balance have different length.*balance=\[2, 1\]"),
+        ({"balance": [1, 1, 1]}, r"too few devices .*devices=\['cpu'\] \* 3"),
+    ],
+)
+def test_pipes_are_made_of_a_sequential(options, told):
+    with pytest.raises(fp.FuncpipeError, match=told):
+        fp.Pipe(**{"sequential": model(), "chunks": 2, "devices": ["cpu", "cpu"], **options})
+
+
+def test_a_pipe_is_called_with_tensors_and_stays_where_it_is():
+    pipe = fp.Pipe(model(), chunks=2, devices=["cpu", "cpu"])
+    x, _ = batch()
+    for strange in ("words", x.numpy()):
+        with pytest.raises(fp.BatchError, match="a Pipe cuts its inputs along their rows"):
+            pipe(strange)
+    with pytest.raises(fp.BatchError, match="the batch has no rows"):
+        pipe(x[:0])
+    with pytest.raises(TypeError, match=r"name the devices when it is made: fp.Pipe\(sequential, devices=\[...\]\)"):
+        pipe.to("meta")
+    with pytest.raises(fp.PlanError, match=r"run takes a plan; got a Pipe"):
+        fp.run(pipe, (), batch())
+
+
+def test_a_step_before_the_backward_of_a_pipe_and_a_second_backward_are_refused():
+    pipe = fp.Pipe(model(), chunks=2, devices=["cpu", "cpu"])
+    x, _ = batch()
+    total = pipe(x).sum()
+    with torch.no_grad():
+        next(pipe.parameters()).mul_(2)
+    with pytest.raises(fp.PlanError, match="parameters were written to"):
+        total.backward()
+    total = pipe(x).sum()
+    total.backward(retain_graph=True)
+    with pytest.raises(fp.FuncpipeError, match="call the pipe again"):
+        total.backward()
+
+
+# -- split, from_module ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "told"),
+    [
+        ((nn.Linear, 2), {}, "split takes an nn.Module; got a type"),
+        (([nn.Linear(4, 4)], 2), {}, "split takes an nn.Module; got a list"),
+        ((model(),), {}, "into how many stages"),
+        ((model(), 5), {}, "5 stages are more than the 3 units"),
+        ((model(), "2"), {}, "num_stages is a positive int or None; got '2'"),
+        ((model(), [2, 1]), {}, r"num_stages is a positive int or None; got \[2, 1\]"),
+        ((model(),), {"balance": [1, 1]}, "sum to the 3 units of the model"),
+        ((model(),), {"at": {"7": "before"}}, r"no layer of that name to cut at; there are 0, 1, 2"),
+        ((model(),), {"at": {"2": "front"}}, "is 'before' or 'after'; got 'front'"),
+        ((model(), 3), {"at": ["2"]}, "num_stages is 3, but the cuts make 2 stages"),
+        ((model(), 2), {"ties": "copy"}, "ties is 'replicate', 'transmit'"),
+    ],
+)
+def test_cuts_that_cannot_be_made_are_refused(args, options, told):
+    with pytest.raises(fp.PlanError, match=told):
+        fp.split(*args, **options)
+
+
+class TwoLayers(nn.Module):
+    """No Sequential, no list of blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def test_a_model_without_blocks_is_traced_with_a_good_example():
+    for options, told in (
+        ({}, r"trace it instead: fp.split\(model, ..., example=...\)"),
+        ({"example": torch.randn(1, 4)}, "give an example with two rows or more"),
+        ({"example": batch()}, "the model itself fails on the example: TypeError"),
+    ):
+        with pytest.raises(fp.PlanError, match=told):
+            fp.split(TwoLayers(), 2, **options)
+    split = fp.split(TwoLayers(), 2, example=torch.randn(4, 3, 4))
+    plan = fp.make_plan(split, fp.fill_drain(2, 2, backward=False), devices="cpu")
+    with pytest.raises(fp.BatchError, match=r"x was float32 \[rows, 3, 4\]; got \(3, 5, 4\): dimension 1 is fixed"):
+        fp.run(plan, split.params, torch.randn(6, 5, 4))
+
+
+def test_a_split_is_not_its_params_nor_a_result():
+    whole = model()
+    split = fp.split(whole, 2)
+    plan = fp.make_plan(split, fp.one_f_one_b(2, 2), loss=F.cross_entropy, devices="cpu")
+    with pytest.raises(fp.PlanError, match=r"params is a tuple with one tree .* got a Split"):
+        fp.run(plan, split, batch())
+    result = fp.run(plan, split.params, batch())
+    with pytest.raises(
+        fp.PlanError, match=r"merge takes one tree for each stage: merge\(params, result.state\); got a Result"
+    ):
+        split.merge(result)
+    with pytest.raises(fp.PlanError, match="'a' is no name of the model"):
+        split.load_state_dict({"a": torch.ones(1)})
+    with pytest.raises(fp.PlanError, match=r"the plan has no loss, .* make_plan\(..., loss=fn\)"):
+        fp.run(fp.make_plan(split, fp.one_f_one_b(2, 2), devices="cpu"), split.params, batch())
+
+
+def test_from_module_takes_a_module_that_is_there():
+    for strange, told in ((nn.Linear, "got a type"), ([nn.Linear(4, 4)], "got a list"), (F.relu, r"fp.stage\(fn\)")):
+        with pytest.raises(fp.PlanError, match=f"from_module takes an nn.Module; .*{told}"):
+            fp.from_module(strange)
+    with pytest.raises(fp.PlanError, match="are not initialised yet; call the module once on an example first"):
+        fp.from_module(nn.LazyLinear(4))
+
+
+# -- compile, lanes, graphs --------------------------------------------------------------------------------------------
+
+
+def test_compile_and_programs_take_stages():
+    whole, plan, params = setup()
+    for strange in (whole, plan, list(plan.stages), lambda params, x: x):
+        with pytest.raises(fp.PlanError, match="compile takes a stage; got a"):
+            fp.compile(strange)
+    for strange in (plan.stages[0], plan):
+        with pytest.raises(fp.PlanError, match=r"programs takes a compiled stage: fp.compile\(stage\)"):
+            fp.programs(strange, params[0], batch()[0])
+    with pytest.raises(fp.PlanError, match="backend is one of"):
+        fp.compile(plan.stages[0], backend="tensorrt")
+    twice = plan_of([fp.compile(fp.compile(one)) for one in plan.stages])
+    given = batch()
+    equals_plain(whole, given, fp.run(twice, params, given))
+    assert fp.warmup(plan, params, given) == 0  # nothing is compiled
+
+
+def test_lanes_and_graphs_of_other_plans_or_after_their_end_are_refused():
+    _, plan, params = setup()
+    _, other, _ = setup()
+    told = r"these graphs are of another plan; make them with fp.graphs\(plan\)"
+    with fp.graphs(plan) as graphs, pytest.raises(fp.PlanError, match=told):
+        fp.run(other, params, batch(), executor=graphs)
+    with fp.lanes(plan) as lanes:
+        pass
+    for ended in (graphs, lanes):
+        with pytest.raises(fp.FuncpipeError, match="are closed; run inside of their with block"):
+            fp.run(plan, params, batch(), executor=ended)
+
+
+# -- batches on their way ----------------------------------------------------------------------------------------------
+
+
+def yields(x):
+    yield x
+
+
+async def waits(x):
+    return x
+
+
+@pytest.mark.parametrize(
+    ("stages", "told"),
+    [
+        (lambda x: x, "stages are a sequence of functions, BatchStage or Fold; got a function"),
+        (["cpu"], "stage 0 is a function, a BatchStage or a Fold; got a str"),
+        ([yields], "stage 0: 'yields' yields, so a call of it computes nothing; return the batch"),
+        ([fp.BatchStage(waits)], "stage 0: 'waits' is async"),
+        (
+            [fp.stage(lambda params, x: x)],
+            r"stage 0 is a stage of a plan; .* lambda batch: fp.run\(plan, params, batch\)",
+        ),
+        ([fp.Fold(lambda s, x: (s, x), 0), abs], "stage 0 is a Fold, and only the last can be one"),
+        ([fp.Fold(0, lambda s, x: (s, x))], "fn= is a function; got a int"),
+        ([fp.BatchStage(lambda s, x: x, lag=1)], r"end the stages with fp.Fold\(step, state\)"),
+        ([fp.BatchStage(abs, seed="a")], "seed= is a whole number"),
+    ],
+)
+def test_stages_of_an_overlap_are_functions_of_a_batch(stages, told):
+    with pytest.raises(fp.PlanError, match=told):
+        fp.overlap(range(3), stages)
+
+
+def test_the_source_the_depth_and_what_a_fold_returns():
+    data = torch.utils.data.TensorDataset(*batch())
+    for source in (5, data):
+        with pytest.raises(fp.PlanError, match="the source of an overlap is an iterable of batches"):
+            list(fp.overlap(source, [abs]))
+    for depth in (-1, 2.5):
+        with pytest.raises(fp.PlanError, match="depth is a whole number from 0"):
+            fp.overlap(range(3), [abs], depth=depth)
+    for fold in (lambda s, x: s + x, lambda s, x: torch.zeros(2)):
+        with pytest.raises(fp.PlanError, match=r"a fold returns \(state, result\)"):
+            list(fp.overlap(range(3), [fp.Fold(fold, 0)]))
+    with pytest.raises(fp.PlanError, match="to_device takes a device, or a tree of them; got 'gpu'"):
+        fp.to_device("gpu")
+    with pytest.raises(fp.BatchError, match="to_device has devices for other branches than this batch has"):
+        list(fp.overlap([{"x": torch.ones(1)}], [fp.to_device({"y": "cpu"})]))
+
+
+def test_training_in_the_loop_or_in_the_last_stage_is_right():
+    given = [batch() for _ in range(3)]
+    losses = []
+    for where in ("loop", "stage", "plain"):
+        torch.manual_seed(1)
+        _, plan, params = setup()
+        optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
+
+        def train(one, plan=plan, params=params, optimizer=optimizer):
+            result = fp.run(plan, params, one)
+            fp.step(optimizer, params, result)
+            return float(result.loss)
+
+        if where == "stage":
+            losses.append(list(fp.overlap(given, [fp.to_device("cpu"), train])))
+        else:
+            losses.append(
+                [train(one) for one in (fp.overlap(given, [fp.to_device("cpu")]) if where == "loop" else given)]
+            )
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_windows_that_are_kept_for_later_say_that_they_are_over():
+    with pytest.raises(fp.PlanError, match=r"this window is over: .* keep it: list\(window\)"):
+        [list(window) for window in list(fp.windows(range(5), 2))]
+    kept = [list(window) for window in fp.windows(range(5), 2)]
+    assert kept == [[0, 1], [2, 3], [4]]
+    used = []
+    for window in fp.windows(range(4), 2):
+        used.append(window)
+        list(window)
+    assert [list(window) for window in used] == [[], []]  # they had been used
+    for size in (0, range(3)):
+        with pytest.raises(fp.PlanError, match="a window has a whole number of items from 1"):
+            fp.windows(range(3), size)
+
+
+def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
+    with pytest.raises(fp.PlanError, match=r"accumulate_grads\(grad_fn, window\); got a list"):
+        fp.accumulate_grads([torch.ones(1)], lambda x: ({"w": x}, None))
+    with pytest.raises(fp.PlanError, match=r"grad_fn returns \(gradients, anything else\), .* got a dict"):
+        fp.accumulate_grads(lambda x: {"w": x}, [torch.ones(1)])
+
+
+# -- schedules, costs, pictures ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: fp.one_f_one_b(0, 4), "num_stages is positive; got 0"),
+        (lambda: fp.one_f_one_b(2, 4.0), "num_microbatches is a whole number; got 4.0"),
+        (lambda: fp.one_f_one_b("2", 4), "num_stages is a whole number; got '2'"),
+        (lambda: fp.one_f_one_b(2, 4, num_devices=4), "num_devices is at most num_stages"),
+        (lambda: fp.zbv(3, 4), "take num_stages=4"),
+        (lambda: fp.dualpipe_v(8, 4), "take more microbatches, or fp.zbv"),
+        (lambda: fp.Schedule.parse("0F0,0B0"), "line 1: '0F0,0B0' is no action"),
+        (lambda: fp.Schedule.parse("0f0 0b0"), "line 1: '0f0' is no action"),
+        (lambda: fp.Schedule.parse("schedule.txt"), "'schedule.txt' is no action"),
+        (
+            lambda: fp.Schedule.parse(["0F0 0B0"]),
+            r"parse takes text, a line for each device, such as '0F0 0B0'; got a list",
+        ),
+        (lambda: fp.check(fp.Schedule.parse("0F0 1F0\n0B0 1B0")), "a stage lives on one device"),
+        (lambda: fp.check(fp.Schedule.parse("1F1 1B1")), "0F0 is missing"),
+        (lambda: fp.from_torch_csv("schedule.csv"), "row 1: 'schedule.csv' is no action"),
+        (lambda: fp.from_torch_csv(b"0F0,0B0"), "from_torch_csv takes text; got a bytes"),
+        (lambda: fp.from_json("0F0 0B0"), "this is no JSON that funcpipe reads"),
+        (lambda: fp.to_json(setup()[1]), r"of a plan: fp.to_json\(plan.schedule\)"),
+        (lambda: fp.remat(fp.remat(fp.fill_drain(2, 2))), "has R already; apply remat once"),
+        (lambda: fp.remat(setup()[1]), r"fp.remat\(plan.schedule\)"),
+        (lambda: fp.remat(fp.fill_drain(2, 2), keep=[1]), r"keep is a function \(action\) -> bool"),
+        (lambda: fp.remat(fp.fill_drain(2, 2, backward=False)), "has no backwards"),
+        (lambda: fp.offload(fp.remat(fp.fill_drain(2, 2))), "is computed again or moved, not both"),
+        (lambda: fp.delay(fp.one_f_one_b(2, 4), group=0), "from 1; got 0"),
+        (lambda: fp.simulate(parts()[1]), "simulate takes a plan or a schedule; got a tuple"),
+        (
+            lambda: fp.simulate(fp.one_f_one_b(2, 4), 3.0),
+            r"simulate takes a Cost .* fp.Cost\(forward=..., backward=...\)",
+        ),
+        (lambda: fp.simulate(fp.one_f_one_b(2, 4), fp.Cost(forward=[1, 2, 3])), "one for each of 2 stages"),
+        (lambda: fp.simulate(fp.one_f_one_b(2, 4), fp.Cost([1, 2], backward=[1, 2, 3])), "backward has 3 numbers"),
+        (lambda: fp.Cost(forward=torch.ones(2)), "forward is a number from 0, or a sequence of them"),
+        (lambda: fp.Cost(forward=float("nan")), "forward is a number from 0"),
+        (lambda: fp.search([1.0], num_devices=1, num_microbatches=2), "search takes a Cost .fp.profile measures one"),
+    ],
+)
+def test_schedules_and_costs_say_what_is_wrong(call, told):
+    with pytest.raises(fp.ScheduleError, match=told):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (
+            lambda: fp.balance(5, 2),
+            r"balance takes the time of each layer, \[1.0, 2.0, ...\], or the Cost that fp.profile",
+        ),
+        (lambda: fp.balance(model(), 2), "or the Cost that fp.profile.* got a Sequential"),
+        (lambda: fp.balance([1.0, 2.0], 3), "num_parts is from 1 to the number of layers, 2; got 3"),
+        (lambda: fp.balance([1.0, -2.0], 2), "costs: numbers from 0; got -2.0"),
+        (lambda: fp.plan_for(model(), num_devices=2, num_microbatches=2), "cost is a Cost of the layers"),
+        (lambda: fp.profile(nn.Linear(4, 4), torch.ones(2, 4)), "layers are an nn.Sequential, a list of modules"),
+        (lambda: fp.profile(parts()[1], torch.ones(2, 4)), "stages come with params="),
+        (lambda: fp.profile(model(), torch.ones(2, 4), repeats=0), "repeats is an int from 1"),
+        (lambda: fp.memory(nn.Linear(4, 4), torch.ones(2, 4)), "layers are an nn.Sequential, a list of modules"),
+        (lambda: fp.memory(model(), torch.ones(2, 4), optimizer="adamx"), "did you mean 'adamax'"),
+        (lambda: fp.report(setup()[1], _result()), r"use fp.run\(..., record=True\)"),
+    ],
+)
+def test_measures_say_what_they_take(call, told):
+    with pytest.raises(fp.PlanError, match=told):
+        call()
+
+
+def _result(**options):
+    _, plan, params = setup()
+    return fp.run(plan, params, batch(), **options)
+
+
+def test_pictures_are_of_schedules_plans_and_timelines(tmp_path):
+    for strange, told in (
+        (parts()[1], "draw takes a Schedule, a Plan or a Timeline; got tuple"),
+        (_result(record=True), r"got Result; draw its timeline \(run with record=True\)"),
+        (_result().timeline, r"got NoneType; draw its timeline \(run with record=True\)"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            fp.draw(strange)
+    with pytest.raises(ValueError, match=r"drawings are saved as .svg, .html or .txt; got '.png'"):
+        fp.draw(fp.one_f_one_b(2, 2)).save(tmp_path / "picture.png")
+
+
+# -- testing -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_helpers_for_tests_say_what_they_take():
+    _, plan, params = setup()
+    stage, x = plan.stages[0], batch()[0]
+    for call, told in (
+        (lambda: check_stage(nn.Linear(4, 4), {}, x), "check_stage takes a stage; got a Linear; make it one with"),
+        (lambda: check_stage(stage, (params[0],), x), "params is a tuple, not a dict by the module's names"),
+        (lambda: check_stage(stage, params[0], x, allow="unused"), r"give a collection of names, allow=\['unused'\]"),
+        (lambda: check_stage(stage, params[0], x, allow=["un-used"]), "allow names 'un-used'; the faults are"),
+        (lambda: assert_matches_sequential(stage, params[0], x), "takes a plan; got a Stage"),
+        (lambda: FaultAt(0, 0, "F")(plan), "takes stages and gives stages, before the plan is made; got a Plan"),
+        (lambda: FaultAt(7, 0, "F")(plan.stages), "was given 2 stages; the last is stage 1"),
+        (lambda: FaultAt(0, 0, "forward"), "kind is F, B, I or R; got 'forward'"),
+    ):
+        with pytest.raises(fp.PlanError, match=told):
+            call()
