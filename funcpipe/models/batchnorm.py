@@ -315,7 +315,10 @@ def refuse_processes(layer: nn.SyncBatchNorm) -> None:
     """Raises PlanError where statistics would be shared with other processes."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     if there and torch.distributed.get_world_size(layer.process_group) > 1:
-        raise PlanError("SyncBatchNorm shares the statistics of each microbatch with other processes, whose lanes may be elsewhere in their schedules; use nn.BatchNorm")  # fmt: skip
+        raise PlanError(
+            "SyncBatchNorm shares the statistics of each microbatch with other processes, whose lanes may be "
+            "elsewhere in their schedules; use nn.BatchNorm"
+        )
 
 
 @lru_cache(maxsize=256)

@@ -40,7 +40,10 @@ class Labels:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if self.counter is not None:
             if given.get("num_items_in_batch") is not None:
-                raise BatchError("the inputs have 'num_items_in_batch', but a plan counts the labels of all microbatches itself; leave it out")  # fmt: skip
+                raise BatchError(
+                    "the inputs have 'num_items_in_batch', but a plan counts the labels of all microbatches itself; "
+                    "leave it out"
+                )
             return self.counter(given)
         for name, value in given.items():
             if ("label" in name or "target" in name) and _ignores(value):
@@ -122,7 +125,8 @@ def _loss_of_labels(forward: Callable[..., Any]) -> str:
         return ""
     nodes = list(ast.walk(tree))
     written = [node for node in nodes if isinstance(node, ast.Name) and node.id == "labels" and _is_store(node)]
-    moved = [node for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node).startswith("labels = labels.to(")]  # fmt: skip
+    assigned = [ast.unparse(node) for node in nodes if isinstance(node, ast.Assign)]
+    moved = [one for one in assigned if one.startswith("labels = labels.to(")]
     if len(written) > len(moved):
         return ""
     calls = [node for node in nodes if isinstance(node, ast.Call)]

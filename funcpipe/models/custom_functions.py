@@ -61,7 +61,11 @@ def refuse(found: set[str], module: fx.GraphModule) -> None:
     if any(_has_one_inside(part) for part in module.modules()):
         found = found | {_NAMELESS}
     if found:
-        raise PlanError(f"the model uses {', '.join(sorted(found))}: export traces through a Python autograd.Function and forgets its backward, so gradients would be wrong in silence; wrap it as a torch.library.custom_op with register_autograd, or cut without tracing: split(model, num_stages) without example=")  # fmt: skip
+        raise PlanError(
+            f"the model uses {', '.join(sorted(found))}: export traces through a Python autograd.Function and forgets "
+            "its backward, so gradients would be wrong in silence; wrap it as a torch.library.custom_op with "
+            "register_autograd, or cut without tracing: split(model, num_stages) without example="
+        )
 
 
 def _has_one_inside(part: Any) -> bool:

@@ -197,8 +197,16 @@ def capture(
     results: Any = module.graph.output_node().args[0]
     outputs = tuple(("value", one.name) if isinstance(one, fx.Node) else ("constant", one) for one in results)
     evaluation = not any(layer.training for layer in model.modules())
-    return Captured(module, placeholders["params"], placeholders["buffers"], placeholders["consts"], outputs, signature,
-                    written, evaluation)  # fmt: skip
+    return Captured(
+        module,
+        placeholders["params"],
+        placeholders["buffers"],
+        placeholders["consts"],
+        outputs,
+        signature,
+        written,
+        evaluation,
+    )
 
 
 def _open_norms(own: nn.Module) -> dict[str, tuple[Running, float | None]]:

@@ -234,7 +234,10 @@ class GraphFn:
         """Put the values in, run the graph, sort what comes out."""
         train = bool(extras.get("train", False))
         if not (train or self.evaluates):
-            raise PlanError("this stage was traced in training mode and cannot run in evaluation mode: the model does something else there; split it again after model.eval()")  # fmt: skip
+            raise PlanError(
+                "this stage was traced in training mode and cannot run in evaluation mode: the model does something "
+                "else there; split it again after model.eval()"
+            )
         layout, state = self.layout, extras.get("state") or {}
         fresh = {name: state[name].clone() for name in layout.writes}
         module, consts = self._on(params, state, x)

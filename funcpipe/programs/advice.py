@@ -32,10 +32,17 @@ def advice(ask: Ask, signature: Hashable, kept: Sequence[Hashable], made: int, m
         changing = {where: list(dict.fromkeys([*before, now])) for where, now, *before in rows if {*before} != {now}}
         listed = "; ".join(f"{where} was {', '.join(map(str, values))}" for where, values in changing.items())
         last = next(iter(changing.values()))[-1]
-        return f"{name} is traced anew for each value of a Python number: {listed}. Numbers in tensors are not looked at: give torch.tensor({last}), in a batch or in feeds fp.Replicate(torch.tensor({last}))"  # fmt: skip
+        return (
+            f"{name} is traced anew for each value of a Python number: {listed}. Numbers in tensors are not looked "
+            f"at: give torch.tensor({last}), in a batch or in feeds fp.Replicate(torch.tensor({last}))"
+        )
     if made < 2 * most:
         return ""
-    return f"{name} was traced {made} times, each time for another signature (shapes, types, values that are no tensors), and keeps programs for {most}. Cut or pad batches to a few sizes (DataLoader(drop_last=True) leaves out a last, smaller one), or keep more: fp.compile(stage, max_programs={4 * most})"  # fmt: skip
+    return (
+        f"{name} was traced {made} times, each time for another signature (shapes, types, values that are no "
+        f"tensors), and keeps programs for {most}. Cut or pad batches to a few sizes (DataLoader(drop_last=True) "
+        f"leaves out a last, smaller one), or keep more: fp.compile(stage, max_programs={4 * most})"
+    )
 
 
 def _apart(words: Any) -> tuple[Any, list[Hashable]]:

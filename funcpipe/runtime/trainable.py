@@ -35,9 +35,15 @@ def trainable_leaves(trees: Sequence[Tree], trainable: Trainable) -> list[list[b
                 fail(error, Where(None, "", None, "trainable", ""))
         return chosen
     if isinstance(trainable, str) or not isinstance(trainable, Sequence):
-        raise PlanError(f"trainable is True, False, a function (name, leaf) -> bool, or a tuple with a tree of bools for each stage; got {trainable!r}")  # fmt: skip
+        raise PlanError(
+            "trainable is True, False, a function (name, leaf) -> bool, or a tuple with a tree of bools for each "
+            f"stage; got {trainable!r}"
+        )
     if len(trainable) != len(trees):
-        raise PlanError(f"trainable has {len(trainable)} entries for {len(trees)} stages; give True, False or a tree of them for each")  # fmt: skip
+        raise PlanError(
+            f"trainable has {len(trainable)} entries for {len(trees)} stages; give True, False or a tree of them for "
+            "each"
+        )
     return [_flags(stage, tree, trainable[stage]) for stage, tree in enumerate(trees)]
 
 
@@ -106,7 +112,11 @@ def refuse_undeclared_ties(
             group = declared.get((stage, number))
             if group is None or group != declared.get(other):
                 here, there = paths(tree)[number], paths(trees[other[0]])[other[1]]
-                raise PlanError(f"params[{other[0]}] at {key_of(there)!r} and params[{stage}] at {key_of(here)!r} are one tensor in two stages; say so, and its gradients are summed: make_plan(..., ties=[(({other[0]}, {key_of(there)!r}), ({stage}, {key_of(here)!r}))])")  # fmt: skip
+                raise PlanError(
+                    f"params[{other[0]}] at {key_of(there)!r} and params[{stage}] at {key_of(here)!r} are one tensor "
+                    f"in two stages; say so, and its gradients are summed: make_plan(..., ties=[(({other[0]}, "
+                    f"{key_of(there)!r}), ({stage}, {key_of(here)!r}))])"
+                )
 
 
 def key_of(path: Path) -> Any:
