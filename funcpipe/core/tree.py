@@ -1,28 +1,26 @@
 """Trees: nested containers with tensors and anything else at the leaves. The one importer of optree.
 
-A leaf is whatever is not a container; ``None`` is a leaf. Containers are optree's, and, registered when they are first met:
-subclasses of dict and ``UserDict`` (Hugging Face's ``ModelOutput`` and ``BatchEncoding`` are such), dataclasses, and every
-class of torch's own registry (``torch.export.register_dataclass``, TensorDict).
+A leaf is whatever is not a container; ``None`` is a leaf. Containers are optree's, and, registered when they are first
+met: subclasses of dict and ``UserDict`` (Hugging Face's ``ModelOutput`` and ``BatchEncoding`` are such), dataclasses, and
+every class of torch's own registry (TensorDict). What else holds tensors is refused where that matters, `refuse_hidden`.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import gc
 import threading
-from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from enum import Enum
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils import _pytree as torch_pytree
 
-from funcpipe.core.errors import PlanError
+from funcpipe.core.containers import Attribute, way_of
+from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.hidden import ATOMS, fault_of, hides_tensors, only_plain
 from funcpipe.core.torch_names import private
 
 Tree: TypeAlias = Any
@@ -34,85 +32,40 @@ _NAMESPACE = "funcpipe"
 _registering = threading.Lock()
 _registered: set[type] = set()
 
-_PLAIN = {bool, int, float, complex, str, bytes, type(None), range, slice}
-_ATOMS = _PLAIN | {
-    Tensor,
-    nn.Parameter,
-    FakeTensor,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    torch.layout,
-    torch.Generator,
-}
-"""Types of leaves that need no second look."""
-
 
 def flatten(tree: Tree, whole: Callable[[Any], bool] | None = None) -> tuple[Leaves, Spec]:
     """The leaves of a tree in a fixed order (dict keys sorted), and the structure that puts them back.
 
     ``whole`` says which containers are leaves all the same.
+
+    Raises:
+        PlanError: the tree contains itself.
     """
-    leaves, spec = optree.tree_flatten(tree, is_leaf=whole, none_is_leaf=True, namespace=_NAMESPACE)
+    try:
+        leaves, spec = optree.tree_flatten(tree, is_leaf=whole, none_is_leaf=True, namespace=_NAMESPACE)
+    except RecursionError:
+        raise PlanError(_endless(tree)) from None
     for leaf in leaves:
-        if type(leaf) not in _ATOMS and not (whole and whole(leaf)) and _register(leaf):
+        if type(leaf) not in ATOMS and not (whole and whole(leaf)) and _register(leaf):
             return flatten(tree, whole)
     return leaves, spec
 
 
-def refuse_hidden(leaves: Leaves, places: Callable[[], Iterable[str]]) -> list[str]:
-    """What is wrong with leaves that hold tensors: nobody would cut, move, detach or train these.
-
-    Args:
-        leaves: of a tree.
-        places: where they are, asked only if something is wrong.
-    """
-    if not any(type(leaf) not in _ATOMS and hides_tensors(leaf) for leaf in leaves):
-        return []
-    return [
-        f"{place} is a {type(leaf).__name__}, which hides tensors: they would not be cut, moved or differentiated. Use a dict, "
-        f"a tuple or a dataclass, or say how it is taken apart: optree.register_pytree_node({type(leaf).__name__}, flatten, "
-        f"unflatten, namespace={_NAMESPACE!r})"
-        for place, leaf in zip(places(), leaves, strict=True)
-        if type(leaf) not in _ATOMS and hides_tensors(leaf)
-    ]
-
-
-def hides_tensors(leaf: Any) -> bool:
-    """Does something that is no tensor hold any: in its attributes or entries, some levels deep."""
-    todo: list[tuple[Any, int]] = [(leaf, 0)]
-    seen: set[int] = set()
-    while todo:
-        value, depth = todo.pop()
-        if isinstance(value, Tensor):
-            return value is not leaf
-        if type(value) in _ATOMS or id(value) in seen or isinstance(value, (type, ModuleType, Enum)):
-            continue
-        seen.add(id(value))
-        if depth < 4:
-            todo += [(inner, depth + 1) for inner in _held(value)]
-    return False
-
-
-def _held(value: Any) -> list[Any]:
-    """What a thing has in its attributes and, if it is a container of Python's, its entries."""
-    out = list(vars(value).values()) if hasattr(value, "__dict__") else []
-    slots = [name for kind in type(value).__mro__ for name in _many(vars(kind).get("__slots__", ()))]
-    out += [getattr(value, name, None) for name in slots if not name.startswith("__")]
-    if isinstance(value, Mapping):
-        out += value.values()
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        out += value
-    return out
-
-
-def _many(names: Any) -> Iterable[str]:
-    return (names,) if isinstance(names, str) else names
-
-
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
-    """The tree with this structure and these leaves; inverse of `flatten`."""
-    return optree.tree_unflatten(spec, leaves)
+    """The tree with this structure and these leaves; inverse of `flatten`.
+
+    Raises:
+        PlanError: a registered class, or its constructor, refuses them.
+    """
+    try:
+        return optree.tree_unflatten(spec, leaves)
+    except Exception as error:
+        raise PlanError(
+            f"a container cannot be put together with other leaves, {type(error).__name__}: {error}. A tree of gradients "
+            "has None where a leaf has none (it is frozen, or no floating tensor), a microbatch fewer rows; so hand such "
+            f"leaves in beside the container, or let what it is registered with (its constructor) take any. "
+            f"The tree is {str(spec)[:200]}"
+        ) from error
 
 
 def structure(tree: Tree) -> Spec:
@@ -152,18 +105,21 @@ def named_leaves(tree: Tree) -> list[tuple[str, Tensor]]:
     ['0.0.bias', '1.0']
 
     Raises:
-        PlanError: a module, or a generator, which hides its tensors.
+        PlanError: some things in the tree hide tensors.
     """
+    values, spec = flatten(tree)
+    faults = refuse_hidden(tree, "tree", values, spec)
+    if faults:
+        raise PlanError(
+            bullets(
+                "this is no tree of tensors; give the params that are run (stage, params, state = fp.from_module(module), "
+                "fp.split(model, n).params), or list(module.parameters()):",
+                faults,
+            )
+        )
     seen: set[int] = set()
     out: list[tuple[str, Tensor]] = []
-    every = flatten(tree)[0]
-    strange = next((leaf for leaf in every if isinstance(leaf, (nn.Module, Iterator))), None)
-    if strange is not None:
-        raise PlanError(
-            f"a {type(strange).__name__} is no tree of tensors; give the params that are run (stage, params, state = "
-            "fp.from_module(module), fp.split(model, n).params), or list(module.parameters())"
-        )
-    for path, leaf in zip(paths(tree), every, strict=True):
+    for path, leaf in zip(optree.treespec_paths(spec), values, strict=True):
         if isinstance(leaf, Tensor) and id(leaf) not in seen:
             seen.add(id(leaf))
             out.append((".".join(map(str, path)), leaf))
@@ -179,16 +135,16 @@ def leaves(tree: Tree) -> list[Tensor]:
     2
 
     Raises:
-        PlanError: a module, or a generator, which hides its tensors.
+        PlanError: some things in the tree hide tensors.
     """
     return [leaf for _, leaf in named_leaves(tree)]
 
 
 def at(tree: Tree, path: str | Path) -> Any:
-    """The leaf at a path: the keys in order, or the one key of a flat dict."""
+    """The leaf (or the container) at a path: the keys in order, or the one key of a flat dict. Raises KeyError."""
+    structure(tree)  # registers what is met for the first time
     for key in path if isinstance(path, tuple) else (path,):
-        by_key = not isinstance(key, str) or isinstance(tree, Mapping) or hasattr(tree, "keys")
-        tree = tree[key] if by_key else getattr(tree, key)
+        tree = {step: child for step, _, child in _branches(tree)}[key]
     return tree
 
 
@@ -231,10 +187,19 @@ def is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
+class _Step(optree.PyTreeEntry):
+    """A step into a container that is registered here."""
+
+    def __call__(self, obj: Any) -> Any:
+        return at(obj, (self.entry,))
+
+    def codify(self, /, node: str = "") -> str:
+        return f"{node}.{self.entry}" if isinstance(self.entry, Attribute) else f"{node}[{self.entry!r}]"
+
+
 def _register(leaf: Any) -> bool:
     """Make the type of a leaf a container, if it is a kind that can be one. Returns whether it is one now."""
-    kind = type(leaf)
-    way = _way(kind)
+    kind, way = type(leaf), way_of(leaf)
     if way is None:
         return False
     with _registering:
@@ -242,100 +207,93 @@ def _register(leaf: Any) -> bool:
             if optree.tree_is_leaf(leaf, namespace=_NAMESPACE):
                 raise TypeError(f"cannot flatten {kind.__name__}: optree sees its instances as leaves")
             return True  # another thread was faster
-        take, give, entry = way(kind, leaf)
-        optree.register_pytree_node(kind, take, give, path_entry_type=entry, namespace=_NAMESPACE)
+        optree.register_pytree_node(kind, *way, path_entry_type=_Step, namespace=_NAMESPACE)
         _registered.add(kind)
     return True
 
 
-_Way: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any], type[optree.PyTreeEntry]]
-"""How a container is taken apart, how it is put together, and how a path goes into it."""
+# -- what is no tree ---------------------------------------------------------------------------------------------------
 
 
-def _way(kind: type) -> Callable[[type, Any], _Way] | None:
-    if issubclass(kind, (dict, UserDict)):
-        return _mapping
-    if kind in torch_pytree.SUPPORTED_NODES:
-        return _torch_node
-    if dataclasses.is_dataclass(kind) and not issubclass(kind, (Tensor, nn.Module, Exception)):
-        return _dataclass
-    return None
+def refuse_hidden(tree: Tree, root: str, leaves: Leaves, spec: Spec) -> list[str]:
+    """What is wrong with a tree that hides tensors: nobody would cut, move, detach or train these.
+
+    Args:
+        tree: the tree.
+        root: what to call it.
+        leaves, spec: as flattened; the leaves may be others in their places, or none: then only containers are seen.
+    """
+    for leaf in leaves:
+        if type(leaf) not in ATOMS and fault_of(leaf):
+            break
+    else:
+        if not _odd(spec):
+            return []
+    rows = [
+        (place, fault_of(leaf)) for place, leaf in zip(locations(tree, root) if leaves else (), leaves, strict=True)
+    ]
+    rows += [(place, _fault_of_node(node)) for place, node in _nodes(tree, root)]
+    return [f"{place} {fault}" for place, fault in rows if fault]
 
 
-def _mapping(kind: type, _: Any) -> _Way:
-    """The items of a mapping in sorted order, rebuilt by its own class."""
-
-    def take(mapping: MutableMapping[Any, Any]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-        keys = sorted(mapping, key=lambda key: (type(key).__name__, str(key)))
-        return [mapping[key] for key in keys], (tuple(keys), tuple(mapping)), tuple(keys)
-
-    def give(keys: tuple[Any, ...], values: Iterable[Any]) -> Any:
-        # Some classes (ModelOutput) want their items as keywords, some (UserDict) as one mapping.
-        by_key = dict(zip(keys[0], values, strict=True))
-        items = {key: by_key[key] for key in keys[1]}
-        try:
-            return kind(items) if issubclass(kind, UserDict) else kind(**items)
-        except TypeError:
-            new: Any = object.__new__(kind) if issubclass(kind, UserDict) else kind.__new__(kind)  # pyright: ignore
-            new.update(items)
-            return new
-
-    return take, give, optree.MappingEntry
+def _odd(spec: Spec) -> bool:
+    """May a structure hold tensors: as keys, as what classes keep besides children, as attributes of a named tuple."""
+    first, *held = gc.get_referents(spec)
+    if first is Spec and only_plain(held):  # mostly
+        return False
+    held.append(first)
+    tuples = any(isinstance(one, type) and issubclass(one, tuple) and one.__dictoffset__ for one in held)
+    return tuples or hides_tensors(held)
 
 
-def _dataclass(kind: type, _: Any) -> _Way:
-    """The fields of a dataclass, and what else its instance holds; rebuilt without its ``__init__``, which may check."""
-    fields = tuple(field.name for field in dataclasses.fields(kind))
-
-    def take(value: Any) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
-        names = [name for name in fields if hasattr(value, name)]
-        names += [name for name in getattr(value, "__dict__", ()) if name not in fields]
-        return [getattr(value, name) for name in names], tuple(names), tuple(names)
-
-    def give(names: tuple[str, ...], values: Iterable[Any]) -> Any:
-        new = object.__new__(kind)
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(new, name, value)
-        return new
-
-    return take, give, optree.GetAttrEntry
+def _fault_of_node(node: Any) -> str:
+    """Why a container cannot stand in a tree though its children can; "": it can."""
+    spec = optree.tree_structure(node, is_leaf=_below(), none_is_leaf=True, namespace=_NAMESPACE)
+    if not hides_tensors((gc.get_referents(spec), vars(node) if _is_tuple_with_attributes(node) else ())):
+        return ""
+    return (
+        f"is a {type(node).__name__}, which hides tensors outside of its children (as a key, an attribute, or in what "
+        "its class is registered with): they would not be cut, moved or differentiated. Make them children, or say how it "
+        f"is taken apart: optree.register_pytree_node({type(node).__name__}, flatten, unflatten, namespace={_NAMESPACE!r})"
+    )
 
 
-def _torch_node(kind: type, example: Any) -> _Way:
-    """A class as torch's own registry takes it apart."""
-    node = torch_pytree.SUPPORTED_NODES[kind]
-    keyed = node.flatten_with_keys_fn
-    step = keyed(example)[0][0][0] if keyed is not None and keyed(example)[0] else None
-
-    def take(value: Any) -> Any:
-        children, context = node.flatten_fn(value)
-        if keyed is None:
-            return children, _Context(context)
-        entries = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key, _ in keyed(value)[0]]
-        return children, _Context(context), entries
-
-    def give(context: _Context, values: Iterable[Any]) -> Any:
-        return node.unflatten_fn(list(values), context.value)
-
-    if isinstance(step, torch_pytree.MappingKey):
-        return take, give, optree.MappingEntry
-    return take, give, optree.GetAttrEntry if isinstance(step, torch_pytree.GetAttrKey) else optree.SequenceEntry
+def _is_tuple_with_attributes(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "__dict__")
 
 
-class _Context:
-    """What torch's registry keeps of a container besides its children, in a form that every structure can have."""
+def _below() -> Callable[[Any], bool]:
+    """A predicate, for one use, that stops optree one level below where it begins."""
+    first = iter([False])
+    return lambda _: next(first, True)
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
-    def __eq__(self, other: object) -> bool:
-        try:
-            return isinstance(other, _Context) and bool(self.value == other.value)
-        except Exception:  # it holds what cannot be compared
-            return self.value is other.value if isinstance(other, _Context) else False
+def _branches(node: Any) -> list[tuple[Any, Callable[[str], str], Any]]:
+    """The children of a container, each with its key, and a function that writes its place after the container's."""
+    options: dict[str, Any] = {"none_is_leaf": True, "namespace": _NAMESPACE}
+    steps, children, _ = optree.tree_flatten_with_accessor(node, is_leaf=_below(), **options)
+    return [(step[0].entry, step.codify, child) for step, child in zip(steps, children, strict=True) if step]
 
-    def __hash__(self) -> int:
-        return hash(type(self.value))
 
-    def __repr__(self) -> str:
-        return repr(self.value)
+def _nodes(tree: Tree, root: str) -> Iterator[tuple[str, Any]]:
+    """Every container of a tree, with its place."""
+    todo = [(root, tree)]
+    while todo:
+        place, node = todo.pop()
+        if not optree.tree_is_leaf(node, none_is_leaf=True, namespace=_NAMESPACE):
+            yield place, node
+            todo += reversed([(write(place), child) for _, write, child in _branches(node)])
+
+
+def _endless(tree: Tree) -> str:
+    """Why a tree cannot be walked to its end."""
+    todo: list[tuple[str, Any, tuple[int, ...]]] = [("tree", tree, ())]
+    while todo and len(todo[-1][2]) < 2000:
+        place, node, above = todo.pop()
+        if id(node) in above:
+            name = f"{place} is the {type(node).__name__}"
+            return f"this is no tree: {name} that contains it; hand the tensors in without what refers back"
+        todo += [(write(place), child, (*above, id(node))) for _, write, child in _branches(node)]
+    return (
+        "a tree is nested too deep, in more levels than optree can follow; hand its tensors in as a flat list or dict"
+    )

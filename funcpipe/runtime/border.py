@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.tree import Spec, Tree, flatten, lazy, locations, own, refuse_hidden, unflatten
+from funcpipe.core.tree import Spec, Tree, flatten, lazy, own, refuse_hidden, unflatten
 
 LEAF: Spec = flatten(None)[1]
 """The structure of a tree that is one leaf."""
@@ -47,11 +47,14 @@ def dense(tensor: Tensor) -> Tensor:
     A slice or an expanded tensor would be compacted by a copy to another device but not by a hand-over on the same one,
     and kernels round differently by layout and alignment: made dense always, both are the same.
     """
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not _strided:
         return tensor.to_dense()
     if tensor.storage_offset() == 0 and (tensor.is_contiguous() or fills(tensor)):
         return tensor
     return tensor.clone(memory_format=torch.preserve_format)
+
+
+_strided = torch.strided  # looked up once: every tensor at every border is asked
 
 
 def fills(tensor: Tensor) -> bool:
@@ -95,22 +98,27 @@ def open_border(border: Border, *, grad: bool) -> tuple[Tree, dict[int, Tensor]]
     return unflatten(border.spec, out), held
 
 
-def close_border(tree: Tree, name: str = "") -> tuple[Border, list[Any]]:
+def close_border(tree: Tree, name: str, *, stays: bool = False) -> tuple[Border, list[Any]]:
     """What a stage hands out: the border, and its leaves with their graphs.
 
     Raises:
-        PlanError: a leaf of what is handed on as ``name`` hides tensors ("": nobody but a loss gets it).
+        PlanError: what is handed on as ``name`` hides tensors; in leaves it may if it ``stays``, for a loss.
     """
     if isinstance(tree, Tensor):  # most of the time
         tensor = dense(tree)
         return Border([tensor.detach()], LEAF, (tensor.requires_grad,)), [tensor]
     leaves, spec = flatten(tree)
-    faults = refuse_hidden(leaves, lambda: locations(tree, name)) if name else []
+    faults = refuse_hidden(tree, name, [] if stays else leaves, spec)
     if faults:
         raise PlanError(bullets("a stage returned what cannot be handed on:", faults))
-    graph = [dense(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in graph]
-    return Border([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in graph], spec, flags), graph
+    flags = [False] * len(leaves)
+    graph = leaves[:]
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            graph[index] = leaf = dense(leaf)
+            flags[index] = leaf.requires_grad
+            leaves[index] = leaf.detach()
+    return Border(leaves, spec, flags), graph
 
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -72,8 +72,8 @@ class EagerBound:
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.fresh: list[int] | None = None
         state_leaves, self.state_spec = flatten(state)
-        faults = refuse_hidden(self.leaves, lambda: locations(params, f"params[{index}]"))
-        faults += refuse_hidden(state_leaves, lambda: locations(state, f"state[{index}]"))
+        faults = refuse_hidden(params, f"params[{index}]", self.leaves, self.spec)
+        faults += refuse_hidden(state, f"state[{index}]", state_leaves, self.state_spec)
         if faults:
             raise PlanError(bullets("these are no trees of tensors:", faults))
         self.state_leaves = share(state_leaves)
@@ -155,7 +155,7 @@ class EagerBound:
                 stash[name], graphs[name] = close_border(given[name], f"stash[{name!r}]")
         elif self.stage.stash:
             self._check_stash({})
-        y, graph = close_border(returned, "" if self.loss is not None else "y")
+        y, graph = close_border(returned, "y", stays=self.loss is not None)
         if self.loss is not None:
             loss = self._loss(self.loss, args.target, y, graph)
             report = Report(_kept(stats), Loss(*map(_detached, loss)), _side(side))
@@ -392,7 +392,7 @@ def _empty(tree: Tree) -> bool:
 
 def _kept(stats: Tree) -> Tree:
     """Statistics for the commit. Raises PlanError where they hide tensors, which would keep their graphs."""
-    faults = [] if _empty(stats) else refuse_hidden(flatten(stats)[0], lambda: locations(stats, "stats"))
+    faults = [] if _empty(stats) else refuse_hidden(stats, "stats", *flatten(stats))
     if faults:
         raise PlanError(bullets("a stage returned statistics that cannot be kept:", faults))
     return _detached(stats)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,10 +165,10 @@ class _Leaves:
         places = locations(tree, name) if self.ready is None else [name]
         for index, (place, leaf) in enumerate(zip(places, self.leaves, strict=True)):
             self.axes.append(self._axis(index, place, leaf))
-        for index, one in enumerate(self.ready or (tree,)):
-            own = self.leaves if self.ready is None else flatten(one)[0]
-            root = name if self.ready is None else f"{name}[{index}]"
-            self.faults += refuse_hidden(own, lambda one=one, root=root: locations(one, root))
+        if self.ready is None:
+            self.faults += refuse_hidden(tree, name, self.leaves, spec)
+        for index, one in enumerate(self.ready or ()):
+            self.faults += refuse_hidden(one, f"{name}[{index}]", *flatten(one))
 
     def _axis(self, index: int, place: str, leaf: Any) -> int | None:
         """The axis along which a leaf is cut; None: it is shared."""
@@ -205,12 +206,12 @@ class _Leaves:
                 continue
             kind = type(at(self.tree, path))
             words = kind is tuple and all(isinstance(value, (str, bytes)) for value in values)
-            if (kind is list or words) and not any(self.marked[number] for number in numbers):
+            if (kind in (list, deque) or words) and not any(self.marked[number] for number in numbers):
                 place = self.name + "".join(f"[{key!r}]" for key in path)
-                faults.append(
-                    f"{place} is a {kind.__name__} with one {type(values[0]).__name__} for each of {rows} rows, which every microbatch would "
-                    f"get whole: make it a tensor, cut it yourself (fp.Microbatches), or share it: fp.Replicate({place})"
-                )
+                faults.append(f"{place} is a {kind.__name__} with one {type(values[0]).__name__} {_each(rows, place)}")
+        for number, (place, leaf) in enumerate(zip(locations(self.tree, self.name), self.leaves, strict=True)):
+            if _is_collection(leaf) and len(leaf) == rows and not self.marked[number]:
+                faults.append(f"{place} is a {type(leaf).__name__} with one value {_each(rows, place)}")
         return faults
 
     def ready_rows(self) -> list[int | None]:
@@ -244,6 +245,22 @@ class _Leaves:
             out.append(border)
             start += size
         return out
+
+
+def _each(rows: int, place: str) -> str:
+    return (
+        f"for each of {rows} rows, which every microbatch would get whole: make it a tensor, cut it yourself (fp.Microbatches), "
+        f"or share it: fp.Replicate({place})"
+    )
+
+
+def _is_collection(leaf: Any) -> bool:
+    """Is this a range, a set or the like; arrays are refused elsewhere."""
+    return (
+        isinstance(leaf, Collection)
+        and not isinstance(leaf, (str, bytes, torch.Size))
+        and not hasattr(leaf, "__array__")
+    )
 
 
 def _marks_at_leaves(tree: Tree) -> Tree:

@@ -60,13 +60,13 @@ def step(
     scale = 1.0
     if isinstance(grads, Result):
         grads, ties, scale = _of_result(grads, ties, scaler)
+    every = leaves(params)
     if structure(params) != structure(grads):
         raise PlanError(
             bullets("params and grads differ in structure; give both of the same run:", _apart(params, grads))
         )
     found = _by_leaf(params, grads, ties)
     held = _held(optimizer, found)
-    every = leaves(params)
     for leaf in every:
         leaf.grad = None  # what an earlier backward left there is not stepped
     try:

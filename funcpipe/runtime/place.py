@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import PlacementError, PlanError, bullets
 from funcpipe.core.plan import Plan
-from funcpipe.core.tree import Tree, flatten, locations, map_leaves
+from funcpipe.core.tree import Tree, flatten, locations, map_leaves, refuse_hidden
 from funcpipe.runtime.context import checked_plan
 from funcpipe.runtime.trainable import refuse_undeclared_ties, resolve_ties, trainable_leaves
 
@@ -56,7 +56,7 @@ def place(plan: Plan, params: Sequence[Tree]) -> tuple[Tree, ...]:
     Moved ones keep ``requires_grad`` and being a Parameter.
 
     Raises:
-        PlacementError: not one tree per stage.
+        PlacementError: not one tree per stage, or one hides tensors.
         PlanError: this is no plan; one tensor in two stages, and no tie of the plan says so.
     """
     checked_plan("place", plan)
@@ -64,6 +64,9 @@ def place(plan: Plan, params: Sequence[Tree]) -> tuple[Tree, ...]:
         raise PlacementError(
             f"place takes a tuple with one tree for each of {plan.num_stages} stages; got {_describe(params)}"
         )
+    faults = [fault for stage, tree in enumerate(params) for fault in refuse_hidden(tree, f"[{stage}]", *flatten(tree))]
+    if faults:
+        raise PlacementError(bullets("tensors that cannot be seen cannot be moved:", faults))
     where = plan_devices(plan)
     device_of = plan.schedule.device_of
     if plan.schedule.has_backward and len({where[device_of[stage]] for stage in range(plan.num_stages)}) > 1:

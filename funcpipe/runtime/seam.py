@@ -24,9 +24,9 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
     Raises:
         BatchError: microbatches returned trees of different structure, or what cannot be joined so.
     """
-    faults = refuse_hidden(pieces[0].leaves, lambda: locations(pieces[0].tree(), "outputs"))
+    faults = [fault for one in pieces for fault in refuse_hidden(one.tree(), "outputs", one.leaves, one.spec)]
     if faults:
-        raise BatchError(bullets("the outputs cannot be handed back:", faults))
+        raise BatchError(bullets("the outputs cannot be handed back:", dict.fromkeys(faults)))
     if not batch.merged:
         # Copies, as joined outputs are: residuals may hold the same memory.
         return Microbatches(unflatten(piece.spec, _copies(piece.leaves)) for piece in pieces)

@@ -10,7 +10,7 @@ import torch
 
 from funcpipe.core.errors import FuncpipeError, PlanError, bullets
 from funcpipe.core.stage import Stage
-from funcpipe.core.tree import Tree
+from funcpipe.core.tree import Tree, flatten, refuse_hidden
 from funcpipe.testing.observe import generators_kept
 from funcpipe.testing.probe import Given, Probe
 
@@ -129,6 +129,7 @@ def check_stage(
         CheckError: the stage has faults. It is an AssertionError too.
     """
     _check_arguments(stage, skips, feeds, state, allow)
+    _check_trees(stage, {"params": params, "x": x, "skips": skips, "feeds": feeds, "state": state})
     probe = Probe(stage, Given(params, x, skips or {}, feeds or {}, state), train=train, seed=seed, trainable=trainable)
     with torch.enable_grad(), generators_kept():
         cause = probe.run(independent_rows=independent_rows)
@@ -153,3 +154,12 @@ def _check_arguments(stage: Any, skips: Any, feeds: Any, state: Any, allow: Any)
     faults += [f"allow names {name!r}; the faults are {', '.join(FAULTS)}" for name in allow if name not in FAULTS]
     if faults:
         raise PlanError(bullets(f"check_stage cannot call stage {stage.name!r}:", faults))
+
+
+def _check_trees(stage: Stage, given: Mapping[str, Tree]) -> None:
+    """What a run would refuse of what a stage gets."""
+    faults = [fault for name, tree in given.items() for fault in refuse_hidden(tree, name, *flatten(tree))]
+    if faults:
+        raise PlanError(
+            bullets(f"check_stage cannot call stage {stage.name!r}; these are no trees of tensors:", faults)
+        )

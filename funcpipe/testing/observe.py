@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from funcpipe.core.stage import BoundFn, Out, Stage, bindable, normalise, side_loss
-from funcpipe.core.tree import Tree, flatten, hides_tensors, is_differentiable, leaves, locations, map_leaves
+from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves, refuse_hidden
 from funcpipe.runtime.foreign import nodes_of
 from funcpipe.testing.around import Around
 from funcpipe.testing.match import differences
@@ -96,23 +96,18 @@ class Observer(Around):
         stash = {name: out.stash.get(name, ()) for name in self.stage.stash}
         stash |= {name: tree for name, tree in out.stash.items() if name in allowed}
         for root, tree in (("y", out.y), *((f"stash[{name!r}]", tree) for name, tree in stash.items())):
-            for where, leaf in zip(locations(tree, root), flatten(tree)[0], strict=True):
-                self._leaf(where, leaf)
+            values, spec = flatten(tree)
+            for fault in refuse_hidden(tree, root, values, spec):
+                self.note("output", fault)
+            for where, leaf in zip(locations(tree, root), values, strict=True):
+                if self.finite and is_differentiable(leaf) and not leaf.isfinite().all():
+                    self.note("finite", f"{where} is not finite, for finite inputs")
         side = side_loss(out)
         loss = () if side is None else side[0]
         roots = [leaf for leaf in leaves((out.y, stash, loss)) if leaf.requires_grad]
         self.connected = bool(roots)
         self.parameters |= {id(node.variable) for node in nodes_of(roots) if hasattr(node, "variable")}
         return out._replace(stash=stash)
-
-    def _leaf(self, where: str, leaf: Any) -> None:
-        kind = type(leaf).__name__
-        if isinstance(leaf, (Iterator, Awaitable)):
-            self.note("output", f"{where} is a {kind}, which can be read only once; return a tuple")
-        elif hides_tensors(leaf):
-            self.note("output", f"{where} is a {kind} with tensors in it and no registered container, so they get no gradient; return a tuple or a dict, or register it: optree.register_pytree_node({kind}, ..., namespace='funcpipe')")  # fmt: skip
-        elif self.finite and is_differentiable(leaf) and not leaf.isfinite().all():
-            self.note("finite", f"{where} is not finite, for finite inputs")
 
 
 class _Watched:

@@ -1,0 +1,189 @@
+"""Classes that are containers though nobody said so to optree: how each is taken apart, and put together again."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections import UserDict
+from collections.abc import Callable, Iterable
+from enum import Enum
+from types import MemberDescriptorType
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.utils import _pytree as torch_pytree
+
+Way: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
+"""How a container is taken apart (children, structure, entries), and how it is put together of structure and children."""
+
+_OF_ALL_ROWS = ("_encodings", "_n_sequences")
+"""What transformers' BatchEncoding knows of a batch in one piece; cut, it does without."""
+
+
+class Attribute(str):
+    """A step into a container by an attribute of this name; other steps are keys."""
+
+    __slots__ = ()
+
+
+def way_of(leaf: Any) -> Way | None:
+    """How to take things of this kind apart; None: they are leaves."""
+    kind = type(leaf)
+    if issubclass(kind, (dict, UserDict)):
+        return _mapping(kind)
+    if _is_record(leaf):
+        return _record(kind)
+    return _torch_node(kind) if kind in torch_pytree.SUPPORTED_NODES else None
+
+
+def _is_record(leaf: Any) -> bool:
+    """Is this an instance of a dataclass, which keeps its fields itself and is nothing else besides."""
+    kind = type(leaf)
+    if not dataclasses.is_dataclass(kind) or issubclass(kind, (Tensor, nn.Module, Enum)) or _native(kind) is not object:
+        return False
+    # TensorDict's tensorclass has fields that lie elsewhere; torch's registry knows it.
+    names = {field.name for field in dataclasses.fields(kind)}
+    return kind not in torch_pytree.SUPPORTED_NODES or not names.isdisjoint(_Attributes(kind).of(leaf))
+
+
+def _native(kind: type) -> Any:
+    """The nearest class made in C, which makes the instances."""
+    return next(base for base in kind.__mro__ if not base.__flags__ & (1 << 9))
+
+
+class _Attributes:
+    """What instances of a class hold in their slots and their ``__dict__``, past properties and ``__setattr__``."""
+
+    def __init__(self, kind: type) -> None:
+        members = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+        self.slots = {name: value for name, value in members.items() if isinstance(value, MemberDescriptorType)}
+        self.computed = {name for name, value in members.items() if isinstance(value, functools.cached_property)}
+
+    def of(self, thing: Any) -> dict[str, Any]:
+        """All attributes by name, without those that are computed again when asked for."""
+        out = {name: slot.__get__(thing) for name, slot in self.slots.items() if hasattr(thing, name)}
+        out |= getattr(thing, "__dict__", {})
+        return {name: value for name, value in out.items() if name not in self.computed and not name.startswith("__")}
+
+    def put(self, thing: Any, names: Iterable[str], values: Iterable[Any]) -> None:
+        """Give a new instance its attributes."""
+        for name, value in zip(names, values, strict=True):
+            if name in self.slots:
+                self.slots[name].__set__(thing, value)
+            else:
+                thing.__dict__[name] = value
+
+
+def _record(kind: Any) -> Way:
+    """The fields of a dataclass, and what else its instance holds; rebuilt without its ``__init__``, which may check."""
+    fields = [field.name for field in dataclasses.fields(kind)]
+    attributes = _Attributes(kind)
+    # Never set on the instance, so the class has it: init=False with a default.
+    of_class = {
+        name: value for name in fields if not hasattr(value := inspect.getattr_static(kind, name, kind), "__get__")
+    }
+
+    def take(thing: Any) -> tuple[list[Any], tuple[str, ...], tuple[Attribute, ...]]:
+        held = {**of_class, **attributes.of(thing)}
+        names = [name for name in fields if name in held]
+        names = (*names, *sorted(held.keys() - names))
+        return [held[name] for name in names], names, tuple(map(Attribute, names))
+
+    def give(names: tuple[str, ...], values: Iterable[Any]) -> Any:
+        new = object.__new__(kind)
+        attributes.put(new, names, values)
+        return new
+
+    return take, give
+
+
+def _mapping(kind: Any) -> Way:
+    """The items of a mapping in sorted order, then its attributes; rebuilt without its ``__init__``, which may compute."""
+    native, user = _native(kind), issubclass(kind, UserDict)
+    attributes = _Attributes(kind)
+    fields = _fields_that_are_items(kind, native)
+    lost = _OF_ALL_ROWS if any(base.__name__ == "BatchEncoding" for base in kind.__mro__) else ()
+
+    def take(mapping: Any) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]]:
+        held = attributes.of(mapping)
+        items: dict[Any, Any] = (
+            dict(held.pop("data"))
+            if user
+            else {key: dict.__getitem__(mapping, key) for key in native.__iter__(mapping)}
+        )
+        keys = tuple(sorted(items, key=lambda key: (type(key).__name__, str(key))))
+        same = {*lost, *(name for name in fields if held.get(name) is items.get(name))}
+        names = tuple(sorted(held.keys() - same))
+        values = [items[key] for key in keys] + [held[name] for name in names]
+        return values, (keys, tuple(items), names), (*keys, *map(Attribute, names))
+
+    def give(structure: tuple[Any, ...], values: Iterable[Any]) -> Any:
+        keys, order, names = structure
+        values = list(values)
+        by_key = dict(zip(keys, values, strict=False))
+        items = {key: by_key[key] for key in order}
+        new = native.__new__(kind)
+        if user:
+            new.__dict__["data"] = items
+        else:
+            for key, value in items.items():
+                native.__setitem__(new, key, value)
+        attributes.put(new, (*fields, *lost), [*map(items.get, fields), *[None] * len(lost)])
+        attributes.put(new, names, values[len(keys) :])
+        return new
+
+    return take, give
+
+
+def _fields_that_are_items(kind: Any, native: Any) -> tuple[str, ...]:
+    """The fields of a class that writes each both as an attribute and as an item (ModelOutput); None where it has no item."""
+    if not dataclasses.is_dataclass(kind) or getattr(kind, "__setitem__") is native.__setitem__:  # noqa: B009
+        return ()
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def _torch_node(kind: type) -> Way:
+    """A class as torch's own registry takes it apart."""
+    node = torch_pytree.SUPPORTED_NODES[kind]
+    keyed = node.flatten_with_keys_fn
+
+    def take(value: Any) -> Any:
+        children, context = node.flatten_fn(value)
+        if keyed is None:
+            return children, _Context(context)
+        return children, _Context(context), [_entry(key) for key, _ in keyed(value)[0]]
+
+    def give(context: _Context, values: Iterable[Any]) -> Any:
+        new = node.unflatten_fn(list(values), context.value)
+        if type(new) is not kind:  # a TensorDict with None in it becomes None
+            raise TypeError(f"what should be a {kind.__name__} became a {type(new).__name__}")
+        return new
+
+    return take, give
+
+
+def _entry(key: Any) -> Any:
+    """A key of torch's registry as a step of ours."""
+    if isinstance(key, torch_pytree.GetAttrKey):
+        return Attribute(key.name)
+    return getattr(key, "key", getattr(key, "idx", key))
+
+
+class _Context:
+    """What torch's registry keeps of a container besides its children, in a form that every structure can have."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        try:
+            return isinstance(other, _Context) and bool(self.value == other.value)
+        except Exception:  # it holds what cannot be compared
+            return self.value is other.value if isinstance(other, _Context) else False
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+    def __repr__(self) -> str:
+        return repr(self.value)
