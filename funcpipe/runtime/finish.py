@@ -45,12 +45,12 @@ def finish(
         grads, unused = gradients(ready, 1.0 / weight if late and weight else 1.0)
     # A list: a generator would make another error of a StopIteration.
     state = tuple([_commit(ready, stage, reports) for stage in range(plan.num_stages)])
-    if grads is not None:
-        _refuse_untouched(grads, unused)
     merged: Tree = None
     if outputs:
         pieces: list[Border] = [outputs[last, m] for m in range(count)]
         merged = merge(pieces, ready.batch, plan.merge)
+    if grads is not None:  # at last: whatever else is wrong says more
+        _refuse_untouched(grads, unused)
     scale = ready.shares.loss_scale
     return Result(loss, weight, losses, aux, grads, tuple(unused), state, merged, timeline, stats, scale, plan.ties)
 

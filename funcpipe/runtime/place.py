@@ -56,8 +56,8 @@ def place(plan: Plan, params: Sequence[Tree]) -> tuple[Tree, ...]:
     Moved ones keep ``requires_grad`` and being a Parameter.
 
     Raises:
-        PlacementError: not one tree per stage, or one hides tensors.
         PlanError: this is no plan; one tensor in two stages, and no tie of the plan says so.
+        PlacementError: not one tree per stage, or one hides tensors.
     """
     checked_plan("place", plan)
     if not isinstance(params, (tuple, list)) or len(params) != plan.num_stages:

@@ -318,7 +318,7 @@ def test_step_takes_an_optimizer_the_params_and_a_result():
             (torch.optim.SGD, params, result),
             r"SGD is a class; make an optimizer: torch.optim.SGD\(fp.leaves\(params\), lr=...\)",
         ),
-        ((optimizer, whole, result), "params and grads differ in structure"),
+        ((optimizer, whole, result), "is no tree of tensors; give the params that are run"),
         ((optimizer, fp.leaves(params), result), "params and grads differ in structure"),
         ((optimizer, params, result.loss), "params and grads differ in structure"),
         ((optimizer, result.grads, params), "the optimizer holds none"),

@@ -95,14 +95,15 @@ def test_outputs_of_another_structure_are_named_with_both(rig, executor):
 
 @pytest.mark.parametrize("value", [None, "generator", 3, "text"], ids=str)
 def test_what_is_no_activation(rig, value, executor):
-    """Row 19: a stage that returns a generator, a number: the stage or loss that cannot use it is named; None: itself."""
+    """Row 19: a stage that returns a number: the stage or loss that cannot use it is named; None, a generator: itself."""
     make = (lambda: (i for i in range(3))) if value == "generator" else lambda: value
     middle = [fp.stage(lambda p, x: make(), name="odd"), fp.stage(linear, name="next")]
     plan = fp.make_plan(middle, fp.one_f_one_b(2, M), loss=F.mse_loss, devices="cpu")
     params = ((), weights(1)[0])
     go = lambda: fp.run(plan, params, rows(7), executor=executor(plan))
-    user = {"at": "1F0", "stage": 1, "name": "next"} if value is not None else {"at": "0F0", "stage": 0, "name": "odd"}
-    assert_invariant(rig, go, kind=fp.PlanError if value is None else TypeError, microbatch=0, **user)
+    own = value in (None, "generator")
+    user = {"at": "0F0", "stage": 0, "name": "odd"} if own else {"at": "1F0", "stage": 1, "name": "next"}
+    assert_invariant(rig, go, kind=fp.PlanError if own else TypeError, microbatch=0, **user)
     last = fp.make_plan(middle[::-1], fp.one_f_one_b(2, M), loss=F.mse_loss, devices="cpu")
     go = lambda: fp.run(last, params[::-1], rows(7), executor=executor(plan))
     at = "1F0" if value is None else r"1F0 \(loss\)"
