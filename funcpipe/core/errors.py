@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
@@ -73,7 +74,19 @@ class Where(NamedTuple):
         return " ".join(parts)
 
 
-class StageError(FuncpipeError):
+class _StageErrors(type):
+    """The class of StageError and of the classes made of it and of another, which pickle finds by what they are made of."""
+
+
+def _recipe(kind: type) -> str | tuple[Any, ...]:
+    made = "[" in kind.__name__
+    return (_both, kind.__bases__[1:]) if made else kind.__qualname__
+
+
+copyreg.pickle(_StageErrors, _recipe)  # pyright: ignore[reportArgumentType]  a string is the name to find it by
+
+
+class StageError(FuncpipeError, metaclass=_StageErrors):
     """User code failed inside a run.
 
     What ``run`` raises for an ``Exception`` of the user's is an instance of this class *and* of the user's own type,
@@ -149,7 +162,7 @@ def _twin(error: Exception) -> StageError:
         except Exception:
             pass
     plain = StageError(f"{type(error).__name__}: {error}")
-    plain.__dict__["__notes__"] = list(getattr(error, "__notes__", ()))
+    vars(plain)["__notes__"] = list(getattr(error, "__notes__", ()))
     return plain
 
 
@@ -166,14 +179,16 @@ def _both(kind: type[Exception]) -> type[StageError] | None:
 
     body = {"__module__": kind.__module__, "__str__": text, "__reduce__": reduce, "__doc__": StageError.__doc__}
     try:
-        return type(StageError)(f"StageError[{kind.__name__}]", (StageError, kind), body)
+        own = issubclass(_StageErrors, type(kind))
+        makes = _StageErrors if own else type(type(kind).__name__, (_StageErrors, type(kind)), {})
+        return makes(f"StageError[{kind.__name__}]", (StageError, kind), body)
     except TypeError:
         return None
 
 
 def _plain(message: str, where: Where, notes: list[str]) -> StageError:
     error = StageError(message)
-    error.__dict__.update(funcpipe=where, __notes__=notes)
+    vars(error).update(funcpipe=where, __notes__=notes)
     return error
 
 
@@ -190,7 +205,7 @@ def _blank(kind: type[StageError], source: Exception) -> StageError:
         pass  # wants other arguments than it keeps; its fields are copied below
     new.args = source.args
     fields = {key: value for key, value in source.__dict__.items() if key != "__notes__"}
-    new.__dict__.update(fields, __notes__=list(getattr(source, "__notes__", ())))
+    vars(new).update(fields, __notes__=list(getattr(source, "__notes__", ())))
     for name in _members(type(source)):
         try:
             value = getattr(source, name)
