@@ -1,4 +1,4 @@
-"""Draw schedules, plans and timelines: text for terminals, SVG for papers, HTML for notebooks."""
+"""Draw schedules, plans and timelines: text for terminals, SVG for papers and notebooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, Simulated, Timeline
 from funcpipe.core.schedule import Schedule
 from funcpipe.view.align import aligned
-from funcpipe.view.page import page
 from funcpipe.view.palette import By
 from funcpipe.view.sheet import Sheet, lay, rows
 from funcpipe.view.simulate import simulate
@@ -117,8 +116,8 @@ class Drawing:
         """Write the picture to a file.
 
         Args:
-            path: ends in ``.svg``, ``.html``, or ``.txt`` (120 columns); written anew. An HTML page needs nothing else. In
-                a browser one can zoom until every action is seen, and ask what it is and what it waited for.
+            path: ends in ``.svg`` or ``.txt`` (120 columns); written anew. To zoom until every action is seen, write
+                a trace with `Timeline.to_chrome_trace`, and open it at ui.perfetto.dev.
 
         Raises:
             ValueError: it ends otherwise.
@@ -127,12 +126,13 @@ class Drawing:
         match file.suffix.lower():
             case ".svg":
                 content = self.svg()
-            case ".html" | ".htm":
-                content = page(self._sheet())
             case ".txt":
                 content = self.text(_FILE_WIDTH) + "\n"
             case other:
-                raise ValueError(f"drawings are saved as .svg, .html or .txt; got {other!r} in {str(file)!r}")
+                raise ValueError(
+                    f"drawings are saved as .svg or .txt; got {other!r} in {str(file)!r}. To zoom, write "
+                    "drawing.timeline.to_chrome_trace('trace.json'), and open it at ui.perfetto.dev"
+                )
         file.write_text(content, encoding="utf-8", newline="\n")
 
     def _sheet(self) -> Sheet:

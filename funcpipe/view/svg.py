@@ -14,7 +14,7 @@ from funcpipe.view.palette import Shade, kind_shade
 from funcpipe.view.pieces import Piece, pieces
 from funcpipe.view.sheet import MARGIN, Panel, Sheet, Track
 
-INK = "#1f2328"
+_INK = "#1f2328"
 _STYLE = (
     ".funcpipe{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif;"
     "font-variant-numeric:tabular-nums}"
@@ -28,25 +28,25 @@ _STYLE = (
     ".funcpipe .held{fill:#8b95d6;shape-rendering:crispEdges}"
     ".funcpipe .top{stroke:currentColor;stroke-width:2;fill:none}"
     ".funcpipe .grid{stroke:currentColor;opacity:.16;fill:none}"
-    f".funcpipe .num text{{fill:{INK};text-anchor:middle;pointer-events:none}}"
+    f".funcpipe .num text{{fill:{_INK};text-anchor:middle;pointer-events:none}}"
     ".funcpipe rect:hover,.funcpipe .mix:hover path{stroke:currentColor;stroke-width:1.5}"
 )
 """The same in every drawing, as are the rules for shades: several drawings in one page cannot disturb each other."""
 
 _ALONE = (
-    f".funcpipe.alone{{color:{INK};color-scheme:light dark}}"
+    f".funcpipe.alone{{color:{_INK};color-scheme:light dark}}"
     "@media (prefers-color-scheme:dark){.funcpipe.alone{color:#e6edf3}}"
 )
 """Text colours for a file (the scheme lets browsers darken what is behind it); in a page they are those of the page."""
 
-JOINED = "narrow actions are joined: the height of a colour is its share of the time"
+_JOINED = "narrow actions are joined: the height of a colour is its share of the time"
 _ORDER = {kind: number for number, kind in enumerate(Kind)}
 
-MOST = 10_000
+_MOST = 10_000
 """Shapes of a picture: with more a file would pass two megabytes, and nobody could tell them apart."""
 
 
-def svg(sheet: Sheet, *, inline: bool = False, most: int = MOST) -> str:
+def svg(sheet: Sheet, *, inline: bool = False, most: int = _MOST) -> str:
     """The picture.
 
     Args:
@@ -111,7 +111,7 @@ def _legend(sheet: Sheet, top: float, *, joined: bool) -> list[str]:
             out.append(f"<text {soft}{place}>{word}</text>")
     if joined:
         place = f'x="{_px(sheet.left + sheet.chart)}" y="{_px(top - 12)}"'
-        out.append(f'<g class="still"><text class="soft end" {place}>{JOINED}</text></g>')
+        out.append(f'<text class="soft end" {place}>{_JOINED}</text>')
     return [*out, "</g>"]
 
 
@@ -120,10 +120,10 @@ def _axis(panel: Panel, sheet: Sheet) -> list[str]:
     left, scale, bottom = sheet.left, sheet.scale, panel.bottom
     marks = facts.ticks(sheet.axis, int(sheet.chart / 80))
     lines = "".join(f"M{_px(left + time * scale)} {_px(panel.lanes - 4)}V{_px(bottom + 3)}" for time, _ in marks)
-    out = ['<g class="still">', f'<path class="grid" d="{lines}"/>', '<g class="soft mid">']
+    out = [f'<path class="grid" d="{lines}"/>', '<g class="soft mid">']
     for time, label in marks:
         out.append(f'<text x="{_px(left + time * scale)}" y="{_px(bottom + 18)}">{label}</text>')
-    out += ["</g>", "</g>"]
+    out.append("</g>")
     unit = facts.time_text(sheet.axis).unit
     unit = escape(unit if len(unit) <= 10 else f"{unit[:9]}…")
     out.append(f'<text class="soft end" x="{_px(left - 10)}" y="{_px(bottom + 18)}">{unit}</text>')
@@ -145,7 +145,7 @@ def _lanes(bodies: list[list[str]], panel: Panel, sheet: Sheet) -> list[str]:
     for device, body in enumerate(bodies):
         out.append(f'<g transform="translate({_px(sheet.left)} {_px(panel.lanes + device * panel.pitch)})"{size}>')
         out.append(f'<text class="end" x="-10" y="{base}">{escape(facts.called(panel.row.timeline, device))}</text>')
-        out += [f'<g class="still"><path class="lane" d="M0 0h{track}v{_px(panel.bar)}H0z"/>', *body, "</g>"]
+        out += [f'<path class="lane" d="M0 0h{track}v{_px(panel.bar)}H0z"/>', *body]
         if panel.row.levels is None:
             out.append(f'<text class="end" x="{_px(sheet.chart + 44)}" y="{base}">{busy[device]}</text>')
         if peak:
