@@ -11,11 +11,11 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, Simulated, Timeline
 from funcpipe.core.schedule import Schedule
 from funcpipe.view.align import aligned
+from funcpipe.view.figure_layout import Figure, contents, layout
 from funcpipe.view.palette import By
-from funcpipe.view.sheet import Sheet, lay, rows
 from funcpipe.view.simulate import simulate
 from funcpipe.view.svg import svg
-from funcpipe.view.text import columns, text
+from funcpipe.view.text import text, width_of
 
 _FILE_WIDTH = 120
 _BY = ("kind", "stage")
@@ -57,8 +57,8 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
     """
     if by not in _BY:
         raise ValueError(f'colours are by "kind" or by "stage"; got by={by!r}')
-    first, *rest = (_timeline(one) for one in (what, *others))
-    aligned([first, *rest])
+    first, *rest = map(_timeline, (what, *others))
+    aligned([first, *rest])  # refuses what has no common axis
     return Drawing(first, tuple(rest), memory=memory, by=by)
 
 
@@ -103,14 +103,14 @@ class Drawing:
             TypeError: the width is no whole number.
             ValueError: the width is less than 40.
         """
-        return text([self.timeline, *self.others], columns(width, "drawing"), color=color, memory=self.memory)
+        return text([self.timeline, *self.others], width_of(width, "drawing"), color=color, memory=self.memory)
 
     def svg(self) -> str:
         """The picture as a standalone SVG: no scripts, scales to any size, follows the viewer's light or dark mode.
 
         Where there are very many actions, those too narrow to see are joined to bars: the height of a colour is its share.
         """
-        return svg(self._sheet())
+        return svg(self._figure())
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the picture to a file.
@@ -135,13 +135,13 @@ class Drawing:
                 )
         file.write_text(content, encoding="utf-8", newline="\n")
 
-    def _sheet(self) -> Sheet:
-        found = aligned([self.timeline, *self.others])
-        return lay(rows(found, memory=self.memory), found.timelines, by=self.by)
+    def _figure(self) -> Figure:
+        drawn = aligned([self.timeline, *self.others])
+        return layout(contents(drawn, memory=self.memory), drawn.timelines, by=self.by)
 
     def _repr_html_(self) -> str:
         # Not _repr_svg_: Jupyter shows that as an image, which cannot inherit the page's text colour.
-        return svg(self._sheet(), inline=True)
+        return svg(self._figure(), inline=True)
 
     def __str__(self) -> str:
         return self.text()

@@ -22,8 +22,8 @@ from funcpipe.lower.plan import make_plan
 from funcpipe.schedules.families import fill_drain, interleaved, one_f_one_b, zero_bubble
 from funcpipe.schedules.remat import remat
 from funcpipe.view.draw import Drawing, draw
-from funcpipe.view.facts import ticks, time_text
 from funcpipe.view.simulate import simulate
+from funcpipe.view.summary import ticks, time_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -348,7 +348,7 @@ def test_too_narrow_is_refused() -> None:
 
 def test_drawing_needs_the_standard_library_only() -> None:
     folder = Path(str(module.__file__)).parent
-    files = ("draw", "text", "svg", "facts", "align", "held", "legend", "palette", "pieces", "sheet")
+    files = ("draw", "text", "svg", "summary", "align", "memory_levels", "palette", "joined_bars", "figure_layout")
     for file in (f"{name}.py" for name in files):
         for node in ast.walk(ast.parse((folder / file).read_text(encoding="utf-8"))):
             names = [one.name for one in node.names] if isinstance(node, ast.Import) else []

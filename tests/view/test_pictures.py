@@ -15,8 +15,8 @@ from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.schedules.families import interleaved, one_f_one_b, zero_bubble
 from funcpipe.view.draw import Drawing, draw
-from funcpipe.view.held import coarse, lanes, levels
-from funcpipe.view.pieces import pieces
+from funcpipe.view.joined_bars import joined_bars
+from funcpipe.view.memory_levels import coarse, levels, spans_by_device
 from funcpipe.view.simulate import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -217,8 +217,8 @@ def test_by_stage_has_a_colour_for_each_stage_and_an_edge_for_each_kind() -> Non
 
 def test_joined_bars_keep_every_action_and_the_idle_time() -> None:
     timeline = simulate(one_f_one_b(64, 512))
-    rows = lanes(timeline)
-    found = pieces(rows, 0.7, 4000, lambda span: span.action.kind)
+    rows = spans_by_device(timeline)
+    found = joined_bars(rows, 0.7, 4000, lambda span: span.action.kind)
     assert sum(map(len, found)) <= 4000
     for row, lane in zip(rows, found, strict=True):
         assert [span for piece in lane for span in piece.spans] == row
@@ -226,7 +226,7 @@ def test_joined_bars_keep_every_action_and_the_idle_time() -> None:
             work = sum(span.end - span.start for span in piece.spans)
             assert (piece.start, piece.end) == (piece.spans[0].start, piece.spans[-1].end)
             assert work >= 0.5 * (piece.end - piece.start)
-    few = pieces(rows, 0.7, 10**6, lambda span: span.action.kind)
+    few = joined_bars(rows, 0.7, 10**6, lambda span: span.action.kind)
     assert sum(map(len, few)) == len(timeline.spans)
 
 
