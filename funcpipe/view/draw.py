@@ -11,7 +11,7 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, Simulated, Timeline
 from funcpipe.core.schedule import Schedule
 from funcpipe.view.align import aligned
-from funcpipe.view.figure_layout import Figure, contents, layout
+from funcpipe.view.figure import panels_of
 from funcpipe.view.palette import By
 from funcpipe.view.simulate import simulate
 from funcpipe.view.svg import svg
@@ -110,7 +110,7 @@ class Drawing:
 
         Where there are very many actions, those too narrow to see are joined to bars: the height of a colour is its share.
         """
-        return svg(self._figure())
+        return self._svg(inline=False)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the picture to a file.
@@ -135,13 +135,13 @@ class Drawing:
                 )
         file.write_text(content, encoding="utf-8", newline="\n")
 
-    def _figure(self) -> Figure:
+    def _svg(self, *, inline: bool) -> str:
         drawn = aligned([self.timeline, *self.others])
-        return layout(contents(drawn, memory=self.memory), drawn.timelines, by=self.by)
+        return svg(panels_of(drawn, memory=self.memory), drawn.timelines, by=self.by, inline=inline)
 
     def _repr_html_(self) -> str:
         # Not _repr_svg_: Jupyter shows that as an image, which cannot inherit the page's text colour.
-        return svg(self._figure(), inline=True)
+        return self._svg(inline=True)
 
     def __str__(self) -> str:
         return self.text()

@@ -26,8 +26,6 @@ _UNEVEN = 1.2
 """How much longer the busiest lane may work before it is worth a remark."""
 _TIMES = ("forward", "backward_input", "backward_weight", "backward", "remat", "offload")
 """Of a `Cost`."""
-_SPARE = ("bytes", "total", "actions", "parameters", "device", "simulated", "name", "lane")
-"""Words of headings: columns to leave out where there is no room, in this order."""
 _BYTES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -39,14 +37,12 @@ class Table(NamedTuple):
         heads: one for each column.
         rows: as many cells each.
         words: how many of the first columns are words; the others are numbers.
-        spare: words of headings: these columns go first, in this order, where there is no room for all.
     """
 
     title: str
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    words: int = 1
-    spare: tuple[str, ...] = ()
+    words: int
 
 
 @dataclass(frozen=True)
@@ -164,7 +160,7 @@ def _stages(plan: Plan, params: Sequence[Tree] | None, measured: Timeline) -> Ta
             row += [mean.fixed(fmean(times)), total.fixed(sum(times))] if times else ["", ""]
             work += sum(times)
         rows.append((*row, f"{work / (measured.busy[lane] or 1.0):.1%}"))
-    return Table("Stages", ("stage", "name", "lane", *sizes, *heads, "of its lane"), tuple(rows), 2, _SPARE)
+    return Table("Stages", ("stage", "name", "lane", *sizes, *heads, "of its lane"), tuple(rows), words=2)
 
 
 def _devices(plan: Plan, result: Result) -> list[str]:
@@ -200,7 +196,7 @@ def _lanes(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) 
         )
     )
     work = (f"busy, {times.unit}", "busy", "idle", "idle, simulated")
-    return Table("Lanes", ("lane", "device", "stages", "actions", *work, "residuals"), rows, 3, _SPARE)
+    return Table("Lanes", ("lane", "device", "stages", "actions", *work, "residuals"), rows, words=3)
 
 
 def _edges(plan: Plan, stats: RunStats) -> Table:

@@ -124,22 +124,20 @@ def stage_ranks(timeline: Timeline) -> dict[tuple[int, int], int]:
 
 def legend(timelines: Sequence[Timeline], by: By) -> Iterable[tuple[tuple[Shade, ...], str]]:
     """Swatches, and what they mean."""
-    kinds = kinds_in(*timelines)
+    tints, note = [0], ""
     if by == "stage":
         last = max((span.action.stage for timeline in timelines for span in timeline.spans), default=0)
         stages = sorted({round(last * at / (2 * _FEW - 1)) for at in range(2 * _FEW)})
         yield tuple(stage_shade(stage, last) for stage in stages), f"stage 0 to {last}" if last else "stage 0"
-        for kind in kinds:
-            yield (kind_shade(kind),), f"{kind.value} {style_of(kind).word}"
-        yield (), "upper edge: kind"
-        return
-    most = max((rank for timeline in timelines for rank in stage_ranks(timeline).values()), default=0)
-    few = min(most, _FEW - 1)
-    tints = sorted({tint(rank * most // few, most) for rank in range(few + 1)}) if most else [0]
-    for kind in kinds:
+        note = "upper edge: kind"
+    elif most := max((rank for timeline in timelines for rank in stage_ranks(timeline).values()), default=0):
+        few = min(most, _FEW - 1)
+        tints = sorted({tint(rank * most // few, most) for rank in range(few + 1)})
+        note = "lighter: later stages"
+    for kind in kinds_in(*timelines):
         yield tuple(kind_shade(kind, white) for white in tints), f"{kind.value} {style_of(kind).word}"
-    if most:
-        yield (), "lighter: later stages"
+    if note:
+        yield (), note
 
 
 def _mixed(colour: Colour, other: Colour, share: float) -> Colour:

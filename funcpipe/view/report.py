@@ -17,7 +17,7 @@ from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
 from funcpipe.view import summary
 from funcpipe.view.align import aligned
-from funcpipe.view.figure_layout import Content, contents, layout, memory_scale
+from funcpipe.view.figure import Panel, memory_scale, panels_of
 from funcpipe.view.findings import Findings, Table, findings
 from funcpipe.view.memory_levels import highest
 from funcpipe.view.svg import svg
@@ -25,6 +25,8 @@ from funcpipe.view.text import text, width_of
 
 _MOST_SHAPES = 5000
 """Shapes of each picture: with more the page would pass two megabytes. Actions too narrow to see are joined first."""
+_SPARE = ("bytes", "total", "actions", "parameters", "device", "simulated", "name", "lane")
+"""Words of headings: columns of a text to leave out where there is no room, in this order."""
 _STYLE = """\
 .funcpipe-report{font:14px/1.45 system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif;\
 font-variant-numeric:tabular-nums;max-width:1400px}
@@ -153,12 +155,12 @@ def _body(findings: Findings) -> str:
     """The report for a place inside a page."""
     timelines = _timelines(findings)
     pairs = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in findings.headline)
-    panels = contents(aligned(timelines), memory=False)
+    panels = panels_of(aligned(timelines), memory=False)
     if findings.held:
         most = highest(findings.held) or 1.0
         words = (summary.count_text(findings.measured.num_devices, "device"), memory_scale(most))
-        panels.append(Content(findings.measured, "residuals held, measured", words, findings.held, most))
-    charts = "".join(svg(layout([panel], timelines), inline=True, most=_MOST_SHAPES) for panel in panels)
+        panels.append(Panel(findings.measured, "residuals held, measured", words, findings.held, most))
+    charts = "".join(svg([panel], timelines, inline=True, most=_MOST_SHAPES) for panel in panels)
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in findings.remarks)
     return "\n".join(
         [
@@ -215,7 +217,7 @@ def _columns(table: Table, width: int) -> list[str]:
     lines = [table.heads, *table.rows]
     kept = list(range(len(table.heads)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for word in table.spare:
+    for word in _SPARE:
         if sum(widths[at] + 2 for at in kept) > width:
             kept = [at for at in kept if not (at and word in table.heads[at].replace(",", "").split())]
     return [

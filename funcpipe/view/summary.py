@@ -154,6 +154,11 @@ def fill(words: Iterable[str], room: float, gap: str, size: Callable[[str], int]
     return lines
 
 
+def lengths(timeline: Timeline) -> list[float]:
+    """How long its actions take."""
+    return [span.end - span.start for span in timeline.spans]
+
+
 def quantile(values: Iterable[float], share: float) -> float:
     """The number that this share of the positive ones does not exceed; 1 if there is none."""
     ordered = sorted(value for value in values if value > 0)

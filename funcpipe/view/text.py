@@ -26,13 +26,6 @@ _MOST_FIT = 0.75
 """Labels are written if they fit in this share of the actions."""
 
 
-class Cell(NamedTuple):
-    """Some letters of a row and their terminal colour, None for none."""
-
-    text: str
-    code: int | None = None
-
-
 class TextLayout(NamedTuple):
     """How the rows are laid out; the same for all timelines of a picture.
 
@@ -45,6 +38,7 @@ class TextLayout(NamedTuple):
         columns: of the chart.
         stages: do the labels of actions have stages.
         labelled: do actions have labels; if not, each column shows one letter.
+        color: paint them with a terminal's colours.
     """
 
     word: str
@@ -55,6 +49,7 @@ class TextLayout(NamedTuple):
     columns: int
     stages: bool
     labelled: bool
+    color: bool
 
     @property
     def left(self) -> int:
@@ -69,6 +64,10 @@ class TextLayout(NamedTuple):
         """What a device is called, as wide as all names."""
         name = _clip(summary.device_name(timeline, device, self.word, self.digits), self.names)
         return name + " " * (self.names - _size(name))
+
+    def paint(self, letters: str, code: int) -> str:
+        """The letters, with colour codes if asked for: dark on the colour of the kind."""
+        return f"\x1b[38;5;16;48;5;{code}m{letters}\x1b[0m" if self.color else letters
 
 
 def width_of(width: int | None, what: str) -> int:
@@ -97,7 +96,7 @@ def text(timelines: Sequence[Timeline], width: int, *, color: bool = False, memo
     """
     drawn = aligned(timelines)
     busy = [timeline for timeline in drawn.timelines if timeline.spans]
-    layout = _layout(busy, drawn.axis, width) if busy else None
+    layout = _layout(busy, drawn.axis, width, color) if busy else None
     lines: list[str] = []
     for timeline, note in zip(drawn.timelines, drawn.notes, strict=True):
         lines += [""] if lines else []
@@ -107,15 +106,15 @@ def text(timelines: Sequence[Timeline], width: int, *, color: bool = False, memo
             continue
         words = ", ".join([*summary.numbers(timeline, drawn.axis), *([note] if note else [])]).split(", ")
         lines += _fill([f"{name}:", *(f"{word}," for word in words[:-1]), words[-1]], width, " ")
-        lines += _rows(timeline, layout, color)
+        lines += _rows(timeline, layout)
         lines += _memory(timeline, layout) if memory else []
         lines += [" " * layout.left + line for line in _ruler(drawn.axis, layout, width - layout.left)]
     if layout is not None:
-        lines += _legend(busy, drawn.axis, layout, width, color)
+        lines += _legend(busy, drawn.axis, layout, width)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _rows(timeline: Timeline, layout: TextLayout, color: bool) -> Iterable[str]:
+def _rows(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
     """A row for each device, and below it one for what it moves to its host (O) and one for what comes back (L)."""
     busy, peak = summary.side_columns(timeline)
     yield " " * (layout.left + 1 + layout.columns) + "  busy" + (f"  {'peak':>{layout.peaks}}" if peak else "")
@@ -126,8 +125,8 @@ def _rows(timeline: Timeline, layout: TextLayout, color: bool) -> Iterable[str]:
             row = [span for span in spans if (span.action.kind is kind if kind else span.action.kind not in MOVES)]
             if kind and not row:
                 continue
-            cells = _labels(row, layout, ranks) if layout.labelled else _letters(row, layout)
-            drawn = "".join(_paint(_ended(cells, end), color))
+            cells = _labels(row, layout, end, ranks) if layout.labelled else _letters(row, layout, end)
+            drawn = "".join(cells)
             if kind:
                 yield f"{kind.value} ".rjust(layout.left) + f"│{drawn}│"
             else:
@@ -149,19 +148,7 @@ def _memory(timeline: Timeline, layout: TextLayout) -> list[str]:
     return lines
 
 
-def _ended(cells: Iterable[Cell], end: int) -> Iterable[Cell]:
-    """The row without idle marks where its timeline is over and others go on."""
-    at = 0
-    for cell in cells:
-        if cell.code is None and cell.text.strip(_IDLE) == "":
-            kept = max(0, min(len(cell.text), end - at))
-            yield Cell(_IDLE * kept + " " * (len(cell.text) - kept))
-        else:
-            yield cell
-        at += len(cell.text)
-
-
-def _layout(timelines: Sequence[Timeline], axis: Timeline, width: int) -> TextLayout:
+def _layout(timelines: Sequence[Timeline], axis: Timeline, width: int, color: bool) -> TextLayout:
     """Choose the scale, and what the actions show, so that all fits."""
     word = "device" if width >= 80 else "dev"
     digits = max(len(str(timeline.num_devices - 1)) for timeline in timelines)
@@ -181,7 +168,7 @@ def _layout(timelines: Sequence[Timeline], axis: Timeline, width: int) -> TextLa
     columns = max(1, _column(axis.makespan, scale))
     stages = several and _fit(spans, scale, stages=True)
     labelled = stages or _fit(spans, scale, stages=False)
-    return TextLayout(word, digits, names, peaks, scale, columns, stages, labelled)
+    return TextLayout(word, digits, names, peaks, scale, columns, stages, labelled, color)
 
 
 def _scale(spans: Sequence[Span], end: float, room: int, wanted: int) -> float:
@@ -219,9 +206,8 @@ def _fit(spans: Sequence[Span], scale: float, *, stages: bool) -> bool:
     return fit >= _MOST_FIT * len(spans)
 
 
-def _labels(spans: list[Span], layout: TextLayout, ranks: dict[tuple[int, int], int]) -> list[Cell]:
-    """A row of cells, each as wide as its action is long."""
-    cells: list[Cell] = []
+def _labels(spans: list[Span], layout: TextLayout, end: int, ranks: dict[tuple[int, int], int]) -> Iterable[str]:
+    """A row of labels, each as wide as its action is long, idle until the column where its timeline ends."""
     done = 0
     for span in spans:
         start = max(done, layout.column(span.start))
@@ -234,29 +220,29 @@ def _labels(spans: list[Span], layout: TextLayout, ranks: dict[tuple[int, int], 
         codes = style_of(kind).codes
         code = codes[ranks[span.device, stage] % len(codes)]
         word = label.ljust(size, _FILL)
-        cells.append(Cell(_IDLE * (start - done)))
+        yield _IDLE * (start - done)
         # The last column stays open where it is not needed, so that neighbours do not run into each other.
-        cells += [Cell(word[:-1], code), Cell(" ")] if word.endswith(_FILL) else [Cell(word, code)]
+        yield layout.paint(word[:-1], code) + " " if word.endswith(_FILL) else layout.paint(word, code)
         done = start + size
-    return [*cells, Cell(_IDLE * (layout.columns - done))]
+    yield (_IDLE * (end - done)).ljust(layout.columns - done)
 
 
-def _letters(spans: list[Span], layout: TextLayout) -> list[Cell]:
-    """A row of single letters: each column shows a kind that is in it.
+def _letters(spans: list[Span], layout: TextLayout, end: int) -> Iterable[str]:
+    """A row of single letters: each column shows a kind that is in it, idle until the one where its timeline ends.
 
     Where a column holds several, what was shown too little so far comes first; so over a few columns the share of each
     letter is the share of its kind, also where every column holds one F and one B.
     """
     columns: list[dict[Kind | None, float]] = [{} for _ in range(layout.columns)]
     for span in spans:
-        start, end = (max(0.0, time * layout.scale) for time in (span.start, span.end))
-        for at in range(floor(start), min(layout.columns, floor(end) + 1)):
-            share = min(end, at + 1) - max(start, at)
+        start, stop = (max(0.0, time * layout.scale) for time in (span.start, span.end))
+        for at in range(floor(start), min(layout.columns, floor(stop) + 1)):
+            share = min(stop, at + 1) - max(start, at)
             if share > 1e-9:
                 columns[at][span.action.kind] = columns[at].get(span.action.kind, 0.0) + share
     owed: dict[Kind | None, float] = {}
-    shown: list[Kind | None] = []
-    for shares in columns:
+    shown: list[Kind | str] = []
+    for at, shares in enumerate(columns):
         idle = 1.0 - sum(shares.values())
         if idle > 1e-9:
             shares[None] = idle
@@ -264,9 +250,10 @@ def _letters(spans: list[Span], layout: TextLayout) -> list[Cell]:
             owed[kind] = owed.get(kind, 0.0) + share
         best = max(shares, key=lambda kind: round(owed[kind], 6))
         owed[best] -= 1.0
-        shown.append(best)
-    runs = ((kind, len(list(run))) for kind, run in groupby(shown))
-    return [Cell(kind.value * size, style_of(kind).codes[0]) if kind else Cell(_IDLE * size) for kind, size in runs]
+        shown.append(best or (_IDLE if at < end else " "))
+    for letter, run in groupby(shown):
+        size = len(list(run))
+        yield letter * size if isinstance(letter, str) else layout.paint(letter.value * size, style_of(letter).codes[0])
 
 
 def _ruler(axis: Timeline, layout: TextLayout, room: int) -> list[str]:
@@ -284,9 +271,7 @@ def _ruler(axis: Timeline, layout: TextLayout, room: int) -> list[str]:
     return [f"└{line}┘", labels]
 
 
-def _legend(
-    timelines: Sequence[Timeline], axis: Timeline, layout: TextLayout, width: int, color: bool
-) -> Iterable[str]:
+def _legend(timelines: Sequence[Timeline], axis: Timeline, layout: TextLayout, width: int) -> Iterable[str]:
     """The meaning of every letter in the picture."""
     kinds = {f"{kind.value} {style_of(kind).word}": kind for kind in summary.kinds_in(*timelines)}
     words = [*kinds, f"{_IDLE} idle"]
@@ -297,18 +282,8 @@ def _legend(
         words.append(f"1 column = {_clip(summary.time_text(axis)(1 / layout.scale), 20)}")
     for line in _fill(words, width, "  "):
         for word, kind in kinds.items():
-            painted = "".join(_paint([Cell(kind.value, style_of(kind).codes[0])], color))
-            line = line.replace(word, painted + word[1:], 1)
+            line = line.replace(word, layout.paint(kind.value, style_of(kind).codes[0]) + word[1:], 1)
         yield line
-
-
-def _paint(cells: Iterable[Cell], color: bool) -> Iterable[str]:
-    """The letters, with colour codes if asked for: dark on the colour of the kind."""
-    for cell in cells:
-        if color and cell.code is not None and cell.text:
-            yield f"\x1b[38;5;16;48;5;{cell.code}m{cell.text}\x1b[0m"
-        else:
-            yield cell.text
 
 
 def _fill(words: Sequence[str], width: int, gap: str) -> list[str]:

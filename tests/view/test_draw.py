@@ -348,7 +348,18 @@ def test_too_narrow_is_refused() -> None:
 
 def test_drawing_needs_the_standard_library_only() -> None:
     folder = Path(str(module.__file__)).parent
-    files = ("draw", "text", "svg", "summary", "align", "memory_levels", "palette", "joined_bars", "figure_layout")
+    files = (
+        "draw",
+        "text",
+        "svg",
+        "summary",
+        "align",
+        "memory_levels",
+        "palette",
+        "joined_bars",
+        "figure",
+        "svg_lanes",
+    )
     for file in (f"{name}.py" for name in files):
         for node in ast.walk(ast.parse((folder / file).read_text(encoding="utf-8"))):
             names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
