@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, assert_never
 
-from funcpipe.core.result import Timeline
+from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Kind
 from funcpipe.view.summary import kinds_in
 
@@ -103,16 +103,21 @@ def tint(rank: int, most: int) -> int:
 
 
 def shades_of(timeline: Timeline, by: By, last: int) -> dict[tuple[int, Kind, int], Shade]:
-    """For (device, kind, stage) of every action its shade; ``last`` is the last stage of all timelines in a picture."""
+    """The shade of every action, by its key; ``last`` is the last stage of all timelines in a picture."""
     ranks = stage_ranks(timeline)
     most = max(ranks.values(), default=0)
-    present = {(span.device, span.action.kind, span.action.stage) for span in timeline.spans}
+    present = set(map(shade_key, timeline.spans))
     return {
         (device, kind, stage): stage_shade(stage, last)
         if by == "stage" and kind not in MOVES
         else kind_shade(kind, tint(ranks[device, stage], most))
         for device, kind, stage in present
     }
+
+
+def shade_key(span: Span) -> tuple[int, Kind, int]:
+    """What a shade hangs on: device, kind, stage."""
+    return span.device, span.action.kind, span.action.stage
 
 
 def stage_ranks(timeline: Timeline) -> dict[tuple[int, int], int]:

@@ -13,7 +13,7 @@ from funcpipe.view import summary
 from funcpipe.view.figure import Frame, Panel
 from funcpipe.view.joined_bars import ActionBar, joined_bars
 from funcpipe.view.memory_levels import Level, coarse, highest
-from funcpipe.view.palette import MOVES, Shade, kind_shade, shades_of, style_of
+from funcpipe.view.palette import MOVES, Shade, kind_shade, shade_key, shades_of, style_of
 
 _ORDER = {kind: number for number, kind in enumerate(Kind)}
 
@@ -38,7 +38,7 @@ class Chart(NamedTuple):
 
     Attributes:
         panel: which.
-        shades: of its actions, by (device, kind, stage).
+        shades: of its actions, by `shade_key`.
         tracks: of its actions; none where it shows levels.
     """
 
@@ -48,8 +48,7 @@ class Chart(NamedTuple):
 
     def shade(self, span: Span) -> Shade:
         """Of an action."""
-        kind, stage, _ = span.action
-        return self.shades[span.device, kind, stage]
+        return self.shades[shade_key(span)]
 
 
 def chart_of(panel: Panel, frame: Frame, last: int, most: int) -> Chart:
@@ -71,10 +70,10 @@ def chart_of(panel: Panel, frame: Frame, last: int, most: int) -> Chart:
     rows: dict[tuple[int, float, float], list[Span]] = {}
     for span in sorted(panel.timeline.spans, key=lambda span: (span.start, span.end)):
         rows.setdefault((span.device, *places.get(span.action.kind, work)), []).append(span)
-    chart = Chart(panel, shades_of(panel.timeline, frame.by, last), [])
+    shades = shades_of(panel.timeline, frame.by, last)
     ordered = sorted(rows.items())
-    bars = joined_bars([spans for _, spans in ordered], frame.scale, most, chart.shade)
-    return chart._replace(tracks=[Track(*place, row) for (place, _), row in zip(ordered, bars, strict=True)])
+    bars = joined_bars([spans for _, spans in ordered], frame.scale, most, lambda span: shades[shade_key(span)])
+    return Chart(panel, shades, [Track(*place, row) for (place, _), row in zip(ordered, bars, strict=True)])
 
 
 def lanes_of(chart: Chart, frame: Frame, most: int) -> list[list[str]]:

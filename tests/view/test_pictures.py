@@ -16,7 +16,7 @@ from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.schedules.families import interleaved, one_f_one_b, zero_bubble
 from funcpipe.view.draw import Drawing, draw
 from funcpipe.view.joined_bars import joined_bars
-from funcpipe.view.memory_levels import coarse, levels, spans_by_device
+from funcpipe.view.memory_levels import Level, coarse, highest_in_slices, levels, spans_by_device
 from funcpipe.view.simulate import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -238,6 +238,15 @@ def test_coarse_levels_never_show_less() -> None:
         assert all(one.amount >= level.amount for one in rough if one.start < level.end and one.end > level.start)
     assert max(level.amount for level in rough) == max(level.amount for level in fine)
     assert coarse((), 1.0) == ()
+
+
+def test_what_ends_where_a_slice_begins_is_not_in_it() -> None:
+    """Also where 0.07 times 100 is more than 7: rounding makes no device hold more for longer."""
+    high, low = Level(0.0, 0.07, 5.0), Level(0.07, 0.1, 1.0)
+    assert 0.07 * 100 > 7
+    assert highest_in_slices([high, low], 100, 10) == [5.0] * 7 + [1.0] * 3
+    assert [level.amount for level in coarse([high, low], 0.01)] == [5.0, 1.0]
+    assert coarse([high, low], 0.01)[1].start == pytest.approx(0.07)
 
 
 @pytest.mark.slow
