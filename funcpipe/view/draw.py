@@ -39,8 +39,8 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
 
     Args:
         what: a timeline, simulated or measured. A schedule, or the schedule of a plan, is drawn as its simulation under
-            the default `Cost`: F, I, W take one unit each, B two. Draw ``simulate(schedule, cost)`` for other costs. The
-            plan of an `overlap` is drawn with stages of one unit each.
+            the default `Cost`: F, I, W take one unit each, B two. Draw ``simulate(schedule, cost)`` for other costs.
+            The plan of an `overlap` is drawn with stages of one unit each.
         others: drawn below it on the same time axis. Beside a timeline in seconds, those in units are scaled until
             their devices work as long in sum, and the picture says so.
         memory: True: below each, what its devices hold over time.
@@ -108,7 +108,8 @@ class Drawing:
     def svg(self) -> str:
         """The picture as a standalone SVG: no scripts, scales to any size, follows the viewer's light or dark mode.
 
-        Where there are very many actions, those too narrow to see are joined to bars: the height of a colour is its share.
+        Where there are very many actions, those too narrow to see are joined to bars: the height of a colour is its
+        share.
         """
         return self._svg(inline=False)
 

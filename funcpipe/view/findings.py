@@ -263,7 +263,7 @@ def _short_actions(measured: Timeline) -> Iterable[str]:
 
 
 def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Iterable[str]:
-    """What stages of equal cost would win, where lanes work for different times: the same schedule by the same clock."""
+    """What stages of equal cost would win, where lanes work for different times: same schedule, same clock."""
     busy = measured.busy
     most, least = (pick(range(len(busy)), key=busy.__getitem__) for pick in (max, min))
     if busy[most] <= _UNEVEN * busy[least]:
@@ -274,8 +274,8 @@ def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Ite
     change = equal / (simulated.makespan or 1.0) - 1
     mend = ": fp.balance with the times of fp.profile comes as near to that as the layers allow"
     yield (
-        f"Lane {most} works {more} lane {least}, and the others wait for it. With stages of equal cost the same schedule "
-        f"takes {times(equal)} instead of {times(simulated.makespan)} ({change:+z.1%}), simulated"
+        f"Lane {most} works {more} lane {least}, and the others wait for it. With stages of equal cost the same "
+        f"schedule takes {times(equal)} instead of {times(simulated.makespan)} ({change:+z.1%}), simulated"
         f"{mend if change <= -NEGLIGIBLE else ''}."
     )
 
