@@ -30,7 +30,6 @@ from funcpipe.cli_words import (
 )  # fmt: skip
 from funcpipe.core.result import NEGLIGIBLE, imbalance_of, percent
 
-_PICTURES = (".svg", ".html", ".htm")
 _SCHEDULES = (".json", ".csv", ".txt")
 _COLUMNS: dict[str, Callable[[fp.Timeline], str]] = {
     "makespan": lambda timeline: f"{timeline.makespan:.6g}",
@@ -97,7 +96,8 @@ examples:
     _counts(one)
     _cost(one)
     _width(one)
-    one.add_argument("--output", metavar="FILE", help="write the picture instead: .svg, .html or .txt")
+    one.add_argument("--output", metavar="FILE", help="write the picture instead: .svg or .txt")
+    one.add_argument("--trace", metavar="FILE", help="also write a .json trace, to zoom into at ui.perfetto.dev")
 
     many = command("compare", _compare, "compare all families: makespan, bubble, idle, peak memory, legal or not", f"""\
 All run the same stages on the same devices; by default two stages a device where the number of stages is even, since
@@ -182,7 +182,7 @@ examples:
     find.add_argument("--seed", type=as_index, metavar="N", default=0, help="of the random changes; default: 0")
     _width(find)
     find.add_argument("--output", metavar="FILE", help="also write the schedule (.json, .csv of "
-                      "torch.distributed.pipelining, .txt) or the picture (.svg, .html)")  # fmt: skip
+                      "torch.distributed.pipelining, .txt) or the picture (.svg)")  # fmt: skip
 
 
 def _counts(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
@@ -203,10 +203,12 @@ def _width(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=as_count, metavar="COLUMNS", help="of the text; default: the terminal's")
 
 
-def _draw(*, cost: fp.Cost | None, width: int | None, output: str | None, **words: Any) -> None:
+def _draw(*, cost: fp.Cost | None, width: int | None, output: str | None, trace: str | None, **words: Any) -> None:
     _wide(width)
     if output is not None:
-        writable(output, (*_PICTURES, ".txt"))
+        writable(output, (".svg", ".txt"))
+    if trace is not None:
+        writable(trace, (".json",))
     found = source(**words)
     if isinstance(found, fp.Timeline) and cost is not None:
         raise fp.FuncpipeError(f"{words['schedule']} is a timeline: it has its times, leave out --cost")
@@ -215,6 +217,8 @@ def _draw(*, cost: fp.Cost | None, width: int | None, output: str | None, **word
         _show(timeline, width)
     else:
         fp.draw(timeline).save(output)
+    if trace is not None:
+        timeline.to_chrome_trace(trace)
 
 
 def _compare(*, files: list[str], stages: int, microbatches: int, devices: int | None, remat: bool,
@@ -282,7 +286,7 @@ def _search(*, devices: int, microbatches: int, stages: int | None, cost: fp.Cos
     _wide(width)
     bounded(stages or 2 * devices, microbatches)
     if output is not None:
-        writable(output, (*_SCHEDULES, *_PICTURES))
+        writable(output, (*_SCHEDULES, ".svg"))
         if Path(output).suffix.lower() == ".csv" and (remat or offload):
             raise fp.FuncpipeError(
                 "torch's schedules have no R, O or L: leave out --remat and --offload, or write .json"

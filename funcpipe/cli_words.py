@@ -92,7 +92,7 @@ def writable(name: str, suffixes: tuple[str, ...]) -> None:
     """Refuse a file that cannot be written, before the work that makes it."""
     path = Path(name)
     if path.suffix.lower() not in suffixes:
-        raise fp.FuncpipeError(f"{name} does not end in {', '.join(suffixes[:-1])} or {suffixes[-1]}")
+        raise fp.FuncpipeError(f"{name} does not end in {' or '.join(', '.join(suffixes).rsplit(', ', 1))}")
     if not path.absolute().parent.is_dir():
         raise fp.FuncpipeError(f"{name} cannot be written: there is no folder {path.parent}")
     if path.is_dir():

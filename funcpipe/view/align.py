@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from funcpipe.core.result import Span, Timeline
-from funcpipe.view import facts
+from funcpipe.view import summary
 
 _FREE = "units"
 """The unit of simulated timelines: whatever their cost meant, so it may be scaled."""
@@ -46,40 +46,37 @@ def aligned(timelines: Sequence[Timeline]) -> Aligned:
         return Aligned(tuple(timelines), ("",) * len(timelines))
     (unit,) = units
     fixed = next(timeline for timeline in timelines if timeline.unit == unit)
-    twice = len({facts.title(timeline) for timeline in timelines}) < len(timelines)
-    out: list[Timeline] = []
+    same_names = len({summary.title(timeline) for timeline in timelines}) < len(timelines)
+    drawn: list[Timeline] = []
     notes: list[str] = []
     for timeline in timelines:
-        note, made = "", timeline
+        note = ""
+        name = f"{summary.title(timeline)}, {'simulated' if timeline.unit == _FREE else 'measured'}"
         if timeline.unit == _FREE:
             factor = _factor(timeline, fixed)
             # The mean measured times need no scaling, and rounding is no news.
             if abs(factor - 1) > 1e-9:
-                time = facts.time_text_to(factor, unit)(factor)
-                note = f"scaled to the same work, 1 unit is {time}"
-            made = scaled(timeline, factor, unit)
-        if twice and unit == "s":
-            made = replace(made, name=f"{facts.title(made)}, {'measured' if made is timeline else 'simulated'}")
-        out.append(made)
+                note = f"scaled to the same work, 1 unit is {summary.time_text_to(factor, unit)(factor)}"
+            timeline = _scaled(timeline, factor, unit)
+        drawn.append(replace(timeline, name=name) if same_names and unit == "s" else timeline)
         notes.append(note)
-    return Aligned(tuple(out), tuple(notes))
+    return Aligned(tuple(drawn), tuple(notes))
 
 
 def _factor(timeline: Timeline, fixed: Timeline) -> float:
     """By how much to stretch a timeline so that its work is that of another."""
     if not timeline.spans:
         return 1.0
-    work, wanted = sum(timeline.busy), sum(fixed.busy)
-    if work <= 0 or wanted <= 0:
-        name = facts.title(timeline if work <= 0 else fixed)
-        raise ValueError(
-            f"times in units are scaled to {fixed.unit!r} by the work of both, and {name!r} has none; simulate with "
-            "times in that unit and give the timeline that unit"
-        )
-    return wanted / work
+    for worker in (timeline, fixed):
+        if sum(worker.busy) <= 0:
+            raise ValueError(
+                f"times in units are scaled to {fixed.unit!r} by the work of both, and {summary.title(worker)!r} has "
+                "none; simulate with times in that unit and give the timeline that unit"
+            )
+    return sum(fixed.busy) / sum(timeline.busy)
 
 
-def scaled(timeline: Timeline, factor: float, unit: str) -> Timeline:
+def _scaled(timeline: Timeline, factor: float, unit: str) -> Timeline:
     """The same with all times that many times as long, in another unit."""
     comm = timeline.comm
     return replace(
@@ -88,6 +85,6 @@ def scaled(timeline: Timeline, factor: float, unit: str) -> Timeline:
             Span(device, start * factor, end * factor, action) for device, start, end, action in timeline.spans
         ),
         unit=unit,
-        comm=tuple(one * factor for one in comm) if isinstance(comm, Sequence) else comm * factor,
+        comm=tuple(latency * factor for latency in comm) if isinstance(comm, Sequence) else comm * factor,
         memory=tuple(tuple((time * factor, amount) for time, amount in steps) for steps in timeline.memory),
     )

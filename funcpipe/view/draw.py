@@ -1,4 +1,4 @@
-"""Draw schedules, plans and timelines: text for terminals, SVG for papers, HTML for notebooks."""
+"""Draw schedules, plans and timelines: text for terminals, SVG for papers and notebooks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, Simulated, Timeline
 from funcpipe.core.schedule import Schedule
 from funcpipe.view.align import aligned
-from funcpipe.view.page import page
+from funcpipe.view.figure import panels_of
 from funcpipe.view.palette import By
-from funcpipe.view.sheet import Sheet, lay, rows
 from funcpipe.view.simulate import simulate
 from funcpipe.view.svg import svg
-from funcpipe.view.text import columns, text
+from funcpipe.view.text import text, width_of
 
 _FILE_WIDTH = 120
 _BY = ("kind", "stage")
@@ -40,8 +39,8 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
 
     Args:
         what: a timeline, simulated or measured. A schedule, or the schedule of a plan, is drawn as its simulation under
-            the default `Cost`: F, I, W take one unit each, B two. Draw ``simulate(schedule, cost)`` for other costs. The
-            plan of an `overlap` is drawn with stages of one unit each.
+            the default `Cost`: F, I, W take one unit each, B two. Draw ``simulate(schedule, cost)`` for other costs.
+            The plan of an `overlap` is drawn with stages of one unit each.
         others: drawn below it on the same time axis. Beside a timeline in seconds, those in units are scaled until
             their devices work as long in sum, and the picture says so.
         memory: True: below each, what its devices hold over time.
@@ -58,8 +57,8 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
     """
     if by not in _BY:
         raise ValueError(f'colours are by "kind" or by "stage"; got by={by!r}')
-    first, *rest = (_timeline(one) for one in (what, *others))
-    aligned([first, *rest])
+    first, *rest = map(_timeline, (what, *others))
+    aligned([first, *rest])  # refuses what has no common axis
     return Drawing(first, tuple(rest), memory=memory, by=by)
 
 
@@ -104,21 +103,22 @@ class Drawing:
             TypeError: the width is no whole number.
             ValueError: the width is less than 40.
         """
-        return text([self.timeline, *self.others], columns(width, "drawing"), color=color, memory=self.memory)
+        return text([self.timeline, *self.others], width_of(width, "drawing"), color=color, memory=self.memory)
 
     def svg(self) -> str:
         """The picture as a standalone SVG: no scripts, scales to any size, follows the viewer's light or dark mode.
 
-        Where there are very many actions, those too narrow to see are joined to bars: the height of a colour is its share.
+        Where there are very many actions, those too narrow to see are joined to bars: the height of a colour is its
+        share.
         """
-        return svg(self._sheet())
+        return self._svg(inline=False)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the picture to a file.
 
         Args:
-            path: ends in ``.svg``, ``.html``, or ``.txt`` (120 columns); written anew. An HTML page needs nothing else. In
-                a browser one can zoom until every action is seen, and ask what it is and what it waited for.
+            path: ends in ``.svg`` or ``.txt`` (120 columns); written anew. To zoom until every action is seen, write
+                a trace with `Timeline.to_chrome_trace`, and open it at ui.perfetto.dev.
 
         Raises:
             ValueError: it ends otherwise.
@@ -127,21 +127,22 @@ class Drawing:
         match file.suffix.lower():
             case ".svg":
                 content = self.svg()
-            case ".html" | ".htm":
-                content = page(self._sheet())
             case ".txt":
                 content = self.text(_FILE_WIDTH) + "\n"
             case other:
-                raise ValueError(f"drawings are saved as .svg, .html or .txt; got {other!r} in {str(file)!r}")
+                raise ValueError(
+                    f"drawings are saved as .svg or .txt; got {other!r} in {str(file)!r}. To zoom, write "
+                    "drawing.timeline.to_chrome_trace('trace.json'), and open it at ui.perfetto.dev"
+                )
         file.write_text(content, encoding="utf-8", newline="\n")
 
-    def _sheet(self) -> Sheet:
-        found = aligned([self.timeline, *self.others])
-        return lay(rows(found, memory=self.memory), found.timelines, by=self.by)
+    def _svg(self, *, inline: bool) -> str:
+        drawn = aligned([self.timeline, *self.others])
+        return svg(panels_of(drawn, memory=self.memory), drawn.timelines, by=self.by, inline=inline)
 
     def _repr_html_(self) -> str:
         # Not _repr_svg_: Jupyter shows that as an image, which cannot inherit the page's text colour.
-        return svg(self._sheet(), inline=True)
+        return self._svg(inline=True)
 
     def __str__(self) -> str:
         return self.text()

@@ -16,8 +16,8 @@ from funcpipe.core.stage import names_of
 from funcpipe.core.task import CALLER
 from funcpipe.core.tree import Tree, leaves
 from funcpipe.lower.plan import program_for
-from funcpipe.view import facts
-from funcpipe.view.held import Levels, count, lanes
+from funcpipe.view import summary
+from funcpipe.view.memory_levels import Levels, count_residuals, spans_by_device
 from funcpipe.view.simulate import simulate
 
 _SHORT = 100e-6
@@ -26,8 +26,6 @@ _UNEVEN = 1.2
 """How much longer the busiest lane may work before it is worth a remark."""
 _TIMES = ("forward", "backward_input", "backward_weight", "backward", "remat", "offload")
 """Of a `Cost`."""
-_SPARE = ("bytes", "total", "actions", "parameters", "device", "simulated", "name", "lane")
-"""Words of headings: columns to leave out where there is no room, in this order."""
 _BYTES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -39,14 +37,12 @@ class Table(NamedTuple):
         heads: one for each column.
         rows: as many cells each.
         words: how many of the first columns are words; the others are numbers.
-        spare: words of headings: these columns go first, in this order, where there is no room for all.
     """
 
     title: str
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    words: int = 1
-    spare: tuple[str, ...] = ()
+    words: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: s
     if measured is None:
         raise PlanError("the run was not recorded, so there is nothing to report; use fp.run(..., record=True)")
     schedule = plan.schedule.first(stats.num_microbatches)
-    ran = tuple(tuple(span.action for span in lane) for lane in lanes(measured))
+    ran = tuple(tuple(span.action for span in lane) for lane in spans_by_device(measured))
     if ran != schedule.orders:
         raise PlanError(
             f"the result is another plan's: it ran {measured.name!r} on {measured.num_devices} lanes, the plan is "
@@ -92,44 +88,45 @@ def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: s
         )
     simulated = replace(simulate(schedule, measured.cost()), unit=measured.unit)
     return Findings(
-        facts.clean(title) or f"a run of {facts.clean(schedule.name)}",
+        summary.clean(title) or f"a run of {summary.clean(schedule.name)}",
         _headline(plan, result, measured, simulated),
         measured,
         simulated,
         _note(stats, measured),
-        count(schedule, measured) if schedule.has_backward else (),
-        (_stages(plan, params, measured), _by_lane(plan, result, measured, simulated), _edges(plan, stats)),
+        count_residuals(schedule, measured) if schedule.has_backward else (),
+        (_stages(plan, params, measured), _lanes(plan, result, measured, simulated), _edges(plan, stats)),
         tuple(_remarks(plan, result, measured, simulated)),
     )
 
 
 def _headline(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> tuple[tuple[str, str], ...]:
-    stats, shown = result.stats, facts.time_text(measured)
-    some = f" of {plan.num_microbatches}" if stats.num_microbatches < plan.num_microbatches else ""
-    wait = measured.makespan - simulated.makespan
-    lane = max(range(plan.num_devices), key=measured.busy.__getitem__)
-    busiest = f"{lane} ({shown(measured.busy[lane])}, {measured.busy[lane] / (measured.makespan or 1.0):.1%})"
+    stats, times = result.stats, summary.time_text(measured)
+    of_plan = f" of {plan.num_microbatches}" if stats.num_microbatches < plan.num_microbatches else ""
+    makespan = measured.makespan or 1.0
+    longer = measured.makespan - simulated.makespan
+    busiest = max(range(plan.num_devices), key=measured.busy.__getitem__)
+    busy = measured.busy[busiest]
     imbalance = (("imbalance, measured", percent(measured.imbalance)),) if measured.imbalance >= NEGLIGIBLE else ()
     loss = () if result.loss is None else (("loss", f"{float(result.loss):.6g}"),)
     return (
-        ("schedule", facts.clean(plan.schedule.name)),
+        ("schedule", summary.clean(plan.schedule.name)),
         ("stages", str(plan.num_stages)),
         ("lanes", str(plan.num_devices)),
-        ("microbatches", f"{stats.num_microbatches}{some}"),
+        ("microbatches", f"{stats.num_microbatches}{of_plan}"),
         ("executor", stats.executor),
-        ("because", facts.clean(stats.reason)),
+        ("because", summary.clean(stats.reason)),
         ("threads per lane", str(stats.threads_per_lane)),
         *loss,
-        ("wall clock", facts.time_text_to(stats.seconds, "s")(stats.seconds)),
-        ("makespan, measured", shown(measured.makespan)),
-        ("makespan, simulated", shown(simulated.makespan)),
-        ("difference", f"{shown(wait)} ({wait / (measured.makespan or 1.0):.1%} of the measured)"),
+        ("wall clock", summary.time_text_to(stats.seconds, "s")(stats.seconds)),
+        ("makespan, measured", times(measured.makespan)),
+        ("makespan, simulated", times(simulated.makespan)),
+        ("difference", f"{times(longer)} ({longer / makespan:.1%} of the measured)"),
         ("bubble, measured", percent(measured.bubble)),
         ("bubble, simulated", percent(simulated.bubble)),
         ("idle, measured", percent(measured.idle)),
         ("idle, simulated", percent(simulated.idle)),
         *imbalance,
-        ("busiest lane", busiest),
+        ("busiest lane", f"{busiest} ({times(busy)}, {busy / makespan:.1%})"),
     )
 
 
@@ -145,138 +142,142 @@ def _note(stats: RunStats, measured: Timeline) -> str:
 
 def _stages(plan: Plan, params: Sequence[Tree] | None, measured: Timeline) -> Table:
     """For each stage its size, the mean and the total time of each kind, and its share of its lane's work."""
-    kinds, times = facts.kinds(measured), measured.by_kind
-    mean = facts.time_text_to(max((fmean(some) for some in times.values()), default=0.0), measured.unit)
-    total = facts.time_text_to(max(map(sum, times.values()), default=0.0), measured.unit)
+    kinds, by_kind = summary.kinds_in(measured), measured.by_kind
+    mean = summary.time_text_to(max(map(fmean, by_kind.values()), default=0.0), measured.unit)
+    total = summary.time_text_to(max(map(sum, by_kind.values()), default=0.0), measured.unit)
     sizes = ("parameters", "bytes") if params is not None else ()
     heads = [f"{kind.value} {what}, {text.unit}" for kind in kinds for what, text in (("mean", mean), ("total", total))]
     rows: list[tuple[str, ...]] = []
     for stage, lane in enumerate(plan.schedule.device_of):
-        row = [str(stage), facts.clean(plan.stages[stage].name), str(lane)]
+        row = [str(stage), summary.clean(plan.stages[stage].name), str(lane)]
         if params is not None:
             tensors = leaves(params[stage])
-            row.append(f"{sum(one.numel() for one in tensors):,}")
-            row.append(_size(sum(one.numel() * one.element_size() for one in tensors)))
-        own = 0.0
+            row.append(f"{sum(tensor.numel() for tensor in tensors):,}")
+            row.append(_bytes_text(sum(tensor.numel() * tensor.element_size() for tensor in tensors)))
+        work = 0.0
         for kind in kinds:
-            some = times.get((kind, stage), ())
-            row += [_fixed(mean, fmean(some)), _fixed(total, sum(some))] if some else ["", ""]
-            own += sum(some)
-        rows.append((*row, f"{own / (measured.busy[lane] or 1.0):.1%}"))
-    return Table("Stages", ("stage", "name", "lane", *sizes, *heads, "of its lane"), tuple(rows), 2, _SPARE)
+            times = by_kind.get((kind, stage), ())
+            row += [mean.fixed(fmean(times)), total.fixed(sum(times))] if times else ["", ""]
+            work += sum(times)
+        rows.append((*row, f"{work / (measured.busy[lane] or 1.0):.1%}"))
+    return Table("Stages", ("stage", "name", "lane", *sizes, *heads, "of its lane"), tuple(rows), words=2)
 
 
 def _devices(plan: Plan, result: Result) -> list[str]:
     """The torch device of each lane: the plan's, else where the gradients lie; empty where nothing tells."""
     if plan.devices is not None:
-        return [facts.clean(str(device)) for device in plan.devices]
-    found = [""] * plan.num_devices
+        return [summary.clean(str(device)) for device in plan.devices]
+    devices = [""] * plan.num_devices
     for stage, lane in enumerate(plan.schedule.device_of):
         for gradient in leaves(result.grads[stage]) if result.grads else ():
-            found[lane] = str(gradient.device)
-    return found
+            devices[lane] = str(gradient.device)
+    return devices
 
 
-def _by_lane(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> Table:
+def _lanes(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> Table:
     """For each lane how much it works, measured and simulated, and its peak."""
-    shown, end, least = facts.time_text(measured), measured.makespan or 1.0, simulated.makespan or 1.0
-    counts = [len(lane) for lane in lanes(measured)]
-    _, peak = facts.sides(measured)
-    where = _devices(plan, result)
+    times = summary.time_text(measured)
+    makespan, shortest = measured.makespan or 1.0, simulated.makespan or 1.0
+    _, peak = summary.side_columns(measured)
     rows = tuple(
         (
             str(lane),
-            where[lane],
-            _ranges(stage for stage, at in enumerate(plan.schedule.device_of) if at == lane),
-            str(counts[lane]),
-            _fixed(shown, busy),
-            f"{busy / end:.1%}",
-            f"{max(0.0, 1 - busy / end):.1%}",
-            f"{max(0.0, 1 - simulated.busy[lane] / least):.1%}",
+            device,
+            _ranges(stage for stage, home in enumerate(plan.schedule.device_of) if home == lane),
+            str(len(spans)),
+            times.fixed(busy),
+            percent(busy / makespan),
+            percent(1 - busy / makespan),
+            percent(1 - simulated.busy[lane] / shortest),
             peak[lane] if peak else "",
         )
-        for lane, busy in enumerate(measured.busy)
+        for lane, (device, spans, busy) in enumerate(
+            zip(_devices(plan, result), spans_by_device(measured), measured.busy, strict=True)
+        )
     )
-    heads = (
-        "lane",
-        "device",
-        "stages",
-        "actions",
-        f"busy, {shown.unit}",
-        "busy",
-        "idle",
-        "idle, simulated",
-        "residuals",
-    )
-    return Table("Lanes", heads, rows, 3, _SPARE)
+    work = (f"busy, {times.unit}", "busy", "idle", "idle, simulated")
+    return Table("Lanes", ("lane", "device", "stages", "actions", *work, "residuals"), rows, words=3)
 
 
 def _edges(plan: Plan, stats: RunStats) -> Table:
     """For each directed edge and kind of value: the most that lay in its slots, and the slots."""
     pools = program_for(plan, stats.num_microbatches).pools
     rows = tuple(
-        ("caller" if pool.source == CALLER else f"lane {pool.source}", f"lane {pool.lane}", pool.role.value, str(most), str(pool.slots))
+        (
+            "caller" if pool.source == CALLER else f"lane {pool.source}",
+            f"lane {pool.lane}",
+            pool.role.value,
+            str(most),
+            str(pool.slots),
+        )
         for pool, most in zip(pools, stats.slots, strict=True)
-    )  # fmt: skip
+    )
     return Table("Values between lanes", ("from", "to", "value", "most at a time", "slots"), rows, words=3)
 
 
 def _remarks(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> Iterable[str]:
     """What is worth a look, what it means, and what mends it."""
     stats = result.stats
+    yield from _short_actions(measured)
+    yield from _unequal(plan.schedule.first(stats.num_microbatches), measured, simulated)
+    if result.unused:
+        names = names_of(plan.stages)
+        paths = ", ".join(f"{key!r} of {names[stage]}" for stage, key in result.unused)
+        yield f"No backward reached these trainable leaves: {summary.clean(paths)}. Use them, or freeze them."
+    if stats.executor == "serial" and plan.num_devices > 1:
+        yield (
+            f"One thread ran all {plan.num_devices} lanes ({summary.clean(stats.reason)}): the simulated timeline is "
+            "what lanes that run at a time would take."
+        )
+    if stats.num_microbatches < plan.num_microbatches:
+        yield (
+            f"The batch had rows for {stats.num_microbatches} of the plan's {plan.num_microbatches} microbatches; the "
+            "bubble is larger for it."
+        )
+    if any(device and not device.startswith("cpu") for device in _devices(plan, result)):
+        yield "Some lanes are not CPUs: times are those of the host, which may be ahead of the device."
+
+
+def _short_actions(measured: Timeline) -> Iterable[str]:
+    """Actions that are over as fast as they are handed over, and W that does nothing."""
     mean = {key: fmean(times) for key, times in measured.by_kind.items()}
     # Eager stages do their whole backward in I; their W is no work that anyone could make longer.
     unsplit = {stage for kind, stage in mean if kind is Kind.W and mean[Kind.W, stage] < 0.05 * mean[Kind.I, stage]}
-    short = {key for key in mean if mean[key] < _SHORT and not (key[0] is Kind.W and key[1] in unsplit)}
+    short: dict[Kind, set[int]] = {}
+    for kind, stage in mean:
+        if mean[kind, stage] < _SHORT and not (kind is Kind.W and stage in unsplit):
+            short.setdefault(kind, set()).add(stage)
     if short:
-        which = "; ".join(
-            f"{kind.value} of {_many_stages({stage for other, stage in short if other is kind})}"
-            for kind in Kind
-            if any(other is kind for other, _ in short)
-        )
-        count = sum(len(measured.by_kind[key]) for key in short)
+        which = "; ".join(f"{kind.value} of {_stage_numbers(short[kind])}" for kind in Kind if kind in short)
+        count = sum(len(measured.by_kind[kind, stage]) for kind, stages in short.items() for stage in stages)
         yield (
             f"{count} of {len(measured.spans)} actions take less than 100 us on average ({which}). Handing over costs "
             "about as much: take fewer microbatches with more rows, or fewer stages."
         )
     if unsplit:
         yield (
-            f"W takes no time: {_many_stages(unsplit)} {'do' if len(unsplit) > 1 else 'does'} the whole backward in I, so W "
-            "fills no bubble. A schedule with whole backwards (1F1B, interleaved) is as fast; fp.compile(stage) splits them."
+            f"W takes no time: {_stage_numbers(unsplit)} {'do' if len(unsplit) > 1 else 'does'} the whole backward in "
+            "I, so W fills no bubble. A schedule with whole backwards (1F1B, interleaved) is as fast; "
+            "fp.compile(stage) splits them."
         )
-    yield from _unequal(plan.schedule.first(stats.num_microbatches), measured, simulated)
-    if result.unused:
-        names = names_of(plan.stages)
-        paths = ", ".join(f"{key!r} of {names[stage]}" for stage, key in result.unused)
-        yield f"No backward reached these trainable leaves: {facts.clean(paths)}. Use them, or freeze them."
-    if stats.executor == "serial" and plan.num_devices > 1:
-        yield f"One thread ran all {plan.num_devices} lanes ({facts.clean(stats.reason)}): the simulated timeline is what lanes that run at a time would take."  # fmt: skip
-    if stats.num_microbatches < plan.num_microbatches:
-        yield f"The batch had rows for {stats.num_microbatches} of the plan's {plan.num_microbatches} microbatches; the bubble is larger for it."
-    if any(device and not device.startswith("cpu") for device in _devices(plan, result)):
-        yield "Some lanes are not CPUs: times are those of the host, which may be ahead of the device."
 
 
 def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Iterable[str]:
-    """What stages of equal cost would win, where lanes work for different times: the same schedule by the same clock."""
+    """What stages of equal cost would win, where lanes work for different times: same schedule, same clock."""
     busy = measured.busy
     most, least = (pick(range(len(busy)), key=busy.__getitem__) for pick in (max, min))
     if busy[most] <= _UNEVEN * busy[least]:
         return
     more = f"{busy[most] / busy[least] - 1:.0%} longer than" if busy[least] else "while nothing is done by"
-    cost, shown = measured.cost(), facts.time_text(measured)
+    cost, times = measured.cost(), summary.time_text(measured)
     equal = simulate(schedule, replace(cost, **{name: fmean(getattr(cost, name)) for name in _TIMES})).makespan
     change = equal / (simulated.makespan or 1.0) - 1
+    mend = ": fp.balance with the times of fp.profile comes as near to that as the layers allow"
     yield (
-        f"Lane {most} works {more} lane {least}, and the others wait for it. With stages of equal cost the same schedule "
-        f"takes {shown(equal)} instead of {shown(simulated.makespan)} ({change:+z.1%}), simulated"
-        f"{': fp.balance with the times of fp.profile comes as near to that as the layers allow' * (change <= -NEGLIGIBLE)}."
+        f"Lane {most} works {more} lane {least}, and the others wait for it. With stages of equal cost the same "
+        f"schedule takes {times(equal)} instead of {times(simulated.makespan)} ({change:+z.1%}), simulated"
+        f"{mend if change <= -NEGLIGIBLE else ''}."
     )
-
-
-def _fixed(text: facts.TimeText, time: float) -> str:
-    """A time without its unit, as long as the others of its column."""
-    return f"{time * text.factor:.{text.decimals}f}"
 
 
 def _ranges(numbers: Iterable[int]) -> str:
@@ -285,11 +286,11 @@ def _ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _many_stages(stages: set[int]) -> str:
-    return f"stage{'s' * (len(stages) > 1)} {_ranges(sorted(stages))}"
+def _stage_numbers(stages: set[int]) -> str:
+    return f"{'stages' if len(stages) > 1 else 'stage'} {_ranges(sorted(stages))}"
 
 
-def _size(count: int) -> str:
+def _bytes_text(count: int) -> str:
     """Bytes in the largest unit that they fill."""
-    unit, many = next(((unit, many) for unit, many in _BYTES if count >= many), ("B", 1))
-    return f"{facts.plain(count / many, 1)} {unit}"
+    unit, size = next(((unit, size) for unit, size in _BYTES if count >= size), ("B", 1))
+    return f"{summary.number_text(count / size, 1)} {unit}"

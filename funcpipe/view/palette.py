@@ -1,17 +1,22 @@
-"""The colours of actions: by kind, lighter for a device's later stages, or by stage."""
+"""Colours: of kinds, lighter for a device's later stages, or of stages; and the legend that explains them."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, assert_never
 
 from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import Action, Kind
-from funcpipe.view import facts
+from funcpipe.core.schedule import Kind
+from funcpipe.view.summary import kinds_in
 
 By = Literal["kind", "stage"]
 """What colours tell."""
 
 Colour = tuple[int, int, int]
+"""Red, green, blue."""
+
+MOVES = (Kind.O, Kind.L)
+"""The kinds that run on a device's links to its host, one for each way, while the device works."""
 
 _RAMP: tuple[Colour, ...] = (
     (112, 131, 243),
@@ -22,6 +27,44 @@ _RAMP: tuple[Colour, ...] = (
     (255, 255, 183),
 )
 """From the first stage to the last: darker to lighter, so that the order shows to all; all carry dark letters."""
+_FEW = 4
+"""Of many shades a legend shows so many; of stages twice as many."""
+
+
+class KindStyle(NamedTuple):
+    """How a kind is shown.
+
+    Attributes:
+        word: what it does.
+        colour: near those of Okabe and Ito, moved apart until everybody can tell any two of them apart, also without
+            one of the three cones; all are light enough for dark letters.
+        codes: the nearest of a terminal's 256 colours, then lighter ones for a device's further stages.
+    """
+
+    word: str
+    colour: Colour
+    codes: tuple[int, ...]
+
+
+def style_of(kind: Kind) -> KindStyle:
+    """How to show a kind."""
+    match kind:
+        case Kind.F:
+            return KindStyle("forward", (90, 200, 250), (75, 117, 153))
+        case Kind.B:
+            return KindStyle("backward", (244, 172, 12), (214, 221, 229))
+        case Kind.I:
+            return KindStyle("backward of input", (222, 112, 46), (208, 216, 223))
+        case Kind.W:
+            return KindStyle("backward of weights", (40, 162, 108), (36, 79, 158))
+        case Kind.R:
+            return KindStyle("remat", (178, 128, 172), (139, 182, 225))
+        case Kind.O:
+            return KindStyle("offload", (176, 208, 196), (152, 188, 194))
+        case Kind.L:
+            return KindStyle("load", (222, 210, 130), (186, 229, 230))
+        case _:
+            assert_never(kind)
 
 
 class Shade(NamedTuple):
@@ -36,52 +79,14 @@ class Shade(NamedTuple):
     colour: Colour
 
     @property
-    def hex(self) -> str:
-        """The colour as CSS writes it."""
-        return "#" + "".join(f"{part:02x}" for part in self.colour)
-
-    @property
     def rule(self) -> str:
         """The rule of the style."""
-        return f".funcpipe .{self.name}{{fill:{self.hex}}}"
-
-
-class Palette:
-    """The shade of every action of a timeline; the last stage of all timelines in a picture ends the colours of stages."""
-
-    def __init__(self, timeline: Timeline, by: By, last: int) -> None:
-        self.by: By = by
-        self._ranks = facts.ranks(timeline)
-        self._last = last
-        self.most = max(self._ranks.values(), default=0)
-        """How many stages a device has besides its first."""
-        self._known: dict[tuple[Kind, int, int], Shade] = {}
-
-    def __call__(self, device: int, action: Action) -> Shade:
-        """The shade of an action."""
-        key = (action.kind, action.stage, device)
-        found = self._known.get(key)
-        if found is None:
-            if self.by == "stage" and action.kind not in facts.MOVES:
-                found = stage_shade(action.stage, self._last)
-            else:
-                found = kind_shade(action.kind, tint(self._ranks[device, action.stage], self.most))
-            self._known[key] = found
-        return found
-
-    def of(self, span: Span) -> Shade:
-        """The shade of a span."""
-        return self(span.device, span.action)
-
-
-def tint(rank: int, most: int) -> int:
-    """How many percent of white a device's stage gets: none for its first."""
-    return round(min(62, 38 + 8 * (most - 1)) * rank / most) if most else 0
+        return f".funcpipe .{self.name}{{fill:#{_hexadecimal(self.colour)}}}"
 
 
 def kind_shade(kind: Kind, tint: int = 0) -> Shade:
     """The colour of a kind, with some percent of white."""
-    return Shade(f"{kind.value}{tint}", _mixed(facts.look(kind).colour, (255, 255, 255), tint / 100))
+    return Shade(f"{kind.value}{tint}", _mixed(style_of(kind).colour, (255, 255, 255), tint / 100))
 
 
 def stage_shade(stage: int, last: int) -> Shade:
@@ -89,9 +94,61 @@ def stage_shade(stage: int, last: int) -> Shade:
     place = (len(_RAMP) - 1) * (stage / last if last else 0.0)
     below = min(int(place), len(_RAMP) - 2)
     colour = _mixed(_RAMP[below], _RAMP[below + 1], place - below)
-    return Shade("s" + "".join(f"{part:02x}" for part in colour), colour)
+    return Shade(f"s{_hexadecimal(colour)}", colour)
 
 
-def _mixed(one: Colour, other: Colour, share: float) -> Colour:
-    red, green, blue = (round(a + (b - a) * share) for a, b in zip(one, other, strict=True))
+def tint(rank: int, most: int) -> int:
+    """How many percent of white a device's stage gets: none for its first."""
+    return round(min(62, 38 + 8 * (most - 1)) * rank / most) if most else 0
+
+
+def shades_of(timeline: Timeline, by: By, last: int) -> dict[tuple[int, Kind, int], Shade]:
+    """The shade of every action, by its key; ``last`` is the last stage of all timelines in a picture."""
+    ranks = stage_ranks(timeline)
+    most = max(ranks.values(), default=0)
+    present = set(map(shade_key, timeline.spans))
+    return {
+        (device, kind, stage): stage_shade(stage, last)
+        if by == "stage" and kind not in MOVES
+        else kind_shade(kind, tint(ranks[device, stage], most))
+        for device, kind, stage in present
+    }
+
+
+def shade_key(span: Span) -> tuple[int, Kind, int]:
+    """What a shade hangs on: device, kind, stage."""
+    return span.device, span.action.kind, span.action.stage
+
+
+def stage_ranks(timeline: Timeline) -> dict[tuple[int, int], int]:
+    """For (device, stage): how many earlier stages the device has. Shades tell these apart."""
+    pairs = sorted({(span.device, span.action.stage) for span in timeline.spans})
+    first: dict[int, int] = {}
+    return {(device, stage): at - first.setdefault(device, at) for at, (device, stage) in enumerate(pairs)}
+
+
+def legend(timelines: Sequence[Timeline], by: By) -> Iterable[tuple[tuple[Shade, ...], str]]:
+    """Swatches, and what they mean."""
+    tints, note = [0], ""
+    if by == "stage":
+        last = max((span.action.stage for timeline in timelines for span in timeline.spans), default=0)
+        stages = sorted({round(last * at / (2 * _FEW - 1)) for at in range(2 * _FEW)})
+        yield tuple(stage_shade(stage, last) for stage in stages), f"stage 0 to {last}" if last else "stage 0"
+        note = "upper edge: kind"
+    elif most := max((rank for timeline in timelines for rank in stage_ranks(timeline).values()), default=0):
+        few = min(most, _FEW - 1)
+        tints = sorted({tint(rank * most // few, most) for rank in range(few + 1)})
+        note = "lighter: later stages"
+    for kind in kinds_in(*timelines):
+        yield tuple(kind_shade(kind, white) for white in tints), f"{kind.value} {style_of(kind).word}"
+    if note:
+        yield (), note
+
+
+def _mixed(colour: Colour, other: Colour, share: float) -> Colour:
+    red, green, blue = (round(a + (b - a) * share) for a, b in zip(colour, other, strict=True))
     return red, green, blue
+
+
+def _hexadecimal(colour: Colour) -> str:
+    return "".join(f"{part:02x}" for part in colour)

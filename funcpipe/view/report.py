@@ -15,14 +15,18 @@ from textwrap import wrap
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
-from funcpipe.view import facts
+from funcpipe.view import summary
+from funcpipe.view.align import aligned
+from funcpipe.view.figure import Panel, memory_scale, panels_of
 from funcpipe.view.findings import Findings, Table, findings
-from funcpipe.view.sheet import Row, counts, height, lay
+from funcpipe.view.memory_levels import highest
 from funcpipe.view.svg import svg
-from funcpipe.view.text import columns, text
+from funcpipe.view.text import text, width_of
 
 _MOST_SHAPES = 5000
 """Shapes of each picture: with more the page would pass two megabytes. Actions too narrow to see are joined first."""
+_SPARE = ("bytes", "total", "actions", "parameters", "device", "simulated", "name", "lane")
+"""Words of headings: columns of a text to leave out where there is no room, in this order."""
 _STYLE = """\
 .funcpipe-report{font:14px/1.45 system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif;\
 font-variant-numeric:tabular-nums;max-width:1400px}
@@ -129,7 +133,7 @@ class Report:
             TypeError: the width is no whole number.
             ValueError: the width is less than 40.
         """
-        return _text(self.findings, columns(width, "report"))
+        return _text(self.findings, width_of(width, "report"))
 
     def __str__(self) -> str:
         return self.text()
@@ -137,49 +141,45 @@ class Report:
     __repr__ = __str__
 
 
-def _page(found: Findings) -> str:
+def _page(findings: Findings) -> str:
     """A page of its own."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(found.title)}</title>\n<style>{_PAGE}</style></head>\n<body>\n{_body(found)}\n</body></html>\n"
+        f"<title>{escape(findings.title)}</title>\n<style>{_PAGE}</style></head>\n"
+        f"<body>\n{_body(findings)}\n</body></html>\n"
     )
 
 
-def _body(found: Findings) -> str:
+def _body(findings: Findings) -> str:
     """The report for a place inside a page."""
-    pairs = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in found.headline)
-    charts = [
-        svg(lay([row], (found.measured, found.simulated)), inline=True, most=_MOST_SHAPES) for row in _rows(found)
-    ]
-    remarks = "".join(f"<li>{escape(remark)}</li>" for remark in found.remarks)
+    timelines = _timelines(findings)
+    pairs = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in findings.headline)
+    panels = panels_of(aligned(timelines), memory=False)
+    if findings.held:
+        most = highest(findings.held) or 1.0
+        words = (summary.count_text(findings.measured.num_devices, "device"), memory_scale(most))
+        panels.append(Panel(findings.measured, "residuals held, measured", words, findings.held, most))
+    charts = "".join(svg([panel], timelines, inline=True, most=_MOST_SHAPES) for panel in panels)
+    remarks = "".join(f"<li>{escape(remark)}</li>" for remark in findings.remarks)
     return "\n".join(
         [
             f'<div class="funcpipe-report"><style>{_STYLE}</style>',
-            f"<h1>{escape(found.title)}</h1>",
+            f"<h1>{escape(findings.title)}</h1>",
             f"<dl>{pairs}</dl>",
             f"<h2>Remarks</h2><ul>{remarks}</ul>" if remarks else "",
             "<h2>Timelines</h2>",
-            f'<p class="soft">{escape(_sentence(found.note))}</p>',
-            f'<div class="wide charts">{"".join(charts)}</div>',
-            *map(_table, found.tables),
+            f'<p class="soft">{escape(_sentence(findings.note))}</p>',
+            f'<div class="wide charts">{charts}</div>',
+            *map(_table, findings.tables),
             "</div>",
         ]
     )
 
 
-def _rows(found: Findings) -> list[Row]:
-    """The pictures: measured, simulated, and what was held."""
-    axis = max(found.measured, found.simulated, key=lambda timeline: timeline.makespan)
-    out = [
-        Row(timeline, name, (*counts(timeline), *facts.facts(timeline, axis)))
-        for name, timeline in (("measured", found.measured), ("simulated", found.simulated))
-    ]
-    if found.held:
-        most = max((level.amount for lane in found.held for level in lane), default=0.0) or 1.0
-        words = (counts(found.measured)[0], height(most))
-        out.append(Row(found.measured, "residuals held, measured", words, found.held, most))
-    return out
+def _timelines(findings: Findings) -> list[Timeline]:
+    """What is drawn."""
+    return [replace(findings.measured, name="measured"), replace(findings.simulated, name="simulated")]
 
 
 def _table(table: Table) -> str:
@@ -192,22 +192,22 @@ def _table(table: Table) -> str:
     return f'<h2>{escape(table.title)}</h2>\n<div class="wide"><table>{head}\n<tbody>{rows}</tbody></table></div>'
 
 
-def _text(found: Findings, width: int) -> str:
+def _text(findings: Findings, width: int) -> str:
     """The report for a terminal; no line is wider."""
-    wide = max(len(name) for name, _ in found.headline)
-    head = [line for name, value in found.headline for line in _wrap(value, width, f"  {name:<{wide}}  ")]
-    remarks = [line for remark in found.remarks for line in _wrap(remark, width, "  * ")]
+    longest = max(len(name) for name, _ in findings.headline)
     parts = [
-        [*_wrap(found.title, width, ""), *head],
-        [text([replace(found.measured, name="measured"), replace(found.simulated, name="simulated")], width)],
-        *([*_wrap(table.title, width, ""), *_columns(table, width)] for table in found.tables if table.rows),
-        ["Remarks", *remarks] if remarks else [],
-        _wrap(_sentence(found.note), width, ""),
-    ]  # fmt: skip
-    return "\n\n".join("\n".join(part) for part in parts if part)
+        _wrap(findings.title, width),
+        [line for name, value in findings.headline for line in _wrap(value, width, f"  {name:<{longest}}  ")],
+        ["", text(_timelines(findings), width)],
+    ]
+    parts += [["", *_wrap(table.title, width), *_columns(table, width)] for table in findings.tables if table.rows]
+    if findings.remarks:
+        parts.append(["", "Remarks", *(line for remark in findings.remarks for line in _wrap(remark, width, "  * "))])
+    parts.append(["", *_wrap(_sentence(findings.note), width)])
+    return "\n".join(line for part in parts for line in part)
 
 
-def _wrap(words: str, width: int, first: str) -> list[str]:
+def _wrap(words: str, width: int, first: str = "") -> list[str]:
     """The words behind a first few letters, the further lines below them."""
     return wrap(words, width, initial_indent=first, subsequent_indent=" " * len(first)) or [first.rstrip()]
 
@@ -215,13 +215,13 @@ def _wrap(words: str, width: int, first: str) -> list[str]:
 def _columns(table: Table, width: int) -> list[str]:
     """The table's rows, without the columns that can be spared until it fits."""
     lines = [table.heads, *table.rows]
-    keep = list(range(len(table.heads)))
-    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for word in table.spare:
-        if sum(wide[at] + 2 for at in keep) > width:
-            keep = [at for at in keep if not (at and word in table.heads[at].replace(",", "").split())]
+    kept = list(range(len(table.heads)))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for word in _SPARE:
+        if sum(widths[at] + 2 for at in kept) > width:
+            kept = [at for at in kept if not (at and word in table.heads[at].replace(",", "").split())]
     return [
-        "".join(f"  {line[at]:{'<' if at < table.words else '>'}{wide[at]}}" for at in keep).rstrip()[:width]
+        "".join(f"  {line[at]:{'<' if at < table.words else '>'}{widths[at]}}" for at in kept).rstrip()[:width]
         for line in lines
     ]
 

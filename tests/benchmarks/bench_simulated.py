@@ -23,7 +23,7 @@ def main() -> None:
     """One line a schedule."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--picture", type=Path, help="an HTML page of 1F1B, simulated above measured")
+    parser.add_argument("--picture", type=Path, help="an SVG of 1F1B, simulated above measured")
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -342,7 +342,7 @@ def test_pictures_are_of_schedules_plans_and_timelines(tmp_path):
     ):
         with pytest.raises(TypeError, match=told):
             fp.draw(strange)
-    with pytest.raises(ValueError, match=r"drawings are saved as .svg, .html or .txt; got '.png'"):
+    with pytest.raises(ValueError, match=r"drawings are saved as .svg or .txt; got '.png'"):
         fp.draw(fp.one_f_one_b(2, 2)).save(tmp_path / "picture.png")
 
 

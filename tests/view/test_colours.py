@@ -8,8 +8,7 @@ from math import dist
 import pytest
 
 from funcpipe.core.schedule import Kind
-from funcpipe.view.facts import look
-from funcpipe.view.palette import kind_shade, stage_shade, tint
+from funcpipe.view.palette import kind_shade, stage_shade, style_of, tint
 
 # How the world looks without one of the three cones, for linear red, green, blue: Machado, Oliveira and Fernandes 2009,
 # "A physiologically-based model for simulation of color vision deficiency", severity 1.
@@ -57,7 +56,7 @@ def test_the_measure_itself() -> None:
 @pytest.mark.parametrize("eye", EYES)
 def test_any_two_kinds_can_be_told_apart(eye: str) -> None:
     """A distance of 2.3 is just seen side by side; 20 is seen at once."""
-    seen = {kind: lab(look(kind).colour, eye) for kind in Kind}
+    seen = {kind: lab(style_of(kind).colour, eye) for kind in Kind}
     close = {(a.value, b.value): dist(seen[a], seen[b]) for a, b in itertools.combinations(Kind, 2)}
     assert {} == {pair: distance for pair, distance in close.items() if distance < 20}
 
@@ -81,14 +80,14 @@ def test_stages_become_lighter_and_an_eighth_of_them_is_seen(eye: str) -> None:
 
 def test_dark_letters_can_be_read_on_every_colour() -> None:
     """WCAG's contrast of the ink on each colour is at least 4.5."""
-    colours = {kind.value: look(kind).colour for kind in Kind}
+    colours = {kind.value: style_of(kind).colour for kind in Kind}
     colours |= {f"stage {stage}": stage_shade(stage, 100).colour for stage in range(101)}
     assert {} == {name: contrast(colour) for name, colour in colours.items() if contrast(colour) < 4.5}
-    assert len({look(kind).word for kind in Kind}) == len(Kind)
+    assert len({style_of(kind).word for kind in Kind}) == len(Kind)
 
 
 def test_colours_of_terminals_are_different() -> None:
-    codes = [look(kind).codes for kind in Kind]
+    codes = [style_of(kind).codes for kind in Kind]
     assert len({code[0] for code in codes}) == len(Kind)
     assert all(len(code) == 3 and all(16 <= one <= 255 for one in code) for code in codes)
 
@@ -96,4 +95,4 @@ def test_colours_of_terminals_are_different() -> None:
 def test_a_shade_says_its_colour() -> None:
     assert kind_shade(Kind.F, 0).rule == ".funcpipe .F0{fill:#5ac8fa}"
     assert stage_shade(0, 0).name == "s7083f3"
-    assert stage_shade(5, 5).hex == "#ffffb7"
+    assert stage_shade(5, 5).rule == ".funcpipe .sffffb7{fill:#ffffb7}"

@@ -1,0 +1,124 @@
+"""What a figure shows: panels below each other, and the axis that they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from funcpipe.core.result import Timeline
+from funcpipe.view import summary
+from funcpipe.view.align import Aligned
+from funcpipe.view.memory_levels import Levels, highest, levels
+from funcpipe.view.palette import By
+
+MARGIN = 16.0
+"""Pixels around a figure."""
+
+
+class LaneSizes(NamedTuple):
+    """Pixels: how high a lane is, how far from the next one, how large the letters beside it."""
+
+    height: float
+    pitch: float
+    letters: float
+
+
+class Panel(NamedTuple):
+    """What one panel shows.
+
+    Attributes:
+        timeline: in the unit of the axis.
+        title: its heading.
+        words: what stands below that.
+        levels: what the devices hold, to be drawn instead of what they do.
+        most: the amount that fills a lane's height, where levels are drawn.
+    """
+
+    timeline: Timeline
+    title: str
+    words: tuple[str, ...]
+    levels: Levels | None = None
+    most: float = 1.0
+
+    @property
+    def has_lanes(self) -> bool:
+        """Is there anything to draw."""
+        return bool(self.timeline.spans) and self.levels != ()
+
+    @property
+    def lane(self) -> LaneSizes:
+        """The sizes of a lane: smaller where there are many."""
+        if self.timeline.num_devices <= 8:
+            return LaneSizes(30, 35, 12)
+        if self.timeline.num_devices <= 16:
+            return LaneSizes(22, 25, 12)
+        return LaneSizes(16, 18, 12) if self.levels is None else LaneSizes(11, 13, 10)
+
+
+class Frame(NamedTuple):
+    """What is the same for all panels of a figure.
+
+    Attributes:
+        axis: the timeline that gives the time axis.
+        by: what colours tell.
+        left: of the charts, in pixels.
+        chart: their width.
+        width: of the figure.
+    """
+
+    axis: Timeline
+    by: By
+    left: float
+    chart: float
+    width: float
+
+    @property
+    def scale(self) -> float:
+        """Pixels per unit of time."""
+        return self.chart / (self.axis.makespan or 1.0)
+
+
+def panels_of(aligned: Aligned, *, memory: bool) -> list[Panel]:
+    """A panel for each timeline, and one for its memory."""
+    panels: list[Panel] = []
+    held = [levels(timeline) if memory else () for timeline in aligned.timelines]
+    scales = [highest(devices) or 1.0 for devices in held]
+    if not any(aligned.notes):  # one unit of memory, as far as anybody can know
+        scales = [max(scales)] * len(scales)
+    for timeline, note, devices, most in zip(aligned.timelines, aligned.notes, held, scales, strict=True):
+        words = (*_counts(timeline), *summary.numbers(timeline, aligned.axis), *([note] if note else []))
+        if not timeline.spans:
+            words = (words[0], "no actions")
+        panels.append(Panel(timeline, summary.title(timeline), words))
+        if memory and timeline.spans:
+            scale = memory_scale(most) if devices else "not known for this timeline"
+            panels.append(Panel(timeline, "memory", (scale,), devices, most))
+    return panels
+
+
+def memory_scale(most: float) -> str:
+    """How a picture says its scale of memory."""
+    return f"the height of a lane is {summary.amount_text(most)}"
+
+
+def _counts(timeline: Timeline) -> tuple[str, ...]:
+    """How many devices, stages and microbatches there are."""
+    stages = {span.action.stage for span in timeline.spans}
+    microbatches = {span.action.microbatch for span in timeline.spans}
+    counts = (timeline.num_devices, len(stages), len(microbatches))
+    return tuple(map(summary.count_text, counts, ("device", "stage", "microbatch")))
+
+
+def frame_of(timelines: Sequence[Timeline], by: By) -> Frame:
+    """The axis that fits all of the timelines: short actions get the room for their numbers, if there is any."""
+    axis = max(timelines, key=lambda timeline: timeline.makespan)
+    end = axis.makespan or 1.0
+    short = min(
+        (summary.quantile(summary.lengths(timeline), 0.1) for timeline in timelines if timeline.spans), default=end
+    )
+    chart = min(1240.0, max(640.0, 24 * end / short)) if axis.spans else 640.0
+    names = [summary.device_name(line, device) for line in timelines for device in range(max(1, line.num_devices))]
+    left = MARGIN + 5 + 7 * max(map(len, names))
+    peaks = [text for timeline in timelines for text in summary.side_columns(timeline)[1]]
+    width = left + chart + MARGIN + 44 + (16 + 7 * max(4, *map(len, peaks)) if peaks else 0)
+    return Frame(axis, by, left, chart, width)

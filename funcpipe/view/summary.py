@@ -1,0 +1,165 @@
+"""What every picture says of a timeline: its name, its numbers, its times and ticks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import ceil, floor, log10
+from typing import NamedTuple
+
+from funcpipe.core.result import Timeline, imbalance_of, percent
+from funcpipe.core.schedule import Kind
+
+_TIME_UNITS = (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9))
+"""Units of measured times, and how many of them make a second."""
+
+
+class TimeText(NamedTuple):
+    """How times are written: one unit and one precision for the whole picture.
+
+    Attributes:
+        factor: from the timeline's unit to the one shown.
+        unit: the one shown.
+        decimals: digits behind the point.
+    """
+
+    factor: float
+    unit: str
+    decimals: int
+
+    def __call__(self, time: float) -> str:
+        """A time with its unit.
+
+        >>> TimeText(1e3, "ms", 2)(0.0125)
+        '12.5 ms'
+        """
+        return f"{number_text(time * self.factor, self.decimals)} {self.unit}".rstrip()
+
+    def fixed(self, time: float) -> str:
+        """A time without its unit, with as many digits behind the point as all others."""
+        return f"{time * self.factor:.{self.decimals}f}"
+
+    def interval(self, start: float, end: float) -> str:
+        """From when to when, with a digit more."""
+        first, last = (number_text(time * self.factor, self.decimals + 1) for time in (start, end))
+        return f"{first} to {last} {self.unit}"
+
+
+def number_text(number: float, decimals: int) -> str:
+    """A number without zeros at its end, and without an exponent unless it is huge."""
+    if abs(number) >= 1e7:
+        return f"{number:.4g}"
+    text = f"{number:.{decimals}f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
+
+
+def time_text(timeline: Timeline) -> TimeText:
+    """The unit in which a timeline reads best, and the decimals that give its makespan four digits."""
+    return time_text_to(timeline.makespan, timeline.unit)
+
+
+def time_text_to(end: float, unit: str) -> TimeText:
+    """The unit in which times up to ``end`` read best, and the decimals that give it four digits."""
+    unit, factor = clean(unit), 1.0
+    if unit == "s" and end > 0:
+        unit, factor = next(((name, count) for name, count in _TIME_UNITS if end * count >= 1), _TIME_UNITS[-1])
+    magnitude = floor(log10(end * factor)) if end > 0 else 0
+    return TimeText(factor, unit, min(9, max(0, 3 - magnitude)))
+
+
+def ticks(timeline: Timeline, most: int) -> tuple[tuple[float, str], ...]:
+    """Times, in the timeline's unit, and their labels: 0 and up to ``most`` more, a round step apart."""
+    times = time_text(timeline)
+    end = timeline.makespan * times.factor
+    if end <= 0:
+        return ((0.0, "0"),)
+    least = end / max(1, most)
+    power = floor(log10(least))
+    # The slack: a step that is as long as the least but for rounding is long enough.
+    steps = (digit * 10.0 ** (power + up) for up in (0, 1) for digit in (1, 2, 5))
+    step = next((step for step in steps if step >= least * (1 - 1e-9)), 10.0 ** (power + 2))
+    decimals = max(0, -floor(log10(step) + 1e-9))
+    count = floor(end / step + 1e-9)
+    return tuple((at * step / times.factor, number_text(at * step, decimals)) for at in range(count + 1))
+
+
+def numbers(timeline: Timeline, axis: Timeline) -> tuple[str, ...]:
+    """The numbers of a header, in the unit of the timeline that gives the axis."""
+    times = time_text(axis)
+    imbalance = imbalance_of(timeline)
+    return (
+        f"makespan {times(timeline.makespan)}",
+        f"span {times(timeline.span)}",
+        f"bubble {percent(timeline.bubble)}",
+        f"span bubble {percent(timeline.span_bubble)}",
+        f"idle {percent(timeline.idle)}",
+        *([imbalance] if imbalance else []),
+    )
+
+
+def side_columns(timeline: Timeline) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What stands right of the devices: how busy each is, and its peak (empty where it is not known)."""
+    makespan = timeline.makespan or 1.0
+    busy = tuple(f"{time / makespan:.0%}" for time in timeline.busy)
+    peak = timeline.peak if len(timeline.peak) == timeline.num_devices else ()
+    return busy, tuple(map(amount_text, peak))
+
+
+def amount_text(memory: float) -> str:
+    """Some memory, in no unit."""
+    return f"{memory:.3g}" if memory >= 1e6 else number_text(memory, 2 if memory < 10 else 1)
+
+
+def kinds_in(*timelines: Timeline) -> tuple[Kind, ...]:
+    """The kinds that occur, in the order of `Kind`."""
+    present = {span.action.kind for timeline in timelines for span in timeline.spans}
+    return tuple(kind for kind in Kind if kind in present)
+
+
+def title(timeline: Timeline) -> str:
+    """What the picture is called."""
+    return clean(timeline.name) or "timeline"
+
+
+def device_name(timeline: Timeline, device: int, word: str = "device", digits: int = 0) -> str:
+    """What a device is called in pictures."""
+    if device < len(timeline.lanes):
+        return clean(timeline.lanes[device])
+    return f"{word} {device:>{digits}}"
+
+
+def clean(text: str) -> str:
+    """One line that terminals and XML can hold: what cannot be printed becomes a blank."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+def count_text(count: int, word: str) -> str:
+    """So many of something."""
+    return f"{count} {word if count == 1 else plural(word)}"
+
+
+def plural(word: str) -> str:
+    """The word for several."""
+    return f"{word}es" if word.endswith("ch") else f"{word}s"
+
+
+def fill(words: Iterable[str], room: float, gap: str, size: Callable[[str], int] = len) -> list[str]:
+    """The words on as few lines as they need, with a gap in between; no word is broken."""
+    lines: list[str] = []
+    for word in words:
+        if lines and size(lines[-1] + gap + word) <= room:
+            lines[-1] += gap + word
+        else:
+            lines.append(word)
+    return lines
+
+
+def lengths(timeline: Timeline) -> list[float]:
+    """How long its actions take."""
+    return [span.end - span.start for span in timeline.spans]
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The number that this share of the positive ones does not exceed; 1 if there is none."""
+    ordered = sorted(value for value in values if value > 0)
+    return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else 1.0

@@ -1,0 +1,215 @@
+"""What is in the lanes of a figure, as SVG: actions, bars of joined ones, and levels of memory."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import NamedTuple
+
+from funcpipe.core.result import Span
+from funcpipe.core.schedule import Kind
+from funcpipe.view import summary
+from funcpipe.view.figure import Frame, Panel
+from funcpipe.view.joined_bars import ActionBar, joined_bars
+from funcpipe.view.memory_levels import Level, coarse, highest
+from funcpipe.view.palette import MOVES, Shade, kind_shade, shade_key, shades_of, style_of
+
+_ORDER = {kind: number for number, kind in enumerate(Kind)}
+
+
+class Track(NamedTuple):
+    """Actions of a device that do not overlap, and their place in its lane.
+
+    Attributes:
+        device: whose.
+        top, height: in pixels from the top of the lane.
+        bars: by start.
+    """
+
+    device: int
+    top: float
+    height: float
+    bars: list[ActionBar]
+
+
+class Chart(NamedTuple):
+    """What the lanes of a panel show.
+
+    Attributes:
+        panel: which.
+        shades: of its actions, by `shade_key`.
+        tracks: of its actions; none where it shows levels.
+    """
+
+    panel: Panel
+    shades: dict[tuple[int, Kind, int], Shade]
+    tracks: list[Track]
+
+    def shade(self, span: Span) -> Shade:
+        """Of an action."""
+        return self.shades[shade_key(span)]
+
+
+def chart_of(panel: Panel, frame: Frame, last: int, most: int) -> Chart:
+    """What runs in the lanes of a panel; what moves to the host (O) and back (L) has thin strips at the bottom.
+
+    Args:
+        panel: which.
+        frame: the figure's.
+        last: the last stage of all in the figure.
+        most: more bars than this are too many.
+    """
+    if panel.levels is not None:
+        return Chart(panel, {}, [])
+    height = panel.lane.height
+    moves = [kind for kind in summary.kinds_in(panel.timeline) if kind in MOVES]
+    thin = max(2.0, round(height * 0.14))
+    places = {kind: (height - (len(moves) - at) * thin, thin) for at, kind in enumerate(moves)}
+    work = (0.0, height - len(moves) * thin - (1 if moves else 0))
+    rows: dict[tuple[int, float, float], list[Span]] = {}
+    for span in sorted(panel.timeline.spans, key=lambda span: (span.start, span.end)):
+        rows.setdefault((span.device, *places.get(span.action.kind, work)), []).append(span)
+    shades = shades_of(panel.timeline, frame.by, last)
+    ordered = sorted(rows.items())
+    bars = joined_bars([spans for _, spans in ordered], frame.scale, most, lambda span: shades[shade_key(span)])
+    return Chart(panel, shades, [Track(*place, row) for (place, _), row in zip(ordered, bars, strict=True)])
+
+
+def lanes_of(chart: Chart, frame: Frame, most: int) -> list[list[str]]:
+    """What is in the lane of each device."""
+    if chart.panel.levels is not None:
+        return [_levels(held, chart.panel, frame) for held in _fewer(chart.panel.levels, frame, most)]
+    lanes: list[list[str]] = [[] for _ in range(chart.panel.timeline.num_devices)]
+    font, least = _numbers(chart.panel, frame)
+    for track in chart.tracks:
+        lanes[track.device] += _actions(track, chart, frame, font, least)
+    return lanes
+
+
+def _actions(track: Track, chart: Chart, frame: Frame, font: float, least: float) -> Iterable[str]:
+    """The actions of a track in one group per shade, bars of joined ones, and over them numbers where they fit."""
+    times = summary.time_text(frame.axis)
+    by_stage = frame.by == "stage"
+    groups: defaultdict[Shade, list[str]] = defaultdict(list)
+    edges: defaultdict[Kind, list[str]] = defaultdict(list)
+    mixed: list[str] = []
+    numbers: list[str] = []
+    edge = max(3.0, 0.2 * track.height)
+    top = f' y="{pixels(track.top)}"' if track.top else ""
+    for bar in track.bars:
+        x, width = bar.start * frame.scale, (bar.end - bar.start) * frame.scale
+        if len(bar.spans) > 1:
+            mixed += _mixed(bar, track, chart, pixels(x), pixels(width), times)
+            continue
+        (span,) = bar.spans
+        # A hair of the lane stays between neighbours, and nothing is invisible.
+        width = max(0.3, width - min(1.0, 0.12 * width))
+        place = f'x="{pixels(x)}"{top} width="{pixels(width)}" height="{pixels(track.height)}"'
+        groups[chart.shade(span)].append(f"<rect {place}><title>{_hover(span, times)}</title></rect>")
+        if by_stage and not track.top:
+            edges[span.action.kind].append(f"M{_fine(x)} 0h{_fine(width)}v{pixels(edge)}h-{_fine(width)}z")
+        if width >= least and track.height >= font:
+            letter = span.action.kind.value if by_stage else ""
+            numbers.append(f'<text x="{pixels(x + width / 2)}">{letter}{span.action.microbatch}</text>')
+    for shade in sorted(groups):
+        yield from (f'<g class="{shade.name}">', *groups[shade], "</g>")
+    yield from mixed
+    for kind, paths in edges.items():
+        yield f'<path class="{kind_shade(kind).name}" pointer-events="none" d="{"".join(paths)}"/>'
+    if numbers:
+        down = pixels(track.height / 2 + (edge / 2 if by_stage else 0) + 0.36 * font)
+        yield f'<g class="num" transform="translate(0 {down})" font-size="{pixels(font)}">'
+        yield from (*numbers, "</g>")
+
+
+def _numbers(panel: Panel, frame: Frame) -> tuple[float, float]:
+    """Size of the numbers in the actions, and the width that one needs."""
+    height = panel.lane.height
+    room = summary.quantile(summary.lengths(panel.timeline), 0.75) * frame.scale - 4
+    # The longest number decides for all: a row that shows 8 and 9 but not 10 looks broken.
+    digits = max(len(str(span.action.microbatch)) for span in panel.timeline.spans)
+    longest = 0.6 * (digits + (frame.by == "stage"))
+    font = min(12.0 if height >= 30 else 11.0 if height >= 22 else 9.0, max(8.0, room / longest))
+    return font, longest * font + 3
+
+
+def _mixed(bar: ActionBar, track: Track, chart: Chart, x: str, width: str, times: summary.TimeText) -> Iterable[str]:
+    """Joined actions as a bar: the height of each shade is its share of the time."""
+    work: defaultdict[Shade, float] = defaultdict(float)
+    first: dict[Shade, tuple[int, int]] = {}
+    for span in bar.spans:
+        shade = chart.shade(span)
+        work[shade] += span.end - span.start
+        place = (_ORDER[span.action.kind], span.action.stage)
+        first[shade] = min(first.get(shade, place), place)
+    y, whole = track.top + track.height, bar.end - bar.start or 1.0
+    yield f'<g class="mix"><title>{_hover_all(bar, times)}</title>'
+    for shade in sorted(work, key=first.__getitem__):
+        height = track.height * work[shade] / whole
+        y -= height
+        if height >= 0.05:
+            yield f'<path class="{shade.name}" d="M{x} {pixels(y)}h{width}v{pixels(height)}h-{width}z"/>'
+    yield "</g>"
+
+
+def _fewer(devices: Sequence[Sequence[Level]], frame: Frame, most: int) -> Sequence[Sequence[Level]]:
+    """The levels, in slices wide enough that there are not too many."""
+    step = max(1.0, len(devices) * frame.chart / (8 * most))  # neighbours of one height will be joined
+    while sum(map(len, devices)) > most and step < frame.chart:
+        devices = [coarse(device, step / frame.scale) for device in devices]
+        step *= 2
+    return devices
+
+
+def _levels(device: Sequence[Level], panel: Panel, frame: Frame) -> list[str]:
+    """The levels of a device as bars that stand on its lane's floor, and a line on the highest ones."""
+    times, floor = summary.time_text(frame.axis), panel.lane.height
+    out: list[str] = []
+    peak = highest([device])
+    lines: list[str] = []
+    for start, end, amount in device:
+        if amount <= 0:
+            continue
+        # Both ends rounded as they are written: neighbours touch, or a hairline would look like a moment without any.
+        x, right = round(start * frame.scale, 1), round(end * frame.scale, 1)
+        width = max(0.3, right - x)
+        height = floor * min(1.0, amount / panel.most)
+        place = f'x="{pixels(x)}" y="{pixels(floor - height)}" width="{pixels(width)}" height="{pixels(height)}"'
+        words = f"holds {summary.amount_text(amount)}: {escape(times.interval(start, end))}"
+        out.append(f'<rect class="held" {place}><title>{words}</title></rect>')
+        if amount == peak:
+            lines.append(f"M{pixels(x)} {pixels(max(1.0, floor - height))}h{pixels(max(2.0, width))}")
+    return [*out, f'<path class="top" pointer-events="none" d="{"".join(lines)}"/>'] if lines else out
+
+
+def _hover(span: Span, times: summary.TimeText) -> str:
+    """What an action is."""
+    kind, stage, microbatch = span.action
+    when = escape(times.interval(span.start, span.end))
+    return f"{span.action} {style_of(kind).word}, stage {stage}, microbatch {microbatch}: {when}"
+
+
+def _hover_all(bar: ActionBar, times: summary.TimeText) -> str:
+    """What joined actions are: how many of each kind, and the range of their stages and microbatches."""
+    actions = [span.action for span in bar.spans]
+    counts = Counter(action.kind for action in actions)
+    kinds = " ".join(f"{counts[kind]} {kind.value}" for kind in Kind if counts[kind])
+    stages = _range("stage", [action.stage for action in actions])
+    microbatches = _range("microbatch", [action.microbatch for action in actions])
+    return f"{kinds}, {stages}, {microbatches}: {escape(times.interval(bar.start, bar.end))}"
+
+
+def _range(word: str, numbers: list[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{word} {low}" if low == high else f"{summary.plural(word)} {low} to {high}"
+
+
+def _fine(number: float) -> str:
+    """Pixels where thousands of shapes stand side by side: a hundredth counts."""
+    return summary.number_text(number, 2)
+
+
+def pixels(number: float) -> str:
+    """A number of pixels: a tenth is fine enough, and files stay small."""
+    return summary.number_text(number, 1)
