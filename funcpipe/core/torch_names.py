@@ -332,11 +332,6 @@ TRACED_FUNCTION = "torch/_functorch/autograd_function.py"
 """In the stack of a node that came of a custom function in ``torch.cond``. Without it: such a function is not refused."""
 
 
-def skip_frame(why: str) -> None:
-    """While torch.compile reads the caller: leave it as it is. A break of the graph, the public way, would warn."""
-    torch._dynamo.skip_frame(why)  # pyright: ignore[reportPrivateImportUsage]
-
-
 def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
     """A graph as torch's compiler makes it; ``torch.compile`` would trace it again."""
     build = private("torch._inductor.compile", lost='compile(backend="inductor") cannot be had; the others can')

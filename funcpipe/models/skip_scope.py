@@ -12,7 +12,6 @@ import torch
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.frames import MODULE_CALL, frames, own_dict
-from funcpipe.core.torch_names import skip_frame
 from funcpipe.core.tree import Tree
 
 _number = itertools.count()
@@ -90,8 +89,12 @@ def current() -> Store:
     store = _OPEN.get()
     if store is not None:
         return store
-    if torch.compiler.is_dynamo_compiling():
-        skip_frame("a skip finds its call on the Python stack")  # which the compiler would warn about
+    if torch.compiler.is_dynamo_compiling():  # the compiler does not read the stack
+        return torch.compiler.disable(_of_the_call)()
+    return _of_the_call()
+
+
+def _of_the_call() -> Store:
     outermost = None
     for frame in frames():
         if frame.f_code is MODULE_CALL:
