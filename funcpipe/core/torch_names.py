@@ -1,4 +1,4 @@
-"""Every private name of torch that funcpipe uses, each under a plain name, with why and what becomes of a torch without it.
+"""Every private name of torch that we use, each under a plain name: why, and what becomes of a torch without it.
 
 All of them are there from torch 2.11, the oldest that is supported, to 2.15, unless an entry says otherwise. They are
 looked up at import, which never fails. Where one is missing, what stands after *Without it* takes its place, and one
@@ -195,24 +195,18 @@ without_modes: Callable[[], AbstractContextManager[Any]] = private(
 """Inside of it no dispatch mode sees an operation."""
 
 _MODES = "a run is not refused under modes of its caller, which its threads do not have"
-_modes: list[tuple[Callable[[], int], Callable[[int], Any]]] = [
-    (
+_modes: dict[str, tuple[Callable[[], int], Callable[[int], Any]]] = {
+    kind: (
         private(f"torch._C._len_torch_{kind}_stack", instead=lambda: 0, lost=_MODES),
         private(f"torch._C._get_{kind}_stack_at", instead=None, lost=_MODES),
     )
     for kind in ("function", "dispatch")
-]
+}
 
 
-def function_modes() -> list[Any]:
-    """The modes on functions of this thread: other threads do not have them. Without it: none."""
-    count, at = _modes[0]
-    return [at(place) for place in range(count())]
-
-
-def dispatch_modes() -> list[Any]:
-    """The modes on operations of this thread, see `function_modes`."""
-    count, at = _modes[1]
+def modes_on(kind: str) -> list[Any]:
+    """The modes of this thread, which no other has: on each "function" or on each "dispatch". Without it: none."""
+    count, at = _modes[kind]
     return [at(place) for place in range(count())]
 
 
@@ -328,6 +322,9 @@ pytree: Any = private("torch.utils._pytree", lost="containers that are registere
 NAMELESS_LAYER = "_empty_nn_module_stack"
 """How the paths begin that torch.export makes up. Without it: such a path is taken for a layer's, in messages."""
 
+HOOK_FUNCTION = "torch.nn.modules._functions.BackwardHookFunction"
+"""What hooks on a module's backward are in a graph. Without it: they are refused by that other name."""
+
 TRACED_FUNCTION = "torch/_functorch/autograd_function.py"
 """In the stack of a node that came of a custom function in ``torch.cond``. Without it: such a function is not refused."""
 
@@ -380,6 +377,12 @@ if TYPE_CHECKING:
 else:
     BatchNorm = private("torch.nn.modules.batchnorm._BatchNorm", lost="batch norm layers would not be known")
 """What all batch norm layers inherit from, those of users and lazy ones too."""
+
+
+def check_dimensions(layer: BatchNorm, input: Tensor) -> None:
+    """Refuse an input of a wrong number of dimensions in the layer's own words. Without it: torch's function does later."""
+    getattr(layer, "_check_input_dim", lambda _: None)(input)
+
 
 FLAT_WEIGHTS = "_flat_weights"
 """Where recurrent layers keep a second list of their weights."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import BatchError, PlanError
 from funcpipe.core.torch_names import BatchNorm as AnyBatchNorm
+from funcpipe.core.torch_names import buffers_of, check_dimensions
 from funcpipe.core.tree import Tree
 from funcpipe.models.hearing import BATCH_NORMS, Hearing, NormCall, refuse_writes, version
 
@@ -252,7 +253,7 @@ class DeferredBatchNorm(AnyBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.BatchNorm`` does, without touching a buffer."""
-        self._check_input_dim(input)
+        check_dimensions(self, input)
         if self.training and isinstance(self, nn.SyncBatchNorm):
             refuse_processes(self)
         return _normalise(
@@ -268,16 +269,16 @@ class _OwnForward(DeferredBatchNorm):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The layer's own forward, heard."""
-        counter = self._buffers.get("num_batches_tracked")
-        mine = self._buffers["num_batches_tracked"] = None if counter is None else counter.clone()
+        counter = buffers_of(self).get("num_batches_tracked")
+        mine = buffers_of(self)["num_batches_tracked"] = None if counter is None else counter.clone()
         begun = version(mine)
         try:
             with Hearing({id(self.running_mean), id(self.running_var)}, BATCH_NORMS, partial(_hear, self)):
                 y = self.deferral.kind.forward(self, *args, **kwargs)
-            now = self._buffers["num_batches_tracked"]
+            now = buffers_of(self)["num_batches_tracked"]
             self.deferral.counted = now is not mine or version(now) != begun or _moved(now, counter)
         finally:
-            self._buffers["num_batches_tracked"] = counter
+            buffers_of(self)["num_batches_tracked"] = counter
         return y
 
 

@@ -14,11 +14,11 @@ from torch import Tensor, fx
 from torch.autograd.function import BackwardCFunction
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.torch_names import TRACED_FUNCTION, function_of
+from funcpipe.core.torch_names import HOOK_FUNCTION, TRACED_FUNCTION, function_of
 
 _ADVICE = {
     "torch.utils.checkpoint.CheckpointFunction": "the backward of torch.utils.checkpoint(use_reentrant=True); use use_reentrant=False, or fp.remat",
-    "torch.nn.modules._functions.BackwardHookFunction": "hooks on the backward of modules; take them off, and look at result.grads",
+    HOOK_FUNCTION: "hooks on the backward of modules; take them off, and look at result.grads",
 }
 _NAMELESS = "an autograd.Function inside of torch.cond or the like"
 

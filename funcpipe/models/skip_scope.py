@@ -6,7 +6,7 @@ import functools
 import itertools
 import uuid
 from contextvars import ContextVar
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 
@@ -90,7 +90,8 @@ def current() -> Store:
     if store is not None:
         return store
     if torch.compiler.is_dynamo_compiling():  # the compiler does not read the stack
-        return torch.compiler.disable(_of_the_call)()
+        aside: Any = torch.compiler.disable(_of_the_call)
+        return aside()
     return _of_the_call()
 
 

@@ -324,8 +324,7 @@ def _module_faults(sequential: Any) -> list[str]:
         faults.append(f"{kind.__name__} has a forward of its own, which would never be called; give nn.Sequential(*layers), and do in a layer what it does")  # fmt: skip
     if own := [*parameters_of(sequential), *buffers_of(sequential)]:
         faults.append(f"{kind.__name__} has tensors of its own ({', '.join(own)}), which its forward does not use; put them into a layer")  # fmt: skip
-    hooked = [name for name, held in vars(sequential).items() if name.endswith("_hooks") and held]
-    if any("forward" in name or "backward" in name for name in hooked):
+    if hooks_of(sequential):
         faults.append(
             f"this {kind.__name__} has hooks of its own, which would never be called; register them on the Pipe"
         )

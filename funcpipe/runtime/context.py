@@ -14,7 +14,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 from funcpipe.core.errors import FuncpipeError, PlanError, Where
 from funcpipe.core.plan import Plan
-from funcpipe.core.torch_names import DeviceContext, dispatch_modes, function_modes
+from funcpipe.core.torch_names import DeviceContext, modes_on
 from funcpipe.core.tree import under_transform
 
 T = TypeVar("T")
@@ -45,8 +45,8 @@ def refuse_transforms(name: str) -> None:
 def not_carried() -> list[str]:
     """What the caller has switched on that other threads cannot take over."""
     found: list[str] = []
-    found += [f"function mode {type(m).__name__}" for m in function_modes() if not isinstance(m, DeviceContext)]
-    found += [f"dispatch mode {type(m).__name__}" for m in dispatch_modes()]
+    found += [f"function mode {type(m).__name__}" for m in modes_on("function") if not isinstance(m, DeviceContext)]
+    found += [f"dispatch mode {type(m).__name__}" for m in modes_on("dispatch")]
     if saved_tensors_are_hooked():
         found.append("saved-tensor hooks")
     return found

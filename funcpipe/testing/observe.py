@@ -140,7 +140,9 @@ def _copy(tree: Tree) -> Tree:
 
 def _frozen(tree: Tree) -> list[Any]:
     """The leaves as they are now: bits, and how often they were written to."""
-    return [(leaf, version(leaf), leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf for leaf in flatten(tree)[0]]  # fmt: skip
+    return [
+        (leaf, version(leaf), leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf for leaf in flatten(tree)[0]
+    ]
 
 
 def _written(tree: Tree, before: list[Any], root: str) -> list[str]:
