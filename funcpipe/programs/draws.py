@@ -58,11 +58,6 @@ class Watch(WatchingMode):
 
     supports_higher_order_operators = True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """As in `rng.Keyed`."""
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and note it."""
         kwargs = kwargs or {}
