@@ -202,7 +202,7 @@ def what_a_region_keeps() -> None:
     x = torch.ones(3, requires_grad=True) * 2
     node = checkpoint(lambda one: one.exp(), x, use_reentrant=False).grad_fn
     (pair,) = names.saved_names(type(node))
-    ((handle, tensor),) = names.inputs_of_region(getattr(node, pair[0]).unpack_hook)
+    *_, (handle, tensor) = names.inputs_of_region(getattr(node, pair[0]).unpack_hook)  # torch 2.11 has an empty one too
     assert isinstance(handle, names.SavedTensor)
     assert torch.equal(tensor, x)
     assert [] == list(names.inputs_of_region(None))
@@ -401,7 +401,8 @@ def functions_in_graphs() -> None:
     """hooks on backwards, and custom functions inside of torch.cond, are not refused by their names in a trace."""
     layer = nn.Linear(2, 2)
     layer.register_full_backward_hook(lambda *_: None)
-    found, todo = set(), [layer(torch.ones(1, 2, requires_grad=True)).grad_fn]
+    y = layer(torch.ones(1, 2, requires_grad=True))
+    found, todo = set(), [y.grad_fn]
     while todo:
         node = todo.pop()
         if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -629,7 +630,7 @@ with warnings.catch_warnings(record=True) as said:
         print("checkpointed")
     except fp.FuncpipeError as error:
         print("refused" if "call it outside of them" in str(error) else error)
-found = [str(one.message) for one in said if "which funcpipe would use" in str(one.message)]
+found = [str(one.message) for one in said if " has no torch." in str(one.message).split("(")[0]]
 missing = {text.split(" has no ")[1].split(",")[0] for text in found}
 assert missing == set(names) - {"torch._C._dispatch_key_parse"} and len(found) == len(missing), (found, missing ^ set(names))
 assert all(issubclass(one.category, RuntimeWarning) for one in said if str(one.message) in found)
