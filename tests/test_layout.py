@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -70,6 +71,110 @@ def test_foreign_imports(path):
     if room(path) in WITHOUT_TORCH:
         assert "torch" not in tops
     assert not {"matplotlib", "ortools", "plotly", "pandas", "numpy"} & tops
+
+
+NAMES = PACKAGE / "core" / "torch_names.py"
+PUBLIC = {"_replace", "_asdict", "_fields", "_getframe", "_current_frames"}  # of named tuples and of sys
+
+
+def is_private(name: str) -> bool:
+    return len(name) > 1 and name.startswith("_") and not name.startswith("__")
+
+
+def is_method(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
+    return isinstance(node, ast.FunctionDef) and [arg.arg for arg in node.args.args[:1]] in (["self"], ["cls"])
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """The private names that a file defines: functions, classes, variables, attributes of its own objects, slots."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and ast.unparse(node.value) in {"self", "cls"}
+        ):
+            found.add(node.attr)
+        elif isinstance(node, ast.Assign) and "__slots__" in {ast.unparse(target) for target in node.targets}:
+            found |= set(ast.literal_eval(node.value))
+    return {name for name in found if is_private(name)}
+
+
+def private_names_of_torch(tree: ast.AST, ours: set[str], known: set[str]) -> list[str]:
+    """What a file has of torch's private names, by line.
+
+    Args:
+        tree: of the file.
+        ours: private names that the package defines.
+        known: private names that core/torch_names.py uses; these are torch's even in a string, for getattr.
+    """
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            names = [f"{module}.{alias.name}".strip(".") for alias in node.names]
+            found += [(node.lineno, n) for n in names if n.startswith("torch") and any(map(is_private, n.split(".")))]
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            operation = ast.unparse(node.value).endswith(
+                "aten"
+            )  # their names stand in every graph, and torch keeps them
+            if not operation and (node.attr in known or node.attr not in ours | PUBLIC):
+                found.append((node.lineno, ast.unparse(node)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value in known or re.fullmatch(r"torch(\.\w+)*\._\w[\w.]*", node.value):
+                found.append((node.lineno, repr(node.value)))
+        elif is_method(node) and node.name in known:
+            found.append((node.lineno, f"def {node.name}"))
+    return [f"line {line}: {name}" for line, name in found]
+
+
+def names_used(tree: ast.AST) -> set[str]:
+    """The private names that a file reads or overrides, in strings too."""
+    found: set[str] = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
+            found |= set(node.value.split("."))
+        elif is_method(node):
+            found.add(node.name)
+    return {name for name in found if is_private(name)}
+
+
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+KNOWN = names_used(TREES[NAMES])
+OURS = set[str]().union(*(own_names(tree) for path, tree in TREES.items() if path != NAMES))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_of_torch_stand_in_one_file(path):
+    """Nobody else imports, reads, overrides or spells a private name of torch."""
+    if path == NAMES:
+        return
+    found = private_names_of_torch(TREES[path], OURS, KNOWN)
+    assert not found, f"{path.name} uses private names of torch; give them an entry in core/torch_names.py: {found}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._dynamo",
+        "from torch.utils import _pytree as pytree",
+        "from torch._subclasses.fake_tensor import FakeTensor",
+        "x = torch._C._data_address(t)",
+        "x = tensor._version",
+        "x = getattr(tensor, '_version')",
+        "x = 'torch._C._nn'",
+        "x = tensor._something_new",
+        "class A(Module):\n def _apply(self, fn): pass",
+        "self._modules.update(x)",
+    ],
+)
+def test_a_private_name_of_torch_is_seen(code):
+    """The test above can fail."""
+    assert private_names_of_torch(ast.parse(code), OURS, KNOWN)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -14,6 +14,7 @@ from torch import Tensor
 from funcpipe.batches.rail import Mark, Rail
 from funcpipe.batches.ticks import Ticks
 from funcpipe.core.errors import FuncpipeError
+from funcpipe.core.torch_names import version as written
 from funcpipe.core.tree import Tree, flatten, locations
 
 
@@ -207,7 +208,7 @@ class Flow:
         states = self.states
         if states.watched:
             for place, tensor, version in (one for state in states.kept for one in state.versions):
-                if tensor._version != version:
+                if written(tensor) != version:
                     raise FuncpipeError(f"the fold writes into its state in place ({place}), and a stage with lag= reads older states; return new tensors (clone, or an optimizer that is a function)")  # fmt: skip
         new = made(tree, rail, watched=states.watched)
         with self.changed:
@@ -233,7 +234,7 @@ def made(tree: Tree, rail: Rail, *, watched: bool) -> State:
         return State(tree, rail.marks(), ())
     pairs = zip(flatten(tree)[0], locations(tree, "state"), strict=True)
     tensors = [(place, leaf) for leaf, place in pairs if isinstance(leaf, Tensor) and not leaf.is_inference()]
-    return State(tree, rail.marks(), tuple((place, leaf, leaf._version) for place, leaf in tensors))
+    return State(tree, rail.marks(), tuple((place, leaf, written(leaf)) for place, leaf in tensors))
 
 
 def first_states(init: Tree, earlier: Sequence[Tree], start: int, lag: int | None, rail: Rail) -> States:

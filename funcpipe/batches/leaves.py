@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcpipe.core.torch_names import storage_number
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves
 from funcpipe.runtime.plain import solid
 from funcpipe.runtime.stream import Backend
@@ -79,7 +80,7 @@ def sharing(tree: Tree, other: Tree) -> list[Tensor]:
     """The tensors of a tree that lie in memory of another's."""
 
     def memory(tensor: Tensor) -> int:
-        return tensor.untyped_storage()._cdata
+        return storage_number(tensor.untyped_storage())
 
     known = {memory(leaf) for leaf in flatten(other)[0] if isinstance(leaf, Tensor)}
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor) and memory(leaf) in known]

@@ -12,7 +12,8 @@ from types import MemberDescriptorType
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
-from torch.utils import _pytree as torch_pytree
+
+from funcpipe.core.torch_names import pytree
 
 Way: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
 """How a container is taken apart (children, structure, entries), and how it is put together of structure and children."""
@@ -34,7 +35,7 @@ def way_of(leaf: Any) -> Way | None:
         return _mapping(kind)
     if _is_record(leaf):
         return _record(kind)
-    return _torch_node(kind) if kind in torch_pytree.SUPPORTED_NODES else None
+    return _torch_node(kind) if kind in pytree.SUPPORTED_NODES else None
 
 
 def _is_record(leaf: Any) -> bool:
@@ -44,7 +45,7 @@ def _is_record(leaf: Any) -> bool:
         return False
     # TensorDict's tensorclass has fields that lie elsewhere; torch's registry knows it.
     names = {field.name for field in dataclasses.fields(kind)}
-    return kind not in torch_pytree.SUPPORTED_NODES or not names.isdisjoint(_Attributes(kind).of(leaf))
+    return kind not in pytree.SUPPORTED_NODES or not names.isdisjoint(_Attributes(kind).of(leaf))
 
 
 def _native(kind: type) -> Any:
@@ -145,7 +146,7 @@ def _fields_that_are_items(kind: Any, native: Any) -> tuple[str, ...]:
 
 def _torch_node(kind: type) -> Way:
     """A class as torch's own registry takes it apart."""
-    node = torch_pytree.SUPPORTED_NODES[kind]
+    node = pytree.SUPPORTED_NODES[kind]
     keyed = node.flatten_with_keys_fn
 
     def take(value: Any) -> Any:
@@ -165,7 +166,7 @@ def _torch_node(kind: type) -> Way:
 
 def _entry(key: Any) -> Any:
     """A key of torch's registry as a step of ours."""
-    if isinstance(key, torch_pytree.GetAttrKey):
+    if isinstance(key, pytree.GetAttrKey):
         return Attribute(key.name)
     return getattr(key, "key", getattr(key, "idx", key))
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from funcpipe.core.containers import Attribute
+from funcpipe.core.torch_names import FakeTensor
 
 _PLAIN: frozenset[type] = frozenset(
     {

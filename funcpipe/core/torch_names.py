@@ -1,37 +1,419 @@
-"""Private names of torch that can be done without: who misses one goes on in another way, and says once what is lost.
+"""Every private name of torch that we use, each under a plain name: why, and what becomes of a torch without it.
 
-A torch that is newer than what was tested may lack them. Nothing is said where all are there.
+All of them are there from torch 2.11, the oldest that is supported, to 2.15, unless an entry says otherwise. They are
+looked up at import, which never fails. Where one is missing, what stands after *Without it* takes its place, and one
+RuntimeWarning says what is lost; an entry that has no such words raises `MissingName` when it is used.
+``tests/core/test_torch_names.py`` tries what we rely on, and ``tests/test_layout.py`` sees that no other file has a
+private name of torch.
 """
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, fx, nn
 
-_told: set[str] = set()
-_MISSING: Any = object()
+from funcpipe.core.torch_lookup import MissingName, Nothing, attribute, private
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as OpOverload
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+version: Callable[[Tensor], int] = attribute(Tensor, "_version", lost="writes in place would not be seen")
+"""How often a tensor was written to; nothing public says so. Not of tensors of inference mode, for which torch has no count."""
+
+is_zero_tensor: Callable[[Tensor], bool] = private(
+    "torch.Tensor._is_zerotensor", instead=lambda _: False, lost="zeros without memory are taken for ordinary tensors"
+)
+"""Is it one of autograd's zeros that have no memory to be moved. Without it: none is."""
+
+data_address: Callable[[Tensor], int] = private(
+    "torch._C._data_address", instead=Tensor.data_ptr, lost="memory shared copy-on-write is copied at the first look"
+)
+"""Where a tensor's memory begins; ``data_ptr`` ends a sharing by copy-on-write. Without it: ``data_ptr``."""
+
+is_shared_lazily: Callable[[Tensor], bool] = private(
+    "torch._C._is_cow_tensor", instead=lambda _: True, lost="what crosses streams, or moves, is copied once more"
+)
+"""Is its memory shared copy-on-write: no stream can be recorded on such memory. Without it: as if it always were."""
+
+lazy_clone: Callable[[Tensor], Tensor] = private(
+    "torch._lazy_clone", instead=torch.clone, lost="stages get copies of what they are handed, at once"
+)
+"""A clone that takes memory as soon as somebody writes: in-place layers at a border are rare. Without it: a clone."""
+
+lazy_clone_operation: Any = private(
+    "torch.ops.aten._lazy_clone.default", instead=None, lost="the copies that it makes are not told from others"
+)
+"""`lazy_clone` as dispatch modes and graphs see it. Without it: None, which is no operation."""
+
+storage_number: Callable[[torch.UntypedStorage], int] = attribute(
+    torch.UntypedStorage, "_cdata", lost="tensors that share memory would not be known"
+)
+"""One number for all tensors that share a memory, as long as it lives; ``data_ptr`` of fake tensors is none."""
+
+_gradient_hooks: list[Callable[[Tensor], Any]] = [
+    attribute(
+        Tensor, name, instead=lambda _: None, lost="hooks on a gradient, which a run does not call, are not refused"
+    )
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+]
 
 
-def private(name: str, *, instead: Any, lost: str) -> Any:
-    """Look up a private name of torch.
+def has_gradient_hooks(leaf: Tensor) -> bool:
+    """Are there hooks on a leaf's gradient; they can be put on and taken off, not asked for. Without it: there are none."""
+    return any(hooks(leaf) for hooks in _gradient_hooks)
 
-    Args:
-        name: below ``torch``, as ``_C._data_address``.
-        instead: what takes its place where it is missing.
-        lost: what that costs, for the warning: a RuntimeWarning, once per name and process.
 
-    Returns:
-        What has the name, or ``instead``.
+def _copy_one_by_one(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = private(
+    "torch._foreach_copy_", instead=_copy_one_by_one, lost="inputs of recorded runs are copied by a kernel each"
+)
+"""Copy tensors of one device into others, many in a kernel. Without it: one by one."""
+
+# -- autograd's graphs -------------------------------------------------------------------------------------------------
+
+run_backward: Callable[..., Any] = private(
+    "torch.autograd.Variable._execution_engine.run_backward",
+    instead=lambda roots, cotangents, _, __, inputs, **___: torch.autograd.backward(roots, cotangents, inputs=inputs),
+    lost="backwards of small stages take longer",
+)
+"""``torch.autograd.backward`` without its looks at arguments, which a small stage would feel. Without it: that function."""
+
+backward_number: Callable[[], int] = private(
+    "torch._C._current_graph_task_id",
+    instead=lambda: -1,
+    lost="a pop that torch.utils.checkpoint repeats is not told from others",
+)
+"""The number of the backward that calls this thread, or -1; for a message. Without it: -1."""
+
+running_node: Callable[[], Any] = private(
+    "torch._C._current_autograd_node",
+    instead=lambda: None,
+    lost='check="finite" does not say which operation a backward was of',
+)
+"""The node whose backward calls this thread, or None; for a message. Without it: None."""
+
+
+def made_at(node: Any) -> str:
+    """The stack at which a node was made, as ``detect_anomaly`` noted it; for a message. Without it: nothing."""
+    return "".join(node.metadata.get("traceback_", ()))
+
+
+def function_of(node: Any) -> type:
+    """The ``autograd.Function`` of a node of its backward: the node's own class does not say its module.
+
+    Raises:
+        MissingName: it is not there.
     """
-    found: Any = torch
-    for part in name.split("."):
-        found = getattr(found, part, _MISSING)
-    if found is not _MISSING:
-        return found
-    if name not in _told:
-        _told.add(name)
-        told = f"torch {torch.__version__} has no torch.{name}, which funcpipe would use: {lost}"
-        warnings.warn(told, RuntimeWarning, stacklevel=2)
-    return instead
+    try:
+        return type(node)._forward_cls  # pyright: ignore[reportAttributeAccessIssue]
+    except AttributeError:
+        raise MissingName(f"torch {torch.__version__} has no _forward_cls, which names a custom function") from None
+
+
+def gradient_shapes(node: Any) -> Sequence[Any]:
+    """Shape and dtype of the gradients that arrive at a node, for estimates of memory. Without it: none."""
+    return getattr(node, "_input_metadata", ())
+
+
+SavedTensor: type[Any] = private(
+    "torch._C._autograd.SavedTensor",
+    instead=Nothing,
+    lost="the inputs of checkpointed regions stay on the device when a stage is offloaded",
+)
+"""Autograd's handle of what it saved. Without it: nothing is one."""
+
+
+def saved_names(kind: type) -> tuple[tuple[str, str], ...]:
+    """The attributes of a class of nodes with what it saved: of the handles, of the tensors.
+
+    An operation has ``_raw_saved_self`` and ``_saved_self``, an ``autograd.Function`` ``_raw_saved_tensors`` and
+    ``saved_tensors``. The public hooks on saved tensors are called while these are saved, in every forward; through a
+    handle a graph can be changed afterwards. Without it: none, so nothing is moved.
+    """
+    handles = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+    return tuple((name, name[4:] if hasattr(kind, name[4:]) else name[5:]) for name in handles)
+
+
+def inputs_of_region(unpack_hook: Any) -> Iterator[tuple[Any, Tensor]]:
+    """What a ``torch.utils.checkpoint`` region keeps of its inputs: handles and tensors.
+
+    It is found from a hook of the region, which knows it by its closure; torch 2.11 keeps the inputs in a node, later
+    ones in a list. Without these: nothing, and the inputs stay where they are.
+    """
+    for cell in getattr(unpack_hook, "__closure__", None) or ():
+        region = cell.cell_contents
+        for handle in getattr(region, "saved_args", ()):
+            if isinstance(handle, SavedTensor) and handle.unpack_hook is None:
+                yield handle, handle.unpack()
+        node = getattr(getattr(region, "input_saver", None), "grad_fn", None)
+        handles = getattr(node, "_raw_saved_tensors", ())
+        if node is not None and all(handle.unpack_hook is None for handle in handles):
+            yield from zip(handles, node.saved_tensors, strict=True)
+
+
+top_saved_hooks, pop_saved_hooks, push_saved_hooks = (
+    private(
+        f"torch._C._autograd._{what}_saved_tensors_default_hooks",
+        instead=None,
+        lost="fp.Pipe cannot be called under hooks on saved tensors, as in torch.utils.checkpoint",
+    )
+    for what in ("top", "pop", "push")
+)
+"""The stack of hooks on what autograd saves, to put the caller's aside. Without it: None; under hooks a pipe is refused."""
+
+# -- modes, dispatcher, operations -------------------------------------------------------------------------------------
+
+if not TYPE_CHECKING:
+    TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", lost="operations would not be seen")
+"""What torch's pages on extending it tell to inherit from; they import it by this path."""
+
+
+class WatchingMode(TorchDispatchMode):
+    """A dispatch mode that is no matter of torch's compiler; else the first one that is entered imports that, for seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+without_modes: Callable[[], AbstractContextManager[Any]] = private(
+    "torch.utils._python_dispatch._disable_current_modes", lost="an operation would be taken for one of a model"
+)
+"""Inside of it no dispatch mode sees an operation."""
+
+_MODES = "a run is not refused under modes of its caller, which its threads do not have"
+_modes: dict[str, tuple[Callable[[], int], Callable[[int], Any]]] = {
+    kind: (
+        private(f"torch._C._len_torch_{kind}_stack", instead=lambda: 0, lost=_MODES),
+        private(f"torch._C._get_{kind}_stack_at", instead=None, lost=_MODES),
+    )
+    for kind in ("function", "dispatch")
+}
+
+
+def modes_on(kind: str) -> list[Any]:
+    """The modes of this thread, which no other has: on each "function" or on each "dispatch". Without it: none."""
+    count, at = _modes[kind]
+    return [at(place) for place in range(count())]
+
+
+DeviceContext: type[Any] = private(
+    "torch.utils._device.DeviceContext", instead=Nothing, lost="runs inside of `with torch.device(...)` are refused"
+)
+"""The mode of a default device, which a run does take along. Without it: no mode is one."""
+
+transforms: Callable[[], Any] = private(
+    "torch._C._functorch.peek_interpreter_stack",
+    instead=lambda: None,
+    lost="runs are not refused under torch.func, and stages may be slower there",
+)
+"""The innermost transform of torch.func that this call is in, or None; asked for every value, so it is quick. Without it: None."""
+
+if not TYPE_CHECKING:
+    OpOverload = type(torch.ops.aten.alias.default)
+"""The class of operations, ``torch._ops.OpOverload``, by a public way."""
+
+HigherOrderOperator: type[Any] = private("torch._ops.HigherOrderOperator", lost="regions in graphs would not be known")
+"""The class of operations that call functions."""
+
+schema: Callable[[Any], Any] = attribute(
+    torch.ops.aten.alias.default, "_schema", lost="what operations take and write would not be known"
+)
+"""What an operation takes, returns and writes; public only as text."""
+
+dispatch_key: Callable[[str], Any] = private("torch._C._dispatch_key_parse", lost="draws are caught by a mode")
+"""A dispatch key by its name. Without it, or any of the next three: draws are caught by a dispatch mode (runtime/drawing.py)."""
+
+include_key: Callable[[Any, bool], None] = private(
+    "torch._C._dispatch_tls_set_dispatch_key_included", lost="draws are caught by a mode"
+)
+"""Put a dispatch key into this thread's set, or take it out: public are only the kernels under a key."""
+
+higher_order_operators: dict[str, Any] = private("torch._ops._higher_order_ops", lost="draws are caught by a mode")
+"""All operations that call functions: a key that they do not know stops them, so each is told that it passes ours."""
+
+_operation_names: Any = private("torch._C._dispatch_get_all_op_names", lost="draws are caught by a mode")
+_overload: Any = private("torch._C._get_operation_overload", lost="draws are caught by a mode")
+_has_kernel: Any = private("torch._C._dispatch_has_kernel_for_dispatch_key", lost="draws are caught by a mode")
+
+
+def operations_with(tag: torch.Tag) -> Iterator[Any]:
+    """Torch's operations with a tag, without those that only call others: ``torch.ops`` lists none that nobody has used."""
+    for name in _operation_names():
+        space, _, rest = name.partition("::")
+        base, _, overload = rest.partition(".")
+        found = _overload(f"aten::{base}", overload) if space == "aten" else None
+        if found is None or tag not in found[2]:
+            continue
+        if not _has_kernel(name, "CompositeImplicitAutograd"):
+            yield getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+BINDINGS: Sequence[tuple[str, Any]] = [
+    ("torch", torch),
+    ("torch.Tensor", Tensor),
+    ("torch._C._nn", private("torch._C._nn", instead=Nothing, lost="programs call a few operations more slowly")),
+]
+"""Where torch has its own bindings of operations, as texts of programs name it. Without the last: the operation itself."""
+
+# -- tensors without numbers, and torch's compiler ---------------------------------------------------------------------
+
+FakeTensor: type[Any] = private(
+    "torch._subclasses.fake_tensor.FakeTensor", instead=Nothing, lost="stages cannot be compiled, nor measured"
+)
+"""A tensor without numbers. Without it: nothing is one."""
+
+FunctionalTensor: type[Any] = private(
+    "torch._subclasses.functional_tensor.FunctionalTensor", instead=Nothing, lost="stages cannot be compiled"
+)
+"""A tensor of a trace that writes nothing in place. Without it: nothing is one."""
+
+FakeTensorMode: type[Any] = private(
+    "torch._subclasses.fake_tensor.FakeTensorMode", lost="no stage is compiled or measured"
+)
+"""Where tensors have no numbers: public traces (torch.export) take modules, and no gradients."""
+
+FunctionalTensorMode: type[Any] = private(
+    "torch._subclasses.functional_tensor.FunctionalTensorMode", lost="no stage can be compiled"
+)
+"""Where a trace writes nothing in place; ``torch.func.functionalize`` knows no autograd inside."""
+
+functionalized: Callable[..., Callable[..., Any]] = private(
+    "torch._subclasses.functional_tensor.dispatch_functionalize", lost="no stage can be compiled"
+)
+"""A function with nothing written in place, in a `FunctionalTensorMode`."""
+
+NumbersWanted: type[Exception] = private(
+    "torch._subclasses.fake_tensor.DataDependentOutputException",
+    instead=type("NumbersWanted", (Exception,), {}),
+    lost="stages that look whether they are traced cannot be compiled",
+)
+"""What a fake tensor raises whose numbers are asked for. Without it: nothing raises it."""
+
+_UNSEEN = "a compiled stage that writes into the .data of a buffer is not refused"
+_sync: Callable[[Any], None] = private("torch._sync", instead=lambda _: None, lost=_UNSEEN)
+_written: Callable[[Any], bool] = private(
+    "torch._functionalize_has_data_mutation", instead=lambda _: False, lost=_UNSEEN
+)
+
+
+def was_written(tensor: Any) -> bool:
+    """Was the memory of a `FunctionalTensor` written to; it has no count of versions for ``.data``. Without it: no."""
+    _sync(tensor)
+    return _written(tensor.elem)
+
+
+pytree: Any = private("torch.utils._pytree", lost="containers that are registered with torch would not be known")
+"""Torch's trees: the containers that others registered there, and the lists and tuples of operations."""
+
+NAMELESS_LAYER = "_empty_nn_module_stack"
+"""How the paths begin that torch.export makes up. Without it: such a path is taken for a layer's, in messages."""
+
+HOOK_FUNCTION = "torch.nn.modules._functions.BackwardHookFunction"
+"""What hooks on a module's backward are in a graph. Without it: they are refused by that other name."""
+
+TRACED_FUNCTION = "torch/_functorch/autograd_function.py"
+"""In the stack of a node that came of a custom function in ``torch.cond``. Without it: such a function is not refused."""
+
+
+def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """A graph as torch's compiler makes it; ``torch.compile`` would trace it again."""
+    build = private("torch._inductor.compile", lost='compile(backend="inductor") cannot be had; the others can')
+    return build(graph, examples)
+
+
+def clear_workspaces() -> None:
+    """Give back the memory in which cuBLAS works: a recording would keep it. Without it, as on a CPU build: nothing to give."""
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+_module = nn.Module()
+_TABLES = "tensors could not be put into modules"
+parameters_of: Callable[[nn.Module], dict[str, Tensor | None]] = attribute(_module, "_parameters", lost=_TABLES)
+"""A layer's own parameters, to be changed: public are only ``nn.Parameter``s, and a run puts aliases in their places."""
+
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attribute(_module, "_buffers", lost=_TABLES)
+"""A layer's own buffers, to be changed."""
+
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attribute(_module, "_modules", lost=_TABLES)
+"""A module's children by name; ``named_children`` leaves out one that stands twice, and those that are None."""
+
+TABLES = frozenset({"_parameters", "_buffers"})
+"""The attributes of a module with its tensors."""
+
+_HOOKS = {
+    "forward hooks": ("_forward_hooks", "_forward_pre_hooks"),
+    "backward hooks": ("_backward_hooks", "_backward_pre_hooks"),
+}
+
+
+def hooks_of(module: nn.Module) -> list[str]:
+    """The kinds of hooks that a module has; they can be put on and taken off, not asked for. Without it: none."""
+    return [kind for kind, names in _HOOKS.items() if any(vars(module).get(name) for name in names)]
+
+
+def drop_hooks(module: nn.Module) -> None:
+    """Take all hooks from a module; who put them on has the handles."""
+    vars(module).update((name, OrderedDict()) for names in _HOOKS.values() for name in names)
+
+
+if TYPE_CHECKING:
+    BatchNorm = _BatchNorm
+else:
+    BatchNorm = private("torch.nn.modules.batchnorm._BatchNorm", lost="batch norm layers would not be known")
+"""What all batch norm layers inherit from, those of users and lazy ones too."""
+
+
+def check_dimensions(layer: BatchNorm, input: Tensor) -> None:
+    """Refuse an input of a wrong number of dimensions in the layer's own words. Without it: torch's function does later."""
+    getattr(layer, "_check_input_dim", lambda _: None)(input)
+
+
+FLAT_WEIGHTS = "_flat_weights"
+"""Where recurrent layers keep a second list of their weights."""
+
+
+def list_weights(layer: nn.RNNBase) -> None:
+    """Have a recurrent layer's second list name the weights that it has now; it is renewed for ``nn.Parameter``s only."""
+    names: Sequence[str] = layer._flat_weights_names  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
+    layer._flat_weights = [getattr(layer, name, None) for name in names]
+
+
+def device_asked(*args: Any, **kwargs: Any) -> Any:
+    """The device in the arguments of ``nn.Module.to``, None for none: it has four forms, and only this reads them all."""
+    parse = private("torch._C._nn._parse_to", lost="Pipe.to cannot tell a device from a dtype")
+    return parse(*args, **kwargs)[0]
+
+
+class Anchored(nn.Module):
+    """A module that is asked before its tensors are changed: by `to`, `cuda`, `half` or the like, of it or of one around it.
+
+    There is no hook for this. Without ``_apply``: it is not asked.
+    """
+
+    def before_change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Refuse a change by raising."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.before_change(fn)
+        return super()._apply(fn, recurse)
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node of a graph another name, and see that no two have one: ``node.name = ...`` does not look."""
+    node._rename(name)

@@ -15,13 +15,11 @@ from typing import Any, TypeAlias
 import optree
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from funcpipe.core.containers import Attribute, way_of
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.hidden import ATOMS, fault_of, hides_tensors, only_plain
-from funcpipe.core.torch_names import private
+from funcpipe.core.torch_names import FakeTensor, FunctionalTensor, lazy_clone, transforms
 
 Tree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
@@ -150,7 +148,7 @@ def at(tree: Tree, path: str | Path) -> Any:
 
 def under_transform() -> bool:
     """Is this call inside torch.func's grad, vmap, jvp, ..."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+    return transforms() is not None
 
 
 def own(tensor: Tensor) -> Tensor:
@@ -172,14 +170,9 @@ def lazy(tensor: Tensor) -> Tensor:
     if not (tensor.is_cpu or tensor.is_meta or isinstance(tensor, (FakeTensor, FunctionalTensor))):
         return tensor.clone()
     try:
-        return _lazy_clone(tensor)
+        return lazy_clone(tensor)
     except RuntimeError:  # memory that torch did not allocate (numpy, shared), odd layouts
         return tensor.clone()
-
-
-_lazy_clone: Any = private(
-    "_lazy_clone", instead=torch.clone, lost="stages get copies of what they are handed, at once"
-)
 
 
 def is_differentiable(leaf: Any) -> bool:

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from funcpipe.core.errors import BatchError, PlanError
+from funcpipe.core.torch_names import BatchNorm as AnyBatchNorm
+from funcpipe.core.torch_names import buffers_of, check_dimensions
 from funcpipe.core.tree import Tree
 from funcpipe.models.hearing import BATCH_NORMS, Hearing, NormCall, refuse_writes, version
-
-_BatchNorm = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 
 class Moments(NamedTuple):
@@ -178,7 +178,7 @@ class Running(NamedTuple):
     tracked: str | None
 
     @classmethod
-    def of(cls, layer: _BatchNorm, path: str) -> Running:
+    def of(cls, layer: AnyBatchNorm, path: str) -> Running:
         """Those of a layer at this path."""
         start = f"{path}." if path else ""
         tracked = None if layer.num_batches_tracked is None else f"{start}num_batches_tracked"
@@ -212,7 +212,7 @@ class Deferral:
     """
 
     path: str
-    kind: type[_BatchNorm]
+    kind: type[AnyBatchNorm]
     momentum: float | None
     counted: bool = True
     collected: list[Moments] | None = None
@@ -223,7 +223,7 @@ class Deferral:
         return NormStats(found, self.momentum, self.counted)
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(AnyBatchNorm):
     """A batch norm layer of a stage's private copy: collects statistics instead of writing its buffers.
 
     Its class is this one before the layer's own, so that what a user's subclass brings stays.
@@ -232,20 +232,20 @@ class DeferredBatchNorm(_BatchNorm):
     deferral: Deferral
 
     @classmethod
-    def convert(cls, layer: _BatchNorm, path: str) -> None:
+    def convert(cls, layer: AnyBatchNorm, path: str) -> None:
         """Turn a layer of a private copy into a deferred one, in place."""
         vars(layer)["deferral"] = Deferral(path, type(layer), layer.momentum)
         layer.__class__ = _deferred(type(layer))
 
     @staticmethod
-    def converts(layer: nn.Module) -> TypeGuard[_BatchNorm]:
+    def converts(layer: nn.Module) -> TypeGuard[AnyBatchNorm]:
         """Is this a layer whose running statistics can be deferred."""
-        return isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None
+        return isinstance(layer, AnyBatchNorm) and layer.track_running_stats and layer.running_mean is not None
 
     @staticmethod
     def has_own_forward(kind: type[nn.Module]) -> bool:
         """Has a class another forward than torch's."""
-        return kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+        return kind.forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A class made at run time cannot be found by pickle: it is made again.
@@ -253,7 +253,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.BatchNorm`` does, without touching a buffer."""
-        self._check_input_dim(input)
+        check_dimensions(self, input)
         if self.training and isinstance(self, nn.SyncBatchNorm):
             refuse_processes(self)
         return _normalise(
@@ -269,16 +269,16 @@ class _OwnForward(DeferredBatchNorm):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The layer's own forward, heard."""
-        counter = self._buffers.get("num_batches_tracked")
-        mine = self._buffers["num_batches_tracked"] = None if counter is None else counter.clone()
+        counter = buffers_of(self).get("num_batches_tracked")
+        mine = buffers_of(self)["num_batches_tracked"] = None if counter is None else counter.clone()
         begun = version(mine)
         try:
             with Hearing({id(self.running_mean), id(self.running_var)}, BATCH_NORMS, partial(_hear, self)):
                 y = self.deferral.kind.forward(self, *args, **kwargs)
-            now = self._buffers["num_batches_tracked"]
+            now = buffers_of(self)["num_batches_tracked"]
             self.deferral.counted = now is not mine or version(now) != begun or _moved(now, counter)
         finally:
-            self._buffers["num_batches_tracked"] = counter
+            buffers_of(self)["num_batches_tracked"] = counter
         return y
 
 
@@ -322,13 +322,13 @@ def refuse_processes(layer: nn.SyncBatchNorm) -> None:
 
 
 @lru_cache(maxsize=256)
-def _deferred(kind: type[_BatchNorm]) -> type[DeferredBatchNorm]:
+def _deferred(kind: type[AnyBatchNorm]) -> type[DeferredBatchNorm]:
     around = _OwnForward if DeferredBatchNorm.has_own_forward(kind) else DeferredBatchNorm
     made: Any = type(f"Deferred{kind.__name__}", (around, kind), {})
     return made
 
 
-def _blank(kind: type[_BatchNorm]) -> DeferredBatchNorm:
+def _blank(kind: type[AnyBatchNorm]) -> DeferredBatchNorm:
     made = _deferred(kind)
     return made.__new__(made)
 

@@ -14,12 +14,12 @@ from torch import Tensor, fx
 from torch.autograd.function import BackwardCFunction
 
 from funcpipe.core.errors import PlanError
+from funcpipe.core.torch_names import HOOK_FUNCTION, TRACED_FUNCTION, function_of
 
 _ADVICE = {
     "torch.utils.checkpoint.CheckpointFunction": "the backward of torch.utils.checkpoint(use_reentrant=True); use use_reentrant=False, or fp.remat",
-    "torch.nn.modules._functions.BackwardHookFunction": "hooks on the backward of modules; take them off, and look at result.grads",
+    HOOK_FUNCTION: "hooks on the backward of modules; take them off, and look at result.grads",
 }
-_TRACED_INSIDE = "torch/_functorch/autograd_function.py"
 _NAMELESS = "an autograd.Function inside of torch.cond or the like"
 
 
@@ -38,7 +38,7 @@ def on_the_way_to(outputs: Iterable[Any]) -> set[str]:
         seen.add(node)
         ahead.extend(before for before, _ in node.next_functions)
         if isinstance(node, BackwardCFunction):
-            kind: Any = node._forward_cls  # pyright: ignore[reportAttributeAccessIssue]
+            kind = function_of(node)
             name = f"{kind.__module__}.{kind.__qualname__}"
             if name in _ADVICE or not name.startswith("torch."):
                 found.add(name)
@@ -73,4 +73,4 @@ def _has_one_inside(part: Any) -> bool:
     if not isinstance(part, fx.GraphModule):
         return False
     traces = (node.meta.get("stack_trace") or "" for node in part.graph.nodes)
-    return any(_TRACED_INSIDE in trace.replace("\\", "/") for trace in traces)
+    return any(TRACED_FUNCTION in trace.replace("\\", "/") for trace in traces)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.torch_names import rename
 from funcpipe.core.tree import Spec, flatten, is_differentiable, paths, unflatten
 from funcpipe.models import custom_functions
 from funcpipe.models.batchnorm import DeferredBatchNorm, Running, refuse_processes
@@ -180,7 +181,7 @@ def capture(
     nodes = {node.name: node for node in program.graph.nodes}
     named = {number: nodes[name] for number, name in zip(flat.tensors, inputs, strict=True)}
     for number, node in named.items():
-        node._rename(flat.names[number])
+        rename(node, flat.names[number])
     guards = tuple(
         Guard.of(named[number], program.range_constraints)
         if number in named
@@ -221,7 +222,7 @@ def _open_norms(own: nn.Module) -> dict[str, tuple[Running, float | None]]:
         if DeferredBatchNorm.converts(layer) and id(layer) not in first and (plain or layer.momentum is None):
             first[id(layer)] = Running.of(layer, path), layer.momentum
             layer.momentum = 0.1  # None would read the counter's number, which a graph cannot
-            layer._buffers["num_batches_tracked"] = None  # the commit counts
+            layer.num_batches_tracked = None  # the commit counts
             if plain and isinstance(layer, nn.SyncBatchNorm):  # alone in its process it is a plain one
                 refuse_processes(layer)
                 vars(layer)["forward"] = MethodType(nn.BatchNorm1d.forward, layer)

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.torch_names import private
+from funcpipe.core.torch_names import FakeTensor, FunctionalTensor, was_written
+from funcpipe.core.torch_names import version as writes_into
 from funcpipe.core.tree import under_transform
 
 T = TypeVar("T")
@@ -108,7 +107,7 @@ def refuse_writes(who: str, names: Sequence[str]) -> None:
 
 def version(tensor: Tensor | None) -> int:
     """How often a tensor was written to; under inference mode torch does not count."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+    return 0 if tensor is None or tensor.is_inference() else writes_into(tensor)
 
 
 def has_numbers(tensor: Tensor) -> bool:
@@ -123,7 +122,7 @@ def _bits(buffers: Mapping[str, Tensor]) -> list[int] | None:
     if all(map(has_numbers, buffers.values())):
         return [_sum(buffer) for buffer in buffers.values()]
     if all(isinstance(buffer, FunctionalTensor) for buffer in buffers.values()):  # while a stage is compiled
-        return [_written(buffer) for buffer in buffers.values()]
+        return [was_written(buffer) for buffer in buffers.values()]
     return None
 
 
@@ -134,11 +133,3 @@ def _sum(buffer: Tensor) -> int:
     flat = buffer.detach().resolve_conj().resolve_neg().reshape(-1)
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
     return int(flat.view(whole).sum(dtype=torch.int64))
-
-
-def _written(buffer: Any) -> bool:
-    lost = "a compiled stage that writes into the .data of a buffer is not refused"
-    sync = private("_sync", instead=lambda tensor: None, lost=lost)  # pyright: ignore[reportUnknownLambdaType]
-    written = private("_functionalize_has_data_mutation", instead=lambda tensor: False, lost=lost)  # pyright: ignore
-    sync(buffer)
-    return written(buffer.elem)

@@ -13,6 +13,7 @@ from typing import Any, cast
 from torch import nn
 
 from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.torch_names import children_of
 from funcpipe.models.batchnorm import DeferredBatchNorm
 
 TRACED = "trace it instead: fp.split(model, ..., example=...)"
@@ -211,7 +212,7 @@ def within(path: str, root: str) -> bool:
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
     """The children by name; one that stands twice has both names."""
-    return {name: child for name, child in module._modules.items() if child is not None}
+    return {name: child for name, child in children_of(module).items() if child is not None}
 
 
 def _has(model: nn.Module, path: str) -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from funcpipe.core.errors import PlanError
+from funcpipe.core.torch_names import without_modes
 from funcpipe.core.tree import Tree, flatten, is_differentiable, locations, map_leaves, under_transform
 from funcpipe.models.layers_find import TRACED
 
@@ -54,7 +54,7 @@ def marked(out: Tree) -> tuple[Tree, list[Any]]:
 
     What comes out of the block by another way comes from before these operations.
     """
-    with _disable_current_modes():  # nobody counts this as an operation of the model
+    with without_modes():  # nobody counts this as an operation of the model
         out = map_leaves(lambda leaf: leaf.view_as(leaf) if _has_graph(leaf) else leaf, out)
     return out, [leaf.grad_fn for leaf in flatten(out)[0] if _has_graph(leaf)]
 

@@ -6,7 +6,6 @@ shapes, types and devices of such values are right, which is what masks and rota
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -14,9 +13,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from funcpipe.core.errors import PlanError
+from funcpipe.core.frames import REGIONS, frames
+from funcpipe.core.torch_names import buffers_of, parameters_of, without_modes
 from funcpipe.core.tree import Tree, flatten, is_differentiable, map_leaves, own, under_transform
 from funcpipe.models.layers_find import TRACED, Layers, within
 from funcpipe.models.layers_look import asked, beside, differs, incomplete, marked, nans
@@ -27,8 +27,6 @@ from funcpipe.models.signature import as_call
 
 INPUTS = "inputs"
 """The skip in which the model's inputs travel from the first stage to all others."""
-
-_CHECKPOINT = "torch/utils/checkpoint.py"
 
 
 class LayersFn(ModuleFn):
@@ -129,7 +127,7 @@ class LayersCopy(Copy):
         held: list[tuple[dict[str, Any], str, str]] = []
         absent: list[tuple[dict[str, Any], str, Tensor]] = []
         for path, layer in self.module.named_modules(remove_duplicate=False):
-            for table in (layer._parameters, layer._buffers):
+            for table in (parameters_of(layer), buffers_of(layer)):
                 for local, tensor in table.items():
                     if tensor is None:
                         continue
@@ -349,7 +347,7 @@ class LayersCopy(Copy):
             return
         self.passing = True  # without a graph, the form of the output tells
         try:
-            with _disable_current_modes():
+            with without_modes():
                 other = self._again(x, inputs, calls)
         except Exception:
             return  # these blocks give something else than the one before them
@@ -380,7 +378,7 @@ class LayersCopy(Copy):
         found: dict[bool, set[int]] = {True: set(), False: set()}
         for path, layer in self.module.named_modules(remove_duplicate=False):
             inside = path.startswith(prefix) and any(within(path, name) for name in self.cut.names)
-            found[inside] |= {id(one) for one in layer._parameters.values() if one is not None}
+            found[inside] |= {id(one) for one in layer.parameters(recurse=False)}
         return found[True] - found[False]
 
     def _refuse_collecting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -392,8 +390,11 @@ class LayersCopy(Copy):
 
     def _refuse_region(self) -> None:
         """Leaving from inside of torch.utils.checkpoint would leave it half done."""
-        frame = sys._getframe(1) if self.looks else None
-        while frame is not None and frame.f_code is not LayersCopy._forward.__code__:
-            if frame.f_code.co_filename.replace("\\", "/").endswith(_CHECKPOINT):
-                raise PlanError(f"{type(self.module).__name__} runs its blocks inside torch.utils.checkpoint, which a stage cannot leave; switch that off, and make plans with fp.remat(schedule)")  # fmt: skip
-            frame = frame.f_back
+        for frame in frames() if self.looks else ():
+            if frame.f_code is LayersCopy._forward.__code__:
+                break
+            if frame.f_code in REGIONS:
+                raise PlanError(
+                    f"{type(self.module).__name__} runs its blocks inside torch.utils.checkpoint, which a stage cannot "
+                    "leave; switch that off, and make plans with fp.remat(schedule)"
+                )

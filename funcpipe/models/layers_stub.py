@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from funcpipe.core.torch_names import drop_hooks
 from funcpipe.core.tree import Tree, is_differentiable
 
 
@@ -42,8 +42,7 @@ class Leave(BaseException):
 def stub(layer: nn.Module, forward: Callable[..., Any]) -> None:
     """Another forward, and none of the hooks, which are for the stage that has the module."""
     vars(layer)["forward"] = forward
-    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        vars(layer)[kind] = OrderedDict()
+    drop_hooks(layer)
 
 
 def real(layer: nn.Module) -> Callable[..., Any]:

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.stage import Stage, checked_names, normalise
+from funcpipe.core.torch_names import FLAT_WEIGHTS, buffers_of, list_weights, parameters_of, without_modes
 from funcpipe.core.tree import Tree
 from funcpipe.models.batchnorm import CommitLayers, DeferredBatchNorm, Running
 from funcpipe.models.hearing import has_numbers, looked_at, refuse_writes, version
@@ -187,7 +187,7 @@ class _Copy:
 
     def __init__(self, owner: ModuleFn) -> None:
         self.owner = owner
-        with _disable_current_modes():  # a stage may be traced on fake tensors; its skeleton has none
+        with without_modes():  # a stage may be traced on fake tensors; its skeleton has none
             self.module = copy.deepcopy(owner.skeleton)
         self.train = not owner.evaluation  # as the layers were when the stage was made
         self.attributes = [(vars(layer), dict(vars(layer))) for layer in self.module.modules()]
@@ -196,7 +196,7 @@ class _Copy:
         self.recurrent = [layer for layer in self.module.modules() if isinstance(layer, nn.RNNBase)]
         self.slots: list[tuple[dict[str, Any], str, str]] = []
         for path, layer in self.module.named_modules(remove_duplicate=False):
-            for table in (layer._parameters, layer._buffers):
+            for table in (parameters_of(layer), buffers_of(layer)):
                 for local, tensor in table.items():
                     if tensor is not None:
                         alias = f"{path}.{local}" if path else local
@@ -211,7 +211,7 @@ class _Copy:
         for table, local, key in self.slots:
             table[local] = given[key]
         for layer in self.recurrent:  # they keep a second list of their weights
-            layer._flat_weights = [getattr(layer, n, None) for n in layer._flat_weights_names]  # pyright: ignore
+            list_weights(layer)
         buffers = set(self.owner.buffer_names)
         self.buffers = [(slot, given[slot[2]]) for slot in self.slots if slot[2] in buffers]
         self.numbers = all(has_numbers(buffer) for _, buffer in self.buffers)
@@ -279,13 +279,13 @@ class _Copy:
         for table, local, _ in self.slots:
             table[local] = None
         for layer in self.recurrent:
-            layer._flat_weights = []  # pyright: ignore[reportPrivateUsage]
+            vars(layer)[FLAT_WEIGHTS] = []
         self.buffers = []
         if self._unchanged():  # what a forward kept on the module (an attention map) goes with the copy
             self.owner.give_back(self)
 
     def _unchanged(self) -> bool:
-        moving = {"training", "_flat_weights"}
+        moving = {"training", FLAT_WEIGHTS}
         return all(
             now.keys() == then.keys() and all(now[key] is then[key] for key in then if key not in moving)
             for now, then in self.attributes

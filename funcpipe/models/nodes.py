@@ -10,6 +10,8 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
+from funcpipe.core.torch_names import NAMELESS_LAYER, HigherOrderOperator, OpOverload, schema
+
 _VIEWING = torch.Tag.maybe_aliasing_or_mutating
 
 
@@ -20,13 +22,13 @@ _NORMS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.defaul
 def op_of(module: nn.Module, node: fx.Node) -> Any:
     """The operation of a node, also where a module stands in its place; None for what is none of torch's."""
     op = getattr(_attribute(module, node.target), "op", None) if node.op == "call_module" else node.target
-    return op if isinstance(op, torch._ops.OpOverload) else None
+    return op if isinstance(op, OpOverload) else None
 
 
 def _arguments(op: Any, node: fx.Node) -> list[tuple[Any, fx.Node]]:
     """(declared argument, value) for each value that an operation is given, in lists and by keyword too."""
-    named = {argument.name: argument for argument in op._schema.arguments}
-    given = [*zip(op._schema.arguments, node.args, strict=False), *((named.get(k), v) for k, v in node.kwargs.items())]
+    named = {argument.name: argument for argument in schema(op).arguments}
+    given = [*zip(schema(op).arguments, node.args, strict=False), *((named.get(k), v) for k, v in node.kwargs.items())]
     out: list[tuple[Any, fx.Node]] = []
     for argument, value in given:
         values: list[fx.Node] = []
@@ -48,7 +50,7 @@ def roots_of(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
             aliased = [value for argument, value in _arguments(op, node) if argument.alias_info is not None]
             if not aliased and viewing and node.all_input_nodes:
                 aliased = [node.all_input_nodes[0]]
-            if aliased and (any(r.alias_info for r in op._schema.returns) or viewing):
+            if aliased and (any(r.alias_info for r in schema(op).returns) or viewing):
                 roots[node] = roots[aliased[0]]
     return roots
 
@@ -94,7 +96,7 @@ def writes_of(module: fx.GraphModule, apart: Container[fx.Node] = ()) -> list[tu
 
 def regions_of(module: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, tuple[Any, ...]]]:
     """The bodies that a higher-order operation runs (no_grad, autocast, cond), with what they are given."""
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+    if not isinstance(node.target, HigherOrderOperator):
         return []
     flat: list[Any] = []
     map_arg((node.args, node.kwargs), flat.append)
@@ -138,4 +140,4 @@ def layers_of(module: fx.GraphModule, node: fx.Node) -> set[str]:
 def _stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
     """The modules around a node, outermost first; export makes up a name where it knows none."""
     found: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    return {key: entry for key, entry in found.items() if not str(entry[0]).startswith("_empty_nn_module_stack")}
+    return {key: entry for key, entry in found.items() if not str(entry[0]).startswith(NAMELESS_LAYER)}

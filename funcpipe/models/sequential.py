@@ -10,6 +10,7 @@ from torch import nn
 
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.stage import Stage
+from funcpipe.core.torch_names import children_of, hooks_of
 from funcpipe.core.tree import Tree
 from funcpipe.models.batchnorm import DeferredBatchNorm
 from funcpipe.models.module import Params, State, copied, refuse_lazy, stage_of
@@ -109,10 +110,12 @@ def cut_sequential(
     ends = [sum(counts[: number + 1]) for number in range(len(counts))]
     rows = [units[end - count : end] for end, count in zip(ends, counts, strict=True)]
     parts = [SequentialPart(module, row) for row in rows]
-    for name, tensor in module._parameters.items():  # of the Sequential itself: no layer uses them
+    for name, tensor in module.named_parameters(
+        recurse=False, remove_duplicate=False
+    ):  # of the Sequential itself: no layer uses them
         parts[0].register_parameter(name, tensor)
-    for name, buffer in module._buffers.items():
-        parts[0].register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        parts[0].register_buffer(name, buffer)
     found = [skips_of(part) for part in parts]
     made: list[tuple[Stage, Params, State]] = []
     for number, (part, own) in enumerate(zip(parts, found, strict=True)):
@@ -138,7 +141,7 @@ class SequentialPart(nn.Module):
             *around, name = unit.path.split(".")
             inner: nn.Module = self
             for step in around:
-                if step not in inner._modules:
+                if step not in children_of(inner):
                     inner.add_module(step, nn.Module().train(False))
                 inner = inner.get_submodule(step)
             inner.add_module(name, layer)
@@ -174,9 +177,9 @@ def _units(module: nn.Module, flat: bool) -> list[Unit]:
 
 
 def _inside(container: nn.Module, path: str, spread: bool, flat: bool) -> Iterator[Unit]:
-    for number, (name, layer) in enumerate(container._modules.items()):
+    for number, (name, layer) in enumerate(children_of(container).items()):
         own = spread if number == 0 else _spreads(container)
-        if flat and layer and _is_row(layer) and not (hooks_of(layer) or layer._parameters or layer._buffers):
+        if flat and layer and _is_row(layer) and not (hooks_of(layer) or _has_tensors(layer)):
             yield from _inside(layer, f"{path}{name}.", own, flat)
         else:
             yield Unit(f"{path}{name}", layer, own)  # pyright: ignore[reportArgumentType]
@@ -192,13 +195,9 @@ def _spreads(container: nn.Module) -> bool:
     return isinstance(container, PipeSequential)
 
 
-def hooks_of(module: nn.Module) -> list[str]:
-    """The kinds of hooks that a module has."""
-    kinds = {
-        "forward hooks": (module._forward_hooks, module._forward_pre_hooks),
-        "backward hooks": (module._backward_hooks, module._backward_pre_hooks),
-    }
-    return [what for what, tables in kinds.items() if any(tables)]
+def _has_tensors(layer: nn.Module) -> bool:
+    """Of its own, not of its layers."""
+    return any(True for _ in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
 
 
 def _refuse_shared_norms(units: Sequence[Unit]) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import uuid
-import weakref
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
-from torch import nn
 
 from funcpipe.core.errors import PlanError
+from funcpipe.core.frames import MODULE_CALL, frames, own_dict
 from funcpipe.core.tree import Tree
 
 _number = itertools.count()
@@ -86,52 +84,26 @@ def current() -> Store:
     """Where the layer that is running now stashes and pops.
 
     Outside of a stage nobody tells when a model's call begins and ends, and an aborted one must leave nothing to the
-    next. So the call is found on the Python stack: the outermost frame in which torch calls a module. Its ``kwargs`` are
-    a dict of this call alone; its bound method ``forward_call`` goes when it ends, with or without an exception.
+    next. So the store lies with the outermost call of a module that is on the Python stack, and goes when that ends.
     """
     store = _OPEN.get()
     if store is not None:
         return store
-    if torch.compiler.is_dynamo_compiling():
-        torch._dynamo.skip_frame("a skip finds its call on the Python stack")  # which the compiler would warn about
-    frame, outermost = sys._getframe(1), None
-    while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and frame.f_code.co_filename == _TORCH:
+    if torch.compiler.is_dynamo_compiling():  # the compiler does not read the stack
+        aside: Any = torch.compiler.disable(_of_the_call)
+        return aside()
+    return _of_the_call()
+
+
+def _of_the_call() -> Store:
+    outermost = None
+    for frame in frames():
+        if frame.f_code is MODULE_CALL:
             outermost = frame
-        frame = frame.f_back
     if outermost is None:
         return Store()  # layer.forward(x) by hand: the skips are for nobody
-    names = outermost.f_locals
-    call = _PLAIN.get()
-    if call is None or not call.mark or call.mark[0] is not names["kwargs"]:
-        call = _begun(names["kwargs"], names["forward_call"])
-        _PLAIN.set(call)
-    return call.store
+    return own_dict(outermost).setdefault(_STORE, Store())
 
 
-class _Plain(NamedTuple):
-    """The skips of one call of a module outside of any stage.
-
-    Attributes:
-        mark: one object, which this call alone has; empty as soon as it has ended.
-        store: empty as soon as it has ended.
-        end: sees to that.
-    """
-
-    mark: list[Any]
-    store: Store
-    end: weakref.ref[Any]
-
-
-def _begun(mark: Any, ends_with: Any) -> _Plain:
-    marks, store = [mark], Store()
-
-    def close(_: object) -> None:
-        marks.clear()
-        store.clear()
-
-    return _Plain(marks, store, weakref.ref(ends_with, close))
-
-
-_PLAIN: ContextVar[_Plain | None] = ContextVar("funcpipe_plain_skips", default=None)
-_TORCH = nn.Module.__call__.__code__.co_filename
+_STORE = object()
+"""The key of the store: no name of an argument."""

@@ -11,16 +11,11 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.stage import Out
-from funcpipe.core.torch_names import private
+from funcpipe.core.torch_names import backward_number, children_of
 from funcpipe.core.tree import Tree, map_leaves, own
 from funcpipe.models.skip_scope import Key, Namespace, Store, current, label
 
 _Class = TypeVar("_Class", bound=type[nn.Module])
-_in_backward: Callable[[], int] = private(
-    "_C._current_graph_task_id",
-    instead=lambda: -1,
-    lost="a pop that torch.utils.checkpoint repeats is not told from others",
-)
 
 
 class stash(NamedTuple):
@@ -202,7 +197,7 @@ class _Call:
         key = _key(self.layer, name)
         if key in self.store:
             return _own(self.store[key])
-        if _in_backward() != -1:
+        if backward_number() != -1:
             raise PlanError(f"{self._who} pops {label(key)!r} in a backward, where torch.utils.checkpoint computes it again and its skip is gone; pop outside of the checkpointed part and pass the value in, or use fp.remat for the stage")  # fmt: skip
         there = sorted(map(label, self.store))
         raise PlanError(f"{self._who} pops {label(key)!r}, but no layer stashed it before (there are: {there}); both must be called inside of one module, such as nn.Sequential(...), or be stages of one plan")  # fmt: skip
@@ -340,7 +335,7 @@ def _before(module: nn.Module, first: str, second: str) -> bool:
     if depth is None:  # one is inside of the other
         return False
     common = module.get_submodule(".".join(a[:depth]))
-    order = list(common._modules)
+    order = list(children_of(common))
     return isinstance(common, nn.Sequential) and order.index(a[depth]) < order.index(b[depth])
 
 

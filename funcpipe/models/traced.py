@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate
 
 from funcpipe.core.errors import BatchError, PlanError, bullets
 from funcpipe.core.stage import Out, Stage
+from funcpipe.core.torch_names import OpOverload, schema
 from funcpipe.core.tree import Tree
 from funcpipe.models.batchnorm import CommitLayers, NormStats, Running, batch_norm, wide
 from funcpipe.models.module import _key_faults as key_faults
@@ -127,9 +128,9 @@ def refit(module: fx.GraphModule, norms: Mapping[fx.Node, Norm]) -> None:
 
 def _draw(node: fx.Node, path: str, drawn: dict[str, int]) -> Draw | None:
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or op is torch.ops.aten.batch_norm.default:
+    if not isinstance(op, OpOverload) or op is torch.ops.aten.batch_norm.default:
         return None
-    names = [argument.name for argument in op._schema.arguments]
+    names = [argument.name for argument in schema(op).arguments]
     flag = next((names.index(n) for n in ("train", "training") if n in names), None)
     trains = flag is not None and flag < len(node.args) and node.args[flag] is True
     rate = names.index("dropout_p") if "dropout_p" in names else None

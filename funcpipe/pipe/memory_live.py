@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-_LAZY: Any = torch.ops.aten._lazy_clone.default if hasattr(torch.ops.aten, "_lazy_clone") else None
+from funcpipe.core.torch_names import WatchingMode, lazy_clone_operation, storage_number
+
 _ALIAS: Any = torch.ops.aten.alias.default
 
 
-class Live(TorchDispatchMode):
+class Live(WatchingMode):
     """Counts the storages that operations make, each once, from its making to its end.
 
     Attributes:
@@ -27,10 +27,6 @@ class Live(TorchDispatchMode):
         self.now = self.peak = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler; as in runtime/rng
 
     def restart(self) -> int:
         """Begin a new peak. Returns what is alive."""
@@ -46,14 +42,14 @@ class Live(TorchDispatchMode):
         """These do not count."""
         for tensor in tensors:
             if isinstance(tensor, Tensor) and self._watch(tensor):
-                key = tensor.untyped_storage()._cdata
+                key = storage_number(tensor.untyped_storage())
                 self.now -= self._sizes[key]
                 self._sizes[key] = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and note what it made."""
         # A copy that nobody has written to yet takes no memory.
-        out = _ALIAS(args[0]) if func is _LAZY else func(*args, **(kwargs or {}))
+        out = _ALIAS(args[0]) if func is lazy_clone_operation else func(*args, **(kwargs or {}))
         for one in out if isinstance(out, (tuple, list)) else (out,):  # pyright: ignore[reportUnknownVariableType]
             for tensor in one if isinstance(one, (tuple, list)) else (one,):  # pyright: ignore[reportUnknownVariableType]
                 if isinstance(tensor, Tensor):
@@ -65,7 +61,7 @@ class Live(TorchDispatchMode):
         if tensor.layout is not torch.strided or tensor.device.type == "meta":  # a fake one says where it would be
             return False
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_number(storage)
         if key in self._alive:
             return True
 
@@ -80,5 +76,5 @@ class Live(TorchDispatchMode):
         return True
 
     def holds(self, key: int) -> bool:
-        """Is a storage (its ``_cdata``) alive."""
+        """Is a storage (its `storage_number`) alive."""
         return key in self._alive

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.stage import Out, normalise, side_loss
+from funcpipe.core.torch_names import FakeTensorMode, storage_number
 from funcpipe.core.tree import Spec, Tree, flatten, is_differentiable, lazy, leaves, map_leaves, unflatten
 from funcpipe.pipe.memory_live import Live
 from funcpipe.pipe.memory_weights import Edge, edge_of, for_weights
@@ -106,8 +107,6 @@ class Pass:
     """
 
     def __init__(self, *, train: bool, device: torch.device) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         self.train, self.device = train, device
         self.fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
         self.live = Live()
@@ -175,7 +174,7 @@ class Pass:
         skips = {name: unflatten(one.spec, self._tensors(one, handle, storages)) for name, one in pops.items()}
         fed = {name: unflatten(feeds[name].spec, self._tensors(feeds[name], None, storages)) for name in stage.feeds}
         self.live.restart()
-        keys = {base.untyped_storage()._cdata: value for value, base in storages.items()}
+        keys = {storage_number(base.untyped_storage()): value for value, base in storages.items()}
         storages.clear()
         out: Out = normalise(fn(arguments, **stage.extras(skips, fed, state, self.train)))
         work = self.live.peak
@@ -238,9 +237,10 @@ class Pass:
     def _place(self, tensor: Tensor, keys: dict[int, int]) -> _Place:
         tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
         storage = tensor.untyped_storage()
-        if storage._cdata not in keys:
-            keys[storage._cdata] = next(self.numbers)
-        value, grad = keys[storage._cdata], tensor.requires_grad
+        number = storage_number(storage)
+        if number not in keys:
+            keys[number] = next(self.numbers)
+        value, grad = keys[number], tensor.requires_grad
         return _Place(value, storage.nbytes(), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, grad)  # fmt: skip
 
     def _tensors(self, held: _Held, handle: Tensor | None, storages: dict[int, Tensor]) -> list[Any]:

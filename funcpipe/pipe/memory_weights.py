@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcpipe.core.torch_names import gradient_shapes, saved_names, storage_number
+
 Edge = Any
 """``torch.autograd.graph.GradientEdge``."""
 
@@ -32,7 +34,7 @@ def for_weights(roots: Sequence[Edge], source: type, parameters: Sequence[Any]) 
         parameters: whose memory does not count.
     """
     order = _ascending(roots)
-    own = {leaf.untyped_storage()._cdata for leaf in parameters if isinstance(leaf, Tensor)}
+    own = {storage_number(leaf.untyped_storage()) for leaf in parameters if isinstance(leaf, Tensor)}
     to_input: set[Any] = set()
     found: dict[int, int] = {}
     gradients = 0
@@ -41,11 +43,11 @@ def for_weights(roots: Sequence[Edge], source: type, parameters: Sequence[Any]) 
         if node.name() == f"{source.__name__}Backward" or any(other in to_input for other in after):
             to_input.add(node)
             if node.name() != f"{source.__name__}Backward" and any(other not in to_input for other in after):
-                gradients += sum(prod(meta.shape) * meta.dtype.itemsize for meta in node._input_metadata)
+                gradients += sum(prod(meta.shape) * meta.dtype.itemsize for meta in gradient_shapes(node))
                 for tensor in _saved(node):
                     storage = tensor.untyped_storage()
-                    if storage._cdata not in own:
-                        found[storage._cdata] = storage.nbytes()
+                    if storage_number(storage) not in own:
+                        found[storage_number(storage)] = storage.nbytes()
     return gradients + sum(found.values())
 
 
@@ -67,7 +69,6 @@ def _ascending(roots: Sequence[Edge]) -> list[Any]:
 
 def _saved(node: Any) -> list[Tensor]:
     """The tensors that a node saved."""
-    values = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-    values += getattr(node, "saved_tensors", ())
+    values = [getattr(node, name) for _, name in saved_names(type(node))]
     flat = [one for value in values for one in (value if isinstance(value, (tuple, list)) else (value,))]  # pyright: ignore
     return [one for one in flat if isinstance(one, Tensor) and one.layout is torch.strided]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import BatchError, FuncpipeError
-from funcpipe.core.torch_names import private
+from funcpipe.core.torch_names import pop_saved_hooks, push_saved_hooks, top_saved_hooks
 from funcpipe.core.tree import Spec, Tree, flatten, unflatten
 from funcpipe.runtime.context import saved_tensors_are_hooked
 from funcpipe.runtime.microbatch import Axis, Microbatches, Replicate
@@ -211,26 +211,18 @@ class without_saved_tensor_hooks:
 
     def __enter__(self) -> None:
         self.taken: list[Any] = []
-        if _top and _pop and _push:
-            while (hooks := _top(True)) is not None:
-                _pop()
+        if top_saved_hooks and pop_saved_hooks and push_saved_hooks:
+            while (hooks := top_saved_hooks(True)) is not None:
+                pop_saved_hooks()
                 self.taken.append(hooks)
         elif saved_tensors_are_hooked():
             raise FuncpipeError(_HOOKED)
 
     def __exit__(self, *error: object) -> None:
         while self.taken:
-            _push(*self.taken.pop())
+            push_saved_hooks(*self.taken.pop())
 
 
-_top, _pop, _push = (
-    private(
-        f"_C._autograd._{what}_saved_tensors_default_hooks",
-        instead=None,
-        lost="fp.Pipe cannot be called under hooks on saved tensors, as in torch.utils.checkpoint",
-    )
-    for what in ("top", "pop", "push")
-)
 _HOOKED = (
     "fp.Pipe was called under hooks on saved tensors (torch.utils.checkpoint, save_on_cpu), and this torch has no names "
     "by which they could be kept out of its stages; call it outside of them: what a pipe keeps is set by checkpoint="

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from funcpipe.core.errors import PlacementError, bullets
 from funcpipe.core.plan import Plan, Ties
+from funcpipe.core.torch_names import TABLES, buffers_of, parameters_of, version
 from funcpipe.core.tree import Tree
 from funcpipe.lower.plan import make_plan
 from funcpipe.models.batchnorm import CommitLayers
@@ -45,7 +46,10 @@ class Stages:
         parts = cut_sequential(model, layout.balance, deferred=deferred)
         slots: dict[str, Slot] = {}
         for path, layer in model.named_modules(remove_duplicate=False):
-            slots |= {f"{path}.{name}" if path else name: (layer, name) for name in (*layer._parameters, *layer._buffers)}  # fmt: skip
+            slots |= {
+                f"{path}.{name}" if path else name: (layer, name)
+                for name in (*parameters_of(layer), *buffers_of(layer))
+            }
         self.stages = [stage for stage, _, _ in parts]
         self.params = [{name: slots[name] for name in params} for _, params, _ in parts]
         self.buffers = [{name: slots[name] for name in state} for _, _, state in parts]
@@ -115,8 +119,8 @@ class Stages:
 
 def _read(slot: Slot) -> Tensor:
     layer, name = slot
-    table = layer._parameters if name in layer._parameters else layer._buffers
-    tensor = table[name]
+    own = parameters_of(layer)
+    tensor = own[name] if name in own else buffers_of(layer)[name]
     assert tensor is not None
     return tensor
 
@@ -153,7 +157,7 @@ class Look:
                 elif kind is list or kind is tuple or kind is set:
                     self.held += (name, *value)
                 elif isinstance(value, Tensor):
-                    self.held += (name, value, 0 if value.is_inference() else value._version)
+                    self.held += (name, value, 0 if value.is_inference() else version(value))
                 else:
                     self.held += (name, value)
         self.tensors = _pattern(modules)
@@ -166,7 +170,7 @@ class Look:
         return all(map(is_, self.held, other.held)) or all(map(_equal, self.held, other.held))
 
 
-_APART = frozenset({"training", "_parameters", "_buffers"})
+_APART = {"training", *TABLES}
 _PLAIN = (int, float, str, bool, complex, torch.Size, torch.dtype, torch.device)
 
 
@@ -179,7 +183,7 @@ def _pattern(modules: Iterable[nn.Module]) -> list[Any]:
     number: dict[int, int] = {}
     out: list[Any] = []
     for one in modules:
-        for table in (one._parameters, one._buffers):
+        for table in (parameters_of(one), buffers_of(one)):
             for name, tensor in table.items():
                 if tensor is None or is_lazy(tensor):
                     out.append((name, None))

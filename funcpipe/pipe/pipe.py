@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import BatchError, PlacementError, PlanError, bullets
 from funcpipe.core.stage import Stage
+from funcpipe.core.torch_names import Anchored, buffers_of, children_of, device_asked, hooks_of, parameters_of
 from funcpipe.core.tree import Tree, map_leaves
 from funcpipe.lower.plan import make_plan
 from funcpipe.models.scripted import scripted
-from funcpipe.models.sequential import PipeSequential, hooks_of
+from funcpipe.models.sequential import PipeSequential
 from funcpipe.pipe.module_border import (
     Form,
     attach,
@@ -44,7 +45,7 @@ class MoveError(PlacementError, TypeError):
     """A `Pipe` was to be moved to another device."""
 
 
-class Pipe(nn.Module):
+class Pipe(Anchored):
     """The Sequential itself, computed as a pipeline: microbatches through stages, one device (or CPU lane) each.
 
     A drop-in for torchgpipe's ``GPipe``: the output hangs in the caller's graph, ``loss.backward()`` and the optimizer
@@ -110,7 +111,7 @@ class Pipe(nn.Module):
         self._merge = merge
         self._kind = PipeSequential if isinstance(sequential, PipeSequential) else nn.Sequential
         # Not add_module: a layer may have the name of an attribute of ours.
-        self._modules.update(sequential._modules)
+        children_of(self).update(children_of(sequential))
         self.training = sequential.training
         self._layout = lay_out(self._layers(), balance, devices)
         self._views: tuple[nn.Sequential, ...] = ()  # the same ones each time, so that hooks on them are seen
@@ -154,16 +155,17 @@ class Pipe(nn.Module):
         ends = [sum(self.balance[: stage + 1]) for stage in range(len(self.balance))]
         self._views = self._views or tuple(self._kind() for _ in ends)
         for view, end, count in zip(self._views, ends, self.balance, strict=True):
-            view._modules = dict(self._layers()[end - count : end])
+            children_of(view).clear()
+            children_of(view).update(self._layers()[end - count : end])
             view.training = self.training
         return self._views
 
     def _layers(self) -> list[tuple[str, nn.Module]]:
         # Not named_children: it leaves out a layer that stands twice.
-        return list(self._modules.items())  # pyright: ignore[reportReturnType]
+        return list(children_of(self).items())  # pyright: ignore[reportReturnType]
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(children_of(self))
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter([layer for _, layer in self._layers()])
@@ -176,7 +178,7 @@ class Pipe(nn.Module):
         if not isinstance(key, slice):
             return self._layers()[index(key)][1]
         part = self._kind()
-        part._modules.update(self._layers()[key])
+        children_of(part).update(self._layers()[key])
         part.training = self.training
         return part
 
@@ -186,7 +188,7 @@ class Pipe(nn.Module):
             f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, deferred_batch_norm={self.deferred_batch_norm}"
         ]
         for stage, (part, device) in enumerate(zip(self.partitions, self.devices, strict=True)):
-            lines.append(f"stage {stage} on {device}: {', '.join(part._modules)}")
+            lines.append(f"stage {stage} on {device}: {', '.join(children_of(part))}")
         return "\n".join(lines)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -209,7 +211,7 @@ class Pipe(nn.Module):
             StageError: a layer failed; also an instance of what it raised.
         """
         if torch.compiler.is_compiling():  # a pipeline is no graph: torch.compile leaves it as it is
-            return torch._disable_dynamo(Pipe._call)(self, *inputs)  # pyright: ignore[reportPrivateImportUsage]
+            return torch.compiler.disable(Pipe._call)(self, *inputs)
         return self._call(*inputs)
 
     def _call(self, *inputs: Any) -> Any:
@@ -293,7 +295,7 @@ class Pipe(nn.Module):
         Raises:
             MoveError: for a device.
         """
-        if torch._C._nn._parse_to(*args, **kwargs)[0] is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        if device_asked(*args, **kwargs) is not None:
             raise MoveError(_DENIED)
         return super().to(*args, **kwargs)
 
@@ -305,12 +307,11 @@ class Pipe(nn.Module):
         """Refused: the layers stay on the devices of their stages."""
         raise MoveError(_DENIED)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipe:
-        # Everything that changes tensors comes through here, also from a module around the pipe.
+    def before_change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """See `Anchored`: refused where it is a move. Raises MoveError."""
         for device in {tensor.device for tensor in (*self.parameters(), *self.buffers())}:
-            if not same_device(fn(torch.empty(0, device=device)).device, device):
+            if not same_device(change(torch.empty(0, device=device)).device, device):
                 raise MoveError(_DENIED)
-        return super()._apply(fn, recurse)
 
 
 def _module_faults(sequential: Any) -> list[str]:
@@ -321,10 +322,9 @@ def _module_faults(sequential: Any) -> list[str]:
     faults = scripted(sequential)
     if kind.forward not in (nn.Sequential.forward, PipeSequential.forward) or "forward" in vars(sequential):
         faults.append(f"{kind.__name__} has a forward of its own, which would never be called; give nn.Sequential(*layers), and do in a layer what it does")  # fmt: skip
-    if own := [*sequential._parameters, *sequential._buffers]:
+    if own := [*parameters_of(sequential), *buffers_of(sequential)]:
         faults.append(f"{kind.__name__} has tensors of its own ({', '.join(own)}), which its forward does not use; put them into a layer")  # fmt: skip
-    hooked = [name for name, held in vars(sequential).items() if name.endswith("_hooks") and held]
-    if any("forward" in name or "backward" in name for name in hooked):
+    if hooks_of(sequential):
         faults.append(
             f"this {kind.__name__} has hooks of its own, which would never be called; register them on the Pipe"
         )

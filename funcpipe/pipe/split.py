@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.torch_names import has_gradient_hooks, hooks_of
 from funcpipe.core.tree import flatten
 from funcpipe.models import graph as traced_graph
 from funcpipe.models.export import Captured, callers, capture
@@ -167,7 +168,7 @@ def _traced(
     ]
     empty = any(one.is_meta for one in numbers)
     if not empty:
-        if model._forward_hooks or model._forward_pre_hooks:
+        if "forward hooks" in hooks_of(model):
             raise PlanError("the model itself has forward hooks, which a trace of its forward does not see; put them on a module inside, or take them off")  # fmt: skip
         try_once(model, example)
     captured = capture(model, args, kwargs, axes=axes)
@@ -341,7 +342,11 @@ def _check_model(model: Any) -> None:
     faults = [f"{name} is not initialised yet; call the model once on an example first" for name, one in named if is_lazy(one)]  # fmt: skip
     known = [(name, one) for name, one in named if not is_lazy(one)]
     faults += [f"{name} is {'quantized' if one.is_quantized else one.layout}, not a plain dense tensor; convert it first" for name, one in known if one.is_quantized or one.layout is not torch.strided]  # fmt: skip
-    faults += [f"{name} has hooks on its gradient, which a run does not call; apply them to result.grads" for name, one in known if one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None)]  # fmt: skip
+    faults += [
+        f"{name} has hooks on its gradient, which a run does not call; apply them to result.grads"
+        for name, one in known
+        if has_gradient_hooks(one)
+    ]
     faults += _loose(model, {id(one) for _, one in named})
     where = {one.device: name for name, one in reversed(known)}
     if len(where) > 1:

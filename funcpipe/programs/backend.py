@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from funcpipe.core import torch_names
 from funcpipe.programs.cut import Part, Product, gather, is_view
 from funcpipe.programs.joint import tracing
 from funcpipe.programs.source import Box
@@ -22,9 +23,7 @@ Backend: TypeAlias = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]
 
 def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
     """torch's compiler; needs a C++ compiler for the CPU, Triton for CUDA."""
-    from torch._inductor import compile as build
-
-    return build(graph, examples)  # pyright: ignore
+    return torch_names.inductor(graph, examples)
 
 
 def cudagraphs(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:

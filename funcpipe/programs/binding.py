@@ -7,19 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcpipe.core.torch_names import BINDINGS, OpOverload, WatchingMode, schema
 
 
-class _Seen(TorchDispatchMode):
+class _Seen(WatchingMode):
     """Notes what reaches the dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any]] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "namespace", "") != "prim":
@@ -29,14 +26,11 @@ class _Seen(TorchDispatchMode):
 
 def path_of(value: Any) -> str:
     """``torch.mm`` for a function of torch's, "" for an overload."""
-    for prefix, holder in _HOLDERS:
+    for prefix, holder in BINDINGS:
         name = getattr(value, "__name__", "")
-        if not isinstance(value, torch._ops.OpOverload) and getattr(holder, name, None) is value:
+        if not isinstance(value, OpOverload) and getattr(holder, name, None) is value:
             return f"{prefix}.{name}"
     return ""
-
-
-_HOLDERS: list[tuple[str, Any]] = [("torch", torch), ("torch.Tensor", torch.Tensor), ("torch._C._nn", torch._C._nn)]  # pyright: ignore
 
 
 def binding(node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
@@ -48,15 +42,15 @@ def binding(node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any], Mapping[s
     """
     target: Any = node.target
     same = target, node.args, node.kwargs
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
         return same
-    name = target._schema.name.removeprefix("aten::")
+    name = schema(target).name.removeprefix("aten::")
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])  # pyright: ignore
     mode: Any = next((leaf.fake_mode for leaf in _flat((args, kwargs)) if hasattr(leaf, "fake_mode")), None)
     if mode is None:
         return same
-    left_out = tuple(a.default_value for a in target._schema.arguments[len(args) :] if not a.kwarg_only)
-    for candidate in [getattr(holder, name) for _, holder in _HOLDERS if hasattr(holder, name)]:
+    left_out = tuple(a.default_value for a in schema(target).arguments[len(args) :] if not a.kwarg_only)
+    for candidate in [getattr(holder, name) for _, holder in BINDINGS if hasattr(holder, name)]:
         for more in ((), left_out) if left_out else ((),):
             if _makes(candidate, target, (*args, *more), kwargs, mode):
                 return candidate, (*node.args, *more), node.kwargs
@@ -78,8 +72,8 @@ def _makes(candidate: Any, target: Any, args: Any, kwargs: Mapping[str, Any], mo
 
 def _complete(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by name, those left out with their defaults; tensors by identity."""
-    values = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
-    values |= dict(zip((a.name for a in target._schema.arguments), args, strict=False)) | dict(kwargs)
+    values = {a.name: a.default_value for a in schema(target).arguments if a.has_default_value()}
+    values |= dict(zip((a.name for a in schema(target).arguments), args, strict=False)) | dict(kwargs)
     return {name: _plain(value) for name, value in values.items()}
 
 

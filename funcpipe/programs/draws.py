@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcpipe.core.stage import Stage, current_scope
+from funcpipe.core.torch_names import WatchingMode
 from funcpipe.programs.known import UNKNOWN, Known
 from funcpipe.runtime.drawing import draws_nothing, may_draw
 from funcpipe.runtime.rng import Keys, borrowed, locate
@@ -40,7 +40,7 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -
     return not isinstance(first, Tensor) or first.numel() > 0
 
 
-class Watch(TorchDispatchMode):
+class Watch(WatchingMode):
     """While on, notes the draws, and every operation with its plain arguments.
 
     Attributes:
@@ -57,11 +57,6 @@ class Watch(TorchDispatchMode):
         self._known = Known()
 
     supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """As in `rng.Keyed`."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and note it."""

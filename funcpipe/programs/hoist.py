@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Container, Iterable
 
-import torch
 from torch import Tensor, fx
 
+from funcpipe.core.torch_names import OpOverload
 from funcpipe.programs.joint import Joint
 from funcpipe.programs.recompute import bytes_of, memory_of
 from funcpipe.runtime.drawing import may_draw
@@ -73,4 +73,4 @@ def _moves(node: fx.Node) -> bool:
     # A draw fills a fresh tensor in place.
     if any("draw" in user.meta for user in node.users):
         return False
-    return node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
+    return node.target is operator.getitem or isinstance(node.target, OpOverload)

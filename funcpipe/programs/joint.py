@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from funcpipe.core.errors import TraceError
 from funcpipe.core.stage import Stage
+from funcpipe.core.torch_names import FakeTensorMode, FunctionalTensorMode, NumbersWanted, functionalized
 from funcpipe.core.tree import Spec, Tree, flatten, unflatten
 from funcpipe.programs.draws import Draw, Watch, draws
 from funcpipe.programs.tidy import tidy
@@ -141,8 +142,6 @@ def trace(ask: Ask) -> Joint:
 
 
 def _trace(ask: Ask) -> Joint:
-    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
     param_leaves, state_leaves = flatten(ask.params)[0], flatten(ask.state)[0]
@@ -171,13 +170,13 @@ def _trace(ask: Ask) -> Joint:
         return call.outs, *call.gradients(flat[len(fakes) :])
 
     def graph(function: Callable[..., Any]) -> fx.GraphModule:
-        functional: Any = dispatch_functionalize(function, FunctionalTensorMode())
+        functional: Any = functionalized(function, FunctionalTensorMode())
         return make_fx(functional, tracing_mode="fake")(*fakes, *cotangents)
 
     with mode, torch.set_grad_enabled(ask.backwards):
         try:
             module = graph(joint)
-        except DataDependentOutputException:
+        except NumbersWanted:
             # Code that asks for fake tensors before it looks at numbers (masks in transformers) does not know functional
             # ones: it did not look in the calls above. It gets fake ones, and the graph of that is made functional.
             module = graph(make_fx(joint, tracing_mode="fake")(*fakes, *cotangents))

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from funcpipe.core.torch_names import OpOverload, pytree, schema, without_modes
 
 _MOST = 1 << 18
 """Numbers in a tensor that are worth knowing."""
@@ -37,21 +37,21 @@ class Known:
         found = self._of(args, kwargs)
         if found is None:
             return UNKNOWN
-        with _disable_current_modes(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             return func(*found[0], **found[1])
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """An operation has run; compute it on the numbers that are known, too."""
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OpOverload):
             return
         found = None if torch.Tag.nondeterministic_seeded in func.tags else self._of(args, kwargs)
         results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         if found is None or any(one.numel() > _MOST for one in results) or "empty" in str(func):
-            if func._schema.is_mutable:
+            if schema(func).is_mutable:
                 self._forget([leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
             return
         try:
-            with _disable_current_modes(), torch.no_grad():
+            with without_modes(), torch.no_grad():
                 real = func(*found[0], **found[1])
         except Exception:  # what is wrong with it shows elsewhere
             return

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from funcpipe.core.torch_names import storage_number
 from funcpipe.programs.cut import above, is_view
 from funcpipe.programs.joint import Joint
 
@@ -101,5 +102,5 @@ def memory_of(nodes: Iterable[fx.Node]) -> dict[int, int]:
         val = node.meta["val"]
         for one in val if isinstance(val, (tuple, list)) else (val,):  # pyright: ignore
             if isinstance(one, Tensor):
-                found[one.untyped_storage()._cdata] = one.untyped_storage().nbytes()
+                found[storage_number(one.untyped_storage())] = one.untyped_storage().nbytes()
     return found

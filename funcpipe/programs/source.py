@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from funcpipe.core.errors import TraceError
+from funcpipe.core.torch_names import HigherOrderOperator, OpOverload, schema
 from funcpipe.programs.binding import binding, path_of
 from funcpipe.programs.cut import Part, is_view
 from funcpipe.programs.joint import tracing
@@ -219,7 +220,7 @@ class _Writer:
             return self._constant(node)
         if node.target is operator.getitem:
             return f"{self._word(node.args[0])}[{node.args[1]}]"
-        if not isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        if not isinstance(node.target, (OpOverload, HigherOrderOperator)):
             raise TraceError(f"its graph has {node.target}, which is no operation of torch")
         self.operations += 1
         if "draw" in node.meta:
@@ -237,7 +238,7 @@ class _Writer:
             raise TraceError(f"{node.target} draws random numbers in its backward")
         val, number, func = node.meta["val"], node.meta["draw"], node.meta["drawn_by"]
         device = self._bind("device", (val[0] if isinstance(val, (tuple, list)) else val).device)
-        if not func._schema.name.endswith("_"):
+        if not schema(func).name.endswith("_"):
             func = node.target
         else:
             # It filled a tensor, and the trace lets it make one. How a draw fills memory depends on its layout.

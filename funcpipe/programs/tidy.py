@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from funcpipe.core.torch_names import lazy_clone_operation
+
 _aten = torch.ops.aten
 
 _NOTHING: set[Any] = {
     _aten.detach.default,
     _aten.alias.default,
     _aten.lift_fresh_copy.default,
-    *([_aten._lazy_clone.default] if hasattr(_aten, "_lazy_clone") else []),  # nothing writes in place any more
+    lazy_clone_operation,  # nothing writes in place any more
 }
 """What gives its argument."""
 

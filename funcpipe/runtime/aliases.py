@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError
+from funcpipe.core.torch_names import version
 from funcpipe.core.tree import Spec, Tree, flatten, locations, unflatten
 from funcpipe.runtime.border import share
 from funcpipe.runtime.plain import address
@@ -67,4 +68,4 @@ def refuse_rebinding(params: Tree, spec: Spec, aliases: Sequence[Any]) -> None:
 
 def versions(leaves: Sequence[Any]) -> list[int]:
     """How often each leaf was written to; under inference mode torch does not count."""
-    return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
+    return [version(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in leaves]

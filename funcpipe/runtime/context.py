@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
-from torch.utils._device import DeviceContext
 
 from funcpipe.core.errors import FuncpipeError, PlanError, Where
 from funcpipe.core.plan import Plan
+from funcpipe.core.torch_names import DeviceContext, modes_on
 from funcpipe.core.tree import under_transform
 
 T = TypeVar("T")
@@ -45,11 +45,8 @@ def refuse_transforms(name: str) -> None:
 def not_carried() -> list[str]:
     """What the caller has switched on that other threads cannot take over."""
     found: list[str] = []
-    functions = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
-    found += [f"function mode {type(m).__name__}" for m in functions if not isinstance(m, DeviceContext)]
-    if torch._C._len_torch_dispatch_stack():
-        modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
-        found += [f"dispatch mode {type(m).__name__}" for m in modes]
+    found += [f"function mode {type(m).__name__}" for m in modes_on("function") if not isinstance(m, DeviceContext)]
+    found += [f"dispatch mode {type(m).__name__}" for m in modes_on("dispatch")]
     if saved_tensors_are_hooked():
         found.append("saved-tensor hooks")
     return found

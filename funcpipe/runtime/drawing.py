@@ -10,12 +10,21 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcpipe.core.torch_names import (
+    OpOverload,
+    TorchDispatchMode,
+    dispatch_key,
+    higher_order_operators,
+    include_key,
+    operations_with,
+    schema,
+)
 
 _SEEDED = torch.Tag.nondeterministic_seeded
 _KEY = "TESTING_ONLY_GenericMode"
@@ -81,11 +90,12 @@ class _Kernels:
     def __init__(self) -> None:
         self.work, self._passing = True, 0
         try:
-            self._key: Any = torch._C._dispatch_key_parse(_KEY)  # pyright: ignore[reportAttributeAccessIssue]
-            self._include: Any = torch._C._dispatch_tls_set_dispatch_key_included
+            self._key = dispatch_key(_KEY)
+            include_key(self._key, False)
+            higher_order_operators.values()
             self._libraries = (torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL"))
             self._libraries[0].fallback(torch.library.fallthrough_kernel, _KEY)
-            for operation in _drawing_operations():
+            for operation in operations_with(_SEEDED):
                 self._libraries[1].impl(operation.name(), self._kernel(operation), _KEY)
         except (AttributeError, RuntimeError) as error:
             self.work = False
@@ -98,21 +108,21 @@ class _Kernels:
 
     def __enter__(self) -> None:
         """Put the key into this thread's set."""
-        known = torch._ops._higher_order_ops
+        known = higher_order_operators
         if len(known) > self._passing:  # operations over functions are told by name which keys pass them
             for operation in list(known.values())[self._passing :]:
                 operation.fallthrough(self._key)
             self._passing = len(known)
-        self._include(self._key, True)
+        include_key(self._key, True)
 
     def __exit__(self, *error: object) -> None:
-        self._include(self._key, False)
+        include_key(self._key, False)
 
     def _kernel(self, operation: Any) -> Callable[..., Any]:
-        include, key = self._include, self._key
+        key = self._key
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            include(key, False)
+            include_key(key, False)
             try:
                 catcher = _thread.catcher
                 # What torch.compile traces is caught when it runs. A thread of autograd's has the key but no catcher.
@@ -120,7 +130,7 @@ class _Kernels:
                     return operation(*args, **kwargs)
                 return catcher.caught(operation, args, kwargs)
             finally:
-                include(key, True)
+                include_key(key, True)
 
         return kernel
 
@@ -140,7 +150,7 @@ class _Everything(TorchDispatchMode):
 
 def may_draw(func: Any) -> bool:
     """Is this an operation that draws random numbers, at least with some arguments."""
-    return isinstance(func, torch._ops.OpOverload) and _SEEDED in func.tags
+    return isinstance(func, OpOverload) and _SEEDED in func.tags
 
 
 def draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -158,24 +168,12 @@ def _arguments(func: Any) -> tuple[list[tuple[int, str, Any]], list[tuple[int, s
     """The arguments that switch an operation's draws on, and those that are the chance of one: (place, name, default)."""
     found = [
         (place, argument.name, argument.default_value if argument.has_default_value() else None)
-        for place, argument in enumerate(func._schema.arguments)
+        for place, argument in enumerate(schema(func).arguments)
     ]
-    named = _CHANCES if "dropout" in func._schema.name else _CHANCES[:2]  # of bernoulli p is something else
+    named = _CHANCES if "dropout" in schema(func).name else _CHANCES[:2]  # of bernoulli p is something else
     return [one for one in found if one[1] in _SWITCHES], [one for one in found if one[1] in named]
 
 
 def _value(argument: tuple[int, str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     place, name, default = argument
     return args[place] if place < len(args) else kwargs.get(name, default)
-
-
-def _drawing_operations() -> Iterator[Any]:
-    """Torch's operations that draw by themselves, not by calling others that do."""
-    for name in torch._C._dispatch_get_all_op_names():
-        space, _, rest = name.partition("::")
-        base, _, overload = rest.partition(".")
-        found = torch._C._get_operation_overload(f"aten::{base}", overload) if space == "aten" else None
-        if found is None or _SEEDED not in found[2]:
-            continue
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
-            yield getattr(getattr(torch.ops.aten, base), overload or "default")

@@ -19,7 +19,7 @@ from funcpipe.core.errors import PlanError, StageError, bullets
 from funcpipe.core.losses import check_weight
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Out, Stage, side_loss
-from funcpipe.core.torch_names import private
+from funcpipe.core.torch_names import run_backward, version
 from funcpipe.core.tree import Tree, flatten, is_differentiable, lazy, locations, refuse_hidden, unflatten
 from funcpipe.runtime.aliases import alias_of, differ, guarded, refuse_rebinding, versions
 from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, dense, open_border, share
@@ -31,12 +31,6 @@ from funcpipe.runtime.rng import Keyed, Keys
 
 _NOTHING = Report((), None, None)
 """What most forwards have to report."""
-
-_engine: Any = private(
-    "autograd.Variable._execution_engine.run_backward",
-    instead=lambda roots, cotangents, _, __, inputs, **___: torch.autograd.backward(roots, cotangents, inputs=inputs),
-    lost="backwards of small stages take longer",
-)
 
 
 class EagerBound:
@@ -258,7 +252,7 @@ class EagerBound:
         """
         if self.fresh is None:
             with torch.no_grad():
-                self.fresh = [alias.grad.zero_()._version for alias in self.inputs if alias.grad is not None]
+                self.fresh = [version(alias.grad.zero_()) for alias in self.inputs if alias.grad is not None]
         return self.fresh
 
     def loss_cotangents(self, residual: Any) -> dict[str, Tensor]:
@@ -301,8 +295,8 @@ class EagerBound:
         """Trainable leaves (by number) that no backward added to."""
         touched = {
             id(alias)
-            for alias, version in zip(self.inputs, self._begun(), strict=True)
-            if alias.grad is not None and alias.grad._version != version
+            for alias, before in zip(self.inputs, self._begun(), strict=True)
+            if alias.grad is not None and version(alias.grad) != before
         }
         trainable = {id(alias) for alias in self.inputs}
         return [i for i, a in enumerate(self.aliases) if id(a) in trainable and id(a) not in touched]
@@ -371,7 +365,7 @@ def _walk(roots: list[Tensor | GradientEdge], cotangents: list[Tensor], inputs: 
     The first half looks at every pair for nested tensors, symbolic shapes and more, and costs as much as the backward of
     a small stage.
     """
-    _engine(tuple(roots), tuple(cotangents), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
+    run_backward(tuple(roots), tuple(cotangents), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
 
 
 def _autocasting() -> list[str]:

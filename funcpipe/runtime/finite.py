@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcpipe.core.errors import NotFiniteError, bullets
+from funcpipe.core.torch_names import TorchDispatchMode, made_at, running_node
 from funcpipe.core.tree import Tree, flatten, is_differentiable, locations
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.program import Bound, Cotangents, Gradients, Shares, StageArgs, StageOut
@@ -196,9 +196,9 @@ def _words(leaf: Any) -> list[str]:
 
 def _place() -> str:
     """The line of the user's code: that runs, or (in a backward) that made the node."""
-    node: Any = torch._C._current_autograd_node()
+    node = running_node()
     if node is not None:
-        frames = "".join(node.metadata.get("traceback_", [])).split("  File ")
+        frames = made_at(node).split("  File ")
         lines = [frame for frame in frames if _is_users(frame.split('"')[1] if '"' in frame else "")]
         made = f": made by {lines[-1].splitlines()[0].strip()}" if lines else ""
         return f"in the backward of {node.name()}{made}"

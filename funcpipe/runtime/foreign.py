@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.stage import Stage
+from funcpipe.core.torch_names import version
 from funcpipe.runtime.reached import Reached
 
 
@@ -77,7 +78,7 @@ def refuse_backward(sums: Sequence[Any], fresh: Sequence[int] | None) -> None:
     Raises:
         PlanError: something else wrote to them.
     """
-    found = [one._version for one in sums if one is not None]
+    found = [version(one) for one in sums if one is not None]
     if fresh is None and any(found):
         raise PlanError(
             "the stage, or the loss, calls backward itself, and that is what the run does: return the output, or the loss, alone. "

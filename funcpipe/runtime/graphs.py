@@ -222,21 +222,29 @@ def _obstacle(plan: Plan) -> str:
 def _kernels() -> Hashable:
     """What else than `switches` picks kernels and is frozen by a recording."""
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    found: list[Hashable] = []
-    for name in _KERNELS:
+    found: list[Hashable] = [torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()]
+    for where, flag in _FLAGS:
         try:
-            found.append(getattr(torch._C, name)())
-        except (AttributeError, RuntimeError):  # another torch; set in two ways at once
+            found.append(getattr(where, flag))
+        except RuntimeError:  # set in two ways at once
             found.append(None)
     return modes, *found
 
 
-_KERNELS = (
-    "_get_float32_matmul_precision", "_get_cublas_allow_tf32", "_get_cudnn_allow_tf32", "_get_cudnn_enabled",
-    "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_cudnn_sdp_enabled",
-    "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction",
-)  # fmt: skip
-"""torch's getters of flags."""
+_MATMUL, _CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
+_FLAGS: tuple[tuple[Any, str], ...] = (
+    (_MATMUL, "allow_tf32"),
+    (_MATMUL, "allow_fp16_accumulation"),
+    (_MATMUL, "allow_fp16_reduced_precision_reduction"),
+    (_MATMUL, "allow_fp16_reduced_precision_reduction_split_k"),
+    (_MATMUL, "allow_bf16_reduced_precision_reduction"),
+    (_MATMUL, "allow_bf16_reduced_precision_reduction_split_k"),
+    (_CUDNN, "allow_tf32"),
+    (_CUDNN, "enabled"),
+    (_CUDNN, "benchmark"),
+    (_CUDNN, "deterministic"),
+)
+"""Torch's flags."""
 
 
 _NONE: dict[str, Any] = dict.fromkeys(_FIELDS)

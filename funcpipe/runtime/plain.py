@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcpipe.core.torch_names import private
-
-_address: Callable[[Tensor], int] = private(
-    "_C._data_address",
-    instead=Tensor.data_ptr,
-    lost="memory that is shared copy-on-write is copied at the first look at it",
-)
-_is_shared: Callable[[Tensor], bool] = private(
-    "_C._is_cow_tensor", instead=lambda _: True, lost="every tensor that crosses streams, or moves, is copied once more"
-)
+from funcpipe.core.torch_names import data_address, is_shared_lazily, is_zero_tensor
 
 
 def address(tensor: Tensor) -> int:
     """Where the memory of a tensor begins; all that share it, even copy-on-write, have the same. 0: it has none."""
-    return _address(tensor)
+    return data_address(tensor)
 
 
 def addresses(leaves: Sequence[Any]) -> frozenset[int]:
@@ -36,9 +27,9 @@ def plain(tensor: Tensor) -> bool:
     odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested
     if odd or not (kind is Tensor or kind is torch.nn.Parameter):
         return False
-    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+    return not (tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor))
 
 
 def solid(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it where its memory is shared copy-on-write so that no stream could be recorded on it."""
-    return tensor.clone() if _is_shared(tensor) else tensor
+    return tensor.clone() if is_shared_lazily(tensor) else tensor

@@ -13,6 +13,7 @@ from torch import Tensor
 from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, bullets
 from funcpipe.core.plan import Lowered, Plan
 from funcpipe.core.stage import names_of
+from funcpipe.core.torch_names import has_gradient_hooks
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.lower.plan import program_for
 from funcpipe.runtime import microbatch
@@ -216,7 +217,7 @@ def _untrained(leaf: Any, trained: bool, stage: int) -> str:
         return f"is a {type(leaf).__name__}, and gradients are of tensors: torch.from_numpy(array)" if array else ""
     if not trained:
         return ""
-    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:  # pyright: ignore
+    if has_gradient_hooks(leaf):
         return (
             f"has hooks on its gradient, which a run does not call: apply them to result.grads[{stage}] before fp.step, "
             "and take them off (the handle's remove())"

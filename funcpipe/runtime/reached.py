@@ -85,7 +85,8 @@ class Reached:
 
     def _module(self, name: str, module: nn.Module) -> None:
         for path, layer in module.named_modules(prefix=name):
-            for key, held in {**layer._parameters, **layer._buffers}.items():
+            own = layer.named_parameters(recurse=False, remove_duplicate=False)
+            for key, held in (*own, *layer.named_buffers(recurse=False, remove_duplicate=False)):
                 self._look(f"{path}.{key}".lstrip("."), held)
             for key, held in vars(layer).items():
                 if isinstance(held, (Tensor, bool, int, float, list, dict)) and not key.startswith("_"):

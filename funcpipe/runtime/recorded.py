@@ -10,10 +10,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcpipe.core.errors import FuncpipeError
+from funcpipe.core.torch_names import TorchDispatchMode, clear_workspaces, copy_all, pytree, version
 from funcpipe.runtime.plain import address, plain, solid
 
 T = TypeVar("T")
@@ -85,12 +84,12 @@ class DeviceGraph:
         # The stream once more: torch leaves its own behind where a recording cannot be ended.
         with _recording, self.module.device(self.device), self.module.stream(self._stream):
             # Workspaces that are made while it is recorded are the graph's own, and nobody else's afterwards.
-            _forget_workspaces()
+            clear_workspaces()
             try:
                 with recording:
                     return work()
             finally:
-                _forget_workspaces()
+                clear_workspaces()
 
     def play(self) -> None:
         """See `Graph`; on the current stream."""
@@ -109,12 +108,6 @@ class DeviceGraph:
         yield
         self._done = self.module.Event()
         self._done.record(current)
-
-
-def _forget_workspaces() -> None:
-    forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if forget is not None:
-        forget()
 
 
 class Rehearsal(TorchDispatchMode):
@@ -212,7 +205,7 @@ class Recorded:
             else:
                 own.copy_(one.detach(), non_blocking=True)
         if near[0]:
-            torch._foreach_copy_(*near)  # pyright: ignore
+            copy_all(*near)
         if [address(one) for one in self._own] != self._places:
             raise FuncpipeError("internal error: the memory that a graph reads from has moved")
 
@@ -220,9 +213,9 @@ class Recorded:
         if tensor.is_inference():  # torch does not count writes into it
             return False
         before = self._before[number]
-        if before is not None and before[0]() is tensor and before[1] == tensor._version:
+        if before is not None and before[0]() is tensor and before[1] == version(tensor):
             return True
-        self._before[number] = ref(tensor), tensor._version
+        self._before[number] = ref(tensor), version(tensor)
         return False
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import sys
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,10 +19,11 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import DrawError, PlanError
+from funcpipe.core.frames import REGIONS, frames, own_dict
 from funcpipe.core.stage import Stage, current_scope
+from funcpipe.core.torch_names import schema
 from funcpipe.runtime.drawing import Catching
 
-_CHECKPOINT = "torch/utils/checkpoint.py"
 _global_draw = threading.Lock()
 
 
@@ -179,24 +178,21 @@ class Keyed(Catching):
         if self.replays is not None:
             if path not in self.replays:
                 raise DrawError(f"{path!r} draws random numbers in the backward of stage {self.stage}; only what torch.utils.checkpoint computes again may draw there")  # fmt: skip
-        elif depth > 1 or not _same(self.regions.setdefault(path, region), region):
+        elif depth > 1 or self.regions.setdefault(path, region) is not region:
             raise DrawError(f"{path!r} draws random numbers both in a torch.utils.checkpoint region and outside of it, or in several; the recomputation could not draw the same. Use fp.remat instead of checkpoint for stage {self.stage}")  # fmt: skip
 
 
 def locate(places: Mapping[int, str]) -> tuple[str, Any, int]:
     """The layer that draws, the innermost checkpoint region around it, and how many regions there are."""
-    frame = sys._getframe(1)
     layer: str | None = None
-    region, depth = None, 0
-    while frame is not None:
+    regions: list[Any] = []
+    for frame in frames():
         code = frame.f_code
-        if code.co_name == "checkpoint" and code.co_filename.replace("\\", "/").endswith(_CHECKPOINT):
-            depth += 1
-            region = region or _region(frame)
+        if code in REGIONS:
+            regions.append(own_dict(frame))
         elif layer is None and code.co_argcount and code.co_varnames[0] == "self":
             layer = places.get(id(frame.f_locals.get("self")))
-        frame = frame.f_back
-    return layer or "", region, depth
+    return layer or "", regions[0] if regions else None, len(regions)
 
 
 @contextmanager
@@ -231,15 +227,15 @@ def twin_of(func: Any) -> Callable[..., Any] | None:
 
 def _twin(func: Any) -> Callable[..., Any] | None:
     def takes(overload: Any) -> bool:
-        return any(argument.name == "generator" for argument in overload._schema.arguments)
+        return any(argument.name == "generator" for argument in schema(overload).arguments)
 
     if takes(func):
         return func
-    own = [(a.name, str(a.type)) for a in func._schema.arguments]
+    own = [(a.name, str(a.type)) for a in schema(func).arguments]
     packet = func.overloadpacket
     for name in packet.overloads():
         other = getattr(packet, name)
-        names = [(a.name, str(a.type)) for a in other._schema.arguments if a.name != "generator"]
+        names = [(a.name, str(a.type)) for a in schema(other).arguments if a.name != "generator"]
         if takes(other) and names == own:
             return other
     return None
@@ -253,16 +249,3 @@ def _device(args: Any, kwargs: Any) -> torch.device:
             if isinstance(one, Tensor):
                 return one.device
     return torch.get_default_device()
-
-
-def _region(frame: Any) -> Any:
-    """A mark of one call of checkpoint that does not keep its tensors alive."""
-    found = frame.f_locals.get("gen")
-    try:
-        return weakref.ref(found) if found is not None else weakref.ref(frame.f_locals["function"])
-    except TypeError:
-        return id(frame)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (a is not None and b is not None and a == b)

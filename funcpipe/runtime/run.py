@@ -76,7 +76,7 @@ def run(
     options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
     options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane, "check": check}
     if torch.compiler.is_compiling():  # a run is no graph: torch.compile leaves it as it is
-        aside = torch._disable_dynamo(run)  # pyright: ignore[reportPrivateImportUsage]
+        aside: Any = torch.compiler.disable(run)
         return aside(plan, params, batch, record=record, executor=executor, timeout=timeout, **options)
     if isinstance(executor, Graphs):
         return executor.run(run, plan, params, batch, options, record=record, timeout=timeout)

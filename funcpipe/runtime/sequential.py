@@ -45,7 +45,8 @@ def run_sequential(
     options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
     options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane, "check": check}
     if torch.compiler.is_compiling():  # a run is no graph: torch.compile leaves it as it is
-        return torch._disable_dynamo(run_sequential)(plan, params, batch, **options)  # pyright: ignore[reportPrivateImportUsage]
+        aside: Any = torch.compiler.disable(run_sequential)
+        return aside(plan, params, batch, **options)
     return _execute(prepare("run_sequential", plan, params, batch, **options))
 
 

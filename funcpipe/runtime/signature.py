@@ -53,5 +53,13 @@ def look(border: Border) -> Hashable:
 def switches() -> Hashable:
     """What torch has switched on that picks other operations or kernels."""
     autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
-    kernels = (torch.are_deterministic_algorithms_enabled(), torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled())  # fmt: skip
+    kernels = tuple([enabled() for enabled in _KERNELS])
     return (torch.get_default_dtype(), torch.get_default_device(), *autocast, kernels)
+
+
+_KERNELS = (
+    torch.are_deterministic_algorithms_enabled,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+)

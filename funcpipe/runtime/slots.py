@@ -23,15 +23,10 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from funcpipe.core.torch_names import private
+from funcpipe.core.torch_names import inputs_of_region, saved_names
 from funcpipe.runtime.host import Way
 from funcpipe.runtime.plain import address, plain
 
-_Handle: Any = private(
-    "_C._autograd.SavedTensor",
-    instead=(),
-    lost="the inputs of checkpointed regions stay on the device when a stage is offloaded",
-)
 _ALIGNED = 64
 """Torch's allocations on the CPU begin at a multiple of so many bytes."""
 _BLOCK = 512
@@ -98,24 +93,7 @@ def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
         if all(hook is None for hook in hooks):
             yield from zip(raws, _many(getattr(node, name)), strict=True)
         for hook in hooks:
-            yield from _region(hook)
-
-
-def _region(hook: Any) -> Iterator[tuple[Any, Any]]:
-    """The inputs of the ``torch.utils.checkpoint`` region that packed a tensor with this hook, as in `_saved_by`.
-
-    They are reached by names of torch's own. Should it choose others, the inputs stay on the device.
-    """
-    for cell in getattr(hook, "__closure__", None) or ():
-        frame = cell.cell_contents
-        handles: list[Any] = [one for one in getattr(frame, "saved_args", ()) if isinstance(one, _Handle)]
-        for raw in handles:
-            if raw.unpack_hook is None:
-                yield raw, raw.unpack()
-        node = getattr(getattr(frame, "input_saver", None), "grad_fn", None)  # torch 2.11 keeps them in a node
-        raws = getattr(node, "_raw_saved_tensors", ())
-        if node is not None and all(raw.unpack_hook is None for raw in raws):
-            yield from zip(raws, node.saved_tensors, strict=True)
+            yield from inputs_of_region(hook)
 
 
 def _names_of(node: Any) -> Iterable[tuple[str, str]]:
@@ -123,10 +101,7 @@ def _names_of(node: Any) -> Iterable[tuple[str, str]]:
     kind = type(node)
     found = _names.get(kind)
     if found is None:
-        hidden = [name for name in dir(kind) if name.startswith("_raw_saved_")]
-        # An operation has _raw_saved_self and _saved_self, an autograd.Function _raw_saved_tensors and saved_tensors.
-        found = tuple((name, name[4:] if hasattr(kind, name[4:]) else name[5:]) for name in hidden)
-        _names[kind] = found
+        found = _names[kind] = saved_names(kind)
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.stage import Stage
+from funcpipe.core.torch_names import storage_number, version
 from funcpipe.runtime.reached import Reached
 from funcpipe.testing.match import differences
 
@@ -42,8 +43,7 @@ def _frozen(value: Any) -> Any:
     """A value as it is now: bits, and how often it was written to."""
     if not isinstance(value, Tensor):
         return value
-    version = 0 if value.is_inference() else value._version
-    return value, version, value.detach().clone()
+    return value, 0 if value.is_inference() else version(value), value.detach().clone()
 
 
 def _same(before: Any, after: Any) -> bool:
@@ -57,7 +57,7 @@ def _same(before: Any, after: Any) -> bool:
 def storages(values: Any) -> set[int]:
     """The memory of the tensors among some values, told by address."""
     return {
-        value.untyped_storage()._cdata
+        storage_number(value.untyped_storage())
         for value in values
         if isinstance(value, Tensor) and value.layout is torch.strided
     }

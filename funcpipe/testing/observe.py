@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from funcpipe.core.stage import BoundFn, Out, Stage, bindable, normalise, side_loss
+from funcpipe.core.torch_names import version
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves, refuse_hidden
 from funcpipe.runtime.foreign import nodes_of
 from funcpipe.testing.around import Around
@@ -139,7 +140,9 @@ def _copy(tree: Tree) -> Tree:
 
 def _frozen(tree: Tree) -> list[Any]:
     """The leaves as they are now: bits, and how often they were written to."""
-    return [(leaf, leaf._version, leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf for leaf in flatten(tree)[0]]  # fmt: skip
+    return [
+        (leaf, version(leaf), leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf for leaf in flatten(tree)[0]
+    ]
 
 
 def _written(tree: Tree, before: list[Any], root: str) -> list[str]:
@@ -150,7 +153,7 @@ def _written(tree: Tree, before: list[Any], root: str) -> list[str]:
     found: list[int] = []
     for number, (leaf, old) in enumerate(zip(now, before, strict=True)):
         if isinstance(leaf, Tensor) and isinstance(old, tuple):
-            same = leaf is old[0] and leaf._version == old[1] and not differences(leaf, old[2], "")[0]
+            same = leaf is old[0] and version(leaf) == old[1] and not differences(leaf, old[2], "")[0]
         else:
             same = leaf is old
         found += [] if same else [number]
