@@ -83,7 +83,12 @@ def _recipe(kind: type) -> str | tuple[Any, ...]:
     return (_both, kind.__bases__[1:]) if made else kind.__qualname__
 
 
-copyreg.pickle(_StageErrors, _recipe)  # pyright: ignore[reportArgumentType]  a string is the name to find it by
+def _found_by_recipe(metaclass: type[_StageErrors]) -> type[_StageErrors]:
+    copyreg.pickle(metaclass, _recipe)  # pyright: ignore[reportArgumentType]  a string is the name to find it by
+    return metaclass
+
+
+_found_by_recipe(_StageErrors)
 
 
 class StageError(FuncpipeError, metaclass=_StageErrors):
@@ -179,9 +184,10 @@ def _both(kind: type[Exception]) -> type[StageError] | None:
 
     body = {"__module__": kind.__module__, "__str__": text, "__reduce__": reduce, "__doc__": StageError.__doc__}
     try:
-        own = issubclass(_StageErrors, type(kind))
-        makes = _StageErrors if own else type(type(kind).__name__, (_StageErrors, type(kind)), {})
-        return makes(f"StageError[{kind.__name__}]", (StageError, kind), body)
+        metaclass = _StageErrors
+        if not issubclass(metaclass, type(kind)):  # the user's has a metaclass: pickle goes by the very one
+            metaclass = _found_by_recipe(type(type(kind).__name__, (_StageErrors, type(kind)), {}))
+        return metaclass(f"StageError[{kind.__name__}]", (StageError, kind), body)
     except TypeError:
         return None
 

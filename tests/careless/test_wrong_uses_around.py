@@ -21,72 +21,56 @@ def test_inside_of_torch_compile_a_run_is_what_it_is(call):
     torch.testing.assert_close(torch.compile(loss, backend="eager")(params, given), call(plan, params, given).loss * 2)
 
 
-class Runs(torch.utils.data.Dataset):
-    """Somebody runs a model in a loader's worker."""
+class Loaded(torch.utils.data.Dataset):
+    """Somebody calls a function for each row, in a loader's worker."""
 
-    def __init__(self, plan, params):
-        self.plan, self.params = plan, params
-
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        return fp.run(self.plan, self.params, torch.ones(4, 3), executor="serial").outputs
-
-
-class Losses(torch.utils.data.Dataset):
-    """Somebody scores rows in a loader's worker."""
-
-    def __init__(self, plan, params):
-        self.plan, self.params = plan, params
+    def __init__(self, work):
+        self.work = work
 
     def __len__(self):
         return 2
 
     def __getitem__(self, index):
-        torch.manual_seed(index)
-        return fp.run(self.plan, self.params, batch(), executor="threads").loss
+        return self.work(index)
+
+    def rows(self):
+        """Both, from a worker."""
+        options = {"batch_size": 2, "num_workers": 1, "multiprocessing_context": "fork", "timeout": 60}
+        return next(iter(torch.utils.data.DataLoader(self, **options)))
 
 
 def test_inside_of_a_worker_of_a_loader():
     _, plan, params = setup()
-    data = Losses(plan, params)
-    expected = torch.stack([data[0], data[1]])
-    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="fork", timeout=60)
-    assert torch.equal(next(iter(loader)), expected)
 
+    def score(index):
+        torch.manual_seed(index)
+        return fp.run(plan, params, batch(), executor="threads").loss
 
-class Scores(torch.nn.Module):
-    def forward(self, x):
-        raise KeyError("no such word")
-
-
-def test_what_fails_inside_of_a_worker_of_a_loader_arrives():
-    """As an error of the same kinds, at once; not as a loader that waits for ever."""
-    stage, params, _ = fp.from_module(Scores())
-    plan = fp.make_plan([stage], fp.fill_drain(1, 2, backward=False), devices="cpu")
-    data = Runs(plan, (params,))
-    loader = torch.utils.data.DataLoader(data, num_workers=1, multiprocessing_context="fork", timeout=60)
-    with pytest.raises(KeyError, match="no such word") as caught:
-        next(iter(loader))
-    assert isinstance(caught.value, fp.StageError)
-    assert pickle.loads(pickle.dumps(type(caught.value))) is type(caught.value)
-    assert pickle.loads(pickle.dumps(fp.NotFiniteError)) is fp.NotFiniteError
+    assert torch.equal(Loaded(score).rows(), torch.stack([score(0), score(1)]))
 
 
 class Abstract(ValueError, metaclass=abc.ABCMeta):
-    pass
+    """An error whose class has a class of its own."""
 
 
-def test_an_error_whose_class_has_a_class_of_its_own_keeps_its_kind():
+@pytest.mark.parametrize("error", [KeyError, Abstract])
+def test_what_fails_inside_of_a_worker_of_a_loader_arrives(error):
+    """As an error of the same kinds, at once; not as a loader that waits for ever."""
+
     @fp.stage
     def fails(params, x):
-        raise Abstract("no")
+        raise error("no such word")
 
     plan = fp.make_plan([fails], fp.fill_drain(1, 2, backward=False), devices="cpu")
-    with pytest.raises(Abstract, match="no") as caught:
-        fp.run(plan, ((),), torch.ones(4, 3), executor="serial")
+    with pytest.raises(error, match="no such word") as caught:
+        Loaded(lambda _: fp.run(plan, ((),), torch.ones(4, 3), executor="serial").outputs).rows()
     assert isinstance(caught.value, fp.StageError)
+    assert pickle.loads(pickle.dumps(type(caught.value))) is type(caught.value)
+
+
+def test_errors_that_are_not_made_at_run_time_are_pickled_by_name():
+    for kind in (fp.StageError, fp.NotFiniteError):
+        assert pickle.loads(pickle.dumps(kind)) is kind
 
 
 def test_run_inside_of_torch_func_or_of_a_stage_is_refused():
