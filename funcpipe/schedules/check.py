@@ -7,6 +7,7 @@ from itertools import repeat
 from typing import Any
 
 from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.remembered import Remembered
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.clock import CODE, KINDS, B, F, I, L, O, R, W, chain, clock
 
@@ -49,11 +50,7 @@ def check(schedule: Schedule) -> None:
 
 def examine(schedule: Schedule) -> Legal:
     """`check` with its findings; remembered on the schedule."""
-    found = schedule.__dict__.get("_legal")
-    if found is None:
-        found = _examine(schedule)
-        schedule.__dict__["_legal"] = found  # a cache beside the frozen fields; not pickled, not compared
-    return found
+    return _legal(schedule)
 
 
 def _examine(schedule: Schedule) -> Legal:
@@ -77,6 +74,9 @@ def _examine(schedule: Schedule) -> Legal:
     places = [place for device, row in enumerate(starts) for place in zip(repeat(device), range(len(row)))]
     order = sorted(range(len(times)), key=times.__getitem__)  # rows ascend: a merge; equal times by device and position
     return Legal(lanes, list(map(places.__getitem__, order)), rematted)
+
+
+_legal = Remembered(_examine)
 
 
 def _refuse(schedule: Schedule, faults: list[str]) -> None:
