@@ -39,6 +39,8 @@ from funcpipe.core.errors import StageError as StageError
 from funcpipe.core.errors import TraceError as TraceError
 from funcpipe.core.errors import Where as Where
 from funcpipe.core.plan import Plan as Plan
+from funcpipe.core.program import Role as Role
+from funcpipe.core.program import Value as Value
 from funcpipe.core.result import Loss as Loss
 from funcpipe.core.result import Result as Result
 from funcpipe.core.result import Span as Span
@@ -49,10 +51,6 @@ from funcpipe.core.schedule import Schedule as Schedule
 from funcpipe.core.stage import Out as Out
 from funcpipe.core.stage import Stage as Stage
 from funcpipe.core.stage import stage as stage
-from funcpipe.core.task import Role as Role
-from funcpipe.core.task import Task as Task
-from funcpipe.core.task import TaskKind as TaskKind
-from funcpipe.core.task import Value as Value
 from funcpipe.core.tree import leaves as leaves
 from funcpipe.core.tree import named_leaves as named_leaves
 from funcpipe.lab.search import Found as Found

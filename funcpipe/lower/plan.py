@@ -9,11 +9,13 @@ from typing import Any, cast
 from funcpipe.core.closed import moved
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.losses import BY_ROWS, counts_of
-from funcpipe.core.plan import Lowered, Plan, Ties
+from funcpipe.core.lowered import Lowered
+from funcpipe.core.plan import Plan, Ties
+from funcpipe.core.remembered import Remembered
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Divided, Shared, Stage, names_of
 from funcpipe.core.tree import flatten
-from funcpipe.lower.tasks import lower
+from funcpipe.lower.program import lower
 
 
 def make_plan(
@@ -33,8 +35,13 @@ def make_plan(
     >>> from funcpipe.core.stage import stage
     >>> from funcpipe.schedules.families import one_f_one_b
     >>> plan = make_plan([stage(lambda p, x: p * x), stage(lambda p, x: p + x)], one_f_one_b(2, 1), loss=print)
-    >>> print(plan.tasks[0])
-    copy caller->0:  reads input[0,0]  slot 0
+    >>> print(plan.program.lane(1))
+    lane 1, slots: 0 act from 0, 1 target from caller, 2 report, 3 residual
+    receive act[0,0]@0 from 0
+    receive target[1,0]@1 from caller
+    1F0  reads act[0,0]@0 target[1,0]@1  writes report[1,0]@2 residual[1,0]@3
+    free act[0,0]@0 target[1,0]@1
+    1B0  reads residual[1,0]@3  writes grad[0,0]@4
 
     Args:
         stages: the stages, in order; or what `split` made, whose loss (where the schedule has backwards and none is given),
@@ -111,13 +118,21 @@ def program_for(plan: Plan, num_microbatches: int, *, halves: bool = False) -> L
     """The plan's program for a batch with fewer microbatches (the tasks of the others are dropped), or for a `vjp`."""
     if num_microbatches >= plan.num_microbatches and not halves:
         return plan.program
-    cache: dict[tuple[int, bool], Lowered] = plan.__dict__.setdefault("_programs", {})
+    cache = _programs(plan)
     found = cache.get((num_microbatches, halves))
     if found is None:
         schedule = plan.schedule.first(num_microbatches)
         found = lower(plan.stages, schedule, loss=plan.loss is not None, outputs=plan.outputs, halves=halves)
         cache[num_microbatches, halves] = found
     return found
+
+
+def _none_yet(_: Plan) -> dict[tuple[int, bool], Lowered]:
+    return {}
+
+
+_programs = Remembered(_none_yet)
+"""Of each plan, by number of microbatches and halves."""
 
 
 def _stages(given: Any) -> tuple[tuple[Stage, ...], list[str]]:

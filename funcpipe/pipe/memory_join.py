@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from funcpipe.core.plan import Plan
+from funcpipe.core.program import CALLER, Free, Receive, Role, Run, Send, Value
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.stage import Stage
-from funcpipe.core.task import Role, TaskKind, Value
-from funcpipe.lower.tasks import lower
+from funcpipe.lower.program import lower
 from funcpipe.pipe.memory_measure import Bytes, Measured
 
 Contents: TypeAlias = Mapping[Any, int]
@@ -68,19 +67,24 @@ def peaks(rows: Sequence[Measured], schedule: Schedule) -> list[int]:
     ]
     program = lower(stages, schedule, loss=schedule.has_backward, outputs=False)
     lanes = [_Lane() for _ in range(schedule.num_devices)]
-    for task in Plan(tuple(stages), schedule, program).tasks:
-        lane = lanes[task.lane]
-        if task.kind is TaskKind.COPY:
-            lane.add(task.writes, rows)
-            if task.source >= 0:
-                lanes[task.source].drop(task.frees)
-            continue
-        assert task.action is not None
-        row = rows[task.action.stage]
-        working = {Kind.F: row.forward, Kind.R: row.forward, Kind.B: row.backward, Kind.I: row.backward}
-        lane.most(working.get(task.action.kind, 0))
-        lane.add(task.writes, rows)
-        lane.drop(task.frees)
+    for number, instruction, held in program.walk():
+        lane, see = lanes[number], program.value
+        match instruction:
+            case Receive(value, source, _):
+                if source == CALLER:  # what lanes send each other lies there since it was sent
+                    lane.add(see(value), rows)
+            case Run(call, _, _, writes):
+                kind, stage = program.lanes[number].calls[call][:2]
+                row = rows[stage]
+                working = {Kind.F: row.forward, Kind.R: row.forward, Kind.B: row.backward, Kind.I: row.backward}
+                lane.most(working.get(kind, 0))
+                for slot in writes:
+                    lane.add(see(held[slot]), rows)
+            case Send(slot, to, _):
+                lanes[to].add(see(held[slot]), rows)
+            case Free(slots):
+                for slot in slots:
+                    lane.drop(see(held[slot]))
     return [lane.peak for lane in lanes]
 
 
@@ -95,21 +99,19 @@ class _Lane:
     def most(self, more: int) -> None:
         self.peak = max(self.peak, self.now + more)
 
-    def add(self, values: Sequence[Value], rows: Sequence[Measured]) -> None:
-        for value in values:
-            self.held[value] = contents = _contents(value, rows)
-            for key, size in contents.items():
-                if not self.holders[key, value.microbatch]:
-                    self.now += size
-                self.holders[key, value.microbatch] += 1
+    def add(self, value: Value, rows: Sequence[Measured]) -> None:
+        self.held[value] = contents = _contents(value, rows)
+        for key, size in contents.items():
+            if not self.holders[key, value.microbatch]:
+                self.now += size
+            self.holders[key, value.microbatch] += 1
         self.most(0)
 
-    def drop(self, values: Sequence[Value]) -> None:
-        for value in values:
-            for key, size in self.held.pop(value, {}).items():
-                self.holders[key, value.microbatch] -= 1
-                if not self.holders[key, value.microbatch]:
-                    self.now -= size
+    def drop(self, value: Value) -> None:
+        for key, size in self.held.pop(value).items():
+            self.holders[key, value.microbatch] -= 1
+            if not self.holders[key, value.microbatch]:
+                self.now -= size
 
 
 def _contents(value: Value, rows: Sequence[Measured]) -> Contents:

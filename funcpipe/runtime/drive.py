@@ -7,14 +7,14 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from funcpipe.core.closed import lent
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
+from funcpipe.core.program import Role, Wire
+from funcpipe.core.remembered import Remembered
 from funcpipe.core.result import RunStats
 from funcpipe.core.stage import bindable
-from funcpipe.core.task import Role, Wire
 from funcpipe.core.tree import map_leaves
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import RUNNING, Context, intra_op_threads, not_carried
@@ -171,27 +171,23 @@ def _choose(executor: Any, ready: Prepared) -> tuple[bool, str, Lanes | None]:
     return True, "two or more lanes compute on the CPU", None
 
 
-_looked: WeakKeyDictionary[Plan, list[str]] = WeakKeyDictionary()
-"""What `_shared` found of a plan."""
-
-
-def _shared(plan: Plan) -> list[str]:
+def _lent_twice(plan: Plan) -> list[str]:
     """Modules into which functions of several lanes put parameters of their own, each while it computes."""
-    found = _looked.get(plan)
-    if found is None:
-        lanes: dict[int, set[int]] = {}
-        names: dict[int, str] = {}
-        for stage, whole in enumerate(plan.stages):
-            for part in whole.simple():
-                for key, (name, _) in ({} if bindable(part.fn) else lent(part.fn)).items():
-                    lanes.setdefault(key, set()).add(plan.schedule.device_of[stage])
-                    names[key] = name
-        found = _looked[plan] = [
-            f"the module {names[key]!r}, which stages of lanes {sorted(own)} call with parameters of their own"
-            for key, own in lanes.items()
-            if len(own) > 1
-        ]
-    return found
+    lanes: dict[int, set[int]] = {}
+    names: dict[int, str] = {}
+    for stage, whole in enumerate(plan.stages):
+        for part in whole.simple():
+            for key, (name, _) in ({} if bindable(part.fn) else lent(part.fn)).items():
+                lanes.setdefault(key, set()).add(plan.schedule.device_of[stage])
+                names[key] = name
+    return [
+        f"the module {names[key]!r}, which stages of lanes {sorted(users)} call with parameters of their own"
+        for key, users in lanes.items()
+        if len(users) > 1
+    ]
+
+
+_shared = Remembered(_lent_twice)
 
 
 def _refuse_uncarried(found: Sequence[str]) -> None:

@@ -1,80 +1,43 @@
-"""The executor: for each task wait for its reads and slots, do it, publish, free. It knows no schedule, no autograd."""
+"""One run of a program: a runner for each lane, the ways between them, and what is left at the end."""
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from time import perf_counter_ns
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
 
 from funcpipe.core.errors import FuncpipeError, Where, located
-from funcpipe.core.plan import Lowered, Plan
+from funcpipe.core.lowered import Lowered, slots_of
+from funcpipe.core.plan import Plan
+from funcpipe.core.program import CALLER, LaneProgram, Role
 from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Kind
-from funcpipe.core.task import CALLER, Role
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import RUNNING, no_autocast_cache
 from funcpipe.runtime.drawing import Catching
 from funcpipe.runtime.host import Host
 from funcpipe.runtime.plain import addresses
 from funcpipe.runtime.program import Bound
+from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.steps import make_step
-from funcpipe.runtime.stream import Channel, Edge, Place, Ticket
+from funcpipe.runtime.stream import Channel, Edge, Place
+from funcpipe.runtime.transport import Inbox, Level, Local, Mailbox
 from funcpipe.schedules.memory import residual_peak
 
 
-class Stop(SystemExit):
-    """Unwinds a lane whose run is over. Never leaves this room."""
-
-
-STOP = object()
-
-
-class Lane:
-    """A device at run time: its part of the order, its store, its inbox.
-
-    Only the lane's own thread touches the store; other lanes put (value number, ticket) or (-1 - pool, event of
-    a free slot) in the inbox.
-    """
-
-    def __init__(self, index: int, place: Place, num_pools: int) -> None:
-        self.index, self.place = index, place
-        self.order: list[tuple[int, int]] = []
-        self.here: dict[int, Any] = {}
-        self.coming: dict[int, Any] = {}
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.freed: list[list[Any]] = [[] for _ in range(num_pools)]
-        self.sent = [0] * num_pools
-        self.most = [0] * num_pools
-        self.spans: list[tuple[int, int, int]] = []
-        self.now = -1
-        self.waits: int | None = None
-        self.thread = 0
-
-    def take(self) -> None:
-        """Wait for one message and act on it."""
-        message = self.inbox.get()
-        if message is STOP:
-            raise Stop
-        number, payload = message
-        if number >= 0:
-            self.put(number, payload)
-        else:
-            self.freed[-1 - number].append(payload)
-
-    def put(self, number: int, ticket: Ticket) -> None:
-        """A value that is on its way; who reads it waits for it, not who comes before."""
-        self.here[number] = ticket.value
-        if ticket.event is not None:
-            self.coming[number] = ticket.event
-
-
 class Execution:
-    """One run of a program: lanes, edges, and what each action does."""
+    """One run of a program.
+
+    Attributes:
+        lanes: the runners.
+        boxes: their mailboxes.
+        turn: the lane whose turn it is, where all are on one thread.
+        stopped: no lane begins another action.
+    """
 
     def __init__(
         self,
@@ -88,192 +51,121 @@ class Execution:
         timed: bool,
     ) -> None:
         self.plan, self.program, self.bounds, self.caller = plan, program, bounds, caller
-        self.rows, self.count, self.late = program.rows, program.num_microbatches, program.late_frees
-        self.slots = [pool.slots for pool in program.pools]
-        self.sources = [pool.source for pool in program.pools]
-        num_pools = len(program.pools)
-        self.lanes = [Lane(i, place, num_pools) for i, place in enumerate(places)]
-        hosts = self._hosts()
-        self.steps = [
-            make_step(row, program, plan.stages[row.stage], bounds[row.stage], hosts.get(row.lane))
-            for row in program.rows
-        ]
-        self.part = (0, 0)
-        self.edges: dict[tuple[int, int], Channel] = {
+        self.threaded, self.timed = threaded, timed
+        self.part = (0, len(program.order))
+        self.turn = 0
+        self.stopped = False
+        self.boxes: list[Mailbox] = [Inbox() if threaded else Mailbox() for _ in places]
+        edges: dict[tuple[int, int], Channel] = {
             (pool.source, pool.lane): Edge(
                 None if pool.source == CALLER else places[pool.source], places[pool.lane], threaded=threaded
             )
             for pool in program.pools
         }
-        self.threaded, self.timed = threaded, timed
-        self.stopped = False
+        self.levels = [Level() for _ in program.pools]
+        levels = {
+            (pool.lane, slot): level
+            for pool, slots, level in zip(program.pools, slots_of(program.pools), self.levels, strict=True)
+            for slot in slots
+        }
+        self.lanes = [
+            self._runner(lane, place, Local(lane, self.boxes, edges, caller, levels))
+            for lane, place in zip(program.lanes, places, strict=True)
+        ]
 
-    def _hosts(self) -> dict[int, Host]:
-        """The links of those lanes that move residuals."""
-        moving = {row.lane for row in self.program.rows if row.kind is Kind.O}
-        given = [leaf for value in self.caller.values() for leaf in value.leaves] if moving else []
-        fixed = addresses(given)
-        return {lane: Host(self.lanes[lane].place, self.lanes[lane].coming, fixed) for lane in moving}
+    def _runner(self, lane: LaneProgram, place: Place, transport: Local) -> Runner:
+        coming: dict[int, Any] = {}
+        host = None
+        if any(call.kind is Kind.O for call in lane.calls):
+            fixed = addresses([leaf for value in self.caller.values() for leaf in value.leaves])
+            host = Host(place, coming, fixed)
+        steps = [
+            make_step(call, lane, self.plan.stages[call.stage], self.bounds[call.stage], host) for call in lane.calls
+        ]
+        return Runner(lane, steps, place, transport, coming, timed=self.timed)
 
     def aim(self, start: int, stop: int) -> None:
         """What runs next: the actions from one position of the plan order to another."""
         self.part = (start, stop)
-        whole = (start, stop) == (0, len(self.program.order))
-        for lane, order in zip(self.lanes, self.program.lanes, strict=True):
-            lane.order = order if whole else [step for step in order if start <= step[0] < stop]
+        whole = stop == len(self.program.order)
+        before = [] if whole else self.program.lane_order[:stop]
+        for lane in self.lanes:
+            lane.first = lane.done
+            lane.stop = len(lane.program.ends) if whole else before.count(lane.program.lane)
 
     def listening(self) -> AbstractContextManager[Any]:
         """What a walk is inside of: eager stages catch their draws, and each forward would else ask for them anew."""
         eager = any(stage.program is None for stage in self.plan.stages)
         return Catching() if eager else nullcontext()
 
-    # -- one action --------------------------------------------------------------------------------------------------
+    # -- what goes wrong ---------------------------------------------------------------------------------------------
 
-    def perform(self, lane: Lane, position: int, code: int) -> None:
-        """One action of a lane with everything around it."""
-        lane.now = position
-        count, here = self.count, lane.here
-        index, microbatch = divmod(code, count)
-        row, step = self.rows[index], self.steps[index]
-        for wire, pool in row.fetches:
-            self._fetch(lane, wire * count + microbatch, pool)
-        reads: list[Any] = []
-        for wire in row.reads:
-            number = wire * count + microbatch
-            while number not in here:
-                self._wait(lane, number)
-            reads.append(here[number])
-            if lane.coming:
-                lane.place.wait(lane.coming.pop(number, None))
-        if self.timed:
-            start = perf_counter_ns()
-            results = step(reads, microbatch)
-            lane.spans.append((code, start, perf_counter_ns()))
-        else:
-            results = step(reads, microbatch)
-        for at, wire in enumerate(row.writes):
-            here[wire * count + microbatch] = results[at]
-        del reads, results  # else a value would outlive its free while this lane waits for a slot
-        for wire, pool in row.frees:
-            del here[wire * count + microbatch]
-            if pool >= 0:
-                self._credit(lane, pool)
-        if position in self.late:
-            for number, pool in self.late[position]:
-                del here[number]
-                if pool >= 0:
-                    self._credit(lane, pool)
-        for wire, to, pool in row.sends:
-            self._send(lane, wire * count + microbatch, to, pool)
-        for wire in row.drops:
-            del here[wire * count + microbatch]
-
-    # -- values between lanes ----------------------------------------------------------------------------------------
-
-    def _fetch(self, lane: Lane, number: int, pool: int) -> None:
-        need = self._count(lane, pool)
-        ticket = self.edges[CALLER, lane.index].send(self.caller[number], lane.freed[pool][need] if need >= 0 else None)
-        lane.put(number, ticket)
-
-    def _send(self, lane: Lane, number: int, to: int, pool: int) -> None:
-        need = lane.sent[pool] - self.slots[pool]
-        freed = lane.freed[pool]
-        while len(freed) <= need:  # every slot is taken: wait until the reader frees one
-            self._wait(lane, -1 - pool)
-        self._count(lane, pool)
-        ticket = self.edges[lane.index, to].send(lane.here[number], freed[need] if need >= 0 else None)
-        self.post(self.lanes[to], number, ticket)
-
-    def _wait(self, lane: Lane, number: int) -> None:
-        """Wait for one message; ``number`` says what for: a value, or -1 - pool for a slot."""
-        if not self.threaded:
-            raise FuncpipeError("internal error: a task came before what it waits for in plan order")
-        lane.waits = number
-        lane.take()
-        lane.waits = None
-
-    def _count(self, lane: Lane, pool: int) -> int:
-        """One more value in a pool. Returns which of the slots' frees it follows, in order; below 0: none."""
-        sent = lane.sent[pool] = lane.sent[pool] + 1
-        live = sent - len(lane.freed[pool])
-        if live > lane.most[pool]:
-            lane.most[pool] = live
-        return sent - 1 - self.slots[pool]
-
-    def _credit(self, lane: Lane, pool: int) -> None:
-        """A slot at this lane is free once the lane has done what it has queued: tell the sender."""
-        source = self.sources[pool]
-        event = lane.place.event() if lane.place.asynchronous else None
-        if source == CALLER:
-            lane.freed[pool].append(event)
-        elif self.threaded:
-            self.lanes[source].inbox.put((-1 - pool, event))
-        else:
-            self.lanes[source].freed[pool].append(event)
-
-    def post(self, lane: Lane, number: int, ticket: Ticket) -> None:
-        """Hand a value to a lane."""
-        if self.threaded:
-            lane.inbox.put((number, ticket))
-        else:
-            lane.put(number, ticket)
-
-    # -- after the run -----------------------------------------------------------------------------------------------
-
-    def where(self, lane: Lane) -> Where:
+    def where(self, lane: Runner) -> Where:
         """The coordinates of what the lane is doing."""
-        code = self.program.order[lane.now] if lane.now >= 0 else self.program.order[0]
-        row = self.program.rows[code // self.program.num_microbatches]
-        action = self.program.action(code)
-        phase = self.bounds[row.stage].phase
+        runs = lane.program.runs
+        run = runs[max(0, min(lane.begun, len(runs)) - 1)]
+        action = lane.program.action(run)
+        phase = self.bounds[action.stage].phase
         word = f"{action} ({phase})" if phase else str(action)
-        device = f"{lane.index} ({lane.place.device})"
-        return Where(row.stage, self.plan.stages[row.stage].name, action.microbatch, word, device)
+        device = f"{lane.program.lane} ({lane.place.device})"
+        return Where(action.stage, self.plan.stages[action.stage].name, action.microbatch, word, device)
 
-    def failure(self, lane: Lane, error: BaseException) -> BaseException:
+    def position(self, lane: Runner) -> int:
+        """Where in the plan order the lane is."""
+        left = lane.begun
+        for position, number in enumerate(self.program.lane_order):
+            left -= number == lane.program.lane
+            if left == 0:
+                return position
+        return -1
+
+    def failure(self, lane: Runner, error: BaseException) -> BaseException:
         """What the run raises for an error of a lane: it knows where, and (out of memory) what to do."""
         found = located(error, self.where(lane))
         if _out_of_memory(error):
-            held = [value for number, value in lane.here.items() if self._role(number) is Role.RESIDUAL]
-            schedule = self.plan.schedule.first(self.count)
-            most = residual_peak(schedule.orders[lane.index], schedule)
+            kinds = zip(lane.program.slots, lane.slots, strict=True)
+            held = [value for kind, value in kinds if kind.role is Role.RESIDUAL and value is not None]
+            schedule = self.plan.schedule.first(self.program.num_microbatches)
+            most = residual_peak(schedule.orders[lane.program.lane], schedule)
             size = sum(value.nbytes for value in held) / 2**20
             found.__dict__.setdefault("__notes__", []).append(
-                f"device {lane.index} holds {len(held)} residuals (the schedule's most is {most:g}) with {size:.1f} MiB at "
+                f"device {lane.program.lane} holds {len(held)} residuals (the schedule's most is {most:g}) with {size:.1f} MiB at "
                 f"their borders{_free(lane.place.device)}; to hold less: more microbatches of fewer rows, "
                 "fp.remat(schedule) or fp.offload(schedule), or a schedule that holds fewer (fp.one_f_one_b)"
             )
         return found
 
-    def _role(self, number: int) -> Role:
-        return self.program.wires[number // self.count].role
+    # -- after the run -----------------------------------------------------------------------------------------------
 
     def collect(self, role: Role) -> dict[tuple[int, int], Any]:
-        """What the caller takes, by (stage, microbatch); it leaves the stores."""
+        """What the caller takes, by (stage, microbatch); it leaves the slots."""
         out: dict[tuple[int, int], Any] = {}
-        count = self.program.num_microbatches
-        for number, wire in enumerate(self.program.wires):
-            if wire.role is role:
-                for lane in self.lanes:
-                    for microbatch in range(count):
-                        value = lane.here.pop(number * count + microbatch, None)
-                        if value is not None:
-                            out[wire.stage, microbatch] = value
+        for lane in self.lanes:
+            for stage, microbatch, slot in lane.program.taken.get(role, ()):
+                if lane.slots[slot] is not None:
+                    out[stage, microbatch] = lane.slots[slot]
+                    lane.slots[slot] = None
         return out
 
     def check_empty(self) -> None:
         """Every value was freed: the plan's liveness and what ran agree."""
-        left = [str(self.program.value(number)) for lane in self.lanes for number in lane.here]
-        if left:
-            raise FuncpipeError(f"internal error: values left in the stores: {left}")
+        if all(lane.slots.count(None) == len(lane.slots) for lane in self.lanes):
+            return
+        left = [
+            f"{kind.role.value} in slot {slot} of lane {lane.program.lane}"
+            for lane in self.lanes
+            for slot, (kind, value) in enumerate(zip(lane.program.slots, lane.slots, strict=True))
+            if value is not None
+        ]
+        raise FuncpipeError(f"internal error: values left in the slots: {left}")
 
     def timeline(self) -> Timeline:
         """The measured spans, in seconds from the first start."""
         first = min((lane.spans[0][1] for lane in self.lanes if lane.spans), default=0)
         spans = [
-            Span(lane.index, (start - first) / 1e9, (end - first) / 1e9, self.program.action(code))
+            Span(lane.program.lane, (start - first) / 1e9, (end - first) / 1e9, action)
             for lane in self.lanes
-            for code, start, end in lane.spans
+            for action, start, end in lane.spans
         ]
         spans.sort(key=lambda span: (span.start, span.device))
         schedule = self.plan.schedule.first(self.program.num_microbatches)
@@ -286,7 +178,7 @@ class Execution:
 
     def most(self) -> tuple[int, ...]:
         """The most values that lay in each pool at a time."""
-        return tuple(max(lane.most[pool] for lane in self.lanes) for pool in range(len(self.program.pools)))
+        return tuple(level.most for level in self.levels)
 
 
 def _out_of_memory(error: BaseException) -> bool:
@@ -305,26 +197,23 @@ def _free(device: torch.device) -> str:
 
 def run_serial(execution: Execution) -> None:
     """Everything on this thread, in plan order."""
-    lanes, program = execution.lanes, execution.program
-    lane_of = [row.lane for row in program.rows]
-    count = program.num_microbatches
-    lane = lanes[0]
-    for one in lanes:
-        one.thread = threading.get_ident()
-    RUNNING.set(lambda: execution.where(lane))  # whoever began the run sets it back
+    lanes = execution.lanes
+    for lane in lanes:
+        lane.thread = threading.get_ident()
+    RUNNING.set(lambda: execution.where(lanes[execution.turn]))  # whoever began the run sets it back
     with no_autocast_cache(), torch.autograd.set_multithreading_enabled(False), execution.listening():
         try:
             start, stop = execution.part
-            for position in range(start, stop):
-                code = program.order[position]
-                lane = lanes[lane_of[code // count]]
+            for number in islice(execution.program.lane_order, start, stop):
+                execution.turn = number
+                lane = lanes[number]
                 if lane.place.asynchronous:
                     with lane.place.active():
-                        execution.perform(lane, position, code)
+                        lane.advance()
                 else:
-                    execution.perform(lane, position, code)
+                    lane.advance()
         except BaseException as error:  # in here: context managers write to the exceptions that they see
-            raise_located([(lane.now, execution.failure(lane, error))])
+            raise_located([(0, execution.failure(lanes[execution.turn], error))])
 
 
 def raise_located(failures: list[tuple[int, BaseException]]) -> NoReturn:

@@ -20,7 +20,9 @@ import torch
 from funcpipe.core.errors import FuncpipeError, RunTimeout
 from funcpipe.core.plan import Plan
 from funcpipe.runtime.context import RUNNING, Context, checked_plan, cores, intra_op_threads, no_autocast_cache, pin
-from funcpipe.runtime.execute import STOP, Execution, Lane, Stop, raise_located
+from funcpipe.runtime.execute import Execution, raise_located
+from funcpipe.runtime.runner import Runner
+from funcpipe.runtime.transport import Stop
 from funcpipe.runtime.watchdog import Watchdog
 
 _Job = Callable[[], Any]
@@ -163,8 +165,8 @@ class Lanes:
         Threads that do not end within ``wait`` seconds (None: for ever) are left behind: Python cannot end them.
         """
         execution.stopped = True
-        for lane in execution.lanes:
-            lane.inbox.put(STOP)
+        for box in execution.boxes:
+            box.stop()
         # Most end by themselves. An interruption may land in some object's __del__, where Python prints and drops it.
         deadline = monotonic() + _PATIENCE
         for worker in self._workers:
@@ -198,7 +200,7 @@ def _is_inside(thread: int) -> bool:
 def _job(
     crew: Lanes,
     execution: Execution,
-    lane: Lane,
+    lane: Runner,
     context: Context,
     threads: int,
     failures: list[tuple[int, BaseException]],
@@ -212,7 +214,7 @@ def _job(
             # In the thread itself: MKL counts per thread, and a thread that never said its number takes every core.
             torch.get_num_threads()  # else torch takes at the first operation what another run has set since
             torch.set_num_threads(threads)
-            crew.pin(lane.index)
+            crew.pin(lane.program.lane)
             RUNNING.set(partial(execution.where, lane))  # of the copied context, which ends with the job
             with (
                 context.entered(),
@@ -225,10 +227,10 @@ def _job(
         except Stop:
             pass
         except BaseException as error:
-            failures.append((lane.now, execution.failure(lane, error)))
+            failures.append((execution.position(lane), execution.failure(lane, error)))
         finally:
             lane.thread = 0
-            done.put(lane.index)
+            done.put(lane.program.lane)
 
     return work
 
@@ -242,18 +244,18 @@ def _take(done: queue.SimpleQueue[int]) -> int:
             continue
 
 
-def _walk(execution: Execution, lane: Lane, failures: list[tuple[int, BaseException]]) -> None:
+def _walk(execution: Execution, lane: Runner, failures: list[tuple[int, BaseException]]) -> None:
     """The lane's part of the order. What fails is taken here: context managers write to the exceptions that they see."""
     try:
-        for position, code in lane.order:
+        while lane.done < lane.stop:
             if execution.stopped:
                 raise Stop
-            execution.perform(lane, position, code)
+            lane.advance()
     except BaseException as error:
         if execution.stopped and _from_stop(error):
             return
         execution.stopped = True  # no lane begins another action, even before the caller wakes
-        failures.append((lane.now, execution.failure(lane, error)))
+        failures.append((execution.position(lane), execution.failure(lane, error)))
 
 
 def _from_stop(error: BaseException | None) -> bool:

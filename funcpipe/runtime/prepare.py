@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, bullets
-from funcpipe.core.plan import Lowered, Plan
+from funcpipe.core.lowered import Lowered
+from funcpipe.core.plan import Plan
 from funcpipe.core.stage import names_of
 from funcpipe.core.torch_names import has_gradient_hooks
 from funcpipe.core.tree import Tree, flatten, locations

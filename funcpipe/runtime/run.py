@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import torch
 
 from funcpipe.core.plan import Plan
+from funcpipe.core.program import Role
 from funcpipe.core.result import Result
-from funcpipe.core.task import Role
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.context import intra_op_threads
 from funcpipe.runtime.drive import Drive

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from funcpipe.core.errors import FuncpipeError, PlanError
-from funcpipe.core.plan import Lowered, Plan
+from funcpipe.core.lowered import Lowered
+from funcpipe.core.plan import Plan
+from funcpipe.core.program import Role, Wire
 from funcpipe.core.result import Result
 from funcpipe.core.schedule import Kind
-from funcpipe.core.task import Role, Wire
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.runtime.border import Border, share
 from funcpipe.runtime.context import intra_op_threads, not_carried, refuse_transforms
@@ -106,7 +107,7 @@ def _forwards(ready: Prepared, drive: Drive) -> tuple[Result, Pullback]:
 
 def _middle(program: Lowered) -> int:
     """Where the second half begins: after the last forward, and what is moved out of the way after it."""
-    kinds = [program.rows[code // program.num_microbatches].kind for code in program.order]
+    kinds = [program.calls[code // program.num_microbatches].kind for code in program.order]
     middle = 1 + max(at for at, kind in enumerate(kinds) if kind is Kind.F)
     while middle < len(kinds) and kinds[middle] is Kind.O:
         middle += 1
