@@ -72,7 +72,7 @@ def memory_steps(
     changes = [_residuals(order, row, schedule, cost) for order, row in zip(schedule.orders, starts, strict=True)]
     if arrivals and (cost.skips or any(per_stage(cost.output, schedule.num_stages))):
         _add_waiting(changes, schedule, cost, starts, arrivals)
-    return tuple(map(_steps, changes))
+    return tuple(map(running_sum, changes))
 
 
 _Change = tuple[float, float, float]
@@ -120,7 +120,7 @@ def _add_waiting(
                 device += [(arrived, float("inf"), weight), (end, place, -weight)]
 
 
-def _steps(changes: list[_Change]) -> tuple[tuple[float, float], ...]:
+def running_sum(changes: list[_Change]) -> tuple[tuple[float, float], ...]:
     """The running sum; what comes and goes at one time leaves its highest level, and the level after it."""
     changes.sort()
     level, steps = 0.0, list[tuple[float, float]]()

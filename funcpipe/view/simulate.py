@@ -9,7 +9,8 @@ from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.schedules.check import examine
 from funcpipe.schedules.clock import clock, durations_of, edges_of
-from funcpipe.schedules.memory import memory_steps
+from funcpipe.schedules.memory import memory_steps, running_sum
+from funcpipe.view.play import Play
 
 
 def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline:  # noqa: B008  frozen
@@ -41,9 +42,27 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
         raise ScheduleError(
             f"simulate takes a Cost beside the schedule: fp.Cost(forward=..., backward=...); got {cost!r}"
         )
+    cost.check_stages(schedule.num_stages)
+    if isinstance(plan_or_schedule, Plan):
+        play = Play(plan_or_schedule.program, cost, bounded=True)
+        play.run()
+        spans = [
+            Span(number, start, end, action)
+            for number, lane in enumerate(play.lanes)
+            for action, start, end in lane.spans
+        ]
+        memory = tuple(running_sum(lane.changes) for lane in play.lanes)
+    else:
+        spans, memory = _by_schedule(schedule, cost)
+    spans.sort(key=lambda span: (span.start, span.device))
+    peak = tuple(max((level for _, level in steps), default=0.0) for steps in memory)
+    return Timeline(tuple(spans), schedule.num_devices, peak, "units", cost.comm, schedule.name, memory)
+
+
+def _by_schedule(schedule: Schedule, cost: Cost) -> tuple[list[Span], tuple[tuple[tuple[float, float], ...], ...]]:
+    """The spans of a schedule alone, with the skips of the cost and as many slots as are wanted; and the memory."""
     legal = examine(schedule)
     stages, device_of = schedule.num_stages, schedule.device_of
-    cost.check_stages(stages)
     starts, arrivals, _ = clock(
         legal.lanes, device_of, schedule.num_microbatches, durations_of(cost, stages), edges_of(cost, device_of)
     )
@@ -53,7 +72,4 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
         for device, (row, order) in enumerate(zip(starts, schedule.orders, strict=True))
         for start, action in zip(row, order, strict=True)
     ]
-    spans.sort(key=lambda span: (span.start, span.device))
-    memory = memory_steps(schedule, cost, starts, arrivals)
-    peak = tuple(max((level for _, level in steps), default=0.0) for steps in memory)
-    return Timeline(tuple(spans), schedule.num_devices, peak, "units", cost.comm, schedule.name, memory)
+    return spans, memory_steps(schedule, cost, starts, arrivals)
