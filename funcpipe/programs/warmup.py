@@ -15,6 +15,7 @@ from funcpipe.core.tree import Tree
 from funcpipe.programs.bound import CompiledBound
 from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache
 from funcpipe.runtime.finish import release
+from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.program import StageArgs, StageOut
 from funcpipe.runtime.sequential import Loop
@@ -57,8 +58,8 @@ def warmup(
         TraceError: a stage cannot be compiled, and was not to fall back.
         FuncpipeError: as in ``run``, for what can be seen before a backward.
     """
-    options: dict[str, Any] = {"state": state, "feeds": feeds, "trainable": trainable, "seed": 0, "check": ()}
-    ready = prepare("warmup", plan, params, batch, loss_scale=1.0, threads_per_lane=None, **options)
+    options = RunOptions(state=state, feeds=feeds, trainable=trainable, seed=0)
+    ready = prepare("warmup", plan, params, batch, options)
     shapes = _one_of_each(ready)
     makers = {id(stage.program): stage.program for stage in plan.stages if stage.program is not None}.values()
     before = sum(maker.made for maker in makers)

@@ -42,6 +42,11 @@ def refuse_transforms(name: str) -> None:
         )
 
 
+def outside_of_graphs(work: T) -> T:
+    """A run is no graph: where torch.compile traces the caller, it leaves this as it is."""
+    return torch.compiler.disable(work) if torch.compiler.is_compiling() else work  # pyright: ignore
+
+
 def not_carried() -> list[str]:
     """What the caller has switched on that other threads cannot take over."""
     found: list[str] = []

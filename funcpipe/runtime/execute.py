@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from time import perf_counter
+from typing import Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
 import torch
 
 from funcpipe.core.errors import FuncpipeError, Where, located
-from funcpipe.core.lowered import Lowered, slots_of
+from funcpipe.core.lowered import slots_of
 from funcpipe.core.plan import Plan
-from funcpipe.core.program import CALLER, LaneProgram, Role
-from funcpipe.core.result import Span, Timeline
+from funcpipe.core.program import CALLER, LaneProgram, Pool, Role, Wire
+from funcpipe.core.result import Result, RunStats, Span, Timeline
 from funcpipe.core.schedule import Kind
+from funcpipe.core.tree import Tree, map_leaves
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.context import RUNNING, no_autocast_cache
+from funcpipe.runtime.context import RUNNING, Context, intra_op_threads
 from funcpipe.runtime.drawing import Catching
+from funcpipe.runtime.finish import finish, release
 from funcpipe.runtime.host import Host
+from funcpipe.runtime.options import Executor, RunOptions
 from funcpipe.runtime.plain import addresses
-from funcpipe.runtime.program import Bound
+from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.steps import make_step
 from funcpipe.runtime.stream import Channel, Edge, Place
@@ -29,49 +32,77 @@ from funcpipe.runtime.transport import Inbox, Level, Local, Mailbox
 from funcpipe.schedules.memory import residual_peak
 
 
+@runtime_checkable
+class LaneExecutor(Executor, Protocol):
+    """An executor that walks the lanes in this process, so that it can do a whole run or each half of a `vjp`."""
+
+    threaded: ClassVar[bool]
+    """Does every lane have a thread of its own."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is the one."""
+        ...
+
+    def check(self, plan: Plan) -> None:
+        """Raises PlanError where it cannot run the plan now."""
+        ...
+
+    def walk(self, execution: Execution) -> None:
+        """Do the part that is aimed at, ``execution.part``; come back when it is done, or raise what failed."""
+        ...
+
+
 class Execution:
-    """One run of a program.
+    """One run of a program, in one go (`run`) or in two halves (`vjp`).
 
     Attributes:
+        ready: what is run.
+        executor: who walks the lanes.
+        context: what the caller had switched on when it began.
         lanes: the runners.
         boxes: their mailboxes.
+        part: the positions of the plan order that are done next.
         turn: the lane whose turn it is, where all are on one thread.
         stopped: no lane begins another action.
+        seconds: of everything that ran so far, by the wall clock.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        program: Lowered,
-        bounds: Sequence[Bound],
-        places: Sequence[Place],
-        caller: dict[int, Border],
-        *,
-        threaded: bool,
-        timed: bool,
-    ) -> None:
-        self.plan, self.program, self.bounds, self.caller = plan, program, bounds, caller
-        self.threaded, self.timed = threaded, timed
+    def __init__(self, ready: Prepared, executor: LaneExecutor) -> None:
+        executor.check(ready.plan)
+        self.ready, self.executor, self.context = ready, executor, Context()
+        program = ready.program
         self.part = (0, len(program.order))
         self.turn = 0
         self.stopped = False
-        self.boxes: list[Mailbox] = [Inbox() if threaded else Mailbox() for _ in places]
-        edges: dict[tuple[int, int], Channel] = {
-            (pool.source, pool.lane): Edge(
-                None if pool.source == CALLER else places[pool.source], places[pool.lane], threaded=threaded
-            )
-            for pool in program.pools
-        }
+        self.seconds = 0.0
+        self.caller = _given(ready)
+        places = [
+            Place(device, alone=ready.where.count(device) == 1, lane=lane) for lane, device in enumerate(ready.where)
+        ]
+        self.boxes: list[Mailbox] = [Inbox() if executor.threaded else Mailbox() for _ in places]
         self.levels = [Level() for _ in program.pools]
+        transports = self._transports(places)
+        self.lanes = [
+            self._runner(lane, place, transport)
+            for lane, place, transport in zip(program.lanes, places, transports, strict=True)
+        ]
+
+    def _transports(self, places: Sequence[Place]) -> list[Local]:
+        """What carries values to and from each lane."""
+        pools = self.ready.program.pools
+
+        def edge(pool: Pool) -> Channel:
+            source = None if pool.source == CALLER else places[pool.source]
+            return Edge(source, places[pool.lane], threaded=self.executor.threaded)
+
+        edges = {(pool.source, pool.lane): edge(pool) for pool in pools}
         levels = {
             (pool.lane, slot): level
-            for pool, slots, level in zip(program.pools, slots_of(program.pools), self.levels, strict=True)
+            for pool, slots, level in zip(pools, slots_of(pools), self.levels, strict=True)
             for slot in slots
         }
-        self.lanes = [
-            self._runner(lane, place, Local(lane, self.boxes, edges, caller, levels))
-            for lane, place in zip(program.lanes, places, strict=True)
-        ]
+        return [Local(lane, self.boxes, edges, self.caller, levels) for lane in self.ready.program.lanes]
 
     def _runner(self, lane: LaneProgram, place: Place, transport: Local) -> Runner:
         coming: dict[int, Any] = {}
@@ -79,23 +110,45 @@ class Execution:
         if any(call.kind is Kind.O for call in lane.calls):
             fixed = addresses([leaf for value in self.caller.values() for leaf in value.leaves])
             host = Host(place, coming, fixed)
-        steps = [
-            make_step(call, lane, self.plan.stages[call.stage], self.bounds[call.stage], host) for call in lane.calls
-        ]
-        return Runner(lane, steps, place, transport, coming, timed=self.timed)
+        stages, bounds = self.ready.plan.stages, self.ready.bounds
+        steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], host) for call in lane.calls]
+        return Runner(lane, steps, place, transport, coming, timed=self.ready.options.record)
 
-    def aim(self, start: int, stop: int) -> None:
-        """What runs next: the actions from one position of the plan order to another."""
+    def go(self, start: int = 0, stop: int | None = None) -> None:
+        """Do the actions from one position of the plan order to another."""
+        self._aim(start, len(self.ready.program.order) if stop is None else stop)
+        token = RUNNING.set(partial(self.where, self.lanes[0]))
+        began = perf_counter()
+        done = False
+        try:
+            for lane in self.lanes:
+                lane.place.fork()
+            self.executor.walk(self)
+            done = True
+        finally:
+            RUNNING.reset(token)
+            # Streams that a failure has spoilt cannot wait for each other; what is said of that is not the failure.
+            for lane in self.lanes:
+                with nullcontext() if done else suppress(RuntimeError):
+                    lane.place.join()
+        self.seconds += perf_counter() - began
+
+    def _aim(self, start: int, stop: int) -> None:
+        program = self.ready.program
         self.part = (start, stop)
-        whole = stop == len(self.program.order)
-        before = [] if whole else self.program.lane_order[:stop]
+        whole = stop == len(program.order)
+        before = [] if whole else program.lane_order[:stop]
         for lane in self.lanes:
             lane.first = lane.done
             lane.stop = len(lane.program.ends) if whole else before.count(lane.program.lane)
 
+    def give(self, wire: Wire, pieces: Sequence[Border]) -> None:
+        """What the caller gives for the next part, one value per microbatch."""
+        self.caller.update(_numbered(self.ready.program.wires.index(wire), pieces))
+
     def listening(self) -> AbstractContextManager[Any]:
         """What a walk is inside of: eager stages catch their draws, and each forward would else ask for them anew."""
-        eager = any(stage.program is None for stage in self.plan.stages)
+        eager = any(stage.program is None for stage in self.ready.plan.stages)
         return Catching() if eager else nullcontext()
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
@@ -105,15 +158,15 @@ class Execution:
         runs = lane.program.runs
         run = runs[max(0, min(lane.begun, len(runs)) - 1)]
         action = lane.program.action(run)
-        phase = self.bounds[action.stage].phase
+        phase = self.ready.bounds[action.stage].phase
         word = f"{action} ({phase})" if phase else str(action)
         device = f"{lane.program.lane} ({lane.place.device})"
-        return Where(action.stage, self.plan.stages[action.stage].name, action.microbatch, word, device)
+        return Where(action.stage, self.ready.plan.stages[action.stage].name, action.microbatch, word, device)
 
     def position(self, lane: Runner) -> int:
         """Where in the plan order the lane is."""
         left = lane.begun
-        for position, number in enumerate(self.program.lane_order):
+        for position, number in enumerate(self.ready.program.lane_order):
             left -= number == lane.program.lane
             if left == 0:
                 return position
@@ -125,7 +178,7 @@ class Execution:
         if _out_of_memory(error):
             kinds = zip(lane.program.slots, lane.slots, strict=True)
             held = [value for kind, value in kinds if kind.role is Role.RESIDUAL and value is not None]
-            schedule = self.plan.schedule.first(self.program.num_microbatches)
+            schedule = self.ready.plan.schedule.first(self.ready.program.num_microbatches)
             most = residual_peak(schedule.orders[lane.program.lane], schedule)
             size = sum(value.nbytes for value in held) / 2**20
             found.__dict__.setdefault("__notes__", []).append(
@@ -143,9 +196,14 @@ class Execution:
         for lane in self.lanes:
             for stage, microbatch, slot in lane.program.taken.get(role, ()):
                 if lane.slots[slot] is not None:
-                    out[stage, microbatch] = lane.slots[slot]
+                    out[stage, microbatch] = _handed(lane.slots[slot], lane.place)
                     lane.slots[slot] = None
         return out
+
+    def settle(self) -> None:
+        """The caller's stream has read what it wanted of the lanes' memory."""
+        for lane in self.lanes:
+            lane.place.settle()
 
     def check_empty(self) -> None:
         """Every value was freed: the plan's liveness and what ran agree."""
@@ -168,17 +226,59 @@ class Execution:
             for action, start, end in lane.spans
         ]
         spans.sort(key=lambda span: (span.start, span.device))
-        schedule = self.plan.schedule.first(self.program.num_microbatches)
+        schedule = self.ready.plan.schedule.first(self.ready.program.num_microbatches)
         peak = tuple(residual_peak(order, schedule) for order in schedule.orders)
         return Timeline(tuple(spans), len(self.lanes), peak, "s", 0.0, schedule.name)
 
-    def busy(self) -> float:
-        """Seconds that all lanes together spent in actions."""
-        return sum(end - start for lane in self.lanes for _, start, end in lane.spans) / 1e9
+    def stats(self) -> RunStats:
+        """How it went so far."""
+        name = "threads" if self.executor.threaded else "serial"
+        most = tuple(level.most for level in self.levels)
+        count = self.ready.batch.num_microbatches
+        return RunStats(name, self.executor.reason, self.ready.threads, count, self.seconds, most)
 
-    def most(self) -> tuple[int, ...]:
-        """The most values that lay in each pool at a time."""
-        return tuple(level.most for level in self.levels)
+
+def run_by(executor: LaneExecutor, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
+    """A whole run: check, walk the lanes, fold what comes out."""
+    ready = prepare("run", plan, params, batch, options)
+    execution = Execution(ready, executor)
+    execution.go()
+    reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
+    execution.check_empty()
+    timeline = execution.timeline() if options.record else None
+    with intra_op_threads(ready.threads):
+        result = finish(ready, reports, outputs, timeline, execution.stats(), backward=plan.schedule.has_backward)
+    release(ready)
+    execution.settle()
+    return result
+
+
+def _given(ready: Prepared) -> dict[int, Border]:
+    """What the caller gives, by value number."""
+    batch = ready.batch
+    out: dict[int, Border] = {}
+    for number, (role, _, name, _) in enumerate(ready.program.wires):
+        if role is Role.INPUT:
+            out |= _numbered(number, batch.inputs)
+        elif role is Role.TARGET and batch.target is not None:
+            out |= _numbered(number, batch.target)
+        elif role is Role.FEED:
+            out |= _numbered(number, batch.feeds[name])
+    return out
+
+
+def _numbered(wire: int, pieces: Sequence[Border]) -> Mapping[int, Border]:
+    """The values of a wire by number, one of each microbatch."""
+    return {wire * len(pieces) + microbatch: piece for microbatch, piece in enumerate(pieces)}
+
+
+def _handed(value: Any, place: Place) -> Any:
+    """What the caller takes of a lane's."""
+    if not place.asynchronous:
+        return value
+    if isinstance(value, Border):
+        return Border([place.hand(leaf) for leaf in value.leaves], value.spec, value.flags)
+    return map_leaves(place.hand, value)
 
 
 def _out_of_memory(error: BaseException) -> bool:
@@ -193,27 +293,6 @@ def _free(device: torch.device) -> str:
         return ""
     free, total = torch.cuda.mem_get_info(device)
     return f", {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free"
-
-
-def run_serial(execution: Execution) -> None:
-    """Everything on this thread, in plan order."""
-    lanes = execution.lanes
-    for lane in lanes:
-        lane.thread = threading.get_ident()
-    RUNNING.set(lambda: execution.where(lanes[execution.turn]))  # whoever began the run sets it back
-    with no_autocast_cache(), torch.autograd.set_multithreading_enabled(False), execution.listening():
-        try:
-            start, stop = execution.part
-            for number in islice(execution.program.lane_order, start, stop):
-                execution.turn = number
-                lane = lanes[number]
-                if lane.place.asynchronous:
-                    with lane.place.active():
-                        lane.advance()
-                else:
-                    lane.advance()
-        except BaseException as error:  # in here: context managers write to the exceptions that they see
-            raise_located([(0, execution.failure(lanes[execution.turn], error))])
 
 
 def raise_located(failures: list[tuple[int, BaseException]]) -> NoReturn:

@@ -9,18 +9,32 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from time import monotonic, sleep
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
-from funcpipe.core.errors import FuncpipeError, RunTimeout
+from funcpipe.core.closed import lent
+from funcpipe.core.errors import FuncpipeError, PlanError, RunTimeout
 from funcpipe.core.plan import Plan
-from funcpipe.runtime.context import RUNNING, Context, checked_plan, cores, intra_op_threads, no_autocast_cache, pin
-from funcpipe.runtime.execute import Execution, raise_located
+from funcpipe.core.remembered import Remembered
+from funcpipe.core.result import Result
+from funcpipe.core.stage import bindable
+from funcpipe.core.tree import Tree
+from funcpipe.runtime.context import (
+    RUNNING,
+    checked_plan,
+    cores,
+    intra_op_threads,
+    no_autocast_cache,
+    not_carried,
+    pin,
+)
+from funcpipe.runtime.execute import Execution, raise_located, run_by
+from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.transport import Stop
 from funcpipe.runtime.watchdog import Watchdog
@@ -76,8 +90,10 @@ class _Worker:
 class Lanes:
     """The worker threads of the lanes of a plan. Made by `lanes`, or for one run."""
 
+    threaded: ClassVar[bool] = True
+
     def __init__(self, count: int) -> None:
-        self.count = count
+        self.count, self.reason = count, "asked for"
         self._cores = cores()
         self._workers: list[_Worker] = []
         self._busy = threading.Lock()
@@ -105,11 +121,32 @@ class Lanes:
             worker.end(wait)
         self._workers = []
 
-    def run(self, execution: Execution, context: Context, threads: int, timeout: float | None = None) -> None:
+    def check(self, plan: Plan) -> None:
+        """Raises PlanError where these are not as many as the plan's, or something is on that they cannot take over."""
+        if self.count != plan.num_devices:
+            raise PlanError(
+                f"these lanes are {self.count}, the plan has {plan.num_devices}; make them with fp.lanes(plan)"
+            )
+        obstacles = uncarried(plan)
+        if obstacles:
+            copies = "; or give each stage a module of its own, copy.deepcopy(module)" if _lent_twice(plan) else ""
+            raise PlanError(
+                f"{', '.join(obstacles)} cannot be taken over by other threads; use executor='serial'{copies}"
+            )
+
+    def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
+        """A whole run."""
+        return run_by(self, plan, params, batch, options)
+
+    def walk(self, execution: Execution) -> None:
         """Run every lane of an execution in its thread; come back when all are done, or raise what failed.
 
-        With ``timeout`` raise RunTimeout when no lane begins an action for so many seconds.
+        With a timeout raise RunTimeout when no lane begins an action for so many seconds.
         """
+        if self.closed and execution.part[0]:  # between the two halves of a vjp
+            with Lanes(self.count) as fresh:
+                fresh.walk(execution)
+            return
         if self._process != os.getpid():  # a fork has none of the threads
             self._workers, self._busy, self._process = [], threading.Lock(), os.getpid()
         if self.closed:
@@ -119,12 +156,15 @@ class Lanes:
                 "these lanes are busy with another run; give each concurrent run its own fp.lanes(plan)"
             )
         try:
-            with intra_op_threads(threads):  # threads that the user starts later begin with his number again
-                self._run(execution, context, threads, timeout)
+            with intra_op_threads(
+                execution.ready.threads
+            ):  # threads that the user starts later begin with his number again
+                self._run(execution)
         finally:
             self._busy.release()
 
-    def _run(self, execution: Execution, context: Context, threads: int, timeout: float | None) -> None:
+    def _run(self, execution: Execution) -> None:
+        timeout = execution.ready.options.timeout
         failures: list[tuple[int, BaseException]] = []
         done: queue.SimpleQueue[int] = queue.SimpleQueue()
         finished = False
@@ -135,7 +175,7 @@ class Lanes:
             # Inside of try: Ctrl-C between two starts must stop the first.
             self._start()
             for lane, worker in zip(execution.lanes, self._workers, strict=True):
-                job = _job(self, execution, lane, context, threads, failures, done)
+                job = _job(self, execution, lane, failures, done)
                 worker.jobs.put(partial(contextvars.copy_context().run, job))
             with dog or nullcontext():
                 for _ in execution.lanes:
@@ -201,8 +241,6 @@ def _job(
     crew: Lanes,
     execution: Execution,
     lane: Runner,
-    context: Context,
-    threads: int,
     failures: list[tuple[int, BaseException]],
     done: queue.SimpleQueue[int],
 ) -> _Job:
@@ -213,17 +251,17 @@ def _job(
             lane.thread = threading.get_ident()
             # In the thread itself: MKL counts per thread, and a thread that never said its number takes every core.
             torch.get_num_threads()  # else torch takes at the first operation what another run has set since
-            torch.set_num_threads(threads)
+            torch.set_num_threads(execution.ready.threads)
             crew.pin(lane.program.lane)
             RUNNING.set(partial(execution.where, lane))  # of the copied context, which ends with the job
             with (
-                context.entered(),
+                execution.context.entered(),
                 no_autocast_cache(),
                 torch.autograd.set_multithreading_enabled(False),
                 execution.listening(),
                 lane.place.active(),
             ):
-                _walk(execution, lane, failures)
+                _do(execution, lane, failures)
         except Stop:
             pass
         except BaseException as error:
@@ -244,7 +282,7 @@ def _take(done: queue.SimpleQueue[int]) -> int:
             continue
 
 
-def _walk(execution: Execution, lane: Runner, failures: list[tuple[int, BaseException]]) -> None:
+def _do(execution: Execution, lane: Runner, failures: list[tuple[int, BaseException]]) -> None:
     """The lane's part of the order. What fails is taken here: context managers write to the exceptions that they see."""
     try:
         while lane.done < lane.stop:
@@ -281,6 +319,25 @@ def lanes(plan: Plan) -> Lanes:
     return Lanes(checked_plan("lanes", plan).num_devices)
 
 
-def parallel(plan_devices: Any) -> bool:
-    """Do threads pay: at least two lanes compute on the CPU."""
-    return sum(device.type == "cpu" for device in plan_devices) >= 2
+def uncarried(plan: Plan) -> list[str]:
+    """What other threads cannot take over from the caller, for this plan."""
+    return [*not_carried(), *_lent_twice(plan)]
+
+
+def _find_lent_twice(plan: Plan) -> list[str]:
+    """Modules into which functions of several lanes put parameters of their own, each while it computes."""
+    lanes: dict[int, set[int]] = {}
+    names: dict[int, str] = {}
+    for stage, whole in enumerate(plan.stages):
+        for part in whole.simple():
+            for key, (name, _) in ({} if bindable(part.fn) else lent(part.fn)).items():
+                lanes.setdefault(key, set()).add(plan.schedule.device_of[stage])
+                names[key] = name
+    return [
+        f"the module {names[key]!r}, which stages of lanes {sorted(users)} call with parameters of their own"
+        for key, users in lanes.items()
+        if len(users) > 1
+    ]
+
+
+_lent_twice = Remembered(_find_lent_twice)

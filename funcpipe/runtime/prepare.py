@@ -21,6 +21,7 @@ from funcpipe.runtime import microbatch
 from funcpipe.runtime.context import RUNNING, checked_plan, cores, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.finite import FiniteBound
+from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.place import misplaced, place, plan_devices
 from funcpipe.runtime.program import Bound, Program, Shares
 from funcpipe.runtime.rng import Keys
@@ -42,6 +43,7 @@ class Prepared:
         threads: intra-op threads of a lane.
         ties: groups of (stage, leaf number).
         strict: is a trainable leaf that no backward reached an error.
+        options: as the user gave them.
     """
 
     plan: Plan
@@ -55,6 +57,7 @@ class Prepared:
     threads: int
     ties: tuple[tuple[tuple[int, int], ...], ...]
     strict: bool
+    options: RunOptions
 
 
 def prepare(
@@ -62,14 +65,8 @@ def prepare(
     plan: Plan,
     params: Sequence[Tree],
     batch: Any,
+    options: RunOptions,
     *,
-    state: Sequence[Tree] | None,
-    feeds: Mapping[str, Tree] | None,
-    seed: int | None,
-    trainable: Trainable,
-    loss_scale: float,
-    threads_per_lane: int | None,
-    check: str | Sequence[str],
     halves: bool = False,
 ) -> Prepared:
     """Check everything that can be checked, cut the batch, bind the stages. Nothing has run when it raises.
@@ -85,15 +82,10 @@ def prepare(
         _check_halves(plan, backward)
     else:
         _check_modes(name, plan, backward)
-    seed = checked_seed(seed)
-    if feeds is not None and not isinstance(feeds, Mapping):
-        raise PlanError(f"feeds is a dict with a tree for each name that stages feed on; got a {type(feeds).__name__}")
-    if not isinstance(loss_scale, (int, float)) or not 0 < loss_scale < float("inf"):
-        raise PlanError(f"loss_scale is a number above 0 (a scaler's get_scale()); got {loss_scale!r}")
-    if threads_per_lane is not None and (not isinstance(threads_per_lane, int) or threads_per_lane < 1):
-        raise PlanError(f"threads_per_lane is a positive int or None; got {threads_per_lane!r}")
+    _check_options(options)
+    seed, feeds, trainable = checked_seed(options.seed), options.feeds, options.trainable
     trees = _per_stage("params", params, plan)
-    states = _states(state, plan)
+    states = _states(options.state, plan)
     where = plan_devices(plan)
     faults = misplaced(plan, trees, where, "params") + misplaced(plan, states, where, "state")
     if faults:
@@ -109,7 +101,7 @@ def prepare(
     cut = microbatch.cut(plan, inputs, target, feeds)
     if (plan.outputs or halves) and plan.merge is None:
         _refuse_unsaid_axes(cut)
-    shares = microbatch.shares(cut, plan, loss_scale)
+    shares = microbatch.shares(cut, plan, options.loss_scale)
     wanted = trainable_leaves(trees, trainable) if backward else [[False] * len(flatten(t)[0]) for t in trees]
     ties = resolve_ties(plan, trees, wanted)
     if backward:
@@ -119,8 +111,8 @@ def prepare(
         _refuse_frozen(trees, trainable)
     # Whoever set fewer threads than there are cores meant it: other work wants the rest.
     available = min(len(cores()), torch.get_num_threads())
-    threads = max(1, available // plan.num_devices) if threads_per_lane is None else threads_per_lane
-    checks = _checks(check)
+    threads = options.threads_per_lane or max(1, available // plan.num_devices)
+    checks = _checks(options.check)
     bounds: Sequence[Bound] = _bind(plan, trees, states, wanted, Keys(seed, plan.stages), shares)
     if checks & {"finite", "finite-op"}:
         operations = "finite-op" in checks
@@ -129,7 +121,20 @@ def prepare(
             for i, (b, tree) in enumerate(zip(bounds, trees, strict=True))
         ]
     program = program_for(plan, cut.num_microbatches, halves=halves)
-    return Prepared(plan, program, cut, shares, trees, states, bounds, where, threads, ties, "used" in checks)
+    return Prepared(plan, program, cut, shares, trees, states, bounds, where, threads, ties, "used" in checks, options)
+
+
+def _check_options(options: RunOptions) -> None:
+    """Raises PlanError for numbers that are none."""
+    feeds, scale, threads, timeout = options.feeds, options.loss_scale, options.threads_per_lane, options.timeout
+    if feeds is not None and not isinstance(feeds, Mapping):
+        raise PlanError(f"feeds is a dict with a tree for each name that stages feed on; got a {type(feeds).__name__}")
+    if not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
+        raise PlanError(f"loss_scale is a number above 0 (a scaler's get_scale()); got {scale!r}")
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise PlanError(f"threads_per_lane is a positive int or None; got {threads!r}")
+    if timeout is not None and (isinstance(timeout, bool) or not (isinstance(timeout, (int, float)) and timeout > 0)):
+        raise PlanError(f"timeout is a number of seconds above 0, or None; got {timeout!r}")
 
 
 def checked_seed(seed: Any) -> int | None:

@@ -16,8 +16,9 @@ from funcpipe.core.schedule import Action, Kind
 from funcpipe.core.tree import Tree
 from funcpipe.lower.skips import routes
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache
+from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache, outside_of_graphs
 from funcpipe.runtime.finish import finish, release
+from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.program import Gradients, StageArgs
 from funcpipe.runtime.stream import Edge, Place
@@ -42,12 +43,20 @@ def run_sequential(
     Gradients of a stage accumulate in the order in which the schedule runs its backwards (B, I, W). Arguments, result
     and errors are those of `run`.
     """
-    options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
-    options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane, "check": check}
-    if torch.compiler.is_compiling():  # a run is no graph: torch.compile leaves it as it is
-        aside: Any = torch.compiler.disable(run_sequential)
-        return aside(plan, params, batch, **options)
-    return _execute(prepare("run_sequential", plan, params, batch, **options))
+    options = RunOptions(
+        state=state,
+        feeds=feeds,
+        seed=seed,
+        trainable=trainable,
+        loss_scale=loss_scale,
+        threads_per_lane=threads_per_lane,
+        check=check,
+    )
+    return outside_of_graphs(_run)(plan, params, batch, options)
+
+
+def _run(plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
+    return _execute(prepare("run_sequential", plan, params, batch, options))
 
 
 def _execute(ready: Prepared) -> Result:

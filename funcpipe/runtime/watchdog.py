@@ -87,7 +87,9 @@ def describe(execution: Execution, seconds: float) -> str:
     stacks: list[str] = []
     done = 0
     for number, lane in enumerate(execution.lanes):
-        working = lane.thread != 0 and (execution.threaded or number == execution.turn) and lane.done < lane.stop
+        working = (
+            lane.thread != 0 and (execution.executor.threaded or number == execution.turn) and lane.done < lane.stop
+        )
         done += lane.done - lane.first
         lines.append(f"  * device {number} ({lane.place.device}) {_state(execution, lane, working=working)}")
         frame = frames.get(lane.thread)

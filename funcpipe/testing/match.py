@@ -14,7 +14,8 @@ from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.lower.plan import make_plan
 from funcpipe.runtime.microbatch import Microbatches
-from funcpipe.runtime.run import Executor, run
+from funcpipe.runtime.options import ExecutorLike
+from funcpipe.runtime.run import run
 from funcpipe.runtime.sequential import run_sequential
 from funcpipe.runtime.trainable import Trainable
 
@@ -36,7 +37,7 @@ def assert_matches_sequential(
     trainable: Trainable = None,
     loss_scale: float = 1.0,
     threads_per_lane: int | None = None,
-    executors: Sequence[Executor] = ("serial", "threads"),
+    executors: Sequence[ExecutorLike] = ("serial", "threads"),
     whole_batch: float | None = None,
 ) -> Result:
     """Run a plan by each executor and by the oracle; losses, outputs, state and every gradient have the same bits.
