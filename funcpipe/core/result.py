@@ -48,6 +48,7 @@ class Timeline:
         name: what it is a timeline of.
         memory: for each device what it holds over time, as steps ``(from when, how much)``; its maximum is the peak.
         lanes: what each device is called in pictures; () for "device 0", "device 1", ...
+        path: the critical path where it is known, as `simulate` knows it.
     """
 
     spans: tuple[Span, ...]
@@ -58,6 +59,7 @@ class Timeline:
     name: str = ""
     memory: tuple[tuple[tuple[float, float], ...], ...] = ()
     lanes: tuple[str, ...] = ()
+    path: tuple[Action, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}
@@ -128,10 +130,11 @@ class Timeline:
     def critical_path(self) -> tuple[Action, ...]:
         """The chain of actions, each starting when the one before lets it, that ends with the last action.
 
-        Along stages, devices and links to the host; a wait for a skip is not followed.
+        Of a measured timeline it is what the spans look like: along stages, devices and links to the host; a wait for a
+        skip or a slot is not followed.
         """
-        if not self.spans:
-            return ()
+        if self.path or not self.spans:
+            return self.path
         at = {span.action: span for span in self.spans}
         before: dict[Action, Span | None] = {}
         last_on: dict[int, Span] = {}
@@ -147,10 +150,6 @@ class Timeline:
             seen.add(span.action)
             previous = before[span.action]
             needs = [other for need in _needs(span.action) if (other := at.get(need)) is not None]
-            # By the clock, who did not end at this start did not cause it, whatever links and latencies lie between.
-            apart = previous is not None and abs(previous.end - span.start) > 1e-9 * self.makespan
-            if apart and self.unit == "units" and needs:
-                previous = None
             choices = [(previous.end, previous)] if previous is not None else []
             choices += [(other.end + self._latency(other, span), other) for other in needs]
             choices = [one for one in choices if one[1].action not in seen]

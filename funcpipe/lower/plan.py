@@ -36,12 +36,15 @@ def make_plan(
     >>> from funcpipe.schedules.families import one_f_one_b
     >>> plan = make_plan([stage(lambda p, x: p * x), stage(lambda p, x: p + x)], one_f_one_b(2, 1), loss=print)
     >>> print(plan.program.lane(1))
-    lane 1, slots: 0 act from 0, 1 target from caller, 2 report, 3 residual
+    lane 1, slots: 0 act from 0, 1 target from caller, 2 report, 3 residual, 4 grad
     receive act[0,0]@0 from 0
     receive target[1,0]@1 from caller
     1F0  reads act[0,0]@0 target[1,0]@1  writes report[1,0]@2 residual[1,0]@3
     free act[0,0]@0 target[1,0]@1
     1B0  reads residual[1,0]@3  writes grad[0,0]@4
+    free residual[1,0]@3
+    send grad[0,0]@4 to 0@1
+    free grad[0,0]@4
 
     Args:
         stages: the stages, in order; or what `split` made, whose loss (where the schedule has backwards and none is given),

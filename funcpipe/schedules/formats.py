@@ -67,6 +67,7 @@ def to_json(thing: Schedule | Cost | Timeline) -> str:
     else:
         fields = {name: getattr(thing, name) for name in ("name", "unit", "num_devices", "comm", "peak", "memory")}
         fields |= {"lanes": thing.lanes} if thing.lanes else {}
+        fields |= {"path": list(map(str, thing.path))} if thing.path else {}
         fields["spans"] = [[device, start, end, str(action)] for device, start, end, action in thing.spans]
     try:
         text = _page({"funcpipe": type(thing).__name__.lower(), "version": VERSION, **fields})
@@ -274,7 +275,12 @@ def _is_skip(row: Any) -> bool:
 
 
 def _timeline(data: dict[str, Any], fault: Fault) -> Timeline | None:
-    _fields(data, need=("num_devices", "spans"), may=("name", "unit", "comm", "peak", "memory", "lanes"), fault=fault)
+    _fields(
+        data,
+        need=("num_devices", "spans"),
+        may=("name", "unit", "comm", "peak", "memory", "lanes", "path"),
+        fault=fault,
+    )
     devices, comm = data.get("num_devices", 0), data.get("comm", 0.0)
     if not _is_index(devices):
         fault(f"num_devices: a whole number from 0 to {_MOST - 1}; got {_shown(devices)}")
@@ -303,7 +309,21 @@ def _timeline(data: dict[str, Any], fault: Fault) -> Timeline | None:
     if not all(isinstance(one, str) for one in lanes) or len(lanes) not in (0, devices):
         fault(f"lanes: a name for each of {devices} devices, or []; got {_shown(lanes)}")
     memory = _memory(data.get("memory", []), devices, fault)
-    return Timeline(tuple(spans), devices, tuple(peak), unit, comm, name, memory, tuple(lanes))
+    path = _path(data.get("path", []), known, seen, fault)
+    return Timeline(tuple(spans), devices, tuple(peak), unit, comm, name, memory, tuple(lanes), path)
+
+
+def _path(value: Any, known: dict[str, Action], spanned: set[Action], fault: Fault) -> tuple[Action, ...]:
+    """The critical path, of actions that have spans."""
+    words = _list(value, "path", fault)
+    if not all(isinstance(word, str) for word in words):
+        fault(f"path: a list of actions, such as 2F0; got {_shown(value)}")
+        return ()
+    actions = _actions(words, "path", known=known, fault=fault)
+    without = [action for action in actions if action not in spanned]
+    if without:
+        fault(f"path: {without[0]} has no span")
+    return tuple(actions)
 
 
 def _memory(value: Any, devices: int, fault: Fault) -> tuple[tuple[tuple[float, float], ...], ...]:
