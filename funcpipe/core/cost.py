@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 from funcpipe.core.errors import ScheduleError, bullets
-from funcpipe.core.schedule import Kind
+from funcpipe.core.kinds import KINDS, Kind
 
 PerStage = float | Sequence[float]
 """One number for all stages, or one for each."""
@@ -110,18 +110,11 @@ class Cost:
 
     def of(self, kind: Kind, stage: int) -> float:
         """Time of one action of this kind on this stage."""
-        if kind is Kind.B and self.backward is None:
-            return _pick(self.backward_input, stage) + _pick(self.backward_weight, stage)
-        times = {
-            Kind.F: self.forward,
-            Kind.B: self.backward,
-            Kind.I: self.backward_input,
-            Kind.W: self.backward_weight,
-            Kind.R: self.forward if self.remat is None else self.remat,
-            Kind.O: self.offload,
-            Kind.L: self.offload,
-        }
-        return _pick(times[kind] or 0.0, stage)
+        for names in KINDS[kind].times:
+            values = [getattr(self, name) for name in names]
+            if None not in values:
+                return sum(_pick(value, stage) for value in values)
+        return 0.0
 
     def group(self, sizes: Sequence[int]) -> Cost:
         """The cost of neighbouring layers as stages, if this is the cost of layers.

@@ -10,11 +10,11 @@ from statistics import fmean
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from funcpipe.core.cost import Cost, PerStage
-from funcpipe.core.schedule import Action, Kind
+from funcpipe.core.kinds import MOVES, Kind
+from funcpipe.core.schedule import Action
 from funcpipe.core.trace import chrome_trace
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 
-_MOVES = (Kind.O, Kind.L)
 NEGLIGIBLE = 0.01
 """A smaller imbalance is worth no word."""
 
@@ -85,7 +85,7 @@ class Timeline:
         """Time that each device works; O and L are the work of its link to the host."""
         busy = [0.0] * self.num_devices
         for device, start, end, action in self.spans:
-            if action[0] not in _MOVES:
+            if action[0] not in MOVES:
                 busy[device] += end - start
         return tuple(busy)
 
@@ -140,7 +140,7 @@ class Timeline:
         last_on: dict[int, Span] = {}
         for span in self.spans:
             before[span.action] = last_on.get(span.device)
-            if span.action.kind not in _MOVES:
+            if span.action.kind not in MOVES:
                 last_on[span.device] = span
         span: Span | None = max(self.spans, key=lambda one: one.end)
         path: list[Action] = []
@@ -149,7 +149,7 @@ class Timeline:
             path.append(span.action)
             seen.add(span.action)
             previous = before[span.action]
-            needs = [other for need in _needs(span.action) if (other := at.get(need)) is not None]
+            needs = [other for need in span.action.needs() if (other := at.get(need)) is not None]
             choices = [(previous.end, previous)] if previous is not None else []
             choices += [(other.end + self._latency(other, span), other) for other in needs]
             choices = [one for one in choices if one[1].action not in seen]
@@ -190,7 +190,7 @@ class Timeline:
         half = [time / 2 for time in mean(Kind.B, [0.0] * len(stages))]
         first, second = mean(Kind.I, half), mean(Kind.W, half)
         backward = mean(Kind.B, [a + b for a, b in zip(first, second, strict=True)])
-        moves = [self.by_kind.get((kind, stage), ()) for stage in stages for kind in _MOVES]
+        moves = [self.by_kind.get((kind, stage), ()) for stage in stages for kind in MOVES]
         both = [(*out, *back) for out, back in zip(moves[::2], moves[1::2], strict=True)]
         offload = tuple(fmean(times) if times else 0.0 for times in both)
         return Cost(
@@ -241,17 +241,6 @@ def shares(timeline: Timeline) -> str:
     bubbles = f"bubble {percent(timeline.bubble)} of the makespan, {percent(timeline.span_bubble)} of the span"
     idle = f"idle {percent(timeline.idle)} of all device time"
     return "; ".join(part for part in (bubbles, idle, imbalance_of(timeline)) if part)
-
-
-def _needs(action: Action) -> list[Action]:
-    """What an action waits for besides the device's earlier ones."""
-    kind, stage, microbatch = action
-    if kind is Kind.F:
-        return [Action(Kind.F, stage - 1, microbatch)]
-    if kind is Kind.B or kind is Kind.I:
-        next_stage = [Action(Kind.B, stage + 1, microbatch), Action(Kind.I, stage + 1, microbatch)]
-        return [*next_stage, Action(Kind.L, stage, microbatch)]
-    return [Action(Kind.O, stage, microbatch)] if kind is Kind.L else []
 
 
 @runtime_checkable

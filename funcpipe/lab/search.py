@@ -21,7 +21,7 @@ from funcpipe.lab.placement import placed, shapes_for
 from funcpipe.lab.polish import Bench, polish
 from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule, limits_of
 from funcpipe.lab.relieve import relieve
-from funcpipe.schedules.clock import CODE, KINDS
+from funcpipe.schedules.clock import CODE, CODED
 from funcpipe.schedules.memory import residual_peak
 from funcpipe.view.simulate import simulate
 
@@ -166,7 +166,7 @@ def search(
 
 
 def _actions(lane: Iterable[tuple[int, int, int]]) -> tuple[Action, ...]:
-    return tuple(Action(KINDS[code], stage, microbatch) for code, stage, microbatch in lane)
+    return tuple(Action(CODED[code], stage, microbatch) for code, stage, microbatch in lane)
 
 
 class _Best:

@@ -18,7 +18,7 @@ from funcpipe.core.stage import Stage
 from funcpipe.lower.effects import Context, effects
 from funcpipe.lower.skips import routes
 from funcpipe.schedules.check import Legal, examine
-from funcpipe.schedules.clock import KINDS
+from funcpipe.schedules.clock import CODED, F
 
 _GIVEN = (Role.INPUT, Role.TARGET, Role.FEED)
 _FIRST = (Kind.F, Kind.O, Kind.L)
@@ -103,14 +103,14 @@ class _Calls:
 
     def _kinds(self) -> list[set[Kind]]:
         present: list[set[Kind]] = [set() for _ in range(self.schedule.num_stages)]
-        flags = [[False] * self.schedule.num_stages for _ in KINDS]
+        flags = [[False] * self.schedule.num_stages for _ in CODED]
         for lane in self.legal.lanes:
             for code, stage, _ in lane:
                 flags[code][stage] = True
         for code, row in enumerate(flags):
             for stage, one in enumerate(row):
                 if one:
-                    present[stage].add(KINDS[code])
+                    present[stage].add(CODED[code])
         return present
 
     def order(self) -> list[int]:
@@ -118,17 +118,17 @@ class _Calls:
         count, lanes = self.schedule.num_microbatches, self.legal.lanes
         rematted, backward = self.legal.rematted, self.schedule.has_backward
         # By code, then stage: the first number of the call, -1 while it is not made; last, an F that keeps nothing.
-        bare = len(KINDS)
+        bare = len(CODED)
         table = [[-1] * self.schedule.num_stages for _ in range(bare + 1)]
         out: list[int] = []
         for device, position in self.legal.plan_order:
             code, stage, microbatch = lanes[device][position]
-            if code == 0 and (not backward or (rematted and stage * count + microbatch in rematted)):
+            if code == F and (not backward or (rematted and stage * count + microbatch in rematted)):
                 code = bare
             base = table[code][stage]
             if base < 0:
                 base = table[code][stage] = count * len(self.made)
-                self.made.append(self._call(KINDS[code % bare], stage, device, code != bare))
+                self.made.append(self._call(CODED[code % bare], stage, device, code != bare))
             out.append(base + microbatch)
         return out
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.kinds import LETTERS, Kind
 from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import _ACTION, Action, Kind, Schedule
+from funcpipe.core.schedule import _ACTION, Action, Schedule
 from funcpipe.schedules.check import check
 
 VERSION = 1
@@ -371,7 +372,7 @@ def _actions(words: Sequence[str], place: str, *, known: dict[str, Action], faul
         if action is None:
             match = _ACTION.fullmatch(word)
             if match is None:
-                fault(f"{place}: {_shown(word)} is no action; write stage, one of F B I W R O L, microbatch, as in 2F0")
+                fault(f"{place}: {_shown(word)} is no action; write stage, one of {LETTERS}, microbatch, as in 2F0")
                 continue
             action = Action(_KINDS[match[2]], int(match[1]), int(match[3]))
             if not (_is_index(action.stage) and _is_index(action.microbatch)):

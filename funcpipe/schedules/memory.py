@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from funcpipe.core.cost import Cost, per_stage
-from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.core.kinds import KINDS, Held, Kind
+from funcpipe.core.schedule import Action, Schedule
 
 
 def residual_table(cost: Cost, num_stages: int) -> dict[Kind, tuple[tuple[float, ...], tuple[float, ...]]]:
-    """What each kind takes at its start and frees at its end, by stage: of residuals, the only place that says so.
+    """What each kind takes at its start and frees at its end, by stage, of residuals.
 
     Where an R computes a residual again, its F takes none; forwards alone keep none.
     """
     whole, rest = per_stage(cost.residual, num_stages), per_stage(cost.weight_residual, num_stages)
-    gone = tuple(one - left for one, left in zip(whole, rest, strict=True))
-    none = (0.0,) * num_stages
-    takes = {Kind.F: whole, Kind.R: whole, Kind.L: whole}
-    frees = {Kind.B: whole, Kind.O: whole, Kind.I: gone, Kind.W: rest}
-    return {kind: (takes.get(kind, none), frees.get(kind, none)) for kind in Kind}
+    amounts: dict[Held | None, tuple[float, ...]] = {
+        Held.RESIDUAL: whole,
+        Held.WEIGHT_RESIDUAL: rest,
+        Held.DIFFERENCE: tuple(all_of_it - left for all_of_it, left in zip(whole, rest, strict=True)),
+        None: (0.0,) * num_stages,
+    }
+    return {kind: (amounts[row.takes], amounts[row.frees]) for kind, row in KINDS.items()}
 
 
 def _changes(order: Sequence[Action], schedule: Schedule, cost: Cost) -> list[tuple[float, float]]:

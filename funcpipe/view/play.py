@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from funcpipe.core.cost import Cost, per_stage
+from funcpipe.core.kinds import MOVES, Kind
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.program import CALLER, Free, LaneProgram, Receive, Role, Run, Send
 from funcpipe.core.result import Span
-from funcpipe.core.schedule import Action, Kind
+from funcpipe.core.schedule import Action
 from funcpipe.schedules.memory import residual_table
 
 
@@ -76,6 +77,7 @@ class Play:
         self.lanes = [Lane(program) for program in lowered.lanes]
         self.causes: dict[Action, Action | None] = {}
         self.backward = any(call.kind is not Kind.F for call in lowered.calls)
+        self.durations = {(call.kind, call.stage): cost.of(call.kind, call.stage) for call in lowered.calls}
         self.residuals = residual_table(cost, lowered.num_stages)
         self.sizes: dict[tuple[int, int], tuple[float, float]] = {}
         """Of a wire that stages on a lane read: see `_crossing`."""
@@ -156,13 +158,13 @@ class Play:
             ready = lane.ready.pop(slot, since)
             if ready[0] > since[0]:
                 since = ready
-        if kind in (Kind.O, Kind.L):
-            way = kind is Kind.L
+        if kind in MOVES:
+            way = MOVES.index(kind)
             since = max(since, lane.links[way], key=_time)
-            end = since.time + self.cost.of(kind, stage)
+            end = since.time + self.durations[kind, stage]
             lane.links[way] = lane.ready[run.writes[0]] = Since(end, action)
         else:
-            end = since.time + self.cost.of(kind, stage)
+            end = since.time + self.durations[kind, stage]
             lane.now = Since(end, action)
         self.causes[action] = since.cause
         place = 2.0 * len(lane.spans)
