@@ -130,7 +130,9 @@ def _problem(
         except ScheduleError:
             layers = 0
         if not layers:
-            raise PlanError("a Cost to balance has one number per layer, the same count in each field, as fp.profile gives")  # fmt: skip
+            raise PlanError(
+                "a Cost to balance has one number per layer, the same count in each field, as fp.profile gives"
+            )
         work = [costs.of(Kind.F, i) + costs.of(Kind.B, i) for i in range(layers)]
         again = [costs.of(Kind.R, i) for i in range(layers)]
         memory = per_stage(costs.residual, layers) if memory == 0.0 else memory
@@ -153,7 +155,9 @@ def _problem(
             faults.append(f"{name} has {len(values)} numbers, not {length}")
         bad = [v for v in values if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 <= v < inf]
         if bad or (name in ("speeds", "limit") and 0 in values):
-            faults.append(f"{name}: numbers {'over' if name in ('speeds', 'limit') else 'from'} 0; got {(bad or [0])[0]!r}")  # fmt: skip
+            faults.append(
+                f"{name}: numbers {'over' if name in ('speeds', 'limit') else 'from'} 0; got {(bad or [0])[0]!r}"
+            )
         if bad:
             return []
         return [Fraction(v) for v in values] if isinstance(value, Sequence) else [Fraction(value)] * length
@@ -307,6 +311,12 @@ def _too_small(problem: _Problem, remat: Any) -> str:
     ends = _search(least)
     assert ends is not None
     times = max(_fastest(least, s, ends[s : s + 2])[0] for s in range(len(limits)))
-    need = f"limit={float(times * limits[0]):.17g}" if len(set(limits)) == 1 else f"limits {float(times):.17g} times as large"  # fmt: skip
+    need = (
+        f"limit={float(times * limits[0]):.17g}"
+        if len(set(limits)) == 1
+        else f"limits {float(times):.17g} times as large"
+    )
     hint = "more parts" if remat else "more parts, or remat='auto' with a Cost"
-    return f"no {len(limits)} parts of these layers fit the memory limit; the least that would do: {need}; or take {hint}"  # fmt: skip
+    return (
+        f"no {len(limits)} parts of these layers fit the memory limit; the least that would do: {need}; or take {hint}"
+    )

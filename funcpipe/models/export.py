@@ -133,7 +133,9 @@ def shell(model: nn.Module) -> nn.Module:
     try:
         own = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     except Exception as error:
-        raise PlanError(f"the model cannot be copied ({error}); tracing works on a copy of its structure, so tensors that a forward computed must not be kept as attributes (instead of torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm)") from error  # fmt: skip
+        raise PlanError(
+            f"the model cannot be copied ({error}); tracing works on a copy of its structure, so tensors that a forward computed must not be kept as attributes (instead of torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm)"
+        ) from error
     without_cache(own, model)
     return own
 

@@ -52,7 +52,9 @@ def cut_layers(
     counts = list(sizes)
     faults = _size_faults(counts, found) + _model_faults(model, found, split=len(counts) > 1)
     if skips.inside:
-        faults.append("it has skippable layers, whose values do not follow the stack; make an nn.Sequential of it, or stages with fp.from_module")  # fmt: skip
+        faults.append(
+            "it has skippable layers, whose values do not follow the stack; make an nn.Sequential of it, or stages with fp.from_module"
+        )
     if faults:
         raise PlanError(bullets(f"{type(model).__name__} cannot be cut so:", faults))
     whole = ModuleFn(model, (), skips, spread=True)
@@ -89,13 +91,28 @@ def _size_faults(sizes: list[Any], found: Layers) -> list[str]:
 def _model_faults(model: nn.Module, found: Layers, *, split: bool) -> list[str]:
     blocks = [model.get_submodule(name) for name in found.names]
     first = {id(block): name for block, name in reversed(list(zip(blocks, found.names, strict=True)))}
-    faults = [f"{name} and {first[id(block)]} are one module that runs twice; {TRACED}" for block, name in zip(blocks, found.names, strict=True) if first[id(block)] != name]  # fmt: skip
+    faults = [
+        f"{name} and {first[id(block)]} are one module that runs twice; {TRACED}"
+        for block, name in zip(blocks, found.names, strict=True)
+        if first[id(block)] != name
+    ]
     named = [*model.named_parameters(), *model.named_buffers()]
-    faults += [f"{name} is a {type(one).__name__} of {one.dtype}, not a plain floating parameter (quantized?); convert it first" for name, one in model.named_parameters() if not (one.is_floating_point() or one.is_complex())]  # fmt: skip
+    faults += [
+        f"{name} is a {type(one).__name__} of {one.dtype}, not a plain floating parameter (quantized?); convert it first"
+        for name, one in model.named_parameters()
+        if not (one.is_floating_point() or one.is_complex())
+    ]
     where = {str(one.device): name for name, one in reversed(named)}
     if len(where) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in sorted(where.items()))
-        faults.append(f"it lies on several devices ({listed}); " + ("give numbers to all of it first, or to none" if "meta" in where else "cut it on one, then fp.place(plan, params)"))  # fmt: skip
+        faults.append(
+            f"it lies on several devices ({listed}); "
+            + (
+                "give numbers to all of it first, or to none"
+                if "meta" in where
+                else "cut it on one, then fp.place(plan, params)"
+            )
+        )
     if split:
         faults += _configured(model)
     return faults
@@ -112,5 +129,7 @@ def _configured(model: nn.Module) -> list[str]:
                     f"its own only; set it to False, or {TRACED}"
                 )
             elif "layerdrop" in name and isinstance(value, float) and value > 0 and model.training:
-                faults.append(f"config.{name} is {value}: which blocks are left out is drawn in the loop over all of them; set it to 0")  # fmt: skip
+                faults.append(
+                    f"config.{name} is {value}: which blocks are left out is drawn in the loop over all of them; set it to 0"
+                )
     return list(dict.fromkeys(faults))

@@ -199,7 +199,9 @@ class LayersCopy(Copy):
             self._begin()
             self._reset()
         if self.last < len(self.cut) or reached < self.first:
-            raise PlanError(f"the forward of {type(self.module).__name__} ended without {self.cut.names[min(reached, self.last - 1)]!r}: it does not run the blocks of {self.cut.path!r} one after the other; {TRACED}")  # fmt: skip
+            raise PlanError(
+                f"the forward of {type(self.module).__name__} ended without {self.cut.names[min(reached, self.last - 1)]!r}: it does not run the blocks of {self.cut.path!r} one after the other; {TRACED}"
+            )
         return y, ()
 
     def _begin(self) -> None:
@@ -242,7 +244,9 @@ class LayersCopy(Copy):
     def _foreign_block(self, number: int, /, *args: Any, **kwargs: Any) -> Tree:
         """A block of another stage: the one before the stage's first gives what arrived."""
         if number >= self.first or number != self.at:
-            raise PlanError(f"{self.cut.names[number]!r} runs where {self.cut.names[min(self.at, self.last - 1)]!r} should: {type(self.module).__name__} does not run each block of {self.cut.path!r} once, one after the other; {TRACED}")  # fmt: skip
+            raise PlanError(
+                f"{self.cut.names[number]!r} runs where {self.cut.names[min(self.at, self.last - 1)]!r} should: {type(self.module).__name__} does not run each block of {self.cut.path!r} once, one after the other; {TRACED}"
+            )
         self.at = number + 1
         if self.at < self.first:
             if self.nothing is None:  # once for all of them
@@ -293,16 +297,22 @@ class LayersCopy(Copy):
             if real is not None:
                 return real(*args, **kwargs)
             both = f"entry=[{root!r}], " if any(within(name, root) for name in self.entered) else ""
-            raise PlanError(f"{path!r} runs after the first block of {self.cut.path!r} began; if it runs after the last one, say so: layers=fp.find_layers(model, {both}exit=[{root!r}]); else {TRACED}")  # fmt: skip
+            raise PlanError(
+                f"{path!r} runs after the first block of {self.cut.path!r} began; if it runs after the last one, say so: layers=fp.find_layers(model, {both}exit=[{root!r}]); else {TRACED}"
+            )
         if not self.calls or self.calls[-1][0] != path:
             expected = f"{self.calls[-1][0]!r} should" if self.calls else "nothing more did in the first stage"
-            raise PlanError(f"{path!r} runs before the blocks of {self.cut.path!r} where {expected}: every stage must do the same there; {TRACED}")  # fmt: skip
+            raise PlanError(
+                f"{path!r} runs before the blocks of {self.cut.path!r} where {expected}: every stage must do the same there; {TRACED}"
+            )
         _, told = self.calls.pop()
         return map_leaves(lambda leaf: self._dense(leaf) if isinstance(leaf, Blank) else leaf, told)
 
     def _too_early(self, root: str, /, *args: Any, **kwargs: Any) -> Tree:
         """A module that was thought to run after the stack."""
-        raise PlanError(f"{root!r} is registered after the blocks of {self.cut.path!r}, but runs before the last of them; if it runs before the first, say so: layers=fp.find_layers(model, entry=[{root!r}]); else {TRACED}")  # fmt: skip
+        raise PlanError(
+            f"{root!r} is registered after the blocks of {self.cut.path!r}, but runs before the last of them; if it runs before the first, say so: layers=fp.find_layers(model, entry=[{root!r}]); else {TRACED}"
+        )
 
     # -- what is not known here ------------------------------------------------------------------------------------
 

@@ -102,7 +102,9 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
-        raise PlanError(f"the module cannot be copied ({error}); a stage needs a copy of its own, so tensors that a forward computed must not be kept as attributes") from error  # fmt: skip
+        raise PlanError(
+            f"the module cannot be copied ({error}); a stage needs a copy of its own, so tensors that a forward computed must not be kept as attributes"
+        ) from error
 
 
 class ModuleFn:

@@ -66,7 +66,9 @@ def by_memory(limit: float) -> Policy:
         if num_stages is None:
             return sizes
         if len(sizes) > num_stages:
-            raise PlanError(f"{num_stages} stages of at most {limit:g} bytes cannot hold the model; {len(sizes)} can, or a limit of {max(sum(units.parameters) // num_stages, *units.parameters)} and more")  # fmt: skip
+            raise PlanError(
+                f"{num_stages} stages of at most {limit:g} bytes cannot hold the model; {len(sizes)} can, or a limit of {max(sum(units.parameters) // num_stages, *units.parameters)} and more"
+            )
         return balance(_some(units.parameters), num_stages)
 
     return policy
@@ -91,5 +93,7 @@ def checked(sizes: Any, units: Units, num_stages: int | None) -> list[int]:
         raise PlanError(f"a policy returns how many units each stage gets; got {sizes!r}") from None
     if any(size < 1 for size in given) or sum(given) != len(units) or num_stages not in (None, len(given)):
         wanted = "" if num_stages is None else f" {num_stages}"
-        raise PlanError(f"the sizes are{wanted} positive numbers that sum to the {len(units)} units of the model; got {given}, which sum to {sum(given)}")  # fmt: skip
+        raise PlanError(
+            f"the sizes are{wanted} positive numbers that sum to the {len(units)} units of the model; got {given}, which sum to {sum(given)}"
+        )
     return given

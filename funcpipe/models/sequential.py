@@ -163,8 +163,14 @@ def _with_own_modules(layer: nn.Module) -> nn.Module:
 def _units(module: nn.Module, flat: bool) -> list[Unit]:
     """The units of a Sequential. Raises PlanError where calling them in a row is not what the module does."""
     if not _is_row(module):
-        does = "its forward is not that of nn.Sequential or fp.PipeSequential" if isinstance(module, nn.Sequential) else "it is none"  # fmt: skip
-        raise PlanError(f"only an nn.Sequential can be cut by counting its layers; got {type(module).__name__}: {does}. Other models are cut by fp.split")  # fmt: skip
+        does = (
+            "its forward is not that of nn.Sequential or fp.PipeSequential"
+            if isinstance(module, nn.Sequential)
+            else "it is none"
+        )
+        raise PlanError(
+            f"only an nn.Sequential can be cut by counting its layers; got {type(module).__name__}: {does}. Other models are cut by fp.split"
+        )
     faults = [
         f"the Sequential itself has {what}, which would not run: put them on a layer" for what in hooks_of(module)
     ]
@@ -188,7 +194,11 @@ def _inside(container: nn.Module, path: str, spread: bool, flat: bool) -> Iterat
 def _is_row(module: nn.Module) -> bool:
     """Does a call of the module call its children one after the other, and nothing else."""
     forward = type(module).forward
-    return isinstance(module, nn.Sequential) and "forward" not in vars(module) and forward in (nn.Sequential.forward, PipeSequential.forward)  # fmt: skip
+    return (
+        isinstance(module, nn.Sequential)
+        and "forward" not in vars(module)
+        and forward in (nn.Sequential.forward, PipeSequential.forward)
+    )
 
 
 def _spreads(container: nn.Module) -> bool:
@@ -209,7 +219,12 @@ def _refuse_shared_norms(units: Sequence[Unit]) -> None:
                 places.setdefault(id(layer), {}).setdefault(unit.path, f"{unit.path}.{path}" if path else unit.path)
     faults = [f"the batch norm layer at {' and '.join(found.values())}" for found in places.values() if len(found) > 1]
     if faults:
-        raise PlanError(bullets("one batch norm layer in several layers of a Sequential cannot be cut, for its statistics would be kept in several places; give each place a layer of its own (they may share weight and bias):", faults))  # fmt: skip
+        raise PlanError(
+            bullets(
+                "one batch norm layer in several layers of a Sequential cannot be cut, for its statistics would be kept in several places; give each place a layer of its own (they may share weight and bias):",
+                faults,
+            )
+        )
 
 
 def _checked(sizes: Sequence[int], total: int) -> list[int]:
@@ -221,5 +236,7 @@ def _checked(sizes: Sequence[int], total: int) -> list[int]:
     count = min(max(len(counts), 1), total)
     example = [total // count + (number < total % count) for number in range(count)]
     if not counts or min(counts) < 1 or sum(counts) != total:
-        raise PlanError(f"sizes {counts} do not fit: each stage has at least one layer, and together they are all {total}; e.g. {example}")  # fmt: skip
+        raise PlanError(
+            f"sizes {counts} do not fit: each stage has at least one layer, and together they are all {total}; e.g. {example}"
+        )
     return counts

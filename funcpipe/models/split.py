@@ -68,7 +68,9 @@ class Split:
                 f"merge takes one tree for each stage: merge(params, result.state); got a {type(params).__name__}"
             )
         if len(params) != len(self) or len(states) != len(self):
-            raise PlanError(f"merge takes one tree for each of {len(self)} stages; got {len(params)} params and {len(states)} states")  # fmt: skip
+            raise PlanError(
+                f"merge takes one tree for each of {len(self)} stages; got {len(params)} params and {len(states)} states"
+            )
         trees = {"params": params, "state": states}
         out: dict[str, Tensor] = {}
         faults: list[str] = []
@@ -152,7 +154,10 @@ class Split:
         lines = [f"{len(self)} stages"]
         for index, (stage, params, state) in enumerate(zip(self.stages, self.params, self.state, strict=True)):
             numel, size = _count(params)
-            lines.append(f"stage {index} {stage.name}: {len(params)} parameters, {numel:,} numbers, {_bytes(size)}" + (f"; {len(state)} buffers, {_bytes(_count(state)[1])}" if state else ""))  # fmt: skip
+            lines.append(
+                f"stage {index} {stage.name}: {len(params)} parameters, {numel:,} numbers, {_bytes(size)}"
+                + (f"; {len(state)} buffers, {_bytes(_count(state)[1])}" if state else "")
+            )
             lines += [f"  {line}" for line in self._borders(index)]
         lines += ["tied: " + ", ".join(f"{key} of stage {stage}" for stage, key in group) for group in self.ties]
         lines += [f"in no stage: {name}" for name in self.rest]

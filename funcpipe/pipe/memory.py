@@ -115,7 +115,9 @@ class Memory:
         """
         counts = list(sizes)
         if not counts or any(count < 1 for count in counts) or sum(counts) != len(self):
-            raise PlanError(f"sizes are positive numbers that sum to the {len(self)} layers; got {counts}, which sum to {sum(counts)}")  # fmt: skip
+            raise PlanError(
+                f"sizes are positive numbers that sum to the {len(self)} layers; got {counts}, which sum to {sum(counts)}"
+            )
         ends = [sum(counts[: n + 1]) for n in range(len(counts))]
         rows = [self.layers[end - count : end] for end, count in zip(ends, counts, strict=True)]
         wanted = [{name for later in self.layers[end:] for name in later.measured.pops} for end in ends]
@@ -144,7 +146,9 @@ class Memory:
         """
         given = schedule.schedule if isinstance(schedule, Plan) else schedule
         if given.num_stages != len(self):
-            raise PlanError(f"the schedule has {given.num_stages} stages, but here are {len(self)} layers; say which make which stage: memory.group(sizes)")  # fmt: skip
+            raise PlanError(
+                f"the schedule has {given.num_stages} stages, but here are {len(self)} layers; say which make which stage: memory.group(sizes)"
+            )
         moving = peaks([layer.measured for layer in self.layers], given)
         model = [0] * given.num_devices
         for layer, device in zip(self.layers, given.device_of, strict=True):
@@ -227,7 +231,11 @@ def memory(
     for layer, own, found in zip(row, flags, measured, strict=True):
         seen = set() if layer.whole else seen  # each stage has its own; layers of one stage share
         counted = _numbers(layer, own, numbers, seen)
-        activations = found.inner + sum(found.held().values()) if layer.whole else found.inner + sum(size for value, size in found.kept.items() if value not in kept)  # fmt: skip
+        activations = (
+            found.inner + sum(found.held().values())
+            if layer.whole
+            else found.inner + sum(size for value, size in found.kept.items() if value not in kept)
+        )
         kept |= found.kept.keys()
         out.append(LayerMemory(layer.name, *counted, activations=activations if train else 0, measured=found))
     return Memory(tuple(out), name if train else "no optimizer", train)

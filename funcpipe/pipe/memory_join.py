@@ -47,7 +47,9 @@ def join(row: Sequence[Measured], wanted: set[str]) -> Measured:
     kept = {value: size for layer in row for value, size in layer.kept.items()}
     backward -= inner + _besides(kept, border)
     weights = sum(layer.weights for layer in row)
-    return Measured(inner, kept, row[0].inputs, row[-1].outputs, stash, pops, row[-1].gradient, forward, max(backward, 0), weights)  # fmt: skip
+    return Measured(
+        inner, kept, row[0].inputs, row[-1].outputs, stash, pops, row[-1].gradient, forward, max(backward, 0), weights
+    )
 
 
 def _all(named: Mapping[str, Bytes]) -> Bytes:

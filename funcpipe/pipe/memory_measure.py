@@ -114,7 +114,9 @@ class Pass:
         self.skips: dict[str, _Held] = {}
         self.arrived: list[Any] = []
 
-    def run(self, layers: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree], trainable: Sequence[Sequence[bool]]) -> list[Measured]:  # fmt: skip
+    def run(
+        self, layers: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree], trainable: Sequence[Sequence[bool]]
+    ) -> list[Measured]:
         """Measure every layer. Raises what a layer raises, with the layer's name."""
         given = {name: self._held(map_leaves(self._like, tree), {}) for name, tree in feeds.items()}
         x = self._held(map_leaves(self._like, example), {})
@@ -241,7 +243,15 @@ class Pass:
         if number not in keys:
             keys[number] = next(self.numbers)
         value, grad = keys[number], tensor.requires_grad
-        return _Place(value, storage.nbytes(), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, grad)  # fmt: skip
+        return _Place(
+            value,
+            storage.nbytes(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            grad,
+        )
 
     def _tensors(self, held: _Held, handle: Tensor | None, storages: dict[int, Tensor]) -> list[Any]:
         """The leaves again, on memory that does not count; those of one storage share one."""

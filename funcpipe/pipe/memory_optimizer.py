@@ -85,7 +85,9 @@ def optimizer_state(optimizer: Any) -> tuple[str, State]:
     if name not in _TABLE:
         near = difflib.get_close_matches(name, _TABLE, 1)
         mend = f"did you mean {near[0]!r}? " if near else ""
-        raise PlanError(f"nobody told how much state the optimizer {optimizer!r} keeps; {mend}The table has {', '.join(_TABLE)}; else give the bytes of state for each byte of parameters: optimizer=2")  # fmt: skip
+        raise PlanError(
+            f"nobody told how much state the optimizer {optimizer!r} keeps; {mend}The table has {', '.join(_TABLE)}; else give the bytes of state for each byte of parameters: optimizer=2"
+        )
     more = sum(bool(options.get(option)) for option in _EXTRA.get(name, ()))
     base = _TABLE[name]
     if not more:

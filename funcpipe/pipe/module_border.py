@@ -56,7 +56,9 @@ def count_microbatches(inputs: Tree, chunks: int) -> int:
             rows = value.shape[axis] if -value.dim() <= axis < value.dim() else 1
             return max(1, min(rows, chunks))
     kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "nothing"
-    raise BatchError(f"a Pipe cuts its inputs along their rows, so one of them is a tensor that is not replicated; got {kinds}")  # fmt: skip
+    raise BatchError(
+        f"a Pipe cuts its inputs along their rows, so one of them is a tensor that is not replicated; got {kinds}"
+    )
 
 
 # -- outputs ----------------------------------------------------------------------------------------------------------
@@ -143,12 +145,16 @@ class Way:
     def back(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the parameters, then of the inputs; None where plain autograd has none."""
         if torch.is_grad_enabled():
-            raise FuncpipeError("a Pipe computes its gradients itself, so they have no graph of their own and create_graph=True is not possible; for second derivatives call the layers without the pipe: nn.Sequential(*pipe)")  # fmt: skip
+            raise FuncpipeError(
+                "a Pipe computes its gradients itself, so they have no graph of their own and create_graph=True is not possible; for second derivatives call the layers without the pipe: nn.Sequential(*pipe)"
+            )
         if all(gradient is None for gradient in gradients):
             return [None] * (len(self.places) + sum(self.wanted))
         pullback, self.pullback = self.pullback, None
         if pullback is None:
-            raise FuncpipeError("the backward of this output of a Pipe was done already, and what it needs is freed by the first one, retain_graph=True or not; add the losses and call backward once, or call the pipe again")  # fmt: skip
+            raise FuncpipeError(
+                "the backward of this output of a Pipe was done already, and what it needs is freed by the first one, retain_graph=True or not; add the losses and call backward once, or call the pipe again"
+            )
         with without_saved_tensor_hooks():
             grads, input_grads = pullback(self.form.cotangents(iter(gradients)))
         unused = set(pullback.unused)

@@ -44,7 +44,9 @@ def lay_out(layers: Sequence[tuple[str, nn.Module]], balance: Any, devices: Any)
         counts = _checked(balance, sizes)
         where = _where_they_are(layers, counts) if wanted is None else wanted
         if len(where) < len(counts):
-            raise PlacementError(f"too few devices to hold these stages (devices: {len(where)}, stages: {len(counts)}); name one for each, the same may stand many times: devices=['cpu'] * {len(counts)}, or balance={list(even(sizes, len(where)))}")  # fmt: skip
+            raise PlacementError(
+                f"too few devices to hold these stages (devices: {len(where)}, stages: {len(counts)}); name one for each, the same may stand many times: devices=['cpu'] * {len(counts)}, or balance={list(even(sizes, len(where)))}"
+            )
         return Layout(counts, where[: len(counts)])
     if wanted is None:
         found = _runs(layers)
@@ -88,15 +90,21 @@ def _checked(balance: Any, sizes: Sequence[int]) -> tuple[int, ...]:
     try:
         counts = tuple(index(one) for one in cast("Iterable[Any]", balance))
     except TypeError:
-        raise PlanError(f"balance is a sequence with the number of layers of each stage; got {balance!r}; e.g. balance={list(even(sizes, min(_LANES, total)))}") from None  # fmt: skip
+        raise PlanError(
+            f"balance is a sequence with the number of layers of each stage; got {balance!r}; e.g. balance={list(even(sizes, min(_LANES, total)))}"
+        ) from None
     stages = min(max(len(counts), 1), total)
     mend = f"by bytes of parameters: balance={list(even(sizes, stages))}"
     if not counts:
         raise PlanError(f"balance has no stage; {mend}")
     if any(one <= 0 for one in counts):
-        raise PlanError(f"all numbers of balance must be positive: every stage has a layer (balance: {list(counts)}); {mend}")  # fmt: skip
+        raise PlanError(
+            f"all numbers of balance must be positive: every stage has a layer (balance: {list(counts)}); {mend}"
+        )
     if sum(counts) != total:
-        raise PlanError(f"module and sum of balance have different length (module: {total}, sum of balance: {sum(counts)}); {mend}")  # fmt: skip
+        raise PlanError(
+            f"module and sum of balance have different length (module: {total}, sum of balance: {sum(counts)}); {mend}"
+        )
     return counts
 
 
@@ -165,10 +173,16 @@ def _layer_devices(layers: Sequence[tuple[str, nn.Module]]) -> list[torch.device
         if len(found) > 1:
             faults.append(f"layer {name!r} lies on {' and '.join(map(str, found))}")
         if any(device.type == "meta" for device in found):
-            faults.append(f"layer {name!r} lies on the meta device and has no numbers; first module.to_empty(device=...)")  # fmt: skip
+            faults.append(
+                f"layer {name!r} lies on the meta device and has no numbers; first module.to_empty(device=...)"
+            )
         out.append(found[0] if found else None)
     if faults:
-        raise PlacementError(bullets("one layer runs on one device; name the devices (devices=[...]) and the layers are moved there:", faults))  # fmt: skip
+        raise PlacementError(
+            bullets(
+                "one layer runs on one device; name the devices (devices=[...]) and the layers are moved there:", faults
+            )
+        )
     return out
 
 
@@ -205,5 +219,10 @@ def _where_they_are(layers: Sequence[tuple[str, nn.Module]], counts: Sequence[in
         out.append(own[0] if own else out[-1] if out else first)
         start += count
     if faults:
-        raise PlacementError(bullets("a stage runs on one device; give devices=[...], one for each stage, and the layers are moved there, or leave balance= out to cut where the device changes:", faults))  # fmt: skip
+        raise PlacementError(
+            bullets(
+                "a stage runs on one device; give devices=[...], one for each stage, and the layers are moved there, or leave balance= out to cut where the device changes:",
+                faults,
+            )
+        )
     return tuple(out)

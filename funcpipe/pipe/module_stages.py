@@ -102,7 +102,12 @@ class Stages:
                 found.append(row)
             trees.append(tuple(found))
         if faults:
-            raise PlacementError(bullets("layers of a Pipe stay on the devices of their stages; move them back, or wrap them again: fp.Pipe(nn.Sequential(*pipe), ...):", faults))  # fmt: skip
+            raise PlacementError(
+                bullets(
+                    "layers of a Pipe stay on the devices of their stages; move them back, or wrap them again: fp.Pipe(nn.Sequential(*pipe), ...):",
+                    faults,
+                )
+            )
         return trees[0], tuple(state or () for state in trees[1])
 
     def write(self, new: Sequence[Tree]) -> None:

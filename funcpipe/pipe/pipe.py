@@ -38,7 +38,7 @@ from funcpipe.schedules.families import fill_drain
 _KEPT = 4
 """Patterns of training flags whose stages are kept: train, eval, and some layers frozen."""
 
-_DENIED = "the layers of a Pipe are on the devices of their stages and are not moved; name the devices when it is made: fp.Pipe(sequential, devices=[...]); dtypes may be changed: .to(dtype), .half()"  # fmt: skip
+_DENIED = "the layers of a Pipe are on the devices of their stages and are not moved; name the devices when it is made: fp.Pipe(sequential, devices=[...]); dtypes may be changed: .to(dtype), .half()"
 
 
 class MoveError(PlacementError, TypeError):
@@ -253,7 +253,9 @@ class Pipe(Anchored):
         outputs: Any = result.outputs
         form = Form(outputs)
         if not form.tensors(outputs):
-            raise PlanError(f"the last layer of a Pipe returned no tensor, but {type(outputs).__name__}; is a `return` missing?")  # fmt: skip
+            raise PlanError(
+                f"the last layer of a Pipe returned no tensor, but {type(outputs).__name__}; is a `return` missing?"
+            )
         stages.write(result.state)
         if not known and stages.draw():
             _draw(torch.default_generator)
@@ -267,13 +269,17 @@ class Pipe(Anchored):
         if ready:
             raise BatchError("inputs that are cut already come as one: fp.Microbatches([(a, b), ...])")
         if not inputs or self._kind is nn.Sequential:
-            raise BatchError(f"an nn.Sequential takes one input, a tensor or any tree; got {len(inputs)}; layers with several inputs come in an fp.PipeSequential, which spreads tuples over their arguments")  # fmt: skip
+            raise BatchError(
+                f"an nn.Sequential takes one input, a tensor or any tree; got {len(inputs)}; layers with several inputs come in an fp.PipeSequential, which spreads tuples over their arguments"
+            )
         return inputs
 
     def _stages(self) -> Stages:
         """The stages of the layers as they are now."""
         if len(self) != sum(self.balance):
-            raise PlanError(f"this Pipe has {len(self)} layers, its balance {list(self.balance)} is for {sum(self.balance)}; wrap them again: fp.Pipe(nn.Sequential(*pipe), ...)")  # fmt: skip
+            raise PlanError(
+                f"this Pipe has {len(self)} layers, its balance {list(self.balance)} is for {sum(self.balance)}; wrap them again: fp.Pipe(nn.Sequential(*pipe), ...)"
+            )
         model = self[:]
         look = Look(model)
         if self._known is None or not look.same(self._known[0]):
@@ -317,13 +323,19 @@ class Pipe(Anchored):
 def _module_faults(sequential: Any) -> list[str]:
     """What keeps a module from being cut into its layers."""
     if not isinstance(sequential, nn.Sequential):
-        return [f"the module must be an nn.Sequential, whose layers are cut into stages; got a {type(sequential).__name__} (other models: fp.split)"]  # fmt: skip
+        return [
+            f"the module must be an nn.Sequential, whose layers are cut into stages; got a {type(sequential).__name__} (other models: fp.split)"
+        ]
     kind = type(sequential)
     faults = scripted(sequential)
     if kind.forward not in (nn.Sequential.forward, PipeSequential.forward) or "forward" in vars(sequential):
-        faults.append(f"{kind.__name__} has a forward of its own, which would never be called; give nn.Sequential(*layers), and do in a layer what it does")  # fmt: skip
+        faults.append(
+            f"{kind.__name__} has a forward of its own, which would never be called; give nn.Sequential(*layers), and do in a layer what it does"
+        )
     if own := [*parameters_of(sequential), *buffers_of(sequential)]:
-        faults.append(f"{kind.__name__} has tensors of its own ({', '.join(own)}), which its forward does not use; put them into a layer")  # fmt: skip
+        faults.append(
+            f"{kind.__name__} has tensors of its own ({', '.join(own)}), which its forward does not use; put them into a layer"
+        )
     if hooks_of(sequential):
         faults.append(
             f"this {kind.__name__} has hooks of its own, which would never be called; register them on the Pipe"

@@ -142,16 +142,25 @@ def plan_for(
     looks.sort(key=_rank)
     fitting = [look for look in looks if look.tried.value < inf]
     if not fitting:
-        reasons = [f"{one.num_microbatches} microbatches, {len(one.sizes)} stages, {one.placement}: {one.reason}" for one in (look.tried for look in looks)]  # fmt: skip
+        reasons = [
+            f"{one.num_microbatches} microbatches, {len(one.sizes)} stages, {one.placement}: {one.reason}"
+            for one in (look.tried for look in looks)
+        ]
         raise PlanError(bullets("no way to run these layers fits:", reasons or ["there are fewer layers than devices"]))
     best: tuple[float, _Look, Found] | None = None
     for look in fitting[:_FINALISTS]:
         assert look.found is not None
         try:
             more = search(
-                look.cost, num_devices=num_devices, num_microbatches=look.tried.num_microbatches, placement=look.tried.placement,
-                memory_limit=look.limits, evaluations=evaluations, seconds=seconds * (1 - _SHARE) / _FINALISTS, **options,
-            )  # fmt: skip
+                look.cost,
+                num_devices=num_devices,
+                num_microbatches=look.tried.num_microbatches,
+                placement=look.tried.placement,
+                memory_limit=look.limits,
+                evaluations=evaluations,
+                seconds=seconds * (1 - _SHARE) / _FINALISTS,
+                **options,
+            )
         except ScheduleError:  # cut short before it came to what the first look found
             more = look.found
         for one in (look.found, more):
@@ -162,8 +171,15 @@ def plan_for(
     value, look, found = best
     tried = [one.tried for one in looks if one is not look]
     chosen = look.tried._replace(value=value, reason=f"{found.schedule.name}, {found.source}")
-    return Choice(look.tried.sizes, found.schedule, look.tried.num_microbatches, look.tried.placement, look.cost, found,
-                  (chosen, *tried))  # fmt: skip
+    return Choice(
+        look.tried.sizes,
+        found.schedule,
+        look.tried.num_microbatches,
+        look.tried.placement,
+        look.cost,
+        found,
+        (chosen, *tried),
+    )
 
 
 class _Look(NamedTuple):
@@ -204,9 +220,13 @@ def _counts(
         numbers("stages_per_device", stages_per_device),
     )
     if isinstance(cost, Cost) and len(microbatches) > 1:
-        faults.append("with several numbers of microbatches cost is a function of them: lambda m: fp.profile(layers, example[: rows // m])")  # fmt: skip
+        faults.append(
+            "with several numbers of microbatches cost is a function of them: lambda m: fp.profile(layers, example[: rows // m])"
+        )
     elif not isinstance(cost, Cost) and (not callable(cost) or hasattr(cost, "named_parameters")):
-        faults.append(f"cost is a Cost of the layers (fp.profile measures one), or a function that gives it; got a {type(cost).__name__}")  # fmt: skip
+        faults.append(
+            f"cost is a Cost of the layers (fp.profile measures one), or a function that gives it; got a {type(cost).__name__}"
+        )
     if faults:
         raise PlanError(bullets("no such choice:", faults))
     made = [cost if isinstance(cost, Cost) else cost(count) for count in microbatches]
@@ -255,7 +275,9 @@ def _looks(
 
 def _num_layers(layers: Cost) -> int:
     if layers.num_stages is None:
-        raise PlanError("cost has a number for each layer, as fp.profile gives it; with one for all, nobody knows how many layers there are: Cost(forward=[1.0] * 12)")  # fmt: skip
+        raise PlanError(
+            "cost has a number for each layer, as fp.profile gives it; with one for all, nobody knows how many layers there are: Cost(forward=[1.0] * 12)"
+        )
     return layers.num_stages
 
 
@@ -313,9 +335,14 @@ def _look(
         return _Look(Tried(count, sizes, shape, inf, reason), cost, tuple(room), over)
     try:
         found = search(
-            cost, num_devices=len(room), num_microbatches=count, placement=shape, memory_limit=room, evaluations=20,
+            cost,
+            num_devices=len(room),
+            num_microbatches=count,
+            placement=shape,
+            memory_limit=room,
+            evaluations=20,
             **options,
-        )  # fmt: skip
+        )
     except ScheduleError as error:
         return _Look(Tried(count, sizes, shape, inf, str(error)), cost, tuple(room), over)
     value = found.makespan if options["objective"] == "makespan" else found.span

@@ -169,7 +169,9 @@ def _traced(
     empty = any(one.is_meta for one in numbers)
     if not empty:
         if "forward hooks" in hooks_of(model):
-            raise PlanError("the model itself has forward hooks, which a trace of its forward does not see; put them on a module inside, or take them off")  # fmt: skip
+            raise PlanError(
+                "the model itself has forward hooks, which a trace of its forward does not see; put them on a module inside, or take them off"
+            )
         try_once(model, example)
     captured = capture(model, args, kwargs, axes=axes)
     places = _places(captured, model, num_stages, cuts, sizes, policy, example)
@@ -227,9 +229,13 @@ def _sizes(units: Units, num_stages: int | None, cuts: dict[str, str], sizes: An
     if sizes is not None:
         return checked(sizes, units, num_stages)
     if num_stages is not None and num_stages > len(units):
-        raise PlanError(f"{num_stages} stages are more than the {len(units)} units that the model has ({', '.join(units.names[:8])}{', ...' if len(units) > 8 else ''})")  # fmt: skip
+        raise PlanError(
+            f"{num_stages} stages are more than the {len(units)} units that the model has ({', '.join(units.names[:8])}{', ...' if len(units) > 8 else ''})"
+        )
     if num_stages is None and policy is None:
-        raise PlanError("into how many stages? Give num_stages, at={module: 'before'}, balance=, or a policy that knows (by_memory)")  # fmt: skip
+        raise PlanError(
+            "into how many stages? Give num_stages, at={module: 'before'}, balance=, or a policy that knows (by_memory)"
+        )
     return checked((policy or by_parameters)(units, num_stages), units, num_stages)
 
 
@@ -242,7 +248,10 @@ def _by_names(units: Units, cuts: dict[str, str], num_stages: int | None) -> lis
             faults.append(f"at[{name!r}] is 'before' or 'after'; got {side!r}")
         elif not hits:
             near = difflib.get_close_matches(name, units.names, 1)
-            faults.append(f"at[{name!r}]: no layer of that name to cut at" + (f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(units.names[:8])}"))  # fmt: skip
+            faults.append(
+                f"at[{name!r}]: no layer of that name to cut at"
+                + (f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(units.names[:8])}")
+            )
         else:
             place = hits[0] if side == "before" else hits[-1] + 1
             if place in (0, len(units)):
@@ -327,7 +336,9 @@ def _check_choice(num_stages: Any, cuts: dict[str, str], sizes: Any, policy: Any
     if len(chosen) > 1:
         faults.append(f"{' and '.join(chosen)} each say where to cut; give one of them")
     if policy is not None and not callable(policy):
-        faults.append(f"policy is a function (units, num_stages) -> sizes, like fp.by_parameters; got a {type(policy).__name__}")  # fmt: skip
+        faults.append(
+            f"policy is a function (units, num_stages) -> sizes, like fp.by_parameters; got a {type(policy).__name__}"
+        )
     if faults:
         raise PlanError(bullets("split cannot tell where to cut:", faults))
 
@@ -339,9 +350,15 @@ def _check_model(model: Any) -> None:
     if faults := scripted(model):
         raise PlanError(bullets("this model cannot be split:", faults))
     named = [*model.named_parameters(), *model.named_buffers()]
-    faults = [f"{name} is not initialised yet; call the model once on an example first" for name, one in named if is_lazy(one)]  # fmt: skip
+    faults = [
+        f"{name} is not initialised yet; call the model once on an example first" for name, one in named if is_lazy(one)
+    ]
     known = [(name, one) for name, one in named if not is_lazy(one)]
-    faults += [f"{name} is {'quantized' if one.is_quantized else one.layout}, not a plain dense tensor; convert it first" for name, one in known if one.is_quantized or one.layout is not torch.strided]  # fmt: skip
+    faults += [
+        f"{name} is {'quantized' if one.is_quantized else one.layout}, not a plain dense tensor; convert it first"
+        for name, one in known
+        if one.is_quantized or one.layout is not torch.strided
+    ]
     faults += [
         f"{name} has hooks on its gradient, which a run does not call; apply them to result.grads"
         for name, one in known
@@ -350,7 +367,11 @@ def _check_model(model: Any) -> None:
     faults += _loose(model, {id(one) for _, one in named})
     where = {one.device: name for name, one in reversed(known)}
     if len(where) > 1:
-        faults.append("it lies on several devices (" + ", ".join(f"{name} on {device}" for device, name in where.items()) + "); split it on one and place the parts with fp.place(plan, params)")  # fmt: skip
+        faults.append(
+            "it lies on several devices ("
+            + ", ".join(f"{name} on {device}" for device, name in where.items())
+            + "); split it on one and place the parts with fp.place(plan, params)"
+        )
     if faults:
         raise PlanError(bullets("this model cannot be split:", faults))
 
@@ -364,5 +385,7 @@ def _loose(model: nn.Module, known: set[int]) -> list[str]:
                 continue
             if any(isinstance(leaf, nn.Parameter) and id(leaf) not in known for leaf in flatten(value)[0]):
                 place = f"{path}.{name}" if path else name
-                found.append(f"{place} holds parameters that the model does not know, so nobody would train them; use nn.ParameterList or nn.ModuleList")  # fmt: skip
+                found.append(
+                    f"{place} holds parameters that the model does not know, so nobody would train them; use nn.ParameterList or nn.ModuleList"
+                )
     return found

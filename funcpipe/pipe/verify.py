@@ -51,8 +51,17 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
         found, state = _staged(split, x, state, train=train)
         faults = _faults(split, wanted, found, buffers, state, kept)
         if faults:
-            which = "the example" if not number else "inputs other than the example (the trace took something for a constant: a counter, a random number of Python, a number read from a tensor)"  # fmt: skip
-            raise PlanError(bullets(f"the traced stages do not compute what the model computes, on {which}; cut without tracing (split without example=), or write the stages yourself:", faults[:12]))  # fmt: skip
+            which = (
+                "the example"
+                if not number
+                else "inputs other than the example (the trace took something for a constant: a counter, a random number of Python, a number read from a tensor)"
+            )
+            raise PlanError(
+                bullets(
+                    f"the traced stages do not compute what the model computes, on {which}; cut without tracing (split without example=), or write the stages yourself:",
+                    faults[:12],
+                )
+            )
     if not once:
         _try_one_row(model, split, inputs, train=train)
 
@@ -130,7 +139,9 @@ def try_once(model: nn.Module, inputs: Any) -> None:
                 drew.append(name)
                 put(old)
     if drew:
-        raise PlanError(f"the forward draws with {' and '.join(drew)}, which a trace would take for a constant; draw with torch")  # fmt: skip
+        raise PlanError(
+            f"the forward draws with {' and '.join(drew)}, which a trace would take for a constant; draw with torch"
+        )
 
 
 def _faults(
@@ -180,16 +191,28 @@ def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any
         return aliases.setdefault(id(leaf), leaf.detach().requires_grad_(leaf.requires_grad))
 
     trees = tuple({key: alias(leaf) for key, leaf in tree.items()} for tree in split.params)
-    named = {name: trees[s][key] for name, home in split.homes.items() for kind, s, key in home.owners[:1] if kind == "params"}  # fmt: skip
+    named = {
+        name: trees[s][key]
+        for name, home in split.homes.items()
+        for kind, s, key in home.owners[:1]
+        if kind == "params"
+    }
     given = _copied(state)
     with torch.enable_grad(), _seeded(x):
         out = apply(split.stages, trees, x, state=given, train=train)
         first: dict[int, str] = {}
         unique = {name: leaf for name, leaf in named.items() if first.setdefault(id(leaf), name) == name}
         gradients = _gradients(_objective(out.y, split.loss), unique)
-    writes = [name for old, new in zip(state, given, strict=True) for name in old or () if not torch.equal(old[name].nan_to_num(), new[name].nan_to_num())]  # fmt: skip
+    writes = [
+        name
+        for old, new in zip(state, given, strict=True)
+        for name in old or ()
+        if not torch.equal(old[name].nan_to_num(), new[name].nan_to_num())
+    ]
     if writes:
-        raise PlanError(f"the forward writes into its buffers {writes} by an operation that does not say so; cut without tracing (split without example=), or write the stage yourself")  # fmt: skip
+        raise PlanError(
+            f"the forward writes into its buffers {writes} by an operation that does not say so; cut without tracing (split without example=), or write the stage yourself"
+        )
     after = tuple(
         part.commit(own, (stats,)) if part.commit is not None and train else own
         for part, own, stats in zip(split.stages, state, out.stats, strict=True)
@@ -288,7 +311,9 @@ def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
     least = 1e-3 * max(sizes, default=0.0)
     for (name, left, right), size in zip(pairs, sizes, strict=True):
         finite = left.isfinite()
-        if not torch.equal(finite, right.isfinite()) or not torch.equal(left[~finite].nan_to_num(), right[~finite].nan_to_num()):  # fmt: skip
+        if not torch.equal(finite, right.isfinite()) or not torch.equal(
+            left[~finite].nan_to_num(), right[~finite].nan_to_num()
+        ):
             out.append(f"{name} has NaN or Inf elsewhere than the model's")
         elif finite.any():
             error = float((left[finite] - right[finite]).abs().max())
