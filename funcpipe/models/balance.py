@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import floor, inf, lcm, nextafter
+from operator import index
 from typing import Any, Literal, NamedTuple, cast
 
 from funcpipe.core.cost import Cost, per_stage
-from funcpipe.core.errors import PlanError, ScheduleError, bullets
+from funcpipe.core.errors import PlanError, ScheduleError, bullets, raise_all
 from funcpipe.core.schedule import Kind
 
 Numbers = Sequence[int]
@@ -118,6 +119,41 @@ def balance(
     return found
 
 
+def evenly(costs: Sequence[float], num_parts: int) -> list[int]:
+    """`balance` of costs that may all be 0: then every layer counts the same.
+
+    >>> evenly([1, 2, 3, 4, 5, 6], 2), evenly([0, 0, 0], 2)
+    ([4, 2], [2, 1])
+    """
+    return list(balance(costs if any(costs) else [1] * len(costs), num_parts))
+
+
+def checked_sizes(sizes: Any, total: int, what: str, num_stages: int | None = None) -> list[int]:
+    """The number of layers of each stage, by whatever name: each has at least one, and together they are all.
+
+    Args:
+        sizes: as the caller or a policy gives them.
+        total: how many there are.
+        what: is divided.
+        num_stages: how many sizes there must be; None: any number.
+
+    Raises:
+        PlanError: they are none.
+    """
+    try:
+        counts = [index(size) for size in sizes]
+    except TypeError:
+        raise PlanError(f"sizes are how many of the {total} {what} each stage gets; got {sizes!r}") from None
+    if not counts or min(counts) < 1 or sum(counts) != total or num_stages not in (None, len(counts)):
+        number = "" if num_stages is None else f"{num_stages} "
+        example = evenly([1] * total, min(num_stages or max(len(counts), 1), total))
+        raise PlanError(
+            f"the sizes are {number}positive numbers that sum to the {total} {what}; got {counts}, which sum to "
+            f"{sum(counts)}; e.g. {example}"
+        )
+    return counts
+
+
 def _problem(
     costs: Any, count: int, comm: Any, memory: Any, fixed: Any, limit: Any, in_flight: Any, speeds: Any, remat: Any
 ) -> _Problem:
@@ -169,8 +205,7 @@ def _problem(
     limits = [None] * count if limit is None else numbers("limit", limit, count)
     if remat not in (False, True, "auto"):
         faults.append(f"remat is False, True or 'auto'; got {remat!r}")
-    if faults:
-        raise PlanError(bullets("nothing to balance:", faults))
+    raise_all("nothing to balance:", faults)
 
     unit, (time, redo, borders) = _whole(time, redo, borders)
     by_flight = dict.fromkeys(flying)

@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import raise_all
 from funcpipe.core.stage import Stage
+from funcpipe.models.balance import checked_sizes
 from funcpipe.models.batchnorm import CommitLayers
 from funcpipe.models.configs import configs, without_cache
 from funcpipe.models.layers_find import TRACED, Layers, find_layers
 from funcpipe.models.layers_look import asks
 from funcpipe.models.layers_stage import INPUTS, LayersFn
-from funcpipe.models.module import ModuleFn, refuse_lazy
+from funcpipe.models.module import Skeleton, refuse_lazy
 from funcpipe.models.skippable import skips_of
 
 
@@ -49,21 +50,25 @@ def cut_layers(
     refuse_lazy(model)
     skips = skips_of(model)
     found = layers if isinstance(layers, Layers) else find_layers(model, layers)
-    counts = list(sizes)
-    faults = _size_faults(counts, found) + _model_faults(model, found, split=len(counts) > 1)
+    counts: list[int] = []
+    faults: list[str] = []
+    try:
+        counts = checked_sizes(sizes, len(found), f"blocks of {found.path!r}")
+    except PlanError as error:  # said with all else that is wrong
+        faults.append(str(error))
+    faults += _model_faults(model, found, split=counts != [len(found)])
     if skips.inside:
         faults.append(
             "it has skippable layers, whose values do not follow the stack; make an nn.Sequential of it, or stages with fp.from_module"
         )
-    if faults:
-        raise PlanError(bullets(f"{type(model).__name__} cannot be cut so:", faults))
-    whole = ModuleFn(model, (), skips, spread=True)
-    without_cache(whole.skeleton, model)
+    raise_all(f"{type(model).__name__} cannot be cut so:", faults)
+    shape = Skeleton(model)
+    without_cache(shape.module, model)
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     out: list[tuple[Stage, dict[str, Any], Any]] = []
     for first, last in zip([0, *accumulate(counts)], accumulate(counts), strict=False):
-        fn = LayersFn(whole, found, first, last)
-        state = {name: buffers[name].detach().clone() for name in fn.buffer_names}
+        fn = LayersFn(shape, skips, found, first, last)
+        state = {name: buffers[name].detach().clone() for name in fn.buffer_shapes}
         made = Stage(
             fn,
             f"{found.path}[{first}:{last}]",
@@ -74,18 +79,8 @@ def cut_layers(
             takes_train=True,
             evaluation=fn.evaluation,
         )
-        out.append((made, {name: params[name] for name in fn.param_names}, state or ()))
+        out.append((made, {name: params[name] for name in fn.param_shapes}, state or ()))
     return tuple(out)
-
-
-def _size_faults(sizes: list[Any], found: Layers) -> list[str]:
-    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
-        return [f"sizes is the number of blocks of each stage, one or more; got {sizes}"]
-    if len(sizes) > len(found):
-        return [f"{len(sizes)} stages are more than the {len(found)} blocks of {found.path!r}"]
-    return (
-        [] if sum(sizes) == len(found) else [f"sizes {sizes} are {sum(sizes)} blocks, {found.path!r} has {len(found)}"]
-    )
 
 
 def _model_faults(model: nn.Module, found: Layers, *, split: bool) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +11,9 @@ from typing import Any, cast
 
 from torch import nn
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, bullets, raise_all
 from funcpipe.core.torch_names import children_of
+from funcpipe.core.words import similar
 from funcpipe.models.batchnorm import DeferredBatchNorm
 
 TRACED = "trace it instead: fp.split(model, ..., example=...)"
@@ -90,8 +90,7 @@ def find_layers(
     ]
     if path is not None and not _has(model, path):
         faults.append(f"path: {_unknown(model, path)}")
-    if faults:
-        raise PlanError(bullets(f"{type(model).__name__} has no such modules:", faults))
+    raise_all(f"{type(model).__name__} has no such modules:", faults)
     plan = _published(model)
     where = _search(model, plan) if path is None else path
     stack = model.get_submodule(where)
@@ -233,5 +232,4 @@ def _has(model: nn.Module, path: str) -> bool:
 
 
 def _unknown(model: nn.Module, path: str) -> str:
-    near = difflib.get_close_matches(path, [name for name, _ in model.named_modules() if name], 1)
-    return f"no module {path!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"no module {path!r}{similar(path, [name for name, _ in model.named_modules() if name])}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from funcpipe.core.errors import BatchError, bullets
+from funcpipe.core.errors import BatchError, raise_all
 from funcpipe.core.tree import Spec, Tree, flatten, unflatten
 
 
@@ -117,13 +117,11 @@ class Signature:
             raise BatchError(f"the model was traced with inputs like {self.in_spec}; got {spec}")
         seen: dict[str, tuple[int, str]] = {}
         faults = [fault for guard, leaf in zip(self.guards, leaves, strict=True) for fault in guard.faults(leaf, seen)]
-        if faults:
-            raise BatchError(
-                bullets(
-                    "the inputs are not like the example that the model was traced with (split it again with one that is):",
-                    faults,
-                )
-            )
+        raise_all(
+            "the inputs are not like the example that the model was traced with (split it again with one that is):",
+            faults,
+            BatchError,
+        )
         return {guard.name: leaf for guard, leaf in zip(self.guards, leaves, strict=True)}
 
     def output(self, leaves: Sequence[Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Out
 from funcpipe.core.torch_names import backward_number, children_of
 from funcpipe.core.tree import Tree, map_leaves, own
@@ -251,13 +251,10 @@ class _Call:
         faults += [
             f"declares pop {name!r} but did not pop it" for name in self.declared.pop if ("pop", name) not in self.done
         ]
-        if faults:
-            raise PlanError(
-                bullets(
-                    f"{self._who} did not do what it declares (yield fp.stash(name, value), value = yield fp.pop(name), or Out(y, stash={{...}}) and a keyword skips): it",
-                    faults,
-                )
-            )
+        raise_all(
+            f"{self._who} did not do what it declares (yield fp.stash(name, value), value = yield fp.pop(name), or Out(y, stash={{...}}) and a keyword skips): it",
+            faults,
+        )
         return result
 
     @property
@@ -338,8 +335,7 @@ def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
             for key, path in unpopped
         ]
     faults += _ambiguous([*stashes, *popped])
-    if faults:
-        raise PlanError(bullets("stash and pop do not match:", faults))
+    raise_all("stash and pop do not match:", faults)
     return Skips(
         {label(key): key for key in stashes if key not in popped},
         {label(use.key): use.key for use in pops if use.key not in stashes},

@@ -70,12 +70,9 @@ def _units(
     parameters: list[int] = []
     borders: list[int] = []
     for start, stop in pairwise(bounds):
-        used = {
-            captured.params[n.name]
-            for node in body[start:stop]
-            for n in node.all_input_nodes
-            if n.name in captured.params
-        }
+        read = {value.name for node in body[start:stop] for value in node.all_input_nodes}
+        sources = [captured.sources[name] for name in read & captured.sources.keys()]
+        used = {name for kind, name in sources if kind == "param"}
         parameters.append(sum(weights[name].numel() * weights[name].element_size() for name in used - seen))
         seen |= used
         borders.append(_alive(captured, body, stop))

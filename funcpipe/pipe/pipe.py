@@ -9,24 +9,24 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from funcpipe.core.errors import BatchError, PlacementError, PlanError, bullets
+from funcpipe.core.errors import BatchError, PlacementError, PlanError, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.core.torch_names import Anchored, buffers_of, children_of, device_asked, hooks_of, parameters_of
 from funcpipe.core.tree import Tree, map_leaves
+from funcpipe.cutting.example import bare
 from funcpipe.lower.plan import make_plan
 from funcpipe.models.scripted import scripted
 from funcpipe.models.sequential import PipeSequential
-from funcpipe.pipe.module_border import (
-    Form,
+from funcpipe.pipe.border import (
     attach,
-    bare,
     count_microbatches,
     input_flags,
     input_leaves,
+    tensors_of,
     without_saved_tensor_hooks,
 )
-from funcpipe.pipe.module_layout import lay_out
-from funcpipe.pipe.module_stages import CHECKPOINTS, Look, Stages
+from funcpipe.pipe.layout import lay_out
+from funcpipe.pipe.stages import CHECKPOINTS, Look, Stages
 from funcpipe.runtime import microbatch
 from funcpipe.runtime.context import RUNNING, refuse_transforms
 from funcpipe.runtime.microbatch import Microbatches
@@ -105,8 +105,7 @@ class Pipe(Anchored):
     ) -> None:
         super().__init__()
         faults = [*_module_faults(sequential), *_option_faults(chunks, checkpoint)]
-        if faults:
-            raise PlanError(bullets("no such Pipe:", faults))
+        raise_all("no such Pipe:", faults)
         self._chunks, self._checkpoint, self._deferred = index(chunks), checkpoint, bool(deferred_batch_norm)
         self._merge = merge
         self._kind = PipeSequential if isinstance(sequential, PipeSequential) else nn.Sequential
@@ -251,15 +250,14 @@ class Pipe(Anchored):
             else:
                 result = run(stages.plan(count, None), params, given, state=state, seed=seed)
         outputs: Any = result.outputs
-        form = Form(outputs)
-        if not form.tensors(outputs):
+        if not tensors_of(outputs):
             raise PlanError(
                 f"the last layer of a Pipe returned no tensor, but {type(outputs).__name__}; is a `return` missing?"
             )
         stages.write(result.state)
         if not known and stages.draw():
             _draw(torch.default_generator)
-        return outputs if pullback is None else attach(outputs, form, pullback, training, given)
+        return outputs if pullback is None else attach(outputs, pullback, training, given)
 
     def _as_tree(self, inputs: tuple[Any, ...]) -> Tree:
         """The inputs as the first stage takes them. Raises BatchError where the Sequential takes no such number."""

@@ -16,9 +16,9 @@ from torch import Tensor
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import PlanError
 from funcpipe.core.tree import Tree, flatten, leaves, locations, map_leaves
-from funcpipe.pipe.example import unmarked
-from funcpipe.pipe.memory import memory
-from funcpipe.pipe.profile_layers import Layer, blame, known_device, layers_of
+from funcpipe.cutting.example import unmarked
+from funcpipe.measuring.memory import memory
+from funcpipe.measuring.row import Layer, blame, known_device, layers_of
 from funcpipe.runtime.border import Border, given
 from funcpipe.runtime.context import Context, cores, intra_op_threads, no_autocast_cache, pin, refuse_transforms
 from funcpipe.runtime.eager import EagerBound

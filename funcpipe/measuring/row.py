@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from funcpipe.core.errors import PlacementError, PlanError, Where, bullets, located
+from funcpipe.core.errors import PlacementError, PlanError, Where, located, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.lower.skips import routes
@@ -71,8 +71,7 @@ def layers_of(
         for name in layer.stage.feeds
         if name not in (feeds or {})
     ]
-    if wanted:
-        raise PlanError(bullets("these layers cannot be called:", wanted))
+    raise_all("these layers cannot be called:", wanted)
     return row
 
 
@@ -95,8 +94,7 @@ def _stages(given: Sequence[Any], params: Any, state: Any) -> tuple[Layer, ...]:
             for i, one in enumerate(given)
             if isinstance(one, Stage) and one.state
         ]
-    if faults:
-        raise PlanError(bullets("these stages cannot be measured:", faults))
+    raise_all("these stages cannot be measured:", faults)
     assert params is not None
     rows = zip(given, params, ((),) * len(given) if state is None else state, strict=True)
     return tuple(Layer(one, p, s, one.name or str(number), True) for number, (one, p, s) in enumerate(rows))
