@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from funcpipe.core.errors import raise_all
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.models.balance import checked_sizes
 from funcpipe.models.batchnorm import CommitLayers
