@@ -25,7 +25,9 @@ ALLOWED = {
     "models": {"core"},
     "runtime": {"core", "schedules", "lower"},
     "programs": {"core", "lower", "runtime"},
-    "pipe": {"core", "schedules", "lower", "lab", "models", "runtime"},
+    "cutting": {"core", "lab", "models", "runtime"},
+    "measuring": {"core", "lower", "models", "runtime", "cutting"},
+    "pipe": {"core", "schedules", "lower", "models", "runtime", "cutting"},
     "batches": {"core", "runtime"},
     "testing": {"core", "lower", "runtime"},
 }

@@ -67,7 +67,7 @@ def _keyed(keys: Keys, index: int, call: BoundFn) -> Callable[..., Any]:
     """The stage's function, its random numbers keyed as in microbatch 0 of a run."""
 
     def keyed(x: Tree, **extras: Any) -> Any:
-        with Keyed(keys, index, getattr(call, "places", {}), 0):
+        with Keyed(keys, index, call.places, 0):
             return call(x, **extras)
 
     return keyed

@@ -73,7 +73,7 @@ class EagerBound:
         self.state_leaves = share(state_leaves)
         self.params, self.state = unflatten(self.spec, self.aliases), unflatten(self.state_spec, self.state_leaves)
         self.fn = stage.bind(self.params, self.state)
-        self.places = getattr(self.fn, "places", {})
+        self.places = self.fn.places
         self.drawing = Keyed(keys, index, self.places, 0)  # of whichever microbatch runs
 
     # -- forward ---------------------------------------------------------------------------------------------------

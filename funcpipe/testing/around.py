@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from funcpipe.core.stage import BoundFn, Stage, bindable
+from funcpipe.core.stage import Bindable, BoundFn, Stage, bindable
 from funcpipe.core.tree import Tree
 
 Hook: TypeAlias = Callable[[Callable[[], Any], Tree, dict[str, Any]], Any]
 """(call, input, extras) -> what the stage returns; ``call()`` is what it would have returned."""
 
 
-class Around:
+class Around(Bindable):
     """The function of a stage with a hook around it; what it declares, draws and is made of stays the same."""
 
     def __init__(self, stage: Stage, hook: Hook) -> None:
@@ -38,7 +38,7 @@ class Around:
 class _BoundAround:
     def __init__(self, fn: BoundFn, hook: Hook) -> None:
         self.fn, self.hook = fn, hook
-        self.places: dict[int, str] = getattr(fn, "places", {})
+        self.places = fn.places
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
         return self.hook(lambda: self.fn(x, **extras), x, extras)

@@ -117,7 +117,7 @@ class _Watched:
     def __init__(self, observer: Observer, params: Tree, state: Tree) -> None:
         self.observer, self.params, self.state = observer, params, state
         self.fn = observer.stage.bind(params, _copy(state)) if bindable(observer.stage.fn) else None
-        self.places: dict[int, str] = getattr(self.fn, "places", {})
+        self.places = {} if self.fn is None else self.fn.places
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
         stage, fn, params = self.observer.stage, self.fn, self.params

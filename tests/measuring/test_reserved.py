@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from pipe import amoebanet, unet
-from pipe.reserved import Allocator, GiB, MiB, parts, reserved
+from measuring import amoebanet, unet
+from measuring.reserved import Allocator, GiB, MiB, parts, reserved
 
 
 def test_small_and_large_blocks_have_segments_of_their_own():

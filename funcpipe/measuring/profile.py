@@ -16,9 +16,9 @@ from torch import Tensor
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import PlanError
 from funcpipe.core.tree import Tree, flatten, leaves, locations, map_leaves
-from funcpipe.pipe.example import unmarked
-from funcpipe.pipe.memory import memory
-from funcpipe.pipe.profile_layers import Layer, blame, known_device, layers_of
+from funcpipe.cutting.example import unmarked
+from funcpipe.measuring.memory import memory
+from funcpipe.measuring.row import Layer, blame, known_device, layers_of
 from funcpipe.runtime.border import Border, given
 from funcpipe.runtime.context import Context, cores, intra_op_threads, no_autocast_cache, pin, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
@@ -104,7 +104,13 @@ def profile(
     def sweep_often(lane: int) -> list[list[_Times]]:
         if lanes > 1:
             pin(lane, lanes, available)
-        with context.entered(), intra_op_threads(threads), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False), torch.inference_mode(False):  # fmt: skip
+        with (
+            context.entered(),
+            intra_op_threads(threads),
+            no_autocast_cache(),
+            torch.autograd.set_multithreading_enabled(False),
+            torch.inference_mode(False),
+        ):
             return [sweep.run(example, feeds) for _ in range(warmup + repeats)][warmup:]
 
     if lanes == 1:
@@ -116,7 +122,9 @@ def profile(
     times = [_middle(column) for column in zip(*sweeps, strict=True)]
     residuals: dict[str, Any] = {}
     if measure_memory:
-        found = memory(layers, example, params=params, state=state, feeds=feeds, trainable=trainable, train=train, device=device)  # fmt: skip
+        found = memory(
+            layers, example, params=params, state=state, feeds=feeds, trainable=trainable, train=train, device=device
+        )
         known = [one.kept or (row.activations, row.weight_residual) for one, row in zip(times, found, strict=True)]
         residuals = {"residual": tuple(a for a, _ in known), "weight_residual": tuple(b for _, b in known)}
     forward, whole, inputs, weights, _ = (tuple(column) for column in zip(*times, strict=True))
@@ -231,7 +239,18 @@ class _Sweep:
         layer = self.layers[number]
         params, state = self._there(layer.params), self._there(layer.state)
         program: Program = layer.stage.program or EagerBound
-        bound = program(layer.stage, number, params, state, trainable=flags, train=self.train, backwards=self.train, keys=self.keys, loss=None, shares=None)  # fmt: skip
+        bound = program(
+            layer.stage,
+            number,
+            params,
+            state,
+            trainable=flags,
+            train=self.train,
+            backwards=self.train,
+            keys=self.keys,
+            loss=None,
+            shares=None,
+        )
         bound.grads()  # fills the sums with zeros
         if layer.stage.program is not None:  # what depends on parameters alone
             bound.forward(args, keep=self.train)
@@ -261,7 +280,12 @@ def _ones(border: Border) -> list[Tensor | None]:
 
 
 def _check_counts(repeats: Any, warmup: Any, threads: Any, lanes: Any) -> None:
-    for name, value, least in (("repeats", repeats, 1), ("warmup", warmup, 0), ("lanes", lanes, 1), ("threads_per_lane", 1 if threads is None else threads, 1)):  # fmt: skip
+    for name, value, least in (
+        ("repeats", repeats, 1),
+        ("warmup", warmup, 0),
+        ("lanes", lanes, 1),
+        ("threads_per_lane", 1 if threads is None else threads, 1),
+    ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise PlanError(f"{name} is an int from {least}; got {value!r}")
     if threads is not None and threads > len(cores()):
@@ -271,7 +295,9 @@ def _check_counts(repeats: Any, warmup: Any, threads: Any, lanes: Any) -> None:
 def _check_lanes(lanes: int, row: Sequence[Layer], device: torch.device) -> None:
     stages = len({id(layer.stage) for layer in row})
     if lanes > stages:
-        raise PlanError(f"lanes is {lanes}, but there are {stages} layers, and no two lanes can be at one: give lanes={stages} or fewer, or cut finer")  # fmt: skip
+        raise PlanError(
+            f"lanes is {lanes}, but there are {stages} layers, and no two lanes can be at one: give lanes={stages} or fewer, or cut finer"
+        )
     if lanes > 1 and device.type != "cpu":
         raise PlanError(f"lanes={lanes} counts lanes that share the CPU; on {device} leave it out")
 
@@ -279,8 +305,14 @@ def _check_lanes(lanes: int, row: Sequence[Layer], device: torch.device) -> None
 def _check_numbers(row: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree]) -> None:
     """Raises PlanError where there is nothing to compute with."""
     trees = [("example", example), *((f"feeds[{name!r}]", tree) for name, tree in feeds.items())]
-    places = [(place, leaf) for root, tree in trees for place, leaf in zip(locations(tree, root), flatten(tree)[0], strict=True)]  # fmt: skip
+    places = [
+        (place, leaf)
+        for root, tree in trees
+        for place, leaf in zip(locations(tree, root), flatten(tree)[0], strict=True)
+    ]
     places += [(f"layer {layer.name!r}", leaf) for layer in row for leaf in leaves((layer.params, layer.state))]
     empty = [place for place, leaf in places if isinstance(leaf, Tensor) and leaf.is_meta]
     if empty:
-        raise PlanError(f"{empty[0]} is on the meta device, and a time takes numbers to compute with; fp.memory(...) needs none")  # fmt: skip
+        raise PlanError(
+            f"{empty[0]} is on the meta device, and a time takes numbers to compute with; fp.memory(...) needs none"
+        )

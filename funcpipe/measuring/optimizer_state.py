@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -10,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from funcpipe.core.errors import PlanError
+from funcpipe.core.words import similar
 
 State: TypeAlias = Callable[[tuple[int, ...]], float]
 """How many numbers of state there are for a parameter of a shape."""
@@ -83,9 +83,10 @@ def optimizer_state(optimizer: Any) -> tuple[str, State]:
         name = found[0] if found else kind.__name__.lower()
         options = _options(optimizer)
     if name not in _TABLE:
-        near = difflib.get_close_matches(name, _TABLE, 1)
-        mend = f"did you mean {near[0]!r}? " if near else ""
-        raise PlanError(f"nobody told how much state the optimizer {optimizer!r} keeps; {mend}The table has {', '.join(_TABLE)}; else give the bytes of state for each byte of parameters: optimizer=2")  # fmt: skip
+        mend = similar(name, _TABLE, "did you mean {!r}? ")
+        raise PlanError(
+            f"nobody told how much state the optimizer {optimizer!r} keeps; {mend}The table has {', '.join(_TABLE)}; else give the bytes of state for each byte of parameters: optimizer=2"
+        )
     more = sum(bool(options.get(option)) for option in _EXTRA.get(name, ()))
     base = _TABLE[name]
     if not more:

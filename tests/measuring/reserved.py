@@ -20,7 +20,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from pipe.unet import Join, Keep
+from measuring.unet import Join, Keep
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

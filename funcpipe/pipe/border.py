@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,17 +10,13 @@ from torch import Tensor
 
 from funcpipe.core.errors import BatchError, FuncpipeError
 from funcpipe.core.torch_names import pop_saved_hooks, push_saved_hooks, top_saved_hooks
-from funcpipe.core.tree import Spec, Tree, flatten, unflatten
+from funcpipe.core.tree import Tree, flatten, map_leaves
+from funcpipe.cutting.example import bare
 from funcpipe.runtime.context import saved_tensors_are_hooked
-from funcpipe.runtime.microbatch import Axis, Microbatches, Replicate
+from funcpipe.runtime.microbatch import Axis, Microbatches
 from funcpipe.runtime.vjp import Pullback
 
 # -- inputs -----------------------------------------------------------------------------------------------------------
-
-
-def bare(leaf: Any) -> Any:
-    """A leaf without the mark that says how to cut it."""
-    return leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf
 
 
 def input_leaves(inputs: Tree) -> list[Any]:
@@ -33,8 +29,7 @@ def input_flags(inputs: Tree) -> Tree:
     """Which leaves of inputs require gradients: a tree like them."""
     if isinstance(inputs, Microbatches):
         return Microbatches(input_flags(tree) for tree in inputs)
-    leaves, spec = flatten(inputs)
-    return unflatten(spec, [_requires_grad(bare(leaf)) for leaf in leaves])
+    return map_leaves(lambda leaf: _requires_grad(bare(leaf)), inputs)
 
 
 def _requires_grad(leaf: Any) -> bool:
@@ -56,54 +51,45 @@ def count_microbatches(inputs: Tree, chunks: int) -> int:
             rows = value.shape[axis] if -value.dim() <= axis < value.dim() else 1
             return max(1, min(rows, chunks))
     kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "nothing"
-    raise BatchError(f"a Pipe cuts its inputs along their rows, so one of them is a tensor that is not replicated; got {kinds}")  # fmt: skip
+    raise BatchError(
+        f"a Pipe cuts its inputs along their rows, so one of them is a tensor that is not replicated; got {kinds}"
+    )
 
 
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-class Form:
-    """The structure of outputs without their tensors: takes those out, puts others (or their gradients) in."""
+def _with(tree: Tree, change: Callable[[Tensor], Any]) -> Tree:
+    """A tree with something in the place of each tensor, also of those of every microbatch where these are not joined."""
 
-    def __init__(self, tree: Tree) -> None:
-        leaves, spec = flatten(tree)
-        self.spec: Spec = spec
-        self.parts = [
-            [Form(one) for one in leaf] if isinstance(leaf, Microbatches) else isinstance(leaf, Tensor)
-            for leaf in leaves
-        ]
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Microbatches):
+            return Microbatches(_with(one, change) for one in leaf)
+        return change(leaf) if isinstance(leaf, Tensor) else leaf
 
-    def tensors(self, tree: Tree) -> list[Tensor]:
-        """The tensors of a tree of this form, in order; those of every microbatch where outputs are not joined."""
-        out: list[Tensor] = []
-        for part, leaf in zip(self.parts, flatten(tree)[0], strict=True):
-            if isinstance(part, list):
-                for form, one in zip(part, leaf, strict=True):
-                    out += form.tensors(one)
-            elif part:
-                out.append(leaf)
-        return out
+    return map_leaves(changed, tree)
 
-    def replaced(self, tree: Tree, tensors: Iterator[Tensor]) -> Tree:
-        """A tree of this form with other tensors."""
-        out: list[Any] = []
-        for part, leaf in zip(self.parts, flatten(tree)[0], strict=True):
-            if isinstance(part, list):
-                leaf = Microbatches(form.replaced(one, tensors) for form, one in zip(part, leaf, strict=True))
-            out.append(next(tensors) if part is True else leaf)
-        return unflatten(self.spec, out)
 
-    def cotangents(self, gradients: Iterator[Tensor | None]) -> Tree:
-        """Gradients as a pullback takes them: None where there is none."""
-        out: list[Any] = []
-        for part in self.parts:
-            if isinstance(part, list):
-                found = [form.cotangents(gradients) for form in part]
-                nothing = all(leaf is None for one in found for leaf in flatten(one)[0])
-                out.append(None if nothing else Microbatches(found))
-            else:
-                out.append(next(gradients) if part else None)
-        return unflatten(self.spec, out)
+def tensors_of(outputs: Tree) -> list[Tensor]:
+    """The tensors of outputs, in order; those of every microbatch where they are not joined."""
+    tensors: list[Tensor] = []
+    _with(outputs, tensors.append)
+    return tensors
+
+
+def _cotangents(form: Tree, gradients: Iterator[Tensor | None]) -> Tree:
+    """Gradients as a pullback takes them, in a tree like outputs in which `_TENSOR` stands for each tensor."""
+
+    def cotangent(leaf: Any) -> Any:
+        if not isinstance(leaf, Microbatches):
+            return next(gradients) if leaf is _TENSOR else None
+        trees = [_cotangents(one, gradients) for one in leaf]
+        return None if all(inner is None for tree in trees for inner in flatten(tree)[0]) else Microbatches(trees)
+
+    return map_leaves(cotangent, form)
+
+
+_TENSOR = object()
 
 
 def _attached(outputs: Tree, pullback: Pullback) -> list[bool]:
@@ -129,13 +115,13 @@ class Way:
 
     Args:
         pullback: of the run.
-        form: of its outputs.
+        form: of its outputs, without their tensors.
         places: for each parameter that requires a gradient, its stage and name.
         wanted: which leaves of the inputs require gradients.
     """
 
     def __init__(
-        self, pullback: Pullback, form: Form, places: Sequence[tuple[int, str]], wanted: Sequence[bool]
+        self, pullback: Pullback, form: Tree, places: Sequence[tuple[int, str]], wanted: Sequence[bool]
     ) -> None:
         self.pullback: Pullback | None = pullback
         self.form, self.places, self.wanted = form, places, wanted
@@ -143,14 +129,18 @@ class Way:
     def back(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the parameters, then of the inputs; None where plain autograd has none."""
         if torch.is_grad_enabled():
-            raise FuncpipeError("a Pipe computes its gradients itself, so they have no graph of their own and create_graph=True is not possible; for second derivatives call the layers without the pipe: nn.Sequential(*pipe)")  # fmt: skip
+            raise FuncpipeError(
+                "a Pipe computes its gradients itself, so they have no graph of their own and create_graph=True is not possible; for second derivatives call the layers without the pipe: nn.Sequential(*pipe)"
+            )
         if all(gradient is None for gradient in gradients):
             return [None] * (len(self.places) + sum(self.wanted))
         pullback, self.pullback = self.pullback, None
         if pullback is None:
-            raise FuncpipeError("the backward of this output of a Pipe was done already, and what it needs is freed by the first one, retain_graph=True or not; add the losses and call backward once, or call the pipe again")  # fmt: skip
+            raise FuncpipeError(
+                "the backward of this output of a Pipe was done already, and what it needs is freed by the first one, retain_graph=True or not; add the losses and call backward once, or call the pipe again"
+            )
         with without_saved_tensor_hooks():
-            grads, input_grads = pullback(self.form.cotangents(iter(gradients)))
+            grads, input_grads = pullback(_cotangents(self.form, iter(gradients)))
         unused = set(pullback.unused)
         out: list[Tensor | None] = [None if place in unused else grads[place[0]][place[1]] for place in self.places]
         if any(self.wanted):
@@ -176,7 +166,6 @@ class _Node(torch.autograd.Function):
 
 def attach(
     outputs: Tree,
-    form: Form,
     pullback: Pullback,
     params: Sequence[tuple[tuple[int, str], Tensor]],
     inputs: Tree,
@@ -185,19 +174,18 @@ def attach(
 
     Args:
         outputs: of the forwards.
-        form: of the outputs.
         pullback: of the same call.
         params: the parameters that require gradients, each with its stage and its name there.
         inputs: as the caller gave them.
     """
-    tensors = form.tensors(outputs)
+    tensors = tensors_of(outputs)
     detached = [one for one, flag in zip(tensors, _attached(outputs, pullback), strict=True) if not flag]
     leaves = input_leaves(inputs)
     wanted = [_requires_grad(leaf) for leaf in leaves]
-    way = Way(pullback, form, [place for place, _ in params], wanted)
+    way = Way(pullback, _with(outputs, lambda _: _TENSOR), [place for place, _ in params], wanted)
     roots = [*(param for _, param in params), *(leaf for leaf, flag in zip(leaves, wanted, strict=True) if flag)]
-    found = _Node.apply(way, tensors, detached, *roots)
-    return form.replaced(outputs, iter(found))
+    attached = iter(_Node.apply(way, tensors, detached, *roots))
+    return _with(outputs, lambda _: next(attached))
 
 
 class without_saved_tensor_hooks:

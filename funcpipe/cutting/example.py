@@ -6,10 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, PlanError, bullets
+from funcpipe.core.errors import BatchError, PlanError, raise_all
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves
 from funcpipe.models.signature import as_call, as_input
 from funcpipe.runtime.microbatch import Axis, Microbatches, Replicate
+
+
+def bare(leaf: Any) -> Any:
+    """A leaf without the mark that says how to cut it."""
+    return leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf
 
 
 def unmarked(example: Tree) -> Tree:
@@ -21,7 +26,7 @@ def unmarked(example: Tree) -> Tree:
                 "an example is one input, as large as a microbatch, and fp.Microbatches holds several; give one of "
                 "them: example=microbatches[0]"
             )
-        return leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf
+        return bare(leaf)
 
     return map_leaves(value, example)
 
@@ -54,6 +59,5 @@ def row_axes(example: Tree) -> list[int | None]:
                 found[-1] = axis % value.dim()
             elif isinstance(leaf, Axis):
                 faults.append(f"{place} has {size} rows along axis {axis}, and what comes before it has {rows}")
-    if faults:
-        raise BatchError(bullets("the marks of this example do not fit it:", faults))
+    raise_all("the marks of this example do not fit it:", faults, BatchError)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from funcpipe.core.errors import PlacementError, bullets
-from funcpipe.core.plan import Plan, Ties
+from funcpipe.core.errors import PlacementError, raise_all
+from funcpipe.core.plan import Plan
 from funcpipe.core.torch_names import TABLES, buffers_of, parameters_of, version
 from funcpipe.core.tree import Tree
 from funcpipe.lower.plan import make_plan
 from funcpipe.models.batchnorm import CommitLayers
 from funcpipe.models.sequential import cut_sequential
-from funcpipe.pipe.module_layout import Layout
+from funcpipe.models.ties import groups
+from funcpipe.pipe.layout import Layout
 from funcpipe.runtime.place import same_device
 from funcpipe.schedules.families import fill_drain
 from funcpipe.schedules.remat import remat
@@ -53,7 +54,12 @@ class Stages:
         self.stages = [stage for stage, _, _ in parts]
         self.params = [{name: slots[name] for name in params} for _, params, _ in parts]
         self.buffers = [{name: slots[name] for name in state} for _, _, state in parts]
-        self.home, self.ties = _tied(self.params)
+        self.ties = groups([params for _, params, _ in parts])
+        first: dict[int, tuple[int, str]] = {}
+        for stage, (_, params, _) in enumerate(parts):
+            for name, tensor in params.items():
+                first.setdefault(id(tensor), (stage, name))
+        self.home = list(first.values())
         self.plans: dict[tuple[int, str | None], Plan] = {}
 
     def draw(self) -> bool:
@@ -101,8 +107,11 @@ class Stages:
                 seen.update(id(_read(slot)) for slot in own.values())
                 found.append(row)
             trees.append(tuple(found))
-        if faults:
-            raise PlacementError(bullets("layers of a Pipe stay on the devices of their stages; move them back, or wrap them again: fp.Pipe(nn.Sequential(*pipe), ...):", faults))  # fmt: skip
+        raise_all(
+            "layers of a Pipe stay on the devices of their stages; move them back, or wrap them again: fp.Pipe(nn.Sequential(*pipe), ...):",
+            faults,
+            PlacementError,
+        )
         return trees[0], tuple(state or () for state in trees[1])
 
     def write(self, new: Sequence[Tree]) -> None:
@@ -123,15 +132,6 @@ def _read(slot: Slot) -> Tensor:
     tensor = own[name] if name in own else buffers_of(layer)[name]
     assert tensor is not None
     return tensor
-
-
-def _tied(params: Sequence[Mapping[str, Slot]]) -> tuple[list[tuple[int, str]], Ties]:
-    """The first place of every parameter, and the groups of places of those that several stages hold."""
-    places: dict[int, list[tuple[int, str]]] = {}
-    for stage, own in enumerate(params):
-        for name, slot in own.items():
-            places.setdefault(id(_read(slot)), []).append((stage, name))
-    return [group[0] for group in places.values()], tuple(tuple(group) for group in places.values() if len(group) > 1)
 
 
 # -- have the layers changed ----------------------------------------------------------------------------------------

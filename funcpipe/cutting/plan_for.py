@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from math import inf
-from operator import index
+from operator import index, itemgetter
 from time import perf_counter
 from typing import Any, NamedTuple, cast
 
 from funcpipe.core.cost import Cost, per_stage
-from funcpipe.core.errors import PlanError, ScheduleError, bullets
+from funcpipe.core.errors import PlanError, ScheduleError, bullets, raise_all
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.lab.placement import placed, shapes_for
@@ -132,38 +133,51 @@ def plan_for(
     counts, shares = _counts(cost, num_devices, num_microbatches, stages_per_device)
     options: dict[str, Any] = {"objective": objective, "remat": remat, "offload": offload, "seed": seed}
     limits = limits_of(memory_limit, num_devices)
-    ways = [(count, layers, share) for count, layers in counts.items() for share in shares]
     ends = perf_counter() + seconds * _SHARE
     looks: list[_Look] = []
-    for count, layers, share in ways:
-        if perf_counter() > ends and any(look.found for look in looks):
-            break
-        looks += _looks(layers, count, share, limits, fixed, options, ends)
+    for count, layers in counts.items():
+        case = _Case(layers, count, limits, per_stage(fixed, _num_layers(layers)), options)
+        for share in shares:
+            if perf_counter() > ends and any(look.found for look in looks):
+                break
+            looks += _looks(case, share, ends)
     looks.sort(key=_rank)
     fitting = [look for look in looks if look.tried.value < inf]
     if not fitting:
-        reasons = [f"{one.num_microbatches} microbatches, {len(one.sizes)} stages, {one.placement}: {one.reason}" for one in (look.tried for look in looks)]  # fmt: skip
+        reasons = [
+            f"{one.num_microbatches} microbatches, {len(one.sizes)} stages, {one.placement}: {one.reason}"
+            for one in (look.tried for look in looks)
+        ]
         raise PlanError(bullets("no way to run these layers fits:", reasons or ["there are fewer layers than devices"]))
-    best: tuple[float, _Look, Found] | None = None
+    finalists: list[tuple[float, _Look, Found]] = []
     for look in fitting[:_FINALISTS]:
-        assert look.found is not None
+        quick = look.found
+        assert quick is not None
         try:
             more = search(
-                look.cost, num_devices=num_devices, num_microbatches=look.tried.num_microbatches, placement=look.tried.placement,
-                memory_limit=look.limits, evaluations=evaluations, seconds=seconds * (1 - _SHARE) / _FINALISTS, **options,
-            )  # fmt: skip
+                look.cost,
+                num_devices=num_devices,
+                num_microbatches=look.tried.num_microbatches,
+                placement=look.tried.placement,
+                memory_limit=look.limits,
+                evaluations=evaluations,
+                seconds=seconds * (1 - _SHARE) / _FINALISTS,
+                **options,
+            )
         except ScheduleError:  # cut short before it came to what the first look found
-            more = look.found
-        for one in (look.found, more):
-            value = one.makespan if objective == "makespan" else one.span
-            if best is None or value < best[0]:
-                best = value, look, one
-    assert best is not None
-    value, look, found = best
-    tried = [one.tried for one in looks if one is not look]
+            more = quick
+        finalists += [(_value(found, options), look, found) for found in (quick, more)]
+    value, look, found = min(finalists, key=itemgetter(0))
     chosen = look.tried._replace(value=value, reason=f"{found.schedule.name}, {found.source}")
-    return Choice(look.tried.sizes, found.schedule, look.tried.num_microbatches, look.tried.placement, look.cost, found,
-                  (chosen, *tried))  # fmt: skip
+    return Choice(
+        sizes=chosen.sizes,
+        schedule=found.schedule,
+        num_microbatches=chosen.num_microbatches,
+        placement=chosen.placement,
+        cost=look.cost,
+        found=found,
+        tried=(chosen, *(other.tried for other in looks if other is not look)),
+    )
 
 
 class _Look(NamedTuple):
@@ -174,6 +188,10 @@ class _Look(NamedTuple):
     limits: tuple[float, ...]
     over: float
     found: Found | None = None
+
+    def without(self, reason: str) -> _Look:
+        """The same, for which nothing fits."""
+        return self._replace(tried=self.tried._replace(reason=reason))
 
 
 def _rank(look: _Look) -> tuple[float, float]:
@@ -204,65 +222,91 @@ def _counts(
         numbers("stages_per_device", stages_per_device),
     )
     if isinstance(cost, Cost) and len(microbatches) > 1:
-        faults.append("with several numbers of microbatches cost is a function of them: lambda m: fp.profile(layers, example[: rows // m])")  # fmt: skip
+        faults.append(
+            "with several numbers of microbatches cost is a function of them: lambda m: fp.profile(layers, example[: rows // m])"
+        )
     elif not isinstance(cost, Cost) and (not callable(cost) or hasattr(cost, "named_parameters")):
-        faults.append(f"cost is a Cost of the layers (fp.profile measures one), or a function that gives it; got a {type(cost).__name__}")  # fmt: skip
-    if faults:
-        raise PlanError(bullets("no such choice:", faults))
+        faults.append(
+            f"cost is a Cost of the layers (fp.profile measures one), or a function that gives it; got a {type(cost).__name__}"
+        )
+    raise_all("no such choice:", faults)
     made = [cost if isinstance(cost, Cost) else cost(count) for count in microbatches]
     if not all(isinstance(one, Cost) for one in made):
         raise PlanError(f"cost is a function that gives a Cost for a number of microbatches; it gave {made}")
     return dict(zip(microbatches, cast("list[Cost]", made), strict=True)), shares
 
 
-def _looks(
-    layers: Cost,
-    count: int,
-    share: int,
-    limits: tuple[float, ...],
-    fixed: float | Sequence[float],
-    options: dict[str, Any],
-    ends: float,
-) -> Iterator[_Look]:
+class _Case(NamedTuple):
+    """Layers and a number of microbatches, to be cut."""
+
+    layers: Cost
+    num_microbatches: int
+    limits: tuple[float, ...]
+    weights: tuple[float, ...]
+    options: dict[str, Any]
+
+    def look(self, sizes: tuple[int, ...], shape: str) -> _Look:
+        """What is quickly found for a partition on a placement."""
+        cost, room = self.layers.group(sizes), list(self.limits)
+        home = placed(shape, len(sizes), len(room))
+        for stage, (begin, end) in enumerate(pairwise([0, *accumulate(sizes)])):
+            room[home[stage]] -= sum(self.weights[begin:end])
+        nothing = _Look(Tried(self.num_microbatches, sizes, shape, inf, ""), cost, tuple(room), _over(cost, home, room))
+        if min(room) <= 0:
+            return nothing.without(f"device {room.index(min(room))} has no room beside parameters")
+        try:
+            found = search(
+                cost,
+                num_devices=len(room),
+                num_microbatches=self.num_microbatches,
+                placement=shape,
+                memory_limit=room,
+                evaluations=20,
+                **self.options,
+            )
+        except ScheduleError as error:
+            return nothing.without(str(error))
+        tried = nothing.tried._replace(value=_value(found, self.options), reason=found.schedule.name)
+        return nothing._replace(tried=tried, found=found)
+
+
+def _looks(case: _Case, share: int, ends: float) -> Iterator[_Look]:
     """Every placement of ``share * devices`` stages, its cuts improved while single layers can be moved to advantage."""
-    num_layers, devices = _num_layers(layers), len(limits)
-    stages = share * devices
-    if stages > num_layers:
+    stages = share * len(case.limits)
+    if stages > len(case.weights):
         return
-    weights = per_stage(fixed, num_layers)
-    shapes = shapes_for(stages, devices)
-    starts = {tuple(sizes) for sizes in _cuts(layers, stages, count, limits, weights)}
-    for shape in shapes:
-        home = placed(shape, stages, devices)
-
-        known: dict[tuple[int, ...], _Look] = {}
-
-        def look(sizes: tuple[int, ...], shape: str = shape, home: tuple[int, ...] = home, known: Any = known) -> _Look:
-            if sizes not in known:
-                known[sizes] = _look(layers, sizes, count, shape, home, limits, weights, options)
-            return known[sizes]
-
-        best = min(map(look, sorted(starts)), key=_rank)
-        better = True
-        while better and perf_counter() < ends:
-            better = False
-            for sizes in _neighbours(best.tried.sizes):
-                if perf_counter() < ends and _rank(look(sizes)) < _rank(best):
-                    best, better = look(sizes), True
-                    break
+    starts = sorted({tuple(sizes) for sizes in _cuts(case, stages)})
+    for shape in shapes_for(stages, len(case.limits)):
+        look = cache(partial(case.look, shape=shape))
+        best = min(map(look, starts), key=_rank)
+        while (better := _better(best, look, ends)) is not None:
+            best = better
         yield best
+
+
+def _better(best: _Look, look: Callable[[tuple[int, ...]], _Look], ends: float) -> _Look | None:
+    """The first neighbour that is better, if there is one and it is found in time."""
+    for sizes in _neighbours(best.tried.sizes):
+        if perf_counter() < ends and _rank(look(sizes)) < _rank(best):
+            return look(sizes)
+    return None
+
+
+def _value(found: Found, options: dict[str, Any]) -> float:
+    return found.makespan if options["objective"] == "makespan" else found.span
 
 
 def _num_layers(layers: Cost) -> int:
     if layers.num_stages is None:
-        raise PlanError("cost has a number for each layer, as fp.profile gives it; with one for all, nobody knows how many layers there are: Cost(forward=[1.0] * 12)")  # fmt: skip
+        raise PlanError(
+            "cost has a number for each layer, as fp.profile gives it; with one for all, nobody knows how many layers there are: Cost(forward=[1.0] * 12)"
+        )
     return layers.num_stages
 
 
-def _cuts(
-    layers: Cost, stages: int, count: int, limits: tuple[float, ...], weights: tuple[float, ...]
-) -> Iterator[Sequence[int]]:
+def _cuts(case: _Case, stages: int) -> Iterator[Sequence[int]]:
     """Partitions to begin with: equal in time, and where memory is short with what each stage holds counted."""
+    layers, count, limits, weights, _ = case
     times = [
         layers.of(Kind.F, at) + min(layers.of(Kind.B, at), layers.of(Kind.I, at) + layers.of(Kind.W, at))
         for at in range(len(weights))
@@ -290,36 +334,6 @@ def _neighbours(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         for move in (1, -1):
             if one + move > 0 and other - move > 0:
                 yield (*sizes[:at], one + move, other - move, *sizes[at + 2 :])
-
-
-def _look(
-    layers: Cost,
-    sizes: tuple[int, ...],
-    count: int,
-    shape: str,
-    home: tuple[int, ...],
-    limits: tuple[float, ...],
-    weights: tuple[float, ...],
-    options: dict[str, Any],
-) -> _Look:
-    """What is quickly found for a partition."""
-    cost, room = layers.group(sizes), list(limits)
-    ends = [0, *accumulate(sizes)]
-    for stage, (begin, end) in enumerate(pairwise(ends)):
-        room[home[stage]] -= sum(weights[begin:end])
-    over = _over(cost, home, room)
-    if min(room) <= 0:
-        reason = f"device {room.index(min(room))} has no room beside parameters"
-        return _Look(Tried(count, sizes, shape, inf, reason), cost, tuple(room), over)
-    try:
-        found = search(
-            cost, num_devices=len(room), num_microbatches=count, placement=shape, memory_limit=room, evaluations=20,
-            **options,
-        )  # fmt: skip
-    except ScheduleError as error:
-        return _Look(Tried(count, sizes, shape, inf, str(error)), cost, tuple(room), over)
-    value = found.makespan if options["objective"] == "makespan" else found.span
-    return _Look(Tried(count, sizes, shape, value, found.schedule.name), cost, tuple(room), over, found)
 
 
 def _over(cost: Cost, home: tuple[int, ...], limits: Sequence[float]) -> float:

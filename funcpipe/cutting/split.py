@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import difflib
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.torch_names import has_gradient_hooks, hooks_of
 from funcpipe.core.tree import flatten
+from funcpipe.core.words import similar
+from funcpipe.cutting.example import row_axes, unmarked
+from funcpipe.cutting.verify import try_once, verify, verify_evaluation
 from funcpipe.models import graph as traced_graph
+from funcpipe.models.balance import checked_sizes
 from funcpipe.models.export import Captured, callers, capture
 from funcpipe.models.layers import cut_layers
 from funcpipe.models.layers_find import Layers, find_layers
 from funcpipe.models.losses import ModelLoss, as_loss
-from funcpipe.models.policy import Policy, Units, by_parameters, checked
+from funcpipe.models.policy import Policy, Units, by_parameters
 from funcpipe.models.scripted import scripted
 from funcpipe.models.sequential import cut_sequential, units_of
 from funcpipe.models.signature import as_call
 from funcpipe.models.split import Split, assemble
 from funcpipe.models.units import units_of_graph
-from funcpipe.pipe.example import row_axes, unmarked
-from funcpipe.pipe.verify import try_once, verify, verify_evaluation
 
 
 def split(
@@ -92,88 +93,134 @@ def split(
         PlanError: the model, the cuts or the example do not fit; the model is untouched.
     """
     _check_model(model)
-    cuts = _names(at)
-    _check_choice(num_stages, cuts, balance, policy)
+    wanted = _Wanted(num_stages, _names(at), balance, policy)
+    wanted.check()
     if example is not None:
         with _tracing:
-            return _traced(model, num_stages, cuts, balance, policy, example, ties, loss, any_rows, check)
-    if not cuts and balance is None and policy is None and (marked := callers(model)):
+            return _traced(model, wanted, example, ties, loss, any_rows, check)
+    if wanted.open and policy is None and (marked := callers(model)):
         raise PlanError(
             f"the forward of {' and '.join(marked)} calls fp.split_point(), which only a trace sees; give example= "
             "to cut there, or say where to cut: at=, balance=, policy="
         )
     if isinstance(model, nn.Sequential) and layers is None:
-        return _sequential(model, num_stages, cuts, balance, policy, ties, loss)
-    return _layered(model, num_stages, cuts, balance, policy, layers, ties, loss)
+        return _sequential(model, wanted, ties, loss)
+    return _layered(model, wanted, layers, ties, loss)
 
 
 _tracing = threading.RLock()
 """Export, and what is looked at around it, change things of the whole process for a while: one at a time."""
 
 
+# -- where to cut ------------------------------------------------------------------------------------------------------
+
+
+class _Wanted(NamedTuple):
+    """Where the caller wants the cuts, as `split` was told."""
+
+    num_stages: int | None
+    at: dict[str, str]
+    balance: Any
+    policy: Policy | None
+
+    @property
+    def open(self) -> bool:
+        """Neither names nor sizes say where."""
+        return not self.at and self.balance is None
+
+    def check(self) -> None:
+        """Raises PlanError where that is not one way to say it."""
+        count = self.num_stages
+        faults: list[str] = []
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            faults.append(f"num_stages is a positive int or None; got {count!r}")
+        said = (("at", self.at), ("balance", self.balance is not None), ("policy", self.policy))
+        chosen = [name for name, given in said if given]
+        if len(chosen) > 1:
+            faults.append(f"{' and '.join(chosen)} each say where to cut; give one of them")
+        if self.policy is not None and not callable(self.policy):
+            kind = type(self.policy).__name__
+            faults.append(f"policy is a function (units, num_stages) -> sizes, like fp.by_parameters; got a {kind}")
+        raise_all("split cannot tell where to cut:", faults)
+
+    def sizes(self, units: Units) -> list[int]:
+        """Units of each stage, by names, by sizes or by a policy. Raises PlanError."""
+        count = self.num_stages
+        if self.at:
+            return _by_names(units, self.at, count)
+        sizes: Any = self.balance
+        if sizes is None:
+            if count is not None and count > len(units):
+                names = ", ".join(units.names[:8]) + (", ..." if len(units) > 8 else "")
+                raise PlanError(f"{count} stages are more than the {len(units)} units that the model has ({names})")
+            if count is None and self.policy is None:
+                raise PlanError(
+                    "into how many stages? Give num_stages, at={module: 'before'}, balance=, or a policy that knows "
+                    "(by_memory)"
+                )
+            sizes = (self.policy or by_parameters)(units, count)
+        return checked_sizes(sizes, len(units), "units of the model", count)
+
+
+def _by_names(units: Units, cuts: dict[str, str], num_stages: int | None) -> list[int]:
+    places: set[int] = set()
+    faults: list[str] = []
+    for name, side in cuts.items():
+        hits = [i for i, unit in enumerate(units.names) if unit == name or unit.startswith(f"{name}.")]
+        if side not in ("before", "after"):
+            faults.append(f"at[{name!r}] is 'before' or 'after'; got {side!r}")
+        elif not hits:
+            hint = similar(name, units.names) or f"; there are {', '.join(units.names[:8])}"
+            faults.append(f"at[{name!r}]: no layer of that name to cut at{hint}")
+        else:
+            place = hits[0] if side == "before" else hits[-1] + 1
+            if place in (0, len(units)):
+                faults.append(f"at[{name!r}] {side}: nothing is computed {side} it, so a stage would be empty")
+            places.add(place)
+    if not faults and num_stages is not None and len(places) + 1 != num_stages:
+        faults.append(f"num_stages is {num_stages}, but the cuts make {len(places) + 1} stages; leave one of them out")
+    raise_all("the model cannot be cut there:", faults)
+    bounds = [0, *sorted(places), len(units)]
+    return [b - a for a, b in pairwise(bounds)]
+
+
 # -- the three ways ----------------------------------------------------------------------------------------------------
 
 
-def _sequential(
-    model: nn.Sequential, num_stages: int | None, cuts: dict[str, str], sizes: Any, policy: Any, ties: Any, loss: Any
-) -> Split:
-    flat = not (isinstance(sizes, Sequence) and _total(sizes) == len(model))
+def _sequential(model: nn.Sequential, wanted: _Wanted, ties: Any, loss: Any) -> Split:
+    sizes = wanted.balance
+    total = sum(size for size in sizes if isinstance(size, int)) if isinstance(sizes, Sequence) else None
+    flat = total != len(model)
     units = _module_units(units_of(model, flat=flat))
-    chosen = _sizes(units, num_stages, cuts, sizes, policy)
-    parts = cut_sequential(model, chosen, flat=flat)
+    parts = cut_sequential(model, wanted.sizes(units), flat=flat)
     return assemble(model, parts, ties=ties, loss=None if loss is None else as_loss(loss, model))
 
 
-def _total(sizes: Sequence[Any]) -> int:
-    return sum(size for size in sizes if isinstance(size, int))
-
-
-def _layered(
-    model: nn.Module,
-    num_stages: int | None,
-    cuts: dict[str, str],
-    sizes: Any,
-    policy: Any,
-    layers: Any,
-    ties: Any,
-    loss: Any,
-) -> Split:
-    found = layers if isinstance(layers, Layers) else find_layers(model, layers)
-    named = [(name, model.get_submodule(name)) for name in found.names]
-    edges = (found.entry, found.exit)
-    units = _module_units(named, *([model.get_submodule(name) for name in side] for side in edges))
-    chosen = _sizes(units, num_stages, cuts, sizes, policy)
-    return assemble(model, cut_layers(model, chosen, layers=found), ties=ties, loss=as_loss(loss, model))
+def _layered(model: nn.Module, wanted: _Wanted, layers: Any, ties: Any, loss: Any) -> Split:
+    stack = layers if isinstance(layers, Layers) else find_layers(model, layers)
+    named = [(name, model.get_submodule(name)) for name in stack.names]
+    sides = ([model.get_submodule(name) for name in side] for side in (stack.entry, stack.exit))
+    sizes = wanted.sizes(_module_units(named, *sides))
+    return assemble(model, cut_layers(model, sizes, layers=stack), ties=ties, loss=as_loss(loss, model))
 
 
 def _traced(
-    model: nn.Module,
-    num_stages: int | None,
-    cuts: dict[str, str],
-    sizes: Any,
-    policy: Any,
-    example: Any,
-    ties: Any,
-    loss: Any,
-    any_rows: bool,
-    check: bool,
+    model: nn.Module, wanted: _Wanted, example: Any, ties: Any, loss: Any, any_rows: bool, check: bool
 ) -> Split:
     axes = row_axes(example) if any_rows else None
     example = unmarked(example)
     args, kwargs = as_call(example)
-    numbers = [
-        *model.parameters(),
-        *model.buffers(),
-        *(leaf for leaf in flatten(example)[0] if isinstance(leaf, Tensor)),
-    ]
-    empty = any(one.is_meta for one in numbers)
+    leaves = [leaf for leaf in flatten(example)[0] if isinstance(leaf, Tensor)]
+    empty = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *leaves))
     if not empty:
         if "forward hooks" in hooks_of(model):
-            raise PlanError("the model itself has forward hooks, which a trace of its forward does not see; put them on a module inside, or take them off")  # fmt: skip
+            raise PlanError(
+                "the model itself has forward hooks, which a trace of its forward does not see; put them on a module "
+                "inside, or take them off"
+            )
         try_once(model, example)
     captured = capture(model, args, kwargs, axes=axes)
-    places = _places(captured, model, num_stages, cuts, sizes, policy, example)
-    parts, edges = traced_graph.cut(captured, places, model)
+    parts, edges = traced_graph.cut(captured, _places(captured, model, wanted, example), model)
     own = as_loss(loss, model)
     if loss is None and ModelLoss().find(captured.sample_output()) is None:
         own = None
@@ -185,75 +232,29 @@ def _traced(
     return made
 
 
-def _places(
-    captured: Captured,
-    model: nn.Module,
-    num_stages: int | None,
-    cuts: dict[str, str],
-    sizes: Any,
-    policy: Any,
-    example: Any,
-) -> list[int]:
+def _places(captured: Captured, model: nn.Module, wanted: _Wanted, example: Any) -> list[int]:
     """The numbers of the operations that begin a stage, the first one's left out."""
+    count = wanted.num_stages
     places: list[int] = []
-    if cuts:
-        places = traced_graph.positions(captured, cuts, model)
-    elif sizes is None and policy is None:
+    if wanted.at:
+        places = traced_graph.positions(captured, wanted.at, model)
+    elif wanted.open and wanted.policy is None:
         places = traced_graph.marked(captured)
-        if not places and num_stages is None:
+        if not places and count is None:
             raise PlanError(
                 "the forward has no fp.split_point(); give num_stages, or at={module: 'before'}, or call "
                 "fp.split_point() in its forward"
             )
     if places:
-        if num_stages not in (None, len(places) + 1):
+        if count not in (None, len(places) + 1):
             times = "once" if len(places) == 1 else f"{len(places)} times"
-            what = "the cuts of at= make" if cuts else f"its forward calls split_point() {times}, which makes"
-            raise PlanError(f"num_stages is {num_stages}, but {what} {len(places) + 1} stages; leave one of them out")
+            what = "the cuts of at= make" if wanted.at else f"its forward calls split_point() {times}, which makes"
+            raise PlanError(f"num_stages is {count}, but {what} {len(places) + 1} stages; leave one of them out")
         return places
     measure = partial(_time, captured, model, example)
-    units, starts = units_of_graph(captured, model, num_stages, measure, movable=sizes is None)
-    chosen = _sizes(units, num_stages, {}, sizes, policy)
-    return [starts[sum(chosen[:n])] for n in range(1, len(chosen))]
-
-
-# -- where to cut ------------------------------------------------------------------------------------------------------
-
-
-def _sizes(units: Units, num_stages: int | None, cuts: dict[str, str], sizes: Any, policy: Any) -> list[int]:
-    """Units of each stage, by names, by sizes or by a policy."""
-    if cuts:
-        return _by_names(units, cuts, num_stages)
-    if sizes is not None:
-        return checked(sizes, units, num_stages)
-    if num_stages is not None and num_stages > len(units):
-        raise PlanError(f"{num_stages} stages are more than the {len(units)} units that the model has ({', '.join(units.names[:8])}{', ...' if len(units) > 8 else ''})")  # fmt: skip
-    if num_stages is None and policy is None:
-        raise PlanError("into how many stages? Give num_stages, at={module: 'before'}, balance=, or a policy that knows (by_memory)")  # fmt: skip
-    return checked((policy or by_parameters)(units, num_stages), units, num_stages)
-
-
-def _by_names(units: Units, cuts: dict[str, str], num_stages: int | None) -> list[int]:
-    places: set[int] = set()
-    faults: list[str] = []
-    for name, side in cuts.items():
-        hits = [i for i, unit in enumerate(units.names) if unit == name or unit.startswith(f"{name}.")]
-        if side not in ("before", "after"):
-            faults.append(f"at[{name!r}] is 'before' or 'after'; got {side!r}")
-        elif not hits:
-            near = difflib.get_close_matches(name, units.names, 1)
-            faults.append(f"at[{name!r}]: no layer of that name to cut at" + (f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(units.names[:8])}"))  # fmt: skip
-        else:
-            place = hits[0] if side == "before" else hits[-1] + 1
-            if place in (0, len(units)):
-                faults.append(f"at[{name!r}] {side}: nothing is computed {side} it, so a stage would be empty")
-            places.add(place)
-    if not faults and num_stages is not None and len(places) + 1 != num_stages:
-        faults.append(f"num_stages is {num_stages}, but the cuts make {len(places) + 1} stages; leave one of them out")
-    if faults:
-        raise PlanError(bullets("the model cannot be cut there:", faults))
-    bounds = [0, *sorted(places), len(units)]
-    return [b - a for a, b in pairwise(bounds)]
+    units, starts = units_of_graph(captured, model, count, measure, movable=wanted.balance is None)
+    sizes = wanted.sizes(units)
+    return [starts[sum(sizes[:n])] for n in range(1, len(sizes))]
 
 
 def _module_units(
@@ -293,10 +294,9 @@ def _time(captured: Captured, model: nn.Module, example: Any, bounds: list[int])
 
     values: list[Any] = []
     for node in captured.module.graph.find_nodes(op="placeholder"):
-        name = node.name
-        key = captured.params.get(name) or captured.buffers.get(name)
-        value = tensors[key].clone() if key else captured.consts.get(name, given.get(name))
-        values.append(value)
+        kind, key = captured.sources.get(node.name, ("input", node.name))
+        table = {"input": given, "const": captured.consts}.get(kind)
+        values.append(tensors[key].clone() if table is None else table.get(key))
     cuda = sorted({one.device for one in tensors.values() if one.device.type == "cuda"}, key=str)
     with torch.no_grad(), torch.random.fork_rng(devices=cuda):
         for _ in range(6):
@@ -319,29 +319,21 @@ def _names(at: Any) -> dict[str, str]:
     return dict.fromkeys(map(str, at), "before")
 
 
-def _check_choice(num_stages: Any, cuts: dict[str, str], sizes: Any, policy: Any) -> None:
-    faults: list[str] = []
-    if num_stages is not None and (not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1):
-        faults.append(f"num_stages is a positive int or None; got {num_stages!r}")
-    chosen = [name for name, given in (("at", cuts), ("balance", sizes is not None), ("policy", policy)) if given]
-    if len(chosen) > 1:
-        faults.append(f"{' and '.join(chosen)} each say where to cut; give one of them")
-    if policy is not None and not callable(policy):
-        faults.append(f"policy is a function (units, num_stages) -> sizes, like fp.by_parameters; got a {type(policy).__name__}")  # fmt: skip
-    if faults:
-        raise PlanError(bullets("split cannot tell where to cut:", faults))
-
-
 def _check_model(model: Any) -> None:
     """What no way can cut. Raises PlanError."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"split takes an nn.Module; got a {type(model).__name__} (stages of functions: fp.stage)")
-    if faults := scripted(model):
-        raise PlanError(bullets("this model cannot be split:", faults))
+    raise_all("this model cannot be split:", scripted(model))
     named = [*model.named_parameters(), *model.named_buffers()]
-    faults = [f"{name} is not initialised yet; call the model once on an example first" for name, one in named if is_lazy(one)]  # fmt: skip
+    faults = [
+        f"{name} is not initialised yet; call the model once on an example first" for name, one in named if is_lazy(one)
+    ]
     known = [(name, one) for name, one in named if not is_lazy(one)]
-    faults += [f"{name} is {'quantized' if one.is_quantized else one.layout}, not a plain dense tensor; convert it first" for name, one in known if one.is_quantized or one.layout is not torch.strided]  # fmt: skip
+    faults += [
+        f"{name} is {'quantized' if one.is_quantized else one.layout}, not a plain dense tensor; convert it first"
+        for name, one in known
+        if one.is_quantized or one.layout is not torch.strided
+    ]
     faults += [
         f"{name} has hooks on its gradient, which a run does not call; apply them to result.grads"
         for name, one in known
@@ -350,9 +342,12 @@ def _check_model(model: Any) -> None:
     faults += _loose(model, {id(one) for _, one in named})
     where = {one.device: name for name, one in reversed(known)}
     if len(where) > 1:
-        faults.append("it lies on several devices (" + ", ".join(f"{name} on {device}" for device, name in where.items()) + "); split it on one and place the parts with fp.place(plan, params)")  # fmt: skip
-    if faults:
-        raise PlanError(bullets("this model cannot be split:", faults))
+        faults.append(
+            "it lies on several devices ("
+            + ", ".join(f"{name} on {device}" for device, name in where.items())
+            + "); split it on one and place the parts with fp.place(plan, params)"
+        )
+    raise_all("this model cannot be split:", faults)
 
 
 def _loose(model: nn.Module, known: set[int]) -> list[str]:
@@ -364,5 +359,7 @@ def _loose(model: nn.Module, known: set[int]) -> list[str]:
                 continue
             if any(isinstance(leaf, nn.Parameter) and id(leaf) not in known for leaf in flatten(value)[0]):
                 place = f"{path}.{name}" if path else name
-                found.append(f"{place} holds parameters that the model does not know, so nobody would train them; use nn.ParameterList or nn.ModuleList")  # fmt: skip
+                found.append(
+                    f"{place} holds parameters that the model does not know, so nobody would train them; use nn.ParameterList or nn.ModuleList"
+                )
     return found

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import snapshot
-from pipe import amoebanet, unet
+from measuring import amoebanet, unet
 from torch import nn
 
 import funcpipe as fp
-from funcpipe.pipe.memory import memory
-from funcpipe.pipe.memory_live import Live
-from funcpipe.pipe.memory_optimizer import optimizer_state
+from funcpipe.measuring.live import Live
+from funcpipe.measuring.memory import memory
+from funcpipe.measuring.optimizer_state import optimizer_state
 
 GiB = 2**30
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, groupby, pairwise
 from operator import index
 from typing import Any, NamedTuple, cast
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from funcpipe.core.errors import PlacementError, PlanError, bullets
-from funcpipe.runtime.place import same_device
+from funcpipe.core.errors import PlacementError, PlanError, raise_all
+from funcpipe.models.balance import evenly
 
 _LANES = 2
 """Stages on a machine without CUDA, where nothing else says how many: two lanes of the CPU compute at the same time."""
@@ -44,42 +45,17 @@ def lay_out(layers: Sequence[tuple[str, nn.Module]], balance: Any, devices: Any)
         counts = _checked(balance, sizes)
         where = _where_they_are(layers, counts) if wanted is None else wanted
         if len(where) < len(counts):
-            raise PlacementError(f"too few devices to hold these stages (devices: {len(where)}, stages: {len(counts)}); name one for each, the same may stand many times: devices=['cpu'] * {len(counts)}, or balance={list(even(sizes, len(where)))}")  # fmt: skip
+            raise PlacementError(
+                f"too few devices to hold these stages (devices: {len(where)}, stages: {len(counts)}); name one for each, the same may stand many times: devices=['cpu'] * {len(counts)}, or balance={evenly(sizes, len(where))}"
+            )
         return Layout(counts, where[: len(counts)])
     if wanted is None:
         found = _runs(layers)
         if len(found) > 1:
             return Layout(tuple(count for count, _ in found), tuple(device for _, device in found))
         wanted = _all_there_are()
-    counts = even(sizes, min(len(wanted), len(layers)))
+    counts = tuple(evenly(sizes, min(len(wanted), len(layers))))
     return Layout(counts, wanted[: len(counts)])
-
-
-def even(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Counts of neighbours that make the largest sum as small as can be; each part has at least one.
-
-    >>> even([1, 2, 3, 4, 5, 6], 2), even([5, 0, 5, 0], 2)
-    ((4, 2), (2, 2))
-    """
-    costs = list(sizes) if any(sizes) else [1] * len(sizes)
-    low, high = max(costs), sum(costs)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(_filled(costs, middle, 1)) <= parts else (middle + 1, high)
-    return tuple(_filled(costs, low, parts))
-
-
-def _filled(costs: Sequence[int], capacity: int, parts: int) -> list[int]:
-    """Parts filled one after the other up to a capacity; what is left is enough for ``parts`` parts."""
-    counts: list[int] = []
-    room = -1
-    for number, cost in enumerate(costs):
-        if cost > room or len(costs) - number < parts - len(counts) + 1:
-            counts.append(0)
-            room = capacity
-        counts[-1] += 1
-        room -= cost
-    return counts
 
 
 def _checked(balance: Any, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -88,15 +64,19 @@ def _checked(balance: Any, sizes: Sequence[int]) -> tuple[int, ...]:
     try:
         counts = tuple(index(one) for one in cast("Iterable[Any]", balance))
     except TypeError:
-        raise PlanError(f"balance is a sequence with the number of layers of each stage; got {balance!r}; e.g. balance={list(even(sizes, min(_LANES, total)))}") from None  # fmt: skip
-    stages = min(max(len(counts), 1), total)
-    mend = f"by bytes of parameters: balance={list(even(sizes, stages))}"
+        raise PlanError(
+            f"balance is a sequence with the number of layers of each stage; got {balance!r}; e.g. balance={evenly(sizes, min(_LANES, total))}"
+        ) from None
+    fault = ""
     if not counts:
-        raise PlanError(f"balance has no stage; {mend}")
-    if any(one <= 0 for one in counts):
-        raise PlanError(f"all numbers of balance must be positive: every stage has a layer (balance: {list(counts)}); {mend}")  # fmt: skip
-    if sum(counts) != total:
-        raise PlanError(f"module and sum of balance have different length (module: {total}, sum of balance: {sum(counts)}); {mend}")  # fmt: skip
+        fault = "balance has no stage"
+    elif min(counts) < 1:
+        fault = f"all numbers of balance must be positive: every stage has a layer (balance: {list(counts)})"
+    elif sum(counts) != total:
+        fault = f"module and sum of balance have different length (module: {total}, sum of balance: {sum(counts)})"
+    if fault:
+        even = evenly(sizes, min(max(len(counts), 1), total))
+        raise PlanError(f"{fault}; by bytes of parameters: balance={even}")
     return counts
 
 
@@ -122,8 +102,7 @@ def _known(devices: Any, balance: Any, num_layers: int) -> tuple[torch.device, .
         elif str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         out.append(device)
-    if faults:
-        raise PlacementError(bullets("these devices cannot hold the stages:", faults))
+    raise_all("these devices cannot hold the stages:", faults, PlacementError)
     if not alone:
         return tuple(out)
     try:
@@ -165,45 +144,51 @@ def _layer_devices(layers: Sequence[tuple[str, nn.Module]]) -> list[torch.device
         if len(found) > 1:
             faults.append(f"layer {name!r} lies on {' and '.join(map(str, found))}")
         if any(device.type == "meta" for device in found):
-            faults.append(f"layer {name!r} lies on the meta device and has no numbers; first module.to_empty(device=...)")  # fmt: skip
+            faults.append(
+                f"layer {name!r} lies on the meta device and has no numbers; first module.to_empty(device=...)"
+            )
         out.append(found[0] if found else None)
-    if faults:
-        raise PlacementError(bullets("one layer runs on one device; name the devices (devices=[...]) and the layers are moved there:", faults))  # fmt: skip
+    raise_all(
+        "one layer runs on one device; name the devices (devices=[...]) and the layers are moved there:",
+        faults,
+        PlacementError,
+    )
     return out
 
 
+def _filled(devices: Sequence[torch.device | None]) -> list[torch.device]:
+    """Layers without tensors go with those before them, at the start with those after; [] where there are no tensors."""
+    last = next((device for device in devices if device is not None), None)
+    filled: list[torch.device] = []
+    for device in devices:
+        last = last if device is None else device
+        filled += [] if last is None else [last]
+    return filled
+
+
 def _runs(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[int, torch.device]]:
-    """Neighbours on one device; layers without tensors go with those before them (at the start: after)."""
-    runs: list[tuple[int, torch.device]] = []
-    waiting = 0
-    for device in _layer_devices(layers):
-        if device is None and not runs:
-            waiting += 1
-        elif device is None or (runs and same_device(runs[-1][1], device)):
-            count, old = runs[-1]
-            runs[-1] = (count + 1, old)
-        else:
-            runs.append((waiting + 1, device))
-            waiting = 0
-    return runs
+    """Neighbours on one device."""
+    return [(len(list(run)), device) for device, run in groupby(_filled(_layer_devices(layers)))]
 
 
 def _where_they_are(layers: Sequence[tuple[str, nn.Module]], counts: Sequence[int]) -> tuple[torch.device, ...]:
     """The devices of stages that the caller cut but did not place. Raises PlacementError."""
-    found = _layer_devices(layers)
-    if len({device for device in found if device is not None}) <= 1:
+    devices = _layer_devices(layers)
+    filled = _filled(devices)
+    if len(set(filled)) <= 1:
         there = _all_there_are()
         return there if there[0].type == "cuda" else (there[0],) * len(counts)
-    out: list[torch.device] = []
+    placed: list[torch.device] = []
     faults: list[str] = []
-    start = 0
-    first = next(device for device in found if device is not None)
-    for stage, count in enumerate(counts):
-        own = list(dict.fromkeys(device for device in found[start : start + count] if device is not None))
+    for stage, (start, end) in enumerate(pairwise([0, *accumulate(counts)])):
+        own = list(dict.fromkeys(device for device in devices[start:end] if device is not None)) or [filled[start]]
         if len(own) > 1:
             faults.append(f"stage {stage} has layers on {' and '.join(map(str, own))}")
-        out.append(own[0] if own else out[-1] if out else first)
-        start += count
-    if faults:
-        raise PlacementError(bullets("a stage runs on one device; give devices=[...], one for each stage, and the layers are moved there, or leave balance= out to cut where the device changes:", faults))  # fmt: skip
-    return tuple(out)
+        placed.append(own[0])
+    raise_all(
+        "a stage runs on one device; give devices=[...], one for each stage, and the layers are moved there, or leave "
+        "balance= out to cut where the device changes:",
+        faults,
+        PlacementError,
+    )
+    return tuple(placed)

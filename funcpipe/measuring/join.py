@@ -10,7 +10,7 @@ from funcpipe.core.program import CALLER, Free, Receive, Role, Run, Send, Value
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.stage import Stage
 from funcpipe.lower.program import lower
-from funcpipe.pipe.memory_measure import Bytes, Measured
+from funcpipe.measuring.measured import Bytes, Measured, merged
 
 Contents: TypeAlias = Mapping[Any, int]
 """The storages of a value, with their sizes. Values that share memory share keys."""
@@ -32,26 +32,24 @@ def join(row: Sequence[Measured], wanted: set[str]) -> Measured:
     inside = {name for layer in row for name in layer.stash}
     stash = {name: one for layer in row for name, one in layer.stash.items() if name in wanted}
     pops = {name: one for layer in row for name, one in layer.pops.items() if name not in inside}
-    arrived = {**row[0].inputs, **_all(pops)}
-    border = {**arrived, **row[-1].outputs, **_all(stash)}
+    arrived = merged((row[0].inputs, *pops.values()))
+    border = merged((arrived, row[-1].outputs, *stash.values()))
     inner = 0
     alive = dict[int, int]()  # kept or stashed by the layers so far
     forward = backward = 0
     for layer in row:
-        now = {**alive, **layer.inputs, **_all(layer.pops)}
+        now = merged((alive, layer.inputs, *layer.pops.values()))
         forward = max(forward, inner + _besides(now, arrived) + layer.forward)
         inner += layer.inner
-        alive |= {**layer.kept, **_all(layer.stash)}
+        alive |= merged((layer.kept, *layer.stash.values()))
         coming = 0 if layer is row[-1] else layer.gradient
         backward = max(backward, inner + _besides(alive, border) + coming + layer.backward)
-    kept = {value: size for layer in row for value, size in layer.kept.items()}
+    kept = merged(layer.kept for layer in row)
     backward -= inner + _besides(kept, border)
     weights = sum(layer.weights for layer in row)
-    return Measured(inner, kept, row[0].inputs, row[-1].outputs, stash, pops, row[-1].gradient, forward, max(backward, 0), weights)  # fmt: skip
-
-
-def _all(named: Mapping[str, Bytes]) -> Bytes:
-    return {value: size for one in named.values() for value, size in one.items()}
+    return Measured(
+        inner, kept, row[0].inputs, row[-1].outputs, stash, pops, row[-1].gradient, forward, max(backward, 0), weights
+    )
 
 
 def _besides(some: Bytes, others: Bytes) -> int:

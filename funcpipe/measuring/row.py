@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from funcpipe.core.errors import PlacementError, PlanError, Where, bullets, located
+from funcpipe.core.errors import PlacementError, PlanError, Where, located, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.lower.skips import routes
@@ -43,13 +43,20 @@ def layers_of(
         PlanError: it is nothing of that, or numbers, skips or feeds do not fit.
     """
     if isinstance(layers, Split):
-        row = _stages(layers.stages, layers.params if params is None else params, layers.state if state is None else state)  # fmt: skip
+        row = _stages(
+            layers.stages, layers.params if params is None else params, layers.state if state is None else state
+        )
     elif isinstance(layers, nn.Sequential):
         _refuse_numbers(params, state)
         names = [path for path, _ in units_of(layers)]
-        row = tuple(Layer(*part, name, False) for part, name in zip(cut_sequential(layers, [1] * len(names)), names, strict=True))  # fmt: skip
+        row = tuple(
+            Layer(*part, name, False)
+            for part, name in zip(cut_sequential(layers, [1] * len(names)), names, strict=True)
+        )
     elif isinstance(layers, nn.Module) or not isinstance(layers, Iterable):
-        raise PlanError(f"layers are an nn.Sequential, a list of modules, a split (fp.split(model, ...)), or stages with params=; got a {type(layers).__name__}")  # fmt: skip
+        raise PlanError(
+            f"layers are an nn.Sequential, a list of modules, a split (fp.split(model, ...)), or stages with params=; got a {type(layers).__name__}"
+        )
     else:
         given = tuple(cast("Iterable[Any]", layers))
         if given and all(isinstance(one, nn.Module) for one in given):
@@ -58,21 +65,36 @@ def layers_of(
         else:
             row = _stages(given, params, state)
     routes([layer.stage for layer in row])
-    wanted = [f"{layer.name or number!r} takes the feed {name!r}; add feeds={{{name!r}: ...}}" for number, layer in enumerate(row) for name in layer.stage.feeds if name not in (feeds or {})]  # fmt: skip
-    if wanted:
-        raise PlanError(bullets("these layers cannot be called:", wanted))
+    wanted = [
+        f"{layer.name or number!r} takes the feed {name!r}; add feeds={{{name!r}: ...}}"
+        for number, layer in enumerate(row)
+        for name in layer.stage.feeds
+        if name not in (feeds or {})
+    ]
+    raise_all("these layers cannot be called:", wanted)
     return row
 
 
 def _stages(given: Sequence[Any], params: Any, state: Any) -> tuple[Layer, ...]:
-    faults = [f"entry {i} is a {type(one).__name__}, not a stage; make it one with fp.stage(fn) or fp.from_module(module)" for i, one in enumerate(given) if not isinstance(one, Stage)]  # fmt: skip
+    faults = [
+        f"entry {i} is a {type(one).__name__}, not a stage; make it one with fp.stage(fn) or fp.from_module(module)"
+        for i, one in enumerate(given)
+        if not isinstance(one, Stage)
+    ]
     faults += [] if given else ["there are none"]
     faults += ["stages come with params=, one tree per stage, () for none"] if params is None else []
-    faults += [f"{what} has {len(trees)} trees for {len(given)} stages" for what, trees in (("params", params), ("state", state)) if trees is not None and len(trees) != len(given)]  # fmt: skip
+    faults += [
+        f"{what} has {len(trees)} trees for {len(given)} stages"
+        for what, trees in (("params", params), ("state", state))
+        if trees is not None and len(trees) != len(given)
+    ]
     if state is None:
-        faults += [f"stage {i} ({one.name!r}) has state; add state=" for i, one in enumerate(given) if isinstance(one, Stage) and one.state]  # fmt: skip
-    if faults:
-        raise PlanError(bullets("these stages cannot be measured:", faults))
+        faults += [
+            f"stage {i} ({one.name!r}) has state; add state="
+            for i, one in enumerate(given)
+            if isinstance(one, Stage) and one.state
+        ]
+    raise_all("these stages cannot be measured:", faults)
     assert params is not None
     rows = zip(given, params, ((),) * len(given) if state is None else state, strict=True)
     return tuple(Layer(one, p, s, one.name or str(number), True) for number, (one, p, s) in enumerate(rows))
@@ -87,7 +109,9 @@ def known_device(device: Any) -> torch.device:
     """A device whose kernels can be asked. Raises PlacementError."""
     found = torch.device(device)
     if found.type != "cpu" and (found.type == "meta" or not torch.get_device_module(found).is_available()):
-        raise PlacementError(f"device={device!r}: torch sees no such device here, so its kernels cannot be asked; leave device= out for those of the CPU")  # fmt: skip
+        raise PlacementError(
+            f"device={device!r}: torch sees no such device here, so its kernels cannot be asked; leave device= out for those of the CPU"
+        )
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from typing import Any, NamedTuple
@@ -19,13 +19,18 @@ from torch import Tensor
 from funcpipe.core.stage import Out, normalise, side_loss
 from funcpipe.core.torch_names import FakeTensorMode, storage_number
 from funcpipe.core.tree import Spec, Tree, flatten, is_differentiable, lazy, leaves, map_leaves, unflatten
-from funcpipe.pipe.memory_live import Live
-from funcpipe.pipe.memory_weights import Edge, edge_of, for_weights
-from funcpipe.pipe.profile_layers import Layer, blame
+from funcpipe.measuring.live import Live
+from funcpipe.measuring.row import Layer, blame
+from funcpipe.measuring.weights import Edge, edge_of, for_weights
 from funcpipe.runtime.context import no_autocast_cache
 
 Bytes = dict[int, int]
 """Sizes of the values between layers, by their numbers."""
+
+
+def merged(rows: Iterable[Bytes]) -> Bytes:
+    """All of them, each value once."""
+    return {value: size for row in rows for value, size in row.items()}
 
 
 class Measured(NamedTuple):
@@ -55,8 +60,7 @@ class Measured(NamedTuple):
 
     def held(self) -> Bytes:
         """The values that its residual holds, besides the inner ones: kept, or at its borders."""
-        skips = [size for one in (self.stash, self.pops) for size in one.values()]
-        return {value: size for one in (self.kept, self.inputs, self.outputs, *skips) for value, size in one.items()}
+        return merged((self.kept, self.inputs, self.outputs, *self.stash.values(), *self.pops.values()))
 
 
 class _Place(NamedTuple):
@@ -114,7 +118,9 @@ class Pass:
         self.skips: dict[str, _Held] = {}
         self.arrived: list[Any] = []
 
-    def run(self, layers: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree], trainable: Sequence[Sequence[bool]]) -> list[Measured]:  # fmt: skip
+    def run(
+        self, layers: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree], trainable: Sequence[Sequence[bool]]
+    ) -> list[Measured]:
         """Measure every layer. Raises what a layer raises, with the layer's name."""
         given = {name: self._held(map_leaves(self._like, tree), {}) for name, tree in feeds.items()}
         x = self._held(map_leaves(self._like, example), {})
@@ -148,8 +154,8 @@ class Pass:
         with self._modes():
             held, y, stash, roots, work = self._forward(stage, fn, x, pops, feeds, state)
             kept = {value: size for value, (key, size) in held.items() if self.live.holds(key)}
-            made = {**y.bytes(), **{v: s for one in stash.values() for v, s in one.bytes().items()}}
-            old = {**x.bytes(), **{v: s for one in pops.values() for v, s in one.bytes().items()}}
+            made = merged(one.bytes() for one in (y, *stash.values()))
+            old = merged(one.bytes() for one in (x, *pops.values()))
             inner = self.live.now - sum(size for value, size in kept.items() if value in made and value not in old)
             weights = for_weights([edge for edge, _ in roots], _Source, [*params, *leaves(state)])
             if not any(place.grad for one in (x, *pops.values()) for place in one.places()):
@@ -183,9 +189,7 @@ class Pass:
         side = side_loss(out)
         ends = [*leaves(out.y), *leaves(out.stash), *leaves((side or ())[:1])]
         roots = [(edge_of(leaf), self._place(leaf, keys)) for leaf in ends if leaf.requires_grad]
-        sizes = {**x.bytes(), **y.bytes()}
-        for one in (*pops.values(), *stash.values()):
-            sizes |= one.bytes()
+        sizes = merged(one.bytes() for one in (x, y, *pops.values(), *stash.values()))
         held = {value: (key, sizes[value]) for key, value in keys.items() if value in sizes}
         return held, y, stash, roots, work
 
@@ -241,7 +245,15 @@ class Pass:
         if number not in keys:
             keys[number] = next(self.numbers)
         value, grad = keys[number], tensor.requires_grad
-        return _Place(value, storage.nbytes(), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, grad)  # fmt: skip
+        return _Place(
+            value,
+            storage.nbytes(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            grad,
+        )
 
     def _tensors(self, held: _Held, handle: Tensor | None, storages: dict[int, Tensor]) -> list[Any]:
         """The leaves again, on memory that does not count; those of one storage share one."""

@@ -12,11 +12,13 @@ from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.tree import Tree, flatten, leaves
-from funcpipe.pipe.example import unmarked
-from funcpipe.pipe.memory_join import join, peaks
-from funcpipe.pipe.memory_measure import Measured, Pass
-from funcpipe.pipe.memory_optimizer import State, optimizer_state
-from funcpipe.pipe.profile_layers import Layer, known_device, layers_of
+from funcpipe.core.words import size_of
+from funcpipe.cutting.example import unmarked
+from funcpipe.measuring.join import join, peaks
+from funcpipe.measuring.measured import Measured, Pass, merged
+from funcpipe.measuring.optimizer_state import State, optimizer_state
+from funcpipe.measuring.row import Layer, known_device, layers_of
+from funcpipe.models.balance import checked_sizes
 from funcpipe.runtime.trainable import Trainable, trainable_leaves
 
 
@@ -53,12 +55,12 @@ class LayerMemory:
     @property
     def input(self) -> int:
         """Bytes that it gets."""
-        return sum({**self.measured.inputs, **_joined(self.measured.pops)}.values())
+        return sum(merged((self.measured.inputs, *self.measured.pops.values())).values())
 
     @property
     def output(self) -> int:
         """Bytes that it hands on."""
-        return sum({**self.measured.outputs, **_joined(self.measured.stash)}.values())
+        return sum(merged((self.measured.outputs, *self.measured.stash.values())).values())
 
     @property
     def forward(self) -> int:
@@ -113,9 +115,7 @@ class Memory:
         Raises:
             PlanError: sizes that are not positive or do not add up to the layers.
         """
-        counts = list(sizes)
-        if not counts or any(count < 1 for count in counts) or sum(counts) != len(self):
-            raise PlanError(f"sizes are positive numbers that sum to the {len(self)} layers; got {counts}, which sum to {sum(counts)}")  # fmt: skip
+        counts = checked_sizes(sizes, len(self), "layers")
         ends = [sum(counts[: n + 1]) for n in range(len(counts))]
         rows = [self.layers[end - count : end] for end, count in zip(ends, counts, strict=True)]
         wanted = [{name for later in self.layers[end:] for name in later.measured.pops} for end in ends]
@@ -144,7 +144,9 @@ class Memory:
         """
         given = schedule.schedule if isinstance(schedule, Plan) else schedule
         if given.num_stages != len(self):
-            raise PlanError(f"the schedule has {given.num_stages} stages, but here are {len(self)} layers; say which make which stage: memory.group(sizes)")  # fmt: skip
+            raise PlanError(
+                f"the schedule has {given.num_stages} stages, but here are {len(self)} layers; say which make which stage: memory.group(sizes)"
+            )
         moving = peaks([layer.measured for layer in self.layers], given)
         model = [0] * given.num_devices
         for layer, device in zip(self.layers, given.device_of, strict=True):
@@ -227,7 +229,8 @@ def memory(
     for layer, own, found in zip(row, flags, measured, strict=True):
         seen = set() if layer.whole else seen  # each stage has its own; layers of one stage share
         counted = _numbers(layer, own, numbers, seen)
-        activations = found.inner + sum(found.held().values()) if layer.whole else found.inner + sum(size for value, size in found.kept.items() if value not in kept)  # fmt: skip
+        held = found.held() if layer.whole else {value: found.kept[value] for value in found.kept if value not in kept}
+        activations = found.inner + sum(held.values())
         kept |= found.kept.keys()
         out.append(LayerMemory(layer.name, *counted, activations=activations if train else 0, measured=found))
     return Memory(tuple(out), name if train else "no optimizer", train)
@@ -254,18 +257,6 @@ def _stage(row: Sequence[LayerMemory], wanted: set[str], train: bool) -> LayerMe
     return LayerMemory(first if len(row) == 1 else f"{first}-{last}", *sums, activations=held, measured=found)
 
 
-def _joined(named: Mapping[str, Mapping[int, int]]) -> dict[int, int]:
-    return {value: size for one in named.values() for value, size in one.items()}
-
-
 def _row(layer: LayerMemory) -> list[str]:
     sizes = (layer.parameters, layer.buffers, layer.gradients, layer.optimizer, layer.activations, layer.output)
     return [layer.name, *map(size_of, sizes)]
-
-
-def size_of(count: int) -> str:
-    """``"1.5 MiB"``."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.tree import flatten, locations, map_leaves, unflatten
-from funcpipe.models.export import names_by_tensor, shell
+from funcpipe.models.export import shell
 from funcpipe.models.losses import ModelLoss
+from funcpipe.models.module import all_tensors, first_names
 from funcpipe.models.signature import Signature, as_call, as_input
 from funcpipe.models.split import Split
+from funcpipe.models.ties import innermost
 from funcpipe.models.traced import GraphFn, Norm
 from funcpipe.runtime.apply import apply
 
@@ -35,7 +37,7 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
         PlanError: with every value that differs.
     """
     own = shell(model) if train else shell(model).eval()
-    canonical = names_by_tensor(model)
+    canonical = first_names(all_tensors(model))
     buffers = {name: one.detach().clone() for name, one in model.named_buffers() if canonical[name] == name}
     params = {name: one.detach().requires_grad_(one.requires_grad) for name, one in model.named_parameters()}
     state: Any = split.state
@@ -51,8 +53,17 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
         found, state = _staged(split, x, state, train=train)
         faults = _faults(split, wanted, found, buffers, state, kept)
         if faults:
-            which = "the example" if not number else "inputs other than the example (the trace took something for a constant: a counter, a random number of Python, a number read from a tensor)"  # fmt: skip
-            raise PlanError(bullets(f"the traced stages do not compute what the model computes, on {which}; cut without tracing (split without example=), or write the stages yourself:", faults[:12]))  # fmt: skip
+            which = (
+                "the example"
+                if not number
+                else "inputs other than the example (the trace took something for a constant: a counter, a random number of Python, a number read from a tensor)"
+            )
+            raise PlanError(
+                bullets(
+                    f"the traced stages do not compute what the model computes, on {which}; cut without tracing (split without example=), or write the stages yourself:",
+                    faults[:12],
+                )
+            )
     if not once:
         _try_one_row(model, split, inputs, train=train)
 
@@ -98,8 +109,7 @@ def verify_evaluation(model: nn.Module, split: Split, inputs: Any) -> None:
 
 def functions(split: Split) -> list[GraphFn]:
     """The graphs of a traced split."""
-    found = [getattr(part.fn, "inner", part.fn) for part in split.stages]
-    return [fn for fn in found if isinstance(fn, GraphFn)]
+    return [fn for fn in map(innermost, split.stages) if isinstance(fn, GraphFn)]
 
 
 def try_once(model: nn.Module, inputs: Any) -> None:
@@ -130,7 +140,9 @@ def try_once(model: nn.Module, inputs: Any) -> None:
                 drew.append(name)
                 put(old)
     if drew:
-        raise PlanError(f"the forward draws with {' and '.join(drew)}, which a trace would take for a constant; draw with torch")  # fmt: skip
+        raise PlanError(
+            f"the forward draws with {' and '.join(drew)}, which a trace would take for a constant; draw with torch"
+        )
 
 
 def _faults(
@@ -180,16 +192,28 @@ def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any
         return aliases.setdefault(id(leaf), leaf.detach().requires_grad_(leaf.requires_grad))
 
     trees = tuple({key: alias(leaf) for key, leaf in tree.items()} for tree in split.params)
-    named = {name: trees[s][key] for name, home in split.homes.items() for kind, s, key in home.owners[:1] if kind == "params"}  # fmt: skip
+    named = {
+        name: trees[s][key]
+        for name, home in split.homes.items()
+        for kind, s, key in home.owners[:1]
+        if kind == "params"
+    }
     given = _copied(state)
     with torch.enable_grad(), _seeded(x):
         out = apply(split.stages, trees, x, state=given, train=train)
         first: dict[int, str] = {}
         unique = {name: leaf for name, leaf in named.items() if first.setdefault(id(leaf), name) == name}
         gradients = _gradients(_objective(out.y, split.loss), unique)
-    writes = [name for old, new in zip(state, given, strict=True) for name in old or () if not torch.equal(old[name].nan_to_num(), new[name].nan_to_num())]  # fmt: skip
+    writes = [
+        name
+        for old, new in zip(state, given, strict=True)
+        for name in old or ()
+        if not torch.equal(old[name].nan_to_num(), new[name].nan_to_num())
+    ]
     if writes:
-        raise PlanError(f"the forward writes into its buffers {writes} by an operation that does not say so; cut without tracing (split without example=), or write the stage yourself")  # fmt: skip
+        raise PlanError(
+            f"the forward writes into its buffers {writes} by an operation that does not say so; cut without tracing (split without example=), or write the stage yourself"
+        )
     after = tuple(
         part.commit(own, (stats,)) if part.commit is not None and train else own
         for part, own, stats in zip(split.stages, state, out.stats, strict=True)
@@ -254,47 +278,41 @@ def _plain(leaf: Any) -> Any:
 
 def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
     """Where trees differ by more than rounding: relative to a tensor's largest number, or 1e-3 of the largest of all."""
-    out: list[str] = []
+    faults: list[str] = []
     pairs: list[tuple[str, Tensor, Tensor]] = []
-    for what, wanted, found in rows:
-        if wanted is None or found is None:  # no gradient, and a gradient of zeros
-            given: Any = found if wanted is None else wanted
-            out += (
-                [f"{what} is {'there' if wanted is None else 'missing'}"]
-                if given is not None and given.count_nonzero()
-                else []
-            )
+    for what, wanted, came in rows:
+        if wanted is None or came is None:  # no gradient, and a gradient of zeros
+            only: Any = came if wanted is None else wanted
+            if only is not None and only.count_nonzero():
+                faults.append(f"{what} is {'there' if wanted is None else 'missing'}")
             continue
-        a, b = flatten(wanted), flatten(found)
-        if a[1] != b[1]:
-            out.append(f"{what} is built as {b[1]}, the model's as {a[1]}")
+        (wanted_leaves, wanted_spec), (leaves, spec) = flatten(wanted), flatten(came)
+        if spec != wanted_spec:
+            faults.append(f"{what} is built as {spec}, the model's as {wanted_spec}")
             continue
-        for name, left, right in zip(locations(wanted, what), a[0], b[0], strict=True):
-            if not isinstance(left, Tensor) or not isinstance(right, Tensor):
-                plain = isinstance(left, (int, float, str, bool))
-                if type(left) is not type(right) or (plain and left != right):
-                    out.append(f"{name} is {_shown(right)}, the model's {_shown(left)}")
-            elif left.shape != right.shape or left.dtype != right.dtype:
-                out.append(
-                    f"{name} is {right.dtype} {tuple(right.shape)}, the model's {left.dtype} {tuple(left.shape)}"
-                )
-            elif left.is_complex():
-                pairs.append((name, torch.view_as_real(left), torch.view_as_real(right)))
-            elif left.is_floating_point():
-                pairs.append((name, left, right))
-            elif not torch.equal(left, right):
-                out.append(f"{name} differs")
-    sizes = [float(left[left.isfinite()].abs().max()) if left.isfinite().any() else 0.0 for _, left, _ in pairs]
+        for name, right, leaf in zip(locations(wanted, what), wanted_leaves, leaves, strict=True):
+            if isinstance(right, Tensor) and isinstance(leaf, Tensor):
+                pairs.append((name, right, leaf))
+            elif type(right) is not type(leaf) or (isinstance(right, (int, float, str, bool)) and right != leaf):
+                faults.append(f"{name} is {_shown(leaf)}, the model's {_shown(right)}")
+    sizes = [_largest(right) for _, right, _ in pairs]
     least = 1e-3 * max(sizes, default=0.0)
-    for (name, left, right), size in zip(pairs, sizes, strict=True):
-        finite = left.isfinite()
-        if not torch.equal(finite, right.isfinite()) or not torch.equal(left[~finite].nan_to_num(), right[~finite].nan_to_num()):  # fmt: skip
-            out.append(f"{name} has NaN or Inf elsewhere than the model's")
-        elif finite.any():
-            error = float((left[finite] - right[finite]).abs().max())
-            if error > _TOLERANCE.get(left.dtype, 1e-3) * max(size, least) + 1e-30:
-                out.append(f"{name} differs by {error:.2g} where the model's numbers reach {size:.2g}")
-    return out
+    for (name, right, leaf), size in zip(pairs, sizes, strict=True):
+        exact = not (right.is_floating_point() or right.is_complex())
+        allowed = 0.0 if exact else _TOLERANCE.get(right.dtype.to_real(), 1e-3) * max(size, least) + 1e-30
+        try:
+            torch.testing.assert_close(leaf, right, rtol=0.0, atol=allowed, equal_nan=True, check_device=False)
+        except AssertionError as error:
+            faults.append(f"{name} differs from the model's: {' '.join(str(error).split())}")
+    return faults
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest finite number of a tensor that is rounded."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _shown(value: Any) -> str:

@@ -12,9 +12,9 @@ from common import snapshot
 from torch import nn
 
 import funcpipe as fp
-from funcpipe.pipe import profile as room
-from funcpipe.pipe.memory import memory
-from funcpipe.pipe.profile import profile
+from funcpipe.measuring import profile as room
+from funcpipe.measuring.memory import memory
+from funcpipe.measuring.profile import profile
 
 
 class Hand:
