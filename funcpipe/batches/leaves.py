@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,25 +38,6 @@ def streamed(backend: Backend, tree: Tree) -> bool:
             if not isinstance(device, torch.device) or backend.asynchronous(device):
                 return True
     return False
-
-
-def record(backend: Backend, tree: Tree, stream_of: Callable[[Any], Any]) -> None:
-    """Tell the allocator that streams use the leaves of a batch.
-
-    Args:
-        backend: of the devices.
-        tree: the batch.
-        stream_of: device -> the stream that uses what lies there; device None -> those of all devices.
-    """
-    for leaf in recordable(tree):
-        if isinstance(leaf, Tensor):
-            device = backend.streamed(leaf)
-            stream = None if device is None else stream_of(device)
-            if stream is not None:
-                backend.record(leaf, stream)
-        else:
-            for stream in stream_of(None):
-                leaf.record_stream(stream)
 
 
 def firm(tree: Tree) -> Tree:

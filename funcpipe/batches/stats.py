@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple, TextIO
 
-from funcpipe.batches.flow import Meter
 from funcpipe.batches.ticks import Ticks
+from funcpipe.batches.workers import Meter
 from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Action, Kind
 
@@ -42,7 +42,8 @@ def stats(plan: Ticks, meters: Sequence[Meter]) -> tuple[StageStats, ...]:
     """The statistics of all rows."""
     names = [*(row.name for row in plan.rows), "loop"]
     return tuple(
-        StageStats(name, one.batches, one.busy, one.input, one.room) for name, one in zip(names, meters, strict=False)
+        StageStats(name, meter.batches, meter.busy, meter.input.waited, meter.room.waited)
+        for name, meter in zip(names, meters, strict=False)
     )
 
 

@@ -16,6 +16,13 @@ from hypothesis import strategies as st
 import funcpipe as fp
 
 HOSTS = [True, False]
+
+
+def ours():
+    """The threads of all overlaps."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("funcpipe")]
+
+
 DEPTHS = [0, 1, 2, 5, 20]
 
 
@@ -471,7 +478,7 @@ def test_a_handle_that_nobody_holds_ends_its_threads():
     """Rule 9: threads do not own the handle."""
     run = fp.overlap(iter(range(10**6)), [lambda x: x, lambda x: x])
     assert next(run) == 0
-    threads = list(run._crew.threads)
+    threads = ours()
     assert len(threads) == 3
     gone = weakref.ref(run)
     del run
@@ -493,7 +500,7 @@ def test_close_does_not_wait_for_ever():
 
     run = fp.overlap(source(), [lambda x: x])
     assert next(run) == 0
-    threads = list(run._crew.threads)
+    threads = ours()
     with pytest.warns(UserWarning, match=r"funcpipe source \(the source is a generator\)"):
         run.close(timeout=0.05)
     release.set()
