@@ -19,11 +19,10 @@ import torch
 from funcpipe.batches.leaves import firm, sharing
 from funcpipe.batches.stage import BatchStage, Fold
 from funcpipe.batches.stage_worker import Around, StageWorker, call, failed
-from funcpipe.batches.states import States
 from funcpipe.batches.stats import Bar, Progress, StageStats, measured, stats
 from funcpipe.batches.streams import StreamSet
 from funcpipe.batches.ticks import Ticks
-from funcpipe.batches.workers import PATIENCE, Item, Meter, Workers
+from funcpipe.batches.workers import PATIENCE, Item, Meter, States, Workers
 from funcpipe.core.errors import FuncpipeError, PlanError
 from funcpipe.core.result import Timeline
 from funcpipe.core.tree import Tree
@@ -260,28 +259,22 @@ class Overlap(Iterator[Any]):
                 workers.lend(item)
             else:
                 here.use(item.value, item.marks)
-        if self._fold is None:
+        fold, start = self._fold, perf_counter()
+        if fold is None:
             return item
         try:
-            out = self._step(self._fold, batch, item.value)
+            out = call(fold, here, batch, self._reached[1], item.value)
+            if not isinstance(out, tuple) or len(out) != 2:
+                raise PlanError(f"a fold returns (state, result); {fold.name!r} returned a {type(out).__name__}")
+            workers.states.add(out[0])
         except Exception as error:
-            return failed(len(self._stages), self._fold.name, batch, error)
+            return failed(len(self._stages), fold.name, batch, error)
+        finally:
+            workers.meters[-1].add(start, batch)
         if workers.ring:
             # The state lives on, whatever comes back.
             here.use(sharing(out[0], item.value), item.marks)
         return Item(out)
-
-    def _step(self, fold: Fold, batch: int, value: Any) -> tuple[Tree, Any]:
-        """The fold, on one batch."""
-        start = perf_counter()
-        try:
-            out = call(fold, self._here, batch, self._reached[1], value)
-        finally:
-            self._workers.meters[-1].add(start, batch)
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise PlanError(f"a fold returns (state, result); {fold.name!r} returned a {type(out).__name__}")
-        self._workers.states.add(out[0])
-        return out
 
     def _hand_out(self, batch: int) -> None:
         """Count a batch as handed out, and its state as the state: both at once, whatever interrupts."""

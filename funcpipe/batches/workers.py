@@ -12,8 +12,13 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from funcpipe.batches.states import States
+from torch import Tensor
+
+from funcpipe.batches.stage import Fold
 from funcpipe.batches.streams import Mark, StreamSet
+from funcpipe.core.errors import FuncpipeError
+from funcpipe.core.torch_names import version as written
+from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.runtime.transport import Inbox, Stop
 from funcpipe.runtime.worker import Worker, end_all
 
@@ -28,10 +33,7 @@ _LONGEST = 30.0
 
 
 class Item(NamedTuple):
-    """A batch between two workers, and the points after which it is there; or what was raised for it.
-
-    The error is raised where the batch's result would come.
-    """
+    """A batch between two workers, there after some points; or an error, to be raised where its result would come."""
 
     value: Any = None
     error: BaseException | None = None
@@ -60,14 +62,7 @@ class Queue(Inbox):
 
 @dataclass
 class Meter:
-    """What a worker waits for, and what it has done so far; it alone writes this. Times in seconds of the host.
-
-    Attributes:
-        input: batches of the worker before it; None: there is no such batch.
-        room: batches that it may work on by now.
-        batches, busy: how many it has worked on, and how long.
-        spans: (start, end, batch) of each; None: they are not kept.
-    """
+    """What a worker waits for (batches of the one before it, and leave to be so far ahead), and what it has done."""
 
     input: Queue = field(default_factory=Queue)
     room: Queue = field(default_factory=Queue)
@@ -82,6 +77,61 @@ class Meter:
         self.busy += end - start
         if self.spans is not None:
             self.spans.append((start, end, batch))
+
+
+class State(NamedTuple):
+    """A state of the fold, there after some points; its tensors with their counts of in-place writes at first."""
+
+    tree: Tree
+    marks: tuple[Mark, ...]
+    versions: tuple[tuple[str, Tensor, int], ...]
+
+
+class States:
+    """The states that are still read. The loop adds them, each under the number of batches that it has seen.
+
+    Args:
+        fold: with the states before the first batch; None: there are none.
+        start: the number of the first batch.
+        lag: the largest with which a stage reads them.
+        here: the streams of the loop.
+    """
+
+    def __init__(self, fold: Fold | None, start: int, lag: int, here: StreamSet) -> None:
+        self._lag, self._here, self._newest = lag, here, start
+        known = (*fold.earlier, fold.init)[-lag - 1 :] if fold else (None,)
+        self._first = start - len(known) + 1
+        self._kept = {self._first + at: self._made(tree) for at, tree in enumerate(known)}
+
+    def read(self, batch: int, lag: int) -> State:
+        """The state that a stage with this lag reads for a batch; its lead is no larger, so it is there."""
+        return self._kept[max(batch - lag, self._first)]
+
+    def until(self, index: int) -> tuple[Tree, ...]:
+        """Those of at most so many batches, the newest last."""
+        return tuple(state.tree for number, state in sorted(self._kept.items()) if number <= index)
+
+    def add(self, tree: Tree) -> None:
+        """A new state.
+
+        Raises:
+            FuncpipeError: an older one was written into, and somebody reads it.
+        """
+        for place, tensor, version in (entry for state in self._kept.values() for entry in state.versions):
+            if written(tensor) != version:
+                raise FuncpipeError(
+                    f"the fold writes into its state in place ({place}), and a stage with lag= reads older states; return "
+                    "new tensors (clone, or an optimizer that is a function)"
+                )
+        new, self._newest = self._made(tree), self._newest + 1
+        self._kept[self._newest] = new
+        self._kept.pop(self._newest - self._lag - 1, None)
+
+    def _made(self, tree: Tree) -> State:
+        """A state as the fold left it. Only an older one that is read must not be written into."""
+        pairs = zip(flatten(tree)[0], locations(tree, "state"), strict=True) if self._lag else ()
+        tensors = [(place, leaf) for leaf, place in pairs if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        return State(tree, self._here.marks(), tuple((place, leaf, written(leaf)) for place, leaf in tensors))
 
 
 class Workers:
