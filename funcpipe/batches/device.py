@@ -24,13 +24,7 @@ Memory: TypeAlias = Literal["side", "consumer"]
 
 @dataclass(frozen=True, eq=False)
 class ToDevice:
-    """Copies batches to devices; made by `to_device`.
-
-    Attributes:
-        devices: one for all leaves, or a tree of them that is a prefix of the batch's; None keeps what is below it.
-        pin: page-lock host memory first.
-        memory: whose memory the copies lie in.
-    """
+    """Copies batches to devices; made by `to_device`, which says what the fields are."""
 
     devices: Tree
     pin: Pin = "auto"
@@ -45,7 +39,7 @@ class ToDevice:
     @property
     def all(self) -> list[torch.device]:
         """Every device that anything is copied to."""
-        return [one for one in flatten(self.devices)[0] if one is not None]
+        return [device for device in flatten(self.devices)[0] if device is not None]
 
     def __call__(self, batch: Tree, *, threaded: bool = True, rooms: Sequence[Tensor | None] | None = None) -> Tree:
         """The batch on its devices; leaves that lie there already are the same objects.
@@ -160,8 +154,7 @@ def _device(leaf: Any) -> torch.device | None:
     if leaf is None:
         return None
     try:
-        device = torch.device(leaf)
-        return numbered(device)
+        return numbered(torch.device(leaf))
     except (RuntimeError, TypeError, AssertionError) as error:  # no such word; torch was built without it
         raise PlanError(f"to_device takes a device, or a tree of them; got {leaf!r}: {error}") from error
 
@@ -187,7 +180,7 @@ def _takes_words(to: Any) -> bool:
         parameters = inspect.signature(to).parameters.values()
     except (TypeError, ValueError):  # made in C
         return False
-    return any(one.name == "non_blocking" or one.kind is one.VAR_KEYWORD for one in parameters)
+    return any(word.name == "non_blocking" or word.kind is word.VAR_KEYWORD for word in parameters)
 
 
 def _room(leaf: Any, device: torch.device | None) -> Tensor | None:

@@ -85,9 +85,9 @@ def overlap(
         raise PlanError(f"progress is a function, True or False; got {progress!r}")
     listed, fold = named(stages)
     streamed = _devices(listed, devices)
-    every = not streamed if thread is None else thread
-    default = every and depth > 0
-    threads = [default, *(depth > 0 and (default if one.thread is None else one.thread) for one in listed)]
+    default = not streamed if thread is None else thread
+    wanted = [default, *(default if stage.thread is None else stage.thread for stage in listed)]
+    threads = [depth > 0 and threaded for threaded in wanted]
     plan = ticks(listed, fold, depth=depth, threads=threads, streamed=bool(streamed), order=order)
     if any(threads) and (modes := not_carried()):
         raise FuncpipeError(
@@ -121,12 +121,13 @@ def _check(source: Any, depth: Any, start: Any, memory: Any) -> None:
 def _devices(stages: Sequence[BatchStage], given: Sequence[Any]) -> tuple[torch.device, ...]:
     """The devices with streams that stages work on."""
     try:
-        found = [numbered(torch.device(one)) for one in ([given] if isinstance(given, (str, torch.device)) else given)]
+        asked = [given] if isinstance(given, (str, torch.device)) else given
+        every = [numbered(torch.device(device)) for device in asked]
     except (RuntimeError, TypeError, AssertionError) as error:
         raise PlanError(f"devices is a sequence of torch devices; got {given!r}: {error}") from error
     for stage in stages:
         if isinstance(stage.fn, ToDevice):
-            found += stage.fn.all
+            every += stage.fn.all
         if stage.stream is not None and not isinstance(stage.stream, str):
-            found.append(stage.stream.device)
-    return tuple(dict.fromkeys(one for one in map(numbered, found) if Place.backend.asynchronous(one)))
+            every.append(stage.stream.device)
+    return tuple(device for device in dict.fromkeys(map(numbered, every)) if Place.backend.asynchronous(device))

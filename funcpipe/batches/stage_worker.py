@@ -64,17 +64,8 @@ class Around:
 class StageWorker:
     """Takes batches from the worker before it, and hands on each, or None where there is no such batch.
 
-    Attributes:
-        shared: by all workers.
-        number: of the worker; 0 is the source's.
-        row: of the plan: its name, how far it may be ahead, has it a thread.
-        around: what is on while it works.
-        streams: where it queues its work.
-        readers: the streams of the worker that reads.
-        stage: what it does; None: it draws from the source.
-        draw: the source's ``next``.
-        snapshot: of the source, called before each draw.
-        released: in a ring, memory that came back.
+    Number 0 draws from the source and has no stage. ``readers`` are the streams of the worker that reads what this one
+    makes; ``released`` is memory that came back in a ring.
     """
 
     shared: Workers
@@ -124,8 +115,12 @@ class StageWorker:
 
     def reclaim(self) -> None:
         """In a ring: memory that came back is dropped after the stream has waited for those who read it."""
-        while self.released:
-            self.streams.wait(self.released.popleft().marks)
+        while True:
+            try:
+                release = self.released.popleft()
+            except IndexError:  # who ends the overlap may empty it at the same time
+                return
+            self.streams.wait(release.marks)
 
     def _failed(self, batch: int, error: Exception) -> Item:
         """An error in the place of a batch: nothing after it is wanted any more."""

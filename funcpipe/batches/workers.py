@@ -88,14 +88,7 @@ class State(NamedTuple):
 
 
 class States:
-    """The states that are still read. The loop adds them, each under the number of batches that it has seen.
-
-    Args:
-        fold: with the states before the first batch; None: there are none.
-        start: the number of the first batch.
-        lag: the largest with which a stage reads them.
-        here: the streams of the loop.
-    """
+    """The states that stages with a lag up to ``lag`` read. The loop adds them, under the number of batches they have seen."""
 
     def __init__(self, fold: Fold | None, start: int, lag: int, here: StreamSet) -> None:
         self._lag, self._here, self._newest = lag, here, start
@@ -109,7 +102,7 @@ class States:
 
     def until(self, index: int) -> tuple[Tree, ...]:
         """Those of at most so many batches, the newest last."""
-        return tuple(state.tree for number, state in sorted(self._kept.items()) if number <= index)
+        return tuple(state.tree for number, state in sorted(self._kept.copy().items()) if number <= index)
 
     def add(self, tree: Tree) -> None:
         """A new state.
@@ -137,17 +130,9 @@ class States:
 class Workers:
     """What the threads of an overlap share. It does not know the overlap, so that this can be collected.
 
-    Attributes:
-        here: the streams of the loop.
-        states: of the fold.
-        meters: of the source, of each stage, and of the fold (without one of the loop, which then waits last).
-        ring: memory comes back in order.
-        all: the source's worker and the stages', in the order in which a batch goes through them.
-        process: in which they work; a fork has none of the threads.
-        end: the first batch that will not come.
-        stopping: draw no more.
-        closed: stop.
-        snapshots: of the source, before each batch that is under way was drawn.
+    ``all`` are those of the source and of the stages, in the order in which a batch goes through them; each has a meter,
+    and the last meter is the fold's, or that of the loop, which waits then. ``here`` are the streams of the loop, ``end``
+    is the first batch that will not come, and ``snapshots`` are the source's states before each batch under way was drawn.
     """
 
     def __init__(self, here: StreamSet, states: States, meters: Sequence[Meter], *, ring: bool) -> None:
