@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -235,6 +236,26 @@ def test_what_is_no_exception_cancels_at_once(at, thread):
         list(run)
     assert caught.value is stop
     assert next(run, "end") == "end"
+
+
+def test_no_thread_takes_what_is_for_the_loop():
+    """All wait for a batch when one of them leaves: the loop is told, whoever looks first."""
+
+    def leave(x):
+        if x == 1:
+            time.sleep(0.001)
+            raise SystemExit(4)
+        return x
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(60):
+            run = fp.overlap(range(9), [leave, *[lambda x: x] * 6], depth=2)
+            with pytest.raises(SystemExit):
+                list(run)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_failing_move_does_not_hang():
