@@ -299,8 +299,8 @@ class Overlap(Iterator[Any]):
         readers = [each if each.fixed else StreamSet(each.devices, callers) for each in streams[1:]]
         rows = zip(self.plan.rows, [None, *self._stages], streams, readers, strict=False)
         workers = [
-            StageWorker(self._workers, number, row, self._around, own, reading, stage, draw, self._snapshot)
-            for number, (row, stage, own, reading) in enumerate(rows)
+            StageWorker(self._workers, number, row, self._around, home, reading, stage, draw, self._snapshot)
+            for number, (row, stage, home, reading) in enumerate(rows)
         ]
         fold = len(workers)
         inline = [number for number in self.plan.order if number == fold or not workers[number].row.thread]

@@ -49,9 +49,11 @@ def stats(plan: Ticks, meters: Sequence[Meter]) -> tuple[StageStats, ...]:
 
 def measured(plan: Ticks, meters: Sequence[Meter]) -> Timeline:
     """What every row did when, from the first draw."""
-    found = [(row, at, span) for at, row in enumerate(plan.rows) for span in list(meters[at].spans or ())]
-    zero = min((span[0] for _, _, span in found), default=0.0)
-    spans = [Span(row.lane, a - zero, b - zero, Action(Kind.F, at, batch)) for row, at, (a, b, batch) in found]
+    kept = [(row, at, span) for at, row in enumerate(plan.rows) for span in list(meters[at].spans or ())]
+    zero = min((start for _, _, (start, _, _) in kept), default=0.0)
+    spans = [
+        Span(row.lane, start - zero, end - zero, Action(Kind.F, at, batch)) for row, at, (start, end, batch) in kept
+    ]
     spans.sort(key=lambda span: (span.start, span.device))
     return Timeline(tuple(spans), len(plan.lanes), unit="s", name="overlap", lanes=plan.lanes)
 

@@ -66,13 +66,13 @@ class StreamSet:
 
     def use(self, batch: Tree, marks: Sequence[Mark]) -> None:
         """A batch that was made on other streams is read here, and may be freed by anyone at any time."""
-        made = {mark.device: mark.stream for mark in marks}
-        readers = {p.device: p.stream for p in self.places if p.device in made and made[p.device] != p.stream}
+        writers = {device: stream for device, stream, _ in marks}
+        readers = {p.device: p.stream for p in self.places if writers.get(p.device, p.stream) != p.stream}
         if not readers:
             return
-        if places := unknown(batch):
+        if unrecorded := unknown(batch):
             warnings.warn(
-                f"no stream can be recorded on {', '.join(places)}, so its memory may be given out while a stream reads "
+                f"no stream can be recorded on {', '.join(unrecorded)}, so its memory may be given out while a stream reads "
                 "it; give it record_stream(stream), or overlap(..., memory='ring')",
                 stacklevel=2,
             )

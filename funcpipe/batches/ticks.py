@@ -95,9 +95,9 @@ class Ticks:
         """The rows of a tick, each after the one before it if that works on the same batch; the loop's in their order."""
         rows, pending, sequence = self.rows, list(self.order), list[int]()
         while pending:
-            own = next((number for number in pending if not rows[number].thread), None)
+            inline = next((number for number in pending if not rows[number].thread), None)
             ready = (at for at in pending if at - 1 not in pending or rows[at - 1].lead > rows[at].lead)
-            number = next(at for at in ready if rows[at].thread or at == own)
+            number = next(at for at in ready if rows[at].thread or at == inline)
             pending.remove(number)
             sequence.append(number)
         return sequence
@@ -177,10 +177,10 @@ def _leads(stages: Sequence[BatchStage], depth: int) -> list[int]:
 
 
 def _order(rows: tuple[TickRow, ...], order: Sequence[int | str] | None) -> tuple[int, ...]:
-    own = [at for at, row in enumerate(rows) if not row.thread]
+    inline = [at for at, row in enumerate(rows) if not row.thread]
     others = tuple(at for at, row in enumerate(rows) if row.thread)
     if order is None:
-        return (*others, *sorted(own, key=lambda at: (rows[at].lead == 0, rows[at].lead, at)))
+        return (*others, *sorted(inline, key=lambda at: (rows[at].lead == 0, rows[at].lead, at)))
     by_name = {row.name: at for at, row in enumerate(rows)}
     wanted: list[int] = []
     for entry in order:
@@ -188,10 +188,10 @@ def _order(rows: tuple[TickRow, ...], order: Sequence[int | str] | None) -> tupl
         if at is None or at >= len(rows):
             raise PlanError(f"order names {entry!r}, which is no stage; there are: {', '.join(map(repr, by_name))}")
         wanted.append(at)
-    if 0 in own and 0 not in wanted:  # the source is drawn for the first stage, unless it has a place of its own
+    if 0 in inline and 0 not in wanted:  # the source is drawn for the first stage, unless it has a place of its own
         wanted.insert(wanted.index(1) if 1 in wanted else 0, 0)
-    if sorted(wanted) != own:
-        names = ", ".join(repr(rows[at].name) for at in own)
+    if sorted(wanted) != inline:
+        names = ", ".join(repr(rows[at].name) for at in inline)
         raise PlanError(f"order names every stage of the loop's thread once: {names}; got {list(order)!r}")
     return (*others, *wanted)
 
