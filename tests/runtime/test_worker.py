@@ -101,5 +101,5 @@ worker.give(job)
 Worker("idle").start()
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    end = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    end = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
     assert (end.returncode, end.stdout, end.stderr) == (0, "done\n", "")
