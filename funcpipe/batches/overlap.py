@@ -9,7 +9,7 @@ import torch
 
 from funcpipe.batches.device import ToDevice, numbered
 from funcpipe.batches.loop import Overlap
-from funcpipe.batches.stage import BatchStage, Fold, Given, named
+from funcpipe.batches.stage import BatchStage, Given, named
 from funcpipe.batches.stats import Progress, reporter
 from funcpipe.batches.ticks import ticks
 from funcpipe.core.errors import FuncpipeError, PlanError
@@ -85,13 +85,15 @@ def overlap(
         raise PlanError(f"progress is a function, True or False; got {progress!r}")
     listed, fold = named(stages)
     streamed = _devices(listed, devices)
-    every = not streamed if thread is None else thread
-    default = every and depth > 0
-    threads = [default, *(depth > 0 and (default if one.thread is None else one.thread) for one in listed)]
-    lanes = _lanes(listed, fold, threads, bool(streamed))
-    plan = ticks(listed, fold, depth=depth, threads=threads, lanes=lanes, order=order)
-    if any(threads) and (found := not_carried()):
-        raise FuncpipeError(f"threads cannot take over what is on here: {', '.join(found)}; overlap(..., thread=False) runs all stages in this thread")  # fmt: skip
+    default = not streamed if thread is None else thread
+    wanted = [default, *(default if stage.thread is None else stage.thread for stage in listed)]
+    threads = [depth > 0 and threaded for threaded in wanted]
+    plan = ticks(listed, fold, depth=depth, threads=threads, streamed=bool(streamed), order=order)
+    if any(threads) and (modes := not_carried()):
+        raise FuncpipeError(
+            f"threads cannot take over what is on here: {', '.join(modes)}; overlap(..., thread=False) runs all stages in "
+            "this thread"
+        )
     return Overlap(
         source,
         listed,
@@ -119,23 +121,13 @@ def _check(source: Any, depth: Any, start: Any, memory: Any) -> None:
 def _devices(stages: Sequence[BatchStage], given: Sequence[Any]) -> tuple[torch.device, ...]:
     """The devices with streams that stages work on."""
     try:
-        found = [numbered(torch.device(one)) for one in ([given] if isinstance(given, (str, torch.device)) else given)]
+        asked = [given] if isinstance(given, (str, torch.device)) else given
+        every = [numbered(torch.device(device)) for device in asked]
     except (RuntimeError, TypeError, AssertionError) as error:
         raise PlanError(f"devices is a sequence of torch devices; got {given!r}: {error}") from error
     for stage in stages:
         if isinstance(stage.fn, ToDevice):
-            found += stage.fn.all
+            every += stage.fn.all
         if stage.stream is not None and not isinstance(stage.stream, str):
-            found.append(stage.stream.device)
-    return tuple(dict.fromkeys(one for one in map(numbered, found) if Place.backend.asynchronous(one)))
-
-
-def _lanes(stages: Sequence[BatchStage], fold: Fold | None, threads: Sequence[bool], streamed: bool) -> list[str]:
-    """What does the work of each row: its thread, its stream, or the loop."""
-    out = ["source" if threads[0] else "loop"]
-    for stage, threaded in zip(stages, threads[1:], strict=True):
-        if streamed and stage.stream != "caller":
-            out.append(f"stream {stage.stream}" if isinstance(stage.stream, str) else stage.name)
-        else:
-            out.append(stage.name if threaded else "loop")
-    return [*out, *(["loop"] if fold else [])]
+            every.append(stage.stream.device)
+    return tuple(device for device in dict.fromkeys(map(numbered, every)) if Place.backend.asynchronous(device))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextvars
-import ctypes
 import os
 import queue
 import sys
@@ -38,53 +36,13 @@ from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.transport import Stop
 from funcpipe.runtime.watchdog import Watchdog
-
-_Job = Callable[[], Any]
+from funcpipe.runtime.worker import Worker, compute_with, end_all
 
 _TIMEOUT = -1
 """What the watchdog puts among the numbers of lanes that are done."""
 
 _PATIENCE = 0.05
 """Seconds that lanes get to end by themselves before they are interrupted."""
-
-
-class _Worker:
-    """One thread that does jobs until it gets None, and can be interrupted inside of a job only."""
-
-    def __init__(self, index: int) -> None:
-        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._gate = threading.Lock()
-        self._interruptible = False
-        self.thread = threading.Thread(target=self._loop, name=f"funcpipe lane {index}", daemon=True)
-
-    def _loop(self) -> None:
-        while (job := self.jobs.get()) is not None:
-            self._do(job)
-            del job  # it holds the run's values
-
-    def _do(self, job: _Job) -> None:
-        try:
-            self._interruptible = True
-            try:
-                job()
-            finally:
-                with self._gate:
-                    self._interruptible = False
-        except Stop:
-            pass  # it came while the job was ending
-
-    def interrupt(self) -> None:
-        """Raise Stop in the thread at its next bytecode, that is after the operation that it is in."""
-        with self._gate:
-            if self._interruptible and self.thread.ident is not None:
-                identity = ctypes.c_ulong(self.thread.ident)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(Stop))
-
-    def end(self, seconds: float | None = None) -> None:
-        """Wait for the thread's end, after the job that it does; for so long at most."""
-        self.jobs.put(None)
-        if self.thread.ident is not None:
-            self.thread.join(seconds)
 
 
 class Lanes:
@@ -95,7 +53,7 @@ class Lanes:
     def __init__(self, count: int) -> None:
         self.count, self.reason = count, "asked for"
         self._cores = cores()
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._busy = threading.Lock()
         self._process = os.getpid()
         self.closed = False
@@ -109,7 +67,7 @@ class Lanes:
 
     def __del__(self) -> None:
         for worker in self._workers:  # nobody holds the lanes any more: their threads end by themselves
-            worker.jobs.put(None)
+            worker.dismiss()
 
     def close(self) -> None:
         """End all threads; these lanes run nothing more."""
@@ -175,8 +133,7 @@ class Lanes:
             # Inside of try: Ctrl-C between two starts must stop the first.
             self._start()
             for lane, worker in zip(execution.lanes, self._workers, strict=True):
-                job = _job(self, execution, lane, failures, done)
-                worker.jobs.put(partial(contextvars.copy_context().run, job))
+                worker.give(_job(self, execution, lane, failures, done))
             with dog or nullcontext():
                 for _ in execution.lanes:
                     if _take(done) == _TIMEOUT or failures:
@@ -195,9 +152,9 @@ class Lanes:
 
     def _start(self) -> None:
         if not self._workers:
-            self._workers = [_Worker(index) for index in range(self.count)]
+            self._workers = [Worker(f"funcpipe lane {index}") for index in range(self.count)]
             for worker in self._workers:
-                worker.thread.start()
+                worker.start()
 
     def _halt(self, execution: Execution, wait: float | None) -> None:
         """End every lane: those that wait at once, those that compute after a short action or the operation in it.
@@ -208,9 +165,7 @@ class Lanes:
         for box in execution.boxes:
             box.stop()
         # Most end by themselves. An interruption may land in some object's __del__, where Python prints and drops it.
-        deadline = monotonic() + _PATIENCE
-        for worker in self._workers:
-            worker.end(max(0.0, deadline - monotonic()))
+        end_all(self._workers, _PATIENCE)
         for worker in self._workers:
             worker.interrupt()
         self._end(wait)  # the next run starts new ones
@@ -243,15 +198,13 @@ def _job(
     lane: Runner,
     failures: list[tuple[int, BaseException]],
     done: queue.SimpleQueue[int],
-) -> _Job:
+) -> Callable[[], None]:
     """The work of one lane in one run."""
 
     def work() -> None:
         try:
             lane.thread = threading.get_ident()
-            # In the thread itself: MKL counts per thread, and a thread that never said its number takes every core.
-            torch.get_num_threads()  # else torch takes at the first operation what another run has set since
-            torch.set_num_threads(execution.ready.threads)
+            compute_with(execution.ready.threads)
             crew.pin(lane.program.lane)
             RUNNING.set(partial(execution.where, lane))  # of the copied context, which ends with the job
             with (
