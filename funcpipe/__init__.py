@@ -82,10 +82,10 @@ from funcpipe.pipe.plan_for import Tried as Tried
 from funcpipe.pipe.plan_for import plan_for as plan_for
 from funcpipe.pipe.profile import profile as profile
 from funcpipe.pipe.split import split as split
-from funcpipe.programs.compile import compile as compile
-from funcpipe.programs.compile import programs as programs
-from funcpipe.programs.programs import Programs as Programs
-from funcpipe.programs.warmup import warmup as warmup
+from funcpipe.compiled.compile import compile as compile
+from funcpipe.compiled.compile import programs as programs
+from funcpipe.compiled.programs import Programs as Programs
+from funcpipe.compiled.warmup import warmup as warmup
 from funcpipe.runtime.apply import apply as apply
 from funcpipe.runtime.graphs import Graphs as Graphs
 from funcpipe.runtime.graphs import graphs as graphs

@@ -14,8 +14,8 @@ from funcpipe.core.errors import TraceError
 from funcpipe.core.stage import Stage
 from funcpipe.core.torch_names import FakeTensorMode, FunctionalTensorMode, NumbersWanted, functionalized
 from funcpipe.core.tree import Spec, Tree, flatten, unflatten
-from funcpipe.programs.draws import Draw, Watch, draws
-from funcpipe.programs.tidy import tidy
+from funcpipe.compiled.draws import Draw, Watch, draws
+from funcpipe.compiled.tidy import tidy
 from funcpipe.runtime.border import LEAF, Border
 from funcpipe.runtime.context import no_autocast_cache
 from funcpipe.runtime.eager import EagerBound, no_autocast

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from funcpipe.core.tree import flatten, locations
-from funcpipe.programs.joint import Ask
+from funcpipe.compiled.joint import Ask
 
 _VALUES = 4
 """So many values of a number are no accident; two may be training and evaluation."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from funcpipe.core.torch_names import storage_number
-from funcpipe.programs.cut import above, is_view
-from funcpipe.programs.joint import Joint
+from funcpipe.compiled.cut import above, is_view
+from funcpipe.compiled.joint import Joint
 
 _aten = torch.ops.aten
 

@@ -11,13 +11,13 @@ from typing import Any
 from funcpipe.core.errors import PlanError, TraceError
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, is_differentiable
-from funcpipe.programs.advice import advice
-from funcpipe.programs.backend import Backend, cudagraphs, inductor
-from funcpipe.programs.bound import CompiledBound
-from funcpipe.programs.hoist import hoist
-from funcpipe.programs.joint import Ask, trace, tracing
-from funcpipe.programs.programs import Programs
-from funcpipe.programs.recompute import recompute as least_kept
+from funcpipe.compiled.advice import advice
+from funcpipe.compiled.backend import Backend, cudagraphs, inductor
+from funcpipe.compiled.bound import CompiledBound
+from funcpipe.compiled.hoist import hoist
+from funcpipe.compiled.joint import Ask, trace, tracing
+from funcpipe.compiled.programs import Programs
+from funcpipe.compiled.recompute import recompute as least_kept
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.program import StageArgs
 from funcpipe.runtime.rng import Keys

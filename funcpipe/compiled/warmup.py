@@ -12,7 +12,7 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree
-from funcpipe.programs.bound import CompiledBound
+from funcpipe.compiled.bound import CompiledBound
 from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache
 from funcpipe.runtime.finish import release
 from funcpipe.runtime.prepare import Prepared, prepare
@@ -39,7 +39,7 @@ def warmup(
 
     >>> from funcpipe.core.stage import Stage
     >>> from funcpipe.lower.plan import make_plan
-    >>> from funcpipe.programs.compile import compile
+    >>> from funcpipe.compiled.compile import compile
     >>> from funcpipe.schedules.families import one_f_one_b
     >>> plan = make_plan([compile(Stage(lambda w, x: x * w))], one_f_one_b(1, 2), loss=torch.nn.functional.mse_loss)
     >>> rows = torch.ones(3, 2)  # two microbatches, of two rows and of one

@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 from funcpipe.core.errors import TraceError
 from funcpipe.core.torch_names import HigherOrderOperator, OpOverload, schema
-from funcpipe.programs.binding import binding, path_of
-from funcpipe.programs.cut import Part, is_view
-from funcpipe.programs.joint import tracing
+from funcpipe.compiled.binding import binding, path_of
+from funcpipe.compiled.cut import Part, is_view
+from funcpipe.compiled.joint import tracing
 from funcpipe.runtime.rng import twin_of
 
 

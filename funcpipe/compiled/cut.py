@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from funcpipe.programs.joint import Joint
+from funcpipe.compiled.joint import Joint
 
 _aten = torch.ops.aten
 

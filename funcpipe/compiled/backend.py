@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from funcpipe.core import torch_names
-from funcpipe.programs.cut import Part, Product, gather, is_view
-from funcpipe.programs.joint import tracing
-from funcpipe.programs.source import Box
+from funcpipe.compiled.cut import Part, Product, gather, is_view
+from funcpipe.compiled.joint import tracing
+from funcpipe.compiled.source import Box
 from funcpipe.runtime.eager import no_autocast
 from funcpipe.runtime.recorded import Recorded, Unrecordable
 from funcpipe.runtime.stream import Place

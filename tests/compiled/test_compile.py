@@ -19,7 +19,7 @@ from common import EXECUTORS, assert_same_result, ids, same, schedules, snapshot
 from stage_zoo import ZOO, pair
 
 import funcpipe as fp
-from funcpipe.programs.bound import CompiledBound, Tensors
+from funcpipe.compiled.bound import CompiledBound, Tensors
 
 
 def compiled(stages, **options):
@@ -755,7 +755,7 @@ def test_merged_products(kind, rows):
 
 def test_products_are_merged_where_the_plan_has_them_adjacent(monkeypatch):
     """Groups of three of four microbatches: two merges of a stage; by default none."""
-    from funcpipe.programs.programs import Half
+    from funcpipe.compiled.programs import Half
 
     sizes = []
     real = Half.merge

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcpipe.core.stage import Stage, current_scope
 from funcpipe.core.torch_names import WatchingMode
-from funcpipe.programs.known import UNKNOWN, Known
+from funcpipe.compiled.known import UNKNOWN, Known
 from funcpipe.runtime.drawing import draws_nothing, may_draw
 from funcpipe.runtime.rng import Keys, borrowed, locate
 

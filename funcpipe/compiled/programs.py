@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from funcpipe.programs.backend import Backend, Built
-from funcpipe.programs.cut import Backward, Cut, Part, Product, gather
-from funcpipe.programs.joint import Joint, tracing
-from funcpipe.programs.recompute import memory_of
-from funcpipe.programs.source import Box, Code
+from funcpipe.compiled.backend import Backend, Built
+from funcpipe.compiled.cut import Backward, Cut, Part, Product, gather
+from funcpipe.compiled.joint import Joint, tracing
+from funcpipe.compiled.recompute import memory_of
+from funcpipe.compiled.source import Box, Code
 
 
 class Half(NamedTuple):

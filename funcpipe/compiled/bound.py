@@ -12,11 +12,11 @@ from funcpipe.core.errors import TraceError
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, unflatten
-from funcpipe.programs.backend import Built
-from funcpipe.programs.draws import Keyring
-from funcpipe.programs.joint import Ask, Form, tensors
-from funcpipe.programs.programs import Half, Programs
-from funcpipe.programs.source import Code, laid_out
+from funcpipe.compiled.backend import Built
+from funcpipe.compiled.draws import Keyring
+from funcpipe.compiled.joint import Ask, Form, tensors
+from funcpipe.compiled.programs import Half, Programs
+from funcpipe.compiled.source import Code, laid_out
 from funcpipe.runtime.border import LEAF, Border, add_gradients, dense
 from funcpipe.runtime.eager import EagerBound, no_autocast
 from funcpipe.runtime.host import Way
@@ -26,7 +26,7 @@ from funcpipe.runtime.residual import EagerResidual
 from funcpipe.runtime.signature import look, said, switches, word
 
 if TYPE_CHECKING:
-    from funcpipe.programs.compile import Compiled
+    from funcpipe.compiled.compile import Compiled
 
 _NOTHING = Report((), None, None)
 _ALL_THERE: frozenset[int] = frozenset()
