@@ -24,6 +24,10 @@ from funcpipe.batches.windows import Accumulated as Accumulated
 from funcpipe.batches.windows import accumulate_grads as accumulate_grads
 from funcpipe.batches.windows import agree as agree
 from funcpipe.batches.windows import windows as windows
+from funcpipe.compiled.compile import compile as compile
+from funcpipe.compiled.compile import programs as programs
+from funcpipe.compiled.programs import Programs as Programs
+from funcpipe.compiled.warmup import warmup as warmup
 from funcpipe.core.compose import compose as compose
 from funcpipe.core.cost import Cost as Cost
 from funcpipe.core.cost import Skip as Skip
@@ -82,10 +86,6 @@ from funcpipe.pipe.plan_for import Tried as Tried
 from funcpipe.pipe.plan_for import plan_for as plan_for
 from funcpipe.pipe.profile import profile as profile
 from funcpipe.pipe.split import split as split
-from funcpipe.compiled.compile import compile as compile
-from funcpipe.compiled.compile import programs as programs
-from funcpipe.compiled.programs import Programs as Programs
-from funcpipe.compiled.warmup import warmup as warmup
 from funcpipe.runtime.apply import apply as apply
 from funcpipe.runtime.graphs import Graphs as Graphs
 from funcpipe.runtime.graphs import graphs as graphs

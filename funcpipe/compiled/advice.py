@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from funcpipe.core.tree import flatten, locations
 from funcpipe.compiled.joint import Ask
+from funcpipe.core.tree import flatten, locations
 
 _VALUES = 4
 """So many values of a number are no accident; two may be training and evaluation."""

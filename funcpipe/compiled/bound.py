@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
+from funcpipe.compiled.draws import Keyring
+from funcpipe.compiled.joint import Ask, OutputSpec, tensors
+from funcpipe.compiled.programs import Programs, add_products
+from funcpipe.compiled.residual import ProgramResidual
+from funcpipe.compiled.source import Code, laid_out
 from funcpipe.core.errors import TraceError
 from funcpipe.core.result import Loss
-from funcpipe.core.stage import Stage
-from funcpipe.core.tree import Tree, unflatten
-from funcpipe.compiled.backend import Built
-from funcpipe.compiled.draws import Keyring
-from funcpipe.compiled.joint import Ask, Form, tensors
-from funcpipe.compiled.programs import Half, Programs
-from funcpipe.compiled.source import Code, laid_out
+from funcpipe.core.tree import unflatten
 from funcpipe.runtime.border import LEAF, Border, add_gradients, dense
 from funcpipe.runtime.eager import EagerBound, no_autocast
-from funcpipe.runtime.host import Way
-from funcpipe.runtime.plain import address, plain
 from funcpipe.runtime.program import Cotangents, Gradients, Report, StageArgs, StageOut
 from funcpipe.runtime.residual import EagerResidual
 from funcpipe.runtime.signature import look, said, switches, word
@@ -29,84 +25,61 @@ if TYPE_CHECKING:
     from funcpipe.compiled.compile import Compiled
 
 _NOTHING = Report((), None, None)
-_ALL_THERE: frozenset[int] = frozenset()
 
 
-class Tensors:
-    """What F keeps for its backward, or I for W: tensors in a list, which the program empties.
+class CompiledBound:
+    """A stage run by its programs.
 
-    Attributes:
-        values: the tensors.
-        programs: whose they are.
-        microbatch: its index.
-        loss: the loss's (sum, weight) and the stage's own, whose weights scale the gradients.
+    Args:
+        compiled: how the stage becomes programs.
+        eager: the same stage, bound. It holds parameters, sums and shares, and runs what cannot be a program.
+        trainable: for each leaf of the parameters.
     """
 
-    __slots__ = ("_away", "_event", "loss", "microbatch", "missing", "programs", "side", "values")
+    def __init__(self, compiled: Compiled, eager: EagerBound, trainable: Sequence[bool]) -> None:
+        self.compiled, self.eager, self.trainable = compiled, eager, trainable
+        self._autocast = eager.autocast
+        self._bare = [leaf.detach() for leaf in tensors(eager.leaves, eager.state_leaves)]
+        self._complete: dict[Programs, list[Tensor]] = {}
+        self._sums: list[Tensor] = []
+        self._ends: dict[tuple[Programs, float], dict[str, Tensor]] = {}
+        self._met: dict[Hashable, Programs | None] = {}
+        self._last: tuple[list[Hashable], Programs | None] = ([], None)
+        self._fixed_words: Hashable = None
+        self._waiting: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._waiting_for: tuple[Programs, frozenset[int]] | None = None
 
-    def __init__(self, values: list[Tensor], programs: Programs, microbatch: int) -> None:
-        self.values, self.programs, self.microbatch = values, programs, microbatch
-        self.loss: Loss | None = None
-        self.side: tuple[Any, Any] | None = None
-        self.missing: frozenset[int] = frozenset()
-        self._away: dict[int, tuple[Any, Any]] = {}
-        self._event: Any = None
+    # -- the eager one's ---------------------------------------------------------------------------------------------
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of those that are on the device; memory that several share counts once."""
-        here = [one for number, one in enumerate(self.values) if number not in self._away]
-        return sum({address(one): one.untyped_storage().nbytes() for one in here}.values())
+    def phase(self) -> str:
+        """The eager one's."""
+        return self.eager.phase
 
-    def move(self, to: Way, *, fixed: frozenset[int] = frozenset()) -> Any:
-        """Move them to the host, or back, but for memory at the fixed addresses.
+    def grads(self) -> list[Tensor | None]:
+        """The eager one's."""
+        return self.eager.grads()
 
-        Returns:
-            The event after which they are there; None: they are.
-        """
-        return self._leave(to, fixed) if to.out else self._return(to)
+    def unused(self) -> list[int]:
+        """The eager one's."""
+        return self.eager.unused()
 
-    def _leave(self, to: Way, fixed: frozenset[int]) -> Any:
-        moving = {
-            number: one
-            for number, one in enumerate(self.values)
-            if _movable(one) and to.takes(one) and address(one) not in fixed
-        }
-        copies, self._event = to.copy([one.as_strided((one.numel(),), (1,)) for one in moving.values()])
-        self._away = {number: (one.shape, one.stride()) for number, one in moving.items()}
-        for number, copy in zip(moving, copies, strict=True):
-            self.values[number] = copy
-        return self._event
+    def fixed(self) -> list[Any]:
+        """The eager one's."""
+        return self.eager.fixed()
 
-    def _return(self, to: Way) -> Any:
-        copies, event = to.copy([self.values[number] for number in self._away], self._event)
-        for (number, form), copy in zip(self._away.items(), copies, strict=True):
-            self.values[number] = copy.as_strided(*form)
-        self._away, self._event = {}, None
-        return event
+    def written(self) -> list[int]:
+        """The eager one's."""
+        return self.eager.written()
 
+    def release(self) -> None:
+        """Forget every tensor."""
+        self.eager.release()
+        self._bare, self._sums, self._last = [], [], ([], None)
+        for remembered in (self._complete, self._ends, self._met):
+            remembered.clear()
 
-def _movable(tensor: Tensor) -> bool:
-    return plain(tensor) and tensor.numel() > 0 and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
-
-
-class CompiledBound(EagerBound):
-    """A stage run by its programs; parameters, sums and checks are those of an eager one."""
-
-    def __init__(self, compiled: Compiled, stage: Stage, index: int, params: Tree, state: Tree, **options: Any) -> None:
-        super().__init__(stage, index, params, state, **options)
-        self.compiled, self.trainable = compiled, options["trainable"]
-        self.bare = [leaf.detach() for leaf in tensors(self.leaves, self.state_leaves)]
-        self.given: dict[Programs, list[Tensor]] = {}
-        self.signature: list[Hashable] | None = None
-        self.sums: list[Tensor | None] = []
-        self.ends: dict[tuple[Programs, float], dict[str, Tensor]] = {}
-        self.programs: Programs | None = None
-        self.met: dict[Hashable, Programs | None] = {}
-        self.waiting: list[tuple[Half, Any]] = []
-        self.fixed_words: Hashable = None
-
-    # -- forward ---------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
         """F, as its program; a stage that cannot be one runs eagerly where that is wanted."""
@@ -115,74 +88,78 @@ class CompiledBound(EagerBound):
             programs = self._programs(args, signature)
         except TraceError as error:
             if error.cause is not None:
-                super().forward(args, keep=False)  # a mistake in the stage itself says so, at its place
+                self.eager.forward(args, keep=False)  # a mistake in the stage itself says so, at its place
             programs = self._programs(args, signature)  # which says how to go on
         if programs is None:
-            return super().forward(args, keep=keep)
+            return self.eager.forward(args, keep=keep)
         joint, program = programs.joint, programs.forward if keep else programs.alone
         if joint.draws:
-            found = self._run(programs, program, leaves, Keyring(self.keys, self.index, joint.draws, args.microbatch))
+            keys = Keyring(self.eager.keys, self.eager.index, joint.draws, args.microbatch)
+            given = self._run(programs, program, leaves, keys)
         else:
-            found = self._run(programs, program, leaves)
-        outs, kept = found if keep else (found, [])
-        y, report, stash = _close(joint.form, outs)
+            given = self._run(programs, program, leaves)
+        outs, kept = given if keep else (given, [])
+        y, report, stash = _close(joint.spec, outs)
         if program.gives is None:
             program.gives = look(y)
         y.words = program.gives  # a program lays out what it gives the same way each time
         if not keep:
             return StageOut(y, report, None, stash)
-        residual = Tensors(kept, programs, args.microbatch)
-        residual.loss, residual.side = report.loss, report.side
+        residual = ProgramResidual(kept, programs, args.microbatch, report.loss, report.side)
         return StageOut(y, report, residual, stash)
 
-    def _run(self, programs: Programs, program: Code | Built, *values: Any) -> Any:
+    def _run(self, programs: Programs, program: Code, *values: Any) -> Any:
         """Run a program. Casts are in it, so autocast is off."""
-        if self.autocast:
+        complete = self._complete.get(programs)
+        if complete is None:  # computed once, by the lane that runs them
+            complete = self._complete[programs] = programs.complete(self._bare)
+        if self._autocast:
             with no_autocast():
-                return program.call(self._given(programs), *values)
-        return program.call(self._given(programs), *values)
-
-    def _given(self, programs: Programs) -> list[Tensor]:
-        """What its programs get of parameters and state: computed once, by the lane that runs them."""
-        found = self.given.get(programs)
-        if found is None:
-            found = self.given[programs] = programs.complete(self.bare)
-        return found
+                return program.call(complete, *values)
+        return program.call(complete, *values)
 
     def find(self, args: StageArgs) -> Programs | None:
         """The programs for these shapes; None: run eagerly."""
         return self._programs(args, _read(args)[1])
 
+    def build(self, *, split: bool, remat: bool) -> None:
+        """Have all be written, or built, that a step of the last forward's shapes needs."""
+        programs = self._last[1]
+        if programs is not None and self.eager.backwards:
+            programs.build(split=split, remat=remat)
+
     def _programs(self, args: StageArgs, signature: list[Hashable]) -> Programs | None:
-        if signature != self.signature:
+        if signature != self._last[0]:
             form = tuple(signature)
-            if form not in self.met:  # what a run has it keeps, whatever else is made meanwhile
-                if self.fixed_words is None:
-                    self.fixed_words = self._words()
-                self.met[form] = self.compiled.programs((self.fixed_words, *form), lambda: self._ask(args))
-            self.programs, self.signature = self.met[form], signature
-        return self.programs
+            if form not in self._met:  # what a run has it keeps, whatever else is made meanwhile
+                if self._fixed_words is None:
+                    self._fixed_words = self._words()
+                self._met[form] = self.compiled.programs((self._fixed_words, *form), lambda: self._ask(args))
+            self._last = signature, self._met[form]
+        return self._last[1]
 
     def _ask(self, args: StageArgs) -> Ask:
         """What is to be traced."""
-        params = unflatten(self.spec, self.leaves)
-        return Ask(self.stage, params, self.state, self.trainable, self.train, self.backwards, self.loss, args)
+        eager = self.eager
+        params = unflatten(eager.spec, eager.leaves)
+        return Ask(eager.stage, params, eager.state, self.trainable, eager.train, eager.backwards, eager.loss, args)
 
     def _words(self) -> Hashable:
         """What a program depends on besides the leaves that a forward gets."""
-        flags = (self.train, self.backwards, tuple(self.trainable), self.loss)
-        return (flags, switches(), self.spec, self.state_spec, *map(word, (*self.leaves, *self.state_leaves)))
+        eager = self.eager
+        flags = (eager.train, eager.backwards, tuple(self.trainable), eager.loss)
+        leaves = (*eager.leaves, *eager.state_leaves)
+        return (flags, switches(), eager.spec, eager.state_spec, *map(word, leaves))
 
-    # -- backward --------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------------------------
 
     def backward(self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
         """B, as one program."""
         if isinstance(residual, EagerResidual):
-            return super().backward(residual, y, stash)
+            return self.eager.backward(residual, y, stash)
+        programs = residual.programs
         given, missing = self._roots(residual, y, stash)
-        x, *skips = self._run(
-            residual.programs, residual.programs.half(missing).whole, residual.values, given, self._sums()
-        )
+        x, *skips = self._run(programs, programs.half(missing).whole, residual.values, given, self._totals())
         return Cotangents(x, skips)
 
     def backward_input(
@@ -190,99 +167,90 @@ class CompiledBound(EagerBound):
     ) -> tuple[Cotangents, Any]:
         """I: the gradients of the inputs, and what W needs."""
         if isinstance(residual, EagerResidual):
-            return super().backward_input(residual, y, stash)
+            return self.eager.backward_input(residual, y, stash)
+        programs = residual.programs
         given, missing = self._roots(residual, y, stash)
-        (x, *skips), left = self._run(residual.programs, residual.programs.half(missing).inputs, residual.values, given)
-        rest = Tensors(left, residual.programs, residual.microbatch)
-        rest.missing = missing
-        return Cotangents(x, skips), rest
+        (x, *skips), left = self._run(programs, programs.half(missing).inputs, residual.values, given)
+        return Cotangents(x, skips), ProgramResidual(left, programs, residual.microbatch, missing=missing)
 
     def backward_weight(self, residual: Any, *, more: bool = False) -> None:
-        """W: adds the gradients of the parameters into their sums."""
+        """W: adds the gradients of the parameters into their sums; with ``merge`` the products of all that come at once."""
         if residual is None:
             return
-        half, sums = residual.programs.half(residual.missing), self._sums()
-        if not self.compiled.merge or not (more or self.waiting):
-            self._run(residual.programs, half.weights, residual.values, sums)
+        programs, sums = residual.programs, self._totals()
+        half = programs.half(residual.missing)
+        if not self.compiled.merge or not (more or self._waiting):
+            self._run(programs, half.weights, residual.values, sums)
             return
-        if self.waiting and self.waiting[0][0] is not half:
+        if self._waiting_for != (programs, residual.missing):
             self._merge()
-        self.waiting.append((half, self._run(residual.programs, half.operands, residual.values, sums)))
+            self._waiting_for = programs, residual.missing
+        self._waiting.append(self._run(programs, half.operands, residual.values, sums))
         if not more:
             self._merge()
 
     def _merge(self) -> None:
         """Add the products that wait."""
-        half = self.waiting[0][0]
-        half.merge([factors for _, factors in self.waiting], self._sums())
-        self.waiting = []
+        if self._waiting_for is not None:
+            programs, missing = self._waiting_for
+            add_products(programs.half(missing).products, self._waiting, self._totals())
+        self._waiting, self._waiting_for = [], None
 
-    def _sums(self) -> list[Tensor | None]:
-        if not self.sums:
-            self._begun()
-            self.sums = [alias.grad for alias in self.inputs]
-        return self.sums
+    def _totals(self) -> list[Tensor]:
+        """The sums of the trainable leaves."""
+        if not self._sums:
+            self._sums = [total for total in self.eager.grads() if total is not None]
+        return self._sums
 
     def _roots(
-        self, residual: Tensors, y: Gradients | None, stash: dict[str, list[Gradients]]
+        self, residual: ProgramResidual, y: Gradients | None, stash: dict[str, list[Gradients]]
     ) -> tuple[list[Tensor | None], frozenset[int]]:
         """The gradients that come in, by root, and the roots that have none."""
         given: list[Tensor | None] = []
-        missing = _ALL_THERE
+        missing = frozenset[int]()
         added = {name: add_gradients(None, *parts) or () for name, parts in stash.items()} if stash else {}
-        ends = self.loss_cotangents(residual) if residual.loss is not None or residual.side is not None else {}
+        ends = self._loss_cotangents(residual) if residual.loss is not None or residual.side is not None else {}
         for what, name, leaf, stride in residual.programs.joint.roots:
             if what == "y":
-                one = y[leaf] if y is not None else None
+                gradient = y[leaf] if y is not None else None
             elif what == "stash":
-                one = added[name][leaf] if name in added else None
+                gradient = added[name][leaf] if name in added else None
             else:
-                one = ends.get(what)
-            if one is None:
+                gradient = ends.get(what)
+            if gradient is None:
                 missing |= {len(given)}
-            elif one.stride() != stride:
-                one = laid_out(one, stride)
-            given.append(one)
+            elif gradient.stride() != stride:
+                gradient = laid_out(gradient, stride)
+            given.append(gradient)
         return given, missing
 
-    def loss_cotangents(self, residual: Any) -> dict[str, Tensor]:
-        """As an eager stage's, made once for all microbatches that count alike: no program writes into what it gets."""
-        loss, side = residual.loss, residual.side
-        if self.shares is None or side is not None or loss is None or loss.weight is not None or isinstance(residual, EagerResidual):  # fmt: skip
-            return super().loss_cotangents(residual)
-        key = residual.programs, self.shares.factor(loss, residual.microbatch)
-        found = self.ends.get(key)
-        if found is None:
-            found = self.ends[key] = super().loss_cotangents(residual)
-        return found
-
-    def release(self) -> None:
-        """Forget every tensor."""
-        super().release()
-        self.bare, self.sums = [], []
-        self.given.clear()
-        self.ends.clear()
-        self.met.clear()
-        self.programs = self.signature = None
+    def _loss_cotangents(self, residual: ProgramResidual) -> dict[str, Tensor]:
+        """Made once for all microbatches that count alike: no program writes into what it gets."""
+        loss, shares = residual.loss, self.eager.shares
+        if shares is None or residual.side is not None or loss is None or loss.weight is not None:
+            return self.eager.loss_cotangents(residual)
+        key = residual.programs, shares.factor(loss, residual.microbatch)
+        if key not in self._ends:
+            self._ends[key] = self.eager.loss_cotangents(residual)
+        return self._ends[key]
 
 
-def _close(form: Form, outs: Sequence[Tensor]) -> tuple[Border, Report, dict[str, Border]]:
+def _close(spec: OutputSpec, outs: Sequence[Tensor]) -> tuple[Border, Report, dict[str, Border]]:
     """What a forward hands out, from the program's tensors."""
-    (spec, flags), stashes, report = form.y, form.stash, form.report
-    if form.plain:  # most of the time
-        found = _NOTHING if report is None else Report((), Loss(outs[1]), None)
-        return Border([dense(outs[0])], LEAF, flags), found, {}
-    leaves = list(form.leaves)
-    for slot, out in zip(form.slots, outs, strict=True):
+    if spec.plain:  # most of the time
+        report = _NOTHING if spec.report is None else Report((), Loss(outs[1]), None)
+        return Border([dense(outs[0])], LEAF, spec.y[1]), report, {}
+    leaves = list(spec.leaves)
+    for slot, out in zip(spec.slots, outs, strict=True):
         leaves[slot] = out
-    at = len(flags)
-    y = Border([dense(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves[:at]], spec, flags)
-    stash: dict[str, Border] = {}
-    for name, (own_spec, own_flags) in stashes.items():
-        part = leaves[at : at + len(own_flags)]
-        stash[name] = Border([dense(leaf) if isinstance(leaf, Tensor) else leaf for leaf in part], own_spec, own_flags)
-        at += len(own_flags)
-    return y, _NOTHING if report is None else Report(*unflatten(report, leaves[at:])), stash
+    rest = iter(leaves)
+
+    def border(structure: Any, flags: Sequence[bool]) -> Border:
+        part = [next(rest) for _ in flags]
+        return Border([dense(leaf) if isinstance(leaf, Tensor) else leaf for leaf in part], structure, flags)
+
+    y, stash = border(*spec.y), {name: border(*part) for name, part in spec.stash.items()}
+    return y, _NOTHING if spec.report is None else Report(*unflatten(spec.report, list(rest))), stash
 
 
 def _read(args: StageArgs) -> tuple[list[Tensor], list[Hashable]]:

@@ -8,9 +8,6 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from funcpipe.core.errors import PlanError, TraceError
-from funcpipe.core.stage import Stage
-from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.compiled.advice import advice
 from funcpipe.compiled.backend import Backend, cudagraphs, inductor
 from funcpipe.compiled.bound import CompiledBound
@@ -18,7 +15,11 @@ from funcpipe.compiled.hoist import hoist
 from funcpipe.compiled.joint import Ask, trace, tracing
 from funcpipe.compiled.programs import Programs
 from funcpipe.compiled.recompute import recompute as least_kept
+from funcpipe.core.errors import PlanError, TraceError
+from funcpipe.core.stage import Stage
+from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.runtime.border import Border
+from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.program import StageArgs
 from funcpipe.runtime.rng import Keys
 from funcpipe.runtime.trainable import Trainable, trainable_leaves
@@ -59,7 +60,7 @@ class Compiled:
 
     def __call__(self, stage: Stage, index: int, params: Tree, state: Tree, **options: Any) -> CompiledBound:
         """Bind a stage for one run, as `Program` says. Raises PlanError where parameters or state do not fit."""
-        return CompiledBound(self, stage, index, params, state, **options)
+        return CompiledBound(self, EagerBound(stage, index, params, state, **options), options["trainable"])
 
     def reasons(self) -> list[str]:
         """Why signatures have no programs."""

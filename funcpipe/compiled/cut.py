@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -15,14 +15,24 @@ from funcpipe.compiled.joint import Joint
 _aten = torch.ops.aten
 
 _VIEWS: set[Any] = {
-    getattr(getattr(_aten, packet), overload)
-    for packet, overload in (
-        ("t", "default"), ("view", "default"), ("_unsafe_view", "default"), ("transpose", "int"), ("permute", "default"),
-        ("unsqueeze", "default"), ("squeeze", "dim"), ("squeeze", "dims"), ("squeeze", "default"), ("expand", "default"),
-        ("slice", "Tensor"), ("select", "int"), ("split", "Tensor"), ("split_with_sizes", "default"),
-        ("unbind", "int"), ("diagonal", "default"), ("as_strided", "default"),
-    )
-}  # fmt: skip
+    _aten.t.default,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.transpose.int,
+    _aten.permute.default,
+    _aten.unsqueeze.default,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.squeeze.default,
+    _aten.expand.default,
+    _aten.slice.Tensor,
+    _aten.select.int,
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.unbind.int,
+    _aten.diagonal.default,
+    _aten.as_strided.default,
+}
 """Operations that cost nothing: each program makes its own, so that what crosses is what the view is of."""
 
 
@@ -31,16 +41,26 @@ class Part:
     """One program: straight-line code.
 
     Attributes:
+        name: of its function.
+        takes: its arguments, and the values that each holds.
+        gives: what it returns: a list of values, a list of such lists, a tuple of both; None: nothing.
+        sums: weight gradients that are added into ``S[0]``, ``S[1]``, ...; None: the function has no ``S``.
+        fused: the numbers of sums to which a product of two matrices, or a sum of rows, is added in one operation.
         nodes: its operations, in order.
         reads: the values that it gets from outside, in the order of the graph.
     """
 
+    name: str
+    takes: Mapping[str, Sequence[fx.Node]]
+    gives: Any
+    sums: Sequence[fx.Node | None] | None
+    fused: Collection[int]
     nodes: list[fx.Node]
     reads: list[fx.Node]
 
 
 class Product(NamedTuple):
-    """A weight gradient that is a product.
+    """A product of two matrices.
 
     Attributes:
         left, right: what it is of.
@@ -52,31 +72,27 @@ class Product(NamedTuple):
     turned: bool
 
 
-@dataclass(frozen=True)
-class Backward:
-    """The backward in one piece and in two.
+Program = TypeVar("Program")
+
+
+class Backward(NamedTuple, Generic[Program]):
+    """The backward of a stage in one piece and in two: as parts of the graph, or as what was written of these.
 
     Attributes:
-        whole: B, all of it.
+        whole: B.
         inputs: I, what the gradients of the inputs need.
         weights: W, the rest of what the gradients of the parameters need.
-        operands: W without its products, but with what they are of.
+        operands: V, which is W without its products but with what they are of; these are made later.
         left: what I leaves for W.
-        wanted: gradients of input leaves, one list for the input and one for each skip.
-        sums: gradients of the trainable leaves.
-        products: those of them that are products of two matrices and serve nothing else, by their numbers.
-        columns: the numbers of those that are sums over the rows of a matrix with few of them, and serve nothing else.
+        products: the weight gradients that are products of two matrices and serve nothing else, by their numbers.
     """
 
-    whole: Part
-    inputs: Part
-    weights: Part
-    operands: Part
+    whole: Program
+    inputs: Program
+    weights: Program
+    operands: Program
     left: list[fx.Node]
-    wanted: list[list[fx.Node | None]]
-    sums: list[fx.Node | None]
     products: dict[int, Product]
-    columns: list[int]
 
 
 class Cut:
@@ -85,70 +101,103 @@ class Cut:
     An operation belongs to F if an output needs it, to I if a gradient of an input does, else to W; the first that needs
     it has it, so nothing is computed twice.
 
-    Attributes:
+    Args:
         joint: the graph.
-        forward: F where a backward follows.
-        alone: F where none does.
+        fuse: are products, and sums of a few rows, added to their sums in one operation.
+
+    Attributes:
         kept: what F keeps for the backward.
-        backward: the rest.
+        forward: F where a backward follows.
+        alone: A, F where none does.
+        once: C, what is computed of parameters and state alone; None: nothing.
     """
 
-    def __init__(self, joint: Joint) -> None:
-        self.joint = joint
-        given = [*joint.params, *joint.inputs]
-        free = {*joint.params}
-        self._f = above(joint.outs)
-        self.backward, crossing = self._backward(joint.wanted, joint.sums)
-        self.kept = [node for node in crossing if node not in free]
-        self.forward = gather([*joint.outs, *self.kept], stop={*given})
-        self.alone = gather(joint.outs, stop={*given})
+    def __init__(self, joint: Joint, *, fuse: bool) -> None:
+        self.joint, self.fuse = joint, fuse
+        self._forward = {*above(joint.outs), *joint.params, *joint.inputs}
+        outside = self._forward | {*joint.cotangents}
+        own, left = self._inputs(joint.wanted, joint.sums)
+        reads = gather(nodes_in([joint.wanted, [node for node in left if node in own]]), stop=outside)[1]
+        crossing = {*reads, *left} - {*joint.params} - {*joint.cotangents} - own
+        self.kept = [node for node in joint.module.graph.nodes if node in crossing]
+        takes = {"P": joint.params, "X": joint.inputs, **({"R": []} if joint.draws else {})}
+        self.forward = _part("F", takes, (joint.outs, self.kept))
+        self.alone = _part("A", takes, joint.outs)
+        bare = joint.params[: len(joint.params) - len(joint.once)]
+        self.once = _part("C", {"P": bare}, joint.once) if joint.once else None
 
-    def without(self, missing: frozenset[int]) -> Backward:
+    def _inputs(self, wanted: Any, sums: Sequence[fx.Node | None]) -> tuple[set[fx.Node], list[fx.Node]]:
+        """The operations of I, and what W reads besides parameters."""
+        own = _whole_ops(above(nodes_in(wanted)) - self._forward)
+        reads = gather(nodes_in(sums), stop={*self._forward, *self.joint.cotangents, *own})[1]
+        params = {*self.joint.params}
+        return own, [node for node in reads if node not in params]
+
+    def backward(self, missing: frozenset[int]) -> Backward[Part]:
         """The backward where some roots (by number) have no gradient: what depends on these alone has none either.
 
         As in autograd, which does not go where no gradient comes from, and adds nothing to what has none.
         """
-        if not missing:
-            return self.backward
         joint = self.joint
-        gone = _prune(joint.module.graph, joint.cotangents, {joint.cotangents[number] for number in missing})
-        wanted = [[None if node is None else gone.get(node, node) for node in row] for row in joint.wanted]
-        return self._backward(wanted, [None if node is None else gone.get(node, node) for node in joint.sums])[0]
+        wanted, sums = joint.wanted, joint.sums
+        if missing:
+            gone = _prune(joint.module.graph, joint.cotangents, {joint.cotangents[number] for number in missing})
+            wanted = [[gone.get(node, node) for node in row] for row in wanted]  # pyright: ignore
+            sums = [gone.get(node, node) for node in sums]  # pyright: ignore
+        left = self._inputs(wanted, sums)[1]
+        takes = {"P": joint.params, "K": self.kept, "G": joint.cotangents}
+        second = {"P": joint.params, "L": left}
+        weights = _part("W", second, None, sums)
+        products = _products(sums, {*weights.nodes})
+        fused = [*products, *_columns(sums, {*weights.nodes})] if self.fuse else []
+        factors = [one.left for one in products.values()], [one.right for one in products.values()]
+        rest = [None if number in products else node for number, node in enumerate(sums)]
+        return Backward(
+            _part("B", takes, wanted, sums, fused),
+            _part("I", takes, (wanted, left)),
+            replace(weights, fused=fused),
+            _part("V", second, factors, rest),
+            left,
+            products,
+        )
 
-    def _backward(
-        self, wanted: list[list[fx.Node | None]], sums: list[fx.Node | None]
-    ) -> tuple[Backward, list[fx.Node]]:
-        """The three programs, and what they read of F."""
-        joint = self.joint
-        params, cotangents = {*joint.params}, {*joint.cotangents}
-        ends = [node for row in wanted for node in row if node is not None]
-        targets = [node for node in sums if node is not None]
-        forward = {*self._f, *params, *joint.inputs}
-        inputs_own = _whole_ops(above(ends) - forward)
-        outside = {*forward, *cotangents, *inputs_own}
-        weights = gather(targets, stop=outside)
-        products, columns = _products(sums, {*weights.nodes}), _columns(sums, {*weights.nodes})
-        rest = [node for number, node in enumerate(sums) if node is not None and number not in products]
-        factors = [factor for left, right, _ in products.values() for factor in (left, right)]
-        operands = gather([*rest, *factors], stop=outside)
-        left = [node for node in weights.reads if node not in params]
-        made = [node for node in left if node in inputs_own]
-        inputs = gather([*ends, *made], stop={*forward, *cotangents})
-        whole = gather([*ends, *targets], stop={*forward, *cotangents})
-        crossing = {*inputs.reads, *weights.reads, *whole.reads} - cotangents - {*inputs.nodes}
-        order = [node for node in joint.module.graph.nodes if node in crossing]
-        return Backward(whole, inputs, weights, operands, left, wanted, sums, products, columns), order
+
+def _part(
+    name: str,
+    takes: Mapping[str, Sequence[fx.Node]],
+    gives: Any,
+    sums: Sequence[fx.Node | None] | None = None,
+    fused: Collection[int] = (),
+) -> Part:
+    """The program that gives some values and adds others into sums."""
+    stop = {node for values in takes.values() for node in values}
+    return Part(name, takes, gives, sums, fused, *gather(nodes_in((gives, sums)), stop=stop))
+
+
+def nodes_in(values: Any) -> list[fx.Node]:
+    """The nodes among lists of lists."""
+    found: list[fx.Node] = []
+    fx.map_arg(values, found.append)  # pyright: ignore[reportArgumentType]
+    return found
 
 
 def _products(sums: Sequence[fx.Node | None], own: set[fx.Node]) -> dict[int, Product]:
     """The weight gradients that are products and serve nothing but one sum."""
-    found: dict[int, Product] = {}
-    for number, node in _single(sums, own, _aten.mm.default):
-        left: Any
-        left, right = node.args
-        turned = left.target is _aten.t.default
-        found[number] = Product(left.args[0] if turned else left, right, turned)  # pyright: ignore[reportArgumentType]
-    return found
+    return {number: product(node) for number, node in _single(sums, own, _aten.mm.default)}
+
+
+def is_product(node: fx.Node | None) -> bool:
+    """Is it a product of two matrices."""
+    return node is not None and node.target is _aten.mm.default
+
+
+def product(node: fx.Node) -> Product:
+    """What a product is of."""
+    left: Any
+    right: Any
+    left, right = node.args
+    turned = left.target is _aten.t.default
+    return Product(left.args[0] if turned else left, right, turned)
 
 
 _FEW = 512
@@ -197,8 +246,8 @@ def _whole_ops(nodes: set[fx.Node]) -> set[fx.Node]:
     return nodes | pieces
 
 
-def gather(roots: Sequence[fx.Node], *, stop: set[fx.Node]) -> Part:
-    """The program that computes some values, reading those in ``stop`` from outside, but for views of them."""
+def gather(roots: Sequence[fx.Node], *, stop: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What computes some values reading those in ``stop``, but for views of them: operations, and what is read."""
     own: set[fx.Node] = set()
     reads: set[fx.Node] = set()
     todo = list(roots)
@@ -211,10 +260,8 @@ def gather(roots: Sequence[fx.Node], *, stop: set[fx.Node]) -> Part:
         else:
             own.add(node)
             todo += node.all_input_nodes
-    if not roots:
-        return Part([], [])
-    nodes = roots[0].graph.nodes
-    return Part([n for n in nodes if n in own], [n for n in nodes if n in reads])
+    nodes = list(roots[0].graph.nodes) if roots else []
+    return [node for node in nodes if node in own], [node for node in nodes if node in reads]
 
 
 def _prune(graph: fx.Graph, cotangents: Sequence[fx.Node], missing: set[fx.Node]) -> dict[fx.Node, fx.Node | None]:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcpipe.compiled.known import UNKNOWN, Known
 from funcpipe.core.stage import Stage, current_scope
 from funcpipe.core.torch_names import WatchingMode
-from funcpipe.compiled.known import UNKNOWN, Known
 from funcpipe.runtime.drawing import draws_nothing, may_draw
 from funcpipe.runtime.rng import Keys, borrowed, locate
 

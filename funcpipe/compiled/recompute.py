@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from funcpipe.core.torch_names import storage_number
 from funcpipe.compiled.cut import above, is_view
 from funcpipe.compiled.joint import Joint
+from funcpipe.core.torch_names import storage_number
 
 _aten = torch.ops.aten
 
