@@ -47,7 +47,7 @@ def cudagraphs(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., A
 
 
 class Kernel:
-    """What a backend makes of a part of a graph: tensors in a row in, a tuple of tensors out; at its first call, or by `build`.
+    """What a backend makes of a part of a graph, at its first call or by `build`: tensors in a row in, a row out.
 
     Args:
         nodes, reads, outs: the operations, what they read, and what is wanted of them.

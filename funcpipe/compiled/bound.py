@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from funcpipe.compiled.draws import Keyring
-from funcpipe.compiled.joint import Ask, OutputSpec, tensors
+from funcpipe.compiled.joint import OutputSpec, tensors
 from funcpipe.compiled.programs import Programs, add_products
 from funcpipe.compiled.residual import ProgramResidual
 from funcpipe.compiled.source import Code, laid_out
@@ -33,11 +33,10 @@ class CompiledBound:
     Args:
         compiled: how the stage becomes programs.
         eager: the same stage, bound. It holds parameters, sums and shares, and runs what cannot be a program.
-        trainable: for each leaf of the parameters.
     """
 
-    def __init__(self, compiled: Compiled, eager: EagerBound, trainable: Sequence[bool]) -> None:
-        self.compiled, self.eager, self.trainable = compiled, eager, trainable
+    def __init__(self, compiled: Compiled, eager: EagerBound) -> None:
+        self.compiled, self.eager = compiled, eager
         self._autocast = eager.autocast
         self._bare = [leaf.detach() for leaf in tensors(eager.leaves, eager.state_leaves)]
         self._complete: dict[Programs, list[Tensor]] = {}
@@ -134,20 +133,14 @@ class CompiledBound:
             if form not in self._met:  # what a run has it keeps, whatever else is made meanwhile
                 if self._fixed_words is None:
                     self._fixed_words = self._words()
-                self._met[form] = self.compiled.programs((self._fixed_words, *form), lambda: self._ask(args))
+                self._met[form] = self.compiled.programs((self._fixed_words, *form), self.eager, args)
             self._last = signature, self._met[form]
         return self._last[1]
-
-    def _ask(self, args: StageArgs) -> Ask:
-        """What is to be traced."""
-        eager = self.eager
-        params = unflatten(eager.spec, eager.leaves)
-        return Ask(eager.stage, params, eager.state, self.trainable, eager.train, eager.backwards, eager.loss, args)
 
     def _words(self) -> Hashable:
         """What a program depends on besides the leaves that a forward gets."""
         eager = self.eager
-        flags = (eager.train, eager.backwards, tuple(self.trainable), eager.loss)
+        flags = (eager.train, eager.backwards, tuple(eager.trainable), eager.loss)
         leaves = (*eager.leaves, *eager.state_leaves)
         return (flags, switches(), eager.spec, eager.state_spec, *map(word, leaves))
 
@@ -174,7 +167,7 @@ class CompiledBound:
         return Cotangents(x, skips), ProgramResidual(left, programs, residual.microbatch, missing=missing)
 
     def backward_weight(self, residual: Any, *, more: bool = False) -> None:
-        """W: adds the gradients of the parameters into their sums; with ``merge`` the products of all that come at once."""
+        """W: adds the gradients of the parameters into their sums; with ``merge`` the products of several at once."""
         if residual is None:
             return
         programs, sums = residual.programs, self._totals()

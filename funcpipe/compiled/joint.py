@@ -10,40 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from funcpipe.compiled.draws import Draw, Watch, draws
+from funcpipe.compiled.draws import DrawOp, Watch, draws
 from funcpipe.compiled.tidy import tidy
 from funcpipe.core.errors import TraceError
-from funcpipe.core.stage import Stage
 from funcpipe.core.torch_names import FakeTensorMode, FunctionalTensorMode, NumbersWanted, functionalized
-from funcpipe.core.tree import Spec, Tree, flatten, unflatten
+from funcpipe.core.tree import Spec, flatten, unflatten
 from funcpipe.runtime.border import LEAF, Border
 from funcpipe.runtime.context import no_autocast_cache
 from funcpipe.runtime.eager import EagerBound, no_autocast
 from funcpipe.runtime.program import StageArgs, StageOut
 from funcpipe.runtime.rng import Keys
-
-
-class Ask(NamedTuple):
-    """What is traced: a stage, with leaves of the shapes that it will get.
-
-    Attributes:
-        stage: the stage.
-        params, state: their trees.
-        trainable: for each leaf of the parameters.
-        train: the mode.
-        backwards: do gradients flow.
-        loss: the plan's, in the last stage.
-        args: of a forward.
-    """
-
-    stage: Stage
-    params: Tree
-    state: Tree
-    trainable: Sequence[bool]
-    train: bool
-    backwards: bool
-    loss: Callable[..., Any] | None
-    args: StageArgs
 
 
 class Root(NamedTuple):
@@ -106,7 +82,7 @@ class Joint:
     sums: list[fx.Node | None]
     spec: OutputSpec
     roots: list[Root]
-    draws: list[Draw]
+    draws: list[DrawOp]
     once: list[fx.Node] = field(default_factory=list[fx.Node])
 
 
@@ -125,8 +101,8 @@ tracing = threading.RLock()
 """Held by who traces, writes or builds programs: fx keeps what it traces in the process, not in the thread."""
 
 
-def trace(ask: Ask) -> Joint:
-    """Trace a stage with its backward.
+def trace(bound: EagerBound, args: StageArgs) -> Joint:
+    """Trace a bound stage with its backward, for arguments like these.
 
     Raises:
         TraceError: it says what about the stage cannot be a program.
@@ -134,18 +110,17 @@ def trace(ask: Ask) -> Joint:
     with tracing:
         try:
             with no_autocast_cache():  # a second call would not show the casts of the first
-                return _trace(ask)
+                return _trace(bound, args)
         except TraceError:
             raise
         except Exception as error:
             raise _why(error) from error
 
 
-def _trace(ask: Ask) -> Joint:
+def _trace(real: EagerBound, args: StageArgs) -> Joint:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    param_leaves, state_leaves = flatten(ask.params)[0], flatten(ask.state)[0]
-    given = tensors(param_leaves, state_leaves), tensors(leaves_in(ask.args))
+    fixed, given = tensors(real.leaves, real.state_leaves), tensors(leaves_in(args))
     kind: Any = FakeTensorMode
     if not torch.cuda.is_available():
         # Builds with CUDA on machines without: torch 2.11 then puts a guard into the process that dies with this thread,
@@ -153,19 +128,19 @@ def _trace(ask: Ask) -> Joint:
         kind = type("Fakes", (FakeTensorMode,), {"avoid_device_init": False})
     mode = kind(static_shapes=True)
     with torch.no_grad():
-        fakes = [mode.from_tensor(tensor.detach()) for tensor in given[0]]
+        fakes = [mode.from_tensor(tensor.detach()) for tensor in fixed]
     with mode:
         # Where a microbatch begins in the memory of the batch, and how large that is, is in no signature: no trace sees it.
-        fakes += [torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=one.device) for one in given[1]]
-    with mode, torch.set_grad_enabled(ask.backwards):
-        first = _Call(ask, fakes)
-        again = _Call(ask, fakes, first.bound)
+        fakes += [torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=one.device) for one in given]
+    with mode, torch.set_grad_enabled(real.backwards):
+        first = _Call(real, args, fakes)
+        again = _Call(real, args, fakes, first.bound)
     _refuse_changes(first, again)
     cotangents = [mode.from_tensor(torch.empty_like(root)) for root in first.ends] if first.ends else []
     kept: list[_Call] = []
 
     def joint(*flat: Tensor) -> Any:
-        call = _Call(ask, flat[: len(fakes)])
+        call = _Call(real, args, flat[: len(fakes)])
         kept[:] = [call]
         return call.outs, *call.gradients(flat[len(fakes) :])
 
@@ -173,7 +148,7 @@ def _trace(ask: Ask) -> Joint:
         functional: Any = functionalized(function, FunctionalTensorMode())
         return make_fx(functional, tracing_mode="fake")(*fakes, *cotangents)
 
-    with mode, torch.set_grad_enabled(ask.backwards):
+    with mode, torch.set_grad_enabled(real.backwards):
         try:
             module = graph(joint)
         except NumbersWanted:
@@ -187,25 +162,16 @@ def _trace(ask: Ask) -> Joint:
     tidy(module)
     boxes = [n for n in module.graph.nodes if n.op == "placeholder"]
     outs, wanted, sums = next(n for n in module.graph.nodes if n.op == "output").args[0]
-    there, end = len(given[0]), len(fakes)
-    return Joint(
-        module,
-        params=boxes[:there],
-        inputs=boxes[there:end],
-        cotangents=boxes[end:],
-        outs=outs,
-        wanted=wanted,
-        sums=sums,
-        spec=first.spec,
-        roots=first.roots,
-        draws=call.watch.draws,
-    )
+    params, inputs, ends = boxes[: len(fixed)], boxes[len(fixed) : len(fakes)], boxes[len(fakes) :]
+    return Joint(module, params, inputs, ends, outs, wanted, sums, first.spec, first.roots, call.watch.draws)
 
 
 class _Call:
     """One forward of the stage on given tensors, with its graph."""
 
-    def __init__(self, ask: Ask, flat: Sequence[Tensor], bound: EagerBound | None = None) -> None:
+    def __init__(
+        self, real: EagerBound, args: StageArgs, flat: Sequence[Tensor], bound: EagerBound | None = None
+    ) -> None:
         rest = iter(flat)
 
         def put(leaves: Sequence[Any]) -> list[Any]:
@@ -214,20 +180,17 @@ class _Call:
         def border(old: Border) -> Border:
             return Border(put(old.leaves), old.spec, old.flags)
 
-        trees: list[Tree] = []
-        for tree in (ask.params, ask.state):
-            leaves, spec = flatten(tree)
-            trees.append(unflatten(spec, put(leaves)))
-        x, skips, feeds, target, microbatch = ask.args
+        params, state = unflatten(real.spec, put(real.leaves)), unflatten(real.state_spec, put(real.state_leaves))
+        x, skips, feeds, target, microbatch = args
         given = border(x), [border(skip) for skip in skips], [border(feed) for feed in feeds], target and border(target)
-        args = StageArgs(*given, microbatch)
         if bound is None:
-            options: dict[str, Any] = {"trainable": ask.trainable, "train": ask.train, "backwards": ask.backwards}
-            bound = EagerBound(ask.stage, 0, *trees, keys=Keys(None, [ask.stage]), loss=ask.loss, **options)
-        self.ask, self.bound = ask, bound
+            options: dict[str, Any] = {"trainable": real.trainable, "train": real.train, "backwards": real.backwards}
+            options |= {"keys": Keys(None, [real.stage]), "loss": real.loss}
+            bound = EagerBound(real.stage, 0, params, state, **options)
+        self.bound = bound
         self.watch = Watch(bound.places)
         with self.watch:
-            out = bound.evaluate(args, keep=True)
+            out = bound.evaluate(StageArgs(*given, microbatch), keep=True)
         if bound.written():
             raise TraceError("it writes into its parameters; a stage is pure")
         self.residual = out.residual
@@ -238,7 +201,7 @@ class _Call:
         """Where gradients come in, and the tensors there with their graphs."""
         residual = self.residual
         places: list[tuple[str, str, int, Any]] = []
-        if self.ask.loss is None:
+        if self.bound.loss is None:
             places += [("y", "", leaf, end) for leaf, end in enumerate(residual.y)]
         for name, ends in residual.stash.items():
             places += [("stash", name, leaf, end) for leaf, end in enumerate(ends)]
@@ -309,7 +272,7 @@ def _refuse_changes(first: _Call, again: _Call) -> None:
     )
 
 
-def _name_draws(graph: fx.Graph, drawn: Sequence[Draw]) -> None:
+def _name_draws(graph: fx.Graph, drawn: Sequence[DrawOp]) -> None:
     """Mark each node that draws with the number of its draw. Raises TraceError."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     nodes = [node for node in calls if draws(node.target, node.args, node.kwargs, node.meta.get("val"))]

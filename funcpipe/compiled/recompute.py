@@ -21,11 +21,21 @@ from funcpipe.core.torch_names import storage_number
 _aten = torch.ops.aten
 
 _CHEAP: set[Any] = {
-    _aten._to_copy.default, _aten.clone.default, _aten._softmax.default, _aten._log_softmax.default,
-    _aten.native_layer_norm.default, _aten.cat.default, _aten.stack.default, _aten.full_like.default,
-    _aten.zeros_like.default, _aten.ones_like.default, _aten.arange.default, _aten.full.default,
-    _aten.scalar_tensor.default, _aten.constant_pad_nd.default,
-}  # fmt: skip
+    _aten._to_copy.default,
+    _aten.clone.default,
+    _aten._softmax.default,
+    _aten._log_softmax.default,
+    _aten.native_layer_norm.default,
+    _aten.cat.default,
+    _aten.stack.default,
+    _aten.full_like.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.arange.default,
+    _aten.full.default,
+    _aten.scalar_tensor.default,
+    _aten.constant_pad_nd.default,
+}
 """Operations besides pointwise ones and views that read and write memory, and do little else."""
 
 
@@ -92,7 +102,11 @@ def _repeats(node: fx.Node) -> bool:
 def bytes_of(node: fx.Node) -> int:
     """What it costs to keep a value: of a tensor, or of all that an operation gives."""
     val = node.meta["val"]
-    return sum(one.numel() * one.element_size() for one in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(one, Tensor))  # fmt: skip  # pyright: ignore
+    return sum(
+        one.numel() * one.element_size()
+        for one in (val if isinstance(val, (tuple, list)) else (val,))
+        if isinstance(one, Tensor)
+    )  # pyright: ignore
 
 
 def memory_of(nodes: Iterable[fx.Node]) -> dict[int, int]:

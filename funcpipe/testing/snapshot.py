@@ -25,7 +25,7 @@ class Snapshot:
         self._bits = {name: (_writes(tensor), tensor.detach().clone()) for name, tensor in tensors}
 
     def changes(self, now: Mapping[str, Any]) -> list[str]:
-        """The names whose values are others now, or that have come or gone; another tensor with these bits is the same."""
+        """The names that have come or gone, or whose values are others now; a tensor with the same bits is no other."""
         both = [name for name in self.values if name in now]
         other = [name for name in both if self._differs(name, now[name])]
         other += [name for name in (*self.values, *now) if (name in now) != (name in self.values)]
