@@ -99,22 +99,18 @@ def _repeats(node: fx.Node) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
-def bytes_of(node: fx.Node) -> int:
-    """What it costs to keep a value: of a tensor, or of all that an operation gives."""
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """What a trace made of a value: one tensor, or all that an operation gives."""
     val = node.meta["val"]
-    return sum(
-        one.numel() * one.element_size()
-        for one in (val if isinstance(val, (tuple, list)) else (val,))
-        if isinstance(one, Tensor)
-    )  # pyright: ignore
+    return [one for one in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(one, Tensor)]  # pyright: ignore
+
+
+def bytes_of(node: fx.Node) -> int:
+    """What it costs to keep a value."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(node))
 
 
 def memory_of(nodes: Iterable[fx.Node]) -> dict[int, int]:
     """The storages that values lie in, and their bytes."""
-    found: dict[int, int] = {}
-    for node in nodes:
-        val = node.meta["val"]
-        for one in val if isinstance(val, (tuple, list)) else (val,):  # pyright: ignore
-            if isinstance(one, Tensor):
-                found[storage_number(one.untyped_storage())] = one.untyped_storage().nbytes()
-    return found
+    storages = [tensor.untyped_storage() for node in nodes for tensor in tensors_of(node)]
+    return {storage_number(storage): storage.nbytes() for storage in storages}

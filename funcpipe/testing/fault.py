@@ -64,11 +64,9 @@ class FaultAt:
     error: Strike = Fault
 
     def __post_init__(self) -> None:
-        faults = [
-            f"{name} is an index from 0; got {value!r}"
-            for name, value in (("stage", self.stage), ("microbatch", self.microbatch))
-            if not isinstance(value, int) or value < 0
-        ]
+        indices = {"stage": self.stage, "microbatch": self.microbatch}.items()
+        wrong = [(name, value) for name, value in indices if not isinstance(value, int) or value < 0]
+        faults = [f"{name} is an index from 0; got {value!r}" for name, value in wrong]
         try:
             object.__setattr__(self, "kind", Kind(self.kind))
         except ValueError:
@@ -101,54 +99,44 @@ class FaultAt:
         action = running()
         if action is None or action.microbatch != self.microbatch:
             return out
-        if self.kind in (Kind.B, Kind.I):
-            if torch.is_grad_enabled() and not any(leaf.requires_grad for leaf in leaves(tuple(normalise(out)))):
-                raise PlanError(
-                    f"{self} can never strike: nothing that the stage returns requires a gradient, so its backward is empty; make its parameters trainable (trainable=True)"
-                )
-            return _over(out, lambda leaf: leaf.requires_grad, lambda tensors: _Backward.apply(self, *tensors))
-        return _over(out, is_differentiable, self._strike) if action.kind is self.kind else out
+        if self.kind not in (Kind.B, Kind.I):
+            return _over(out, is_differentiable, self._strike) if action.kind is self.kind else out
+        if torch.is_grad_enabled() and not any(leaf.requires_grad for leaf in leaves(tuple(normalise(out)))):
+            raise PlanError(
+                f"{self} can never strike: nothing that the stage returns requires a gradient, so its backward is empty; "
+                "make its parameters trainable (trainable=True)"
+            )
+        return _over(out, lambda leaf: leaf.requires_grad, self._with_hook)
 
-    def _strike(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def _with_hook(self, tensor: Tensor) -> Tensor:
+        """The tensor, but the fault strikes when its gradient is there."""
+        view = tensor.view_as(tensor)
+        view.register_hook(self._arrived)
+        return view
+
+    def _arrived(self, gradient: Tensor) -> Tensor:
+        action = running()
+        only_split = self.kind is Kind.I and (action is None or action.kind is not Kind.I)
+        return gradient if only_split else self._strike(gradient)
+
+    def _strike(self, tensor: Tensor) -> Tensor:
         """Raise, or change what is there."""
         if isinstance(self.error, BaseException):
             raise self.error.with_traceback(None)  # else it would grow with every run
         if isinstance(self.error, type) and issubclass(self.error, BaseException):
             raise self.error
-        new: list[Tensor | None] = []
-        for tensor in tensors:
-            changed = None if tensor is None else self.error(tensor)
-            new.append(tensor if changed is None else changed)
-        return new
+        changed = self.error(tensor)
+        return tensor if changed is None else changed
 
 
-class _Backward(torch.autograd.Function):
-    """The identity on the outputs of a stage; the fault strikes when their gradients are there."""
-
-    @staticmethod
-    def forward(ctx: Any, fault: FaultAt, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.fault = fault
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        fault: FaultAt = ctx.fault
-        action = running()
-        if fault.kind is Kind.I and (action is None or action.kind is not Kind.I):
-            return (None, *gradients)
-        return (None, *fault._strike(gradients))
-
-
-def _over(out: Any, chosen: Callable[[Any], bool], change: Callable[[Sequence[Tensor]], Sequence[Any]]) -> Any:
-    """What a stage returned with some of its tensors changed, all in one call; one that stands twice stays one."""
+def _over(out: Any, chosen: Callable[[Any], bool], change: Callable[[Tensor], Tensor]) -> Any:
+    """What a stage returned with some of its tensors changed; one that stands twice stays one."""
     whole = normalise(out)
     given = side_loss(whole)
-    side = None if given is None else given[0]
-    leaves, spec = flatten((whole.y, dict(whole.stash), side))
-    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and chosen(leaf)}
-    new = dict(zip(found, change(tuple(found.values())), strict=True))
-    y, stash, side = unflatten(spec, [new.get(id(leaf), leaf) for leaf in leaves])
+    values, spec = flatten((whole.y, dict(whole.stash), None if given is None else given[0]))
+    tensors = {id(leaf): leaf for leaf in values if isinstance(leaf, Tensor) and chosen(leaf)}
+    new = {number: change(tensor) for number, tensor in tensors.items()}
+    y, stash, side = unflatten(spec, [new.get(id(leaf), leaf) for leaf in values])
     if not isinstance(out, Out):
         return y
     return Out(y, stash, whole.stats, () if given is None else (side, given[1]))

@@ -22,7 +22,7 @@ from funcpipe.runtime.rng import Keys
 from funcpipe.runtime.trainable import Trainable, trainable_leaves
 from funcpipe.testing.match import differences
 from funcpipe.testing.observe import Observer
-from funcpipe.testing.snapshot import Snapshot
+from funcpipe.testing.snapshot import Snapshot, named
 
 
 class Given:
@@ -160,7 +160,7 @@ class Probe:
             with suppress(Exception):  # it comes again
                 bound.forward(self.given.args(self.stage, 0, self.given.rows - 1), keep=False)
         for name, tree in _parts(out):
-            self.outputs |= dict(zip(locations(tree, name), map(_shape, flatten(tree)[0]), strict=True))
+            self.outputs |= {place: _shape(leaf) for place, leaf in named(tree, name).items()}
             self.num_bytes += sum(leaf.nbytes for leaf in leaves(tree))
         bound.release()
 
@@ -192,7 +192,8 @@ class Probe:
         if not self.watch.connected:
             self.watch.note(
                 "gradient",
-                "returns nothing that requires a gradient, though parameters or input could have one: it is detached, or computed under no_grad",
+                "returns nothing that requires a gradient, though parameters or input could have one: it is detached, or "
+                "computed under no_grad",
             )
             return
         inputs = self._attempt(lambda: self._backward(bound, first), "in its backward raises")
@@ -227,10 +228,10 @@ class Probe:
             return [torch.randn(leaf.shape, generator=dice).to(leaf) if flag else None for leaf, flag in pairs]
 
         got = bound.backward(out.residual, some(out.y), {name: [some(one)] for name, one in out.stash.items()})
-        gradients = dict(zip(locations(self.given.x, "x"), got.x, strict=True))
-        for name, skip in zip(self.stage.pop, got.skips, strict=True):
-            gradients |= dict(zip(locations(self.given.skips[name], f"skips[{name!r}]"), skip, strict=True))
-        return gradients
+        trees = [self.given.x, *(self.given.skips[name] for name in self.stage.pop)]
+        roots = ["x", *(f"skips[{name!r}]" for name in self.stage.pop)]
+        places = [place for tree, root in zip(trees, roots, strict=True) for place in locations(tree, root)]
+        return dict(zip(places, [gradient for row in (got.x, *got.skips) for gradient in row], strict=True))
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
