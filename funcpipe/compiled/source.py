@@ -75,7 +75,11 @@ class Code:
             self.kernel.build()
 
     def __str__(self) -> str:
-        return self.text if self.kernel is None else f"{self.text}# What is built of it:\n{self.kernel.graph.code}"
+        return (
+            self.text
+            if self.kernel is None
+            else f"{self.text}# What is built of it:\n{self.kernel.graph.code.strip()}\n"
+        )
 
     def _first(self, *values: Any) -> Any:
         odd: dict[fx.Node, None] = {}
@@ -156,8 +160,8 @@ class Code:
         products = {number: sums.pop(number) for number in self.part.fused if is_product(sums[number])}
         factors = [list(product(node)[:2]) for node in nodes_in(list(products.values()))]
         wanted = dict.fromkeys(nodes_in((self.part.gives, list(sums.values()), factors)))
-        nodes, reads = gather(list(wanted), stop=set(self._names))
         outs = [node for node in wanted if node not in self._names]
+        nodes, reads = gather(outs, stop=set(self._names))
         if nodes:
             self.kernel = Kernel(nodes, reads, outs, self.module, backend)
             self.operations = len(nodes)

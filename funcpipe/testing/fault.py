@@ -106,18 +106,7 @@ class FaultAt:
                 f"{self} can never strike: nothing that the stage returns requires a gradient, so its backward is empty; "
                 "make its parameters trainable (trainable=True)"
             )
-        return _over(out, lambda leaf: leaf.requires_grad, self._with_hook)
-
-    def _with_hook(self, tensor: Tensor) -> Tensor:
-        """The tensor, but the fault strikes when its gradient is there."""
-        view = tensor.view_as(tensor)
-        view.register_hook(self._arrived)
-        return view
-
-    def _arrived(self, gradient: Tensor) -> Tensor:
-        action = running()
-        only_split = self.kind is Kind.I and (action is None or action.kind is not Kind.I)
-        return gradient if only_split else self._strike(gradient)
+        return _over(out, lambda leaf: leaf.requires_grad, lambda tensor: _Backward.apply(self, tensor))
 
     def _strike(self, tensor: Tensor) -> Tensor:
         """Raise, or change what is there."""
@@ -127,6 +116,21 @@ class FaultAt:
             raise self.error
         changed = self.error(tensor)
         return tensor if changed is None else changed
+
+
+class _Backward(torch.autograd.Function):
+    """The identity; the fault strikes when the gradient is there. (A hook that raises keeps tensors of its run.)"""
+
+    @staticmethod
+    def forward(ctx: Any, fault: FaultAt, tensor: Tensor) -> Tensor:
+        ctx.fault = fault
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        fault, action = ctx.fault, running()
+        only_split = fault.kind is Kind.I and (action is None or action.kind is not Kind.I)
+        return None, gradient if only_split else fault._strike(gradient)
 
 
 def _over(out: Any, chosen: Callable[[Any], bool], change: Callable[[Tensor], Tensor]) -> Any:

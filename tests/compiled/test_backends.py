@@ -50,6 +50,7 @@ def test_fused_products_and_merged_ones():
     assert "mm" in text
     assert text.startswith("def C(P):")  # which nobody builds
     assert "built(" in text
+    compile(text, "programs", "exec")
 
 
 def test_warmup_builds_what_a_step_needs():
