@@ -64,9 +64,11 @@ class FaultAt:
     error: Strike = Fault
 
     def __post_init__(self) -> None:
-        indices = {"stage": self.stage, "microbatch": self.microbatch}.items()
-        wrong = [(name, value) for name, value in indices if not isinstance(value, int) or value < 0]
-        faults = [f"{name} is an index from 0; got {value!r}" for name, value in wrong]
+        faults = [
+            f"{name} is an index from 0; got {value!r}"
+            for name, value in (("stage", self.stage), ("microbatch", self.microbatch))
+            if not isinstance(value, int) or value < 0
+        ]
         try:
             object.__setattr__(self, "kind", Kind(self.kind))
         except ValueError:
@@ -99,48 +101,57 @@ class FaultAt:
         action = running()
         if action is None or action.microbatch != self.microbatch:
             return out
-        if self.kind not in (Kind.B, Kind.I):
-            return _over(out, is_differentiable, self._strike) if action.kind is self.kind else out
-        if torch.is_grad_enabled() and not any(leaf.requires_grad for leaf in leaves(tuple(normalise(out)))):
-            raise PlanError(
-                f"{self} can never strike: nothing that the stage returns requires a gradient, so its backward is empty; "
-                "make its parameters trainable (trainable=True)"
-            )
-        return _over(out, lambda leaf: leaf.requires_grad, lambda tensor: _Backward.apply(self, tensor))
+        if self.kind in (Kind.B, Kind.I):
+            if torch.is_grad_enabled() and not any(leaf.requires_grad for leaf in leaves(tuple(normalise(out)))):
+                raise PlanError(
+                    f"{self} can never strike: nothing that the stage returns requires a gradient, so its backward is empty; make its parameters trainable (trainable=True)"
+                )
+            return _over(out, lambda leaf: leaf.requires_grad, lambda tensors: _Backward.apply(self, *tensors))
+        return _over(out, is_differentiable, self._strike) if action.kind is self.kind else out
 
-    def _strike(self, tensor: Tensor) -> Tensor:
+    def _strike(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Raise, or change what is there."""
         if isinstance(self.error, BaseException):
             raise self.error.with_traceback(None)  # else it would grow with every run
         if isinstance(self.error, type) and issubclass(self.error, BaseException):
             raise self.error
-        changed = self.error(tensor)
-        return tensor if changed is None else changed
+        new: list[Tensor | None] = []
+        for tensor in tensors:
+            changed = None if tensor is None else self.error(tensor)
+            new.append(tensor if changed is None else changed)
+        return new
 
 
 class _Backward(torch.autograd.Function):
-    """The identity; the fault strikes when the gradient is there. (A hook that raises keeps tensors of its run.)"""
+    """The identity on the outputs of a stage; the fault strikes when their gradients are there.
+
+    One node for all of them: with one for each, or hooks, a backward that raises keeps tensors of its run.
+    """
 
     @staticmethod
-    def forward(ctx: Any, fault: FaultAt, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, fault: FaultAt, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.fault = fault
-        return tensor.view_as(tensor)
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        fault, action = ctx.fault, running()
-        only_split = fault.kind is Kind.I and (action is None or action.kind is not Kind.I)
-        return None, gradient if only_split else fault._strike(gradient)
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        fault: FaultAt = ctx.fault
+        action = running()
+        if fault.kind is Kind.I and (action is None or action.kind is not Kind.I):
+            return (None, *gradients)
+        return (None, *fault._strike(gradients))
 
 
-def _over(out: Any, chosen: Callable[[Any], bool], change: Callable[[Tensor], Tensor]) -> Any:
-    """What a stage returned with some of its tensors changed; one that stands twice stays one."""
+def _over(out: Any, chosen: Callable[[Any], bool], change: Callable[[Sequence[Tensor]], Sequence[Any]]) -> Any:
+    """What a stage returned with some of its tensors changed, all in one call; one that stands twice stays one."""
     whole = normalise(out)
     given = side_loss(whole)
-    values, spec = flatten((whole.y, dict(whole.stash), None if given is None else given[0]))
-    tensors = {id(leaf): leaf for leaf in values if isinstance(leaf, Tensor) and chosen(leaf)}
-    new = {number: change(tensor) for number, tensor in tensors.items()}
-    y, stash, side = unflatten(spec, [new.get(id(leaf), leaf) for leaf in values])
+    side = None if given is None else given[0]
+    leaves, spec = flatten((whole.y, dict(whole.stash), side))
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and chosen(leaf)}
+    new = dict(zip(found, change(tuple(found.values())), strict=True))
+    y, stash, side = unflatten(spec, [new.get(id(leaf), leaf) for leaf in leaves])
     if not isinstance(out, Out):
         return y
     return Out(y, stash, whole.stats, () if given is None else (side, given[1]))
