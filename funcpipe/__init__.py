@@ -24,6 +24,10 @@ from funcpipe.batches.windows import Accumulated as Accumulated
 from funcpipe.batches.windows import accumulate_grads as accumulate_grads
 from funcpipe.batches.windows import agree as agree
 from funcpipe.batches.windows import windows as windows
+from funcpipe.compiled.compile import compile as compile
+from funcpipe.compiled.compile import programs as programs
+from funcpipe.compiled.programs import Programs as Programs
+from funcpipe.compiled.warmup import warmup as warmup
 from funcpipe.core.compose import compose as compose
 from funcpipe.core.cost import Cost as Cost
 from funcpipe.core.cost import Skip as Skip
@@ -82,10 +86,6 @@ from funcpipe.models.skippable import skippable as skippable
 from funcpipe.models.skippable import stash as stash
 from funcpipe.models.split import Split as Split
 from funcpipe.pipe.pipe import Pipe as Pipe
-from funcpipe.programs.compile import compile as compile
-from funcpipe.programs.compile import programs as programs
-from funcpipe.programs.programs import Programs as Programs
-from funcpipe.programs.warmup import warmup as warmup
 from funcpipe.runtime.apply import apply as apply
 from funcpipe.runtime.graphs import Graphs as Graphs
 from funcpipe.runtime.graphs import graphs as graphs

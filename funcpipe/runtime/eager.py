@@ -51,7 +51,7 @@ class EagerBound:
         shares: Shares | None = None,
     ) -> None:
         self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
-        self.loss, self.shares, self.phase = loss, shares, ""
+        self.trainable, self.loss, self.shares, self.phase = trainable, loss, shares, ""
         self.looked = self.reentrant = False  # at the first graph; does the stage use the reentrant checkpoint
         self.autocast = bool(_autocasting())  # of the caller; it travels to the lane
         self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train)

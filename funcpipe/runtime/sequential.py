@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -95,7 +95,7 @@ class Loop:
         backwards = [deque(schedule.backward_order(stage)) for stage in range(self.plan.num_stages)]
         try:
             for m in range(count):
-                self.forward(m, keep=schedule.has_backward)
+                deque(self.forward(m, keep=schedule.has_backward), maxlen=0)
                 for stage, waiting in reversed([*enumerate(backwards)]):
                     while waiting and self._may(waiting[0], stage):
                         self._backward(waiting.popleft())
@@ -126,8 +126,8 @@ class Loop:
         place.wait(ticket.event)
         return ticket.value
 
-    def forward(self, m: int, *, keep: bool) -> None:
-        """A microbatch through all stages."""
+    def forward(self, m: int, *, keep: bool) -> Iterator[int]:
+        """A microbatch through all stages, each given when it has run."""
         plan, batch = self.plan, self.ready.batch
         x = batch.inputs[m]
         skips: dict[str, Border] = {}
@@ -147,8 +147,9 @@ class Loop:
                 self.residuals[stage, m] = out.residual
             skips.update({name: value for name, value in out.stash.items() if name in self.routes})
             x = out.y
-        if plan.outputs:
-            self.outputs[plan.num_stages - 1, m] = x
+            if plan.outputs and last:
+                self.outputs[stage, m] = x
+            yield stage
 
     def _backward(self, action: Action) -> None:
         """B, or its half."""

@@ -8,8 +8,11 @@ from typing import Any, TypeAlias
 from funcpipe.core.stage import Bindable, BoundFn, Stage, bindable
 from funcpipe.core.tree import Tree
 
-Hook: TypeAlias = Callable[[Callable[[], Any], Tree, dict[str, Any]], Any]
-"""(call, input, extras) -> what the stage returns; ``call()`` is what it would have returned."""
+Call: TypeAlias = Callable[[Tree, Tree, dict[str, Any]], Any]
+"""(params, input, extras) -> what the stage returns; a stage that is bound has its own params."""
+
+Hook: TypeAlias = Callable[[Call, Tree, Tree, dict[str, Any]], Any]
+"""(call, params, input, extras) -> what the stage returns."""
 
 
 class Around(Bindable):
@@ -18,13 +21,17 @@ class Around(Bindable):
     def __init__(self, stage: Stage, hook: Hook) -> None:
         self.stage, self.hook = stage, hook
 
+    def call(self, params: Tree, x: Tree, extras: dict[str, Any]) -> Any:
+        """Call without the hook."""
+        return self.stage.fn(params, x, **extras)
+
     def __call__(self, params: Tree, x: Tree, **extras: Any) -> Any:
         """Call outside of a run."""
-        return self.hook(lambda: self.stage.fn(params, x, **extras), x, extras)
+        return self.hook(self.call, params, x, extras)
 
     def bind(self, params: Tree, state: Tree) -> BoundFn:
-        """The bound function with the hook around it."""
-        return _BoundAround(self.stage.bind(params, state), self.hook)
+        """The function with parameters and state put in, and the hook around it."""
+        return _BoundAround(self, params, state)
 
     def layers(self) -> Iterable[str]:
         """Those of the stage."""
@@ -36,12 +43,15 @@ class Around(Bindable):
 
 
 class _BoundAround:
-    def __init__(self, fn: BoundFn, hook: Hook) -> None:
-        self.fn, self.hook = fn, hook
-        self.places = fn.places
+    def __init__(self, around: Around, params: Tree, state: Tree) -> None:
+        self.fn = around.stage.bind(params, state)
+        self.hook, self.params = around.hook, params
+        self.call: Call = (lambda _, x, extras: self.fn(x, **extras)) if bindable(around.stage.fn) else around.call
+        self.places = self.fn.places
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
-        return self.hook(lambda: self.fn(x, **extras), x, extras)
+        return self.hook(self.call, self.params, x, extras)
 
     def release(self) -> None:
         self.fn.release()
+        self.params = None

@@ -71,7 +71,9 @@ class StageReport:
     allowed: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        lines = [f"stage {self.name!r}: {self.num_bytes} bytes out; draws random numbers: {'yes' if self.draws else 'no'}; rows: {self.rows}"]  # fmt: skip
+        lines = [
+            f"stage {self.name!r}: {self.num_bytes} bytes out; draws random numbers: {'yes' if self.draws else 'no'}; rows: {self.rows}"
+        ]
         lines += [f"  {where}: {what}" for where, what in self.outputs]
         lines += [f"  writes in place into {', '.join(self.in_place)}"] if self.in_place else []
         lines += [f"  allowed: {text} [{name}]" for name, text in self.allowed]
@@ -138,16 +140,22 @@ def check_stage(
         raise CheckError(f"stage {stage.name!r} has {len(left)} fault{'s' if len(left) > 1 else ''}:", left) from cause
     allowed = tuple(fault for fault in probe.faults if fault[0] in allow)
     outputs, num_bytes, rows = tuple(probe.outputs.items()), probe.num_bytes, probe.rows
-    return StageReport(stage.name, outputs, num_bytes, probe.draws, tuple(probe.watch.in_place), tuple(probe.unused), rows, allowed)  # fmt: skip
+    return StageReport(
+        stage.name, outputs, num_bytes, probe.draws, tuple(probe.watch.in_place), tuple(probe.unused), rows, allowed
+    )
 
 
 def _check_arguments(stage: Any, skips: Any, feeds: Any, state: Any, allow: Any) -> None:
     if not isinstance(stage, Stage):
-        raise PlanError(f"check_stage takes a stage; got a {type(stage).__name__}; make it one with fp.stage(fn) or fp.from_module(module)")  # fmt: skip
+        raise PlanError(
+            f"check_stage takes a stage; got a {type(stage).__name__}; make it one with fp.stage(fn) or fp.from_module(module)"
+        )
     faults: list[str] = []
     for keyword, names, values in (("skips", stage.pop, skips), ("feeds", stage.feeds, feeds)):
         faults += [f"{keyword} lacks {name!r}" for name in names if name not in (values or {})]
-        faults += [f"{keyword} has {name!r}, which the stage does not declare" for name in values or {} if name not in names]  # fmt: skip
+        faults += [
+            f"{keyword} has {name!r}, which the stage does not declare" for name in values or {} if name not in names
+        ]
     faults += ["the stage declares state; give state="] if stage.state and state is None else []
     if isinstance(allow, str):
         raise PlanError(f"allow={allow!r}: give a collection of names, allow=[{allow!r}]")

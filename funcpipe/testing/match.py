@@ -65,14 +65,20 @@ def assert_matches_sequential(
         AssertionError: something differs: which leaves, how many of their numbers, by how much.
     """
     if not executors or isinstance(executors, str):
-        raise PlanError(f"executors is a sequence of at least one of 'serial', 'threads', fp.lanes(plan), fp.graphs(plan); got {executors!r}")  # fmt: skip
+        raise PlanError(
+            f"executors is a sequence of at least one of 'serial', 'threads', fp.lanes(plan), fp.graphs(plan); got {executors!r}"
+        )
     options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
     options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane}
     expected = run_sequential(plan, params, batch, **options)
     result = expected
     for executor in executors:
         result = run(plan, params, batch, executor=executor, **options)
-        name = repr(executor) if executor is None or isinstance(executor, str) else f"fp.{type(executor).__name__.lower()}(plan)"  # fmt: skip
+        name = (
+            repr(executor)
+            if executor is None or isinstance(executor, str)
+            else f"fp.{type(executor).__name__.lower()}(plan)"
+        )
         _compare(result, expected, _FIELDS, f"fp.run(executor={name})", "fp.run_sequential")
     if whole_batch is not None:
         kept: dict[str, Any] = {"devices": plan.devices, "loss": plan.loss, "weight": plan.weight, "ties": plan.ties}
@@ -98,7 +104,9 @@ def _compare(
     more = len(faults) - _SHOWN
     lines = faults[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
     first = faults[0].split(":")[0]
-    raise AssertionError(bullets(f"{came} differs from {wanted} in {len(faults)} of {count} leaves, first in {first}:", lines))  # fmt: skip
+    raise AssertionError(
+        bullets(f"{came} differs from {wanted} in {len(faults)} of {count} leaves, first in {first}:", lines)
+    )
 
 
 def _plain(tree: Tree) -> Tree:

@@ -7,9 +7,9 @@ from collections.abc import Container, Iterable
 
 from torch import Tensor, fx
 
+from funcpipe.compiled.joint import Joint
+from funcpipe.compiled.recompute import bytes_of, memory_of
 from funcpipe.core.torch_names import OpOverload
-from funcpipe.programs.joint import Joint
-from funcpipe.programs.recompute import bytes_of, memory_of
 from funcpipe.runtime.drawing import may_draw
 
 _SMALL = 2**20

@@ -49,7 +49,8 @@ def test_fused_products_and_merged_ones():
     text = str(made[1].program.found.popitem()[1])
     assert "mm" in text
     assert text.startswith("def C(P):")  # which nobody builds
-    assert "\nF:" in text
+    assert "built(" in text
+    compile(text, "programs", "exec")
 
 
 def test_warmup_builds_what_a_step_needs():

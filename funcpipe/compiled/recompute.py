@@ -14,18 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from funcpipe.compiled.cut import above, is_view
+from funcpipe.compiled.joint import Joint
 from funcpipe.core.torch_names import storage_number
-from funcpipe.programs.cut import above, is_view
-from funcpipe.programs.joint import Joint
 
 _aten = torch.ops.aten
 
 _CHEAP: set[Any] = {
-    _aten._to_copy.default, _aten.clone.default, _aten._softmax.default, _aten._log_softmax.default,
-    _aten.native_layer_norm.default, _aten.cat.default, _aten.stack.default, _aten.full_like.default,
-    _aten.zeros_like.default, _aten.ones_like.default, _aten.arange.default, _aten.full.default,
-    _aten.scalar_tensor.default, _aten.constant_pad_nd.default,
-}  # fmt: skip
+    _aten._to_copy.default,
+    _aten.clone.default,
+    _aten._softmax.default,
+    _aten._log_softmax.default,
+    _aten.native_layer_norm.default,
+    _aten.cat.default,
+    _aten.stack.default,
+    _aten.full_like.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.arange.default,
+    _aten.full.default,
+    _aten.scalar_tensor.default,
+    _aten.constant_pad_nd.default,
+}
 """Operations besides pointwise ones and views that read and write memory, and do little else."""
 
 
@@ -89,18 +99,18 @@ def _repeats(node: fx.Node) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
-def bytes_of(node: fx.Node) -> int:
-    """What it costs to keep a value: of a tensor, or of all that an operation gives."""
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """What a trace made of a value: one tensor, or all that an operation gives."""
     val = node.meta["val"]
-    return sum(one.numel() * one.element_size() for one in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(one, Tensor))  # fmt: skip  # pyright: ignore
+    return [one for one in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(one, Tensor)]  # pyright: ignore
+
+
+def bytes_of(node: fx.Node) -> int:
+    """What it costs to keep a value."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(node))
 
 
 def memory_of(nodes: Iterable[fx.Node]) -> dict[int, int]:
     """The storages that values lie in, and their bytes."""
-    found: dict[int, int] = {}
-    for node in nodes:
-        val = node.meta["val"]
-        for one in val if isinstance(val, (tuple, list)) else (val,):  # pyright: ignore
-            if isinstance(one, Tensor):
-                found[storage_number(one.untyped_storage())] = one.untyped_storage().nbytes()
-    return found
+    storages = [tensor.untyped_storage() for node in nodes for tensor in tensors_of(node)]
+    return {storage_number(storage): storage.nbytes() for storage in storages}

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
+from funcpipe.compiled.bound import CompiledBound
 from funcpipe.core.plan import Plan
 from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree
-from funcpipe.programs.bound import CompiledBound
 from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache
 from funcpipe.runtime.finish import release
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.prepare import Prepared, prepare
-from funcpipe.runtime.program import StageArgs, StageOut
 from funcpipe.runtime.sequential import Loop
 from funcpipe.runtime.signature import word
 from funcpipe.runtime.trainable import Trainable
@@ -40,7 +38,7 @@ def warmup(
 
     >>> from funcpipe.core.stage import Stage
     >>> from funcpipe.lower.plan import make_plan
-    >>> from funcpipe.programs.compile import compile
+    >>> from funcpipe.compiled.compile import compile
     >>> from funcpipe.schedules.families import one_f_one_b
     >>> plan = make_plan([compile(Stage(lambda w, x: x * w))], one_f_one_b(1, 2), loss=torch.nn.functional.mse_loss)
     >>> rows = torch.ones(3, 2)  # two microbatches, of two rows and of one
@@ -63,60 +61,34 @@ def warmup(
     shapes = _one_of_each(ready)
     makers = {id(stage.program): stage.program for stage in plan.stages if stage.program is not None}.values()
     before = sum(maker.made for maker in makers)
-    told = _Told(plan, len(shapes), progress)
-    loop = Loop(replace(ready, bounds=[_Telling(bound, told, i) for i, bound in enumerate(ready.bounds)]))  # pyright: ignore
+    kinds = {(action.kind, action.stage) for order in plan.schedule.orders for action in order}
+    names, total, loop = names_of(plan.stages), len(shapes) * plan.num_stages, Loop(ready)
+
+    def tell(done: int) -> None:
+        if progress is not None:
+            progress(done, total, names[done % plan.num_stages] if done < total else "")
+
+    tell(0)
     token = RUNNING.set(loop.where)
     try:
         with intra_op_threads(ready.threads), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False):
-            for microbatch in shapes:
-                loop.forward(microbatch, keep=plan.schedule.has_backward)
+            calls = (stage for m in shapes for stage in loop.forward(m, keep=plan.schedule.has_backward))
+            for done, stage in enumerate(calls, start=1):
+                bound = ready.bounds[stage]
+                if isinstance(bound, CompiledBound):
+                    bound.build(split=(Kind.W, stage) in kinds, remat=(Kind.R, stage) in kinds)
+                tell(done)
     finally:
         RUNNING.reset(token)
     release(ready)
-    told.over()
     return sum(maker.made for maker in makers) - before
 
 
 def _one_of_each(ready: Prepared) -> list[int]:
     """A microbatch of each shape."""
-    cut, found = ready.batch, dict[Hashable, int]()
-    for microbatch in range(cut.num_microbatches):
-        rows = [cut.inputs, *cut.feeds.values(), *([cut.target] if cut.target is not None else [])]
-        found.setdefault(tuple(word(leaf) for row in rows for leaf in row[microbatch].leaves), microbatch)
-    return list(found.values())
-
-
-class _Told:
-    """Tells how far it is."""
-
-    def __init__(self, plan: Plan, shapes: int, progress: Callable[[int, int, str], None] | None) -> None:
-        self.names, self.total, self.done, self.progress = names_of(plan.stages), shapes * plan.num_stages, 0, progress
-        self.kinds = {(action.kind, action.stage) for order in plan.schedule.orders for action in order}
-
-    def next(self, stage: int) -> None:
-        if self.progress is not None:
-            self.progress(self.done, self.total, self.names[stage])
-        self.done += 1
-
-    def over(self) -> None:
-        if self.progress is not None:
-            self.progress(self.total, self.total, "")
-
-
-class _Telling:
-    """A stage that says when it is its turn, and has its backward written."""
-
-    def __init__(self, inner: Any, told: _Told, index: int) -> None:
-        self.inner, self.told, self.index = inner, told, index
-
-    @property
-    def phase(self) -> str:
-        return self.inner.phase
-
-    def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
-        self.told.next(self.index)
-        out = self.inner.forward(args, keep=keep)
-        if isinstance(self.inner, CompiledBound) and self.inner.programs is not None and self.inner.backwards:
-            split, remat = ((kind, self.index) in self.told.kinds for kind in (Kind.W, Kind.R))
-            self.inner.programs.build(split=split, remat=remat)
-        return out
+    batch = ready.batch
+    rows = [batch.inputs, *batch.feeds.values(), *([batch.target] if batch.target is not None else [])]
+    shapes: dict[Hashable, int] = {}
+    for microbatch in range(batch.num_microbatches):
+        shapes.setdefault(tuple(word(leaf) for row in rows for leaf in row[microbatch].leaves), microbatch)
+    return list(shapes.values())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from funcpipe.core.torch_names import BINDINGS, OpOverload, WatchingMode, schema
+from funcpipe.core.torch_names import BINDINGS, OpOverload, WatchingMode, pytree, schema
 
 
 class _Seen(WatchingMode):
@@ -46,7 +46,9 @@ def binding(node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any], Mapping[s
         return same
     name = schema(target).name.removeprefix("aten::")
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])  # pyright: ignore
-    mode: Any = next((leaf.fake_mode for leaf in _flat((args, kwargs)) if hasattr(leaf, "fake_mode")), None)
+    mode: Any = next(
+        (leaf.fake_mode for leaf in pytree.tree_leaves((args, kwargs)) if hasattr(leaf, "fake_mode")), None
+    )
     if mode is None:
         return same
     left_out = tuple(a.default_value for a in schema(target).arguments[len(args) :] if not a.kwarg_only)
@@ -72,24 +74,10 @@ def _makes(candidate: Any, target: Any, args: Any, kwargs: Mapping[str, Any], mo
 
 def _complete(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by name, those left out with their defaults; tensors by identity."""
-    values = {a.name: a.default_value for a in schema(target).arguments if a.has_default_value()}
-    values |= dict(zip((a.name for a in schema(target).arguments), args, strict=False)) | dict(kwargs)
-    return {name: _plain(value) for name, value in values.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return ("tensor", id(value))
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]  # pyright: ignore[reportUnknownVariableType]
-    return value
-
-
-def _flat(value: Any) -> Iterable[Any]:
-    if isinstance(value, (list, tuple)):
-        for one in value:  # pyright: ignore[reportUnknownVariableType]
-            yield from _flat(one)
-    elif isinstance(value, dict):
-        yield from _flat(list(value.values()))  # pyright: ignore
-    else:
-        yield value
+    arguments = schema(target).arguments
+    values = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    values |= dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+    return {
+        name: [id(leaf) if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(value)]
+        for name, value in values.items()
+    }

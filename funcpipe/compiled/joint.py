@@ -10,40 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from funcpipe.compiled.draws import DrawOp, Watch, draws
+from funcpipe.compiled.tidy import tidy
 from funcpipe.core.errors import TraceError
-from funcpipe.core.stage import Stage
 from funcpipe.core.torch_names import FakeTensorMode, FunctionalTensorMode, NumbersWanted, functionalized
-from funcpipe.core.tree import Spec, Tree, flatten, unflatten
-from funcpipe.programs.draws import Draw, Watch, draws
-from funcpipe.programs.tidy import tidy
+from funcpipe.core.tree import Spec, flatten, unflatten
 from funcpipe.runtime.border import LEAF, Border
 from funcpipe.runtime.context import no_autocast_cache
 from funcpipe.runtime.eager import EagerBound, no_autocast
 from funcpipe.runtime.program import StageArgs, StageOut
 from funcpipe.runtime.rng import Keys
-
-
-class Ask(NamedTuple):
-    """What is traced: a stage, with leaves of the shapes that it will get.
-
-    Attributes:
-        stage: the stage.
-        params, state: their trees.
-        trainable: for each leaf of the parameters.
-        train: the mode.
-        backwards: do gradients flow.
-        loss: the plan's, in the last stage.
-        args: of a forward.
-    """
-
-    stage: Stage
-    params: Tree
-    state: Tree
-    trainable: Sequence[bool]
-    train: bool
-    backwards: bool
-    loss: Callable[..., Any] | None
-    args: StageArgs
 
 
 class Root(NamedTuple):
@@ -62,8 +38,8 @@ class Root(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Form(NamedTuple):
-    """The form of what a forward gives: a tree whose tensors are the program's outputs, in order.
+class OutputSpec(NamedTuple):
+    """How the tensors that a program of a forward gives make its outputs.
 
     Attributes:
         y, stash: structure and flags of the borders.
@@ -90,10 +66,10 @@ class Joint:
         params: placeholders of the tensors among the leaves of parameters and state, and of what is in ``once``.
         inputs: placeholders of the tensors among those of input, skips, feeds and target.
         cotangents: placeholders, one for each root.
-        outs: what the forward gives, in the order of ``form.slots``.
+        outs: what the forward gives, in the order of ``spec.slots``.
         wanted: gradients of input leaves: one list for the input, one for each skip; None where there is none.
         sums: gradients of the trainable leaves.
-        form, roots, draws: see there.
+        spec, roots, draws: see there.
         once: what is computed of parameters and state alone, once a run (`hoist`).
     """
 
@@ -104,9 +80,9 @@ class Joint:
     outs: list[fx.Node]
     wanted: list[list[fx.Node | None]]
     sums: list[fx.Node | None]
-    form: Form
+    spec: OutputSpec
     roots: list[Root]
-    draws: list[Draw]
+    draws: list[DrawOp]
     once: list[fx.Node] = field(default_factory=list[fx.Node])
 
 
@@ -125,8 +101,8 @@ tracing = threading.RLock()
 """Held by who traces, writes or builds programs: fx keeps what it traces in the process, not in the thread."""
 
 
-def trace(ask: Ask) -> Joint:
-    """Trace a stage with its backward.
+def trace(bound: EagerBound, args: StageArgs) -> Joint:
+    """Trace a bound stage with its backward, for arguments like these.
 
     Raises:
         TraceError: it says what about the stage cannot be a program.
@@ -134,18 +110,17 @@ def trace(ask: Ask) -> Joint:
     with tracing:
         try:
             with no_autocast_cache():  # a second call would not show the casts of the first
-                return _trace(ask)
+                return _trace(bound, args)
         except TraceError:
             raise
         except Exception as error:
             raise _why(error) from error
 
 
-def _trace(ask: Ask) -> Joint:
+def _trace(real: EagerBound, args: StageArgs) -> Joint:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    param_leaves, state_leaves = flatten(ask.params)[0], flatten(ask.state)[0]
-    given = tensors(param_leaves, state_leaves), tensors(leaves_in(ask.args))
+    fixed, given = tensors(real.leaves, real.state_leaves), tensors(leaves_in(args))
     kind: Any = FakeTensorMode
     if not torch.cuda.is_available():
         # Builds with CUDA on machines without: torch 2.11 then puts a guard into the process that dies with this thread,
@@ -153,19 +128,19 @@ def _trace(ask: Ask) -> Joint:
         kind = type("Fakes", (FakeTensorMode,), {"avoid_device_init": False})
     mode = kind(static_shapes=True)
     with torch.no_grad():
-        fakes = [mode.from_tensor(tensor.detach()) for tensor in given[0]]
+        fakes = [mode.from_tensor(tensor.detach()) for tensor in fixed]
     with mode:
         # Where a microbatch begins in the memory of the batch, and how large that is, is in no signature: no trace sees it.
-        fakes += [torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=one.device) for one in given[1]]
-    with mode, torch.set_grad_enabled(ask.backwards):
-        first = _Call(ask, fakes)
-        again = _Call(ask, fakes, first.bound)
+        fakes += [torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=one.device) for one in given]
+    with mode, torch.set_grad_enabled(real.backwards):
+        first = _Call(real, args, fakes)
+        again = _Call(real, args, fakes, first.bound)
     _refuse_changes(first, again)
     cotangents = [mode.from_tensor(torch.empty_like(root)) for root in first.ends] if first.ends else []
     kept: list[_Call] = []
 
     def joint(*flat: Tensor) -> Any:
-        call = _Call(ask, flat[: len(fakes)])
+        call = _Call(real, args, flat[: len(fakes)])
         kept[:] = [call]
         return call.outs, *call.gradients(flat[len(fakes) :])
 
@@ -173,7 +148,7 @@ def _trace(ask: Ask) -> Joint:
         functional: Any = functionalized(function, FunctionalTensorMode())
         return make_fx(functional, tracing_mode="fake")(*fakes, *cotangents)
 
-    with mode, torch.set_grad_enabled(ask.backwards):
+    with mode, torch.set_grad_enabled(real.backwards):
         try:
             module = graph(joint)
         except NumbersWanted:
@@ -187,14 +162,16 @@ def _trace(ask: Ask) -> Joint:
     tidy(module)
     boxes = [n for n in module.graph.nodes if n.op == "placeholder"]
     outs, wanted, sums = next(n for n in module.graph.nodes if n.op == "output").args[0]
-    there, end = len(given[0]), len(fakes)
-    return Joint(module, boxes[:there], boxes[there:end], boxes[end:], outs, wanted, sums, first.form, first.roots, call.watch.draws)  # fmt: skip
+    params, inputs, ends = boxes[: len(fixed)], boxes[len(fixed) : len(fakes)], boxes[len(fakes) :]
+    return Joint(module, params, inputs, ends, outs, wanted, sums, first.spec, first.roots, call.watch.draws)
 
 
 class _Call:
     """One forward of the stage on given tensors, with its graph."""
 
-    def __init__(self, ask: Ask, flat: Sequence[Tensor], bound: EagerBound | None = None) -> None:
+    def __init__(
+        self, real: EagerBound, args: StageArgs, flat: Sequence[Tensor], bound: EagerBound | None = None
+    ) -> None:
         rest = iter(flat)
 
         def put(leaves: Sequence[Any]) -> list[Any]:
@@ -203,59 +180,56 @@ class _Call:
         def border(old: Border) -> Border:
             return Border(put(old.leaves), old.spec, old.flags)
 
-        trees: list[Tree] = []
-        for tree in (ask.params, ask.state):
-            leaves, spec = flatten(tree)
-            trees.append(unflatten(spec, put(leaves)))
-        x, skips, feeds, target, microbatch = ask.args
-        args = StageArgs(border(x), [border(b) for b in skips], [border(b) for b in feeds], target and border(target), microbatch)  # fmt: skip
+        params, state = unflatten(real.spec, put(real.leaves)), unflatten(real.state_spec, put(real.state_leaves))
+        x, skips, feeds, target, microbatch = args
+        given = border(x), [border(skip) for skip in skips], [border(feed) for feed in feeds], target and border(target)
         if bound is None:
-            keys = Keys(None, [ask.stage])
-            bound = EagerBound(ask.stage, 0, *trees, trainable=ask.trainable, train=ask.train, backwards=ask.backwards, keys=keys, loss=ask.loss)  # fmt: skip
-        self.ask, self.bound = ask, bound
+            options: dict[str, Any] = {"trainable": real.trainable, "train": real.train, "backwards": real.backwards}
+            options |= {"keys": Keys(None, [real.stage]), "loss": real.loss}
+            bound = EagerBound(real.stage, 0, params, state, **options)
+        self.bound = bound
         self.watch = Watch(bound.places)
         with self.watch:
-            out = bound.evaluate(args, keep=True)
+            out = bound.evaluate(StageArgs(*given, microbatch), keep=True)
         if bound.written():
             raise TraceError("it writes into its parameters; a stage is pure")
         self.residual = out.residual
-        self.form, self.outs = _form(out)
-        self.roots, self.ends = self._ends(out)
+        self.spec, self.outs = _output(out)
+        self.roots, self.ends = self._ends()
 
-    def _ends(self, out: StageOut) -> tuple[list[Root], list[Tensor]]:
+    def _ends(self) -> tuple[list[Root], list[Tensor]]:
         """Where gradients come in, and the tensors there with their graphs."""
-        residual, found = self.residual, list[tuple[str, str, int, Any]]()
-        if self.ask.loss is None:
-            found += [("y", "", leaf, end) for leaf, end in enumerate(residual.y)]
+        residual = self.residual
+        places: list[tuple[str, str, int, Any]] = []
+        if self.bound.loss is None:
+            places += [("y", "", leaf, end) for leaf, end in enumerate(residual.y)]
         for name, ends in residual.stash.items():
-            found += [("stash", name, leaf, end) for leaf, end in enumerate(ends)]
+            places += [("stash", name, leaf, end) for leaf, end in enumerate(ends)]
         if residual.loss is not None:
-            found.append(("loss", "", 0, residual.loss.sum))
+            places.append(("loss", "", 0, residual.loss.sum))
         if residual.side is not None:
-            found.append(("side", "", 0, residual.side[0]))
-        live = [one for one in found if isinstance(one[3], Tensor) and one[3].requires_grad]
-        return [Root(what, name, leaf, tuple(end.stride())) for what, name, leaf, end in live], [
-            end for *_, end in live
-        ]
+            places.append(("side", "", 0, residual.side[0]))
+        live = [place for place in places if isinstance(place[3], Tensor) and place[3].requires_grad]
+        ends = [end for *_, end in live]
+        return [Root(what, name, leaf, tuple(end.stride())) for what, name, leaf, end in live], ends
 
     def gradients(self, cotangents: Sequence[Tensor]) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
         """Gradients of the leaves at the inputs, in their layout, and of the trainable parameters."""
-        residual, inputs = self.residual, self.bound.inputs
-        counts = [residual.x_count, *(count for count, _ in residual.skips)]
-        held = [residual.x, *(leaves for _, leaves in residual.skips)]
-        wants = [*(leaf for one in held for leaf in one.values()), *inputs]
-        found: list[Tensor | None] = [None] * len(wants)
+        residual = self.residual
+        borders = [(residual.x_count, residual.x), *residual.skips]
+        wants = [*(leaf for _, held in borders for leaf in held.values()), *self.bound.inputs]
+        gradients: list[Tensor | None] = [None] * len(wants)
         if wants and self.ends:
             with no_autocast():
-                found = list(torch.autograd.grad(self.ends, wants, list(cotangents), allow_unused=True))
-        rest = iter(found)
+                gradients = list(torch.autograd.grad(self.ends, wants, list(cotangents), allow_unused=True))
+        rest = iter(gradients)
         wanted: list[list[Tensor | None]] = []
-        for count, one in zip(counts, held, strict=True):
+        for count, held in borders:
             row: list[Tensor | None] = [None] * count
-            for index, leaf in one.items():
-                row[index] = _like(next(rest), leaf)
+            for number, leaf in held.items():
+                row[number] = _like(next(rest), leaf)
             wanted.append(row)
-        return wanted, [None if g is None else g.to_dense() if g.layout is not torch.strided else g for g in rest]
+        return wanted, [g if g is None or g.layout is torch.strided else g.to_dense() for g in rest]
 
 
 def _like(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
@@ -265,52 +239,66 @@ def _like(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
     return torch.empty_like(leaf).copy_(gradient)
 
 
-def _form(out: StageOut) -> tuple[Form, list[Tensor]]:
-    """The form of a forward's outputs, and its tensors."""
-    leaves = list(out.y.leaves)
-    for border in out.stash.values():
-        leaves += border.leaves
+def _output(out: StageOut) -> tuple[OutputSpec, list[Tensor]]:
+    """How the tensors of a forward make its outputs, and these tensors."""
     stats, loss, side = out.report
-    found, spec = flatten((stats, loss, side))
-    empty = loss is None and side is None and not flatten(stats)[0]
-    leaves += [] if empty else found
+    reported, report = flatten((stats, loss, side))
+    silent = loss is None and side is None and not flatten(stats)[0]
+    leaves = [leaf for border in (out.y, *out.stash.values()) for leaf in border.leaves]
+    leaves += [] if silent else reported
     slots = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    stash = {name: (border.spec, tuple(border.flags)) for name, border in out.stash.items()}
-    plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    none = type(stats) is tuple and not stats and side is None
-    mean = empty or (none and loss is not None and loss.weight is None and loss.aux is None)
-    alone = out.y.spec is LEAF and not stash and slots == list(range(1 if empty else 2))
-    form = Form((out.y.spec, tuple(out.y.flags)), stash, None if empty else spec, plain, slots, alone and mean)
-    return form, [leaves[number] for number in slots]
+    no_stats = type(stats) is tuple and not stats
+    mean = silent or (no_stats and side is None and loss is not None and loss.weight is None and loss.aux is None)
+    spec = OutputSpec(
+        y=(out.y.spec, tuple(out.y.flags)),
+        stash={name: (border.spec, tuple(border.flags)) for name, border in out.stash.items()},
+        report=None if silent else report,
+        leaves=[None if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+        slots=slots,
+        plain=mean and out.y.spec is LEAF and not out.stash and slots == list(range(1 if silent else 2)),
+    )
+    return spec, [leaves[number] for number in slots]
 
 
 def _refuse_changes(first: _Call, again: _Call) -> None:
     """A second call must do what the first did, or Python state would be frozen into the program."""
-    if first.watch.steps == again.watch.steps and first.form == again.form:
+    if first.watch.steps == again.watch.steps and first.spec == again.spec:
         return
     pairs = zip(first.watch.steps, again.watch.steps, strict=False)
     detail = next((f": {a} in one call, {b} in the next" for a, b in pairs if a != b), "")
-    raise TraceError(f"it does something else when it is called again{detail}. It keeps state in Python (a counter, a cache, random numbers that are not torch's), which a program would freeze: hand it in by feeds or state")  # fmt: skip
+    raise TraceError(
+        f"it does something else when it is called again{detail}. It keeps state in Python (a counter, a cache, random "
+        "numbers that are not torch's), which a program would freeze: hand it in by feeds or state"
+    )
 
 
-def _name_draws(graph: fx.Graph, drawn: Sequence[Draw]) -> None:
+def _name_draws(graph: fx.Graph, drawn: Sequence[DrawOp]) -> None:
     """Mark each node that draws with the number of its draw. Raises TraceError."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     nodes = [node for node in calls if draws(node.target, node.args, node.kwargs, node.meta.get("val"))]
     if len(nodes) > len(drawn):
-        raise TraceError("it draws random numbers in its backward (torch.utils.checkpoint around a dropout?), which a program would draw anew; use fp.remat instead of checkpoint")  # fmt: skip
+        raise TraceError(
+            "it draws random numbers in its backward (torch.utils.checkpoint around a dropout?), which a program would "
+            "draw anew; use fp.remat instead of checkpoint"
+        )
     if len(nodes) < len(drawn):
         raise TraceError(f"it draws random numbers ({drawn[0].what}) that the trace does not show")
     for number, node in enumerate(nodes):
         node.meta["draw"], node.meta["drawn_by"] = number, drawn[number].what
 
 
+NOT_GIVEN = (
+    "it computes with a tensor that it was not given (closed over, or an attribute of a module that is no buffer): hand "
+    "it in by params, state or feeds"
+)
+_TAKEN_OUT = "it takes the numbers of a tensor out of torch (numpy, an extension)"
+_BRANCH = "what it does depends on numbers in tensors (a branch, .item(), a shape)"
 _REASONS = {
-    "allow_non_fake_inputs": "it computes with a tensor that it was not given (closed over, or an attribute of a module that is no buffer): hand it in by params, state or feeds",
-    ".numpy()": "it takes the numbers of a tensor out of torch (numpy, an extension)",
-    "Cannot access data pointer": "it takes the numbers of a tensor out of torch (numpy, an extension)",
-    "DataDependent": "what it does depends on numbers in tensors (a branch, .item(), a shape)",
-    "data-dependent": "what it does depends on numbers in tensors (a branch, .item(), a shape)",
+    "allow_non_fake_inputs": NOT_GIVEN,
+    ".numpy()": _TAKEN_OUT,
+    "Cannot access data pointer": _TAKEN_OUT,
+    "DataDependent": _BRANCH,
+    "data-dependent": _BRANCH,
     "DynamicOutputShape": "the shape of a result depends on numbers in tensors (nonzero, a mask, unique)",
 }
 

@@ -8,17 +8,18 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from funcpipe.compiled.advice import advice
+from funcpipe.compiled.backend import Backend, cudagraphs, inductor
+from funcpipe.compiled.bound import CompiledBound
+from funcpipe.compiled.hoist import hoist
+from funcpipe.compiled.joint import trace, tracing
+from funcpipe.compiled.programs import Programs
+from funcpipe.compiled.recompute import recompute as least_kept
 from funcpipe.core.errors import PlanError, TraceError
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, is_differentiable
-from funcpipe.programs.advice import advice
-from funcpipe.programs.backend import Backend, cudagraphs, inductor
-from funcpipe.programs.bound import CompiledBound
-from funcpipe.programs.hoist import hoist
-from funcpipe.programs.joint import Ask, trace, tracing
-from funcpipe.programs.programs import Programs
-from funcpipe.programs.recompute import recompute as least_kept
 from funcpipe.runtime.border import Border
+from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.program import StageArgs
 from funcpipe.runtime.rng import Keys
 from funcpipe.runtime.trainable import Trainable, trainable_leaves
@@ -59,13 +60,13 @@ class Compiled:
 
     def __call__(self, stage: Stage, index: int, params: Tree, state: Tree, **options: Any) -> CompiledBound:
         """Bind a stage for one run, as `Program` says. Raises PlanError where parameters or state do not fit."""
-        return CompiledBound(self, stage, index, params, state, **options)
+        return CompiledBound(self, EagerBound(stage, index, params, state, **options))
 
     def reasons(self) -> list[str]:
         """Why signatures have no programs."""
         return [str(one) for one in self.found.values() if isinstance(one, TraceError)]
 
-    def programs(self, signature: Hashable, ask: Callable[[], Ask]) -> Programs | None:
+    def programs(self, signature: Hashable, bound: EagerBound, args: StageArgs) -> Programs | None:
         """The programs for a signature, traced when it is first met; None where the stage runs eagerly.
 
         Raises:
@@ -73,13 +74,17 @@ class Compiled:
         """
         found = self._look(signature)
         if found is None:
-            found = self._make(signature, ask)
-            self._advise(signature, ask())
+            with self._making:  # whoever else waits for them gets the same
+                found = self._look(signature) or self._make(signature, bound, args)
+            self._advise(signature, bound, args)
         if isinstance(found, Programs):
             return found
         if self.fallback:
             return None
-        raise TraceError(f"stage {ask().stage.name!r} cannot be compiled: {found}; leave it eager, or fp.compile(stage, fallback=True) to run it so where it cannot be")  # fmt: skip
+        raise TraceError(
+            f"stage {bound.stage.name!r} cannot be compiled: {found}; leave it eager, or fp.compile(stage, "
+            "fallback=True) to run it so where it cannot be"
+        )
 
     def _look(self, signature: Hashable) -> Programs | TraceError | None:
         """What there is for a signature, which is used last now."""
@@ -89,40 +94,43 @@ class Compiled:
                 self.found[signature] = found
             return found
 
+    def _make(self, signature: Hashable, bound: EagerBound, args: StageArgs) -> Programs | TraceError:
+        """The programs for a signature that has none yet; what is unused for longest goes.
+
+        Raises:
+            TraceError: the stage itself raised. Its own words are better than what is made of them here.
+        """
+        try:
+            joint = trace(bound, args)
+            with tracing:
+                hoist(joint)
+                if self.recompute:
+                    least_kept(joint)
+                backend = _BACKENDS[self.backend] if isinstance(self.backend, str) else self.backend
+                found = Programs(joint, fuse=self.fuse, backend=backend)
+        except TraceError as error:
+            refused = TraceError(str(error))  # without its frames
+            self._keep(signature, refused)
+            if error.cause is not None and not self.fallback:
+                raise
+            return refused
+        self._keep(signature, found)
+        return found
+
     def _keep(self, signature: Hashable, found: Programs | TraceError) -> None:
-        """Keep what was made; what is unused for longest goes. Runs that use it hold it until they end."""
         with self._turn:
             self.made += 1
             self.found[signature] = found
             over = list(self.found)[: -self.max_programs]
-            gone = [self.found.pop(one) for one in over]
+            gone = [self.found.pop(old) for old in over]  # runs that use it hold it until they end
         del gone  # it may be large, and nobody has to wait for that
 
-    def _make(self, signature: Hashable, ask: Callable[[], Ask]) -> Programs | TraceError:
-        """The programs for a signature that has none yet; whoever else waits for them gets the same."""
-        with self._making:
-            found = self._look(signature)
-            if found is None:
-                try:
-                    backend = _BACKENDS[self.backend] if isinstance(self.backend, str) else self.backend
-                    joint = trace(ask())
-                    with tracing:
-                        hoist(joint)
-                        if self.recompute:
-                            least_kept(joint)
-                    found = Programs(joint, fuse=self.fuse, backend=backend)
-                except TraceError as error:
-                    found = TraceError(str(error))  # without its frames
-                    if not self.fallback and error.cause is not None:
-                        self._keep(signature, found)
-                        raise
-                self._keep(signature, found)
-            return found
-
-    def _advise(self, signature: Hashable, ask: Ask) -> None:
+    def _advise(self, signature: Hashable, bound: EagerBound, args: StageArgs) -> None:
         """Say once what makes traces come over and over."""
         with self._turn:
-            text = "" if self._told else advice(ask, signature, list(self.found), self.made, self.max_programs)
+            text = ""
+            if not self._told:
+                text = advice(bound, args, signature, list(self.found), self.made, self.max_programs)
             self._told = self._told or bool(text)
         if text:
             warnings.warn(text, stacklevel=2)
@@ -190,9 +198,14 @@ def compile(
             run raises it for a stage that cannot be traced.)
     """
     if not isinstance(stage, Stage):
-        raise PlanError(f"compile takes a stage; got a {type(stage).__name__}; make one: fp.stage(fn), fp.from_module(module), fp.split(model, ...)")  # fmt: skip
+        raise PlanError(
+            f"compile takes a stage; got a {type(stage).__name__}; make one: fp.stage(fn), fp.from_module(module), "
+            "fp.split(model, ...)"
+        )
     if not (isinstance(backend, str) and backend in _BACKENDS) and not callable(backend):
-        raise PlanError(f"backend is one of {sorted(_BACKENDS)} or a function (graph, example inputs) -> function; got {backend!r}")  # fmt: skip
+        raise PlanError(
+            f"backend is one of {sorted(_BACKENDS)} or a function (graph, example inputs) -> function; got {backend!r}"
+        )
     if merge and not fuse:
         raise PlanError(
             "merge=True adds one product for several W, and fuse=False asks for eager's rounding; leave one out"
@@ -201,8 +214,10 @@ def compile(
         raise PlanError(
             f"max_programs is an int from 1, for how many signatures programs are kept; got {max_programs!r}"
         )
-    options: dict[str, Any] = {"backend": backend, "fuse": fuse, "merge": merge, "recompute": recompute}
-    return replace(stage, program=Compiled(**options, fallback=fallback, max_programs=max_programs))
+    made = Compiled(
+        backend=backend, fuse=fuse, merge=merge, recompute=recompute, fallback=fallback, max_programs=max_programs
+    )
+    return replace(stage, program=made)
 
 
 def programs(
@@ -248,7 +263,8 @@ def programs(
     compiled = stage.program if isinstance(stage, Stage) else None
     if not isinstance(compiled, Compiled):
         raise PlanError("programs takes a compiled stage: fp.compile(stage)")
-    flags = trainable_leaves([params], trainable if trainable is None or isinstance(trainable, bool) or callable(trainable) else [trainable])[0]  # fmt: skip
+    of_all = trainable is None or isinstance(trainable, bool) or callable(trainable)
+    flags = trainable_leaves([params], trainable if of_all else [trainable])[0]
 
     def border(tree: Tree) -> Border:
         leaves, spec = flatten(tree)

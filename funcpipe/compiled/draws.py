@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcpipe.compiled.known import UNKNOWN, Known
 from funcpipe.core.stage import Stage, current_scope
 from funcpipe.core.torch_names import WatchingMode
-from funcpipe.programs.known import UNKNOWN, Known
 from funcpipe.runtime.drawing import draws_nothing, may_draw
 from funcpipe.runtime.rng import Keys, borrowed, locate
 
 
-class Draw(NamedTuple):
+class DrawOp(NamedTuple):
     """One operation that draws.
 
     Attributes:
@@ -51,7 +51,7 @@ class Watch(WatchingMode):
     def __init__(self, places: Mapping[int, str]) -> None:
         super().__init__()
         self.places = places
-        self.draws: list[Draw] = []
+        self.draws: list[DrawOp] = []
         self.steps: list[str] = []
         self._counts: Counter[tuple[int, str]] = Counter()
         self._known = Known()
@@ -72,7 +72,7 @@ class Watch(WatchingMode):
             layer, _, _ = locate(self.places)
             part = current_scope()
             key = (id(part), layer)
-            self.draws.append(Draw(part, layer, self._counts[key], func))
+            self.draws.append(DrawOp(part, layer, self._counts[key], func))
             self._counts[key] += 1
         return out
 
@@ -92,7 +92,7 @@ class Keyring:
 
     __slots__ = ("draws", "keys", "microbatch", "stage")
 
-    def __init__(self, keys: Keys, stage: int, draws: Sequence[Draw], microbatch: int) -> None:
+    def __init__(self, keys: Keys, stage: int, draws: Sequence[DrawOp], microbatch: int) -> None:
         self.keys, self.stage, self.draws, self.microbatch = keys, stage, draws, microbatch
 
     def of(self, draw: int, device: torch.device) -> torch.Generator:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from funcpipe.core.tree import flatten, locations
-from funcpipe.programs.joint import Ask
+from funcpipe.core.tree import flatten, locations, unflatten
+from funcpipe.runtime.eager import EagerBound
+from funcpipe.runtime.program import StageArgs
 
 _VALUES = 4
 """So many values of a number are no accident; two may be training and evaluation."""
@@ -14,21 +15,23 @@ _VALUES = 4
 _NUMBERS = (float, int)
 
 
-def advice(ask: Ask, signature: Hashable, kept: Sequence[Hashable], made: int, most: int) -> str:
+def advice(
+    bound: EagerBound, args: StageArgs, signature: Hashable, kept: Sequence[Hashable], made: int, most: int
+) -> str:
     """What to say after a trace; "": nothing, yet.
 
     Args:
-        ask: what was traced.
+        bound, args: what was traced.
         signature: its.
         kept: those of all programs that there are.
         made: how many were made in all.
         most: how many are kept at most.
     """
-    name = f"stage {ask.stage.name!r} (compiled)"
+    name = f"stage {bound.stage.name!r} (compiled)"
     form, own = _apart(signature)
     alike = [values for other, values in map(_apart, kept) if other == form and values != own]
     if len(alike) >= max(1, min(_VALUES, most) - 1):
-        rows = zip(_names(ask), own, *alike, strict=True)
+        rows = zip(_names(bound, args), own, *alike, strict=True)
         changing = {where: list(dict.fromkeys([*before, now])) for where, now, *before in rows if {*before} != {now}}
         listed = "; ".join(f"{where} was {', '.join(map(str, values))}" for where, values in changing.items())
         last = next(iter(changing.values()))[-1]
@@ -55,12 +58,11 @@ def _apart(words: Any) -> tuple[Any, list[Hashable]]:
     return tuple(form for form, _ in parts), [value for _, values in parts for value in values]
 
 
-def _names(ask: Ask) -> list[str]:
+def _names(bound: EagerBound, args: StageArgs) -> list[str]:
     """Where the Python numbers stand that a signature has, in its order."""
-    x, skips, feeds, target, _ = ask.args
-    trees = [("params", ask.params), ("state", ask.state), ("x", x.tree())]
-    trees += [(f"skips[{name!r}]", one.tree()) for name, one in zip(ask.stage.pop, skips, strict=True)]
-    trees += [(f"feeds[{name!r}]", one.tree()) for name, one in zip(ask.stage.feeds, feeds, strict=True)]
-    trees += [] if target is None else [("target", target.tree())]
+    trees = [("params", unflatten(bound.spec, bound.leaves)), ("state", bound.state), ("x", args.x.tree())]
+    for kind, names, borders in (("skips", bound.stage.pop, args.skips), ("feeds", bound.stage.feeds, args.feeds)):
+        trees += [(f"{kind}[{name!r}]", border.tree()) for name, border in zip(names, borders, strict=True)]
+    trees += [] if args.target is None else [("target", args.target.tree())]
     pairs = [pair for root, tree in trees for pair in zip(locations(tree, root), flatten(tree)[0], strict=True)]
     return [name for name, leaf in pairs if type(leaf) in _NUMBERS]

@@ -17,9 +17,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import EXECUTORS, assert_same_result, ids, same, schedules, snapshot
 from stage_zoo import ZOO, pair
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcpipe as fp
-from funcpipe.programs.bound import CompiledBound, Tensors
+from funcpipe.compiled.bound import CompiledBound
+from funcpipe.compiled.residual import ProgramResidual
 
 
 def compiled(stages, **options):
@@ -245,7 +247,7 @@ def test_peaks_are_as_simulated(kind, family, recompute, monkeypatch):
     plan = fp.make_plan(made, schedule, loss=F.mse_loss, devices="cpu")
     options = {"state": state, "seed": 1, "executor": "serial", "threads_per_lane": 1}
     fp.run(plan, params, batch, **options)
-    held: dict[int, list[Tensors]] = {device: [] for device in range(3)}  # programs empty what they have used
+    held: dict[int, list[ProgramResidual]] = {device: [] for device in range(3)}  # programs empty what they have used
     most = dict.fromkeys(held, 0)
 
     def watched(name):
@@ -253,8 +255,8 @@ def test_peaks_are_as_simulated(kind, family, recompute, monkeypatch):
 
         def call(self, *args, **words):
             out = real(self, *args, **words)
-            new = [one for one in (out if isinstance(out, tuple) else ()) if isinstance(one, Tensors)]
-            device = schedule.device_of[self.index]
+            new = [one for one in (out if isinstance(out, tuple) else ()) if isinstance(one, ProgramResidual)]
+            device = schedule.device_of[self.eager.index]
             held[device] += new
             # Not `nbytes`: a target is a view of the caller's batch, whose storage is the whole of it.
             kept = [{one.data_ptr(): one.nbytes for one in each.values} for each in held[device]]
@@ -753,20 +755,25 @@ def test_merged_products(kind, rows):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_products_are_merged_where_the_plan_has_them_adjacent(monkeypatch):
-    """Groups of three of four microbatches: two merges of a stage; by default none."""
-    from funcpipe.programs.programs import Half
+def test_products_are_merged_where_the_plan_has_them_adjacent():
+    """Three of four microbatches together: two products; by default one for each."""
 
-    sizes = []
-    real = Half.merge
-    monkeypatch.setattr(Half, "merge", lambda self, factors, sums: (sizes.append(len(factors)), real(self, factors, sums))[1])  # fmt: skip
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func is torch.ops.aten.addmm_.default
+            return func(*args, **(kwargs or {}))
+
     stage, params, _ = fp.from_module(nn.Linear(4, 4))
     batch = torch.randn(8, 4), torch.randn(8, 4)
     schedule = fp.delay(fp.fill_drain(1, 4), group=3)
     for merge in (False, True):
         plan = fp.make_plan([fp.compile(stage, merge=merge)], schedule, loss=F.mse_loss, devices="cpu")
         fp.run(plan, (params,), batch)
-        assert ([3] if merge else []) == sizes
+        with Products() as products:
+            fp.run(plan, (params,), batch, executor="serial")
+        assert (2 if merge else 4) == products.count
 
 
 # -- warming up ----------------------------------------------------------------------------------------------------------
