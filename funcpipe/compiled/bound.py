@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from funcpipe.compiled.compile import Compiled
 
 _NOTHING = Report((), None, None)
+_ALL_THERE: frozenset[int] = frozenset()
+"""No root lacks its gradient."""
 
 
 class CompiledBound:
@@ -200,7 +202,7 @@ class CompiledBound:
     ) -> tuple[list[Tensor | None], frozenset[int]]:
         """The gradients that come in, by root, and the roots that have none."""
         given: list[Tensor | None] = []
-        missing = frozenset[int]()
+        missing = _ALL_THERE
         added = {name: add_gradients(None, *parts) or () for name, parts in stash.items()} if stash else {}
         ends = self._loss_cotangents(residual) if residual.loss is not None or residual.side is not None else {}
         for what, name, leaf, stride in residual.programs.joint.roots:

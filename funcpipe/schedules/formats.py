@@ -315,16 +315,14 @@ def _timeline(data: dict[str, Any], fault: Fault) -> Timeline | None:
 
 
 def _path(value: Any, known: dict[str, Action], spanned: set[Action], fault: Fault) -> tuple[Action, ...]:
-    """The critical path, of actions that have spans."""
     words = _list(value, "path", fault)
     if not all(isinstance(word, str) for word in words):
         fault(f"path: a list of actions, such as 2F0; got {_shown(value)}")
-        return ()
+        words = []
     actions = _actions(words, "path", known=known, fault=fault)
-    without = [action for action in actions if action not in spanned]
-    if without:
-        fault(f"path: {without[0]} has no span")
-    return tuple(actions)
+    if not spanned.issuperset(actions):
+        fault("path: some of its actions have no span")
+    return actions
 
 
 def _memory(value: Any, devices: int, fault: Fault) -> tuple[tuple[tuple[float, float], ...], ...]:

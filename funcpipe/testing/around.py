@@ -44,13 +44,16 @@ class Around(Bindable):
 
 class _BoundAround:
     def __init__(self, around: Around, params: Tree, state: Tree) -> None:
+        self.around, self.params = around, params
         self.fn = around.stage.bind(params, state)
-        self.hook, self.params = around.hook, params
-        self.call: Call = (lambda _, x, extras: self.fn(x, **extras)) if bindable(around.stage.fn) else around.call
         self.places = self.fn.places
 
+    def call(self, params: Tree, x: Tree, extras: dict[str, Any]) -> Any:
+        """Call without the hook; a function that is no module gets new params from it."""
+        return self.fn(x, **extras) if bindable(self.around.stage.fn) else self.around.call(params, x, extras)
+
     def __call__(self, x: Tree, **extras: Any) -> Any:
-        return self.hook(self.call, self.params, x, extras)
+        return self.around.hook(self.call, self.params, x, extras)
 
     def release(self) -> None:
         self.fn.release()
