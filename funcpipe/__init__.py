@@ -114,13 +114,13 @@ from funcpipe.schedules.families import one_f_one_b as one_f_one_b
 from funcpipe.schedules.families import zb_h2 as zb_h2
 from funcpipe.schedules.families import zero_bubble as zero_bubble
 from funcpipe.schedules.formats import from_json as from_json
-from funcpipe.schedules.formats import from_torch_csv as from_torch_csv
 from funcpipe.schedules.formats import to_json as to_json
-from funcpipe.schedules.formats import to_torch_csv as to_torch_csv
 from funcpipe.schedules.offload import always as always
 from funcpipe.schedules.offload import offload as offload
 from funcpipe.schedules.remat import never as never
 from funcpipe.schedules.remat import remat as remat
+from funcpipe.schedules.torch_csv import from_torch_csv as from_torch_csv
+from funcpipe.schedules.torch_csv import to_torch_csv as to_torch_csv
 from funcpipe.schedules.v_shape import dualpipe_v as dualpipe_v
 from funcpipe.schedules.v_shape import v_adaptive as v_adaptive
 from funcpipe.schedules.v_shape import v_half as v_half

@@ -73,7 +73,8 @@ class ToDevice:
             return spread(self.devices, batch, _moves_whole)
         except ValueError as error:
             raise BatchError(
-                "to_device has devices for other branches than this batch has (one device stands for all below it, None "
+                "to_device has devices for other branches than this batch has (one device stands for all below it, "
+                "None "
                 f"leaves a branch where it is): {error}"
             ) from error
 
@@ -116,8 +117,10 @@ class ToDevice:
             where = locations(place[0], "batch")[place[1]]
             self._warned.append(where)
             warnings.warn(
-                f"{where} lies in memory that is not page-locked, so its copy makes the thread wait that queues all work; "
-                "give DataLoader(pin_memory=True), or to_device(pin=True), or a thread: BatchStage(to_device(...), thread=True)",
+                f"{where} lies in memory that is not page-locked, so its copy makes the thread wait that queues all "
+                "work; "
+                "give DataLoader(pin_memory=True), or to_device(pin=True), or a thread: BatchStage(to_device(...), "
+                "thread=True)",
                 stacklevel=2,
             )
         return leaf
@@ -133,10 +136,10 @@ def to_device(devices: Any, *, pin: Pin = "auto", memory: Memory = "side") -> To
     Args:
         devices: a ``torch.device`` or its name, for every leaf that can move: tensors and objects with ``to(device)``.
             Or a tree of them that is a prefix of the batch's, where None leaves what is below it alone.
-        pin: page-lock host memory before the copy: True, False, or "auto": where the stage has a thread of its own; else
-            one warning names the first leaf that is not page-locked (its copy makes the host wait).
-        memory: "side": copies lie in memory of the copying stream. "consumer": of the stream that reads them, whose pool
-            they go back to; the copy then starts only after what that stream had queued before.
+        pin: page-lock host memory before the copy: True, False, or "auto": where the stage has a thread of its own;
+            else one warning names the first leaf that is not page-locked (its copy makes the host wait).
+        memory: "side": copies lie in memory of the copying stream. "consumer": of the stream that reads them, whose
+            pool they go back to; the copy then starts only after what that stream had queued before.
 
     Raises:
         PlanError: no device, or an option is not what it should be.

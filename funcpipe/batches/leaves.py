@@ -69,9 +69,9 @@ def sharing(tree: Tree, other: Tree) -> list[Tensor]:
 def awaited(batch: Tree) -> Tree:
     """Every awaitable of a batch, waited for: a stage of its own, so that the wait is queued where it belongs.
 
-    A stage may return what is not there yet (an asynchronous collective, torchrec's ``Awaitable``). It goes on as it is;
-    this stage calls ``wait()`` on each such leaf, in its own thread and on its own stream, and puts in its place what
-    that returns. A handle whose ``wait`` returns None or a bool (``torch.distributed.Work``) becomes None.
+    A stage may return what is not there yet (an asynchronous collective, torchrec's ``Awaitable``). It goes on as it
+    is; this stage calls ``wait()`` on each such leaf, in its own thread and on its own stream, and puts in its place
+    what that returns. A handle whose ``wait`` returns None or a bool (``torch.distributed.Work``) becomes None.
 
     >>> class Later:
     ...     def wait(self):

@@ -132,8 +132,8 @@ class Overlap(Iterator[Any]):
     def close(self, timeout: float | None = 5.0) -> None:
         """End it now: what is under way is lost. Does nothing where it has ended.
 
-        Called from elsewhere while the loop waits for a batch (another thread, a signal, a stage), it comes back at once,
-        and the loop ends there.
+        Called from elsewhere while the loop waits for a batch (another thread, a signal, a stage), it comes back at
+        once, and the loop ends there.
 
         Args:
             timeout: seconds to wait for threads (one that waits for the source cannot be interrupted); a warning names

@@ -36,9 +36,10 @@ def overlap(
 ) -> Overlap:
     """Batches through stages: while batch i is trained on, i+1 exchanges its inputs and i+2 is copied to the device.
 
-    What comes out equals ``[last(...first(batch)) for batch in source]`` bit for bit and in order, whatever the depth and
-    the threads, for functions that do not depend on each other and a source that does not write into a batch again. Each batch that is drawn comes out, or the error that it met is raised in its place, after the results
-    of all batches before it: the exception itself, with ``.funcpipe`` (stage, name, batch) and a note.
+    What comes out equals ``[last(...first(batch)) for batch in source]`` bit for bit and in order, whatever the depth
+    and the threads, for functions that do not depend on each other and a source that does not write into a batch again.
+    Each batch that is drawn comes out, or the error that it met is raised in its place, after the results of all
+    batches before it: the exception itself, with ``.funcpipe`` (stage, name, batch) and a note.
 
     >>> list(overlap(range(4), [lambda x: x + 1, lambda x: 10 * x]))
     [10, 20, 30, 40]
@@ -47,20 +48,20 @@ def overlap(
     ([1, 2, 3, 4], 10)
 
     Args:
-        source: any iterable of batches; None is a batch like others. Drawn once, from the first ``next`` on, never after
-            its end and never by two threads.
+        source: any iterable of batches; None is a batch like others. Drawn once, from the first ``next`` on, never
+            after its end and never by two threads.
         stages: functions of one batch, `BatchStage`, `to_device`, `awaited`; the last may be a `Fold`, which runs where
             the loop runs. Without a fold all of them run ahead of the loop's own work.
-        depth: how many batches are under way besides the one that is handed out next; as many as there are stages before
-            the step let all of them work at once. 0: the plain loop, nothing runs ahead; good to find a fault.
+        depth: how many batches are under way besides the one that is handed out next; as many as there are stages
+            before the step let all of them work at once. 0: the plain loop, nothing runs ahead; good to find a fault.
         order: in which the loop's own thread takes up its stages (names or numbers) at each tick; None: what runs ahead
             first.
         start_index: the number of the first batch, where training goes on in the middle of an epoch.
         thread: have the source and the stages threads of their own, where they do not say; None: where no device with
             streams is named (`to_device`, ``devices``). There one thread queues everything, in the plan's order.
-        memory: on devices with streams: "record" tells the allocator who uses what. "ring" hands memory back in order, so
-            that its peak is that of ``depth`` batches and does not depend on timing; a result is then good until the next
-            one is asked for.
+        memory: on devices with streams: "record" tells the allocator who uses what. "ring" hands memory back in order,
+            so that its peak is that of ``depth`` batches and does not depend on timing; a result is then good until the
+            next one is asked for.
         devices: with streams, that stages work on besides those of `to_device`.
         snapshot: called before each draw, such as ``loader.state_dict``, and copied; see `Overlap.source_state`.
         record: keep when everything ran, for `Overlap.timeline`.
@@ -91,7 +92,8 @@ def overlap(
     plan = ticks(listed, fold, depth=depth, threads=threads, streamed=bool(streamed), order=order)
     if any(threads) and (modes := not_carried()):
         raise FuncpipeError(
-            f"threads cannot take over what is on here: {', '.join(modes)}; overlap(..., thread=False) runs all stages in "
+            f"threads cannot take over what is on here: {', '.join(modes)}; overlap(..., thread=False) runs all "
+            "stages in "
             "this thread"
         )
     return Overlap(

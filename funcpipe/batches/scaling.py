@@ -59,7 +59,8 @@ def unscale(state: LossScale, grads: Tree) -> tuple[Tree, Tensor]:
     _check_state("unscale", state, "grads")
     if isinstance(grads, Result):
         raise PlanError(
-            "unscale takes gradients alone: unscale(state, result.grads); fp.step(optimizer, params, result) unscales by itself"
+            "unscale takes gradients alone: unscale(state, result.grads); fp.step(optimizer, params, result) "
+            "unscales by itself"
         )
     with torch.no_grad():
         # GradScaler's arithmetic: the reciprocal in double precision, rounded once.
@@ -82,7 +83,8 @@ def unscale(state: LossScale, grads: Tree) -> tuple[Tree, Tensor]:
 def _check_state(name: str, state: Any, more: str) -> None:
     if not isinstance(state, LossScale):
         raise PlanError(
-            f"{name} takes the state first, {name}(state, {more}), as fp.loss_scale() makes it; got a {type(state).__name__}"
+            f"{name} takes the state first, {name}(state, {more}), as fp.loss_scale() makes it; got a "
+            f"{type(state).__name__}"
         )
 
 
@@ -99,7 +101,8 @@ def update_scale(
         interval: how many.
 
     Raises:
-        PlanError: the state is none, growth is not above 1, backoff not between 0 and 1, or interval no whole number from 1.
+        PlanError: the state is none, growth is not above 1, backoff not between 0 and 1, or interval no whole number
+            from 1.
     """
     _check_state("update_scale", state, "found_inf")
     if not (growth > 1 and 0 < backoff < 1 and type(interval) is int and interval > 0):

@@ -21,9 +21,11 @@ class BatchStage:
     Attributes:
         fn: ``fn(batch) -> batch``, called once for each batch, in order. With ``lag``: ``fn(state, batch) -> batch``.
         name: in plans, errors, statistics and names of threads; "": that of the function.
-        lead: how many batches it may be ahead of the one that is handed out next, at most ``depth``; None: spread evenly.
+        lead: how many batches it may be ahead of the one that is handed out next, at most ``depth``; None: spread
+            evenly.
         stream: where its work on devices with streams is queued. None: a stream of its own; a name: one that all stages
-            with this name share; "caller": the stream that is current where `overlap` is called; or a stream of torch's.
+            with this name share; "caller": the stream that is current where `overlap` is called; or a stream of
+            torch's.
         thread: has it a thread of its own; None: where no device has streams (there one thread queues everything).
             True for what makes the host wait: decoding, copies of memory that is not page-locked, ``Awaitable.wait()``.
         grad: does autograd record; None: as where `overlap` was called.
@@ -31,7 +33,8 @@ class BatchStage:
             threads are scheduled.
         indexed: call it with ``index=``, too, the number of the batch.
         seed: what it draws from torch's global generators depends on this seed, its name, the number of the batch and
-            the number of the draw, and on nothing else; each epoch wants its own: ``fold_in(seed, epoch)``. (Python's ``random`` and numpy are not reached: use ``indexed``.)
+            the number of the draw, and on nothing else; each epoch wants its own: ``fold_in(seed, epoch)``. (Python's
+            ``random`` and numpy are not reached: use ``indexed``.)
         autocast: run it under autocast to this type; None: as where `overlap` was called.
     """
 

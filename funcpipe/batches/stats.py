@@ -35,7 +35,10 @@ class StageStats(NamedTuple):
 
     def __str__(self) -> str:
         each = self.busy / self.batches * 1e3 if self.batches else 0.0
-        return f"{self.name}: {self.batches} batches, {each:.3g} ms each; waited {self.input:.3g} s for input, {self.room:.3g} s for room"
+        return (
+            f"{self.name}: {self.batches} batches, {each:.3g} ms each; waited {self.input:.3g} s for input, "
+            f"{self.room:.3g} s for room"
+        )
 
 
 def stats(plan: Ticks, meters: Sequence[Meter]) -> tuple[StageStats, ...]:

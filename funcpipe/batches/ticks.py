@@ -129,8 +129,8 @@ def ticks(
         depth: how many batches ahead at most.
         threads: for the source and each stage, whether it has a thread.
         streamed: do devices have streams; a stage with one is a lane of its own.
-        order: of the rows of the loop's thread, by number (0 is the first stage) or name; None: what runs ahead first, the
-            older batch before the newer, so that it is queued before the work of the step.
+        order: of the rows of the loop's thread, by number (0 is the first stage) or name; None: what runs ahead first,
+            the older batch before the newer, so that it is queued before the work of the step.
 
     Raises:
         PlanError: the order runs a stage on a batch before the one that makes it, or leaves some out; a lead is too
@@ -203,7 +203,8 @@ def _check(rows: tuple[TickRow, ...], order: tuple[int, ...]) -> None:
         before = rows[at - 1]
         if at and before.lead < row.lead:
             faults.append(
-                f"{row.name!r} (lead {row.lead}) would run on a batch before {before.name!r} (lead {before.lead}) has made "
+                f"{row.name!r} (lead {row.lead}) would run on a batch before {before.name!r} (lead {before.lead}) has "
+                "made "
                 "it; leads fall from stage to stage"
             )
         # Also where stages with threads stand between the two: the loop would wait for its own later work.

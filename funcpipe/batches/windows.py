@@ -32,7 +32,8 @@ def windows(items: Iterable[Item], size: int) -> Iterator[Iterator[Item]]:
         An iterator of iterators. What a window's user leaves over is drawn and dropped when the next one is asked for.
 
     Raises:
-        PlanError: the size is no whole number from 1; or a window is asked for what was dropped (``list(windows(...))``).
+        PlanError: the size is no whole number from 1; or a window is asked for what was dropped
+            (``list(windows(...))``).
     """
     if type(size) is not int or size < 1:
         raise PlanError(f"a window has a whole number of items from 1; got {size!r}")
@@ -63,7 +64,8 @@ class _Window(Iterator[Any]):
     def __next__(self) -> Any:
         if self.dropped:
             raise PlanError(
-                "this window is over: its items are drawn as they are used, and the rest was dropped when the next window was "
+                "this window is over: its items are drawn as they are used, and the rest was dropped when the next "
+                "window was "
                 "asked for; use each in its turn (for window in fp.windows(...)), or keep it: list(window)"
             )
         return self.first.pop() if self.first else next(self.others)
@@ -116,7 +118,8 @@ def accumulate_grads(
     """
     if not callable(grad_fn):
         raise PlanError(
-            f"accumulate_grads takes the function first: accumulate_grads(grad_fn, window); got a {type(grad_fn).__name__}"
+            "accumulate_grads takes the function first: accumulate_grads(grad_fn, window); got a "
+            f"{type(grad_fn).__name__}"
         )
     if reduce not in ("mean", "sum"):
         raise PlanError(f'reduce is "mean" or "sum"; got {reduce!r}')
@@ -174,7 +177,8 @@ def agree(
 ) -> Iterator[Item]:
     """A source that ends on all ranks at once, however many batches each has: else those that have more wait for ever.
 
-    Every rank calls ``all_have`` once for each draw, so it may be a collective. With ``torch.distributed``, on the CPU::
+    Every rank calls ``all_have`` once for each draw, so it may be a collective. With ``torch.distributed``, on the
+    CPU::
 
         def all_have(mine):
             flag = torch.tensor(int(mine))
@@ -187,8 +191,8 @@ def agree(
     Args:
         source: of this rank.
         all_have: (has this rank a batch) -> have all ranks one.
-        pad: None: stop with the first rank that has no more; a batch that others drew for nothing is dropped. Else go on
-            until no rank has any: ``pad(last batch of this rank, or None)`` is a batch to take part with.
+        pad: None: stop with the first rank that has no more; a batch that others drew for nothing is dropped. Else go
+            on until no rank has any: ``pad(last batch of this rank, or None)`` is a batch to take part with.
 
     Returns:
         The iterator to give to `overlap`.

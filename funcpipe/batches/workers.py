@@ -113,7 +113,8 @@ class States:
         for place, tensor, version in (entry for state in self._kept.values() for entry in state.versions):
             if written(tensor) != version:
                 raise FuncpipeError(
-                    f"the fold writes into its state in place ({place}), and a stage with lag= reads older states; return "
+                    f"the fold writes into its state in place ({place}), and a stage with lag= reads older states; "
+                    "return "
                     "new tensors (clone, or an optimizer that is a function)"
                 )
         new, self._newest = self._made(tree), self._newest + 1
@@ -130,9 +131,10 @@ class States:
 class Workers:
     """What the threads of an overlap share. It does not know the overlap, so that this can be collected.
 
-    ``all`` are those of the source and of the stages, in the order in which a batch goes through them; each has a meter,
-    and the last meter is the fold's, or that of the loop, which waits then. ``here`` are the streams of the loop, ``end``
-    is the first batch that will not come, and ``snapshots`` are the source's states before each batch under way was drawn.
+    ``all`` are those of the source and of the stages, in the order in which a batch goes through them; each has a
+    meter, and the last meter is the fold's, or that of the loop, which waits then. ``here`` are the streams of the
+    loop, ``end`` is the first batch that will not come, and ``snapshots`` are the source's states before each batch
+    under way was drawn.
     """
 
     def __init__(self, here: StreamSet, states: States, meters: Sequence[Meter], *, ring: bool) -> None:

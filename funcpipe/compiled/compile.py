@@ -152,18 +152,18 @@ def compile(
     """The stage with its forward, backward, input backward and weight backward as programs.
 
     When a run first meets a signature (shapes, types and layouts of everything that the stage gets, which leaves are
-    trained, the mode, autocast, the plan's loss) the stage is traced once, with its backward, on tensors without numbers.
-    The joint graph is cut: F is what outputs need, I what the gradients of inputs need besides, W the rest. Nothing is
-    computed twice, W keeps only what it needs, and weight gradients are added into their sums in place.
+    trained, the mode, autocast, the plan's loss) the stage is traced once, with its backward, on tensors without
+    numbers. The joint graph is cut: F is what outputs need, I what the gradients of inputs need besides, W the rest.
+    Nothing is computed twice, W keeps only what it needs, and weight gradients are added into their sums in place.
 
-    Results are eager ones: the same operations on the same numbers. With ``fuse`` a weight gradient that is a product is
-    added to its sum in one operation, which rounds once instead of twice, and on the CPU (backend "graph", float32 and
-    float64) so is a sum of at most 512 rows, the gradient of a bias, as a product with ones, which adds them in another
-    order; without it every bit is eager's.
+    Results are eager ones: the same operations on the same numbers. With ``fuse`` a weight gradient that is a product
+    is added to its sum in one operation, which rounds once instead of twice, and on the CPU (backend "graph", float32
+    and float64) so is a sum of at most 512 rows, the gradient of a bias, as a product with ones, which adds them in
+    another order; without it every bit is eager's.
 
-    The function must be pure: what it reads besides its arguments would be frozen. Tensors that it closes over, branches
-    on numbers in tensors, Python state that changes from call to call, draws in a backward are refused, each with its
-    reason. Called directly, a compiled stage runs its function, so torch.func transforms it as before.
+    The function must be pure: what it reads besides its arguments would be frozen. Tensors that it closes over,
+    branches on numbers in tensors, Python state that changes from call to call, draws in a backward are refused, each
+    with its reason. Called directly, a compiled stage runs its function, so torch.func transforms it as before.
 
     >>> import torch
     >>> layer = compile(Stage(lambda w, x: torch.tanh(x @ w), "layer"))
@@ -175,27 +175,27 @@ def compile(
         backend: "graph": Python that calls torch's kernels, one by one. "inductor": each program is built by torch's
             compiler, which fuses operations and rounds differently; it takes seconds to minutes, at the first call or
             in `warmup`. "cudagraphs": each program is recorded as a CUDA graph, with copies of what it reads and gives
-            (`graphs` does it to whole runs on one device). Or a function ``(graph, example inputs) -> function of the inputs``, as for ``torch.compile``.
-            Programs that draw random numbers are "graph" always.
+            (`graphs` does it to whole runs on one device). Or a function ``(graph, example inputs) -> function of the
+            inputs``, as for ``torch.compile``. Programs that draw random numbers are "graph" always.
         fuse: see above.
         merge: where the plan has several W of the stage next to each other, make one larger product of their weight
-            gradients. It reads and writes the sum once, which can pay where the product of one microbatch is too small for
-            the device (`delay` brings W together); bits then depend on the schedule.
-        recompute: keep as few bytes for the backward as a cut through the forward can have: pointwise operations, norms and
-            softmax are computed again where that is less (min-cut rematerialization); products and random draws are not.
-            The bits are the same. `Programs.residual_bytes` says what is kept; see `remat` for the coarse way.
+            gradients. It reads and writes the sum once, which can pay where the product of one microbatch is too small
+            for the device (`delay` brings W together); bits then depend on the schedule.
+        recompute: keep as few bytes for the backward as a cut through the forward can have: pointwise operations, norms
+            and softmax are computed again where that is less (min-cut rematerialization); products and random draws are
+            not. The bits are the same. `Programs.residual_bytes` says what is kept; see `remat` for the coarse way.
         fallback: run eagerly what cannot be traced, instead of raising; `programs` says why it cannot.
-        max_programs: for how many signatures programs are kept, each of them with F, B, I, W; of a few large layers that is
-            some MiB, with "cudagraphs" it holds memory of the device. Another one takes the place of what is unused for
-            longest, whose memory is freed when the runs that use it end. Where traces come over and over, a warning says
-            once what makes them.
+        max_programs: for how many signatures programs are kept, each of them with F, B, I, W; of a few large layers
+            that is some MiB, with "cudagraphs" it holds memory of the device. Another one takes the place of what is
+            unused for longest, whose memory is freed when the runs that use it end. Where traces come over and over, a
+            warning says once what makes them.
 
     Returns:
         A stage for the same parameters and state.
 
     Raises:
-        PlanError: this is no stage, there is no such backend, merge without fuse, or max_programs is no number from 1. (A
-            run raises it for a stage that cannot be traced.)
+        PlanError: this is no stage, there is no such backend, merge without fuse, or max_programs is no number from 1.
+            (A run raises it for a stage that cannot be traced.)
     """
     if not isinstance(stage, Stage):
         raise PlanError(

@@ -98,8 +98,8 @@ class Backward(NamedTuple, Generic[Program]):
 class Cut:
     """The cut of a joint graph.
 
-    An operation belongs to F if an output needs it, to I if a gradient of an input does, else to W; the first that needs
-    it has it, so nothing is computed twice.
+    An operation belongs to F if an output needs it, to I if a gradient of an input does, else to W; the first that
+    needs it has it, so nothing is computed twice.
 
     Args:
         joint: the graph.

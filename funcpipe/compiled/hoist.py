@@ -19,9 +19,10 @@ _SMALL = 2**20
 def hoist(joint: Joint) -> None:
     """Take such values out of the graph of a microbatch: they become further placeholders of parameters.
 
-    Casts of weights under autocast, weights that are computed (weight norm, merged adapters), views of parameters, small
-    masks and positions. What others read of these would lie in memory all the time; so a value that is larger than the
-    parameters that it comes from is read by none of them, and made again by each microbatch where it has to be.
+    Casts of weights under autocast, weights that are computed (weight norm, merged adapters), views of parameters,
+    small masks and positions. What others read of these would lie in memory all the time; so a value that is larger
+    than the parameters that it comes from is read by none of them, and made again by each microbatch where it has to
+    be.
     """
     graph = joint.module.graph
     sources: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset([node]) for node in joint.params}

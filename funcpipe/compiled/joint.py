@@ -288,7 +288,8 @@ def _name_draws(graph: fx.Graph, drawn: Sequence[DrawOp]) -> None:
 
 
 NOT_GIVEN = (
-    "it computes with a tensor that it was not given (closed over, or an attribute of a module that is no buffer): hand "
+    "it computes with a tensor that it was not given (closed over, or an attribute of a module that is no buffer): "
+    "hand "
     "it in by params, state or feeds"
 )
 _TAKEN_OUT = "it takes the numbers of a tensor out of torch (numpy, an extension)"

@@ -37,9 +37,9 @@ def add_products(
 class Programs:
     """The programs of one stage for one signature; printed, their text.
 
-    ``P`` holds the tensors of parameters and state, and then what C computes of these, once a run; ``X`` those of input,
-    skips, feeds and target, ``R`` the keys of random draws, ``K`` what F keeps, ``G`` the gradients that come in, ``L``
-    what I leaves for W, ``S`` the sums into which the gradients of the parameters are added.
+    ``P`` holds the tensors of parameters and state, and then what C computes of these, once a run; ``X`` those of
+    input, skips, feeds and target, ``R`` the keys of random draws, ``K`` what F keeps, ``G`` the gradients that come
+    in, ``L`` what I leaves for W, ``S`` the sums into which the gradients of the parameters are added.
 
     Attributes:
         joint: the traced graph.

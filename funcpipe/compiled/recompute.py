@@ -1,8 +1,9 @@
 """What F keeps for its backward: as few bytes as a cut through the forward can have, the rest is computed again.
 
-Keeping a value costs its bytes; computing it again is free where it is cheap (pointwise operations, norms, softmax, views)
-and needs what it is computed of. The least that must be kept is a minimum cut of that network between what cannot be
-computed again and what the backward reads (the idea of torch's own partitioner: min-cut rematerialization, functorch).
+Keeping a value costs its bytes; computing it again is free where it is cheap (pointwise operations, norms, softmax,
+views) and needs what it is computed of. The least that must be kept is a minimum cut of that network between what
+cannot be computed again and what the backward reads (the idea of torch's own partitioner: min-cut rematerialization,
+functorch).
 """
 
 from __future__ import annotations

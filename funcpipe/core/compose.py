@@ -171,4 +171,6 @@ def _check_length(what: str, trees: Any, stages: Sequence[Stage]) -> None:
     if not isinstance(trees, (tuple, list)) or len(trees) != len(stages):  # pyright: ignore[reportUnknownArgumentType]
         found = f"a {type(trees).__name__}" + (f" of {len(trees)}" if isinstance(trees, Sequence) else "")
         names = ", ".join(part.name or "?" for part in stages)
-        raise PlanError(f"{what} of a composition of {len(stages)} stages ({names}) is a tuple with one tree per stage; got {found}")  # fmt: skip
+        raise PlanError(
+            f"{what} of a composition of {len(stages)} stages ({names}) is a tuple with one tree per stage; got {found}"
+        )

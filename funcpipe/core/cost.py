@@ -80,7 +80,9 @@ class Cost:
                 object.__setattr__(self, name, value)
             for one in value if isinstance(value, tuple) and name != "bandwidth" else (value,):
                 if not isinstance(one, (int, float)) or not 0 <= one < float("inf"):
-                    faults.append(f"{name} is a number from 0{', or a sequence of them' * (name != 'bandwidth')}; got {value!r}")  # fmt: skip
+                    faults.append(
+                        f"{name} is a number from 0{', or a sequence of them' * (name != 'bandwidth')}; got {value!r}"
+                    )
                     break
         if self.bandwidth == 0:
             faults.append("bandwidth is more than 0; None for no limit")

@@ -1,8 +1,8 @@
 """The kinds of actions, and the one table of what is true of each.
 
-Whatever walks over actions without running them reads this table: the check, the clock, costs, memory, parsers, pictures.
-What an action does with values is the row of its kind in ``lower/effects.py``, what it does with a stage its step in
-``runtime/steps.py``.
+Whatever walks over actions without running them reads this table: the check, the clock, costs, memory, parsers,
+pictures. What an action does with values is the row of its kind in ``lower/effects.py``, what it does with a stage its
+step in ``runtime/steps.py``.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class KindRow:
         times: how long it takes, as sums of fields of `Cost`: the first sum that has no None.
         units: how long it takes in plan order.
         resource: what it occupies.
-        colour: red, green, blue: near those of Okabe and Ito, moved apart until everybody can tell any two of them apart,
-            also without one of the three cones; all are light enough for dark letters.
+        colour: red, green, blue: near those of Okabe and Ito, moved apart until everybody can tell any two of them
+            apart, also without one of the three cones; all are light enough for dark letters.
         codes: the nearest of a terminal's 256 colours, then lighter ones for a device's further stages.
     """
 

@@ -1,9 +1,9 @@
 """Programs: what each lane of a plan does, instruction by instruction, over numbered slots.
 
 A lane is a device with a row of slots. Its program is a flat list of four instructions: `Receive` a value of another
-lane (or of the caller) into a slot, `Run` an action that reads slots and writes slots, `Send` a slot's value into a slot
-of another lane, `Free` slots. A lane knows no other: what it sends waits until the slot at the other end is free, what it
-receives until it has come. Whatever the library does with a plan (print, run, simulate, prove) reads this list.
+lane (or of the caller) into a slot, `Run` an action that reads slots and writes slots, `Send` a slot's value into a
+slot of another lane, `Free` slots. A lane knows no other: what it sends waits until the slot at the other end is free,
+what it receives until it has come. Whatever the library does with a plan (print, run, simulate, prove) reads this list.
 
 What the lists are made of is kept short: a *wire* is a value whose microbatch is left open, a `Call` an action whose
 microbatch is left open. The value of wire ``w`` at microbatch ``m`` is the number ``w * M + m``.

@@ -114,9 +114,9 @@ class Timeline:
     def imbalance(self) -> float:
         """What devices lose by unequal work: ``1 - mean(busy) / max(busy)``, whatever the makespan.
 
-        With the bubble it makes all that is idle: ``1 - idle == (1 - bubble) * (1 - imbalance)``. Equal work at the same
-        bubble would shorten the makespan, and the span, by this share: the most that `balance` wins there. Mostly the
-        bubble grows as the work becomes equal, and the win is smaller; simulate equal stages to see it.
+        With the bubble it makes all that is idle: ``1 - idle == (1 - bubble) * (1 - imbalance)``. Equal work at the
+        same bubble would shorten the makespan, and the span, by this share: the most that `balance` wins there. Mostly
+        the bubble grows as the work becomes equal, and the win is smaller; simulate equal stages to see it.
 
         >>> slow, fast = Span(0, 0.0, 4.0, Action(Kind.F, 0, 0)), Span(1, 6.0, 8.0, Action(Kind.F, 1, 0))
         >>> timeline = Timeline((slow, fast), 2)

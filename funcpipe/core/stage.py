@@ -279,12 +279,29 @@ def side_loss(out: Out) -> tuple[Any, Any] | None:
 
 
 @overload
-def stage(fn: StageFn, /, *, name: str = ..., stash: Sequence[str] = ..., pop: Sequence[str] = ...,
-          feeds: Sequence[str] = ..., state: bool = ..., commit: Commit | None = ...) -> Stage: ...  # fmt: skip
+def stage(
+    fn: StageFn,
+    /,
+    *,
+    name: str = ...,
+    stash: Sequence[str] = ...,
+    pop: Sequence[str] = ...,
+    feeds: Sequence[str] = ...,
+    state: bool = ...,
+    commit: Commit | None = ...,
+) -> Stage: ...
 @overload
-def stage(fn: None = None, /, *, name: str = ..., stash: Sequence[str] = ..., pop: Sequence[str] = ...,
-          feeds: Sequence[str] = ..., state: bool = ...,
-          commit: Commit | None = ...) -> Callable[[StageFn], Stage]: ...  # fmt: skip
+def stage(
+    fn: None = None,
+    /,
+    *,
+    name: str = ...,
+    stash: Sequence[str] = ...,
+    pop: Sequence[str] = ...,
+    feeds: Sequence[str] = ...,
+    state: bool = ...,
+    commit: Commit | None = ...,
+) -> Callable[[StageFn], Stage]: ...
 def stage(
     fn: StageFn | None = None,
     /,

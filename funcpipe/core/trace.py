@@ -31,14 +31,31 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     for device, start, end, action in timeline.spans:
         kind, stage, microbatch = action
         args = {"stage": stage, "microbatch": microbatch, "kind": kind.name}
-        events.append({"ph": "X", "pid": 0, "tid": links.get((device, kind), device), "name": str(action),
-                       "cat": kind.value, "ts": start * scale, "dur": (end - start) * scale, "args": args})  # fmt: skip
+        events.append(
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": links.get((device, kind), device),
+                "name": str(action),
+                "cat": kind.value,
+                "ts": start * scale,
+                "dur": (end - start) * scale,
+                "args": args,
+            }
+        )
     for device, steps in enumerate(timeline.memory):
         # Of several at one time a counter shows the last.
         for (time, amount), after in zip(steps, [*steps[1:], None], strict=True):
             if after is None or after[0] != time:
-                events.append({"ph": "C", "pid": 0, "name": f"memory of device {device}", "ts": time * scale,
-                               "args": {"held": amount}})  # fmt: skip
+                events.append(
+                    {
+                        "ph": "C",
+                        "pid": 0,
+                        "name": f"memory of device {device}",
+                        "ts": time * scale,
+                        "args": {"held": amount},
+                    }
+                )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -76,7 +76,10 @@ class Choice:
         return any(action.kind is Kind.R for order in self.schedule.orders for action in order)
 
     def __str__(self) -> str:
-        head = f"{len(self.sizes)} stages of {list(self.sizes)} layers, {self.placement}, {self.num_microbatches} microbatches"
+        head = (
+            f"{len(self.sizes)} stages of {list(self.sizes)} layers, {self.placement}, {self.num_microbatches} "
+            "microbatches"
+        )
         rows = [
             f"  {one.num_microbatches:>4} microbatches  {len(one.sizes):>3} stages  {one.placement:<5} "
             f"{'-' if one.value == inf else f'{one.value:.6g}':>12}  {one.reason}"
@@ -104,8 +107,8 @@ def plan_for(
 ) -> Choice:
     """Choose stages, placement, number of microbatches, remat and schedule for a chain of layers.
 
-    Every number of microbatches and of stages a device, and every placement that these allow, is cut by `balance`; single
-    layers are moved over the cuts while that makes the published schedules shorter; the best few are searched.
+    Every number of microbatches and of stages a device, and every placement that these allow, is cut by `balance`;
+    single layers are moved over the cuts while that makes the published schedules shorter; the best few are searched.
 
     >>> choice = plan_for(Cost([1.0] * 8), num_devices=2, num_microbatches=4, evaluations=200)
     >>> choice.sizes, choice.placement, choice.timeline.makespan
@@ -223,11 +226,13 @@ def _counts(
     )
     if isinstance(cost, Cost) and len(microbatches) > 1:
         faults.append(
-            "with several numbers of microbatches cost is a function of them: lambda m: fp.profile(layers, example[: rows // m])"
+            "with several numbers of microbatches cost is a function of them: lambda m: fp.profile(layers, example[: "
+            "rows // m])"
         )
     elif not isinstance(cost, Cost) and (not callable(cost) or hasattr(cost, "named_parameters")):
         faults.append(
-            f"cost is a Cost of the layers (fp.profile measures one), or a function that gives it; got a {type(cost).__name__}"
+            "cost is a Cost of the layers (fp.profile measures one), or a function that gives it; got a "
+            f"{type(cost).__name__}"
         )
     raise_all("no such choice:", faults)
     made = [cost if isinstance(cost, Cost) else cost(count) for count in microbatches]
@@ -299,7 +304,8 @@ def _value(found: Found, options: dict[str, Any]) -> float:
 def _num_layers(layers: Cost) -> int:
     if layers.num_stages is None:
         raise PlanError(
-            "cost has a number for each layer, as fp.profile gives it; with one for all, nobody knows how many layers there are: Cost(forward=[1.0] * 12)"
+            "cost has a number for each layer, as fp.profile gives it; with one for all, nobody knows how many "
+            "layers there are: Cost(forward=[1.0] * 12)"
         )
     return layers.num_stages
 

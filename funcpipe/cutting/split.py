@@ -61,17 +61,17 @@ def split(
     [['0.weight', '0.bias'], ['2.weight', '2.bias']]
 
     Args:
-        model: each of its layers in the mode in which it will run where the plan trains: after ``model.eval()`` the stages
-            stay in evaluation mode.
+        model: each of its layers in the mode in which it will run where the plan trains: after ``model.eval()`` the
+            stages stay in evaluation mode.
         num_stages: how many; may be left out where ``at``, ``balance``, `split_point` or the policy tells.
-        at: where to cut: ``{"layers.2": "before"}``, "before" or "after" a module, ``"layers.2@1"`` for its second call;
-            a list of names cuts before each.
-        balance: units of each stage: layers of a Sequential (its own, or with those of the Sequentials inside: whichever
-            the sum fits), blocks of a list, or what a trace counts.
+        at: where to cut: ``{"layers.2": "before"}``, "before" or "after" a module, ``"layers.2@1"`` for its second
+            call; a list of names cuts before each.
+        balance: units of each stage: layers of a Sequential (its own, or with those of the Sequentials inside:
+            whichever the sum fits), blocks of a list, or what a trace counts.
         policy: chooses the cuts: `by_parameters` (default), `by_time`, ``by_memory(limit)``, or a function
             ``(Units, num_stages) -> sizes``.
-        example: an input; asks for a trace. A tensor or a tuple goes to forward by position, a mapping by keyword; so do
-            the inputs of the stages.
+        example: an input; asks for a trace. A tensor or a tuple goes to forward by position, a mapping by keyword; so
+            do the inputs of the stages.
         any_rows: trace for any number of rows (the first dimension of every tensor that has as many as the first one;
             `Axis` marks those of another dimension, `Replicate` what has none, as in the batch of a run); False: the
             stages run with just the rows of the example, which is then one microbatch.
@@ -80,9 +80,9 @@ def split(
         ties: parameters that several stages use: "replicate" (each holds it, gradients are summed) or "transmit" (the
             first owns it, its value travels), or one of them by name.
         loss: where in the output the model's own loss is: a path ("loss", 0, ("aux", "loss")) or a function of the
-            output; None: the output itself, ``.loss`` or ``["loss"]``, if that is a scalar. Of a transformers model it is
-            known how many labels of a microbatch it counts (-100 is not counted), and the batch's loss is that of the
-            model in one piece; of other models it is not, and microbatches count by their rows: for padded labels
+            output; None: the output itself, ``.loss`` or ``["loss"]``, if that is a scalar. Of a transformers model it
+            is known how many labels of a microbatch it counts (-100 is not counted), and the batch's loss is that of
+            the model in one piece; of other models it is not, and microbatches count by their rows: for padded labels
             give ``make_plan(loss=)`` a loss with a method ``weigh(inputs, target)``.
         check: compare traced stages with the model (two forwards and backwards of each on the example).
 
@@ -360,6 +360,7 @@ def _loose(model: nn.Module, known: set[int]) -> list[str]:
             if any(isinstance(leaf, nn.Parameter) and id(leaf) not in known for leaf in flatten(value)[0]):
                 place = f"{path}.{name}" if path else name
                 found.append(
-                    f"{place} holds parameters that the model does not know, so nobody would train them; use nn.ParameterList or nn.ModuleList"
+                    f"{place} holds parameters that the model does not know, so nobody would train them; use "
+                    "nn.ParameterList or nn.ModuleList"
                 )
     return found

@@ -56,11 +56,13 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
             which = (
                 "the example"
                 if not number
-                else "inputs other than the example (the trace took something for a constant: a counter, a random number of Python, a number read from a tensor)"
+                else "inputs other than the example (the trace took something for a constant: a counter, a random number "
+                "of Python, a number read from a tensor)"
             )
             raise PlanError(
                 bullets(
-                    f"the traced stages do not compute what the model computes, on {which}; cut without tracing (split without example=), or write the stages yourself:",
+                    f"the traced stages do not compute what the model computes, on {which}; cut without tracing "
+                    "(split without example=), or write the stages yourself:",
                     faults[:12],
                 )
             )
@@ -212,7 +214,8 @@ def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any
     ]
     if writes:
         raise PlanError(
-            f"the forward writes into its buffers {writes} by an operation that does not say so; cut without tracing (split without example=), or write the stage yourself"
+            f"the forward writes into its buffers {writes} by an operation that does not say so; cut without tracing "
+            "(split without example=), or write the stage yourself"
         )
     after = tuple(
         part.commit(own, (stats,)) if part.commit is not None and train else own

@@ -66,7 +66,13 @@ def _refuse_mixed(schedule: Schedule) -> None:
         if late is not None:
             faults.append(f"device {device} runs {late} after {order[begun]}")
     if faults:
-        raise PlanError(bullets("vjp runs all forwards before it knows the cotangents, so no forward may stand after a backward; use fp.fill_drain or fp.looped_bfs:", faults))  # fmt: skip
+        raise PlanError(
+            bullets(
+                "vjp runs all forwards before it knows the cotangents, so no forward may stand after a backward; use "
+                "fp.fill_drain or fp.looped_bfs:",
+                faults,
+            )
+        )
 
 
 def _forwards_first(order: list[int], calls: list[Call], schedule: Schedule) -> list[int]:

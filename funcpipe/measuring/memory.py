@@ -145,7 +145,8 @@ class Memory:
         given = schedule.schedule if isinstance(schedule, Plan) else schedule
         if given.num_stages != len(self):
             raise PlanError(
-                f"the schedule has {given.num_stages} stages, but here are {len(self)} layers; say which make which stage: memory.group(sizes)"
+                f"the schedule has {given.num_stages} stages, but here are {len(self)} layers; say which make which "
+                "stage: memory.group(sizes)"
             )
         moving = peaks([layer.measured for layer in self.layers], given)
         model = [0] * given.num_devices
@@ -206,7 +207,8 @@ def memory(
             float32 copies and Adam 6).
         trainable: as in ``run``: None: leaves with requires_grad, or every floating leaf if none has it.
         train: the mode; False: nothing is trained, and nothing is kept.
-        device: whose kernels: they differ in what they keep (dropout masks, attention). "cuda" needs a torch that sees one.
+        device: whose kernels: they differ in what they keep (dropout masks, attention). "cuda" needs a torch that sees
+            one.
 
     Returns:
         `Memory`, with one entry per layer.

@@ -85,7 +85,8 @@ def optimizer_state(optimizer: Any) -> tuple[str, State]:
     if name not in _TABLE:
         mend = similar(name, _TABLE, "did you mean {!r}? ")
         raise PlanError(
-            f"nobody told how much state the optimizer {optimizer!r} keeps; {mend}The table has {', '.join(_TABLE)}; else give the bytes of state for each byte of parameters: optimizer=2"
+            f"nobody told how much state the optimizer {optimizer!r} keeps; {mend}The table has {', '.join(_TABLE)}; "
+            "else give the bytes of state for each byte of parameters: optimizer=2"
         )
     more = sum(bool(options.get(option)) for option in _EXTRA.get(name, ()))
     base = _TABLE[name]

@@ -52,9 +52,9 @@ def profile(
     into their input do so in memory of their own.
 
     B is the whole backward. Of a compiled stage I and W are measured, and its residuals are what its programs keep. An
-    eager one does not split: in a run its I is the whole backward and its W nothing, so B is what counts, and what is given
-    as I and W tells what compiling it can gain: I is the backward of a forward in which no parameter is trained, W what B
-    takes longer. Where the input needs no gradient that I is 0.
+    eager one does not split: in a run its I is the whole backward and its W nothing, so B is what counts, and what is
+    given as I and W tells what compiling it can gain: I is the backward of a forward in which no parameter is trained,
+    W what B takes longer. Where the input needs no gradient that I is 0.
 
     >>> from torch import nn
     >>> cost = profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(4, 8))
@@ -62,8 +62,8 @@ def profile(
     (3, 0.0, 0.0, (128, 128, 0))
 
     Args:
-        layers: an ``nn.Sequential`` (its children are the layers, as for ``balance`` and ``split(balance=)``), a list of
-            modules, a split, or stages.
+        layers: an ``nn.Sequential`` (its children are the layers, as for ``balance`` and ``split(balance=)``), a list
+            of modules, a split, or stages.
         example: the input, as large as one microbatch; of what `Replicate` and `Axis` mark in it, and in ``feeds``, the
             values count.
         params, state: with stages, one tree per stage.
@@ -296,7 +296,8 @@ def _check_lanes(lanes: int, row: Sequence[Layer], device: torch.device) -> None
     stages = len({id(layer.stage) for layer in row})
     if lanes > stages:
         raise PlanError(
-            f"lanes is {lanes}, but there are {stages} layers, and no two lanes can be at one: give lanes={stages} or fewer, or cut finer"
+            f"lanes is {lanes}, but there are {stages} layers, and no two lanes can be at one: give lanes={stages} or "
+            "fewer, or cut finer"
         )
     if lanes > 1 and device.type != "cpu":
         raise PlanError(f"lanes={lanes} counts lanes that share the CPU; on {device} leave it out")

@@ -55,7 +55,8 @@ def layers_of(
         )
     elif isinstance(layers, nn.Module) or not isinstance(layers, Iterable):
         raise PlanError(
-            f"layers are an nn.Sequential, a list of modules, a split (fp.split(model, ...)), or stages with params=; got a {type(layers).__name__}"
+            "layers are an nn.Sequential, a list of modules, a split (fp.split(model, ...)), or stages with params=; "
+            f"got a {type(layers).__name__}"
         )
     else:
         given = tuple(cast("Iterable[Any]", layers))
@@ -110,7 +111,8 @@ def known_device(device: Any) -> torch.device:
     found = torch.device(device)
     if found.type != "cpu" and (found.type == "meta" or not torch.get_device_module(found).is_available()):
         raise PlacementError(
-            f"device={device!r}: torch sees no such device here, so its kernels cannot be asked; leave device= out for those of the CPU"
+            f"device={device!r}: torch sees no such device here, so its kernels cannot be asked; leave device= out "
+            "for those of the CPU"
         )
     return found
 

@@ -25,8 +25,8 @@ def for_weights(roots: Sequence[Edge], source: type, parameters: Sequence[Any]) 
 
     I goes from the outputs to the input. At each node on its way from which a branch leads to parameters, the gradient
     that arrived and what the node saved wait for W. (How the graph is cut in zero-bubble schedules, arXiv 2401.10241;
-    what the node saved for its input's gradient alone is counted too.) Without an input to go to, W is the whole backward
-    and what it needs is all that is kept; that is 0 here.
+    what the node saved for its input's gradient alone is counted too.) Without an input to go to, W is the whole
+    backward and what it needs is all that is kept; that is 0 here.
 
     Args:
         roots: of the graph.

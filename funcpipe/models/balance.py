@@ -175,7 +175,8 @@ def _problem(
     else:
         if not isinstance(costs, Iterable) or hasattr(costs, "named_parameters"):
             raise PlanError(
-                f"balance takes the time of each layer, [1.0, 2.0, ...], or the Cost that fp.profile(model, example) measures; got a {type(costs).__name__}"
+                "balance takes the time of each layer, [1.0, 2.0, ...], or the Cost that fp.profile(model, example) "
+                f"measures; got a {type(costs).__name__}"
             )
         work = list(cast("Iterable[Any]", costs))
         layers = len(work)

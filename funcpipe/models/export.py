@@ -37,8 +37,8 @@ class Captured:
 
     Attributes:
         module: the graph; its placeholders are parameters, buffers, constants and the leaves of the inputs.
-        sources: placeholder -> ("param" | "buffer", its first name in the model) or ("const", the placeholder); inputs are
-            not in it.
+        sources: placeholder -> ("param" | "buffer", its first name in the model) or ("const", the placeholder); inputs
+            are not in it.
         consts: placeholder -> a tensor that the forward uses and nobody registered.
         outputs: for each leaf of the output ("value", a node's name) or ("constant", itself).
         signature: how inputs become values, and values the output.
@@ -118,8 +118,8 @@ def callers(model: nn.Module) -> list[str]:
 def shell(model: nn.Module) -> nn.Module:
     """A copy of the model's structure around the very same tensors: writing attributes on it leaves the model alone.
 
-    Where its configuration asks for a cache of keys and values it does so no more: a cache is for generating, is no value
-    that can leave a stage, and would be filled anew by every microbatch.
+    Where its configuration asks for a cache of keys and values it does so no more: a cache is for generating, is no
+    value that can leave a stage, and would be filled anew by every microbatch.
     """
     own = copied(model)
     without_cache(own, model)
@@ -354,9 +354,16 @@ def _reason(error: Exception, rows: Sequence[str]) -> str:
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     out = "cut without tracing: split(model, num_stages) without example=, or write the stages yourself with fp.stage"
     if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or "Could not guard" in text:
-        why = "its Python code branches on the numbers in a tensor, so one graph cannot stand for it; use torch.where or torch.cond"
+        why = (
+            "its Python code branches on the numbers in a tensor, so one graph cannot stand for it; use torch.where "
+            "or torch.cond"
+        )
     elif "Constraints violated" in text or "specialized" in text or "ConstraintViolation" in type(error).__name__:
-        why = f"its code fixes the number of rows (a Python branch, loop or reshape on the batch size); make it independent of the batch size (taken for rows: {', '.join(rows) or 'nothing'}), or give an example with the rows of one microbatch and any_rows=False"
+        why = (
+            "its code fixes the number of rows (a Python branch, loop or reshape on the batch size); make it "
+            f"independent of the batch size (taken for rows: {', '.join(rows) or 'nothing'}), or give an example with "
+            "the rows of one microbatch and any_rows=False"
+        )
     else:
         why = "torch.export does not take it"
     return f"the model cannot be traced: {why}. torch says: {type(error).__name__}: {first[:300]}. Else {out}"

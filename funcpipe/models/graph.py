@@ -67,11 +67,13 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
         }
         if regions_of(captured.module, body[edge]) and others:
             faults.append(
-                f"at[{name!r}]: it runs inside a no_grad or autocast region ({body[edge].name}), which stays whole; put autocast around fp.run instead of inside the model, or cut before or after the region"
+                f"at[{name!r}]: it runs inside a no_grad or autocast region ({body[edge].name}), which stays whole; "
+                "put autocast around fp.run instead of inside the model, or cut before or after the region"
             )
         elif not _computes(body[:place]) or not _computes(body[place:]):
             faults.append(
-                f"at[{name!r}] {side}: nothing is computed {'before' if side == 'before' else 'after'} it, so a stage would be empty"
+                f"at[{name!r}] {side}: nothing is computed {'before' if side == 'before' else 'after'} it, so a stage "
+                "would be empty"
             )
         else:
             found[place] = name

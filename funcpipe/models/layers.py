@@ -59,7 +59,8 @@ def cut_layers(
     faults += _model_faults(model, found, split=counts != [len(found)])
     if skips.inside:
         faults.append(
-            "it has skippable layers, whose values do not follow the stack; make an nn.Sequential of it, or stages with fp.from_module"
+            "it has skippable layers, whose values do not follow the stack; make an nn.Sequential of it, or stages "
+            "with fp.from_module"
         )
     raise_all(f"{type(model).__name__} cannot be cut so:", faults)
     shape = Skeleton(model)
@@ -93,7 +94,8 @@ def _model_faults(model: nn.Module, found: Layers, *, split: bool) -> list[str]:
     ]
     named = [*model.named_parameters(), *model.named_buffers()]
     faults += [
-        f"{name} is a {type(one).__name__} of {one.dtype}, not a plain floating parameter (quantized?); convert it first"
+        f"{name} is a {type(one).__name__} of {one.dtype}, not a plain floating parameter (quantized?); convert it "
+        "first"
         for name, one in model.named_parameters()
         if not (one.is_floating_point() or one.is_complex())
     ]
@@ -125,6 +127,7 @@ def _configured(model: nn.Module) -> list[str]:
                 )
             elif "layerdrop" in name and isinstance(value, float) and value > 0 and model.training:
                 faults.append(
-                    f"config.{name} is {value}: which blocks are left out is drawn in the loop over all of them; set it to 0"
+                    f"config.{name} is {value}: which blocks are left out is drawn in the loop over all of them; set "
+                    "it to 0"
                 )
     return list(dict.fromkeys(faults))

@@ -125,7 +125,8 @@ def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
     kind = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise PlanError(
-            f"{kind} is an encoder-decoder: every block of the decoder takes what the encoder gives, but one value goes through the stages of a layer cut; {TRACED}"
+            f"{kind} is an encoder-decoder: every block of the decoder takes what the encoder gives, but one value "
+            f"goes through the stages of a layer cut; {TRACED}"
         )
     planned = [path for path in plan if isinstance(model.get_submodule(path), _STACKS)]
     if len(planned) == 1:
@@ -137,7 +138,8 @@ def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
             candidates[path] = sum(one.numel() for one in module.parameters())
     if not candidates:
         raise PlanError(
-            f"{kind} has no list (ModuleList, Sequential, ModuleDict) of two or more blocks of one class to cut between; name one (layers=path), or {TRACED}"
+            f"{kind} has no list (ModuleList, Sequential, ModuleDict) of two or more blocks of one class to cut "
+            f"between; name one (layers=path), or {TRACED}"
         )
     ranked = sorted(candidates, key=lambda path: -candidates[path])
     if len(ranked) > 1 and candidates[ranked[0]] < 2 * candidates[ranked[1]]:

@@ -166,7 +166,9 @@ class LayersCopy(ModuleCopy):
             self._reset()
         if self.last < len(self.cut) or reached < self.first:
             raise PlanError(
-                f"the forward of {type(self.module).__name__} ended without {self.cut.names[min(reached, self.last - 1)]!r}: it does not run the blocks of {self.cut.path!r} one after the other; {TRACED}"
+                f"the forward of {type(self.module).__name__} ended without "
+                f"{self.cut.names[min(reached, self.last - 1)]!r}: it does not run the blocks of {self.cut.path!r} "
+                f"one after the other; {TRACED}"
             )
         return y, ()
 
@@ -211,7 +213,9 @@ class LayersCopy(ModuleCopy):
         """A block of another stage: the one before the stage's first gives what arrived."""
         if number >= self.first or number != self.at:
             raise PlanError(
-                f"{self.cut.names[number]!r} runs where {self.cut.names[min(self.at, self.last - 1)]!r} should: {type(self.module).__name__} does not run each block of {self.cut.path!r} once, one after the other; {TRACED}"
+                f"{self.cut.names[number]!r} runs where {self.cut.names[min(self.at, self.last - 1)]!r} should: "
+                f"{type(self.module).__name__} does not run each block of {self.cut.path!r} once, one after the "
+                f"other; {TRACED}"
             )
         self.at = number + 1
         if self.at < self.first:
@@ -264,12 +268,14 @@ class LayersCopy(ModuleCopy):
                 return real(*args, **kwargs)
             both = f"entry=[{root!r}], " if any(within(name, root) for name in self.entered) else ""
             raise PlanError(
-                f"{path!r} runs after the first block of {self.cut.path!r} began; if it runs after the last one, say so: layers=fp.find_layers(model, {both}exit=[{root!r}]); else {TRACED}"
+                f"{path!r} runs after the first block of {self.cut.path!r} began; if it runs after the last one, say "
+                f"so: layers=fp.find_layers(model, {both}exit=[{root!r}]); else {TRACED}"
             )
         if not self.calls or self.calls[-1][0] != path:
             expected = f"{self.calls[-1][0]!r} should" if self.calls else "nothing more did in the first stage"
             raise PlanError(
-                f"{path!r} runs before the blocks of {self.cut.path!r} where {expected}: every stage must do the same there; {TRACED}"
+                f"{path!r} runs before the blocks of {self.cut.path!r} where {expected}: every stage must do the same "
+                f"there; {TRACED}"
             )
         _, told = self.calls.pop()
         return map_leaves(lambda leaf: self._dense(leaf) if isinstance(leaf, Blank) else leaf, told)
@@ -277,7 +283,8 @@ class LayersCopy(ModuleCopy):
     def _too_early(self, root: str, /, *args: Any, **kwargs: Any) -> Tree:
         """A module that was thought to run after the stack."""
         raise PlanError(
-            f"{root!r} is registered after the blocks of {self.cut.path!r}, but runs before the last of them; if it runs before the first, say so: layers=fp.find_layers(model, entry=[{root!r}]); else {TRACED}"
+            f"{root!r} is registered after the blocks of {self.cut.path!r}, but runs before the last of them; if it "
+            f"runs before the first, say so: layers=fp.find_layers(model, entry=[{root!r}]); else {TRACED}"
         )
 
     # -- what is not known here ------------------------------------------------------------------------------------
@@ -308,9 +315,11 @@ class LayersCopy(ModuleCopy):
         entries = ", ".join(self.cut.entry) or "none"
         mended = "layers=fp.find_layers(model, "
         raise PlanError(
-            f"blocks {self.cut.path}[{self.first}:{self.last}], or what follows them, use more than what the block before "
+            f"blocks {self.cut.path}[{self.first}:{self.last}], or what follows them, use more than what the block "
+            "before "
             "them returned: what another module returned, or its parameters, which another stage holds. "
-            f"If it is what an entry ({entries}) returned, let it travel: {mended}carry=[...]); if the end uses a parameter "
+            f"If it is what an entry ({entries}) returned, let it travel: {mended}carry=[...]); if the end uses a "
+            "parameter "
             f"of an entry, give it to both ends: {mended}entry=[...], exit=[...]); else {TRACED}"
         )
 

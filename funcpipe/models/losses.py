@@ -29,7 +29,8 @@ class ModelLoss:
         if found is None:
             asked = "a loss" if self.path is None else f"a loss at {'.'.join(map(str, self.path))}"
             raise PlanError(
-                f"the model's output has no {asked.removeprefix('a ')}; its scalars are {scalars(y) or 'none'}; give split(..., loss=path or function), or a loss of your own to make_plan(loss=)"
+                f"the model's output has no {asked.removeprefix('a ')}; its scalars are {scalars(y) or 'none'}; give "
+                "split(..., loss=path or function), or a loss of your own to make_plan(loss=)"
             )
         return found
 
@@ -60,7 +61,8 @@ def as_loss(given: Any, model: nn.Module) -> Callable[[Any, Any], Any]:
     if callable(given):
         return lambda y, target: given(y)
     raise PlanError(
-        f"loss is a path into the model's output ('loss', 0, ('head', 'loss')) or a function of it; got a {type(given).__name__}"
+        "loss is a path into the model's output ('loss', 0, ('head', 'loss')) or a function of it; got a "
+        f"{type(given).__name__}"
     )
 
 

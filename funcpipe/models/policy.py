@@ -67,7 +67,8 @@ def by_memory(limit: float) -> Policy:
             return sizes
         if len(sizes) > num_stages:
             raise PlanError(
-                f"{num_stages} stages of at most {limit:g} bytes cannot hold the model; {len(sizes)} can, or a limit of {max(sum(units.parameters) // num_stages, *units.parameters)} and more"
+                f"{num_stages} stages of at most {limit:g} bytes cannot hold the model; {len(sizes)} can, or a limit "
+                f"of {max(sum(units.parameters) // num_stages, *units.parameters)} and more"
             )
         return evenly(units.parameters, num_stages)
 

@@ -81,10 +81,10 @@ def cut_sequential(
     """Cut a Sequential into stages of neighbouring layers.
 
     Parameters and state keep the model's own names, and layers their own random numbers, whatever the sizes: a stage is
-    the model with the other layers left out. A tuple between layers is spread if the Sequential does so (`PipeSequential`),
-    also where a border lies between them, and never in a plain one; so the input of the first stage is what
-    ``model(x)`` gets, or a tuple for ``model(*x)`` of a PipeSequential. Of the skips only those that other stages pop
-    cross a border. A tensor that stands in several stages is the same object in each.
+    the model with the other layers left out. A tuple between layers is spread if the Sequential does so
+    (`PipeSequential`), also where a border lies between them, and never in a plain one; so the input of the first stage
+    is what ``model(x)`` gets, or a tuple for ``model(*x)`` of a PipeSequential. Of the skips only those that other
+    stages pop cross a border. A tensor that stands in several stages is the same object in each.
 
     >>> parts = cut_sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), [1, 2])
     >>> [(stage.name, sorted(params)) for stage, params, _ in parts]
@@ -165,7 +165,8 @@ def _units(module: nn.Module, flat: bool) -> list[Unit]:
             else "it is none"
         )
         raise PlanError(
-            f"only an nn.Sequential can be cut by counting its layers; got {type(module).__name__}: {does}. Other models are cut by fp.split"
+            f"only an nn.Sequential can be cut by counting its layers; got {type(module).__name__}: {does}. Other "
+            "models are cut by fp.split"
         )
     faults = [
         f"the Sequential itself has {what}, which would not run: put them on a layer" for what in hooks_of(module)
@@ -214,6 +215,7 @@ def _refuse_shared_norms(units: Sequence[Unit]) -> None:
                 places.setdefault(id(layer), {}).setdefault(unit.path, f"{unit.path}.{path}" if path else unit.path)
     faults = [f"the batch norm layer at {' and '.join(found.values())}" for found in places.values() if len(found) > 1]
     raise_all(
-        "one batch norm layer in several layers of a Sequential cannot be cut, for its statistics would be kept in several places; give each place a layer of its own (they may share weight and bias):",
+        "one batch norm layer in several layers of a Sequential cannot be cut, for its statistics would be kept in "
+        "several places; give each place a layer of its own (they may share weight and bias):",
         faults,
     )

@@ -50,7 +50,8 @@ class Guard:
                 []
                 if same
                 else [
-                    f"{self.name} was {self.constant!r} when it was traced, and is a part of the graph since; got {value!r}"
+                    f"{self.name} was {self.constant!r} when it was traced, and is a part of the graph since; got "
+                    f"{value!r}"
                 ]
             )
         if not isinstance(value, Tensor):
@@ -110,7 +111,8 @@ class Signature:
         args, kwargs = as_call(x)
         if set(kwargs) != set(self.keywords):
             raise BatchError(
-                f"the model was traced with the keywords {sorted(self.keywords)}; got {sorted(kwargs)}; split it again with such an example"
+                f"the model was traced with the keywords {sorted(self.keywords)}; got {sorted(kwargs)}; split it "
+                "again with such an example"
             )
         leaves, spec = flatten((args, kwargs))
         if spec != self.in_spec:

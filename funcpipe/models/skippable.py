@@ -76,16 +76,16 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
 
     The class gets a method ``isolate(ns, *, only=None) -> self``: its skips (those in ``only``) belong to a `Namespace`
     then, so that a block with skips inside can stand in a model twice. A subclass inherits the declaration; with a
-    decorator of its own it has that one instead. There ``super().forward(x)`` is what the class wrote, a generator where
-    it wrote one: ``y = yield from super().forward(x)``.
+    decorator of its own it has that one instead. There ``super().forward(x)`` is what the class wrote, a generator
+    where it wrote one: ``y = yield from super().forward(x)``.
 
     Args:
         stash: names that it stashes, each in every call.
         pop: names that it pops, each in every call.
 
     Raises:
-        PlanError: this is no module class, or it is skippable already. What the stashes and pops of a whole model do not
-            match in is found when stages are made of it.
+        PlanError: this is no module class, or it is skippable already. What the stashes and pops of a whole model do
+            not match in is found when stages are made of it.
     """
     names = _names(stash, "stash"), _names(pop, "pop")
 
@@ -95,7 +95,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
         inherited: Declared | None = getattr(cls, "_skips", None)
         if "_skips" in vars(cls) and inherited is not None and inherited.here:
             raise PlanError(
-                f"{cls.__name__} is skippable already: declare everything in one decorator, or decorate a subclass of it"
+                f"{cls.__name__} is skippable already: declare everything in one decorator, or decorate a subclass of "
+                "it"
             )
         _install(cls, *names, here=True)
         cls.isolate = _isolate  # pyright: ignore[reportAttributeAccessIssue]
@@ -201,11 +202,14 @@ class _Call:
             return _own(self.store[key])
         if backward_number() != -1:
             raise PlanError(
-                f"{self._who} pops {label(key)!r} in a backward, where torch.utils.checkpoint computes it again and its skip is gone; pop outside of the checkpointed part and pass the value in, or use fp.remat for the stage"
+                f"{self._who} pops {label(key)!r} in a backward, where torch.utils.checkpoint computes it again and "
+                "its skip is gone; pop outside of the checkpointed part and pass the value in, or use fp.remat for "
+                "the stage"
             )
         there = sorted(map(label, self.store))
         raise PlanError(
-            f"{self._who} pops {label(key)!r}, but no layer stashed it before (there are: {there}); both must be called inside of one module, such as nn.Sequential(...), or be stages of one plan"
+            f"{self._who} pops {label(key)!r}, but no layer stashed it before (there are: {there}); both must be "
+            "called inside of one module, such as nn.Sequential(...), or be stages of one plan"
         )
 
     def drive(self, generator: Generator[Any, Any, Any]) -> Any:
@@ -252,7 +256,8 @@ class _Call:
             f"declares pop {name!r} but did not pop it" for name in self.declared.pop if ("pop", name) not in self.done
         ]
         raise_all(
-            f"{self._who} did not do what it declares (yield fp.stash(name, value), value = yield fp.pop(name), or Out(y, stash={{...}}) and a keyword skips): it",
+            f"{self._who} did not do what it declares (yield fp.stash(name, value), value = yield fp.pop(name), or "
+            f"Out(y, stash={{...}}) and a keyword skips): it",
             faults,
         )
         return result
@@ -317,7 +322,8 @@ def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
         for key in (_key(layer, name) for name in declared.stash if name not in both):
             if key in stashes:
                 faults.append(
-                    f"{_layer(path, layer)} stashes {label(key)!r} again, {stashes[key]!r} did already; keep them apart: isolate(fp.Namespace())"
+                    f"{_layer(path, layer)} stashes {label(key)!r} again, {stashes[key]!r} did already; keep them "
+                    "apart: isolate(fp.Namespace())"
                 )
             stashes.setdefault(key, path)
         pops += [_Use(_key(layer, name), path) for name in declared.pop if name not in both]

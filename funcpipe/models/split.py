@@ -32,8 +32,8 @@ class Split:
         params: for each stage the model's parameters that it uses, by the model's names; the very same tensors.
         state: for each stage copies of the buffers that it uses, by the model's names; () for none.
         ties: groups of (stage, name) that are one parameter; the stages know them, so a plan has them by itself.
-        loss: ``(output, target) -> loss`` that takes the model's own loss out of its output, and knows what a transformers
-            model's counts; None if it has none.
+        loss: ``(output, target) -> loss`` that takes the model's own loss out of its output, and knows what a
+            transformers model's counts; None if it has none.
         edges: the values between stages, where a trace told them.
     """
 
@@ -70,7 +70,8 @@ class Split:
             )
         if len(params) != len(self) or len(states) != len(self):
             raise PlanError(
-                f"merge takes one tree for each of {len(self)} stages; got {len(params)} params and {len(states)} states"
+                f"merge takes one tree for each of {len(self)} stages; got {len(params)} params and {len(states)} "
+                "states"
             )
         trees = {"params": params, "state": states}
         out: dict[str, Tensor] = {}
@@ -173,7 +174,8 @@ class Split:
                 shape = f" [{', '.join(map(str, edge.shape))}]" if edge.shape else ""
                 way = "skip to " if edge.skip else "to "
                 out.append(
-                    f"{edge.name}: {edge.dtype}{shape}, {size_of(edge.row_bytes)} a row -> {way}{', '.join(map(str, edge.targets))}"
+                    f"{edge.name}: {edge.dtype}{shape}, {size_of(edge.row_bytes)} a row -> "
+                    f"{way}{', '.join(map(str, edge.targets))}"
                 )
         return out
 

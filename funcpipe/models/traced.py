@@ -153,7 +153,8 @@ class Layout:
         stash: names of the values that later stages read.
         writes: buffers that it writes.
         norms: the batch norms in it whose statistics are deferred.
-        rows: the value, of those that it takes, whose axis tells how many rows a microbatch has; None: all have as many.
+        rows: the value, of those that it takes, whose axis tells how many rows a microbatch has; None: all have as
+            many.
         ends: for the last stage, where each leaf of the model's output is: ("value", number) or ("constant", itself).
         results: names of what the graph returns.
     """

@@ -27,8 +27,8 @@ def units_of_graph(
     ``movable``: a unit that no stage can begin with begins at the nearest operation that one can (`free`), and is one
     with its neighbour where that is all of it; then any cut between units is legal.
 
-    A unit is a run of operations of one entry of a ModuleList or Sequential, or of one layer outside of any. Of lists in
-    lists the outermost counts, unless that gives fewer units with parameters than stages.
+    A unit is a run of operations of one entry of a ModuleList or Sequential, or of one layer outside of any. Of lists
+    in lists the outermost counts, unless that gives fewer units with parameters than stages.
     """
     lists = [
         path

@@ -130,14 +130,16 @@ class Way:
         """The gradients of the parameters, then of the inputs; None where plain autograd has none."""
         if torch.is_grad_enabled():
             raise FuncpipeError(
-                "a Pipe computes its gradients itself, so they have no graph of their own and create_graph=True is not possible; for second derivatives call the layers without the pipe: nn.Sequential(*pipe)"
+                "a Pipe computes its gradients itself, so they have no graph of their own and create_graph=True is "
+                "not possible; for second derivatives call the layers without the pipe: nn.Sequential(*pipe)"
             )
         if all(gradient is None for gradient in gradients):
             return [None] * (len(self.places) + sum(self.wanted))
         pullback, self.pullback = self.pullback, None
         if pullback is None:
             raise FuncpipeError(
-                "the backward of this output of a Pipe was done already, and what it needs is freed by the first one, retain_graph=True or not; add the losses and call backward once, or call the pipe again"
+                "the backward of this output of a Pipe was done already, and what it needs is freed by the first "
+                "one, retain_graph=True or not; add the losses and call backward once, or call the pipe again"
             )
         with without_saved_tensor_hooks():
             grads, input_grads = pullback(_cotangents(self.form, iter(gradients)))
@@ -212,6 +214,7 @@ class without_saved_tensor_hooks:
 
 
 _HOOKED = (
-    "fp.Pipe was called under hooks on saved tensors (torch.utils.checkpoint, save_on_cpu), and this torch has no names "
+    "fp.Pipe was called under hooks on saved tensors (torch.utils.checkpoint, save_on_cpu), and this torch has no "
+    "names "
     "by which they could be kept out of its stages; call it outside of them: what a pipe keeps is set by checkpoint="
 )

@@ -46,7 +46,9 @@ def lay_out(layers: Sequence[tuple[str, nn.Module]], balance: Any, devices: Any)
         where = _where_they_are(layers, counts) if wanted is None else wanted
         if len(where) < len(counts):
             raise PlacementError(
-                f"too few devices to hold these stages (devices: {len(where)}, stages: {len(counts)}); name one for each, the same may stand many times: devices=['cpu'] * {len(counts)}, or balance={evenly(sizes, len(where))}"
+                f"too few devices to hold these stages (devices: {len(where)}, stages: {len(counts)}); name one for "
+                f"each, the same may stand many times: devices=['cpu'] * {len(counts)}, or "
+                f"balance={evenly(sizes, len(where))}"
             )
         return Layout(counts, where[: len(counts)])
     if wanted is None:
@@ -65,7 +67,8 @@ def _checked(balance: Any, sizes: Sequence[int]) -> tuple[int, ...]:
         counts = tuple(index(one) for one in cast("Iterable[Any]", balance))
     except TypeError:
         raise PlanError(
-            f"balance is a sequence with the number of layers of each stage; got {balance!r}; e.g. balance={evenly(sizes, min(_LANES, total))}"
+            f"balance is a sequence with the number of layers of each stage; got {balance!r}; e.g. "
+            f"balance={evenly(sizes, min(_LANES, total))}"
         ) from None
     fault = ""
     if not counts:

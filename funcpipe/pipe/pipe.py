@@ -38,7 +38,10 @@ from funcpipe.schedules.families import fill_drain
 _KEPT = 4
 """Patterns of training flags whose stages are kept: train, eval, and some layers frozen."""
 
-_DENIED = "the layers of a Pipe are on the devices of their stages and are not moved; name the devices when it is made: fp.Pipe(sequential, devices=[...]); dtypes may be changed: .to(dtype), .half()"
+_DENIED = (
+    "the layers of a Pipe are on the devices of their stages and are not moved; name the devices when it is made: "
+    "fp.Pipe(sequential, devices=[...]); dtypes may be changed: .to(dtype), .half()"
+)
 
 
 class MoveError(PlacementError, TypeError):
@@ -71,11 +74,12 @@ class Pipe(Anchored):
     statistics of batch norm are written into the layers when the forwards are done; a call that raises changes nothing.
     Layers may be frozen, changed, replaced and hooked between calls: what they are is looked at in every call.
 
-    A backward runs once and has no graph of its own: ``retain_graph=True`` and ``create_graph=True`` are refused. Inside
-    of a stage of another run, a Pipe is the plain Sequential.
+    A backward runs once and has no graph of its own: ``retain_graph=True`` and ``create_graph=True`` are refused.
+    Inside of a stage of another run, a Pipe is the plain Sequential.
 
     Args:
-        sequential: the layers. They are moved in place to the devices of their stages; parameters stay the same objects.
+        sequential: the layers. They are moved in place to the devices of their stages; parameters stay the same
+            objects.
         chunks: the most microbatches; a batch with fewer rows has fewer.
         checkpoint: what is computed again in the backwards instead of being kept: "always" every microbatch,
             "except_last" all but the last, "never" none. All give the same bits.
@@ -268,7 +272,8 @@ class Pipe(Anchored):
             raise BatchError("inputs that are cut already come as one: fp.Microbatches([(a, b), ...])")
         if not inputs or self._kind is nn.Sequential:
             raise BatchError(
-                f"an nn.Sequential takes one input, a tensor or any tree; got {len(inputs)}; layers with several inputs come in an fp.PipeSequential, which spreads tuples over their arguments"
+                f"an nn.Sequential takes one input, a tensor or any tree; got {len(inputs)}; layers with several "
+                "inputs come in an fp.PipeSequential, which spreads tuples over their arguments"
             )
         return inputs
 
@@ -276,7 +281,8 @@ class Pipe(Anchored):
         """The stages of the layers as they are now."""
         if len(self) != sum(self.balance):
             raise PlanError(
-                f"this Pipe has {len(self)} layers, its balance {list(self.balance)} is for {sum(self.balance)}; wrap them again: fp.Pipe(nn.Sequential(*pipe), ...)"
+                f"this Pipe has {len(self)} layers, its balance {list(self.balance)} is for {sum(self.balance)}; wrap "
+                "them again: fp.Pipe(nn.Sequential(*pipe), ...)"
             )
         model = self[:]
         look = Look(model)
@@ -322,17 +328,20 @@ def _module_faults(sequential: Any) -> list[str]:
     """What keeps a module from being cut into its layers."""
     if not isinstance(sequential, nn.Sequential):
         return [
-            f"the module must be an nn.Sequential, whose layers are cut into stages; got a {type(sequential).__name__} (other models: fp.split)"
+            "the module must be an nn.Sequential, whose layers are cut into stages; got a "
+            f"{type(sequential).__name__} (other models: fp.split)"
         ]
     kind = type(sequential)
     faults = scripted(sequential)
     if kind.forward not in (nn.Sequential.forward, PipeSequential.forward) or "forward" in vars(sequential):
         faults.append(
-            f"{kind.__name__} has a forward of its own, which would never be called; give nn.Sequential(*layers), and do in a layer what it does"
+            f"{kind.__name__} has a forward of its own, which would never be called; give nn.Sequential(*layers), and "
+            "do in a layer what it does"
         )
     if own := [*parameters_of(sequential), *buffers_of(sequential)]:
         faults.append(
-            f"{kind.__name__} has tensors of its own ({', '.join(own)}), which its forward does not use; put them into a layer"
+            f"{kind.__name__} has tensors of its own ({', '.join(own)}), which its forward does not use; put them "
+            "into a layer"
         )
     if hooks_of(sequential):
         faults.append(

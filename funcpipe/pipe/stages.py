@@ -108,7 +108,8 @@ class Stages:
                 found.append(row)
             trees.append(tuple(found))
         raise_all(
-            "layers of a Pipe stay on the devices of their stages; move them back, or wrap them again: fp.Pipe(nn.Sequential(*pipe), ...):",
+            "layers of a Pipe stay on the devices of their stages; move them back, or wrap them again: "
+            "fp.Pipe(nn.Sequential(*pipe), ...):",
             faults,
             PlacementError,
         )
@@ -140,7 +141,8 @@ def _read(slot: Slot) -> Tensor:
 class Look:
     """What stages depend on besides the numbers in tensors: layers, their attributes and hooks, which tensors are one.
 
-    Attributes that are containers are looked at one level deep, tensors by how often they were written to. Training flags are apart: they change often and back, so stages are kept for several of them.
+    Attributes that are containers are looked at one level deep, tensors by how often they were written to. Training
+    flags are apart: they change often and back, so stages are kept for several of them.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -193,7 +193,10 @@ def _obstacle(plan: Plan) -> str:
     """Why no run of a plan can be a graph; "": some may."""
     where = dict.fromkeys(plan_devices(plan))
     if len(where) > 1:
-        return f'its lanes lie on {", ".join(map(str, where))}, and a graph is of one device; compiled stages can be graphs each: fp.compile(stage, backend="cudagraphs")'  # fmt: skip
+        return (
+            f"its lanes lie on {', '.join(map(str, where))}, and a graph is of one device; compiled stages can be "
+            'graphs each: fp.compile(stage, backend="cudagraphs")'
+        )
     device = next(iter(where))
     if Place.backend.graph(device) is None:
         return f"{device} has none"
@@ -261,7 +264,17 @@ def _played(step: _Step, tensors: list[Tensor], began: float, weight: float | No
     return replace(step.like, **dict(zip(_FIELDS, fields, strict=True)), weight=weight, stats=stats)
 
 
-_FIXED = (type(None), type, Enum, FunctionType, BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format, Tensor)  # fmt: skip
+_FIXED = (
+    type(None),
+    type,
+    Enum,
+    FunctionType,
+    BuiltinFunctionType,
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+    Tensor,
+)
 """What is compared by identity and does not change; of functions nobody can know."""
 
 _CONSTANT = (*_FIXED, bool, int, float, complex, str, bytes, torch.device, torch.Size)
@@ -338,16 +351,17 @@ def graphs(plan: Plan) -> Graphs:
 
     The first run with input of a form (structure, shapes, types, layouts, devices; values that are no tensors; which
     leaves are trained; loss scale, grad mode, autocast) runs three times and is then recorded with everything that it
-    queues: all lanes with their streams, the loss, the sums, the commits. Later ones copy their tensors into the recording's, play it, and copy
-    the results out: no Python of stages, no launch of single kernels. That pays where kernels are so short that the host
-    is late.
+    queues: all lanes with their streams, the loss, the sums, the commits. Later ones copy their tensors into the
+    recording's, play it, and copy the results out: no Python of stages, no launch of single kernels. That pays where
+    kernels are so short that the host is late.
 
     Numbers are those of other executors, and a run stays pure. What it costs is memory: a graph has its own copies of
     parameters, state and batch, and holds all memory of a run for itself.
 
     A run that cannot be a graph is run as with ``executor=None``; ``result.stats.reason`` says why: lanes on several
-    devices, or on one without graphs; random draws (dropout); a loss that brings (sum, weight), ``plan.weight`` or anything else
-    that needs numbers on the host; targets that are padded unevenly (`F.cross_entropy`: looked at before each run); `offload`; ``record=``, ``timeout=``, ``check="finite"``; a ninth form of input.
+    devices, or on one without graphs; random draws (dropout); a loss that brings (sum, weight), ``plan.weight`` or
+    anything else that needs numbers on the host; targets that are padded unevenly (`F.cross_entropy`: looked at before
+    each run); `offload`; ``record=``, ``timeout=``, ``check="finite"``; a ninth form of input.
 
     As with any recording, what stages do in Python is done when they are recorded and not again, and tensors that they
     close over are read where they lay.

@@ -263,8 +263,8 @@ def _from_stop(error: BaseException | None) -> bool:
 def lanes(plan: Plan) -> Lanes:
     """Threads that are kept between runs: ``with fp.lanes(plan) as lanes: fp.run(..., executor=lanes)``.
 
-    Starting threads anew for each run costs about 0.2 ms per lane and fresh memory arenas; long trainings of short steps
-    save it. The threads end with the ``with`` block.
+    Starting threads anew for each run costs about 0.2 ms per lane and fresh memory arenas; long trainings of short
+    steps save it. The threads end with the ``with`` block.
 
     Raises:
         PlanError: this is no plan.

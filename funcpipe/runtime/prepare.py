@@ -76,7 +76,10 @@ def prepare(
     checked_plan(name, plan)
     refuse_transforms(name)
     if RUNNING.get():
-        raise FuncpipeError(f"{name} was called inside of a stage of another run; a stage is one step of a plan: use fp.apply there, or fp.compose to nest stages")  # fmt: skip
+        raise FuncpipeError(
+            f"{name} was called inside of a stage of another run; a stage is one step of a plan: use fp.apply there, "
+            "or fp.compose to nest stages"
+        )
     backward = plan.schedule.has_backward
     if halves:
         _check_halves(plan, backward)
@@ -174,8 +177,10 @@ def _refuse_attached(given: Mapping[str, Tree]) -> None:
     if faults:
         raise BatchError(
             bullets(
-                "no gradient goes from a run into its batch, and what made these values would not be trained. Make it the "
-                "first stage; or take the gradients of the inputs by fp.vjp, or by fp.Pipe inside of an autograd graph; or "
+                "no gradient goes from a run into its batch, and what made these values would not be trained. Make "
+                "it the "
+                "first stage; or take the gradients of the inputs by fp.vjp, or by fp.Pipe inside of an autograd "
+                "graph; or "
                 "hand the values in detached, x.detach():",
                 faults,
             )
@@ -225,7 +230,8 @@ def _untrained(leaf: Any, trained: bool, stage: int) -> str:
         return ""
     if has_gradient_hooks(leaf):
         return (
-            f"has hooks on its gradient, which a run does not call: apply them to result.grads[{stage}] before fp.step, "
+            f"has hooks on its gradient, which a run does not call: apply them to result.grads[{stage}] before "
+            "fp.step, "
             "and take them off (the handle's remove())"
         )
     return ""
@@ -239,8 +245,10 @@ def _refuse_frozen(trees: Sequence[Tree], trainable: Trainable) -> None:
     frozen = any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
     if frozen and not any(leaf.requires_grad for leaf in leaves):
         raise PlanError(
-            "every parameter is frozen (requires_grad is False), so there is nothing to train; leaf.requires_grad_() on what "
-            "is trained, run(..., trainable=True) for gradients all the same, or evaluate: fp.make_plan(stages, schedule.forwards())"
+            "every parameter is frozen (requires_grad is False), so there is nothing to train; leaf.requires_grad_() "
+            "on what "
+            "is trained, run(..., trainable=True) for gradients all the same, or evaluate: fp.make_plan(stages, "
+            "schedule.forwards())"
         )
 
 
@@ -278,10 +286,17 @@ def _check_modes(name: str, plan: Plan, backward: bool) -> None:
     if not backward:
         return
     if plan.loss is None:
-        raise PlanError(f"the plan's schedule has backwards but the plan has no loss, so {name} does not know where gradients begin: make_plan(..., loss=fn); for gradients of outputs use fp.vjp; for outputs alone a forward-only schedule, fp.fill_drain(..., backward=False)")  # fmt: skip
+        raise PlanError(
+            f"the plan's schedule has backwards but the plan has no loss, so {name} does not know where gradients "
+            "begin: make_plan(..., loss=fn); for gradients of outputs use fp.vjp; for outputs alone a forward-only "
+            "schedule, fp.fill_drain(..., backward=False)"
+        )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-        raise PlanError(f"the plan has backwards, but {name} was called under torch.{mode}; evaluate with the forwards alone: fp.make_plan(stages, schedule.forwards(), ...)")  # fmt: skip
+        raise PlanError(
+            f"the plan has backwards, but {name} was called under torch.{mode}; evaluate with the forwards alone: "
+            "fp.make_plan(stages, schedule.forwards(), ...)"
+        )
 
 
 def _checks(check: Any) -> set[str]:
@@ -295,9 +310,15 @@ def _checks(check: Any) -> set[str]:
 
 def _check_halves(plan: Plan, backward: bool) -> None:
     if plan.loss is not None:
-        raise PlanError("vjp is for plans without a loss, and this one has one: fp.run gives its gradients; or leave loss= out of make_plan and give the cotangents of the outputs")  # fmt: skip
+        raise PlanError(
+            "vjp is for plans without a loss, and this one has one: fp.run gives its gradients; or leave loss= out "
+            "of make_plan and give the cotangents of the outputs"
+        )
     if not backward:
-        raise PlanError("the plan's schedule has no backwards to pull cotangents through; use fp.fill_drain(num_stages, num_microbatches), or fp.run for outputs alone")  # fmt: skip
+        raise PlanError(
+            "the plan's schedule has no backwards to pull cotangents through; use fp.fill_drain(num_stages, "
+            "num_microbatches), or fp.run for outputs alone"
+        )
     if torch.is_inference_mode_enabled():
         raise PlanError("vjp was called under torch.inference_mode, where autograd records nothing; call it outside")
 
@@ -323,18 +344,28 @@ def _states(state: Any, plan: Plan) -> tuple[Tree, ...]:
             return place(plan, plan.state)
         if plan.state is not None:
             raise PlanError(
-                f"state= is missing: a batch changes that of {', '.join(changing)}; give fp.place(plan, plan.state) with the "
+                f"state= is missing: a batch changes that of {', '.join(changing)}; give fp.place(plan, plan.state) "
+                "with the "
                 "first batch, and with every other one the result.state of the one before"
             )
         if needing:
             raise PlanError(
-                f"state= is missing: {', '.join(needing)} {'has' if len(needing) == 1 else 'have'} state; give state=, a tuple "
+                f"state= is missing: {', '.join(needing)} {'has' if len(needing) == 1 else 'have'} state; give "
+                "state=, a tuple "
                 "with one tree per stage (fp.from_module returns each; the new one is in result.state)"
             )
         return ((),) * plan.num_stages
     states = _per_stage("state", state, plan)
-    faults = [f"{labels[i]} declares no state, but state[{i}] is not ()" for i, part in enumerate(plan.stages) if not part.state and not _empty(states[i])]  # fmt: skip
-    faults += [f"{labels[i]} declares state, but state[{i}] is None" for i, part in enumerate(plan.stages) if part.state and states[i] is None]  # fmt: skip
+    faults = [
+        f"{labels[i]} declares no state, but state[{i}] is not ()"
+        for i, part in enumerate(plan.stages)
+        if not part.state and not _empty(states[i])
+    ]
+    faults += [
+        f"{labels[i]} declares state, but state[{i}] is None"
+        for i, part in enumerate(plan.stages)
+        if part.state and states[i] is None
+    ]
     if faults:
         raise PlanError(bullets("state does not fit the stages:", faults))
     return states

@@ -42,8 +42,9 @@ def vjp(
 ) -> tuple[Result, Pullback]:
     """Run the forwards of a plan without a loss; what comes back runs its backwards, from any cotangents, once.
 
-    ``jax.vjp`` for a pipeline: `run` with a loss computes the same gradients, bit for bit, where the cotangents are those
-    of the loss. Every device's order has its forwards first (`fill_drain`, `looped_bfs`, with or without `remat`).
+    ``jax.vjp`` for a pipeline: `run` with a loss computes the same gradients, bit for bit, where the cotangents are
+    those of the loss. Every device's order has its forwards first (`fill_drain`, `looped_bfs`, with or without
+    `remat`).
 
     >>> import torch
     >>> from funcpipe.core.stage import stage
@@ -103,7 +104,9 @@ def _want(inputs: list[Border], wanted: Tree) -> None:
         tree = wanted[index] if isinstance(wanted, Microbatches) else wanted
         flags = [tree] * len(border.leaves) if isinstance(tree, bool) else flatten(tree)[0]
         if len(flags) != len(border.leaves) or not all(isinstance(flag, bool) for flag in flags):
-            raise PlanError(f"input_grads is True, False, or a tree of them like the inputs ({border.spec}); got {tree!r}")  # fmt: skip
+            raise PlanError(
+                f"input_grads is True, False, or a tree of them like the inputs ({border.spec}); got {tree!r}"
+            )
         asked = [flag and is_differentiable(leaf) for flag, leaf in zip(flags, border.leaves, strict=True)]
         inputs[index] = Border(border.leaves, border.spec, asked)
 
@@ -114,7 +117,10 @@ def _forwards(ready: Prepared, execution: Execution) -> tuple[Result, Pullback]:
     reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
     sided = sorted({stage for (stage, _), report in reports.items() if report.side is not None})
     if sided:
-        raise PlanError(f"stage {sided[0]} returned an auxiliary loss (Out.loss), and vjp has no loss to add it to; return it as an output of the last stage (through a skip) and give its cotangent, or use run with a loss")  # fmt: skip
+        raise PlanError(
+            f"stage {sided[0]} returned an auxiliary loss (Out.loss), and vjp has no loss to add it to; return it as "
+            "an output of the last stage (through a skip) and give its cotangent, or use run with a loss"
+        )
     last = ready.plan.num_stages - 1
     pieces: list[Border] = [outputs[last, m] for m in range(ready.batch.num_microbatches)]
     with intra_op_threads(ready.threads):
@@ -164,8 +170,8 @@ class Pullback:
                 device, or None for no gradient.
 
         Returns:
-            The gradients of the parameters, one tree per stage (None where not trainable, zeros where unused), and those
-            of the inputs, in their structure (None where a leaf has none, or for ``input_grads=False``).
+            The gradients of the parameters, one tree per stage (None where not trainable, zeros where unused), and
+            those of the inputs, in their structure (None where a leaf has none, or for ``input_grads=False``).
 
         Raises:
             BatchError: the cotangents do not fit the outputs; call again with others.
@@ -179,9 +185,16 @@ class Pullback:
             raise FuncpipeError("this pullback is spent: its residuals are freed by the first call; call fp.vjp again")
         pieces = self._seam.cut(cotangents)
         ready = execution.ready
-        refuse_writes(ready, "parameters were written to between vjp and its pullback, which needs their old values; call the pullback before the optimizer's step:")  # fmt: skip
+        refuse_writes(
+            ready,
+            "parameters were written to between vjp and its pullback, which needs their old values; call the "
+            "pullback before the optimizer's step:",
+        )
         if not_carried() != self._carried:
-            raise PlanError("function modes, dispatch modes or saved-tensor hooks are on that were not at vjp, or the other way round; call the pullback where they are the same")  # fmt: skip
+            raise PlanError(
+                "function modes, dispatch modes or saved-tensor hooks are on that were not at vjp, or the other way "
+                "round; call the pullback where they are the same"
+            )
         with self._lock:
             if self._execution is None:
                 raise FuncpipeError("this pullback is spent: another thread calls it")

@@ -94,8 +94,19 @@ def describe(execution: Execution, seconds: float) -> str:
         lines.append(f"  * device {number} ({lane.place.device}) {_state(execution, lane, working=working)}")
         frame = frames.get(lane.thread)
         if frame is not None and working:
-            shown = [f for f in traceback.extract_stack(frame) if "/funcpipe/" not in f.filename.replace("\\", "/") and not f.filename.endswith("threading.py")]  # fmt: skip
-            stacks += [] if not shown else [f"device {number} is at:", *(f"  {line}" for text in traceback.format_list(shown[-12:]) for line in text.rstrip().split("\n"))]  # fmt: skip
+            shown = [
+                f
+                for f in traceback.extract_stack(frame)
+                if "/funcpipe/" not in f.filename.replace("\\", "/") and not f.filename.endswith("threading.py")
+            ]
+            stacks += (
+                []
+                if not shown
+                else [
+                    f"device {number} is at:",
+                    *(f"  {line}" for text in traceback.format_list(shown[-12:]) for line in text.rstrip().split("\n")),
+                ]
+            )
     del frames
     start, stop = execution.part
     lines.append(f"{done} of {stop - start} actions are done")

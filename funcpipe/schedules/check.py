@@ -97,7 +97,10 @@ def _malformed(schedule: Schedule) -> list[str]:
                 kind, stage, microbatch = action
                 if type(stage) is int and type(microbatch) is int and stage >= 0 <= microbatch and type(kind) is Kind:
                     continue
-            faults.append(f"{_show(action)} on device {device} is no action: write Action(Kind.F, stage, microbatch) with numbers from 0")  # fmt: skip
+            faults.append(
+                f"{_show(action)} on device {device} is no action: write Action(Kind.F, stage, microbatch) with "
+                "numbers from 0"
+            )
     return faults
 
 
@@ -255,6 +258,9 @@ def _waiting(schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], 
             if steps
             else "at which that device waits"
         )
-        lines.append(f"device {device} waits before {schedule.orders[device][position]} for {name}, which is on device {other}, {detail}")  # fmt: skip
+        lines.append(
+            f"device {device} waits before {schedule.orders[device][position]} for {name}, which is on device "
+            f"{other}, {detail}"
+        )
     title = f"schedule {schedule.name!r} cannot come to its end; move one of these actions before what it blocks:"
     return bullets(title, lines)

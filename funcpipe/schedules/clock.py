@@ -19,7 +19,8 @@ class Edge(NamedTuple):
     """A value that one stage hands to another, every microbatch.
 
     Attributes:
-        flow: forward: an activation or a skip; backward: a gradient. Sent by the kinds that flow this way, at their end.
+        flow: forward: an activation or a skip; backward: a gradient. Sent by the kinds that flow this way, at their
+            end.
         source, to: the stages.
         link: time that it occupies the link between the two devices.
         latency: time that it takes after that.
@@ -80,10 +81,10 @@ def clock(
 ) -> Ticks:
     """When each action starts.
 
-    What flows (`KindRow.flow`: F; B and I) waits for what flows from other stages to its own, and for the residual that an
-    L brings back; everything else a device does for itself, in order. Values that cross from one device to
-    another occupy the link between them, one after the other. O and L occupy the link to the host, one for each way,
-    as soon as the device comes to them and the link is free (L when its O has ended, too); the device goes on at once.
+    What flows (`KindRow.flow`: F; B and I) waits for what flows from other stages to its own, and for the residual that
+    an L brings back; everything else a device does for itself, in order. Values that cross from one device to another
+    occupy the link between them, one after the other. O and L occupy the link to the host, one for each way, as soon as
+    the device comes to them and the link is free (L when its O has ended, too); the device goes on at once.
 
     Linear: a device that must wait is woken by the very value that it waits for.
 

@@ -72,7 +72,8 @@ class StageReport:
 
     def __str__(self) -> str:
         lines = [
-            f"stage {self.name!r}: {self.num_bytes} bytes out; draws random numbers: {'yes' if self.draws else 'no'}; rows: {self.rows}"
+            f"stage {self.name!r}: {self.num_bytes} bytes out; draws random numbers: {'yes' if self.draws else 'no'}; "
+            f"rows: {self.rows}"
         ]
         lines += [f"  {where}: {what}" for where, what in self.outputs]
         lines += [f"  writes in place into {', '.join(self.in_place)}"] if self.in_place else []
@@ -96,13 +97,14 @@ def check_stage(
 ) -> StageReport:
     """Is this a stage that a run can rely on: pure, deterministic, with gradients for all of its parameters.
 
-    It is called a few times as a run calls it (microbatch 0, microbatch 1, microbatch 0 again as remat does, in a second
-    run, with one row less) and backward. Every fault is reported, each with its name in brackets; `FAULTS` lists them.
-    The stage gets copies, so what you give is not written to.
+    It is called a few times as a run calls it (microbatch 0, microbatch 1, microbatch 0 again as remat does, in a
+    second run, with one row less) and backward. Every fault is reported, each with its name in brackets; `FAULTS` lists
+    them. The stage gets copies, so what you give is not written to.
 
     Not seen is what a stage changes outside of Python (files) or in objects of other packages that it closes over. What
-    only the first call of a shape changes (a table filled once) is no fault. A write into the input is legal in a run and
-    common at the front of modules, so for modules and compositions it is only reported; for a function it is a fault.
+    only the first call of a shape changes (a table filled once) is no fault. A write into the input is legal in a run
+    and common at the front of modules, so for modules and compositions it is only reported; for a function it is a
+    fault.
 
     >>> import torch, funcpipe as fp
     >>> @fp.stage
@@ -118,7 +120,8 @@ def check_stage(
         skips, feeds, state: what the stage declares, as for a direct call.
         train: what it gets if it takes ``train``.
         seed: keys its random numbers.
-        trainable: as for ``fp.run``, but of this one stage: None, a bool, a function of (name, leaf), or a tree of bools.
+        trainable: as for ``fp.run``, but of this one stage: None, a bool, a function of (name, leaf), or a tree of
+            bools.
         independent_rows: a row of the outputs must depend on its own row of the inputs only, as law 2 (same as no
             pipeline) wants. The report says it anyway, unless the stage draws.
         allow: names of faults to let pass.
@@ -148,7 +151,8 @@ def check_stage(
 def _check_arguments(stage: Any, skips: Any, feeds: Any, state: Any, allow: Any) -> None:
     if not isinstance(stage, Stage):
         raise PlanError(
-            f"check_stage takes a stage; got a {type(stage).__name__}; make it one with fp.stage(fn) or fp.from_module(module)"
+            f"check_stage takes a stage; got a {type(stage).__name__}; make it one with fp.stage(fn) or "
+            "fp.from_module(module)"
         )
     faults: list[str] = []
     for keyword, names, values in (("skips", stage.pop, skips), ("feeds", stage.feeds, feeds)):

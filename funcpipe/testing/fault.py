@@ -31,7 +31,8 @@ class FaultAt:
     """Make a stage fail at one action of a run: ``FaultAt(stage, microbatch, kind)(stages) -> stages``.
 
     The action is the run's own, so no feed has to carry a number, and every schedule, executor, remat and kind of stage
-    works. Called outside of a run the stages do what they did before. Faults add up: each takes stages and gives stages.
+    works. Called outside of a run the stages do what they did before. Faults add up: each takes stages and gives
+    stages.
 
     >>> import torch, funcpipe as fp
     >>> stages = FaultAt(1, 0, "F")([fp.stage(lambda p, x: x), fp.stage(lambda p, x: x)])
@@ -75,7 +76,8 @@ class FaultAt:
             faults.append(f"kind is F, B, I or R; got {self.kind!r}")
         if self.kind is Kind.W:
             faults.append(
-                "kind is W, in which no code of the stage runs: autograd does not split its backward, and I does all the work; use 'I'"
+                "kind is W, in which no code of the stage runs: autograd does not split its backward, and I does all "
+                "the work; use 'I'"
             )
         if not isinstance(self.error, BaseException) and not callable(self.error):
             faults.append(f"error is an exception, its type, or a function of a tensor; got {self.error!r}")
@@ -104,7 +106,8 @@ class FaultAt:
         if self.kind in (Kind.B, Kind.I):
             if torch.is_grad_enabled() and not any(leaf.requires_grad for leaf in leaves(tuple(normalise(out)))):
                 raise PlanError(
-                    f"{self} can never strike: nothing that the stage returns requires a gradient, so its backward is empty; make its parameters trainable (trainable=True)"
+                    f"{self} can never strike: nothing that the stage returns requires a gradient, so its backward is "
+                    "empty; make its parameters trainable (trainable=True)"
                 )
             return _over(out, lambda leaf: leaf.requires_grad, lambda tensors: _Backward.apply(self, *tensors))
         return _over(out, is_differentiable, self._strike) if action.kind is self.kind else out

@@ -66,7 +66,8 @@ def assert_matches_sequential(
     """
     if not executors or isinstance(executors, str):
         raise PlanError(
-            f"executors is a sequence of at least one of 'serial', 'threads', fp.lanes(plan), fp.graphs(plan); got {executors!r}"
+            "executors is a sequence of at least one of 'serial', 'threads', fp.lanes(plan), fp.graphs(plan); got "
+            f"{executors!r}"
         )
     options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
     options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane}

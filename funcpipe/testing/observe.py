@@ -93,7 +93,8 @@ class Observer:
             for where in found:
                 self.note(
                     "in-place",
-                    f"writes into {where}: a run gives it a copy, but a direct call writes into yours; compute out of place",
+                    f"writes into {where}: a run gives it a copy, but a direct call writes into yours; compute out of "
+                    "place",
                 )
 
     def _returned(self, out: Out) -> Out:

@@ -192,7 +192,8 @@ class Probe:
         if not self.watch.connected:
             self.watch.note(
                 "gradient",
-                "returns nothing that requires a gradient, though parameters or input could have one: it is detached, or "
+                "returns nothing that requires a gradient, though parameters or input could have one: it is "
+                "detached, or "
                 "computed under no_grad",
             )
             return

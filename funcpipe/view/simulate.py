@@ -39,7 +39,8 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
         A timeline, its times in the unit of the cost.
 
     Raises:
-        ScheduleError: this is no schedule or no cost, the schedule is not legal, or the cost has another number of stages.
+        ScheduleError: this is no schedule or no cost, the schedule is not legal, or the cost has another number of
+            stages.
     """
     schedule = plan_or_schedule.schedule if isinstance(plan_or_schedule, Plan) else plan_or_schedule
     if not isinstance(schedule, Schedule):
