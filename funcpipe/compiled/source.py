@@ -100,7 +100,7 @@ class Code:
         """The function with these lines."""
         scope = {**self._scope, **more}
         exec(compile(self._source(lines), f"<{self.part.name} of a compiled stage>", "exec"), scope)
-        return scope[self.part.name]
+        return scope.pop(self.part.name)  # else function and scope would hold each other, and what a backend built
 
     def _lines(self, *, look: bool = False, odd: Collection[fx.Node] = ()) -> list[str]:
         """The lines, each with a ``del`` of what it read last; with a look at each value, or copies of odd ones."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcpipe.core.errors import BatchError, FuncpipeError
 from funcpipe.core.torch_names import pop_saved_hooks, push_saved_hooks, top_saved_hooks
-from funcpipe.core.tree import Tree, flatten, map_leaves
+from funcpipe.core.tree import Tree, flatten, map_leaves, unflatten
 from funcpipe.cutting.example import bare
 from funcpipe.runtime.context import saved_tensors_are_hooked
 from funcpipe.runtime.microbatch import Axis, Microbatches
@@ -59,37 +59,46 @@ def count_microbatches(inputs: Tree, chunks: int) -> int:
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-def _with(tree: Tree, change: Callable[[Tensor], Any]) -> Tree:
-    """A tree with something in the place of each tensor, also of those of every microbatch where these are not joined."""
-
-    def changed(leaf: Any) -> Any:
-        if isinstance(leaf, Microbatches):
-            return Microbatches(_with(one, change) for one in leaf)
-        return change(leaf) if isinstance(leaf, Tensor) else leaf
-
-    return map_leaves(changed, tree)
-
-
 def tensors_of(outputs: Tree) -> list[Tensor]:
     """The tensors of outputs, in order; those of every microbatch where they are not joined."""
     tensors: list[Tensor] = []
-    _with(outputs, tensors.append)
+    for leaf in flatten(outputs)[0]:
+        if isinstance(leaf, Microbatches):
+            tensors += [tensor for tree in leaf for tensor in tensors_of(tree)]
+        elif isinstance(leaf, Tensor):
+            tensors.append(leaf)
     return tensors
 
 
-def _cotangents(form: Tree, gradients: Iterator[Tensor | None]) -> Tree:
-    """Gradients as a pullback takes them, in a tree like outputs in which `_TENSOR` stands for each tensor."""
+def _replaced(outputs: Tree, tensors: Iterator[Tensor]) -> Tree:
+    """Outputs with other tensors."""
 
-    def cotangent(leaf: Any) -> Any:
-        if not isinstance(leaf, Microbatches):
-            return next(gradients) if leaf is _TENSOR else None
-        trees = [_cotangents(one, gradients) for one in leaf]
-        return None if all(inner is None for tree in trees for inner in flatten(tree)[0]) else Microbatches(trees)
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, Microbatches):
+            return Microbatches(_replaced(tree, tensors) for tree in leaf)
+        return next(tensors) if isinstance(leaf, Tensor) else leaf
 
-    return map_leaves(cotangent, form)
+    return map_leaves(replaced, outputs)
 
 
-_TENSOR = object()
+_Form = Callable[[Iterator["Tensor | None"]], Tree]
+
+
+def _form(outputs: Tree) -> _Form:
+    """What makes trees of gradients like outputs, as a pullback takes them. It keeps no tensor of the outputs."""
+    leaves, spec = flatten(outputs)
+    parts = [
+        [_form(tree) for tree in leaf] if isinstance(leaf, Microbatches) else isinstance(leaf, Tensor)
+        for leaf in leaves
+    ]
+
+    def cotangent(part: Any, gradients: Iterator[Tensor | None]) -> Any:
+        if not isinstance(part, list):
+            return next(gradients) if part else None
+        trees = [form(gradients) for form in part]
+        return None if all(leaf is None for tree in trees for leaf in flatten(tree)[0]) else Microbatches(trees)
+
+    return lambda gradients: unflatten(spec, [cotangent(part, gradients) for part in parts])
 
 
 def _attached(outputs: Tree, pullback: Pullback) -> list[bool]:
@@ -115,13 +124,13 @@ class Way:
 
     Args:
         pullback: of the run.
-        form: of its outputs, without their tensors.
+        form: makes trees of gradients like its outputs.
         places: for each parameter that requires a gradient, its stage and name.
         wanted: which leaves of the inputs require gradients.
     """
 
     def __init__(
-        self, pullback: Pullback, form: Tree, places: Sequence[tuple[int, str]], wanted: Sequence[bool]
+        self, pullback: Pullback, form: _Form, places: Sequence[tuple[int, str]], wanted: Sequence[bool]
     ) -> None:
         self.pullback: Pullback | None = pullback
         self.form, self.places, self.wanted = form, places, wanted
@@ -142,7 +151,7 @@ class Way:
                 "one, retain_graph=True or not; add the losses and call backward once, or call the pipe again"
             )
         with without_saved_tensor_hooks():
-            grads, input_grads = pullback(_cotangents(self.form, iter(gradients)))
+            grads, input_grads = pullback(self.form(iter(gradients)))
         unused = set(pullback.unused)
         out: list[Tensor | None] = [None if place in unused else grads[place[0]][place[1]] for place in self.places]
         if any(self.wanted):
@@ -184,10 +193,10 @@ def attach(
     detached = [one for one, flag in zip(tensors, _attached(outputs, pullback), strict=True) if not flag]
     leaves = input_leaves(inputs)
     wanted = [_requires_grad(leaf) for leaf in leaves]
-    way = Way(pullback, _with(outputs, lambda _: _TENSOR), [place for place, _ in params], wanted)
+    way = Way(pullback, _form(outputs), [place for place, _ in params], wanted)
     roots = [*(param for _, param in params), *(leaf for leaf, flag in zip(leaves, wanted, strict=True) if flag)]
     attached = iter(_Node.apply(way, tensors, detached, *roots))
-    return _with(outputs, lambda _: next(attached))
+    return _replaced(outputs, attached)
 
 
 class without_saved_tensor_hooks:

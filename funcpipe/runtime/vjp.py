@@ -93,7 +93,8 @@ def _by_halves(executor: ExecutorLike, plan: Plan) -> LaneExecutor:
     chosen = executor_for(executor, plan)
     if not isinstance(chosen, LaneExecutor):
         raise PlanError(
-            f"vjp runs on 'threads', 'serial', fp.lanes(plan), or None; {chosen!r} does whole runs, in one go"
+            f"executor is 'threads', 'serial', fp.lanes(plan), or None, for fp.run also fp.graphs(plan), which does whole "
+            f"runs; got {chosen!r}"
         )
     return chosen
 

@@ -172,7 +172,7 @@ def test_a_vjp_waits_with_its_residuals_at_the_host(executor):
     for schedule in (fp.fill_drain(S, M), offload(fp.fill_drain(S, M), ahead=0)):
         plan = fp.make_plan(stages, schedule, devices="cpu")
         result, pullback = fp.vjp(plan, params, given[0], state=state, feeds=feeds, seed=3, executor=executor, threads_per_lane=1)  # fmt: skip
-        execution = pullback._drive.execution
+        execution = pullback._execution
         roles = [kind.role for lane in execution.lanes for kind in held(lane)]
         found.append((result.outputs, result.state, pullback(given[1])))
     assert (S * M, 0) == (roles.count(Role.OFFLOADED), roles.count(Role.RESIDUAL))
