@@ -183,7 +183,7 @@ SPAN = [0, 0.0, 1.0, "0F0"]
         ({"num_devices": 1, "spans": [], "memory": [[0, 1]]}, "memory: for each of 1 devices"),
         ({"num_devices": 1, "spans": [], "memory": [[[0, "1"]]]}, "memory: for each of 1 devices"),
     ],
-    ids=range(25),
+    ids=range(29),
 )
 def test_costs_and_timelines_that_are_refused(fields, says):
     assert says in refused(json.dumps({"funcpipe": "timeline", "version": 1, **fields}))
