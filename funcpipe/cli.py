@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple, TypeAlias
 
 import funcpipe as fp
 from funcpipe.cli_words import (
@@ -27,7 +28,7 @@ from funcpipe.cli_words import (
     read,
     source,
     writable,
-)  # fmt: skip
+)
 from funcpipe.core.result import NEGLIGIBLE, imbalance_of, percent
 
 _SCHEDULES = (".json", ".csv", ".txt")
@@ -70,20 +71,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from funcpipe import demo
+
     parser = argparse.ArgumentParser(
         prog="funcpipe",
         description="Pipeline-parallel training as pure functions. Schedules are data: look at them before any GPU runs.",
         epilog="funcpipe COMMAND --help explains a command, with examples.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    about_demo = "train a small U-Net on scikit-learn's digits through a pipeline, draw its timeline, prove its numbers"
+    for name, run, about, epilog, options in (
+        ("draw", _draw, "draw a schedule: who does what when", _DRAW_HELP, _DRAW),
+        (
+            "compare",
+            _compare,
+            "compare all families: makespan, bubble, idle, peak memory, legal or not",
+            _COMPARE_HELP,
+            _COMPARE,
+        ),
+        ("search", _search, "search a schedule: short, for your costs, within a memory limit", _SEARCH_HELP, _SEARCH),
+        ("convert", _convert, "write a schedule in another format", _CONVERT_HELP, _CONVERT),
+        ("demo", lambda **words: demo.main(demo.Options(**words)), about_demo, "", demo.OPTIONS),
+    ):
+        command = commands.add_parser(
+            name,
+            help=about,
+            description=about[0].upper() + about[1:] + ".",
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=run)
+        for option, how in options.items():
+            command.add_argument(option, **how)
+    return parser
 
-    def command(name: str, run: Callable[..., None], words: str, more: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=words, description=words[0].upper() + words[1:] + ".", epilog=more,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-        made.set_defaults(run=run)
-        return made
 
-    one = command("draw", _draw, "draw a schedule: who does what when", f"""\
+_DRAW_HELP = f"""\
 {SOURCE}            a .json may also hold a timeline, fp.to_json(result.timeline)
 
 {COST}
@@ -91,15 +114,8 @@ examples:
   funcpipe draw 1f1b --stages 4 --microbatches 8
   funcpipe draw zero-bubble --stages 4 --microbatches 8 --cost forward=1,backward=2,comm=0.1 --output zb.svg
   funcpipe draw schedule.csv --width 100
-""")  # fmt: skip
-    one.add_argument("schedule", metavar="SCHEDULE", help="a family or a file; see below")
-    _counts(one)
-    _cost(one)
-    _width(one)
-    one.add_argument("--output", metavar="FILE", help="write the picture instead: .svg or .txt")
-    one.add_argument("--trace", metavar="FILE", help="also write a .json trace, to zoom into at ui.perfetto.dev")
-
-    many = command("compare", _compare, "compare all families: makespan, bubble, idle, peak memory, legal or not", f"""\
+"""
+_COMPARE_HELP = f"""\
 All run the same stages on the same devices; by default two stages a device where the number of stages is even, since
 the interleaved families need several. The best makespan comes first.
   bubble       share of the makespan in which the busiest device waits: what the schedule loses
@@ -115,38 +131,8 @@ examples:
   funcpipe compare --stages 8 --microbatches 32 --cost forward=1,backward=2,comm=0.1 --device-memory 20
   funcpipe compare mine.json --stages 8 --microbatches 32 --devices 4 --cost profiled.json
   funcpipe compare --stages 8 --microbatches 12 --device-memory 6 --search 200
-""")  # fmt: skip
-    many.add_argument("files", nargs="*", metavar="FILE", help=f"more schedules: {SUFFIXES}")
-    _counts(many, required=True)
-    _cost(many)
-    many.add_argument("--device-memory", type=as_positive, metavar="LIMIT", help="of a device, in the unit of residual")
-    many.add_argument("--search", type=as_count, metavar="N", help="also what `search` finds, timing N schedules; "
-                      "with --remat it may compute residuals again, the families always do")  # fmt: skip
-
-    _search_words(command)
-
-    into = command("convert", _convert, "write a schedule in another format", f"""\
-{SOURCE}FILE's ending says the format, as above. torch's CSV is for a rank each; load it with
-_PipelineScheduleRuntime(...)._load_csv(FILE), or name it in torchtitan's pipeline_parallel_schedule_csv.
-
-examples:
-  funcpipe convert interleaved --stages 8 --microbatches 16 --devices 4 torch.csv
-  funcpipe convert torch.csv schedule.json
-""")  # fmt: skip
-    into.add_argument("schedule", metavar="SCHEDULE", help="a family or a file; see below")
-    into.add_argument("file", metavar="FILE", help="what to write: .json, .csv or .txt")
-    _counts(into)
-
-    from funcpipe import demo
-
-    show = command("demo", lambda **words: _demo(demo, words), "train a small U-Net on scikit-learn's digits through a "
-                   "pipeline, draw its timeline, prove its numbers", "")  # fmt: skip
-    demo.arguments(show)
-    return parser
-
-
-def _search_words(command: Callable[..., argparse.ArgumentParser]) -> None:
-    find = command("search", _search, "search a schedule: short, for your costs, within a memory limit", f"""\
+"""
+_SEARCH_HELP = f"""\
 First every family is timed, then greedy schedules, then rules and single actions are improved step by step; with
 --exact, a solver proves at the end. Said is
   makespan     of one isolated batch; span: the longest device from its first start to its last end, the cost of one
@@ -161,46 +147,106 @@ examples:
   funcpipe search --devices 3 --microbatches 4 --device-memory 2 --exact
   funcpipe search --devices 4 --microbatches 8 --device-memory 2 --remat --evaluations 500 --output found.svg
   funcpipe search --devices 4 --microbatches 8 --device-memory 8 --objective span --output torch.csv
-""")  # fmt: skip
-    find.add_argument("--devices", type=as_count, metavar="D", required=True, help="how many devices")
-    find.add_argument("--microbatches", type=as_count, metavar="M", required=True, help="how many microbatches")
-    find.add_argument("--stages", type=as_count, metavar="S", help="default: as the cost or the placement says, or D")
-    _cost(find)
-    find.add_argument("--device-memory", type=as_limits, metavar="LIMIT",
-                      help="of a device, in the unit of residual, or of each: 4,4,3")  # fmt: skip
-    find.add_argument("--placement", type=as_placement, metavar="SHAPE", help="line (neighbours on each device), loop "
-                      "(stage s on device s mod D), v (down the devices and back up), or the device of each stage: "
-                      "0,1,1,0; default: whichever is best")  # fmt: skip
-    find.add_argument("--remat", action="store_true", help="residuals may be computed again")
-    find.add_argument("--offload", action="store_true", help="residuals may be moved to the host and back")
-    find.add_argument("--objective", choices=("makespan", "span"), default="makespan", help="default: makespan")
-    find.add_argument("--exact", action="store_true", help="let OR-Tools (extra `solve`) find the shortest of all and "
-                      "prove it, for what is left of --seconds; for up to about 4 devices and 8 microbatches")  # fmt: skip
-    find.add_argument("--evaluations", type=as_count, metavar="N", default=10_000,
-                      help="time at most so many schedules; default: 10000")  # fmt: skip
-    find.add_argument("--seconds", type=as_positive, metavar="S", default=30.0, help="at most so long; default: 30")
-    find.add_argument("--seed", type=as_index, metavar="N", default=0, help="of the random changes; default: 0")
-    _width(find)
-    find.add_argument("--output", metavar="FILE", help="also write the schedule (.json, .csv of "
-                      "torch.distributed.pipelining, .txt) or the picture (.svg)")  # fmt: skip
+"""
+_CONVERT_HELP = f"""\
+{SOURCE}FILE's ending says the format, as above. torch's CSV is for a rank each; load it with
+_PipelineScheduleRuntime(...)._load_csv(FILE), or name it in torchtitan's pipeline_parallel_schedule_csv.
 
+examples:
+  funcpipe convert interleaved --stages 8 --microbatches 16 --devices 4 torch.csv
+  funcpipe convert torch.csv schedule.json
+"""
 
-def _counts(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """The options that a family is made from."""
-    parser.add_argument("--stages", type=as_count, metavar="S", required=required, help="how many stages")
-    parser.add_argument("--microbatches", type=as_count, metavar="M", required=required, help="how many microbatches")
-    parser.add_argument("--devices", type=as_count, metavar="D", help="how many devices")
-    parser.add_argument("--remat", action="store_true", help="compute every residual again instead of holding it")
+Options: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""What `argparse` is told of each option."""
 
-
-def _cost(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--cost", type=as_cost, metavar="COST", help="what actions cost: name=number,... or a JSON file; see below"
-    )
-
-
-def _width(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--width", type=as_count, metavar="COLUMNS", help="of the text; default: the terminal's")
+_SCHEDULE: Options = {"schedule": {"metavar": "SCHEDULE", "help": "a family or a file; see below"}}
+_COUNTS: Options = {
+    "--stages": {"type": as_count, "metavar": "S", "help": "how many stages"},
+    "--microbatches": {"type": as_count, "metavar": "M", "help": "how many microbatches"},
+    "--devices": {"type": as_count, "metavar": "D", "help": "how many devices"},
+    "--remat": {"action": "store_true", "help": "compute every residual again instead of holding it"},
+}
+_COST: Options = {
+    "--cost": {
+        "type": as_cost,
+        "metavar": "COST",
+        "help": "what actions cost: name=number,... or a JSON file; see below",
+    }
+}
+_WIDTH: Options = {"--width": {"type": as_count, "metavar": "COLUMNS", "help": "of the text; default: the terminal's"}}
+_DRAW: Options = {
+    **_SCHEDULE,
+    **_COUNTS,
+    **_COST,
+    **_WIDTH,
+    "--output": {"metavar": "FILE", "help": "write the picture instead: .svg or .txt"},
+    "--trace": {"metavar": "FILE", "help": "also write a .json trace, to zoom into at ui.perfetto.dev"},
+}
+_COMPARE: Options = {
+    "files": {"nargs": "*", "metavar": "FILE", "help": f"more schedules: {SUFFIXES}"},
+    "--stages": {**_COUNTS["--stages"], "required": True},
+    "--microbatches": {**_COUNTS["--microbatches"], "required": True},
+    "--devices": _COUNTS["--devices"],
+    "--remat": _COUNTS["--remat"],
+    **_COST,
+    "--device-memory": {"type": as_positive, "metavar": "LIMIT", "help": "of a device, in the unit of residual"},
+    "--search": {
+        "type": as_count,
+        "metavar": "N",
+        "help": "also what `search` finds, timing N schedules; with --remat it may compute residuals again, the families "
+        "always do",
+    },
+}
+_SEARCH: Options = {
+    "--devices": {**_COUNTS["--devices"], "required": True, "dest": "num_devices"},
+    "--microbatches": {**_COUNTS["--microbatches"], "required": True, "dest": "num_microbatches"},
+    "--stages": {
+        "type": as_count,
+        "metavar": "S",
+        "dest": "num_stages",
+        "help": "default: as the cost or the placement says, or D",
+    },
+    **_COST,
+    "--device-memory": {
+        "type": as_limits,
+        "metavar": "LIMIT",
+        "dest": "memory_limit",
+        "help": "of a device, in the unit of residual, or of each: 4,4,3",
+    },
+    "--placement": {
+        "type": as_placement,
+        "metavar": "SHAPE",
+        "help": "line (neighbours on each device), loop (stage s on device s mod D), v (down the devices and back up), or "
+        "the device of each stage: 0,1,1,0; default: whichever is best",
+    },
+    "--remat": {"action": "store_true", "help": "residuals may be computed again"},
+    "--offload": {"action": "store_true", "help": "residuals may be moved to the host and back"},
+    "--objective": {"choices": ("makespan", "span"), "default": "makespan", "help": "default: makespan"},
+    "--exact": {
+        "action": "store_true",
+        "help": "let OR-Tools (extra `solve`) find the shortest of all and prove it, for what is left of --seconds; for up "
+        "to about 4 devices and 8 microbatches",
+    },
+    "--evaluations": {
+        "type": as_count,
+        "metavar": "N",
+        "default": 10_000,
+        "help": "time at most so many schedules; default: 10000",
+    },
+    "--seconds": {"type": as_positive, "metavar": "S", "default": 30.0, "help": "at most so long; default: 30"},
+    "--seed": {"type": as_index, "metavar": "N", "default": 0, "help": "of the random changes; default: 0"},
+    **_WIDTH,
+    "--output": {
+        "metavar": "FILE",
+        "help": "also write the schedule (.json, .csv of torch.distributed.pipelining, .txt) or the picture (.svg)",
+    },
+}
+_CONVERT: Options = {
+    **_SCHEDULE,
+    "file": {"metavar": "FILE", "help": "what to write: .json, .csv or .txt"},
+    **_COUNTS,
+}
 
 
 def _draw(*, cost: fp.Cost | None, width: int | None, output: str | None, trace: str | None, **words: Any) -> None:
@@ -221,79 +267,88 @@ def _draw(*, cost: fp.Cost | None, width: int | None, output: str | None, trace:
         timeline.to_chrome_trace(trace)
 
 
-def _compare(*, files: list[str], stages: int, microbatches: int, devices: int | None, remat: bool,
-             cost: fp.Cost | None, device_memory: float | None, search: int | None) -> None:  # fmt: skip
+class _Row(NamedTuple):
+    """A line of the table: a schedule, its timeline if it has one, and whether it is legal, in words."""
+
+    name: str
+    timeline: fp.Timeline | None
+    legal: str
+
+    @property
+    def makespan(self) -> float:
+        return self.timeline.makespan if self.timeline and self.legal.startswith("yes") else float("inf")
+
+
+def _compare(
+    *,
+    files: list[str],
+    stages: int,
+    microbatches: int,
+    devices: int | None,
+    remat: bool,
+    cost: fp.Cost | None,
+    device_memory: float | None,
+    search: int | None,
+) -> None:
     bounded(stages, microbatches)
     cost = cost or fp.Cost()
     cost.check_stages(stages)
-    mine = [(file, read(file)) for file in files]
     devices = devices or (stages // 2 if stages % 2 == 0 else stages)
-    rows: list[tuple[float, fp.Timeline | None, str, str]] = []
+    counts = {"num_devices": devices, "num_microbatches": microbatches, "num_stages": stages}
+    given = [(file, read(file)) for file in files]
+    makers: list[tuple[str, Callable[[], fp.Schedule | fp.Timeline | fp.Found]]] = []
+    makers += [(name, partial(family, stages, microbatches, num_devices=devices)) for name, family in FAMILIES.items()]
+    makers += [(file, lambda schedule=schedule: schedule) for file, schedule in given]
+    if search is not None:
+        most: dict[str, Any] = {"memory_limit": device_memory, "evaluations": search, "seconds": float("inf")}
+        makers.append(("search", lambda: fp.search(cost, **counts, remat=remat, **most)))
 
-    def row(name: str, make: Callable[[], fp.Schedule | fp.Timeline | fp.Found]) -> None:
+    def row(name: str, make: Callable[[], fp.Schedule | fp.Timeline | fp.Found]) -> _Row:
         try:
             made = make()
-            found = (
-                made.timeline
-                if isinstance(made, fp.Found)
-                else _timed(made, (stages, microbatches, devices), remat, cost)
-            )
+            found = isinstance(made, fp.Found)
+            timeline = made.timeline if found else _timed(made, counts, remat, cost)
         except fp.ScheduleError as error:
-            rows.append((float("inf"), None, name, f"no: {line(error)}"))
-            return
-        peak = max(found.peak)
-        fits = device_memory is None or peak <= device_memory * (1 + 1e-9)
-        verdict = f"yes{f', {_proof(made)}' if isinstance(made, fp.Found) else ''}"
-        says = verdict if fits else f"no: needs {peak:g}, a device has {device_memory:g}"
-        rows.append((found.makespan if fits else float("inf"), found, name, says))
+            return _Row(name, None, f"no: {line(error)}")
+        peak = max(timeline.peak)
+        if device_memory is not None and peak > device_memory * (1 + 1e-9):
+            return _Row(name, timeline, f"no: needs {peak:g}, a device has {device_memory:g}")
+        return _Row(name, timeline, f"yes, {_proof(made)}" if found else "yes")
 
-    for name, family in FAMILIES.items():
-        row(name, lambda family=family: family(stages, microbatches, num_devices=devices))
-    for file, schedule in mine:
-        row(file, lambda schedule=schedule: schedule)
-    if search is not None:
-        row("search", lambda: fp.search(cost, num_devices=devices, num_microbatches=microbatches, num_stages=stages,
-                                        memory_limit=device_memory, remat=remat, evaluations=search,
-                                        seconds=float("inf")))  # fmt: skip
-    rows.sort(key=lambda one: one[0])
+    rows = sorted((row(*maker) for maker in makers), key=lambda row: row.makespan)
     print(f"{stages} stages on {devices} devices, {microbatches} microbatches{', remat' * remat}\n")
-    unequal = any(found is not None and found.imbalance >= NEGLIGIBLE for _, found, _, _ in rows)
-    heads = [head for head in _COLUMNS if unequal or head != "imbalance"]
-    cells = (
-        (name, *("-" if found is None else _COLUMNS[head](found) for head in heads), says)
-        for _, found, name, says in rows
-    )
-    print(_table([("schedule", *heads, "legal"), *cells]))
+    unequal = any(row.timeline is not None and row.timeline.imbalance >= NEGLIGIBLE for row in rows)
+    columns = {head: show for head, show in _COLUMNS.items() if unequal or head != "imbalance"}
+    cells = [
+        (name, *("-" if timeline is None else show(timeline) for show in columns.values()), legal)
+        for name, timeline, legal in rows
+    ]
+    print(_table([("schedule", *columns, "legal"), *cells]))
     if unequal:
         print("\nimbalance: the most that fp.balance wins at the same bubble")
 
 
-def _timed(made: fp.Schedule | fp.Timeline, counts: tuple[int, int, int], remat: bool, cost: fp.Cost) -> fp.Timeline:
+def _timed(made: fp.Schedule | fp.Timeline, counts: Mapping[str, int], remat: bool, cost: fp.Cost) -> fp.Timeline:
     """A schedule by the clock. Raises ScheduleError where it is none for these stages, microbatches and devices."""
     if isinstance(made, fp.Timeline):
         raise fp.ScheduleError("is a timeline, not a schedule")
-    if (made.num_stages, made.num_microbatches) != counts[:2]:
+    if (made.num_stages, made.num_microbatches) != (counts["num_stages"], counts["num_microbatches"]):
         raise fp.ScheduleError(f"has {made.num_stages} stages, {made.num_microbatches} microbatches")
-    if made.num_devices != counts[2]:
+    if made.num_devices != counts["num_devices"]:
         raise fp.ScheduleError(f"has {made.num_devices} devices")
     return fp.simulate(fp.remat(made) if remat else made, cost)
 
 
-def _search(*, devices: int, microbatches: int, stages: int | None, cost: fp.Cost | None,
-            device_memory: float | tuple[float, ...] | None, placement: str | tuple[int, ...] | None, remat: bool,
-            offload: bool, objective: Literal["makespan", "span"], exact: bool, evaluations: int, seconds: float,
-            seed: int, width: int | None, output: str | None) -> None:  # fmt: skip
+def _search(*, cost: fp.Cost | None, width: int | None, output: str | None, **options: Any) -> None:
     _wide(width)
-    bounded(stages or 2 * devices, microbatches)
+    bounded(options["num_stages"] or 2 * options["num_devices"], options["num_microbatches"])
     if output is not None:
         writable(output, (*_SCHEDULES, ".svg"))
-        if Path(output).suffix.lower() == ".csv" and (remat or offload):
+        if Path(output).suffix.lower() == ".csv" and (options["remat"] or options["offload"]):
             raise fp.FuncpipeError(
                 "torch's schedules have no R, O or L: leave out --remat and --offload, or write .json"
             )
-    found = fp.search(cost or fp.Cost(), num_devices=devices, num_microbatches=microbatches, num_stages=stages,
-                      memory_limit=device_memory, placement=placement, remat=remat, offload=offload,
-                      objective=objective, exact=exact, evaluations=evaluations, seconds=seconds, seed=seed)  # fmt: skip
+    found = fp.search(cost or fp.Cost(), **options)
     _tell(found)
     _show(found.timeline, width)
     if output is not None:
@@ -343,10 +398,6 @@ def _write(schedule: fp.Schedule, file: str) -> None:
     Path(file).write_text(text, encoding="utf-8", newline="\n")
 
 
-def _demo(demo: Any, words: dict[str, Any]) -> None:
-    demo.main(demo.Options(**{**words, "remat": None if words["remat"] is None else tuple(words["remat"])}))
-
-
 def _wide(width: int | None) -> None:
     if width is not None and width < 40:
         raise fp.FuncpipeError(f"--width is at least 40 columns; got {width}")
@@ -360,9 +411,8 @@ def _show(timeline: fp.Timeline, width: int | None) -> None:
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as they need; numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:-1], widths[1:-1], strict=True)), row[-1]]
-        )
-        for row in rows
-    )
+    lines: list[str] = []
+    for first, *numbers, last in rows:
+        padded = [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=False)]
+        lines.append("  ".join([first.ljust(widths[0]), *padded, last]))
+    return "\n".join(lines)

@@ -48,8 +48,9 @@ _MOST = 10**6
 """Actions of a kind: more are a slip of the fingers, and would take minutes."""
 
 
-def source(*, schedule: str, stages: int | None, microbatches: int | None, devices: int | None,
-            remat: bool) -> fp.Schedule | fp.Timeline:  # fmt: skip
+def source(
+    *, schedule: str, stages: int | None, microbatches: int | None, devices: int | None, remat: bool
+) -> fp.Schedule | fp.Timeline:
     """The schedule that the words mean: a family with its counts, or a file."""
     family = FAMILIES.get(schedule)
     if family is None:

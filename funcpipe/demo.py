@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -33,21 +32,36 @@ FAMILIES: dict[str, Callable[..., fp.Schedule]] = {
 }
 
 
+def option(default: Any, help: str = "default: %(default)s", **how: Any) -> Any:
+    """A field of `Options`, and what `argparse` is told of it."""
+    return field(default=default, metadata={"default": default, "help": help, **how})
+
+
 @dataclass(frozen=True)
 class Options:
     """What the demo can be told; see ``python -m funcpipe demo --help``."""
 
-    schedule: str = "interleaved"
-    stages: int = 4
-    devices: int = 2
-    microbatches: int = 8
-    remat: tuple[int, ...] | None = None
-    device: str = "cpu"
-    seed: int = 0
-    epochs: int = 8
-    batch: int = 128
-    trace: str | None = None
-    report: str | None = None
+    schedule: str = option("interleaved", choices=list(FAMILIES))
+    stages: int = option(4, type=int, choices=[1, 2, 4])
+    devices: int = option(2, "lanes; default: %(default)s", type=int)
+    microbatches: int = option(8, type=int)
+    remat: Sequence[int] | None = option(
+        None,
+        "stages whose residuals are computed again; none: --remat; default: 0 1",
+        type=int,
+        nargs="*",
+        metavar="STAGE",
+    )
+    device: str = option("cpu", "torch device of every lane; default: %(default)s")
+    seed: int = option(0, type=int)
+    epochs: int = option(8, type=int)
+    batch: int = option(128, "rows of a batch; default: %(default)s", type=int)
+    trace: str | None = option(None, "write the last step's timeline for Perfetto", metavar="FILE")
+    report: str | None = option(None, "write a report of the last step as an HTML page", metavar="FILE")
+
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {f"--{field.name}": field.metadata for field in fields(Options)}
+"""The demo's options for a parser."""
 
 
 def block(inputs: int, outputs: int) -> nn.Sequential:
@@ -250,20 +264,3 @@ def progress(total: int) -> Generator[Callable[[float], None]]:
     with Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss_column) as bar:
         task = bar.add_task("training", total=total, loss=float("nan"))
         yield lambda loss: bar.update(task, advance=1, loss=loss)
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """The demo's options on a parser."""
-    defaults = Options()
-    parser.add_argument("--schedule", choices=list(FAMILIES), default=defaults.schedule, help="default: %(default)s")
-    parser.add_argument("--stages", type=int, choices=[1, 2, 4], default=defaults.stages, help="default: %(default)s")
-    parser.add_argument("--devices", type=int, default=defaults.devices, help="lanes; default: %(default)s")
-    parser.add_argument("--microbatches", type=int, default=defaults.microbatches, help="default: %(default)s")
-    parser.add_argument("--remat", type=int, nargs="*", metavar="STAGE",
-                        help="stages whose residuals are computed again; none: --remat; default: 0 1")  # fmt: skip
-    parser.add_argument("--device", default=defaults.device, help="torch device of every lane; default: %(default)s")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="default: %(default)s")
-    parser.add_argument("--epochs", type=int, default=defaults.epochs, help="default: %(default)s")
-    parser.add_argument("--batch", type=int, default=defaults.batch, help="rows of a batch; default: %(default)s")
-    parser.add_argument("--trace", metavar="FILE", help="write the last step's timeline for Perfetto")
-    parser.add_argument("--report", metavar="FILE", help="write a report of the last step as an HTML page")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import UserDict
+from collections.abc import Sequence
 from copy import copy as shallow
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast
@@ -23,13 +24,7 @@ Memory: TypeAlias = Literal["side", "consumer"]
 
 @dataclass(frozen=True, eq=False)
 class ToDevice:
-    """Copies batches to devices; made by `to_device`.
-
-    Attributes:
-        devices: one for all leaves, or a tree of them that is a prefix of the batch's; None keeps what is below it.
-        pin: page-lock host memory first.
-        memory: whose memory the copies lie in.
-    """
+    """Copies batches to devices; made by `to_device`, which says what the fields are."""
 
     devices: Tree
     pin: Pin = "auto"
@@ -44,14 +39,15 @@ class ToDevice:
     @property
     def all(self) -> list[torch.device]:
         """Every device that anything is copied to."""
-        return [one for one in flatten(self.devices)[0] if one is not None]
+        return [device for device in flatten(self.devices)[0] if device is not None]
 
-    def __call__(self, batch: Tree, *, threaded: bool = True) -> Tree:
+    def __call__(self, batch: Tree, *, threaded: bool = True, rooms: Sequence[Tensor | None] | None = None) -> Tree:
         """The batch on its devices; leaves that lie there already are the same objects.
 
         Args:
             batch: a tree of tensors, of objects with ``to``, and of anything else, which stays as it is.
             threaded: may the host wait in here.
+            rooms: for each leaf the memory to copy it into, see `rooms`.
 
         Raises:
             BatchError: the batch has no such branch as the tree of devices.
@@ -59,51 +55,46 @@ class ToDevice:
         leaves, spec = flatten(batch, _moves_whole)
         devices = self.spread(batch)
         if not any(map(moves, leaves)) and (odd := [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]):
-            raise BatchError(f"to_device finds nothing in the batch that can move: a {type(odd[0]).__name__} is no tree and has no to(device); register it with optree.register_pytree_node(..., namespace='funcpipe'), or give it to()")  # fmt: skip
-        out = [
-            self._move(leaf, device, threaded, (batch, at))
-            for at, (leaf, device) in enumerate(zip(leaves, devices, strict=True))
-        ]
-        return unflatten(spec, out)
+            raise BatchError(
+                f"to_device finds nothing in the batch that can move: a {type(odd[0]).__name__} is no tree and has no "
+                "to(device); register it with optree.register_pytree_node(..., namespace='funcpipe'), or give it to()"
+            )
+        ways = zip(leaves, devices, rooms or [None] * len(leaves), strict=True)
+        return unflatten(spec, [self._move(*way, threaded, (batch, at)) for at, way in enumerate(ways)])
 
     def rooms(self, batch: Tree) -> list[Tensor | None]:
         """Memory for the copies of the tensors, of the current streams' pools; None where nothing is copied by itself."""
         leaves = flatten(batch, _moves_whole)[0]
         return [_room(leaf, device) for leaf, device in zip(leaves, self.spread(batch), strict=True)]
 
-    def fill(self, batch: Tree, rooms: list[Tensor | None], *, threaded: bool) -> Tree:
-        """The batch with its tensors copied into ``rooms``, and its other leaves moved."""
-        leaves, spec = flatten(batch, _moves_whole)
-        out: list[Any] = []
-        for at, (leaf, device, room) in enumerate(zip(leaves, self.spread(batch), rooms, strict=True)):
-            if room is None:
-                out.append(self._move(leaf, device, threaded, (batch, at)))
-            else:
-                Place.backend.fill(room, self._pinned(leaf, threaded, (batch, at)))
-                out.append(room)
-        return unflatten(spec, out)
-
     def spread(self, batch: Tree) -> list[torch.device | None]:
         """The device of each leaf, in their order."""
         try:
             return spread(self.devices, batch, _moves_whole)
         except ValueError as error:
-            raise BatchError(f"to_device has devices for other branches than this batch has (one device stands for all below it, None leaves a branch where it is): {error}") from error  # fmt: skip
+            raise BatchError(
+                "to_device has devices for other branches than this batch has (one device stands for all below it, "
+                "None "
+                f"leaves a branch where it is): {error}"
+            ) from error
 
-    def _move(self, leaf: Any, device: torch.device | None, threaded: bool, place: tuple[Tree, int]) -> Any:
+    def _move(
+        self, leaf: Any, device: torch.device | None, room: Tensor | None, threaded: bool, place: tuple[Tree, int]
+    ) -> Any:
+        backend = Place.backend
+        if room is not None:
+            backend.fill(room, self._pinned(leaf, threaded, place))
+            return room
         if device is None or not moves(leaf):
             return leaf
         if not isinstance(leaf, Tensor):
             return self._object(leaf, device, threaded)
-        if Place.backend.lies_on(leaf, device):
+        if backend.lies_on(leaf, device):
             return leaf
-        copy = Place.backend.copy(self._pinned(leaf, threaded, place), device)
-        source = Place.backend.streamed(leaf)
-        if source is not None and not Place.backend.asynchronous(device):
-            module = Place.backend.module(source)  # nothing on the host could wait for it later
-            event = module.Event()
-            event.record(module.current_stream(source))
-            event.synchronize()
+        copy = backend.copy(self._pinned(leaf, threaded, place), device)
+        source = backend.streamed(leaf)
+        if source is not None and not backend.asynchronous(device):
+            Place(source, alone=True).event().synchronize()  # nothing on the host could wait for it later
         return copy
 
     def _object(self, leaf: Any, device: torch.device, threaded: bool) -> Any:
@@ -126,8 +117,10 @@ class ToDevice:
             where = locations(place[0], "batch")[place[1]]
             self._warned.append(where)
             warnings.warn(
-                f"{where} lies in memory that is not page-locked, so its copy makes the thread wait that queues all work; "
-                "give DataLoader(pin_memory=True), or to_device(pin=True), or a thread: BatchStage(to_device(...), thread=True)",
+                f"{where} lies in memory that is not page-locked, so its copy makes the thread wait that queues all "
+                "work; "
+                "give DataLoader(pin_memory=True), or to_device(pin=True), or a thread: BatchStage(to_device(...), "
+                "thread=True)",
                 stacklevel=2,
             )
         return leaf
@@ -143,10 +136,10 @@ def to_device(devices: Any, *, pin: Pin = "auto", memory: Memory = "side") -> To
     Args:
         devices: a ``torch.device`` or its name, for every leaf that can move: tensors and objects with ``to(device)``.
             Or a tree of them that is a prefix of the batch's, where None leaves what is below it alone.
-        pin: page-lock host memory before the copy: True, False, or "auto": where the stage has a thread of its own; else
-            one warning names the first leaf that is not page-locked (its copy makes the host wait).
-        memory: "side": copies lie in memory of the copying stream. "consumer": of the stream that reads them, whose pool
-            they go back to; the copy then starts only after what that stream had queued before.
+        pin: page-lock host memory before the copy: True, False, or "auto": where the stage has a thread of its own;
+            else one warning names the first leaf that is not page-locked (its copy makes the host wait).
+        memory: "side": copies lie in memory of the copying stream. "consumer": of the stream that reads them, whose
+            pool they go back to; the copy then starts only after what that stream had queued before.
 
     Raises:
         PlanError: no device, or an option is not what it should be.
@@ -164,8 +157,7 @@ def _device(leaf: Any) -> torch.device | None:
     if leaf is None:
         return None
     try:
-        device = torch.device(leaf)
-        return numbered(device)
+        return numbered(torch.device(leaf))
     except (RuntimeError, TypeError, AssertionError) as error:  # no such word; torch was built without it
         raise PlanError(f"to_device takes a device, or a tree of them; got {leaf!r}: {error}") from error
 
@@ -191,7 +183,7 @@ def _takes_words(to: Any) -> bool:
         parameters = inspect.signature(to).parameters.values()
     except (TypeError, ValueError):  # made in C
         return False
-    return any(one.name == "non_blocking" or one.kind is one.VAR_KEYWORD for one in parameters)
+    return any(word.name == "non_blocking" or word.kind is word.VAR_KEYWORD for word in parameters)
 
 
 def _room(leaf: Any, device: torch.device | None) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,11 +19,14 @@ def moves(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) or (not isinstance(leaf, type) and callable(getattr(leaf, "to", None)))
 
 
+def _records(leaf: Any) -> bool:
+    """Can an allocator be told of it: a tensor, or an object with ``record_stream`` (torchrec's Multistreamable)."""
+    return isinstance(leaf, Tensor) or callable(getattr(leaf, "record_stream", None))
+
+
 def recordable(tree: Tree) -> Iterator[Any]:
-    """The leaves that an allocator can be told of: tensors, and objects with ``record_stream`` (Multistreamable)."""
-    for leaf in flatten(tree)[0]:
-        if isinstance(leaf, Tensor) or callable(getattr(leaf, "record_stream", None)):
-            yield leaf
+    """The leaves that an allocator can be told of."""
+    return filter(_records, flatten(tree)[0])
 
 
 def streamed(backend: Backend, tree: Tree) -> bool:
@@ -40,25 +43,6 @@ def streamed(backend: Backend, tree: Tree) -> bool:
     return False
 
 
-def record(backend: Backend, tree: Tree, stream_of: Callable[[Any], Any]) -> None:
-    """Tell the allocator that streams use the leaves of a batch.
-
-    Args:
-        backend: of the devices.
-        tree: the batch.
-        stream_of: device -> the stream that uses what lies there; device None -> those of all devices.
-    """
-    for leaf in recordable(tree):
-        if isinstance(leaf, Tensor):
-            device = backend.streamed(leaf)
-            stream = None if device is None else stream_of(device)
-            if stream is not None:
-                backend.record(leaf, stream)
-        else:
-            for stream in stream_of(None):
-                leaf.record_stream(stream)
-
-
 def firm(tree: Tree) -> Tree:
     """The tree without memory that is shared copy-on-write, on which no stream could be recorded."""
     if any(isinstance(leaf, Tensor) and solid(leaf) is not leaf for leaf in flatten(tree)[0]):
@@ -68,12 +52,8 @@ def firm(tree: Tree) -> Tree:
 
 def unknown(tree: Tree) -> list[str]:
     """Where a batch has objects that can move, and on whose memory no stream can be recorded."""
-    found = zip(flatten(tree)[0], locations(tree, "batch"), strict=True)
-    return [
-        f"{place} ({type(leaf).__name__})"
-        for leaf, place in found
-        if not isinstance(leaf, Tensor) and moves(leaf) and not callable(getattr(leaf, "record_stream", None))
-    ]
+    leaves = zip(flatten(tree)[0], locations(tree, "batch"), strict=True)
+    return [f"{place} ({type(leaf).__name__})" for leaf, place in leaves if moves(leaf) and not _records(leaf)]
 
 
 def sharing(tree: Tree, other: Tree) -> list[Tensor]:
@@ -89,9 +69,9 @@ def sharing(tree: Tree, other: Tree) -> list[Tensor]:
 def awaited(batch: Tree) -> Tree:
     """Every awaitable of a batch, waited for: a stage of its own, so that the wait is queued where it belongs.
 
-    A stage may return what is not there yet (an asynchronous collective, torchrec's ``Awaitable``). It goes on as it is;
-    this stage calls ``wait()`` on each such leaf, in its own thread and on its own stream, and puts in its place what
-    that returns. A handle whose ``wait`` returns None or a bool (``torch.distributed.Work``) becomes None.
+    A stage may return what is not there yet (an asynchronous collective, torchrec's ``Awaitable``). It goes on as it
+    is; this stage calls ``wait()`` on each such leaf, in its own thread and on its own stream, and puts in its place
+    what that returns. A handle whose ``wait`` returns None or a bool (``torch.distributed.Work``) becomes None.
 
     >>> class Later:
     ...     def wait(self):
@@ -106,7 +86,7 @@ def awaited(batch: Tree) -> Tree:
     def wait(leaf: Any) -> Any:
         if isinstance(leaf, type) or not callable(getattr(leaf, "wait", None)):
             return leaf
-        found = leaf.wait()
-        return None if isinstance(found, bool) else found
+        value = leaf.wait()
+        return None if isinstance(value, bool) else value
 
     return map_leaves(wait, batch)

@@ -10,25 +10,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
-from itertools import groupby
 from operator import length_hint
 from time import perf_counter
 from typing import Any, Self
 
 import torch
 
-from funcpipe.batches.crew import PATIENCE, Crew
-from funcpipe.batches.flow import Closed, Flow, Item, Meter, first_states
 from funcpipe.batches.leaves import firm, sharing
-from funcpipe.batches.rail import Rail
-from funcpipe.batches.row import Around, Row, autocast, no_end
 from funcpipe.batches.stage import BatchStage, Fold
+from funcpipe.batches.stage_worker import Around, StageWorker, call, failed
 from funcpipe.batches.stats import Bar, Progress, StageStats, measured, stats
+from funcpipe.batches.streams import StreamSet
 from funcpipe.batches.ticks import Ticks
-from funcpipe.core.errors import FuncpipeError, PlanError, Where, at_batch
+from funcpipe.batches.workers import PATIENCE, Item, Meter, States, Workers
+from funcpipe.core.errors import FuncpipeError, PlanError
 from funcpipe.core.result import Timeline
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.stream import Place
+from funcpipe.runtime.transport import Stop
 
 
 class Overlap(Iterator[Any]):
@@ -59,20 +58,20 @@ class Overlap(Iterator[Any]):
         self._report, self._record = report, record
         self._snapshot = snapshot
         self._around = Around()
-        self._here = Rail(devices)
-        lag = max((one.lag for one in stages if one.lag is not None), default=None)
-        states = first_states(fold.init if fold else None, fold.earlier if fold else (), start, lag, self._here)
-        # Without a fold the loop itself is the last to wait.
-        meters = [Meter(spans=[] if record else None) for _ in range(len(plan.rows) + (fold is None))]
-        self._flow = Flow(plan, start, start, states, meters, ring)
+        self._here = StreamSet(devices)
+        meters = [Meter(spans=[] if record else None) for _ in range(len(stages) + 2)]
+        states = States(fold, start, max((stage.lag or 0 for stage in stages), default=0), self._here)
+        self._workers = Workers(self._here, states, meters, ring=ring)
         self._reached: tuple[int, Tree] = (start, fold.init if fold else None)
         self._tick = start - plan.depth
-        self._crew = Crew(self._flow, self._here)
+        self._before: list[StageWorker] = []
+        self._after: list[StageWorker] = []
+        self._ready: Item | None = None
         self._total = length_hint(source, -1)
         self._began = 0.0
         self._opened = self._finished = False
         self._busy = threading.Lock()
-        weakref.finalize(self, self._crew.forget).atexit = False
+        weakref.finalize(self, self._workers.forget).atexit = False
 
     @property
     def state(self) -> Tree:
@@ -87,14 +86,12 @@ class Overlap(Iterator[Any]):
     @property
     def states(self) -> tuple[Tree, ...]:
         """The states that stages with ``lag`` may read next, the newest last: ``Fold(init=s[-1], earlier=s[:-1])``."""
-        with self._flow.changed:
-            states, index = self._flow.states, self.index
-            return tuple(state.tree for state in states.kept)[: len(states.kept) - (states.version - index)]
+        return self._workers.states.until(self.index)
 
     @property
     def drawn(self) -> int:
         """The number of the next batch that is drawn."""
-        return self._flow.drawn
+        return self._start + self._workers.meters[0].batches
 
     @property
     def in_flight(self) -> int:
@@ -110,7 +107,7 @@ class Overlap(Iterator[Any]):
         """
         if self._snapshot is None:
             raise FuncpipeError("nothing looks at the source's state: overlap(source, ..., snapshot=loader.state_dict)")
-        kept = self._flow.snapshots
+        kept = self._workers.snapshots
         return kept[0] if kept else deepcopy(self._snapshot())
 
     @property
@@ -122,23 +119,21 @@ class Overlap(Iterator[Any]):
         """
         if not self._record:
             raise FuncpipeError("nothing was measured: overlap(..., record=True)")
-        return measured(self.plan, self._flow.meters)
+        return measured(self.plan, self._workers.meters)
 
     def stats(self) -> tuple[StageStats, ...]:
         """For the source, each stage and the fold: how many batches, how long they took, how long it waited."""
-        return stats(self.plan, self._flow.meters)
+        return stats(self.plan, self._workers.meters)
 
     def stop_drawing(self) -> None:
         """Draw no more: what is under way comes out, then it ends. A draw that has begun comes out, too."""
-        with self._flow.changed:
-            self._flow.stopping = True
-            self._flow.changed.notify_all()
+        self._workers.stopping = True
 
     def close(self, timeout: float | None = 5.0) -> None:
         """End it now: what is under way is lost. Does nothing where it has ended.
 
-        Called from elsewhere while the loop waits for a batch (another thread, a signal, a stage), it comes back at once,
-        and the loop ends there.
+        Called from elsewhere while the loop waits for a batch (another thread, a signal, a stage), it comes back at
+        once, and the loop ends there.
 
         Args:
             timeout: seconds to wait for threads (one that waits for the source cannot be interrupted); a warning names
@@ -146,11 +141,13 @@ class Overlap(Iterator[Any]):
         """
         source = type(self._source).__name__
         if late := self._close(timeout):
-            warnings.warn(f"still at work after close(timeout={timeout:g}): {late} (the source is a {source})", stacklevel=2)  # fmt: skip
+            warnings.warn(
+                f"still at work after close(timeout={timeout:g}): {late} (the source is a {source})", stacklevel=2
+            )
 
     def _close(self, timeout: float | None) -> str:
         if not self._busy.acquire(blocking=False):
-            self._flow.stop()
+            self._workers.stop()
             return ""
         try:
             return self._end(timeout)
@@ -160,9 +157,8 @@ class Overlap(Iterator[Any]):
     def _end(self, timeout: float | None) -> str:
         """End it; the threads that did not within so many seconds."""
         self._finished = True
-        late = self._crew.end(timeout)
-        self._source = None
-        return late
+        self._source = self._ready = None
+        return self._workers.close(timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -184,8 +180,10 @@ class Overlap(Iterator[Any]):
     def __next__(self) -> Any:
         if self._finished:
             raise StopIteration
-        if self._crew.process != os.getpid():
-            raise FuncpipeError("this overlap belongs to the process that made it, and a fork has none of its threads; make a new one")  # fmt: skip
+        if self._workers.process != os.getpid():
+            raise FuncpipeError(
+                "this overlap belongs to the process that made it, and a fork has none of its threads; make a new one"
+            )
         if not self._busy.acquire(blocking=False):
             raise FuncpipeError(
                 "this overlap is asked for its next batch by two at once; each loop has its own overlap"
@@ -196,125 +194,97 @@ class Overlap(Iterator[Any]):
             self._busy.release()
 
     def _next(self) -> Any:
+        item: Item | None = None
         try:
-            item = self._advance()
+            self._advance()
+            item, self._ready = self._ready, None
             if item is not None and item.error is None:
                 self._say()
-        except Closed:  # by close(), from elsewhere
-            item = None
-        except BaseException:
-            self._end(PATIENCE)
-            raise
-        if item is None or item.error is not None:
-            with suppress(Exception):  # an error of a batch comes before one of the bar
-                self._say(last=True)
-            late = self._end(PATIENCE)
-            if item is None or item.error is None:
-                raise StopIteration
-            error, item = item.error, None
-            try:
-                if late:
-                    error.add_note(f"still at work: {late}")
-                raise error
-            finally:
-                del error
-        return item.value
+                return item.value
+        except BaseException as error:
+            if not (isinstance(error, Stop) and self._workers.closed):
+                self._end(PATIENCE)
+                raise
+        with suppress(Exception):  # an error of a batch comes before one of the bar
+            self._say(last=True)
+        late = self._end(PATIENCE)
+        failure, item = self._workers.taken_abort() if item is None else item.error, None
+        if failure is None:  # the end, or close() from elsewhere
+            raise StopIteration
+        try:
+            if late:
+                failure.add_note(f"still at work: {late}")
+            raise failure
+        finally:
+            del failure
 
     # ---------------------------------------------------------------------------------------------------------------
 
-    def _advance(self) -> Item | None:
-        """The tick of the next batch, after those that only fill the pipeline. None: there is none."""
+    def _advance(self) -> None:
+        """The tick of the next batch, after those that only fill the pipeline. What it makes lies in ``_ready``.
+
+        Not in a variable: an error's traceback leads here, and must not come back to the error.
+        """
         self._open()
-        flow, crew = self._flow, self._crew
-        crew.take_back()
-        target, last = flow.handed, len(crew.rows) - 1
-        done: list[Item | None] = []  # emptied: an error's traceback leads here, and must not come back to the error
-        while self._tick <= target:
-            for folds, numbers in groupby(self.plan.order, key=last.__lt__):
-                if not folds:
-                    self._perform(numbers)
-                elif self._tick == target:
-                    done.append(self._fold_batch(target))
-                    if _failed(done[0]):
-                        return done.pop()  # what stands behind the fold waits for nothing any more
+        self._workers.take_back()
+        batch = self.index
+        while self._tick <= batch:
+            self._perform(self._before)
+            if self._tick == batch:
+                self._ready = self._take(batch)
+                if self._ready is None or self._ready.error is not None:
+                    return  # what stands behind the fold waits for nothing any more
+            self._perform(self._after)
             self._tick += 1
-        if not done:
-            done.append(self._arrived(target))
-        return done.pop() if _failed(done[0]) else self._hand_out(done.pop())
+        self._hand_out(batch)
 
-    def _perform(self, numbers: Iterable[int]) -> None:
-        """The part of a tick of rows of the loop's thread."""
-        own = [self._crew.rows[number] for number in numbers if not self.plan.rows[number].thread]
-        if own:
+    def _perform(self, workers: Sequence[StageWorker]) -> None:
+        """The part of a tick of some workers without threads."""
+        if workers:
             with self._around.entered():
-                for row in own:
-                    batch = self._tick + self.plan.rows[row.number].lead
-                    if batch >= self._start:
-                        row.perform(batch)
+                for worker in workers:
+                    if self._tick + worker.row.lead >= self._start:
+                        worker.perform(self._tick + worker.row.lead)
 
-    def _arrived(self, batch: int) -> Item | None:
-        """A batch that has come through all stages, on the loop's own streams."""
-        flow, here = self._flow, self._here
-        item = flow.take(len(self._crew.rows) - 1, batch)
-        if item is None or item.error is not None or not here.devices:
-            return item
-        here.wait(item.marks)
-        item = item._replace(value=firm(item.value))
-        if flow.ring:
-            self._crew.lent = item
-        else:
-            here.use(item.value, item.marks)
-        return item
-
-    def _fold_batch(self, batch: int) -> Item | None:
-        """A batch through the fold; its result comes with the new state."""
-        item = self._arrived(batch)
+    def _take(self, batch: int) -> Item | None:
+        """A batch that has come through all stages and, where there is one, through the fold. None: there is none."""
+        workers, here = self._workers, self._here
+        item: Item | None = workers.meters[-1].input.take(batch)
         if item is None or item.error is not None:
             return item
-        assert self._fold is not None
-        try:
-            out = self._step(self._fold, batch, item.value)
-        except Exception as error:
-            return Item(batch, error=self._failure(batch, error))
-        if self._flow.ring:
-            # The state lives on, whatever comes back.
-            self._here.use(sharing(out[0], item.value), item.marks)
-        return Item(batch, out)
-
-    def _hand_out(self, item: Item | None) -> Item:
-        """Count a batch as handed out, and its state as the state: both at once, whatever interrupts."""
-        assert item is not None
-        state, result = item.value if self._fold is not None else (None, item.value)
-        flow = self._flow
-        if flow.snapshots:
-            flow.snapshots.popleft()
-        self._reached = (item.batch + 1, state)
-        with flow.changed:
-            flow.handed = item.batch + 1
-            flow.changed.notify_all()
-        return Item(item.batch, result)
-
-    def _step(self, fold: Fold, index: int, batch: Any) -> tuple[Tree, Any]:
-        """The fold, on one batch."""
-        start = perf_counter()
-        words = {"index": index} if fold.indexed else {}
-        try:
-            if fold.autocast is None:
-                out = fold.fn(self._reached[1], batch, **words)
+        if here.devices:
+            here.wait(item.marks)
+            item = item._replace(value=firm(item.value))
+            if workers.ring:
+                workers.lend(item)
             else:
-                with autocast(fold.autocast, self._here):
-                    out = fold.fn(self._reached[1], batch, **words)
+                here.use(item.value, item.marks)
+        fold, start = self._fold, perf_counter()
+        if fold is None:
+            return item
+        try:
+            out = call(fold, here, batch, self._reached[1], item.value)
+            if not isinstance(out, tuple) or len(out) != 2:
+                raise PlanError(f"a fold returns (state, result); {fold.name!r} returned a {type(out).__name__}")
+            workers.states.add(out[0])
+        except Exception as error:
+            return failed(len(self._stages), fold.name, batch, error)
         finally:
-            self._flow.meters[-1].add(start, index)
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise PlanError(f"a fold returns (state, result); {fold.name!r} returned a {type(out).__name__}")
-        self._flow.publish(out[0], self._here)
-        return out
+            workers.meters[-1].add(start, batch)
+        if workers.ring:
+            # The state lives on, whatever comes back.
+            here.use(sharing(out[0], item.value), item.marks)
+        return Item(out)
 
-    def _failure(self, index: int, error: Exception) -> BaseException:
-        assert self._fold is not None
-        where = Where(len(self._stages), self._fold.name, None, "overlap", "", index)
-        return at_batch(no_end(error, self._fold.name), where)
+    def _hand_out(self, batch: int) -> None:
+        """Count a batch as handed out, and its state as the state: both at once, whatever interrupts."""
+        assert self._ready is not None
+        state, result = (None, self._ready.value) if self._fold is None else self._ready.value
+        self._ready = Item(result)
+        if self._workers.snapshots:
+            self._workers.snapshots.popleft()
+        self._reached = (batch + 1, state)
+        self._workers.allow(batch + 1)
 
     def _open(self) -> None:
         """Before the first batch: the iterator, streams, threads."""
@@ -324,21 +294,26 @@ class Overlap(Iterator[Any]):
         self._began = perf_counter()
         draw = iter(self._source).__next__
         callers = {device: Place.backend.module(device).current_stream(device) for device in self._here.devices}
-        rails = self._rails(callers)
+        streams = self._streams(callers)
         # Who reads on whatever stream is current is taken to read on the one that is current now.
-        reading = [rail if rail.streams is not None else Rail(rail.devices, callers) for rail in rails[1:]]
-        rows = [
-            Row(self._flow, at, self.plan.rows[at].name, rails[at], reading[at], stage, None if at else draw,
-                None if at else self._snapshot, self.plan.rows[at].thread)
-            for at, stage in enumerate([None, *self._stages])
-        ]  # fmt: skip
-        self._crew.start(rows, self._start, self._around)
+        readers = [each if each.fixed else StreamSet(each.devices, callers) for each in streams[1:]]
+        rows = zip(self.plan.rows, [None, *self._stages], streams, readers, strict=False)
+        workers = [
+            StageWorker(self._workers, number, row, self._around, home, reading, stage, draw, self._snapshot)
+            for number, (row, stage, home, reading) in enumerate(rows)
+        ]
+        fold = len(workers)
+        inline = [number for number in self.plan.order if number == fold or not workers[number].row.thread]
+        at = inline.index(fold) if self._fold else len(inline)
+        self._before = [workers[number] for number in inline[:at]]
+        self._after = [workers[number] for number in inline[at + 1 :]]
+        self._workers.start(workers, self._start)
 
-    def _rails(self, callers: dict[torch.device, Any]) -> list[Rail]:
+    def _streams(self, callers: dict[torch.device, Any]) -> list[StreamSet]:
         """Streams of the source, of each stage, and of the loop."""
         devices = self._here.devices
         shared: dict[str, dict[torch.device, Any]] = {}
-        out = [Rail(devices, callers) if self.plan.rows[0].thread else self._here]
+        out = [StreamSet(devices, callers) if self.plan.rows[0].thread else self._here]
         for at, stage in enumerate(self._stages, 1):
             match stage.stream:
                 case "caller":
@@ -350,7 +325,7 @@ class Overlap(Iterator[Any]):
                     streams = shared[name]
                 case stream:
                     streams = {**callers, stream.device: stream}
-            out.append(Rail(devices, streams))
+            out.append(StreamSet(devices, streams))
         return [*out, self._here]
 
     def _say(self, *, last: bool = False) -> None:
@@ -362,7 +337,3 @@ class Overlap(Iterator[Any]):
             self._report(told)
         elif isinstance(self._report, Bar):
             self._report.end(told)
-
-
-def _failed(item: Item | None) -> bool:
-    return item is None or item.error is not None

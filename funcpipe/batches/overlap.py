@@ -9,7 +9,7 @@ import torch
 
 from funcpipe.batches.device import ToDevice, numbered
 from funcpipe.batches.loop import Overlap
-from funcpipe.batches.stage import BatchStage, Fold, Given, named
+from funcpipe.batches.stage import BatchStage, Given, named
 from funcpipe.batches.stats import Progress, reporter
 from funcpipe.batches.ticks import ticks
 from funcpipe.core.errors import FuncpipeError, PlanError
@@ -36,10 +36,12 @@ def overlap(
 ) -> Overlap:
     """Batches through stages: while batch i is trained on, i+1 exchanges its inputs and i+2 is copied to the device.
 
-    What comes out equals ``[last(...first(batch)) for batch in source]`` bit for bit and in order, whatever the depth and
-    the threads, for functions that do not depend on each other and a source that does not write into a batch again. Each batch that is drawn comes out, or the error that it met is raised in its place, after the results
-    of all batches before it: the exception itself, with ``.funcpipe`` (stage, name, batch) and a note.
+    What comes out equals ``[last(...first(batch)) for batch in source]`` bit for bit and in order, whatever the depth
+    and the threads, for functions that do not depend on each other and a source that does not write into a batch again.
+    Each batch that is drawn comes out, or the error that it met is raised in its place, after the results of all
+    batches before it: the exception itself, with ``.funcpipe`` (stage, name, batch) and a note.
 
+    >>> from funcpipe.batches.stage import Fold
     >>> list(overlap(range(4), [lambda x: x + 1, lambda x: 10 * x]))
     [10, 20, 30, 40]
     >>> total = overlap(range(4), [lambda x: x + 1, Fold(lambda state, x: (state + x, x), 0)])
@@ -47,20 +49,20 @@ def overlap(
     ([1, 2, 3, 4], 10)
 
     Args:
-        source: any iterable of batches; None is a batch like others. Drawn once, from the first ``next`` on, never after
-            its end and never by two threads.
+        source: any iterable of batches; None is a batch like others. Drawn once, from the first ``next`` on, never
+            after its end and never by two threads.
         stages: functions of one batch, `BatchStage`, `to_device`, `awaited`; the last may be a `Fold`, which runs where
             the loop runs. Without a fold all of them run ahead of the loop's own work.
-        depth: how many batches are under way besides the one that is handed out next; as many as there are stages before
-            the step let all of them work at once. 0: the plain loop, nothing runs ahead; good to find a fault.
+        depth: how many batches are under way besides the one that is handed out next; as many as there are stages
+            before the step let all of them work at once. 0: the plain loop, nothing runs ahead; good to find a fault.
         order: in which the loop's own thread takes up its stages (names or numbers) at each tick; None: what runs ahead
             first.
         start_index: the number of the first batch, where training goes on in the middle of an epoch.
         thread: have the source and the stages threads of their own, where they do not say; None: where no device with
             streams is named (`to_device`, ``devices``). There one thread queues everything, in the plan's order.
-        memory: on devices with streams: "record" tells the allocator who uses what. "ring" hands memory back in order, so
-            that its peak is that of ``depth`` batches and does not depend on timing; a result is then good until the next
-            one is asked for.
+        memory: on devices with streams: "record" tells the allocator who uses what. "ring" hands memory back in order,
+            so that its peak is that of ``depth`` batches and does not depend on timing; a result is then good until the
+            next one is asked for.
         devices: with streams, that stages work on besides those of `to_device`.
         snapshot: called before each draw, such as ``loader.state_dict``, and copied; see `Overlap.source_state`.
         record: keep when everything ran, for `Overlap.timeline`.
@@ -85,13 +87,16 @@ def overlap(
         raise PlanError(f"progress is a function, True or False; got {progress!r}")
     listed, fold = named(stages)
     streamed = _devices(listed, devices)
-    every = not streamed if thread is None else thread
-    default = every and depth > 0
-    threads = [default, *(depth > 0 and (default if one.thread is None else one.thread) for one in listed)]
-    lanes = _lanes(listed, fold, threads, bool(streamed))
-    plan = ticks(listed, fold, depth=depth, threads=threads, lanes=lanes, order=order)
-    if any(threads) and (found := not_carried()):
-        raise FuncpipeError(f"threads cannot take over what is on here: {', '.join(found)}; overlap(..., thread=False) runs all stages in this thread")  # fmt: skip
+    default = not streamed if thread is None else thread
+    wanted = [default, *(default if stage.thread is None else stage.thread for stage in listed)]
+    threads = [depth > 0 and threaded for threaded in wanted]
+    plan = ticks(listed, fold, depth=depth, threads=threads, streamed=bool(streamed), order=order)
+    if any(threads) and (modes := not_carried()):
+        raise FuncpipeError(
+            f"threads cannot take over what is on here: {', '.join(modes)}; overlap(..., thread=False) runs all "
+            "stages in "
+            "this thread"
+        )
     return Overlap(
         source,
         listed,
@@ -119,23 +124,13 @@ def _check(source: Any, depth: Any, start: Any, memory: Any) -> None:
 def _devices(stages: Sequence[BatchStage], given: Sequence[Any]) -> tuple[torch.device, ...]:
     """The devices with streams that stages work on."""
     try:
-        found = [numbered(torch.device(one)) for one in ([given] if isinstance(given, (str, torch.device)) else given)]
+        asked = [given] if isinstance(given, (str, torch.device)) else given
+        every = [numbered(torch.device(device)) for device in asked]
     except (RuntimeError, TypeError, AssertionError) as error:
         raise PlanError(f"devices is a sequence of torch devices; got {given!r}: {error}") from error
     for stage in stages:
         if isinstance(stage.fn, ToDevice):
-            found += stage.fn.all
+            every += stage.fn.all
         if stage.stream is not None and not isinstance(stage.stream, str):
-            found.append(stage.stream.device)
-    return tuple(dict.fromkeys(one for one in map(numbered, found) if Place.backend.asynchronous(one)))
-
-
-def _lanes(stages: Sequence[BatchStage], fold: Fold | None, threads: Sequence[bool], streamed: bool) -> list[str]:
-    """What does the work of each row: its thread, its stream, or the loop."""
-    out = ["source" if threads[0] else "loop"]
-    for stage, threaded in zip(stages, threads[1:], strict=True):
-        if streamed and stage.stream != "caller":
-            out.append(f"stream {stage.stream}" if isinstance(stage.stream, str) else stage.name)
-        else:
-            out.append(stage.name if threaded else "loop")
-    return [*out, *(["loop"] if fold else [])]
+            every.append(stage.stream.device)
+    return tuple(device for device in dict.fromkeys(map(numbered, every)) if Place.backend.asynchronous(device))

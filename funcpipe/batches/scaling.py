@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.result import Result
-from funcpipe.core.tree import Tree, flatten, is_differentiable, map_leaves, structure
+from funcpipe.core.tree import Tree, is_differentiable, map_leaves, structure
 
 
 class LossScale(NamedTuple):
@@ -59,30 +59,32 @@ def unscale(state: LossScale, grads: Tree) -> tuple[Tree, Tensor]:
     _check_state("unscale", state, "grads")
     if isinstance(grads, Result):
         raise PlanError(
-            "unscale takes gradients alone: unscale(state, result.grads); fp.step(optimizer, params, result) unscales by itself"
+            "unscale takes gradients alone: unscale(state, result.grads); fp.step(optimizer, params, result) "
+            "unscales by itself"
         )
     with torch.no_grad():
         # GradScaler's arithmetic: the reciprocal in double precision, rounded once.
         inverse = state.scale.double().reciprocal().float()
-        flags: dict[torch.device, list[Tensor]] = {}
-        for leaf in flatten(grads)[0]:
-            if is_differentiable(leaf):
-                values = leaf.coalesce().values() if leaf.is_sparse else leaf
-                flags.setdefault(leaf.device, []).append(torch.isfinite(values).logical_not().any())
+        flags: dict[torch.device, list[Tensor]] = {state.scale.device: [torch.tensor(False, device=state.scale.device)]}
+
+        def divide(leaf: Any) -> Any:
+            if not is_differentiable(leaf):
+                return leaf
+            values = leaf.coalesce().values() if leaf.is_sparse else leaf
+            flags.setdefault(leaf.device, []).append(torch.isfinite(values).logical_not().any())
+            return (leaf * inverse.to(leaf.device)).to(leaf.dtype)
+
+        unscaled = map_leaves(divide, grads)
         # One flag comes from each device. Not non_blocking: on its way to the host it would be read too early.
-        found = [torch.stack(some).any().to(state.scale.device) for some in flags.values()]
-        none = torch.zeros((), dtype=torch.bool, device=state.scale.device)
-
-        def divide(leaf: Tensor) -> Tensor:
-            return (leaf * inverse.to(leaf.device)).to(leaf.dtype) if is_differentiable(leaf) else leaf
-
-        return map_leaves(divide, grads), torch.stack(found).any() if found else none
+        found_inf = [torch.stack(some).any().to(state.scale.device) for some in flags.values()]
+        return unscaled, torch.stack(found_inf).any()
 
 
 def _check_state(name: str, state: Any, more: str) -> None:
     if not isinstance(state, LossScale):
         raise PlanError(
-            f"{name} takes the state first, {name}(state, {more}), as fp.loss_scale() makes it; got a {type(state).__name__}"
+            f"{name} takes the state first, {name}(state, {more}), as fp.loss_scale() makes it; got a "
+            f"{type(state).__name__}"
         )
 
 
@@ -99,11 +101,13 @@ def update_scale(
         interval: how many.
 
     Raises:
-        PlanError: the state is none, growth is not above 1, backoff not between 0 and 1, or interval no whole number from 1.
+        PlanError: the state is none, growth is not above 1, backoff not between 0 and 1, or interval no whole number
+            from 1.
     """
     _check_state("update_scale", state, "found_inf")
     if not (growth > 1 and 0 < backoff < 1 and type(interval) is int and interval > 0):
-        raise PlanError(f"growth is above 1, backoff between 0 and 1, interval a whole number from 1; got {growth}, {backoff}, {interval}")  # fmt: skip
+        wanted = "growth is above 1, backoff between 0 and 1, interval a whole number from 1"
+        raise PlanError(f"{wanted}; got {growth}, {backoff}, {interval}")
     scale, steps = state
     found_inf = torch.as_tensor(found_inf)  # a Python bool will do
     with torch.no_grad():
@@ -127,13 +131,11 @@ def select(condition: Tensor, old: Tree, new: Tree) -> Tree:
     """
     if structure(old) != structure(new):
         raise PlanError(f"select takes two trees of one structure; got {structure(old)} and {structure(new)}")
+    condition = torch.as_tensor(condition)  # a Python bool will do
 
-    chosen = torch.as_tensor(condition)  # a Python bool will do
-
-    def one(a: Any, b: Any) -> Any:
-        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-            return b
-        return torch.where(chosen.to(b.device), a, b)
+    def chosen(was: Any, now: Any) -> Any:
+        tensors = isinstance(was, Tensor) and isinstance(now, Tensor)
+        return torch.where(condition.to(now.device), was, now) if tensors else now
 
     with torch.no_grad():
-        return map_leaves(one, old, new)
+        return map_leaves(chosen, old, new)

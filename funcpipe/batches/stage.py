@@ -21,9 +21,11 @@ class BatchStage:
     Attributes:
         fn: ``fn(batch) -> batch``, called once for each batch, in order. With ``lag``: ``fn(state, batch) -> batch``.
         name: in plans, errors, statistics and names of threads; "": that of the function.
-        lead: how many batches it may be ahead of the one that is handed out next, at most ``depth``; None: spread evenly.
+        lead: how many batches it may be ahead of the one that is handed out next, at most ``depth``; None: spread
+            evenly.
         stream: where its work on devices with streams is queued. None: a stream of its own; a name: one that all stages
-            with this name share; "caller": the stream that is current where `overlap` is called; or a stream of torch's.
+            with this name share; "caller": the stream that is current where `overlap` is called; or a stream of
+            torch's.
         thread: has it a thread of its own; None: where no device has streams (there one thread queues everything).
             True for what makes the host wait: decoding, copies of memory that is not page-locked, ``Awaitable.wait()``.
         grad: does autograd record; None: as where `overlap` was called.
@@ -31,7 +33,8 @@ class BatchStage:
             threads are scheduled.
         indexed: call it with ``index=``, too, the number of the batch.
         seed: what it draws from torch's global generators depends on this seed, its name, the number of the batch and
-            the number of the draw, and on nothing else; each epoch wants its own: ``fold_in(seed, epoch)``. (Python's ``random`` and numpy are not reached: use ``indexed``.)
+            the number of the draw, and on nothing else; each epoch wants its own: ``fold_in(seed, epoch)``. (Python's
+            ``random`` and numpy are not reached: use ``indexed``.)
         autocast: run it under autocast to this type; None: as where `overlap` was called.
     """
 
@@ -79,55 +82,55 @@ def named(stages: Iterable[Given]) -> tuple[tuple[BatchStage, ...], Fold | None]
     """
     if not isinstance(stages, Sequence):
         raise PlanError(f"stages are a sequence of functions, BatchStage or Fold; got a {type(stages).__name__}")
-    given: list[Given] = list(stages)
-    fold = given.pop() if given and isinstance(given[-1], Fold) else None
-    assert fold is None or isinstance(fold, Fold)
-    every: list[Given] = [*given, *([fold] if fold else [])]
-    faults = [fault for at, one in enumerate(every) for fault in _faults(at, one, fold)]
+    last = stages[-1] if stages else None
+    fold = last if isinstance(last, Fold) else None
+    faults = [fault for at, entry in enumerate(stages) for fault in _faults(at, entry, fold)]
     if faults:
         raise PlanError(bullets("these stages cannot be overlapped:", faults))
-    made = [one if isinstance(one, BatchStage) else BatchStage(one) for one in given if not isinstance(one, Fold)]
-    taken: dict[str, int] = {"source": 1}
-    names = [_unlike(one.name or _called(one.fn), taken) for one in made]
-    fold = fold and replace(fold, name=_unlike(fold.name or _called(fold.fn), taken))
-    return tuple(replace(one, name=name) for one, name in zip(made, names, strict=True)), fold
+    taken = {"source": 1}
+    wrapped = [entry if isinstance(entry, BatchStage | Fold) else BatchStage(entry) for entry in stages]
+    unlike = [replace(stage, name=_unlike(stage.name or _called(stage.fn), taken)) for stage in wrapped]
+    last = unlike.pop() if fold else None
+    return tuple(stage for stage in unlike if isinstance(stage, BatchStage)), last if isinstance(last, Fold) else None
 
 
-def _faults(at: int, one: Given, last: Fold | None) -> Iterable[str]:
-    if isinstance(one, Fold) and one is not last:
-        yield f"stage {at} is a Fold, and only the last can be one: its results would be batches of the next"
-    if isinstance(one, BatchStage | Fold):
-        if not callable(one.fn):
-            yield f"stage {at}: fn= is a function; got a {type(one.fn).__name__}"
-    elif not callable(one):
-        yield f"stage {at} is a function, a BatchStage or a Fold; got a {type(one).__name__}"
-    fn: Any = one.fn if isinstance(one, BatchStage | Fold) else one
+def _faults(at: int, entry: Given, fold: Fold | None) -> Iterable[str]:
+    """What is wrong with a stage; ``fold`` is the last."""
+    fn: Any = entry.fn if isinstance(entry, BatchStage | Fold) else entry
+    if not callable(fn):
+        what = " is a function, a BatchStage or a Fold" if fn is entry else ": fn= is a function"
+        yield f"stage {at}{what}; got a {type(fn).__name__}"
     if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
         what = "yields" if inspect.isgeneratorfunction(fn) else "is async"
         yield f"stage {at}: {_called(fn)!r} {what}, so a call of it computes nothing; return the batch"
     if isinstance(fn, Stage):
         yield f"stage {at} is a stage of a plan; here is a function of a batch: lambda batch: fp.run(plan, params, batch)"
-    if isinstance(one, BatchStage | Fold):
-        if not isinstance(one.name, str):
-            yield f"stage {at}: name= is a string; got {one.name!r}"
-        if one.autocast is not None and not isinstance(one.autocast, torch.dtype):
-            yield f"stage {at}: autocast= is a torch.dtype, or None; got {one.autocast!r}"
-    if isinstance(one, Fold) and not isinstance(one.earlier, tuple):
-        yield f"stage {at}: earlier= is a tuple of states, the newest last; got a {type(one.earlier).__name__}"
-    if isinstance(one, BatchStage):
-        for word in ("lead", "lag", "seed"):
-            number = getattr(one, word)
-            if number is not None and (type(number) is not int or number < 0):
-                yield f"stage {at}: {word}= is a whole number from 0, or None; got {number!r}"
-        for word in ("thread", "grad"):
-            if getattr(one, word) not in (None, True, False):
-                yield f"stage {at}: {word}= is True, False or None; got {getattr(one, word)!r}"
-        if one.stream is not None and not isinstance(one.stream, str) and not hasattr(one.stream, "wait_event"):
-            yield f'stage {at}: stream= is a name, "caller", a torch.Stream or None; got {one.stream!r}'
-        if one.lag is not None and last is None:
-            yield f"stage {at} has lag={one.lag}, but no Fold makes states: end the stages with fp.Fold(step, state)"
-        if one.lag is not None and type(one.lag) is int and one.lead is not None and one.lead > one.lag:
-            yield f"stage {at} would run {one.lead} batches ahead (lead=) and reads a state only {one.lag} old (lag=); lead is at most lag"  # fmt: skip
+    if not isinstance(entry, BatchStage | Fold):
+        return
+    if not isinstance(entry.name, str):
+        yield f"stage {at}: name= is a string; got {entry.name!r}"
+    if entry.autocast is not None and not isinstance(entry.autocast, torch.dtype):
+        yield f"stage {at}: autocast= is a torch.dtype, or None; got {entry.autocast!r}"
+    if isinstance(entry, Fold):
+        if entry is not fold:
+            yield f"stage {at} is a Fold, and only the last can be one: its results would be batches of the next"
+        if not isinstance(entry.earlier, tuple):
+            yield f"stage {at}: earlier= is a tuple of states, the newest last; got a {type(entry.earlier).__name__}"
+        return
+    for word in ("lead", "lag", "seed"):
+        number = getattr(entry, word)
+        if number is not None and (type(number) is not int or number < 0):
+            yield f"stage {at}: {word}= is a whole number from 0, or None; got {number!r}"
+    for word in ("thread", "grad"):
+        if getattr(entry, word) not in (None, True, False):
+            yield f"stage {at}: {word}= is True, False or None; got {getattr(entry, word)!r}"
+    if entry.stream is not None and not isinstance(entry.stream, str) and not hasattr(entry.stream, "wait_event"):
+        yield f'stage {at}: stream= is a name, "caller", a torch.Stream or None; got {entry.stream!r}'
+    if entry.lag is not None and fold is None:
+        yield f"stage {at} has lag={entry.lag}, but no Fold makes states: end the stages with fp.Fold(step, state)"
+    if isinstance(entry.lag, int) and isinstance(entry.lead, int) and entry.lead > entry.lag:
+        how_far = f"{entry.lead} batches ahead (lead=) and reads a state only {entry.lag} old (lag=)"
+        yield f"stage {at} would run {how_far}; lead is at most lag"
 
 
 def _called(fn: Callable[..., Any]) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple, TextIO
 
-from funcpipe.batches.flow import Meter
 from funcpipe.batches.ticks import Ticks
+from funcpipe.batches.workers import Meter
 from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Action, Kind
 
@@ -35,22 +35,28 @@ class StageStats(NamedTuple):
 
     def __str__(self) -> str:
         each = self.busy / self.batches * 1e3 if self.batches else 0.0
-        return f"{self.name}: {self.batches} batches, {each:.3g} ms each; waited {self.input:.3g} s for input, {self.room:.3g} s for room"
+        return (
+            f"{self.name}: {self.batches} batches, {each:.3g} ms each; waited {self.input:.3g} s for input, "
+            f"{self.room:.3g} s for room"
+        )
 
 
 def stats(plan: Ticks, meters: Sequence[Meter]) -> tuple[StageStats, ...]:
     """The statistics of all rows."""
     names = [*(row.name for row in plan.rows), "loop"]
     return tuple(
-        StageStats(name, one.batches, one.busy, one.input, one.room) for name, one in zip(names, meters, strict=False)
+        StageStats(name, meter.batches, meter.busy, meter.input.waited, meter.room.waited)
+        for name, meter in zip(names, meters, strict=False)
     )
 
 
 def measured(plan: Ticks, meters: Sequence[Meter]) -> Timeline:
     """What every row did when, from the first draw."""
-    found = [(row, at, span) for at, row in enumerate(plan.rows) for span in list(meters[at].spans or ())]
-    zero = min((span[0] for _, _, span in found), default=0.0)
-    spans = [Span(row.lane, a - zero, b - zero, Action(Kind.F, at, batch)) for row, at, (a, b, batch) in found]
+    kept = [(row, at, span) for at, row in enumerate(plan.rows) for span in list(meters[at].spans or ())]
+    zero = min((start for _, _, (start, _, _) in kept), default=0.0)
+    spans = [
+        Span(row.lane, start - zero, end - zero, Action(Kind.F, at, batch)) for row, at, (start, end, batch) in kept
+    ]
     spans.sort(key=lambda span: (span.start, span.device))
     return Timeline(tuple(spans), len(plan.lanes), unit="s", name="overlap", lanes=plan.lanes)
 

@@ -76,40 +76,41 @@ class Ticks:
         count = 3 * self.depth + 2 if num_batches is None else num_batches
         times = self._times(seconds)
         free = [0.0] * len(self.lanes)
-        done: list[dict[int, float]] = [{} for _ in self.rows]
+        ends: dict[tuple[int, int], float] = {}
         spans: list[Span] = []
+        sequence = self._sequence()
         for tick in range(-self.depth, count):
-            gate = done[-1].get(tick - 1, 0.0)  # when the batch before was handed out
-            pending = [number for number in self.order if 0 <= tick + self.rows[number].lead < count]
-            while pending:
-                number = self._next(pending, done, tick)
-                pending.remove(number)
+            handed = ends.get((len(self.rows) - 1, tick - 1), 0.0)
+            for number in sequence:
                 row, batch = self.rows[number], tick + self.rows[number].lead
-                start = max(done[number - 1][batch] if number else 0.0, free[row.lane], gate)
-                end = start + times[number]
-                done[number][batch] = free[row.lane] = end
-                if times[number]:
-                    spans.append(Span(row.lane, start, end, Action(Kind.F, number, batch)))
+                if 0 <= batch < count:
+                    start = max(ends.get((number - 1, batch), 0.0), free[row.lane], handed)
+                    ends[number, batch] = free[row.lane] = start + times[number]
+                    if times[number]:
+                        spans.append(Span(row.lane, start, free[row.lane], Action(Kind.F, number, batch)))
         spans.sort(key=lambda span: (span.start, span.device))
         return Timeline(tuple(spans), len(self.lanes), name="overlap", lanes=self.lanes)
 
-    def _next(self, pending: list[int], done: list[dict[int, float]], tick: int) -> int:
-        """The first row whose batch is there; those of the loop's thread keep their order."""
-        own = next((number for number in pending if not self.rows[number].thread), None)
-        for number in pending:
-            batch = tick + self.rows[number].lead
-            if (not number or batch in done[number - 1]) and (self.rows[number].thread or number == own):
-                return number
-        raise AssertionError("a checked plan always has a next row")
+    def _sequence(self) -> list[int]:
+        """The rows of a tick, each after the one before it if that works on the same batch; the loop's in their order."""
+        rows, pending, sequence = self.rows, list(self.order), list[int]()
+        while pending:
+            inline = next((number for number in pending if not rows[number].thread), None)
+            ready = (at for at in pending if at - 1 not in pending or rows[at - 1].lead > rows[at].lead)
+            number = next(at for at in ready if rows[at].thread or at == inline)
+            pending.remove(number)
+            sequence.append(number)
+        return sequence
 
     def _times(self, seconds: float | Sequence[float] | Mapping[str, float]) -> list[float]:
+        names = [row.name for row in self.rows]
         if isinstance(seconds, Mapping):
-            return [float(seconds.get(row.name, 0.0)) for row in self.rows]
-        if isinstance(seconds, Sequence):
-            if len(seconds) != len(self.rows):
-                raise PlanError(f"seconds has {len(seconds)} numbers for {len(self.rows)} rows ({', '.join(row.name for row in self.rows)})")  # fmt: skip
-            return [float(one) for one in seconds]
-        return [0.0, *(float(seconds) for _ in self.rows[1:])]
+            return [float(seconds.get(name, 0.0)) for name in names]
+        if not isinstance(seconds, Sequence):
+            return [0.0, *(float(seconds) for _ in names[1:])]
+        if len(seconds) != len(names):
+            raise PlanError(f"seconds has {len(seconds)} numbers for {len(names)} rows ({', '.join(names)})")
+        return list(map(float, seconds))
 
 
 def ticks(
@@ -118,7 +119,7 @@ def ticks(
     *,
     depth: int,
     threads: Sequence[bool],
-    lanes: Sequence[str],
+    streamed: bool,
     order: Sequence[int | str] | None = None,
 ) -> Ticks:
     """The plan of an overlap.
@@ -127,87 +128,90 @@ def ticks(
         stages, fold: with names.
         depth: how many batches ahead at most.
         threads: for the source and each stage, whether it has a thread.
-        lanes: for the source, each stage and the fold, the name of what does its work.
-        order: of the rows of the loop's thread, by number (0 is the first stage) or name; None: what runs ahead first, the
-            older batch before the newer, so that it is queued before the work of the step.
+        streamed: do devices have streams; a stage with one is a lane of its own.
+        order: of the rows of the loop's thread, by number (0 is the first stage) or name; None: what runs ahead first,
+            the older batch before the newer, so that it is queued before the work of the step.
 
     Raises:
         PlanError: the order runs a stage on a batch before the one that makes it, or leaves some out; a lead is too
             large, or larger than that of the stage before.
     """
-    leads = _leads(stages, fold, depth)
-    leads = [leads[0] if leads else depth, *leads, *([0] if fold else [])]
-    names = ["source", *(one.name for one in stages), *([fold.name] if fold else [])]
-    lags = [None, *(one.lag for one in stages), *([None] if fold else [])]
-    hosts = [*threads, *([False] if fold else [])]
-    shown = list(dict.fromkeys(lanes))
-    rows = tuple(
-        TickRow(name, lead, shown.index(lane), thread, lag)
-        for name, lead, lane, thread, lag in zip(names, leads, lanes, hosts, lags, strict=True)
-    )
+    leads = _leads(stages, depth)
+    works: list[tuple[str, int, str, bool, int | None]] = [
+        ("source", leads[0] if leads else depth, "source" if threads[0] else "loop", threads[0], None)
+    ]
+    for stage, lead, thread in zip(stages, leads, threads[1:], strict=True):
+        lane = stage.name if thread else "loop"
+        if streamed and stage.stream != "caller":
+            lane = f"stream {stage.stream}" if isinstance(stage.stream, str) else stage.name
+        works.append((stage.name, lead, lane, thread, stage.lag))
+    if fold:
+        works.append((fold.name, 0, "loop", False, None))
+    lanes = tuple(dict.fromkeys(lane for _, _, lane, _, _ in works))
+    rows = tuple(TickRow(name, lead, lanes.index(lane), thread, lag) for name, lead, lane, thread, lag in works)
     places = _order(rows, order)
     _check(rows, places)
-    return Ticks(rows, places, tuple(shown))
+    return Ticks(rows, places, lanes)
 
 
-def _leads(stages: Sequence[BatchStage], fold: Fold | None, depth: int) -> list[int]:
+def _leads(stages: Sequence[BatchStage], depth: int) -> list[int]:
     """What is asked for, and else the depth in even steps down to the fold, or to the loop itself.
 
     No less than what a later stage asks for, and no more than an earlier one or the stage's own lag.
     """
-    steps = max(1, len(stages))
-    asked = [one.lead for one in stages]
-    for one in stages:
-        if one.lead is not None and one.lead > depth > 0:
-            raise PlanError(f"{one.name!r} has lead={one.lead}, more than depth={depth}; give overlap(depth={one.lead})")  # fmt: skip
-    if depth == 0:
-        return [0] * len(stages)
-    out: list[int] = []
+    asked = [stage.lead for stage in stages]
+    for stage in stages:
+        if stage.lead is not None and stage.lead > depth > 0:
+            raise PlanError(
+                f"{stage.name!r} has lead={stage.lead}, more than depth={depth}; give overlap(depth={stage.lead})"
+            )
+    leads: list[int] = []
     most = depth
-    for at, one in enumerate(stages):
+    for at, stage in enumerate(stages):
         later = max((lead for lead in asked[at + 1 :] if lead is not None), default=0)
-        even = max(later, -(-depth * (steps - at) // steps))
-        lead = min(most, even, depth if one.lag is None else one.lag) if one.lead is None else one.lead
+        even = max(later, -(-depth * (len(stages) - at) // len(stages)))
+        lead = min(most, even, depth if stage.lag is None else stage.lag) if stage.lead is None else stage.lead
         most = min(most, lead)
-        out.append(lead)
-    return out
+        leads.append(lead)
+    return leads if depth else [0] * len(stages)
 
 
 def _order(rows: tuple[TickRow, ...], order: Sequence[int | str] | None) -> tuple[int, ...]:
+    inline = [at for at, row in enumerate(rows) if not row.thread]
+    others = tuple(at for at, row in enumerate(rows) if row.thread)
     if order is None:
-
-        def rank(at: int) -> tuple[bool, bool, int, int]:
-            row = rows[at]
-            return (False, False, 0, at) if row.thread else (True, row.lead == 0, row.lead, at)
-
-        return tuple(sorted(range(len(rows)), key=rank))
+        return (*others, *sorted(inline, key=lambda at: (rows[at].lead == 0, rows[at].lead, at)))
     by_name = {row.name: at for at, row in enumerate(rows)}
     wanted: list[int] = []
-    for one in order:
-        at = by_name.get(one) if isinstance(one, str) else one + 1 if type(one) is int and one >= 0 else None
+    for entry in order:
+        at = by_name.get(entry) if isinstance(entry, str) else entry + 1 if type(entry) is int and entry >= 0 else None
         if at is None or at >= len(rows):
-            raise PlanError(f"order names {one!r}, which is no stage; there are: {', '.join(map(repr, by_name))}")
+            raise PlanError(f"order names {entry!r}, which is no stage; there are: {', '.join(map(repr, by_name))}")
         wanted.append(at)
-    own = [at for at, row in enumerate(rows) if not row.thread]
-    if 0 in own and 0 not in wanted:  # the source is drawn for the first stage, unless it has a place of its own
+    if 0 in inline and 0 not in wanted:  # the source is drawn for the first stage, unless it has a place of its own
         wanted.insert(wanted.index(1) if 1 in wanted else 0, 0)
-    if sorted(wanted) != own:
-        raise PlanError(f"order names every stage of the loop's thread once: {', '.join(repr(rows[at].name) for at in own)}; got {list(order)!r}")  # fmt: skip
-    return (*(at for at, row in enumerate(rows) if row.thread), *wanted)
+    if sorted(wanted) != inline:
+        names = ", ".join(repr(rows[at].name) for at in inline)
+        raise PlanError(f"order names every stage of the loop's thread once: {names}; got {list(order)!r}")
+    return (*others, *wanted)
 
 
 def _check(rows: tuple[TickRow, ...], order: tuple[int, ...]) -> None:
     place = {number: at for at, number in enumerate(order)}
     faults: list[str] = []
     for at, row in enumerate(rows):
-        if at and rows[at - 1].lead < row.lead:
-            faults.append(f"{row.name!r} (lead {row.lead}) would run on a batch before {rows[at - 1].name!r} (lead {rows[at - 1].lead}) has made it; leads fall from stage to stage")  # fmt: skip
+        before = rows[at - 1]
+        if at and before.lead < row.lead:
+            faults.append(
+                f"{row.name!r} (lead {row.lead}) would run on a batch before {before.name!r} (lead {before.lead}) has "
+                "made "
+                "it; leads fall from stage to stage"
+            )
         # Also where stages with threads stand between the two: the loop would wait for its own later work.
-        own = [n for n in range(at) if rows[n].lead == row.lead and not (rows[n].thread or row.thread)]
         faults += [
-            f"{row.name!r} stands before {rows[n].name!r} in the order, and works on the same batch"
-            for n in own
-            if place[n] > place[at]
+            f"{row.name!r} stands before {earlier.name!r} in the order, and works on the same batch"
+            for number, earlier in enumerate(rows[:at])
+            if earlier.lead == row.lead and not (earlier.thread or row.thread) and place[number] > place[at]
         ]
     if faults:
         raise PlanError(bullets("this plan of an overlap cannot run:", faults))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -13,8 +14,6 @@ from funcpipe.core.errors import PlanError
 from funcpipe.core.tree import Tree, flatten, locations, unflatten
 
 Item = TypeVar("Item")
-
-_NONE = object()
 
 
 def windows(items: Iterable[Item], size: int) -> Iterator[Iterator[Item]]:
@@ -33,50 +32,43 @@ def windows(items: Iterable[Item], size: int) -> Iterator[Iterator[Item]]:
         An iterator of iterators. What a window's user leaves over is drawn and dropped when the next one is asked for.
 
     Raises:
-        PlanError: the size is no whole number from 1; or a window is asked for what was dropped (``list(windows(...))``).
+        PlanError: the size is no whole number from 1; or a window is asked for what was dropped
+            (``list(windows(...))``).
     """
     if type(size) is not int or size < 1:
         raise PlanError(f"a window has a whole number of items from 1; got {size!r}")
-    return _windows(iter(items), size)
+    return _windows(_once(items), size)
+
+
+def _once(items: Iterable[Item]) -> Iterator[Item]:
+    """Their iterator, asked no more after its end: some begin anew then."""
+    return chain(iter(items))
 
 
 def _windows(items: Iterator[Item], size: int) -> Iterator[Iterator[Item]]:
-    ended: list[bool] = []  # some iterators begin anew when they are asked after their end
-    while not ended and (first := next(items, _NONE)) is not _NONE:
-        window = _Window(_window(first, items, size, ended))
-        del first
+    while first := list(islice(items, 1)):
+        window = _Window(first, islice(items, size - 1))
         yield window
-        for _ in window.items:
-            window.dropped = True
+        left_over = False
+        while next(window, window) is not window:
+            left_over = True
+        window.dropped = left_over
 
 
 class _Window(Iterator[Any]):
-    """One window: its items, until the next window is asked for."""
+    """One window: its items, until the next window is asked for. It keeps none that was drawn."""
 
-    def __init__(self, items: Iterator[Any]) -> None:
-        self.items, self.dropped = items, False
+    def __init__(self, first: list[Any], others: Iterator[Any]) -> None:
+        self.first, self.others, self.dropped = first, others, False
 
     def __next__(self) -> Any:
         if self.dropped:
             raise PlanError(
-                "this window is over: its items are drawn as they are used, and the rest was dropped when the next window was "
+                "this window is over: its items are drawn as they are used, and the rest was dropped when the next "
+                "window was "
                 "asked for; use each in its turn (for window in fp.windows(...)), or keep it: list(window)"
             )
-        return next(self.items)
-
-
-def _window(first: Any, items: Iterator[Any], size: int, ended: list[bool]) -> Iterator[Any]:
-    held = [first]
-    del first
-    yield held.pop()
-    for _ in range(size - 1):
-        item = next(items, _NONE)
-        if item is _NONE:
-            ended.append(True)
-            return
-        held.append(item)
-        del item
-        yield held.pop()
+        return self.first.pop() if self.first else next(self.others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +118,8 @@ def accumulate_grads(
     """
     if not callable(grad_fn):
         raise PlanError(
-            f"accumulate_grads takes the function first: accumulate_grads(grad_fn, window); got a {type(grad_fn).__name__}"
+            "accumulate_grads takes the function first: accumulate_grads(grad_fn, window); got a "
+            f"{type(grad_fn).__name__}"
         )
     if reduce not in ("mean", "sum"):
         raise PlanError(f'reduce is "mean" or "sum"; got {reduce!r}')
@@ -135,40 +128,38 @@ def accumulate_grads(
     kinds: list[torch.dtype | None] = []
     aux: list[Any] = []
     for batch in window:
+        number = len(aux)
         factor = 1.0 if weight is None else float(weight(batch))
         if not 0 <= factor < float("inf"):
-            raise PlanError(f"the weight of a batch is a number from 0; batch {len(aux)} of the window has {factor}")
+            raise PlanError(f"the weight of a batch is a number from 0; batch {number} of the window has {factor}")
         returned: Any = grad_fn(batch)
         if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]
             raise PlanError(
                 f"grad_fn returns (gradients, anything else), such as (grads, None); got a {type(returned).__name__}"
             )
         grads, more = cast("tuple[Any, Any]", returned)
-        del returned
-        leaves, found = flatten(grads)
+        leaves, layout = flatten(grads)
         if spec is None:
-            spec = found
+            spec = layout
             sums += [None for _ in leaves]
             kinds = [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in leaves]
-        if found != spec:
-            raise PlanError(f"batch {len(aux)} of the window has gradients of another structure: {found}, after {spec}")
-        odd = [at for at, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)) if isinstance(leaf, Tensor) != (kind is not None)]  # fmt: skip
+        if layout != spec:
+            raise PlanError(f"batch {number} of the window has gradients of another structure: {layout}, after {spec}")
+        odd = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) != (kinds[at] is not None)]
         if odd:
-            raise PlanError(f"{locations(grads, 'grads')[odd[0]]} is a {type(leaves[odd[0]]).__name__} in batch {len(aux)} of the window, and was none before")  # fmt: skip
+            place, kind = locations(grads, "grads")[odd[0]], type(leaves[odd[0]]).__name__
+            raise PlanError(f"{place} is a {kind} in batch {number} of the window, and was none before")
         with torch.no_grad():
             sums = [_add(old, leaf, factor) for old, leaf in zip(sums, leaves, strict=True)]
         total += factor
         aux.append(more)
-        del batch, grads, leaves, more
+        del batch, returned, grads, leaves, more  # before the next one is drawn
     if spec is None or total == 0:
         raise PlanError("there is nothing to accumulate: the window has no batch" + (" with a weight" if aux else ""))
     scale = 1.0 / total if reduce == "mean" else 1.0
     with torch.no_grad():
-        done = [
-            old if old is None or kind is None else (old * scale).to(kind)
-            for old, kind in zip(sums, kinds, strict=True)
-        ]
-    return Accumulated(unflatten(spec, done), tuple(aux), len(aux), total)
+        means = [None if old is None else (old * scale).to(kind) for old, kind in zip(sums, kinds, strict=True)]
+    return Accumulated(unflatten(spec, means), tuple(aux), len(aux), total)
 
 
 def _add(old: Tensor | None, new: Any, factor: float) -> Tensor | None:
@@ -186,7 +177,8 @@ def agree(
 ) -> Iterator[Item]:
     """A source that ends on all ranks at once, however many batches each has: else those that have more wait for ever.
 
-    Every rank calls ``all_have`` once for each draw, so it may be a collective. With ``torch.distributed``, on the CPU::
+    Every rank calls ``all_have`` once for each draw, so it may be a collective. With ``torch.distributed``, on the
+    CPU::
 
         def all_have(mine):
             flag = torch.tensor(int(mine))
@@ -199,21 +191,21 @@ def agree(
     Args:
         source: of this rank.
         all_have: (has this rank a batch) -> have all ranks one.
-        pad: None: stop with the first rank that has no more; a batch that others drew for nothing is dropped. Else go on
-            until no rank has any: ``pad(last batch of this rank, or None)`` is a batch to take part with.
+        pad: None: stop with the first rank that has no more; a batch that others drew for nothing is dropped. Else go
+            on until no rank has any: ``pad(last batch of this rank, or None)`` is a batch to take part with.
 
     Returns:
         The iterator to give to `overlap`.
     """
-    items, last, ended = iter(source), None, False
+    items, last = _once(source), None
     while True:
-        held: list[Any] = [] if ended else [item for item in [next(items, _NONE)] if item is not _NONE]
-        ended = not held
+        drawn = list(islice(items, 1))
+        ended = not drawn
         if not (all_have(not ended) if pad is None else not all_have(ended)):
             return
-        if held:
-            last = held[0] if pad is not None else None
-            yield held.pop()
+        if drawn:
+            last = drawn[0] if pad is not None else None
+            yield drawn.pop()
         else:
             assert pad is not None, "all_have(False) is False: some rank, this one, has none"
             yield pad(last)

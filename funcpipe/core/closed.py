@@ -37,8 +37,8 @@ def moved(before: Mapping[str, Any], fn: Any) -> list[str]:
 def lent(fn: Any) -> dict[int, tuple[str, nn.Module]]:
     """Modules that a function calls with parameters of its own, by id, with their names.
 
-    ``torch.func.functional_call(module, params, x)`` puts the parameters into the module for as long as the call takes. One
-    whose own parameters are frozen is called as it is.
+    ``torch.func.functional_call(module, params, x)`` puts the parameters into the module for as long as the call takes.
+    One whose own parameters are frozen is called as it is.
     """
     values = dict(held(fn))
     if isinstance(fn, FunctionType):

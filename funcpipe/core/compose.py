@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.stage import BoundFn, Out, Stage, normalise, refuse_others, scope, side_loss
+from funcpipe.core.stage import Bindable, BoundFn, Out, Stage, normalise, refuse_others, scope, side_loss
 from funcpipe.core.tree import Tree, map_leaves, own
 
 
@@ -101,7 +101,7 @@ def _own_tree(tree: Tree) -> Tree:
     return map_leaves(lambda leaf: own(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
-class _Composition:
+class _Composition(Bindable):
     """Stages called one after the other."""
 
     def __init__(self, stages: tuple[Stage, ...]) -> None:
@@ -129,10 +129,6 @@ class _Composition:
         bound = [part.bind(p, s) for part, p, s in zip(self.stages, params, states, strict=True)]
         return _BoundComposition(self, bound)
 
-    def layers(self) -> tuple[str, ...]:
-        """None of its own."""
-        return ()
-
     def parts(self) -> tuple[Stage, ...]:
         """The stages that it calls."""
         return self.stages
@@ -143,7 +139,7 @@ class _BoundComposition:
         self.composition, self.bound = composition, bound
         self.places: dict[int, str] = {}
         for part in bound:
-            self.places.update(getattr(part, "places", {}))
+            self.places.update(part.places)
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
         return self.composition._call(self.bound, x, extras)  # pyright: ignore[reportPrivateUsage]
@@ -175,4 +171,6 @@ def _check_length(what: str, trees: Any, stages: Sequence[Stage]) -> None:
     if not isinstance(trees, (tuple, list)) or len(trees) != len(stages):  # pyright: ignore[reportUnknownArgumentType]
         found = f"a {type(trees).__name__}" + (f" of {len(trees)}" if isinstance(trees, Sequence) else "")
         names = ", ".join(part.name or "?" for part in stages)
-        raise PlanError(f"{what} of a composition of {len(stages)} stages ({names}) is a tuple with one tree per stage; got {found}")  # fmt: skip
+        raise PlanError(
+            f"{what} of a composition of {len(stages)} stages ({names}) is a tuple with one tree per stage; got {found}"
+        )

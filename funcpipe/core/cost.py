@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 from funcpipe.core.errors import ScheduleError, bullets
-from funcpipe.core.schedule import Kind
+from funcpipe.core.kinds import KINDS, Kind
 
 PerStage = float | Sequence[float]
 """One number for all stages, or one for each."""
@@ -80,7 +80,9 @@ class Cost:
                 object.__setattr__(self, name, value)
             for one in value if isinstance(value, tuple) and name != "bandwidth" else (value,):
                 if not isinstance(one, (int, float)) or not 0 <= one < float("inf"):
-                    faults.append(f"{name} is a number from 0{', or a sequence of them' * (name != 'bandwidth')}; got {value!r}")  # fmt: skip
+                    faults.append(
+                        f"{name} is a number from 0{', or a sequence of them' * (name != 'bandwidth')}; got {value!r}"
+                    )
                     break
         if self.bandwidth == 0:
             faults.append("bandwidth is more than 0; None for no limit")
@@ -110,18 +112,11 @@ class Cost:
 
     def of(self, kind: Kind, stage: int) -> float:
         """Time of one action of this kind on this stage."""
-        if kind is Kind.B and self.backward is None:
-            return _pick(self.backward_input, stage) + _pick(self.backward_weight, stage)
-        times = {
-            Kind.F: self.forward,
-            Kind.B: self.backward,
-            Kind.I: self.backward_input,
-            Kind.W: self.backward_weight,
-            Kind.R: self.forward if self.remat is None else self.remat,
-            Kind.O: self.offload,
-            Kind.L: self.offload,
-        }
-        return _pick(times[kind] or 0.0, stage)
+        for names in KINDS[kind].times:
+            values = [getattr(self, name) for name in names]
+            if None not in values:
+                return sum(_pick(value, stage) for value in values)
+        return 0.0
 
     def group(self, sizes: Sequence[int]) -> Cost:
         """The cost of neighbouring layers as stages, if this is the cost of layers.

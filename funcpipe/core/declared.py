@@ -27,7 +27,8 @@ def check_function(fn: Any) -> None:
         raise PlanError(f"{fn.__name__} is a class, and a stage is made of an instance: {made}")
     if hasattr(fn, "named_parameters"):
         raise PlanError(
-            f"{type(fn).__name__} is a module: its parameters are inside of it, and a stage is a function of them; make "
+            f"{type(fn).__name__} is a module: its parameters are inside of it, and a stage is a function of them; "
+            "make "
             "one with stage, params, state = fp.from_module(module)"
         )
     if not callable(fn):
@@ -35,7 +36,8 @@ def check_function(fn: Any) -> None:
     if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
         what = "yields" if inspect.isgeneratorfunction(fn) else "is async"
         raise PlanError(
-            f"{fn.__name__!r} {what}, so a call of it computes nothing; a stage is an ordinary function that returns its "
+            f"{fn.__name__!r} {what}, so a call of it computes nothing; a stage is an ordinary function that returns "
+            "its "
             "output, and what it hands to later stages in fp.Out(y, stash={...})"
         )
 
@@ -87,13 +89,15 @@ def _positional(parameters: list[inspect.Parameter]) -> list[str]:
         return []
     if len(places) < 2:
         return [
-            f"takes {len(places)} arguments by position, and is called with two, fn(params, x); without parameters params is ()"
+            f"takes {len(places)} arguments by position, and is called with two, fn(params, x); without parameters "
+            "params is ()"
         ]
     if places[0].name == "self":
         return ["takes self: give the method of an instance, fp.stage(net.method)"]
     known = ("skips", "feeds", "state", "train")
     return [
-        f"needs {p.name!r} besides params and x, which nobody gives: bind it, functools.partial(fn, {p.name}=...), or declare "
+        f"needs {p.name!r} besides params and x, which nobody gives: bind it, functools.partial(fn, {p.name}=...), or "
+        "declare "
         "it as a feed of the batch (feeds=[...])"
         for p in parameters
         if p not in places[:2] and p.name not in known and p.default is p.empty and p.kind is not p.VAR_KEYWORD

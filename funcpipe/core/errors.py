@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 
@@ -114,6 +114,12 @@ class RunTimeout(FuncpipeError, TimeoutError):
 def bullets(title: str, faults: Iterable[str]) -> str:
     """One message for many faults: a title, then a line for each."""
     return "\n".join([title, *(f"  * {fault}" for fault in faults)])
+
+
+def raise_all(title: str, faults: Collection[str], kind: type[FuncpipeError] = PlanError) -> None:
+    """Raise one error for all faults, if there are any."""
+    if faults:
+        raise kind(bullets(title, faults))
 
 
 def located(error: BaseException, where: Where) -> BaseException:

@@ -1,7 +1,7 @@
 """What this thread is inside of: calls of modules and regions of ``torch.utils.checkpoint``, read from the Python stack.
 
-Nobody tells when a model's call begins and ends that is not ours. Functions are told by their code, which torch shows in
-public, and not by the names of files or of what stands in them. One call is told from another by the dict of its
+Nobody tells when a model's call begins and ends that is not ours. Functions are told by their code, which torch shows
+in public, and not by the names of files or of what stands in them. One call is told from another by the dict of its
 ``**kwargs``, which Python makes anew for every call.
 """
 

@@ -89,7 +89,8 @@ def counts_of(loss: Callable[..., Any] | None) -> Counts:
         name = _name(loss)
         raise PlanError(
             f"loss is {name} with reduction={reduction!r}, and the loss of a microbatch is one number; take "
-            f"reduction='mean' or 'sum', or reduce it yourself: loss=lambda y, target: (({name}(y, target) * weights).sum(), weights.sum())"
+            f"reduction='mean' or 'sum', or reduce it yourself: loss=lambda y, target: (({name}(y, target) * "
+            "weights).sum(), weights.sum())"
         )
     return Counts(CountedTargets(loss) if body in _INDEXED and reduction == "mean" else None, reduction == "sum")
 
@@ -144,7 +145,8 @@ def _refuse_other_arguments(loss: Any) -> None:
         found.bind(None, None)
     except TypeError:
         raise PlanError(
-            f"loss is called with (y, target), but {_name(loss)} takes ({', '.join(found.parameters)}); give a function of "
+            f"loss is called with (y, target), but {_name(loss)} takes ({', '.join(found.parameters)}); give a "
+            "function of "
             f"the two: loss=lambda y, target: {_name(loss)}(...)"
         ) from None
 
@@ -163,6 +165,7 @@ def check_weight(weight: Any) -> None:
     if isinstance(weight, Tensor):
         found += f" of shape {tuple(weight.shape)}" + ", which requires a gradient" * weight.requires_grad
     raise StageError(
-        "a pair from the loss is (sum, weight), and the weight is a number without a gradient, how much the microbatch counts; "
+        "a pair from the loss is (sum, weight), and the weight is a number without a gradient, how much the "
+        "microbatch counts; "
         f"got {found}. What comes back beside the loss goes into fp.Loss(loss, aux=...)"
     )

@@ -10,11 +10,11 @@ from statistics import fmean
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from funcpipe.core.cost import Cost, PerStage
-from funcpipe.core.schedule import Action, Kind
+from funcpipe.core.kinds import MOVES, Kind
+from funcpipe.core.schedule import Action
 from funcpipe.core.trace import chrome_trace
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 
-_MOVES = (Kind.O, Kind.L)
 NEGLIGIBLE = 0.01
 """A smaller imbalance is worth no word."""
 
@@ -48,6 +48,7 @@ class Timeline:
         name: what it is a timeline of.
         memory: for each device what it holds over time, as steps ``(from when, how much)``; its maximum is the peak.
         lanes: what each device is called in pictures; () for "device 0", "device 1", ...
+        path: the critical path where it is known, as `simulate` knows it.
     """
 
     spans: tuple[Span, ...]
@@ -58,6 +59,7 @@ class Timeline:
     name: str = ""
     memory: tuple[tuple[tuple[float, float], ...], ...] = ()
     lanes: tuple[str, ...] = ()
+    path: tuple[Action, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}
@@ -83,7 +85,7 @@ class Timeline:
         """Time that each device works; O and L are the work of its link to the host."""
         busy = [0.0] * self.num_devices
         for device, start, end, action in self.spans:
-            if action[0] not in _MOVES:
+            if action[0] not in MOVES:
                 busy[device] += end - start
         return tuple(busy)
 
@@ -112,9 +114,9 @@ class Timeline:
     def imbalance(self) -> float:
         """What devices lose by unequal work: ``1 - mean(busy) / max(busy)``, whatever the makespan.
 
-        With the bubble it makes all that is idle: ``1 - idle == (1 - bubble) * (1 - imbalance)``. Equal work at the same
-        bubble would shorten the makespan, and the span, by this share: the most that `balance` wins there. Mostly the
-        bubble grows as the work becomes equal, and the win is smaller; simulate equal stages to see it.
+        With the bubble it makes all that is idle: ``1 - idle == (1 - bubble) * (1 - imbalance)``. Equal work at the
+        same bubble would shorten the makespan, and the span, by this share: the most that `balance` wins there. Mostly
+        the bubble grows as the work becomes equal, and the win is smaller; simulate equal stages to see it.
 
         >>> slow, fast = Span(0, 0.0, 4.0, Action(Kind.F, 0, 0)), Span(1, 6.0, 8.0, Action(Kind.F, 1, 0))
         >>> timeline = Timeline((slow, fast), 2)
@@ -128,16 +130,17 @@ class Timeline:
     def critical_path(self) -> tuple[Action, ...]:
         """The chain of actions, each starting when the one before lets it, that ends with the last action.
 
-        Along stages, devices and links to the host; a wait for a skip is not followed.
+        Of a measured timeline it is what the spans look like: along stages, devices and links to the host; a wait for a
+        skip or a slot is not followed.
         """
-        if not self.spans:
-            return ()
+        if self.path or not self.spans:
+            return self.path
         at = {span.action: span for span in self.spans}
         before: dict[Action, Span | None] = {}
         last_on: dict[int, Span] = {}
         for span in self.spans:
             before[span.action] = last_on.get(span.device)
-            if span.action.kind not in _MOVES:
+            if span.action.kind not in MOVES:
                 last_on[span.device] = span
         span: Span | None = max(self.spans, key=lambda one: one.end)
         path: list[Action] = []
@@ -146,11 +149,7 @@ class Timeline:
             path.append(span.action)
             seen.add(span.action)
             previous = before[span.action]
-            needs = [other for need in _needs(span.action) if (other := at.get(need)) is not None]
-            # By the clock, who did not end at this start did not cause it, whatever links and latencies lie between.
-            apart = previous is not None and abs(previous.end - span.start) > 1e-9 * self.makespan
-            if apart and self.unit == "units" and needs:
-                previous = None
+            needs = [other for need in span.action.needs() if (other := at.get(need)) is not None]
             choices = [(previous.end, previous)] if previous is not None else []
             choices += [(other.end + self._latency(other, span), other) for other in needs]
             choices = [one for one in choices if one[1].action not in seen]
@@ -191,7 +190,7 @@ class Timeline:
         half = [time / 2 for time in mean(Kind.B, [0.0] * len(stages))]
         first, second = mean(Kind.I, half), mean(Kind.W, half)
         backward = mean(Kind.B, [a + b for a, b in zip(first, second, strict=True)])
-        moves = [self.by_kind.get((kind, stage), ()) for stage in stages for kind in _MOVES]
+        moves = [self.by_kind.get((kind, stage), ()) for stage in stages for kind in MOVES]
         both = [(*out, *back) for out, back in zip(moves[::2], moves[1::2], strict=True)]
         offload = tuple(fmean(times) if times else 0.0 for times in both)
         return Cost(
@@ -242,17 +241,6 @@ def shares(timeline: Timeline) -> str:
     bubbles = f"bubble {percent(timeline.bubble)} of the makespan, {percent(timeline.span_bubble)} of the span"
     idle = f"idle {percent(timeline.idle)} of all device time"
     return "; ".join(part for part in (bubbles, idle, imbalance_of(timeline)) if part)
-
-
-def _needs(action: Action) -> list[Action]:
-    """What an action waits for besides the device's earlier ones."""
-    kind, stage, microbatch = action
-    if kind is Kind.F:
-        return [Action(Kind.F, stage - 1, microbatch)]
-    if kind is Kind.B or kind is Kind.I:
-        next_stage = [Action(Kind.B, stage + 1, microbatch), Action(Kind.I, stage + 1, microbatch)]
-        return [*next_stage, Action(Kind.L, stage, microbatch)]
-    return [Action(Kind.O, stage, microbatch)] if kind is Kind.L else []
 
 
 @runtime_checkable

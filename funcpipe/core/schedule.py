@@ -5,36 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from funcpipe.core.errors import ScheduleError, bullets
-
-
-class Kind(Enum):
-    """What an action does; the closed set, by the letters of the zero-bubble paper (arXiv 2401.10241) and torch."""
-
-    F = "F"
-    """Forward of one microbatch through one stage."""
-    B = "B"
-    """The whole backward: gradients of the input and of the weights."""
-    I = "I"
-    """Backward of the input only (the paper's B)."""
-    W = "W"
-    """Backward of the weights only; what `I` left to do."""
-    R = "R"
-    """Remat: compute again the residual that `F` did not keep."""
-    O = "O"
-    """Offload: begin to move the residual to host memory, while the device goes on."""
-    L = "L"
-    """Load: begin to move it back."""
-
-    # Members are singletons: identity is hash enough, and ten times faster than hashing the name in Python.
-    __hash__ = object.__hash__
-
-    def __str__(self) -> str:
-        return self.value
+from funcpipe.core.kinds import ADDS, KINDS, LETTERS, Flow, flowing
+from funcpipe.core.kinds import Kind as Kind
 
 
 class Action(NamedTuple):
@@ -59,12 +35,26 @@ class Action(NamedTuple):
         """
         found = _ACTION.fullmatch(text)
         if found is None:
-            raise ScheduleError(f"{text!r} is no action: write stage, one of F B I W R O L, microbatch, as in 2F0")
+            raise ScheduleError(f"{text!r} is no action: write stage, one of {LETTERS}, microbatch, as in 2F0")
         stage, kind, microbatch = found.groups()
         return cls(Kind(kind), int(stage), int(microbatch))
 
+    def needs(self) -> list[Action]:
+        """What it may wait for: of its own stage and microbatch, and of the next stages that values come from.
 
-_ACTION = re.compile(r"([0-9]{1,9})([FBIWROL])([0-9]{1,9})")
+        >>> print(*Action(Kind.B, 1, 0).needs())
+        1F0 2B0 2I0
+        """
+        kind, stage, microbatch = self
+        row = KINDS[kind]
+        found = [Action(row.after, stage, microbatch)] if row.after is not None else []
+        if row.flow is not None:
+            source = stage - 1 if row.flow is Flow.FORWARD else stage + 1
+            found += [Action(other, source, microbatch) for other in flowing(row.flow)]
+        return found
+
+
+_ACTION = re.compile(rf"([0-9]{{1,9}})([{''.join(LETTERS.split())}])([0-9]{{1,9}})")
 
 
 @dataclass(frozen=True)
@@ -109,7 +99,7 @@ class Schedule:
             if words and not bad:
                 orders.append(tuple(map(Action.parse, words)))
         if faults:
-            raise ScheduleError(bullets("write stage, one of F B I W R O L, microbatch, as in 2F0:", faults))
+            raise ScheduleError(bullets(f"write stage, one of {LETTERS}, microbatch, as in 2F0:", faults))
         return cls(tuple(orders), name)
 
     def __str__(self) -> str:
@@ -160,7 +150,7 @@ class Schedule:
         last: dict[tuple[Kind, int], int] = {}
         for order in self.orders:
             for kind, stage, microbatch in order:
-                if kind not in (Kind.B, Kind.I, Kind.W):
+                if kind not in ADDS:
                     continue
                 for half in (Kind.I, Kind.W) if kind is Kind.B else (kind,):
                     if last.get((half, stage), -1) > microbatch:
@@ -177,7 +167,7 @@ class Schedule:
         0I0 0I1 0W1 0W0
         """
         order = self.orders[self.device_of[stage]]
-        return tuple(a for a in order if a.stage == stage and a.kind in (Kind.B, Kind.I, Kind.W))
+        return tuple(a for a in order if a.stage == stage and a.kind in ADDS)
 
     def first(self, num_microbatches: int) -> Schedule:
         """The schedule of the first few microbatches: every action of the others dropped, the order kept."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,6 +41,11 @@ class Out(NamedTuple):
 class BoundFn(Protocol):
     """A stage function with its parameters put in: what one run calls, from one thread, and drops at its end."""
 
+    @property
+    def places(self) -> Mapping[int, str]:
+        """The paths of layers by the ids of their modules, which key what they draw."""
+        ...
+
     def __call__(self, x: Tree, **extras: Any) -> Any:
         """Call the function on one microbatch with the extras that its stage declares."""
         ...
@@ -49,29 +55,38 @@ class BoundFn(Protocol):
         ...
 
 
-class Bindable(Protocol):
+class Bindable(ABC):
     """A stage function that wants to know its parameters for a whole run (module stages, compositions)."""
 
+    @abstractmethod
     def bind(self, params: Tree, state: Tree) -> BoundFn:
         """Put parameters and state in. Raises PlanError where they do not fit."""
-        ...
+
+    def __call__(self, params: Tree, x: Tree, **extras: Any) -> Any:
+        """Call outside of a run."""
+        return self.bind(params, extras.get("state", ()))(x, **extras)
 
     def layers(self) -> Iterable[str]:
         """The paths of its layers, which key what they draw; a composition has none of its own."""
-        ...
+        return ()
 
     def parts(self) -> Iterable[Stage]:
         """The stages that a composition calls."""
-        ...
+        return ()
 
 
 def bindable(fn: Any) -> TypeGuard[Bindable]:
-    """Is a stage's function one of these; asked in every run, and ``isinstance`` with a protocol takes 20 us."""
-    return hasattr(fn, "bind") and hasattr(fn, "layers") and hasattr(fn, "parts")
+    """Is a stage's function one of these."""
+    return isinstance(fn, Bindable)
 
 
 class _Plain(partial[Any]):
     """A plain function with its parameters in front."""
+
+    @property
+    def places(self) -> Mapping[int, str]:
+        """It has no layers that are known."""
+        return {}
 
     def release(self) -> None:
         """Nothing to do: who drops this drops the parameters."""
@@ -264,12 +279,29 @@ def side_loss(out: Out) -> tuple[Any, Any] | None:
 
 
 @overload
-def stage(fn: StageFn, /, *, name: str = ..., stash: Sequence[str] = ..., pop: Sequence[str] = ...,
-          feeds: Sequence[str] = ..., state: bool = ..., commit: Commit | None = ...) -> Stage: ...  # fmt: skip
+def stage(
+    fn: StageFn,
+    /,
+    *,
+    name: str = ...,
+    stash: Sequence[str] = ...,
+    pop: Sequence[str] = ...,
+    feeds: Sequence[str] = ...,
+    state: bool = ...,
+    commit: Commit | None = ...,
+) -> Stage: ...
 @overload
-def stage(fn: None = None, /, *, name: str = ..., stash: Sequence[str] = ..., pop: Sequence[str] = ...,
-          feeds: Sequence[str] = ..., state: bool = ...,
-          commit: Commit | None = ...) -> Callable[[StageFn], Stage]: ...  # fmt: skip
+def stage(
+    fn: None = None,
+    /,
+    *,
+    name: str = ...,
+    stash: Sequence[str] = ...,
+    pop: Sequence[str] = ...,
+    feeds: Sequence[str] = ...,
+    state: bool = ...,
+    commit: Commit | None = ...,
+) -> Callable[[StageFn], Stage]: ...
 def stage(
     fn: StageFn | None = None,
     /,

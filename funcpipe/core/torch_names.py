@@ -220,7 +220,7 @@ transforms: Callable[[], Any] = private(
     instead=lambda: None,
     lost="runs are not refused under torch.func, and stages may be slower there",
 )
-"""The innermost transform of torch.func that this call is in, or None; asked for every value, so it is quick. Without it: None."""
+"""The innermost transform of torch.func that this call is in, or None; it is asked for every value. Without it: None."""
 
 if not TYPE_CHECKING:
     OpOverload = type(torch.ops.aten.alias.default)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from funcpipe.core.schedule import Kind
+from funcpipe.core.kinds import KINDS, MOVES, Kind
 
 if TYPE_CHECKING:
     from funcpipe.core.result import Timeline
-
-_LINKS = ((Kind.O, "to host"), (Kind.L, "from host"))
-"""The links of a device to its host: threads of their own, since the device works meanwhile."""
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -25,21 +22,40 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     moved = {(span.device, span.action.kind) for span in timeline.spans}
     links: dict[tuple[int, Kind], int] = {}
     for device in devices:
-        for place, (kind, words) in enumerate(_LINKS):
+        for place, kind in enumerate(MOVES):  # threads of their own, since the device works meanwhile
             if (device, kind) in moved:
                 links[device, kind] = timeline.num_devices + 2 * device + place
-                events += _thread(links[device, kind], f"device {device} {words}", 3 * device + 1 + place)
+                events += _thread(
+                    links[device, kind], f"device {device} {KINDS[kind].resource.value}", 3 * device + 1 + place
+                )
     for device, start, end, action in timeline.spans:
         kind, stage, microbatch = action
         args = {"stage": stage, "microbatch": microbatch, "kind": kind.name}
-        events.append({"ph": "X", "pid": 0, "tid": links.get((device, kind), device), "name": str(action),
-                       "cat": kind.value, "ts": start * scale, "dur": (end - start) * scale, "args": args})  # fmt: skip
+        events.append(
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": links.get((device, kind), device),
+                "name": str(action),
+                "cat": kind.value,
+                "ts": start * scale,
+                "dur": (end - start) * scale,
+                "args": args,
+            }
+        )
     for device, steps in enumerate(timeline.memory):
         # Of several at one time a counter shows the last.
         for (time, amount), after in zip(steps, [*steps[1:], None], strict=True):
             if after is None or after[0] != time:
-                events.append({"ph": "C", "pid": 0, "name": f"memory of device {device}", "ts": time * scale,
-                               "args": {"held": amount}})  # fmt: skip
+                events.append(
+                    {
+                        "ph": "C",
+                        "pid": 0,
+                        "name": f"memory of device {device}",
+                        "ts": time * scale,
+                        "args": {"held": amount},
+                    }
+                )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

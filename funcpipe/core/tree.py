@@ -1,8 +1,9 @@
 """Trees: nested containers with tensors and anything else at the leaves. The one importer of optree.
 
 A leaf is whatever is not a container; ``None`` is a leaf. Containers are optree's, and, registered when they are first
-met: subclasses of dict and ``UserDict`` (Hugging Face's ``ModelOutput`` and ``BatchEncoding`` are such), dataclasses, and
-every class of torch's own registry (TensorDict). What else holds tensors is refused where that matters, `refuse_hidden`.
+met: subclasses of dict and ``UserDict`` (Hugging Face's ``ModelOutput`` and ``BatchEncoding`` are such), dataclasses,
+and every class of torch's own registry (TensorDict). What else holds tensors is refused where that matters,
+`refuse_hidden`.
 """
 
 from __future__ import annotations
@@ -59,8 +60,10 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
         return optree.tree_unflatten(spec, leaves)
     except Exception as error:
         raise PlanError(
-            f"a container cannot be put together with other leaves, {type(error).__name__}: {error}. A tree of gradients "
-            "has None where a leaf has none (it is frozen, or no floating tensor), a microbatch fewer rows; so hand such "
+            f"a container cannot be put together with other leaves, {type(error).__name__}: {error}. A tree of "
+            "gradients "
+            "has None where a leaf has none (it is frozen, or no floating tensor), a microbatch fewer rows; so hand "
+            "such "
             f"leaves in beside the container, or let what it is registered with (its constructor) take any. "
             f"The tree is {str(spec)[:200]}"
         ) from error
@@ -110,7 +113,8 @@ def named_leaves(tree: Tree) -> list[tuple[str, Tensor]]:
     if faults:
         raise PlanError(
             bullets(
-                "this is no tree of tensors; give the params that are run (stage, params, state = fp.from_module(module), "
+                "this is no tree of tensors; give the params that are run (stage, params, state = "
+                "fp.from_module(module), "
                 "fp.split(model, n).params), or list(module.parameters()):",
                 faults,
             )
@@ -164,8 +168,8 @@ def own(tensor: Tensor) -> Tensor:
 def lazy(tensor: Tensor) -> Tensor:
     """`own` where no transform of torch.func can be on.
 
-    On devices with streams the copy is made at once. Torch makes a late one on the legacy default stream, which lanes do
-    not wait for; its allocator forgets streams recorded on shared memory; and no graph of the device has it.
+    On devices with streams the copy is made at once. Torch makes a late one on the legacy default stream, which lanes
+    do not wait for; its allocator forgets streams recorded on shared memory; and no graph of the device has it.
     """
     if not (tensor.is_cpu or tensor.is_meta or isinstance(tensor, (FakeTensor, FunctionalTensor))):
         return tensor.clone()
@@ -246,8 +250,10 @@ def _fault_of_node(node: Any) -> str:
         return ""
     return (
         f"is a {type(node).__name__}, which hides tensors outside of its children (as a key, an attribute, or in what "
-        "its class is registered with): they would not be cut, moved or differentiated. Make them children, or say how it "
-        f"is taken apart: optree.register_pytree_node({type(node).__name__}, flatten, unflatten, namespace={_NAMESPACE!r})"
+        "its class is registered with): they would not be cut, moved or differentiated. Make them children, or say "
+        "how it "
+        f"is taken apart: optree.register_pytree_node({type(node).__name__}, flatten, unflatten, "
+        f"namespace={_NAMESPACE!r})"
     )
 
 

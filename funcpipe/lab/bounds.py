@@ -1,8 +1,8 @@
 """Times that no schedule can beat, whatever the order: work, chains of microbatches, memory.
 
-Zero bubble (arXiv 2401.10241, appendix B) has the bound from the memory of the warmup; the others follow from what waits
-for what. All hold for stages that differ and for any placement. A bound is for the time of a device from its first start to its
-last end, then for the makespan by adding what must happen before that start.
+Zero bubble (arXiv 2401.10241, appendix B) has the bound from the memory of the warmup; the others follow from what
+waits for what. All hold for stages that differ and for any placement. A bound is for the time of a device from its
+first start to its last end, then for the makespan by adding what must happen before that start.
 """
 
 from __future__ import annotations

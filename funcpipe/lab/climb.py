@@ -126,8 +126,16 @@ def ranks(chunks: int) -> list[tuple[tuple[int, int], ...]]:
     ahead = [pair for one in late for pair in ((F, one), (I, one))]
     rising = [(I, one) for one in early]
     *most, shallow = forwards
-    orders = [woven, [*backwards, *forwards], [*rising, *forwards], [*most, *backwards, shallow], ahead,
-              [*most, *rising, shallow], [rising[0], *most, *rising[1:], shallow], [*forwards, *backwards]]  # fmt: skip
+    orders = [
+        woven,
+        [*backwards, *forwards],
+        [*rising, *forwards],
+        [*most, *backwards, shallow],
+        ahead,
+        [*most, *rising, shallow],
+        [rising[0], *most, *rising[1:], shallow],
+        [*forwards, *backwards],
+    ]
     return [tuple(order) for order in orders]
 
 

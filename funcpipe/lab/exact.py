@@ -1,8 +1,8 @@
 """The shortest schedule, proven: a constraint program over the starts of all actions, for small problems.
 
-Each action is an interval; a device runs one at a time, values arrive before they are read, and what lies on a device never
-exceeds its limit: a residual from the start of its F (of its R, where it is computed again) to the end of its I, what
-that leaves to the end of W. Solved by OR-Tools' CP-SAT, the extra ``solve``.
+Each action is an interval; a device runs one at a time, values arrive before they are read, and what lies on a device
+never exceeds its limit: a residual from the start of its F (of its R, where it is computed again) to the end of its I,
+what that leaves to the end of W. Solved by OR-Tools' CP-SAT, the extra ``solve``.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class _Model:
 
     Attributes:
         unit: the time of one tick.
-        complete: is every schedule of the problem one of the model, so that its bound is the problem's. With remat it is
-            not known that microbatches may keep their order.
+        complete: is every schedule of the problem one of the model, so that its bound is the problem's. With remat it
+            is not known that microbatches may keep their order.
     """
 
     def __init__(self, problem: Problem, cp_model: Any, hint: Timeline | None) -> None:
@@ -213,7 +213,10 @@ def _unit(problem: Problem) -> tuple[Fraction, bool]:
     rough = [time.limit_denominator(10**4) for time in times]
     unit = Fraction(1, lcm(*(time.denominator for time in rough)))
     long = max(rough, default=Fraction(0))
-    if all(abs(a - b) <= Fraction(1, 10**12) * b for a, b in zip(rough, times, strict=True)) and long / unit <= _LARGEST:  # fmt: skip
+    if (
+        all(abs(a - b) <= Fraction(1, 10**12) * b for a, b in zip(rough, times, strict=True))
+        and long / unit <= _LARGEST
+    ):
         return unit, True
     return max(long, Fraction(1, 10**9)) / 1000, False
 

@@ -21,9 +21,18 @@ def known(problem: Problem) -> Iterator[tuple[str, Schedule]]:
     """The published schedules on this placement, and the greedy ones; the best guesses first."""
     stages, microbatches, devices = problem.num_stages, problem.num_microbatches, problem.num_devices
     makers: list[Callable[..., Schedule]] = [
-        families.zb_h2, families.zero_bubble, families.one_f_one_b, families.eager_one_f_one_b, families.interleaved,
-        families.looped_bfs, families.fill_drain, v_shape.zbv, v_shape.v_half, v_shape.v_min, v_shape.dualpipe_v,
-    ]  # fmt: skip
+        families.zb_h2,
+        families.zero_bubble,
+        families.one_f_one_b,
+        families.eager_one_f_one_b,
+        families.interleaved,
+        families.looped_bfs,
+        families.fill_drain,
+        v_shape.zbv,
+        v_shape.v_half,
+        v_shape.v_min,
+        v_shape.dualpipe_v,
+    ]
     if any(map(isfinite, problem.limits)):
         yield "one at a time", _one_at_a_time(problem)  # first: if anything fits, this does
     for make in makers:

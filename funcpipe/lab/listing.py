@@ -62,7 +62,21 @@ class Listed(NamedTuple):
 class _Device:
     """A device in the course of the simulation."""
 
-    __slots__ = ("again", "begun", "dropped", "free", "held", "idle", "kept", "lane", "limit", "owed", "paid", "plan", "rule")  # fmt: skip
+    __slots__ = (
+        "again",
+        "begun",
+        "dropped",
+        "free",
+        "held",
+        "idle",
+        "kept",
+        "lane",
+        "limit",
+        "owed",
+        "paid",
+        "plan",
+        "rule",
+    )
 
     def __init__(self, problem: Problem, device: int, rule: Rule) -> None:
         mine = problem.local[device]

@@ -24,7 +24,10 @@ def placed(shape: str | Sequence[int], num_stages: int, num_devices: int) -> tup
     if not isinstance(shape, str):
         given = tuple(shape)
         if len(given) != num_stages or sorted(set(given)) != list(range(num_devices)):
-            raise ScheduleError(f"placement= names the device of each of {num_stages} stages, every one of 0 to {num_devices - 1}; got {given!r}")  # fmt: skip
+            raise ScheduleError(
+                f"placement= names the device of each of {num_stages} stages, every one of 0 to {num_devices - 1}; "
+                f"got {given!r}"
+            )
         return given
     if shape == "v" and num_stages == 2 * num_devices:
         return (*range(num_devices), *reversed(range(num_devices)))

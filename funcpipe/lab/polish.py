@@ -7,7 +7,7 @@ from random import Random
 from typing import NamedTuple
 
 from funcpipe.lab.problem import ROUNDING, Budget, Problem, Step
-from funcpipe.schedules.clock import KINDS, B, F, I, L, O, R, W, clock, durations_of, edges_of
+from funcpipe.schedules.clock import CODED, B, F, I, L, O, R, W, clock, durations_of, edges_of
 from funcpipe.schedules.memory import residual_table
 
 _CLASS = {F: 0, R: 1, B: 2, I: 2, W: 3, O: 4, L: 5}
@@ -33,8 +33,8 @@ class Bench:
         self.durations = durations_of(problem.cost, problem.num_stages)
         self.edges = edges_of(problem.cost, problem.device_of)
         table = residual_table(problem.cost, problem.num_stages)
-        self.takes = [table[kind][0] for kind in KINDS]
-        self.frees = [table[kind][1] for kind in KINDS]
+        self.takes = [table[kind][0] for kind in CODED]
+        self.frees = [table[kind][1] for kind in CODED]
 
     def score(self, lanes: Sequence[Sequence[Step]]) -> Score | None:
         """The times of some orders; None where they cannot come to their end."""

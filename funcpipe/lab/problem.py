@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeAlias, cast
 
 from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.errors import ScheduleError
+from funcpipe.core.kinds import Flow, Kind
 from funcpipe.core.result import Timeline
-from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.core.schedule import Action, Schedule
 from funcpipe.schedules.clock import edges_of
 
 Objective: TypeAlias = Literal["makespan", "span"]
@@ -116,7 +117,7 @@ class Problem:
         there, back = [0.0] * self.num_stages, [0.0] * self.num_stages
         for edge in edges_of(self.cost, self.device_of):
             if abs(edge.source - edge.to) == 1:
-                row = back if edge.backward else there
+                row = back if edge.flow is Flow.BACKWARD else there
                 row[edge.source] = max(row[edge.source], edge.link + edge.latency)
         return tuple(there), tuple(back)
 

@@ -15,8 +15,9 @@ Timed = Callable[[Schedule], Timeline]
 def relieve(problem: Problem, schedule: Schedule, time: Timed, budget: Budget) -> Schedule | None:
     """Offload residuals until every device stays within its limit; None where that does not succeed.
 
-    Each round looks at the highest level of every device that holds too much, and sends away the residual that lies there
-    and is not needed for the longest time. It leaves straight after its forward and is back when its backward starts.
+    Each round looks at the highest level of every device that holds too much, and sends away the residual that lies
+    there and is not needed for the longest time. It leaves straight after its forward and is back when its backward
+    starts.
 
     Args:
         problem: limits and costs.

@@ -21,7 +21,7 @@ from funcpipe.lab.placement import placed, shapes_for
 from funcpipe.lab.polish import Bench, polish
 from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule, limits_of
 from funcpipe.lab.relieve import relieve
-from funcpipe.schedules.clock import CODE, KINDS
+from funcpipe.schedules.clock import CODE, CODED
 from funcpipe.schedules.memory import residual_peak
 from funcpipe.view.simulate import simulate
 
@@ -42,8 +42,8 @@ class Found:
             were tried.
         source: where it comes from: a family, "greedy", "rules", "moves" or "exact".
         evaluations: how many schedules were timed.
-        ended: what ended the search: "evaluations", "seconds" (then the same call may find another schedule), or "bound":
-            nothing is left to find.
+        ended: what ended the search: "evaluations", "seconds" (then the same call may find another schedule), or
+            "bound": nothing is left to find.
     """
 
     schedule: Schedule
@@ -87,7 +87,10 @@ class Found:
             f"{self.schedule.name}: {self.objective} {self.makespan if self.objective == 'makespan' else self.span:.6g}"
         )
         peak = f"peak {max(self.peak):.6g}"
-        return f"{head}, {proof}; {shares(self.timeline)}; {peak}; {self.evaluations} schedules timed, ended by {self.ended}"
+        return (
+            f"{head}, {proof}; {shares(self.timeline)}; {peak}; {self.evaluations} schedules timed, ended by "
+            f"{self.ended}"
+        )
 
     __repr__ = __str__
 
@@ -110,8 +113,9 @@ def search(
 ) -> Found:
     """Find a short schedule for given costs that stays within a memory limit.
 
-    First every published family is timed under the true costs, then greedy schedules that fill waits with W (zero bubble,
-    arXiv 2401.10241), then list schedules whose rules are improved step by step, at last single actions are moved.
+    First every published family is timed under the true costs, then greedy schedules that fill waits with W (zero
+    bubble, arXiv 2401.10241), then list schedules whose rules are improved step by step, at last single actions are
+    moved.
 
     >>> found = search(Cost(5, 6, 4, comm=1), num_devices=3, num_microbatches=6, memory_limit=4, evaluations=500)
     >>> found.makespan, found.lower_bound, found.gap
@@ -123,14 +127,15 @@ def search(
         num_microbatches: how many microbatches, M.
         num_stages: how many stages, where the cost does not say; D by default.
         memory_limit: of a device, or of each, in the unit of `Cost.residual`; None: no limit.
-        placement: "line" (neighbouring stages on each device), "loop" (stage s on device ``s mod D``), "v" (down the devices
-            and back up), or the device of each stage; None: all that the counts allow.
+        placement: "line" (neighbouring stages on each device), "loop" (stage s on device ``s mod D``), "v" (down the
+            devices and back up), or the device of each stage; None: all that the counts allow.
         remat: may residuals be computed again (R), where that saves waiting for memory.
         offload: may residuals be moved to the host and back (O, L), where a device holds too much.
-        objective: "makespan": one isolated batch; "span": the longest device from its first start to its last end, the cost
-            of one of many batches that follow each other.
+        objective: "makespan": one isolated batch; "span": the longest device from its first start to its last end, the
+            cost of one of many batches that follow each other.
         exact: at the end, let OR-Tools (extra ``solve``) look for the shortest of all and prove it, for what is left of
-            the time; where everything is small (up to about 4 devices and 8 microbatches) that takes up to half a minute.
+            the time; where everything is small (up to about 4 devices and 8 microbatches) that takes up to half a
+            minute.
         evaluations: about how many schedules are timed; the same number and seed give the same schedule.
         seconds: cut the search short after so long.
         seed: of the random changes.
@@ -138,8 +143,19 @@ def search(
     Raises:
         ScheduleError: the counts, limits or costs do not fit each other, or no schedule within the limit was found.
     """
-    problems = _problems(cost, num_devices, num_microbatches, num_stages, memory_limit, placement, remat, offload,
-                         objective, evaluations, seconds)  # fmt: skip
+    problems = _problems(
+        cost,
+        num_devices,
+        num_microbatches,
+        num_stages,
+        memory_limit,
+        placement,
+        remat,
+        offload,
+        objective,
+        evaluations,
+        seconds,
+    )
     budget = Budget(evaluations, seconds)
     best = _Best(list(map(lower_bound, problems)), budget)
     for problem in problems:
@@ -166,7 +182,7 @@ def search(
 
 
 def _actions(lane: Iterable[tuple[int, int, int]]) -> tuple[Action, ...]:
-    return tuple(Action(KINDS[code], stage, microbatch) for code, stage, microbatch in lane)
+    return tuple(Action(CODED[code], stage, microbatch) for code, stage, microbatch in lane)
 
 
 class _Best:
@@ -267,7 +283,10 @@ class _Best:
             if solved is not None and solved.orders is not None:
                 self.offer(problem, as_schedule(solved.orders, "search"), "exact")
                 if self.problem is problem and solved.bound > self.value * (1 + _WRONG):
-                    raise FuncpipeError(f"internal error: the solver's bound is {solved.bound}, above {self.value}, which was found; please report it with the cost")  # fmt: skip
+                    raise FuncpipeError(
+                        f"internal error: the solver's bound is {solved.bound}, above {self.value}, which was found; "
+                        "please report it with the cost"
+                    )
                 self.bounds[number] = min(self.value, max(self.bounds[number], solved.bound))
 
     def found(self, problems: Sequence[Problem]) -> Found:
@@ -277,7 +296,9 @@ class _Best:
         ended = (
             "bound" if self.done else "seconds" if self.budget.cut or self.budget.late or self.cut else "evaluations"
         )
-        return Found(self.schedule, self.timeline, problems[0].objective, self.bound, self.source, self.budget.evaluations, ended)  # fmt: skip
+        return Found(
+            self.schedule, self.timeline, problems[0].objective, self.bound, self.source, self.budget.evaluations, ended
+        )
 
 
 def _problems(
@@ -298,7 +319,12 @@ def _problems(
     if not isinstance(cost, Cost):
         raise ScheduleError(f"search takes a Cost (fp.profile measures one); got a {type(cost).__name__}")
     counts: dict[str, int] = {}
-    given: dict[str, Any] = {"num_devices": num_devices, "num_microbatches": num_microbatches, "num_stages": num_stages, "evaluations": evaluations}  # fmt: skip
+    given: dict[str, Any] = {
+        "num_devices": num_devices,
+        "num_microbatches": num_microbatches,
+        "num_stages": num_stages,
+        "evaluations": evaluations,
+    }
     for name, value in given.items():
         if value is None and name == "num_stages":
             continue
@@ -347,4 +373,7 @@ def _too_little(problems: Sequence[Problem], least: float, *, cut: bool) -> Sche
     if cut:
         more = f"the time was over before everything was tried (so far {more})"
         mend = f", more seconds{mend}"
-    return ScheduleError(f"no schedule within a memory limit of {limit:g} was found: {more}; take more devices, smaller microbatches{mend}, or a higher limit")  # fmt: skip
+    return ScheduleError(
+        f"no schedule within a memory limit of {limit:g} was found: {more}; take more devices, smaller "
+        f"microbatches{mend}, or a higher limit"
+    )

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
+from funcpipe.core.program import Role, Wire
 from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import Stage
-from funcpipe.core.task import Role, Wire
 from funcpipe.lower.skips import Route
 
 

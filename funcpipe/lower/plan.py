@@ -9,11 +9,13 @@ from typing import Any, cast
 from funcpipe.core.closed import moved
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.losses import BY_ROWS, counts_of
-from funcpipe.core.plan import Lowered, Plan, Ties
+from funcpipe.core.lowered import Lowered
+from funcpipe.core.plan import Plan, Ties
+from funcpipe.core.remembered import Remembered
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Divided, Shared, Stage, names_of
 from funcpipe.core.tree import flatten
-from funcpipe.lower.tasks import lower
+from funcpipe.lower.program import lower
 
 
 def make_plan(
@@ -33,31 +35,39 @@ def make_plan(
     >>> from funcpipe.core.stage import stage
     >>> from funcpipe.schedules.families import one_f_one_b
     >>> plan = make_plan([stage(lambda p, x: p * x), stage(lambda p, x: p + x)], one_f_one_b(2, 1), loss=print)
-    >>> print(plan.tasks[0])
-    copy caller->0:  reads input[0,0]  slot 0
+    >>> print(plan.program.lane(1))
+    lane 1, slots: 0 act from 0, 1 target from caller, 2 report, 3 residual, 4 grad
+    receive act[0,0]@0 from 0
+    receive target[1,0]@1 from caller
+    1F0  reads act[0,0]@0 target[1,0]@1  writes report[1,0]@2 residual[1,0]@3
+    free act[0,0]@0 target[1,0]@1
+    1B0  reads residual[1,0]@3  writes grad[0,0]@4
+    free residual[1,0]@3
+    send grad[0,0]@4 to 0@1
+    free grad[0,0]@4
 
     Args:
-        stages: the stages, in order; or what `split` made, whose loss (where the schedule has backwards and none is given),
-            ties and state the plan takes too.
+        stages: the stages, in order; or what `split` made, whose loss (where the schedule has backwards and none is
+            given), ties and state the plan takes too.
         schedule: any schedule with as many stages; checked.
         devices: a ``torch.device`` or its name for each device of the schedule, or one for all of them; None: chosen
             when the plan runs (CUDA devices if there are any, else the CPU).
-        loss: ``(y, target)`` -> the loss of a microbatch. Torch's own losses (modules, functions, a ``functools.partial``
-            of these with keywords) are known: the batch's loss is theirs of the whole batch, whatever ``reduction``,
-            ``weight`` and ``ignore_index`` are. A loss of your own returns its mean, which counts by the microbatch's
-            rows; where something else divides it (tokens, class weights) it returns ``(sum, weight)`` or a `Loss`, or
-            has a method ``weigh(inputs, target) -> number``, or ``weight`` is given. (An ``nn.Module`` of your own
-            whose ``reduction`` is "sum" is believed to return sums, which are added.)
+        loss: ``(y, target)`` -> the loss of a microbatch. Torch's own losses (modules, functions, a
+            ``functools.partial`` of these with keywords) are known: the batch's loss is theirs of the whole batch,
+            whatever ``reduction``, ``weight`` and ``ignore_index`` are. A loss of your own returns its mean, which
+            counts by the microbatch's rows; where something else divides it (tokens, class weights) it returns ``(sum,
+            weight)`` or a `Loss`, or has a method ``weigh(inputs, target) -> number``, or ``weight`` is given. (An
+            ``nn.Module`` of your own whose ``reduction`` is "sum" is believed to return sums, which are added.)
         weight: ``target -> number``, evaluated before any forward: what the loss's mean over a microbatch is divided
             by, or what all sums together are divided by. It goes before what is known of the loss.
-        ties: groups of ``(stage, path)`` that are one parameter: gradients are summed and every holder gets the sum. Stages
-            that `split` made know theirs; these need not be named.
+        ties: groups of ``(stage, path)`` that are one parameter: gradients are summed and every holder gets the sum.
+            Stages that `split` made know theirs; these need not be named.
         train: what stages that take ``train`` get (dropout, batch norm); None: True if the schedule has backwards.
         outputs: does a run return the last stage's outputs, merged; None: True if the schedule has no backwards.
-        merge: how outputs are joined over microbatches: an axis (the rows lie along it), "mean" (by rows), "sum", "each"
-            (`Microbatches`, one value each), or a tree of these like the outputs, down to where one rule holds for all
-            below. None: tensors along axis 0, single numbers "each"; values that are no tensors come as one where all
-            are equal.
+        merge: how outputs are joined over microbatches: an axis (the rows lie along it), "mean" (by rows), "sum",
+            "each" (`Microbatches`, one value each), or a tree of these like the outputs, down to where one rule holds
+            for all below. None: tensors along axis 0, single numbers "each"; values that are no tensors come as one
+            where all are equal.
 
     Raises:
         ScheduleError: the schedule is not legal.
@@ -69,7 +79,9 @@ def make_plan(
         stages, state = stages.stages, stages.state
     stages, faults = _stages(stages)
     if not isinstance(schedule, Schedule):
-        faults.append(f"schedule is a {type(schedule).__name__}; make one with fp.one_f_one_b(...) or Schedule.parse(text)")  # fmt: skip
+        faults.append(
+            f"schedule is a {type(schedule).__name__}; make one with fp.one_f_one_b(...) or Schedule.parse(text)"
+        )
     faults += [*_function("loss", loss, "(y, target) -> loss"), *_weight(weight)]
     for name, flag in (("train", train), ("outputs", outputs)):
         if flag not in (None, True, False):
@@ -111,13 +123,21 @@ def program_for(plan: Plan, num_microbatches: int, *, halves: bool = False) -> L
     """The plan's program for a batch with fewer microbatches (the tasks of the others are dropped), or for a `vjp`."""
     if num_microbatches >= plan.num_microbatches and not halves:
         return plan.program
-    cache: dict[tuple[int, bool], Lowered] = plan.__dict__.setdefault("_programs", {})
+    cache = _programs(plan)
     found = cache.get((num_microbatches, halves))
     if found is None:
         schedule = plan.schedule.first(num_microbatches)
         found = lower(plan.stages, schedule, loss=plan.loss is not None, outputs=plan.outputs, halves=halves)
         cache[num_microbatches, halves] = found
     return found
+
+
+def _none_yet(_: Plan) -> dict[tuple[int, bool], Lowered]:
+    return {}
+
+
+_programs = Remembered(_none_yet)
+"""Of each plan, by number of microbatches and halves."""
 
 
 def _stages(given: Any) -> tuple[tuple[Stage, ...], list[str]]:
@@ -129,11 +149,13 @@ def _stages(given: Any) -> tuple[tuple[Stage, ...], list[str]]:
     if hasattr(given, "named_parameters"):
         kind = type(given).__name__
         return (), [
-            f"stages is a {kind}, a model in one piece: fp.split(model, num_stages) cuts it, and make_plan takes what it returns"
+            f"stages is a {kind}, a model in one piece: fp.split(model, num_stages) cuts it, and make_plan takes what "
+            "it returns"
         ]
     stages = (given,) if isinstance(given, Stage) else tuple(cast("Iterable[Any]", given))
     faults = [
-        f"stage {index} is a {type(part).__name__}; make it one with fp.stage(fn) or fp.from_module(module){_unpacked(part)}"
+        f"stage {index} is a {type(part).__name__}; make it one with fp.stage(fn) or "
+        f"fp.from_module(module){_unpacked(part)}"
         for index, part in enumerate(stages)
         if not isinstance(part, Stage)
     ]
@@ -196,7 +218,10 @@ def _devices(devices: Any, count: int) -> tuple[Any, ...] | None:
         return (devices,) * count
     given = tuple(cast("Iterable[Any]", devices))
     if len(given) != count:
-        raise PlanError(f"the schedule has {count} devices, but devices= names {len(given)}; give one for each (the same may stand many times), or fp.devices({count})")  # fmt: skip
+        raise PlanError(
+            f"the schedule has {count} devices, but devices= names {len(given)}; give one for each (the same may "
+            f"stand many times), or fp.devices({count})"
+        )
     return given
 
 
@@ -211,7 +236,10 @@ def _ties(ties: Sequence[Sequence[tuple[int, Any]]], stages: Sequence[Stage]) ->
         members = [tuple(member) for member in group]
         for member in members:
             if not _is_place(member, len(stages)):
-                faults.append(f"group {number}: {member!r} is no (stage, path): a stage from 0 to {len(stages) - 1}, a key or a tuple of keys")  # fmt: skip
+                faults.append(
+                    f"group {number}: {member!r} is no (stage, path): a stage from 0 to {len(stages) - 1}, a key or a "
+                    "tuple of keys"
+                )
                 continue
             if (member[0], member[1]) in seen:
                 faults.append(f"group {number}: {member!r} stands in group {seen[member[0], member[1]]} already")

@@ -37,7 +37,9 @@ def routes(stages: Sequence[Stage]) -> dict[str, Route]:
             if name in stashed:
                 pops.setdefault(name, []).append(index)
             elif name in everyone:
-                faults.append(f"{labels[index]} pops {name!r}, but only {labels[everyone[name]]}, which comes later, stashes it")  # fmt: skip
+                faults.append(
+                    f"{labels[index]} pops {name!r}, but only {labels[everyone[name]]}, which comes later, stashes it"
+                )
             else:
                 faults.append(f"{labels[index]} pops {name!r}, but no stage stashes it")
         for name in (*part.stash, *part.offers):

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import floor, inf, lcm, nextafter
+from operator import index
 from typing import Any, Literal, NamedTuple, cast
 
 from funcpipe.core.cost import Cost, per_stage
-from funcpipe.core.errors import PlanError, ScheduleError, bullets
+from funcpipe.core.errors import PlanError, ScheduleError, bullets, raise_all
 from funcpipe.core.schedule import Kind
 
 Numbers = Sequence[int]
@@ -118,6 +119,41 @@ def balance(
     return found
 
 
+def evenly(costs: Sequence[float], num_parts: int) -> list[int]:
+    """`balance` of costs that may all be 0: then every layer counts the same.
+
+    >>> evenly([1, 2, 3, 4, 5, 6], 2), evenly([0, 0, 0], 2)
+    ([4, 2], [2, 1])
+    """
+    return list(balance(costs if any(costs) else [1] * len(costs), num_parts))
+
+
+def checked_sizes(sizes: Any, total: int, what: str, num_stages: int | None = None) -> list[int]:
+    """The number of layers of each stage, by whatever name: each has at least one, and together they are all.
+
+    Args:
+        sizes: as the caller or a policy gives them.
+        total: how many there are.
+        what: is divided.
+        num_stages: how many sizes there must be; None: any number.
+
+    Raises:
+        PlanError: they are none.
+    """
+    try:
+        counts = [index(size) for size in sizes]
+    except TypeError:
+        raise PlanError(f"sizes are how many of the {total} {what} each stage gets; got {sizes!r}") from None
+    if not counts or min(counts) < 1 or sum(counts) != total or num_stages not in (None, len(counts)):
+        number = "" if num_stages is None else f"{num_stages} "
+        example = evenly([1] * total, min(num_stages or max(len(counts), 1), total))
+        raise PlanError(
+            f"the sizes are {number}positive numbers that sum to the {total} {what}; got {counts}, which sum to "
+            f"{sum(counts)}; e.g. {example}"
+        )
+    return counts
+
+
 def _problem(
     costs: Any, count: int, comm: Any, memory: Any, fixed: Any, limit: Any, in_flight: Any, speeds: Any, remat: Any
 ) -> _Problem:
@@ -130,14 +166,17 @@ def _problem(
         except ScheduleError:
             layers = 0
         if not layers:
-            raise PlanError("a Cost to balance has one number per layer, the same count in each field, as fp.profile gives")  # fmt: skip
+            raise PlanError(
+                "a Cost to balance has one number per layer, the same count in each field, as fp.profile gives"
+            )
         work = [costs.of(Kind.F, i) + costs.of(Kind.B, i) for i in range(layers)]
         again = [costs.of(Kind.R, i) for i in range(layers)]
         memory = per_stage(costs.residual, layers) if memory == 0.0 else memory
     else:
         if not isinstance(costs, Iterable) or hasattr(costs, "named_parameters"):
             raise PlanError(
-                f"balance takes the time of each layer, [1.0, 2.0, ...], or the Cost that fp.profile(model, example) measures; got a {type(costs).__name__}"
+                "balance takes the time of each layer, [1.0, 2.0, ...], or the Cost that fp.profile(model, example) "
+                f"measures; got a {type(costs).__name__}"
             )
         work = list(cast("Iterable[Any]", costs))
         layers = len(work)
@@ -153,7 +192,9 @@ def _problem(
             faults.append(f"{name} has {len(values)} numbers, not {length}")
         bad = [v for v in values if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 <= v < inf]
         if bad or (name in ("speeds", "limit") and 0 in values):
-            faults.append(f"{name}: numbers {'over' if name in ('speeds', 'limit') else 'from'} 0; got {(bad or [0])[0]!r}")  # fmt: skip
+            faults.append(
+                f"{name}: numbers {'over' if name in ('speeds', 'limit') else 'from'} 0; got {(bad or [0])[0]!r}"
+            )
         if bad:
             return []
         return [Fraction(v) for v in values] if isinstance(value, Sequence) else [Fraction(value)] * length
@@ -165,8 +206,7 @@ def _problem(
     limits = [None] * count if limit is None else numbers("limit", limit, count)
     if remat not in (False, True, "auto"):
         faults.append(f"remat is False, True or 'auto'; got {remat!r}")
-    if faults:
-        raise PlanError(bullets("nothing to balance:", faults))
+    raise_all("nothing to balance:", faults)
 
     unit, (time, redo, borders) = _whole(time, redo, borders)
     by_flight = dict.fromkeys(flying)
@@ -307,6 +347,12 @@ def _too_small(problem: _Problem, remat: Any) -> str:
     ends = _search(least)
     assert ends is not None
     times = max(_fastest(least, s, ends[s : s + 2])[0] for s in range(len(limits)))
-    need = f"limit={float(times * limits[0]):.17g}" if len(set(limits)) == 1 else f"limits {float(times):.17g} times as large"  # fmt: skip
+    need = (
+        f"limit={float(times * limits[0]):.17g}"
+        if len(set(limits)) == 1
+        else f"limits {float(times):.17g} times as large"
+    )
     hint = "more parts" if remat else "more parts, or remat='auto' with a Cost"
-    return f"no {len(limits)} parts of these layers fit the memory limit; the least that would do: {need}; or take {hint}"  # fmt: skip
+    return (
+        f"no {len(limits)} parts of these layers fit the memory limit; the least that would do: {need}; or take {hint}"
+    )

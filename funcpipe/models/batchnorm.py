@@ -336,9 +336,9 @@ def _blank(kind: type[AnyBatchNorm]) -> DeferredBatchNorm:
 class CommitLayers:
     """The commit of a module stage: each of its batch norm layers by its own momentum.
 
-    State is the flat dict of the module's buffers; statistics are ``{path: NormStats}`` per microbatch. With ``deferred``
-    those of all microbatches make one update; without, every call of a layer makes its own, in their order, as plain
-    batch norm does.
+    State is the flat dict of the module's buffers; statistics are ``{path: NormStats}`` per microbatch. With
+    ``deferred`` those of all microbatches make one update; without, every call of a layer makes its own, in their
+    order, as plain batch norm does.
     """
 
     def __init__(self, norms: Mapping[str, Running], *, deferred: bool = True) -> None:

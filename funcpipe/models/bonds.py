@@ -57,7 +57,7 @@ def bonds(captured: Captured) -> list[Bond]:
             buffers.setdefault(root, set()).add(node)
     for root, writers in buffers.items():
         users = tuple(node for node in body if node in writers or root in node.all_input_nodes)
-        found.append(Bond(users, buffer=captured.buffers.get(root.name, root.name)))
+        found.append(Bond(users, buffer=captured.sources.get(root.name, ("", root.name))[1]))
     calls: dict[str, list[fx.Node]] = {}
     for node in body:
         for path in _norms(captured.module, node):

@@ -63,8 +63,9 @@ def _ignores(value: Any) -> bool:
 def counter(model: Any) -> Counter | None:
     """What the model's own loss counts; None: it is not known.
 
-    The loss of a transformers model is ``model.loss_function`` of its labels, or a cross entropy of them in its forward.
-    Its forward is read for which of them, so that a model that does anything else with its labels is not known.
+    The loss of a transformers model is ``model.loss_function`` of its labels, or a cross entropy of them in its
+    forward. Its forward is read for which of them, so that a model that does anything else with its labels is not
+    known.
     """
     base: Any = getattr(model, "get_base_model", None)
     if callable(base) and not getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", True):

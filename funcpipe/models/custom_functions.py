@@ -1,8 +1,8 @@
 """Python ``autograd.Function``s that a trace went through: export keeps what they compute and forgets their backward.
 
 Nothing is patched for this. While export traces, its tensors carry the graph of autograd, in which such a function is a
-node of its own class. Inside of operations over functions (``torch.cond``) there is no such graph; there the stack traces
-of the nodes say that torch traced a custom function.
+node of its own class. Inside of operations over functions (``torch.cond``) there is no such graph; there the stack
+traces of the nodes say that torch traced a custom function.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from funcpipe.core.errors import PlanError
 from funcpipe.core.torch_names import HOOK_FUNCTION, TRACED_FUNCTION, function_of
 
 _ADVICE = {
-    "torch.utils.checkpoint.CheckpointFunction": "the backward of torch.utils.checkpoint(use_reentrant=True); use use_reentrant=False, or fp.remat",
+    "torch.utils.checkpoint.CheckpointFunction": (
+        "the backward of torch.utils.checkpoint(use_reentrant=True); use use_reentrant=False, or fp.remat"
+    ),
     HOOK_FUNCTION: "hooks on the backward of modules; take them off, and look at result.grads",
 }
 _NAMELESS = "an autograd.Function inside of torch.cond or the like"

@@ -7,12 +7,11 @@ wrong in silence is refused here, with the way out.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -20,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.torch_names import rename
 from funcpipe.core.tree import Spec, flatten, is_differentiable, paths, unflatten
 from funcpipe.models import custom_functions
 from funcpipe.models.batchnorm import DeferredBatchNorm, Running, refuse_processes
 from funcpipe.models.configs import without_cache
+from funcpipe.models.module import all_tensors, copied, first_names
 from funcpipe.models.nodes import layer_of, norms_of, writes_of
 from funcpipe.models.signature import Guard, Signature
 from funcpipe.models.traced import Norm, refit
@@ -37,8 +37,8 @@ class Captured:
 
     Attributes:
         module: the graph; its placeholders are parameters, buffers, constants and the leaves of the inputs.
-        params: placeholder -> the parameter's first name in the model.
-        buffers: placeholder -> the buffer's first name in the model.
+        sources: placeholder -> ("param" | "buffer", its first name in the model) or ("const", the placeholder); inputs
+            are not in it.
         consts: placeholder -> a tensor that the forward uses and nobody registered.
         outputs: for each leaf of the output ("value", a node's name) or ("constant", itself).
         signature: how inputs become values, and values the output.
@@ -47,8 +47,7 @@ class Captured:
     """
 
     module: fx.GraphModule
-    params: Mapping[str, str]
-    buffers: Mapping[str, str]
+    sources: Mapping[str, tuple[str, str]]
     consts: Mapping[str, Tensor]
     outputs: tuple[tuple[str, Any], ...]
     signature: Signature
@@ -116,24 +115,13 @@ def callers(model: nn.Module) -> list[str]:
     return [name for name, code in codes.items() if code is not None and split_point.__name__ in code.co_names]
 
 
-def names_by_tensor(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> the first name of the same tensor."""
-    first: dict[int, str] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
-
-
 def shell(model: nn.Module) -> nn.Module:
     """A copy of the model's structure around the very same tensors: writing attributes on it leaves the model alone.
 
-    Where its configuration asks for a cache of keys and values it does so no more: a cache is for generating, is no value
-    that can leave a stage, and would be filled anew by every microbatch.
+    Where its configuration asks for a cache of keys and values it does so no more: a cache is for generating, is no
+    value that can leave a stage, and would be filled anew by every microbatch.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    try:
-        own = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    except Exception as error:
-        raise PlanError(f"the model cannot be copied ({error}); tracing works on a copy of its structure, so tensors that a forward computed must not be kept as attributes (instead of torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm)") from error  # fmt: skip
+    own = copied(model)
     without_cache(own, model)
     return own
 
@@ -154,30 +142,30 @@ def capture(
     """
     from torch.export.graph_signature import InputKind
 
-    canonical = names_by_tensor(model)
+    canonical = first_names(all_tensors(model))
     own = shell(model)
     opened = _open_norms(own)
     flat = _Flat(own, args, kwargs, axes)
     flat.check_rows()
     program = _export(own, flat)
-    placeholders: dict[str, dict[str, Any]] = {"params": {}, "buffers": {}, "consts": {}}
+    sources: dict[str, tuple[str, str]] = {}
+    consts: dict[str, Tensor] = {}
     inputs: list[str] = []
     faults: list[str] = []
     for spec in program.graph_signature.input_specs:
         name, target = spec.arg.name, spec.target
         match spec.kind:
             case InputKind.PARAMETER:
-                placeholders["params"][name] = canonical[target]
+                sources[name] = "param", canonical[target]
             case InputKind.BUFFER:
-                placeholders["buffers"][name] = canonical[target]
+                sources[name] = "buffer", canonical[target]
             case InputKind.CONSTANT_TENSOR:
-                placeholders["consts"][name] = program.constants[target]
+                sources[name], consts[name] = ("const", name), program.constants[target]
             case InputKind.USER_INPUT:
                 inputs.append(name)
             case _:
                 faults.append(f"{target or name} is a {spec.kind.name.lower().replace('_', ' ')}, which cannot be cut")
-    if faults:
-        raise PlanError(bullets("the traced model uses what stages cannot hold:", faults))
+    raise_all("the traced model uses what stages cannot hold:", faults)
     nodes = {node.name: node for node in program.graph.nodes}
     named = {number: nodes[name] for number, name in zip(flat.tensors, inputs, strict=True)}
     for number, node in named.items():
@@ -191,23 +179,14 @@ def capture(
     assert flat.out_spec is not None
     signature = Signature(guards, tuple(kwargs), flat.spec, flat.out_spec)
     module = program.graph_module
-    norms = _norms(module, placeholders["buffers"], opened)
-    written = _written(module, placeholders, [node.name for node in named.values()], norms)
+    norms = _norms(module, sources, opened)
+    written = _written(module, {**sources, **{node.name: ("input", node.name) for node in named.values()}}, norms)
     _refuse_views(model, written)
     refit(module, norms)
     results: Any = module.graph.output_node().args[0]
     outputs = tuple(("value", one.name) if isinstance(one, fx.Node) else ("constant", one) for one in results)
     evaluation = not any(layer.training for layer in model.modules())
-    return Captured(
-        module,
-        placeholders["params"],
-        placeholders["buffers"],
-        placeholders["consts"],
-        outputs,
-        signature,
-        written,
-        evaluation,
-    )
+    return Captured(module, sources, consts, outputs, signature, written, evaluation)
 
 
 def _open_norms(own: nn.Module) -> dict[str, tuple[Running, float | None]]:
@@ -232,25 +211,27 @@ def _open_norms(own: nn.Module) -> dict[str, tuple[Running, float | None]]:
 
 
 def _norms(
-    module: fx.GraphModule, buffers: Mapping[str, str], opened: Mapping[str, tuple[Running, float | None]]
+    module: fx.GraphModule,
+    sources: Mapping[str, tuple[str, str]],
+    opened: Mapping[str, tuple[Running, float | None]],
 ) -> dict[fx.Node, Norm]:
     """What takes the place of each batch norm that updates buffers. Raises PlanError."""
-    found: dict[fx.Node, Norm] = {}
+    norms: dict[fx.Node, Norm] = {}
     known: dict[str, tuple[Running, float | None]] = {}
     faults: list[str] = []
     for node, given in norms_of(module).items():
-        mean, var = (buffers.get(one.name) if isinstance(one, fx.Node) else None for one in given)
-        if mean is None or var is None:
+        kinds = [sources.get(one.name, ("", "")) if isinstance(one, fx.Node) else ("", "") for one in given]
+        if any(kind != "buffer" for kind, _ in kinds):
             continue
+        mean, var = (name for _, name in kinds)
         asked: Any = Running(mean, var, None), node.args[6]
         layers = opened.get(layer_of(node).partition("@")[0])
         running, momentum = layers if layers is not None and layers[0].mean == mean else asked
         if known.setdefault(mean, (running, momentum)) != (running, momentum):
             faults.append(f"{mean!r} is updated in several ways, in {node.name}")
-        found[node] = Norm(running, momentum, float(node.args[7]))  # pyright: ignore[reportArgumentType]
-    if faults:
-        raise PlanError(bullets("the running statistics of the model cannot be deferred:", faults))
-    return found
+        norms[node] = Norm(running, momentum, float(node.args[7]))  # pyright: ignore[reportArgumentType]
+    raise_all("the running statistics of the model cannot be deferred:", faults)
+    return norms
 
 
 def _refuse_views(model: nn.Module, written: frozenset[str]) -> None:
@@ -373,41 +354,46 @@ def _reason(error: Exception, rows: Sequence[str]) -> str:
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     out = "cut without tracing: split(model, num_stages) without example=, or write the stages yourself with fp.stage"
     if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or "Could not guard" in text:
-        why = "its Python code branches on the numbers in a tensor, so one graph cannot stand for it; use torch.where or torch.cond"
+        why = (
+            "its Python code branches on the numbers in a tensor, so one graph cannot stand for it; use torch.where "
+            "or torch.cond"
+        )
     elif "Constraints violated" in text or "specialized" in text or "ConstraintViolation" in type(error).__name__:
-        why = f"its code fixes the number of rows (a Python branch, loop or reshape on the batch size); make it independent of the batch size (taken for rows: {', '.join(rows) or 'nothing'}), or give an example with the rows of one microbatch and any_rows=False"
+        why = (
+            "its code fixes the number of rows (a Python branch, loop or reshape on the batch size); make it "
+            f"independent of the batch size (taken for rows: {', '.join(rows) or 'nothing'}), or give an example with "
+            "the rows of one microbatch and any_rows=False"
+        )
     else:
         why = "torch.export does not take it"
     return f"the model cannot be traced: {why}. torch says: {type(error).__name__}: {first[:300]}. Else {out}"
 
 
 def _written(
-    module: fx.GraphModule,
-    placeholders: Mapping[str, Mapping[str, Any]],
-    inputs: Sequence[str],
-    norms: Mapping[fx.Node, Norm],
+    module: fx.GraphModule, sources: Mapping[str, tuple[str, str]], norms: Mapping[fx.Node, Norm]
 ) -> frozenset[str]:
     """The buffers that the forward writes. Raises PlanError for writes to anything else that is given."""
     written: set[str] = set()
     faults: list[str] = []
-    say: Callable[[str, str], str] = lambda what, n: f"{what}, in {n}"  # noqa: E731
     apart = {name for norm in norms.values() for name in norm.running[:2]}
     for node, root in writes_of(module, norms):
-        if root.name in placeholders["buffers"]:
-            name = placeholders["buffers"][root.name]
-            written.add(name)
-            if name in apart:
-                faults.append(say(f"it writes into {name!r}, which a batch norm updates", node.name))
-            elif node in norms_of(module):
-                faults.append(say(f"batch norm updates a part of {name!r}, or after another write", node.name))
-        elif root.name in placeholders["params"]:
-            faults.append(say(f"it writes into its parameter {placeholders['params'][root.name]!r}", node.name))
-        elif root.name in placeholders["consts"]:
-            faults.append(
-                say(f"it writes into the tensor {root.name!r}, which no register_buffer made its state", node.name)
-            )
-        elif root.name in inputs:
-            faults.append(say(f"it writes into its input {root.name!r}; clone it first", node.name))
-    if faults:
-        raise PlanError(bullets("the model's forward is not pure:", faults))
+        kind, name = sources.get(root.name, ("", ""))
+        fault = ""
+        match kind:
+            case "buffer":
+                written.add(name)
+                if name in apart:
+                    fault = f"it writes into {name!r}, which a batch norm updates"
+                elif node in norms_of(module):
+                    fault = f"batch norm updates a part of {name!r}, or after another write"
+            case "param":
+                fault = f"it writes into its parameter {name!r}"
+            case "const":
+                fault = f"it writes into the tensor {name!r}, which no register_buffer made its state"
+            case "input":
+                fault = f"it writes into its input {name!r}; clone it first"
+            case _:  # its own
+                pass
+        faults += [f"{fault}, in {node.name}"] if fault else []
+    raise_all("the model's forward is not pure:", faults)
     return frozenset(written)

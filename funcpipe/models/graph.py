@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -11,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
+from funcpipe.core.words import similar
 from funcpipe.models.bonds import bonds
 from funcpipe.models.export import Captured, is_marker
 from funcpipe.models.nodes import layer_of, layers_of, regions_of
@@ -57,10 +57,8 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
         hits = [i for i, inside in enumerate(layers) if any(_within(path, name) for path in inside)]
         if not hits:
             path = name.partition("@")[0]
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near and path not in known else ""
-            why = "no operation of its forward was traced" if path in known else "the model has no such module"
-            faults.append(f"at[{name!r}]: {why}{hint}")
+            unknown = f"the model has no such module{similar(name, known)}"
+            faults.append(f"at[{name!r}]: {'no operation of its forward was traced' if path in known else unknown}")
             continue
         edge = hits[0] if side == "before" else hits[-1]
         place = hits[0] if side == "before" else hits[-1] + 1
@@ -68,13 +66,18 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
             path for path in layers[edge] if not _within(path, name) and not _within(name, path.partition("@")[0])
         }
         if regions_of(captured.module, body[edge]) and others:
-            faults.append(f"at[{name!r}]: it runs inside a no_grad or autocast region ({body[edge].name}), which stays whole; put autocast around fp.run instead of inside the model, or cut before or after the region")  # fmt: skip
+            faults.append(
+                f"at[{name!r}]: it runs inside a no_grad or autocast region ({body[edge].name}), which stays whole; "
+                "put autocast around fp.run instead of inside the model, or cut before or after the region"
+            )
         elif not _computes(body[:place]) or not _computes(body[place:]):
-            faults.append(f"at[{name!r}] {side}: nothing is computed {'before' if side == 'before' else 'after'} it, so a stage would be empty")  # fmt: skip
+            faults.append(
+                f"at[{name!r}] {side}: nothing is computed {'before' if side == 'before' else 'after'} it, so a stage "
+                "would be empty"
+            )
         else:
             found[place] = name
-    if faults:
-        raise PlanError(bullets("the model cannot be cut there:", faults))
+    raise_all("the model cannot be cut there:", faults)
     return sorted(found)
 
 
@@ -114,7 +117,6 @@ class _Cutter:
         for node in captured.body:  # a part of a result stays with what made it
             if node.target is operator.getitem:
                 self.stage[node] = self.stage.get(node.all_input_nodes[0], self.stage[node])
-        self.own = {**captured.params, **captured.buffers, **captured.consts}
         self.readers: dict[fx.Node, set[int]] = {}
         for node, stage in self.stage.items():
             for value in node.all_input_nodes:
@@ -127,14 +129,13 @@ class _Cutter:
     def check(self) -> None:
         """No cut parts what belongs together. Raises PlanError."""
         faults = [fault for bond in bonds(self.captured) if (fault := bond.fault(self.stage))]
-        if faults:
-            raise PlanError(bullets("these cuts part what belongs together; move them:", faults))
+        raise_all("these cuts part what belongs together; move them:", faults)
 
     def crossing(self) -> list[tuple[fx.Node, int, tuple[int, ...]]]:
         """(value, stage that makes it, stages that read it) of each value that leaves its stage."""
         out: list[tuple[fx.Node, int, tuple[int, ...]]] = []
         for node in self.module.graph.nodes:
-            if node.op in ("get_attr", "output") or node.name in self.own:
+            if node.op in ("get_attr", "output") or node.name in self.captured.sources:
                 continue
             source = self.stage.get(node, 0)
             targets = tuple(sorted(s for s in self.readers.get(node, ()) if s > source))
@@ -190,12 +191,18 @@ def _part(cutter: _Cutter, stage: int, edges: Sequence[Edge], tensors: Mapping[s
         tuple(results),
         ends,
     )
-    consts = {name: captured.consts[name] for kind, name in takes if kind == "const"}
-    shapes = {name: tuple(one.shape) for name, one in params.items()}
-    device = next((one.device for one in tensors.values()), torch.device("cpu"))
-    still = captured.evaluation
     fn = GraphFn(
-        module, layout, captured.signature, stage == 0, last, shapes, tuple(state), consts, still, still, device
+        module,
+        layout,
+        captured.signature,
+        first=stage == 0,
+        last=last,
+        param_shapes={name: tuple(one.shape) for name, one in params.items()},
+        buffer_shapes={name: tuple(one.shape) for name, one in state.items()},
+        consts={name: captured.consts[name] for kind, name in takes if kind == "const"},
+        evaluation=captured.evaluation,
+        evaluates=captured.evaluation,
+        device=next((one.device for one in tensors.values()), torch.device("cpu")),
     )
     part = Stage(
         fn,
@@ -205,7 +212,7 @@ def _part(cutter: _Cutter, stage: int, edges: Sequence[Edge], tensors: Mapping[s
         state=bool(state),
         commit=CommitGraph(norms, layout.writes) if norms or layout.writes else None,
         takes_train=True,
-        evaluation=still,
+        evaluation=captured.evaluation,
     )
     return part, params, state or ()
 
@@ -229,13 +236,14 @@ def _graph(
     takes: list[tuple[str, str]] = []
     body = [node for node, where in cutter.stage.items() if where == stage and not is_marker(node)]
     needed = dict.fromkeys(value for node in body for value in node.all_input_nodes if cutter.stage.get(value) != stage)
-    needed |= dict.fromkeys(cutter.nodes[name] for name in wanted if name in cutter.own)
+    needed |= dict.fromkeys(cutter.nodes[name] for name in wanted if name in cutter.captured.sources)
     for value in sorted(needed, key=lambda value: value.op == "get_attr"):  # placeholders come first in a graph
         if value.op == "get_attr":
             _attach(root, cutter.module, str(value.target))
             env[value] = graph.node_copy(value)
         else:
-            takes.append(_source(cutter.captured, value, stage, straight))
+            came = "x" if not stage or value.name in straight else "skip", value.name
+            takes.append(cutter.captured.sources.get(value.name, came))
             env[value] = graph.placeholder(value.name)
     for node in body:
         if node.op == "call_module":
@@ -245,16 +253,6 @@ def _graph(
     graph.output(tuple(env[cutter.nodes[name]] for name in results))
     graph.lint()
     return fx.GraphModule(root, graph, f"Stage{stage}"), takes, results
-
-
-def _source(captured: Captured, value: fx.Node, stage: int, straight: set[str]) -> tuple[str, str]:
-    name = value.name
-    for kind, table in (("param", captured.params), ("buffer", captured.buffers)):
-        if name in table:
-            return kind, table[name]
-    if name in captured.consts:
-        return "const", name
-    return ("x" if not stage or name in straight else "skip"), name
 
 
 def _attach(root: nn.Module, module: fx.GraphModule, path: str) -> None:

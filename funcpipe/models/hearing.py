@@ -98,9 +98,12 @@ def refuse_writes(who: str, names: Sequence[str]) -> None:
     """Raises PlanError if there are any names of buffers that a forward writes."""
     if names:
         raise PlanError(
-            f"the forward of {who} writes into its buffers {list(names)}, and the order of microbatches must not matter; "
-            "only batch norm layers (nn.BatchNorm and what inherits from it) are deferred by themselves. Make it a function "
-            "stage that returns its statistics in Out(stats=...) and folds them in commit=... (fp.batch_norm is one), or "
+            f"the forward of {who} writes into its buffers {list(names)}, and the order of microbatches must not "
+            "matter; "
+            "only batch norm layers (nn.BatchNorm and what inherits from it) are deferred by themselves. Make it a "
+            "function "
+            "stage that returns its statistics in Out(stats=...) and folds them in commit=... (fp.batch_norm is "
+            "one), or "
             "put the layer in evaluation mode"
         )
 

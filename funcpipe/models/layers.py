@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
+from funcpipe.models.balance import checked_sizes
 from funcpipe.models.batchnorm import CommitLayers
 from funcpipe.models.configs import configs, without_cache
 from funcpipe.models.layers_find import TRACED, Layers, find_layers
 from funcpipe.models.layers_look import asks
 from funcpipe.models.layers_stage import INPUTS, LayersFn
-from funcpipe.models.module import ModuleFn, refuse_lazy
+from funcpipe.models.module import Skeleton, refuse_lazy
 from funcpipe.models.skippable import skips_of
 
 
@@ -49,19 +50,26 @@ def cut_layers(
     refuse_lazy(model)
     skips = skips_of(model)
     found = layers if isinstance(layers, Layers) else find_layers(model, layers)
-    counts = list(sizes)
-    faults = _size_faults(counts, found) + _model_faults(model, found, split=len(counts) > 1)
+    counts: list[int] = []
+    faults: list[str] = []
+    try:
+        counts = checked_sizes(sizes, len(found), f"blocks of {found.path!r}")
+    except PlanError as error:  # said with all else that is wrong
+        faults.append(str(error))
+    faults += _model_faults(model, found, split=counts != [len(found)])
     if skips.inside:
-        faults.append("it has skippable layers, whose values do not follow the stack; make an nn.Sequential of it, or stages with fp.from_module")  # fmt: skip
-    if faults:
-        raise PlanError(bullets(f"{type(model).__name__} cannot be cut so:", faults))
-    whole = ModuleFn(model, (), skips, spread=True)
-    without_cache(whole.skeleton, model)
+        faults.append(
+            "it has skippable layers, whose values do not follow the stack; make an nn.Sequential of it, or stages "
+            "with fp.from_module"
+        )
+    raise_all(f"{type(model).__name__} cannot be cut so:", faults)
+    shape = Skeleton(model)
+    without_cache(shape.module, model)
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     out: list[tuple[Stage, dict[str, Any], Any]] = []
     for first, last in zip([0, *accumulate(counts)], accumulate(counts), strict=False):
-        fn = LayersFn(whole, found, first, last)
-        state = {name: buffers[name].detach().clone() for name in fn.buffer_names}
+        fn = LayersFn(shape, skips, found, first, last)
+        state = {name: buffers[name].detach().clone() for name in fn.buffer_shapes}
         made = Stage(
             fn,
             f"{found.path}[{first}:{last}]",
@@ -72,30 +80,36 @@ def cut_layers(
             takes_train=True,
             evaluation=fn.evaluation,
         )
-        out.append((made, {name: params[name] for name in fn.param_names}, state or ()))
+        out.append((made, {name: params[name] for name in fn.param_shapes}, state or ()))
     return tuple(out)
-
-
-def _size_faults(sizes: list[Any], found: Layers) -> list[str]:
-    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
-        return [f"sizes is the number of blocks of each stage, one or more; got {sizes}"]
-    if len(sizes) > len(found):
-        return [f"{len(sizes)} stages are more than the {len(found)} blocks of {found.path!r}"]
-    return (
-        [] if sum(sizes) == len(found) else [f"sizes {sizes} are {sum(sizes)} blocks, {found.path!r} has {len(found)}"]
-    )
 
 
 def _model_faults(model: nn.Module, found: Layers, *, split: bool) -> list[str]:
     blocks = [model.get_submodule(name) for name in found.names]
     first = {id(block): name for block, name in reversed(list(zip(blocks, found.names, strict=True)))}
-    faults = [f"{name} and {first[id(block)]} are one module that runs twice; {TRACED}" for block, name in zip(blocks, found.names, strict=True) if first[id(block)] != name]  # fmt: skip
+    faults = [
+        f"{name} and {first[id(block)]} are one module that runs twice; {TRACED}"
+        for block, name in zip(blocks, found.names, strict=True)
+        if first[id(block)] != name
+    ]
     named = [*model.named_parameters(), *model.named_buffers()]
-    faults += [f"{name} is a {type(one).__name__} of {one.dtype}, not a plain floating parameter (quantized?); convert it first" for name, one in model.named_parameters() if not (one.is_floating_point() or one.is_complex())]  # fmt: skip
+    faults += [
+        f"{name} is a {type(one).__name__} of {one.dtype}, not a plain floating parameter (quantized?); convert it "
+        "first"
+        for name, one in model.named_parameters()
+        if not (one.is_floating_point() or one.is_complex())
+    ]
     where = {str(one.device): name for name, one in reversed(named)}
     if len(where) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in sorted(where.items()))
-        faults.append(f"it lies on several devices ({listed}); " + ("give numbers to all of it first, or to none" if "meta" in where else "cut it on one, then fp.place(plan, params)"))  # fmt: skip
+        faults.append(
+            f"it lies on several devices ({listed}); "
+            + (
+                "give numbers to all of it first, or to none"
+                if "meta" in where
+                else "cut it on one, then fp.place(plan, params)"
+            )
+        )
     if split:
         faults += _configured(model)
     return faults
@@ -112,5 +126,8 @@ def _configured(model: nn.Module) -> list[str]:
                     f"its own only; set it to False, or {TRACED}"
                 )
             elif "layerdrop" in name and isinstance(value, float) and value > 0 and model.training:
-                faults.append(f"config.{name} is {value}: which blocks are left out is drawn in the loop over all of them; set it to 0")  # fmt: skip
+                faults.append(
+                    f"config.{name} is {value}: which blocks are left out is drawn in the loop over all of them; set "
+                    "it to 0"
+                )
     return list(dict.fromkeys(faults))

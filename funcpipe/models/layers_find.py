@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +11,9 @@ from typing import Any, cast
 
 from torch import nn
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, bullets, raise_all
 from funcpipe.core.torch_names import children_of
+from funcpipe.core.words import similar
 from funcpipe.models.batchnorm import DeferredBatchNorm
 
 TRACED = "trace it instead: fp.split(model, ..., example=...)"
@@ -85,11 +85,12 @@ def find_layers(
     if not isinstance(model, nn.Module):
         raise PlanError(f"find_layers takes an nn.Module; got a {type(model).__name__}")
     given = {"entry": tuple(entry), "exit": tuple(exit), "carry": tuple(carry)}
-    faults = [f"{what}: {_unknown(model, name)}" for what, names in given.items() for name in names if not _has(model, name)]  # fmt: skip
+    faults = [
+        f"{what}: {_unknown(model, name)}" for what, names in given.items() for name in names if not _has(model, name)
+    ]
     if path is not None and not _has(model, path):
         faults.append(f"path: {_unknown(model, path)}")
-    if faults:
-        raise PlanError(bullets(f"{type(model).__name__} has no such modules:", faults))
+    raise_all(f"{type(model).__name__} has no such modules:", faults)
     plan = _published(model)
     where = _search(model, plan) if path is None else path
     stack = model.get_submodule(where)
@@ -123,7 +124,10 @@ def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
     """The path of the stack. Raises PlanError with the candidates where it is not plain."""
     kind = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise PlanError(f"{kind} is an encoder-decoder: every block of the decoder takes what the encoder gives, but one value goes through the stages of a layer cut; {TRACED}")  # fmt: skip
+        raise PlanError(
+            f"{kind} is an encoder-decoder: every block of the decoder takes what the encoder gives, but one value "
+            f"goes through the stages of a layer cut; {TRACED}"
+        )
     planned = [path for path in plan if isinstance(model.get_submodule(path), _STACKS)]
     if len(planned) == 1:
         return planned[0]
@@ -133,11 +137,17 @@ def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
         if not inside and isinstance(module, _STACKS) and _repeats(list(_children(module).values())):
             candidates[path] = sum(one.numel() for one in module.parameters())
     if not candidates:
-        raise PlanError(f"{kind} has no list (ModuleList, Sequential, ModuleDict) of two or more blocks of one class to cut between; name one (layers=path), or {TRACED}")  # fmt: skip
+        raise PlanError(
+            f"{kind} has no list (ModuleList, Sequential, ModuleDict) of two or more blocks of one class to cut "
+            f"between; name one (layers=path), or {TRACED}"
+        )
     ranked = sorted(candidates, key=lambda path: -candidates[path])
     if len(ranked) > 1 and candidates[ranked[0]] < 2 * candidates[ranked[1]]:
-        listed = [f"{path!r}: {len(_children(model.get_submodule(path)))} blocks, {candidates[path]:,} numbers" for path in ranked]  # fmt: skip
-        raise PlanError(bullets(f"{kind} has several lists of blocks; name one (layers=path), or {TRACED}", listed))  # fmt: skip
+        listed = [
+            f"{path!r}: {len(_children(model.get_submodule(path)))} blocks, {candidates[path]:,} numbers"
+            for path in ranked
+        ]
+        raise PlanError(bullets(f"{kind} has several lists of blocks; name one (layers=path), or {TRACED}", listed))
     return ranked[0]
 
 
@@ -224,5 +234,4 @@ def _has(model: nn.Module, path: str) -> bool:
 
 
 def _unknown(model: nn.Module, path: str) -> str:
-    near = difflib.get_close_matches(path, [name for name, _ in model.named_modules() if name], 1)
-    return f"no module {path!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"no module {path!r}{similar(path, [name for name, _ in model.named_modules() if name])}"

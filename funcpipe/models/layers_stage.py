@@ -9,21 +9,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.frames import REGIONS, frames
-from funcpipe.core.torch_names import buffers_of, parameters_of, without_modes
+from funcpipe.core.torch_names import without_modes
 from funcpipe.core.tree import Tree, flatten, is_differentiable, map_leaves, own, under_transform
 from funcpipe.models.layers_find import TRACED, Layers, within
 from funcpipe.models.layers_look import asked, beside, differs, incomplete, marked, nans
 from funcpipe.models.layers_stub import Blank, Leave, outer_paths, outline, real, stub
-from funcpipe.models.module import ModuleFn, Params, State
-from funcpipe.models.module import _Copy as Copy  # pyright: ignore[reportPrivateUsage]
+from funcpipe.models.module import ModuleCopy, ModuleFn, Params, Skeleton, State
 from funcpipe.models.signature import as_call
+from funcpipe.models.skippable import Skips
 
 INPUTS = "inputs"
 """The skip in which the model's inputs travel from the first stage to all others."""
@@ -35,26 +35,20 @@ class LayersFn(ModuleFn):
     Attributes:
         cut: the stack, and what stands around it.
         first, last: the stage's blocks, ``last`` excluded.
-        held: names (all of them, of tied ones too) of the tensors that the stage has.
         verified: (training, with gradients) for each mode in which a forward was looked at.
     """
 
-    def __init__(self, whole: ModuleFn, cut: Layers, first: int, last: int) -> None:
-        vars(self).update(vars(whole))  # nobody runs the copy without numbers, so all stages share it
-        self._idle, self.looked = [], set()
+    def __init__(self, shape: Skeleton, skips: Skips, cut: Layers, first: int, last: int) -> None:
         self.cut, self.first, self.last = cut, first, last
         self.verified: set[tuple[bool, bool]] = set()
         self.numbers = {name: number for number, name in enumerate(cut.names)}
         tables = {
             alias
-            for alias, buffer in self.skeleton.named_buffers(remove_duplicate=False)
-            if not is_differentiable(buffer) and alias.rpartition(".")[0] not in whole.norms
+            for alias, buffer in shape.module.named_buffers(remove_duplicate=False)
+            if not is_differentiable(buffer) and alias.rpartition(".")[0] not in shape.norms
         }
-        self.held = {alias for alias in self.canonical if self._holds(alias, table=alias in tables)}
-        keys = {self.canonical[alias] for alias in self.held}
-        self.param_names = [name for name in whole.param_names if name in keys]
-        self.buffer_names = [name for name in whole.buffer_names if name in keys]
-        self.norms = {path: one for path, one in whole.norms.items() if one.mean in self.held}
+        held = {alias for alias in shape.canonical if self._holds(alias, table=alias in tables)}
+        super().__init__(shape, skips, held, spread=True)
 
     def _holds(self, alias: str, *, table: bool) -> bool:
         """Is a tensor the stage's: of its blocks, of its side of the stack, or of what all stages run.
@@ -64,7 +58,7 @@ class LayersFn(ModuleFn):
         cut = self.cut
         prefix = f"{cut.path}." if cut.path else ""
         if alias.startswith(prefix):
-            number = self.numbers.get(prefix + alias[len(prefix) :].partition(".")[0])
+            number = self.numbers.get(prefix + alias.removeprefix(prefix).partition(".")[0])
             if number is not None:
                 return self.first <= number < self.last
         before, after = (any(within(alias, root) for root in roots) for roots in (cut.entry, cut.exit))
@@ -72,20 +66,9 @@ class LayersFn(ModuleFn):
             return True
         return (before and self.first == 0) or (after and self.last == len(cut))
 
-    def __call__(self, params: Params, x: Tree, **extras: Any) -> Any:
-        """Call on a copy of its own."""
-        made = LayersCopy(self)
-        made.install(params, extras.get("state", ()))
-        return made(x, **extras)
-
-    def bind(self, params: Params, state: State) -> Copy:
-        """A copy with these tensors, kept for the next run when released."""
-        try:
-            made = self._idle.pop()
-        except IndexError:
-            made = LayersCopy(self)
-        made.install(params, state)
-        return made
+    def copy(self) -> LayersCopy:
+        """A copy to run."""
+        return LayersCopy(self)
 
     def layers(self) -> list[str]:
         """The paths of what only this stage runs: what all stages share draws nothing twice, and names no stage."""
@@ -96,7 +79,7 @@ class LayersFn(ModuleFn):
         return [path for path in super().layers() if any(within(path, root) for root in roots)]
 
 
-class LayersCopy(Copy):
+class LayersCopy(ModuleCopy):
     """A private copy of the model in which other stages' modules are stubs."""
 
     owner: LayersFn
@@ -105,8 +88,6 @@ class LayersCopy(Copy):
         super().__init__(owner)
         cut = owner.cut
         self.cut, self.first, self.last = cut, owner.first, owner.last
-        self.norms = [norm for norm in self.norms if norm.deferral.path in owner.norms]
-        self.slots, self.absent = self._places()
         self.filled: torch.device | None = None
         self.looks = self.passing = False  # is this call looked at; do its blocks give what arrived
         self.ends: list[Any] = []  # of the graphs of what the blocks returned, in a call that is looked at
@@ -122,29 +103,14 @@ class LayersCopy(Copy):
         self.attributes = [(vars(layer), dict(vars(layer))) for layer in self.module.modules()]
         self._set_train(self.train)
 
-    def _places(self) -> tuple[list[tuple[dict[str, Any], str, str]], list[tuple[dict[str, Any], str, Tensor]]]:
-        """Where tensors of the stage go, and where those of other stages would."""
-        held: list[tuple[dict[str, Any], str, str]] = []
-        absent: list[tuple[dict[str, Any], str, Tensor]] = []
-        for path, layer in self.module.named_modules(remove_duplicate=False):
-            for table in (parameters_of(layer), buffers_of(layer)):
-                for local, tensor in table.items():
-                    if tensor is None:
-                        continue
-                    alias = f"{path}.{local}" if path else local
-                    if alias in self.owner.held:
-                        held.append((table, local, self.owner.canonical[alias]))
-                    else:
-                        absent.append((table, local, tensor))
-        return held, absent
-
-    def install(self, params: Params, state: State) -> None:
+    def install(self, params: Params, state: State) -> Self:
         """Put tensors in the places of the stage's parameters and buffers, NaN in those of other stages."""
         super().install(params, state)
         given = next(iter([*params.values(), *(state or {}).values()]), None)
         device = given.device if given is not None else torch.device("cpu")
         if device != self.filled:
             self._fill(float("nan"), device)
+        return self
 
     def _fill(self, value: float, device: torch.device) -> None:
         """Give what other stages hold a type, a shape and a device, but no memory and no numbers."""
@@ -199,7 +165,11 @@ class LayersCopy(Copy):
             self._begin()
             self._reset()
         if self.last < len(self.cut) or reached < self.first:
-            raise PlanError(f"the forward of {type(self.module).__name__} ended without {self.cut.names[min(reached, self.last - 1)]!r}: it does not run the blocks of {self.cut.path!r} one after the other; {TRACED}")  # fmt: skip
+            raise PlanError(
+                f"the forward of {type(self.module).__name__} ended without "
+                f"{self.cut.names[min(reached, self.last - 1)]!r}: it does not run the blocks of {self.cut.path!r} "
+                f"one after the other; {TRACED}"
+            )
         return y, ()
 
     def _begin(self) -> None:
@@ -242,7 +212,11 @@ class LayersCopy(Copy):
     def _foreign_block(self, number: int, /, *args: Any, **kwargs: Any) -> Tree:
         """A block of another stage: the one before the stage's first gives what arrived."""
         if number >= self.first or number != self.at:
-            raise PlanError(f"{self.cut.names[number]!r} runs where {self.cut.names[min(self.at, self.last - 1)]!r} should: {type(self.module).__name__} does not run each block of {self.cut.path!r} once, one after the other; {TRACED}")  # fmt: skip
+            raise PlanError(
+                f"{self.cut.names[number]!r} runs where {self.cut.names[min(self.at, self.last - 1)]!r} should: "
+                f"{type(self.module).__name__} does not run each block of {self.cut.path!r} once, one after the "
+                f"other; {TRACED}"
+            )
         self.at = number + 1
         if self.at < self.first:
             if self.nothing is None:  # once for all of them
@@ -293,16 +267,25 @@ class LayersCopy(Copy):
             if real is not None:
                 return real(*args, **kwargs)
             both = f"entry=[{root!r}], " if any(within(name, root) for name in self.entered) else ""
-            raise PlanError(f"{path!r} runs after the first block of {self.cut.path!r} began; if it runs after the last one, say so: layers=fp.find_layers(model, {both}exit=[{root!r}]); else {TRACED}")  # fmt: skip
+            raise PlanError(
+                f"{path!r} runs after the first block of {self.cut.path!r} began; if it runs after the last one, say "
+                f"so: layers=fp.find_layers(model, {both}exit=[{root!r}]); else {TRACED}"
+            )
         if not self.calls or self.calls[-1][0] != path:
             expected = f"{self.calls[-1][0]!r} should" if self.calls else "nothing more did in the first stage"
-            raise PlanError(f"{path!r} runs before the blocks of {self.cut.path!r} where {expected}: every stage must do the same there; {TRACED}")  # fmt: skip
+            raise PlanError(
+                f"{path!r} runs before the blocks of {self.cut.path!r} where {expected}: every stage must do the same "
+                f"there; {TRACED}"
+            )
         _, told = self.calls.pop()
         return map_leaves(lambda leaf: self._dense(leaf) if isinstance(leaf, Blank) else leaf, told)
 
     def _too_early(self, root: str, /, *args: Any, **kwargs: Any) -> Tree:
         """A module that was thought to run after the stack."""
-        raise PlanError(f"{root!r} is registered after the blocks of {self.cut.path!r}, but runs before the last of them; if it runs before the first, say so: layers=fp.find_layers(model, entry=[{root!r}]); else {TRACED}")  # fmt: skip
+        raise PlanError(
+            f"{root!r} is registered after the blocks of {self.cut.path!r}, but runs before the last of them; if it "
+            f"runs before the first, say so: layers=fp.find_layers(model, entry=[{root!r}]); else {TRACED}"
+        )
 
     # -- what is not known here ------------------------------------------------------------------------------------
 
@@ -332,9 +315,11 @@ class LayersCopy(Copy):
         entries = ", ".join(self.cut.entry) or "none"
         mended = "layers=fp.find_layers(model, "
         raise PlanError(
-            f"blocks {self.cut.path}[{self.first}:{self.last}], or what follows them, use more than what the block before "
+            f"blocks {self.cut.path}[{self.first}:{self.last}], or what follows them, use more than what the block "
+            "before "
             "them returned: what another module returned, or its parameters, which another stage holds. "
-            f"If it is what an entry ({entries}) returned, let it travel: {mended}carry=[...]); if the end uses a parameter "
+            f"If it is what an entry ({entries}) returned, let it travel: {mended}carry=[...]); if the end uses a "
+            "parameter "
             f"of an entry, give it to both ends: {mended}entry=[...], exit=[...]); else {TRACED}"
         )
 

@@ -28,7 +28,10 @@ class ModelLoss:
         found = self.find(y)
         if found is None:
             asked = "a loss" if self.path is None else f"a loss at {'.'.join(map(str, self.path))}"
-            raise PlanError(f"the model's output has no {asked.removeprefix('a ')}; its scalars are {scalars(y) or 'none'}; give split(..., loss=path or function), or a loss of your own to make_plan(loss=)")  # fmt: skip
+            raise PlanError(
+                f"the model's output has no {asked.removeprefix('a ')}; its scalars are {scalars(y) or 'none'}; give "
+                "split(..., loss=path or function), or a loss of your own to make_plan(loss=)"
+            )
         return found
 
     def weigh(self, inputs: Any, target: Any) -> Any:
@@ -57,7 +60,10 @@ def as_loss(given: Any, model: nn.Module) -> Callable[[Any, Any], Any]:
         return ModelLoss(given, Labels(model))  # pyright: ignore[reportUnknownArgumentType]
     if callable(given):
         return lambda y, target: given(y)
-    raise PlanError(f"loss is a path into the model's output ('loss', 0, ('head', 'loss')) or a function of it; got a {type(given).__name__}")  # fmt: skip
+    raise PlanError(
+        "loss is a path into the model's output ('loss', 0, ('head', 'loss')) or a function of it; got a "
+        f"{type(given).__name__}"
+    )
 
 
 def scalars(y: Any) -> list[str]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import difflib
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence, Set
+from copy import deepcopy
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.stage import Stage, checked_names, normalise
+from funcpipe.core.errors import PlanError, raise_all
+from funcpipe.core.stage import Bindable, Stage, checked_names, normalise
 from funcpipe.core.torch_names import FLAT_WEIGHTS, buffers_of, list_weights, parameters_of, without_modes
 from funcpipe.core.tree import Tree
+from funcpipe.core.words import similar
 from funcpipe.models.batchnorm import CommitLayers, DeferredBatchNorm, Running
 from funcpipe.models.hearing import has_numbers, looked_at, refuse_writes, version
 from funcpipe.models.scripted import scripted
@@ -69,16 +69,16 @@ def stage_of(
     spread: bool = True,
 ) -> tuple[Stage, Params, State]:
     """`from_module` with these skips; without ``spread`` a tuple is one argument too."""
-    fed = checked_names(feeds, "feeds")
     params: Params = dict(module.named_parameters())
     state = {key: buffer.detach().clone() for key, buffer in module.named_buffers()}
-    fn = ModuleFn(module, fed, skips, spread=spread)
+    shape = Skeleton(module)
+    fn = ModuleFn(shape, skips, set(shape.canonical), spread=spread)
     made = Stage(
         fn,
         name,
         stash=tuple(skips.stash),
         pop=tuple(skips.pop),
-        feeds=fed,
+        feeds=checked_names(feeds, "feeds"),
         state=bool(state),
         commit=CommitLayers(fn.norms, deferred=deferred) if fn.norms else None,
         offers=tuple(skips.offers),
@@ -90,121 +90,144 @@ def stage_of(
 
 def refuse_lazy(module: nn.Module) -> None:
     """Raises PlanError where parameters or buffers have no shape yet, or are TorchScript's."""
-    if faults := scripted(module):
-        raise PlanError(bullets(f"this {type(module).__name__} cannot be a stage:", faults))
-    lazy = [name for name, tensor in _all_tensors(module).items() if nn.parameter.is_lazy(tensor)]
+    raise_all(f"this {type(module).__name__} cannot be a stage:", scripted(module))
+    lazy = [name for name, tensor in all_tensors(module).items() if nn.parameter.is_lazy(tensor)]
     if lazy:
         raise PlanError(f"parameters {lazy} are not initialised yet; call the module once on an example first")
 
 
-def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy with these tensors in the places of its own. Raises PlanError."""
+def all_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under every name that they have."""
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return dict(named)
+
+
+def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Every name of a tensor -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+
+
+def copied(module: nn.Module, change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> nn.Module:
+    """A copy of a module's structure around its very tensors, or around what takes their places. Raises PlanError."""
     try:
-        return copy.deepcopy(module, memo)
+        return deepcopy(module, {id(tensor): change(tensor) for tensor in all_tensors(module).values()})
     except Exception as error:
-        raise PlanError(f"the module cannot be copied ({error}); a stage needs a copy of its own, so tensors that a forward computed must not be kept as attributes") from error  # fmt: skip
+        raise PlanError(
+            f"the module cannot be copied ({error}); stages have a copy of its structure, so tensors that a forward "
+            "computed must not be kept as attributes (instead of torch.nn.utils.weight_norm use "
+            "torch.nn.utils.parametrizations.weight_norm)"
+        ) from error
 
 
-class ModuleFn:
-    """A module as a function of its parameters: ``fn(params, x, skips=, feeds=, state=, train=)``.
+class Skeleton:
+    """A copy of a module without its numbers, with deferred norms; nobody runs it, so stages share it.
 
     Attributes:
+        module: the copy.
+        canonical: every name of a parameter or buffer -> the first name of the same tensor.
+        shapes: of the tensors, by these first names.
+        buffers: the first names of buffers.
         norms: for the path of each layer whose statistics are deferred, its buffers.
         frozen: the paths of layers that stay in evaluation mode.
         evaluation: do all of them.
-        looked: the modes (training or not) in which a forward was looked at for writes into buffers.
     """
 
-    def __init__(self, module: nn.Module, feeds: tuple[str, ...], skips: Skips, *, spread: bool) -> None:
-        self.feeds, self.skips, self.spread = feeds, skips, spread
-        self.given = {**skips.stash, **skips.offers}
-        aliases = _all_tensors(module)
-        first: dict[int, str] = {}
-        self.canonical = {alias: first.setdefault(id(tensor), alias) for alias, tensor in aliases.items()}
-        self.shapes = {
-            alias: tuple(tensor.shape) for alias, tensor in aliases.items() if self.canonical[alias] == alias
-        }
-        buffers = {alias for alias, _ in module.named_buffers(remove_duplicate=False)}
-        self.param_names = [alias for alias in self.shapes if alias not in buffers]
-        self.buffer_names = [alias for alias in self.shapes if alias in buffers]
-        self.skeleton = copied(module, {id(tensor): _placeholder(tensor) for tensor in aliases.values()})
+    def __init__(self, module: nn.Module) -> None:
+        tensors = all_tensors(module)
+        self.canonical = first_names(tensors)
+        self.shapes = {name: tuple(tensors[name].shape) for name in self.canonical.values()}
+        self.buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        self.module = copied(module, _placeholder)
         self.norms: dict[str, Running] = {}
-        for path, layer in self.skeleton.named_modules():
+        for path, layer in self.module.named_modules():
             if DeferredBatchNorm.converts(layer):
                 self.norms[path] = Running.of(layer, path)
                 DeferredBatchNorm.convert(layer, path)
-        self.frozen = [path for path, layer in self.skeleton.named_modules() if not layer.training]
-        self.evaluation = all(not layer.training for layer in self.skeleton.modules())
+        self.frozen = [path for path, layer in self.module.named_modules() if not layer.training]
+        self.evaluation = all(not layer.training for layer in self.module.modules())
+
+
+class ModuleFn(Bindable):
+    """A module as a function of its parameters: ``fn(params, x, skips=, feeds=, state=, train=)``.
+
+    Attributes:
+        held: the names (all of them, of tied ones too) of the tensors that the stage has.
+        norms: for the path of each layer whose statistics are deferred, its buffers.
+        looked: the modes (training or not) in which a forward was looked at for writes into buffers.
+    """
+
+    def __init__(self, shape: Skeleton, skips: Skips, held: Set[str], *, spread: bool) -> None:
+        self.shape, self.skeleton, self.evaluation = shape, shape.module, shape.evaluation
+        self.skips, self.held, self.spread = skips, held, spread
+        first = {shape.canonical[alias] for alias in held}
+        shapes = {name: size for name, size in shape.shapes.items() if name in first}
+        self.param_shapes = {name: size for name, size in shapes.items() if name not in shape.buffers}
+        self.buffer_shapes = {name: size for name, size in shapes.items() if name in shape.buffers}
+        self.norms = {path: running for path, running in shape.norms.items() if running.mean in held}
         self.looked: set[bool] = set()
-        self._idle: list[_Copy] = []
+        self._idle: list[ModuleCopy] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_idle": []}
 
+    def copy(self) -> ModuleCopy:
+        """A copy to run."""
+        return ModuleCopy(self)
+
     def __call__(self, params: Params, x: Tree, **extras: Any) -> Any:
         """Call on a copy of its own: safe under torch.func and from any thread."""
-        made = _Copy(self)
-        made.install(params, extras.get("state", ()))
-        return made(x, **extras)
+        return self.copy().install(params, extras.get("state", ()))(x, **extras)
 
-    def bind(self, params: Params, state: State) -> _Copy:
+    def bind(self, params: Params, state: State) -> ModuleCopy:
         """A copy with these tensors as its parameters, kept for the next run when released."""
         try:
-            made = self._idle.pop()
+            idle = self._idle.pop()
         except IndexError:
-            made = _Copy(self)
-        made.install(params, state)
-        return made
+            idle = self.copy()
+        return idle.install(params, state)
 
-    def give_back(self, made: _Copy) -> None:
+    def give_back(self, idle: ModuleCopy) -> None:
         """Keep a copy whose run went well."""
-        self._idle.append(made)
+        self._idle.append(idle)
 
     def layers(self) -> list[str]:
         """The paths of all submodules without children."""
         return [path for path, layer in self.skeleton.named_modules() if path and not any(layer.children())]
 
-    def parts(self) -> tuple[Stage, ...]:
-        """A module is no composition."""
-        return ()
-
     def check(self, params: Any, state: Any) -> None:
-        """Refuse parameters and buffers that are not exactly those of the module. Raises PlanError."""
-        faults = _key_faults("params", params, self.param_names)
-        faults += _key_faults("state", state or {}, self.buffer_names)
-        if not faults:
-            for key, tensor in [*params.items(), *(state or {}).items()]:
-                if not isinstance(tensor, Tensor):
-                    faults.append(f"{key!r} is a {type(tensor).__name__}, not a tensor")
-                elif tuple(tensor.shape) != self.shapes[key]:
-                    faults.append(f"{key!r} has shape {tuple(tensor.shape)}, the module wants {self.shapes[key]}")
-        if faults:
-            raise PlanError(bullets(f"these are not the tensors of {type(self.skeleton).__name__}:", faults))
+        """Refuse parameters and buffers that are not exactly those of the stage. Raises PlanError."""
+        wanted = {"params": self.param_shapes, "state": self.buffer_shapes}
+        refuse_other_tensors(type(self.skeleton).__name__, wanted, {"params": params, "state": state or {}})
 
 
-class _Copy:
+class ModuleCopy:
     """A private copy of the module with tensors in the places of its parameters."""
 
     def __init__(self, owner: ModuleFn) -> None:
         self.owner = owner
         with without_modes():  # a stage may be traced on fake tensors; its skeleton has none
-            self.module = copy.deepcopy(owner.skeleton)
+            self.module = deepcopy(owner.skeleton)
         self.train = not owner.evaluation  # as the layers were when the stage was made
         self.attributes = [(vars(layer), dict(vars(layer))) for layer in self.module.modules()]
         self.places = {id(layer): path for path, layer in self.module.named_modules()}
-        self.norms = [layer for layer in self.module.modules() if isinstance(layer, DeferredBatchNorm)]
+        norms = [layer for layer in self.module.modules() if isinstance(layer, DeferredBatchNorm)]
+        self.norms = [layer for layer in norms if layer.deferral.path in owner.norms]
         self.recurrent = [layer for layer in self.module.modules() if isinstance(layer, nn.RNNBase)]
-        self.slots: list[tuple[dict[str, Any], str, str]] = []
+        self.slots: list[tuple[dict[str, Any], str, str]] = []  # where tensors go, and by which name
+        self.absent: list[tuple[dict[str, Any], str, Tensor]] = []  # where those of other stages would
         for path, layer in self.module.named_modules(remove_duplicate=False):
             for table in (parameters_of(layer), buffers_of(layer)):
                 for local, tensor in table.items():
-                    if tensor is not None:
-                        alias = f"{path}.{local}" if path else local
-                        self.slots.append((table, local, owner.canonical[alias]))
+                    alias = f"{path}.{local}" if path else local
+                    if tensor is not None and alias in owner.held:
+                        self.slots.append((table, local, owner.shape.canonical[alias]))
+                    elif tensor is not None:
+                        self.absent.append((table, local, tensor))
         self.buffers: list[tuple[tuple[dict[str, Any], str, str], Tensor]] = []
         self.numbers = True
 
-    def install(self, params: Params, state: State) -> None:
+    def install(self, params: Params, state: State) -> Self:
         """Put tensors in the places of parameters and buffers."""
         self.owner.check(params, state)
         given = {**params, **(state or {})}
@@ -212,11 +235,12 @@ class _Copy:
             table[local] = given[key]
         for layer in self.recurrent:  # they keep a second list of their weights
             list_weights(layer)
-        buffers = set(self.owner.buffer_names)
-        self.buffers = [(slot, given[slot[2]]) for slot in self.slots if slot[2] in buffers]
+        self.buffers = [(slot, given[slot[2]]) for slot in self.slots if slot[2] in self.owner.buffer_shapes]
         self.numbers = all(has_numbers(buffer) for _, buffer in self.buffers)
+        return self
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
+        """Run on one microbatch."""
         asked = bool(extras.get("train", False))
         train = asked and not self.owner.evaluation
         if train is not self.train:
@@ -250,7 +274,8 @@ class _Copy:
         store = {key: taken[name] for name, key in skips.pop.items()}
         with carrying(store):
             y = self.module(*arguments, **feeds)
-        return y, {name: store[key] for name, key in self.owner.given.items() if key in store}
+        given = {**skips.stash, **skips.offers}
+        return y, {name: store[key] for name, key in given.items() if key in store}
 
     def _look(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
         """`_run`, the first time in a mode: nothing may write into buffers without saying so."""
@@ -262,7 +287,7 @@ class _Copy:
 
     def _set_train(self, train: bool) -> None:
         self.module.train(train)
-        for path in self.owner.frozen:
+        for path in self.owner.shape.frozen:
             self.module.get_submodule(path).training = False
         self.train = train
 
@@ -292,31 +317,36 @@ class _Copy:
         )
 
 
-def _all_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers under every name that they have."""
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return dict(named)
-
-
 def _placeholder(tensor: Tensor) -> Tensor:
     """As much of a tensor as a copy without numbers needs."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _key_faults(what: str, given: Any, expected: list[str]) -> list[str]:
-    if not isinstance(given, Mapping):
-        return [f"{what} is a {type(given).__name__}, not a dict by the module's names"]
-    known: list[str] = [str(key) for key in given]  # pyright: ignore
+def refuse_other_tensors(
+    owner: str, wanted: Mapping[str, Mapping[str, tuple[int, ...]]], given: Mapping[str, Any]
+) -> None:
+    """Refuse trees of tensors that a module stage cannot run with. Raises PlanError.
+
+    Args:
+        owner: whose tensors they should be.
+        wanted: the shapes by name, for params and for state.
+        given: the trees, likewise.
+    """
     faults: list[str] = []
-    for key in known:
-        if key not in expected:
-            near = difflib.get_close_matches(key, expected, 1)
-            faults.append(
-                f"{what} has {key!r}, which the module does not" + (f"; did you mean {near[0]!r}?" if near else "")
-            )
-    for key in expected:
-        if key not in known:
-            near = difflib.get_close_matches(key, [k for k in known if k not in expected], 1)
-            faults.append(f"{what} lacks {key!r}" + (f"; is it {near[0]!r}?" if near else ""))
-    return faults
+    for what, tree in given.items():
+        shapes = wanted[what]
+        if not isinstance(tree, Mapping):
+            faults.append(f"{what} is a {type(tree).__name__}, not a dict by the module's names")
+            continue
+        strange = [str(name) for name in tree if name not in shapes]  # pyright: ignore[reportUnknownVariableType]
+        faults += [f"{what} has {name!r}, which the module does not{similar(name, shapes)}" for name in strange]
+        for name, shape in shapes.items():
+            tensor: Any = tree.get(name)  # pyright: ignore[reportUnknownVariableType]
+            if name not in tree:
+                faults.append(f"{what} lacks {name!r}{similar(name, strange, '; is it {!r}?')}")
+            elif not isinstance(tensor, Tensor):
+                faults.append(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+            elif tuple(tensor.shape) != shape:
+                faults.append(f"{name!r} has shape {tuple(tensor.shape)}, the module wants {shape}")
+    raise_all(f"these are not the tensors of {owner}:", faults)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from funcpipe.core.errors import PlanError
-from funcpipe.models.balance import balance
+from funcpipe.models.balance import evenly
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ Policy: TypeAlias = Callable[[Units, "int | None"], Sequence[int]]
 
 def by_parameters(units: Units, num_stages: int | None) -> Sequence[int]:
     """As equal parameter bytes as contiguous stages can have: the default. See `split`."""
-    return balance(_some(units.parameters), _count(num_stages, "by_parameters"))
+    return evenly(units.parameters, _count(num_stages, "by_parameters"))
 
 
 def by_time(units: Units, num_stages: int | None) -> Sequence[int]:
     """As equal measured times as contiguous stages can have; needs ``example=``. See `split`."""
-    return balance(_some(units.measure()), _count(num_stages, "by_time"))
+    return evenly(units.measure(), _count(num_stages, "by_time"))
 
 
 def by_memory(limit: float) -> Policy:
@@ -66,30 +66,16 @@ def by_memory(limit: float) -> Policy:
         if num_stages is None:
             return sizes
         if len(sizes) > num_stages:
-            raise PlanError(f"{num_stages} stages of at most {limit:g} bytes cannot hold the model; {len(sizes)} can, or a limit of {max(sum(units.parameters) // num_stages, *units.parameters)} and more")  # fmt: skip
-        return balance(_some(units.parameters), num_stages)
+            raise PlanError(
+                f"{num_stages} stages of at most {limit:g} bytes cannot hold the model; {len(sizes)} can, or a limit "
+                f"of {max(sum(units.parameters) // num_stages, *units.parameters)} and more"
+            )
+        return evenly(units.parameters, num_stages)
 
     return policy
-
-
-def _some(costs: Sequence[float]) -> list[float]:
-    """Costs for `balance`; where all are 0 every unit counts the same."""
-    return [float(cost) for cost in costs] if any(costs) else [1.0] * len(costs)
 
 
 def _count(num_stages: int | None, name: str) -> int:
     if num_stages is None:
         raise PlanError(f"the policy {name} divides a model into a number of stages; give num_stages")
     return num_stages
-
-
-def checked(sizes: Any, units: Units, num_stages: int | None) -> list[int]:
-    """What a policy returned, as sizes. Raises PlanError."""
-    try:
-        given = [int(size) for size in sizes]
-    except (TypeError, ValueError):
-        raise PlanError(f"a policy returns how many units each stage gets; got {sizes!r}") from None
-    if any(size < 1 for size in given) or sum(given) != len(units) or num_stages not in (None, len(given)):
-        wanted = "" if num_stages is None else f" {num_stages}"
-        raise PlanError(f"the sizes are{wanted} positive numbers that sum to the {len(units)} units of the model; got {given}, which sum to {sum(given)}")  # fmt: skip
-    return given

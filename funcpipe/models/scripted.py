@@ -14,7 +14,8 @@ def scripted(module: nn.Module) -> list[str]:
         if isinstance(layer, torch.jit.ScriptModule) and not inside:
             found[path] = layer
     return [
-        f"{repr(path) if path else 'it'} is TorchScript (a {type(layer).__name__}), whose parameters and copies are not "
+        f"{repr(path) if path else 'it'} is TorchScript (a {type(layer).__name__}), whose parameters and copies are "
+        "not "
         "Python's; give the module that it was scripted or traced from"
         for path, layer in found.items()
     ]

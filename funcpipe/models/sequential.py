@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import index
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.core.torch_names import children_of, hooks_of
 from funcpipe.core.tree import Tree
+from funcpipe.models.balance import checked_sizes
 from funcpipe.models.batchnorm import DeferredBatchNorm
 from funcpipe.models.module import Params, State, copied, refuse_lazy, stage_of
 from funcpipe.models.skippable import Skips, skips_of
@@ -81,10 +81,10 @@ def cut_sequential(
     """Cut a Sequential into stages of neighbouring layers.
 
     Parameters and state keep the model's own names, and layers their own random numbers, whatever the sizes: a stage is
-    the model with the other layers left out. A tuple between layers is spread if the Sequential does so (`PipeSequential`),
-    also where a border lies between them, and never in a plain one; so the input of the first stage is what
-    ``model(x)`` gets, or a tuple for ``model(*x)`` of a PipeSequential. Of the skips only those that other stages pop
-    cross a border. A tensor that stands in several stages is the same object in each.
+    the model with the other layers left out. A tuple between layers is spread if the Sequential does so
+    (`PipeSequential`), also where a border lies between them, and never in a plain one; so the input of the first stage
+    is what ``model(x)`` gets, or a tuple for ``model(*x)`` of a PipeSequential. Of the skips only those that other
+    stages pop cross a border. A tensor that stands in several stages is the same object in each.
 
     >>> parts = cut_sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), [1, 2])
     >>> [(stage.name, sorted(params)) for stage, params, _ in parts]
@@ -103,7 +103,7 @@ def cut_sequential(
         PlanError: sizes and layers do not fit, stashes and pops do not match, or a layer cannot be in a stage.
     """
     units = _units(module, flat)
-    counts = _checked(sizes, len(units))
+    counts = checked_sizes(sizes, len(units), "layers")
     refuse_lazy(module)
     _refuse_shared_norms(units)
     skips_of(module, whole=True)
@@ -136,7 +136,7 @@ class SequentialPart(nn.Module):
         self.training = False  # only its layers have modes
         # Each place has modules of its own, also where the model has one at several: then what a layer draws depends
         # on the place alone, not on which places are in the same stage. Their tensors stay the same.
-        self._funcpipe_row = [(_with_own_modules(unit.module), unit.spread) for unit in units]
+        self._funcpipe_row = [(copied(unit.module), unit.spread) for unit in units]
         for unit, (layer, _) in zip(units, self._funcpipe_row, strict=True):
             *around, name = unit.path.split(".")
             inner: nn.Module = self
@@ -153,26 +153,28 @@ class SequentialPart(nn.Module):
         return x
 
 
-def _with_own_modules(layer: nn.Module) -> nn.Module:
-    return copied(layer, {id(tensor): tensor for tensor in (*layer.parameters(), *layer.buffers())})
-
-
 # -- units -------------------------------------------------------------------------------------------------------------
 
 
 def _units(module: nn.Module, flat: bool) -> list[Unit]:
     """The units of a Sequential. Raises PlanError where calling them in a row is not what the module does."""
     if not _is_row(module):
-        does = "its forward is not that of nn.Sequential or fp.PipeSequential" if isinstance(module, nn.Sequential) else "it is none"  # fmt: skip
-        raise PlanError(f"only an nn.Sequential can be cut by counting its layers; got {type(module).__name__}: {does}. Other models are cut by fp.split")  # fmt: skip
+        does = (
+            "its forward is not that of nn.Sequential or fp.PipeSequential"
+            if isinstance(module, nn.Sequential)
+            else "it is none"
+        )
+        raise PlanError(
+            f"only an nn.Sequential can be cut by counting its layers; got {type(module).__name__}: {does}. Other "
+            "models are cut by fp.split"
+        )
     faults = [
         f"the Sequential itself has {what}, which would not run: put them on a layer" for what in hooks_of(module)
     ]
     units = list(_inside(module, "", _spreads(module), flat))
     faults += [f"layer {path!r} is None" for path, layer, _ in units if layer is None]  # pyright: ignore[reportUnnecessaryComparison]
     faults += [] if units else ["it has no layers; a stage has at least one, nn.Identity() will do"]
-    if faults:
-        raise PlanError(bullets(f"this {type(module).__name__} cannot be cut:", faults))
+    raise_all(f"this {type(module).__name__} cannot be cut:", faults)
     return units
 
 
@@ -188,7 +190,11 @@ def _inside(container: nn.Module, path: str, spread: bool, flat: bool) -> Iterat
 def _is_row(module: nn.Module) -> bool:
     """Does a call of the module call its children one after the other, and nothing else."""
     forward = type(module).forward
-    return isinstance(module, nn.Sequential) and "forward" not in vars(module) and forward in (nn.Sequential.forward, PipeSequential.forward)  # fmt: skip
+    return (
+        isinstance(module, nn.Sequential)
+        and "forward" not in vars(module)
+        and forward in (nn.Sequential.forward, PipeSequential.forward)
+    )
 
 
 def _spreads(container: nn.Module) -> bool:
@@ -208,18 +214,8 @@ def _refuse_shared_norms(units: Sequence[Unit]) -> None:
             if DeferredBatchNorm.converts(layer):
                 places.setdefault(id(layer), {}).setdefault(unit.path, f"{unit.path}.{path}" if path else unit.path)
     faults = [f"the batch norm layer at {' and '.join(found.values())}" for found in places.values() if len(found) > 1]
-    if faults:
-        raise PlanError(bullets("one batch norm layer in several layers of a Sequential cannot be cut, for its statistics would be kept in several places; give each place a layer of its own (they may share weight and bias):", faults))  # fmt: skip
-
-
-def _checked(sizes: Sequence[int], total: int) -> list[int]:
-    """The sizes as ints. Raises PlanError."""
-    try:
-        counts = [index(one) for one in sizes]
-    except TypeError:
-        raise PlanError(f"sizes is a sequence with the number of layers of each stage; got {sizes!r}") from None
-    count = min(max(len(counts), 1), total)
-    example = [total // count + (number < total % count) for number in range(count)]
-    if not counts or min(counts) < 1 or sum(counts) != total:
-        raise PlanError(f"sizes {counts} do not fit: each stage has at least one layer, and together they are all {total}; e.g. {example}")  # fmt: skip
-    return counts
+    raise_all(
+        "one batch norm layer in several layers of a Sequential cannot be cut, for its statistics would be kept in "
+        "several places; give each place a layer of its own (they may share weight and bias):",
+        faults,
+    )

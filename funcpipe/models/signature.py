@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from funcpipe.core.errors import BatchError, bullets
+from funcpipe.core.errors import BatchError, raise_all
 from funcpipe.core.tree import Spec, Tree, flatten, unflatten
 
 
@@ -46,7 +46,14 @@ class Guard:
         """How a value differs from what was traced."""
         if self.dtype is None:
             same = value is self.constant or (type(value) is type(self.constant) and value == self.constant)
-            return [] if same else [f"{self.name} was {self.constant!r} when it was traced, and is a part of the graph since; got {value!r}"]  # fmt: skip
+            return (
+                []
+                if same
+                else [
+                    f"{self.name} was {self.constant!r} when it was traced, and is a part of the graph since; got "
+                    f"{value!r}"
+                ]
+            )
         if not isinstance(value, Tensor):
             return [f"{self.name} was a tensor; got a {type(value).__name__}"]
         if value.dtype != self.dtype or value.dim() != len(self.shape):
@@ -103,14 +110,20 @@ class Signature:
         """The leaves of the inputs by name. Raises BatchError where they are not what was traced."""
         args, kwargs = as_call(x)
         if set(kwargs) != set(self.keywords):
-            raise BatchError(f"the model was traced with the keywords {sorted(self.keywords)}; got {sorted(kwargs)}; split it again with such an example")  # fmt: skip
+            raise BatchError(
+                f"the model was traced with the keywords {sorted(self.keywords)}; got {sorted(kwargs)}; split it "
+                "again with such an example"
+            )
         leaves, spec = flatten((args, kwargs))
         if spec != self.in_spec:
             raise BatchError(f"the model was traced with inputs like {self.in_spec}; got {spec}")
         seen: dict[str, tuple[int, str]] = {}
         faults = [fault for guard, leaf in zip(self.guards, leaves, strict=True) for fault in guard.faults(leaf, seen)]
-        if faults:
-            raise BatchError(bullets("the inputs are not like the example that the model was traced with (split it again with one that is):", faults))  # fmt: skip
+        raise_all(
+            "the inputs are not like the example that the model was traced with (split it again with one that is):",
+            faults,
+            BatchError,
+        )
         return {guard.name: leaf for guard, leaf in zip(self.guards, leaves, strict=True)}
 
     def output(self, leaves: Sequence[Any]) -> Any:

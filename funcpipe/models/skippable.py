@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Out
 from funcpipe.core.torch_names import backward_number, children_of
 from funcpipe.core.tree import Tree, map_leaves, own
@@ -76,16 +76,16 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
 
     The class gets a method ``isolate(ns, *, only=None) -> self``: its skips (those in ``only``) belong to a `Namespace`
     then, so that a block with skips inside can stand in a model twice. A subclass inherits the declaration; with a
-    decorator of its own it has that one instead. There ``super().forward(x)`` is what the class wrote, a generator where
-    it wrote one: ``y = yield from super().forward(x)``.
+    decorator of its own it has that one instead. There ``super().forward(x)`` is what the class wrote, a generator
+    where it wrote one: ``y = yield from super().forward(x)``.
 
     Args:
         stash: names that it stashes, each in every call.
         pop: names that it pops, each in every call.
 
     Raises:
-        PlanError: this is no module class, or it is skippable already. What the stashes and pops of a whole model do not
-            match in is found when stages are made of it.
+        PlanError: this is no module class, or it is skippable already. What the stashes and pops of a whole model do
+            not match in is found when stages are made of it.
     """
     names = _names(stash, "stash"), _names(pop, "pop")
 
@@ -94,7 +94,10 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
             raise PlanError(f"skippable decorates a class of modules; got {cls!r}")
         inherited: Declared | None = getattr(cls, "_skips", None)
         if "_skips" in vars(cls) and inherited is not None and inherited.here:
-            raise PlanError(f"{cls.__name__} is skippable already: declare everything in one decorator, or decorate a subclass of it")  # fmt: skip
+            raise PlanError(
+                f"{cls.__name__} is skippable already: declare everything in one decorator, or decorate a subclass of "
+                "it"
+            )
         _install(cls, *names, here=True)
         cls.isolate = _isolate  # pyright: ignore[reportAttributeAccessIssue]
         if inherited is None:
@@ -198,9 +201,16 @@ class _Call:
         if key in self.store:
             return _own(self.store[key])
         if backward_number() != -1:
-            raise PlanError(f"{self._who} pops {label(key)!r} in a backward, where torch.utils.checkpoint computes it again and its skip is gone; pop outside of the checkpointed part and pass the value in, or use fp.remat for the stage")  # fmt: skip
+            raise PlanError(
+                f"{self._who} pops {label(key)!r} in a backward, where torch.utils.checkpoint computes it again and "
+                "its skip is gone; pop outside of the checkpointed part and pass the value in, or use fp.remat for "
+                "the stage"
+            )
         there = sorted(map(label, self.store))
-        raise PlanError(f"{self._who} pops {label(key)!r}, but no layer stashed it before (there are: {there}); both must be called inside of one module, such as nn.Sequential(...), or be stages of one plan")  # fmt: skip
+        raise PlanError(
+            f"{self._who} pops {label(key)!r}, but no layer stashed it before (there are: {there}); both must be "
+            "called inside of one module, such as nn.Sequential(...), or be stages of one plan"
+        )
 
     def drive(self, generator: Generator[Any, Any, Any]) -> Any:
         """Run a forward that yields commands; what it does wrong is raised at its own line."""
@@ -223,7 +233,9 @@ class _Call:
             return self.stash(*command)
         if isinstance(command, pop):
             return self.pop(*command)
-        raise PlanError(f"{self._who} yields a {type(command).__name__}; it may yield fp.stash(name, value) and fp.pop(name)")  # fmt: skip
+        raise PlanError(
+            f"{self._who} yields a {type(command).__name__}; it may yield fp.stash(name, value) and fp.pop(name)"
+        )
 
     def finish(self, result: Any) -> Any:
         """The layer's output. Raises PlanError where it did not do all that it declares."""
@@ -235,10 +247,19 @@ class _Call:
                     f"{self._who} returns stats or a loss in its Out; a layer returns Out(y, stash={{...}})"
                 )
             result = result.y
-        faults = [f"declares stash {name!r} but did not stash it" for name in self.declared.stash if ("stash", name) not in self.done]  # fmt: skip
-        faults += [f"declares pop {name!r} but did not pop it" for name in self.declared.pop if ("pop", name) not in self.done]  # fmt: skip
-        if faults:
-            raise PlanError(bullets(f"{self._who} did not do what it declares (yield fp.stash(name, value), value = yield fp.pop(name), or Out(y, stash={{...}}) and a keyword skips): it", faults))  # fmt: skip
+        faults = [
+            f"declares stash {name!r} but did not stash it"
+            for name in self.declared.stash
+            if ("stash", name) not in self.done
+        ]
+        faults += [
+            f"declares pop {name!r} but did not pop it" for name in self.declared.pop if ("pop", name) not in self.done
+        ]
+        raise_all(
+            f"{self._who} did not do what it declares (yield fp.stash(name, value), value = yield fp.pop(name), or "
+            f"Out(y, stash={{...}}) and a keyword skips): it",
+            faults,
+        )
         return result
 
     @property
@@ -300,7 +321,10 @@ def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
         faults += [f"{_layer(path, layer)} both stashes and pops {label(_key(layer, name))!r}" for name in both]
         for key in (_key(layer, name) for name in declared.stash if name not in both):
             if key in stashes:
-                faults.append(f"{_layer(path, layer)} stashes {label(key)!r} again, {stashes[key]!r} did already; keep them apart: isolate(fp.Namespace())")  # fmt: skip
+                faults.append(
+                    f"{_layer(path, layer)} stashes {label(key)!r} again, {stashes[key]!r} did already; keep them "
+                    "apart: isolate(fp.Namespace())"
+                )
             stashes.setdefault(key, path)
         pops += [_Use(_key(layer, name), path) for name in declared.pop if name not in both]
     for key, path in pops:
@@ -312,10 +336,12 @@ def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
     popped = {use.key for use in pops}
     if whole:
         unpopped = [(key, path) for key, path in stashes.items() if key not in popped]
-        faults += [f"{_layer(path, module.get_submodule(path))} stashes {label(key)!r}, but no layer pops it" for key, path in unpopped]  # fmt: skip
+        faults += [
+            f"{_layer(path, module.get_submodule(path))} stashes {label(key)!r}, but no layer pops it"
+            for key, path in unpopped
+        ]
     faults += _ambiguous([*stashes, *popped])
-    if faults:
-        raise PlanError(bullets("stash and pop do not match:", faults))
+    raise_all("stash and pop do not match:", faults)
     return Skips(
         {label(key): key for key in stashes if key not in popped},
         {label(use.key): use.key for use in pops if use.key not in stashes},
@@ -343,4 +369,7 @@ def _ambiguous(keys: list[Key]) -> list[str]:
     """Skips that would be called the same."""
     seen: dict[str, Key] = {}
     unlike = {label(key) for key in keys if seen.setdefault(label(key), key) != key}
-    return [f"two skips would be called {name!r}; give their namespaces names of their own: fp.Namespace('name')" for name in sorted(unlike)]  # fmt: skip
+    return [
+        f"two skips would be called {name!r}; give their namespaces names of their own: fp.Namespace('name')"
+        for name in sorted(unlike)
+    ]

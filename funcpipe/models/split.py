@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.plan import Ties
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree
+from funcpipe.core.words import similar, size_of
 from funcpipe.models.graph import Edge
-from funcpipe.models.ties import Home, Owner, groups, mark, transmit
+from funcpipe.models.module import all_tensors
+from funcpipe.models.ties import Home, Owner, groups, innermost, mark, transmit
 from funcpipe.models.traced import GraphFn
 
 Part = tuple[Stage, Any, Any]
@@ -31,8 +32,8 @@ class Split:
         params: for each stage the model's parameters that it uses, by the model's names; the very same tensors.
         state: for each stage copies of the buffers that it uses, by the model's names; () for none.
         ties: groups of (stage, name) that are one parameter; the stages know them, so a plan has them by itself.
-        loss: ``(output, target) -> loss`` that takes the model's own loss out of its output, and knows what a transformers
-            model's counts; None if it has none.
+        loss: ``(output, target) -> loss`` that takes the model's own loss out of its output, and knows what a
+            transformers model's counts; None if it has none.
         edges: the values between stages, where a trace told them.
     """
 
@@ -68,7 +69,10 @@ class Split:
                 f"merge takes one tree for each stage: merge(params, result.state); got a {type(params).__name__}"
             )
         if len(params) != len(self) or len(states) != len(self):
-            raise PlanError(f"merge takes one tree for each of {len(self)} stages; got {len(params)} params and {len(states)} states")  # fmt: skip
+            raise PlanError(
+                f"merge takes one tree for each of {len(self)} stages; got {len(params)} params and {len(states)} "
+                "states"
+            )
         trees = {"params": params, "state": states}
         out: dict[str, Tensor] = {}
         faults: list[str] = []
@@ -84,8 +88,7 @@ class Split:
                 faults.append(f"{kind}[{stage}] lacks {key!r}")
             elif tree[key] is not None:  # gradients have none where nothing is trained
                 out[name] = tree[key].detach()
-        if faults:
-            raise PlanError(bullets("these are not the trees of this split:", faults))
+        raise_all("these are not the trees of this split:", faults)
         return out
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -106,8 +109,7 @@ class Split:
             PlanError: names or shapes do not fit; all of them are listed.
         """
         faults = self._faults(state_dict, strict)
-        if faults:
-            raise PlanError(bullets("this state_dict does not fit the split:", faults))
+        raise_all("this state_dict does not fit the split:", faults)
         trees = {
             "params": [dict(tree) for tree in self.params],
             "state": [dict(tree) if tree else () for tree in self.state],
@@ -132,10 +134,7 @@ class Split:
         if strict:
             for name in given:
                 if name not in self.homes:
-                    near = difflib.get_close_matches(name, saved, 1)
-                    faults.append(
-                        f"{name!r} is no name of the model" + (f"; did you mean {near[0]!r}?" if near else "")
-                    )
+                    faults.append(f"{name!r} is no name of the model{similar(name, saved)}")
             faults += [f"{name!r} is missing" for name in saved if name not in given]
         for name, home in self.homes.items():
             if name in given and tuple(given[name].shape) != home.shape:
@@ -144,15 +143,17 @@ class Split:
 
     def code(self, stage: int) -> str:
         """The source of one stage: of a traced one its graph as Python, of others what they are made of."""
-        fn = self.stages[stage].fn
-        inner = getattr(fn, "inner", fn)
+        inner = innermost(self.stages[stage])
         return inner.code if isinstance(inner, GraphFn) else str(getattr(inner, "skeleton", inner))
 
     def __str__(self) -> str:
         lines = [f"{len(self)} stages"]
         for index, (stage, params, state) in enumerate(zip(self.stages, self.params, self.state, strict=True)):
             numel, size = _count(params)
-            lines.append(f"stage {index} {stage.name}: {len(params)} parameters, {numel:,} numbers, {_bytes(size)}" + (f"; {len(state)} buffers, {_bytes(_count(state)[1])}" if state else ""))  # fmt: skip
+            lines.append(
+                f"stage {index} {stage.name}: {len(params)} parameters, {numel:,} numbers, {size_of(size)}"
+                + (f"; {len(state)} buffers, {size_of(_count(state)[1])}" if state else "")
+            )
             lines += [f"  {line}" for line in self._borders(index)]
         lines += ["tied: " + ", ".join(f"{key} of stage {stage}" for stage, key in group) for group in self.ties]
         lines += [f"in no stage: {name}" for name in self.rest]
@@ -173,7 +174,8 @@ class Split:
                 shape = f" [{', '.join(map(str, edge.shape))}]" if edge.shape else ""
                 way = "skip to " if edge.skip else "to "
                 out.append(
-                    f"{edge.name}: {edge.dtype}{shape}, {_bytes(edge.row_bytes)} a row -> {way}{', '.join(map(str, edge.targets))}"
+                    f"{edge.name}: {edge.dtype}{shape}, {size_of(edge.row_bytes)} a row -> "
+                    f"{way}{', '.join(map(str, edge.targets))}"
                 )
         return out
 
@@ -197,7 +199,7 @@ def assemble(
     stages, params, found = transmit(stages, params, found, ties)
     stages = mark(stages, found)
     homes = {name: home.among(params) for name, home in homes.items()}
-    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    tensors = all_tensors(model)
     rest = {name: tensors[name].detach() for name, home in homes.items() if not home.owners}
     return Split(stages, params, state, found, loss, tuple(edges), homes, rest)
 
@@ -236,10 +238,3 @@ def _like(old: Tensor, given: Tensor, made: dict[int, Tensor]) -> Tensor:
 def _count(tree: Mapping[str, Tensor]) -> tuple[int, int]:
     tensors = list(tree.values())
     return sum(one.numel() for one in tensors), sum(one.numel() * one.element_size() for one in tensors)
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

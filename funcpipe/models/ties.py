@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.plan import Ties
-from funcpipe.core.stage import BoundFn, Out, Shared, Stage, normalise
+from funcpipe.core.stage import Bindable, BoundFn, Shared, Stage, normalise
 from funcpipe.core.tree import Tree
+from funcpipe.core.words import similar
 
 
 class Owner(NamedTuple):
@@ -78,25 +78,27 @@ def transmit(
     Raises:
         PlanError: no such way, or a name that is not tied.
     """
-    ways = _ways(ties, how)
-    made, trees = list(stages), [dict(tree) for tree in params]
-    kept: list[Any] = []
-    borrowed: dict[int, dict[str, str]] = {}
-    for group, way in zip(ties, ways, strict=True):
+    trees = [dict(tree) for tree in params]
+    replicated: list[Any] = []
+    gives: list[dict[str, str]] = [{} for _ in stages]
+    takes: list[dict[str, str]] = [{} for _ in stages]
+    for group, way in zip(ties, _ways(ties, how), strict=True):
         if way == "replicate":
-            kept.append(group)
+            replicated.append(group)
             continue
         owner, key = group[0]
-        skip = f"parameter:{key}"
-        made[owner] = replace(made[owner], fn=_Giving(made[owner], key, skip), stash=(*made[owner].stash, skip))
+        gives[owner][key] = skip = f"parameter:{key}"
         for stage, name in group[1:]:
             if stage != owner:
-                borrowed.setdefault(stage, {})[name] = skip
+                takes[stage][name] = skip
                 del trees[stage][name]
-    for stage, skips in borrowed.items():
-        pop = (*made[stage].pop, *dict.fromkeys(skips.values()))
-        made[stage] = replace(made[stage], fn=_Taking(made[stage], skips), pop=pop)
-    return tuple(made), tuple(trees), tuple(kept)
+    travelling = tuple(_travelling(*row) if any(row[1:]) else row[0] for row in zip(stages, gives, takes, strict=True))
+    return travelling, tuple(trees), tuple(replicated)
+
+
+def _travelling(stage: Stage, gives: Mapping[str, str], takes: Mapping[str, str]) -> Stage:
+    stash, pop = (*stage.stash, *gives.values()), (*stage.pop, *dict.fromkeys(takes.values()))
+    return replace(stage, fn=_Travelling(stage, gives, takes), stash=stash, pop=pop)
 
 
 def _ways(ties: Ties, how: Any) -> list[str]:
@@ -114,110 +116,70 @@ def _ways(ties: Ties, how: Any) -> list[str]:
     ]
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(str(name), [str(one) for one in names], 1)
-            faults.append(f"{name!r} is not used by several stages" + (f"; did you mean {near[0]!r}?" if near else ""))
-    if faults:
-        raise PlanError(bullets("ties= does not fit the split:", faults))
+            faults.append(f"{name!r} is not used by several stages{similar(name, names)}")
+    raise_all("ties= does not fit the split:", faults)
     chosen = ["replicate"] * len(ties)
     for name, way in given.items():
         chosen[names[name]] = way
     return chosen
 
 
-class _Around:
-    """A stage function around another stage's."""
+class _Travelling(Bindable):
+    """A stage's function, whose tied parameters travel as skips; it draws as the stage, so it is no composition.
 
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
+    Attributes:
+        stage: the stage inside.
+        gives: parameter -> the skip in which later stages get it.
+        takes: parameter -> the skip in which it comes from the stage that owns it.
+    """
 
-    @property
-    def inner(self) -> Any:
-        """The innermost function."""
-        return getattr(self.stage.fn, "inner", self.stage.fn)
+    def __init__(self, stage: Stage, gives: Mapping[str, str], takes: Mapping[str, str]) -> None:
+        self.stage, self.gives, self.takes = stage, gives, takes
 
     def layers(self) -> set[str]:
         """Those of the stage inside."""
         return self.stage.layers()
 
-    def parts(self) -> tuple[Stage, ...]:
-        """It draws as the stage itself, so it is no composition."""
-        return ()
-
-
-class _Giving(_Around):
-    """Stashes one of its parameters for the stages that share it."""
-
-    def __init__(self, stage: Stage, key: str, skip: str) -> None:
-        super().__init__(stage)
-        self.key, self.skip = key, skip
-
-    def __call__(self, params: Any, x: Tree, **extras: Any) -> Out:
-        return self.give(self.stage.fn(params, x, **extras), params)
-
-    def give(self, returned: Any, params: Any) -> Out:
-        """What the stage returned, and the parameter; a view, so that its gradient has a node to come back to."""
-        out = normalise(returned)
-        value = params[self.key]
-        return out._replace(stash={**out.stash, self.skip: value.view_as(value)})
-
     def bind(self, params: Any, state: Any) -> BoundFn:
-        """Bind the stage inside."""
-        return _BoundGiving(self, params, self.stage.bind(params, state))
+        """Bind the stage inside; where a parameter is yet to come, anew for each call."""
+        return _BoundTravelling(self, params, state)
 
 
-class _BoundGiving:
-    def __init__(self, owner: _Giving, params: Any, bound: BoundFn) -> None:
-        self.owner, self.params, self.bound = owner, params, bound
-        self.places: Any = getattr(bound, "places", {})
+class _BoundTravelling:
+    """The stage inside with its parameters, of which those that it takes come with each call."""
 
-    def __call__(self, x: Tree, **extras: Any) -> Out:
-        return self.owner.give(self.bound(x, **extras), self.params)
-
-    def release(self) -> None:
-        self.params = {}
-        self.bound.release()
-
-
-class _Taking(_Around):
-    """Computes with parameters that earlier stages own; they arrive as skips."""
-
-    def __init__(self, stage: Stage, skips: Mapping[str, str]) -> None:
-        super().__init__(stage)
-        self.skips = dict(skips)
-
-    def __call__(self, params: Any, x: Tree, **extras: Any) -> Any:
-        full, rest = self.open(params, extras)
-        return self.stage.fn(full, x, **rest)
-
-    def open(self, params: Any, extras: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """All parameters, and the keywords that the stage inside takes."""
-        popped = extras["skips"]
-        rest = {key: one for key, one in extras.items() if key != "skips"}
-        if self.stage.pop:
-            rest["skips"] = {name: popped[name] for name in self.stage.pop}
-        return {**params, **{key: popped[skip] for key, skip in self.skips.items()}}, rest
-
-    def bind(self, params: Any, state: Any) -> BoundFn:
-        """Nothing is bound before the parameter has come."""
-        return _BoundTaking(self, params, state)
-
-
-class _BoundTaking:
-    """Binds the stage inside anew for each call, with the parameter as it came; lets all go at the end."""
-
-    def __init__(self, owner: _Taking, params: Any, state: Any) -> None:
+    def __init__(self, owner: _Travelling, params: Any, state: Any) -> None:
         self.owner, self.params, self.state = owner, params, state
-        self.calls: list[BoundFn] = []
+        self.bound: list[BoundFn] = []  # all of them: a checkpoint inside computes again in the backward
         self.places: dict[int, str] = {}
+        if not owner.takes:
+            self._bind(params)
+
+    def _bind(self, params: Any) -> None:
+        self.bound.append(self.owner.stage.bind(params, self.state))
+        self.places.update(self.bound[-1].places)
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
-        full, rest = self.owner.open(self.params, extras)
-        bound = self.owner.stage.bind(full, self.state)
-        self.calls.append(bound)  # a checkpoint inside computes again with it in the backward
-        self.places.update(getattr(bound, "places", {}))
-        return bound(x, **rest)
+        stage, gives, takes = self.owner.stage, self.owner.gives, self.owner.takes
+        if takes:
+            skips = extras.pop("skips")
+            self._bind({**self.params, **{key: skips[skip] for key, skip in takes.items()}})
+            if stage.pop:
+                extras["skips"] = {name: skips[name] for name in stage.pop}
+        returned = self.bound[-1](x, **extras)
+        if not gives:
+            return returned
+        out = normalise(returned)
+        # Views, so that their gradients have a node to come back to.
+        given = {skip: self.params[key].view_as(self.params[key]) for key, skip in gives.items()}
+        return out._replace(stash={**out.stash, **given})
 
     def release(self) -> None:
-        for bound in self.calls:
+        for bound in self.bound:
             bound.release()
-        self.calls, self.params, self.state = [], {}, ()
+        self.bound, self.params, self.state = [], {}, ()
+
+
+def innermost(stage: Stage) -> Any:
+    """The function of a stage of a split, whose parameters may travel."""
+    return stage.fn.stage.fn if isinstance(stage.fn, _Travelling) else stage.fn

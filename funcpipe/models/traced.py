@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from funcpipe.core.errors import BatchError, PlanError, bullets
-from funcpipe.core.stage import Out, Stage
+from funcpipe.core.errors import BatchError, PlanError
+from funcpipe.core.stage import Bindable, Out
 from funcpipe.core.torch_names import OpOverload, schema
 from funcpipe.core.tree import Tree
 from funcpipe.models.batchnorm import CommitLayers, NormStats, Running, batch_norm, wide
-from funcpipe.models.module import _key_faults as key_faults
+from funcpipe.models.module import refuse_other_tensors
 from funcpipe.models.nodes import layer_of, regions_of
 from funcpipe.models.signature import Signature
 
@@ -153,7 +153,8 @@ class Layout:
         stash: names of the values that later stages read.
         writes: buffers that it writes.
         norms: the batch norms in it whose statistics are deferred.
-        rows: the value, of those that it takes, whose axis tells how many rows a microbatch has; None: all have as many.
+        rows: the value, of those that it takes, whose axis tells how many rows a microbatch has; None: all have as
+            many.
         ends: for the last stage, where each leaf of the model's output is: ("value", number) or ("constant", itself).
         results: names of what the graph returns.
     """
@@ -170,8 +171,10 @@ class Layout:
 
 
 @dataclass(eq=False)
-class GraphFn:
+class GraphFn(Bindable):
     """A part of a traced model as a function of its parameters: ``fn(params, x, skips=, state=, train=)``.
+
+    It names no layers: each draw has its own path in the model, wherever the cuts are.
 
     Attributes:
         evaluation: it was traced with all of the model in evaluation mode, and is always run as it was traced.
@@ -184,30 +187,17 @@ class GraphFn:
     first: bool
     last: bool
     param_shapes: Mapping[str, tuple[int, ...]]
-    buffer_names: tuple[str, ...]
+    buffer_shapes: Mapping[str, tuple[int, ...]]
     consts: Mapping[str, Tensor]
     evaluation: bool
     evaluates: bool
     device: torch.device
     _moved: dict[torch.device, tuple[fx.GraphModule, dict[str, Tensor]]] = field(default_factory=dict, repr=False)
 
-    def __call__(self, params: Mapping[str, Tensor], x: Tree, **extras: Any) -> Any:
-        """Run this part of the model on one microbatch."""
-        self.check(params, extras.get("state", ()))
-        return self.run(params, x, extras)
-
     def bind(self, params: Any, state: Any) -> BoundGraph:
         """The function with its parameters; the graph itself keeps nothing, so all runs share it."""
         self.check(params, state)
         return BoundGraph(self, params)
-
-    def layers(self) -> tuple[str, ...]:
-        """None that could clash: each draw has its own path in the model, wherever the cuts are."""
-        return ()
-
-    def parts(self) -> tuple[Stage, ...]:
-        """A graph is no composition."""
-        return ()
 
     @property
     def code(self) -> str:
@@ -220,16 +210,8 @@ class GraphFn:
 
     def check(self, params: Any, state: Any) -> None:
         """Refuse parameters and buffers that are not those of this part of the model. Raises PlanError."""
-        faults = key_faults("params", params, list(self.param_shapes))
-        faults += key_faults("state", state or {}, list(self.buffer_names))
-        if not faults:
-            faults = [
-                f"{key!r} has shape {tuple(params[key].shape)}, the stage wants {shape}"
-                for key, shape in self.param_shapes.items()
-                if tuple(params[key].shape) != shape
-            ]
-        if faults:
-            raise PlanError(bullets("these are not the tensors of this stage:", faults))
+        wanted = {"params": self.param_shapes, "state": self.buffer_shapes}
+        refuse_other_tensors("this stage", wanted, {"params": params, "state": state or {}})
 
     def run(self, params: Mapping[str, Tensor], x: Tree, extras: Mapping[str, Any]) -> Any:
         """Put the values in, run the graph, sort what comes out."""

@@ -27,10 +27,14 @@ def units_of_graph(
     ``movable``: a unit that no stage can begin with begins at the nearest operation that one can (`free`), and is one
     with its neighbour where that is all of it; then any cut between units is legal.
 
-    A unit is a run of operations of one entry of a ModuleList or Sequential, or of one layer outside of any. Of lists in
-    lists the outermost counts, unless that gives fewer units with parameters than stages.
+    A unit is a run of operations of one entry of a ModuleList or Sequential, or of one layer outside of any. Of lists
+    in lists the outermost counts, unless that gives fewer units with parameters than stages.
     """
-    lists = [path for path, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1]  # fmt: skip
+    lists = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
+    ]
     allowed = free(captured) if movable else None
     for depth in range(1 + max((path.count(".") + 1 for path in lists), default=0)):
         units, starts = _units(captured, model, [path for path in lists if path.count(".") >= depth], measure, allowed)
@@ -66,7 +70,9 @@ def _units(
     parameters: list[int] = []
     borders: list[int] = []
     for start, stop in pairwise(bounds):
-        used = {captured.params[n.name] for node in body[start:stop] for n in node.all_input_nodes if n.name in captured.params}  # fmt: skip
+        read = {value.name for node in body[start:stop] for value in node.all_input_nodes}
+        sources = [captured.sources[name] for name in read & captured.sources.keys()]
+        used = {name for kind, name in sources if kind == "param"}
         parameters.append(sum(weights[name].numel() * weights[name].element_size() for name in used - seen))
         seen |= used
         borders.append(_alive(captured, body, stop))

@@ -1,1 +1,1 @@
-"""What needs models and runtime together: the drop-in Pipe, split models, measured times and memory per layer."""
+"""Pipe: a Sequential as a pipeline inside of plain autograd."""

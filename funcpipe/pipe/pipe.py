@@ -9,24 +9,24 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from funcpipe.core.errors import BatchError, PlacementError, PlanError, bullets
+from funcpipe.core.errors import BatchError, PlacementError, PlanError, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.core.torch_names import Anchored, buffers_of, children_of, device_asked, hooks_of, parameters_of
 from funcpipe.core.tree import Tree, map_leaves
+from funcpipe.cutting.example import bare
 from funcpipe.lower.plan import make_plan
 from funcpipe.models.scripted import scripted
 from funcpipe.models.sequential import PipeSequential
-from funcpipe.pipe.module_border import (
-    Form,
+from funcpipe.pipe.border import (
     attach,
-    bare,
     count_microbatches,
     input_flags,
     input_leaves,
+    tensors_of,
     without_saved_tensor_hooks,
 )
-from funcpipe.pipe.module_layout import lay_out
-from funcpipe.pipe.module_stages import CHECKPOINTS, Look, Stages
+from funcpipe.pipe.layout import lay_out
+from funcpipe.pipe.stages import CHECKPOINTS, Look, Stages
 from funcpipe.runtime import microbatch
 from funcpipe.runtime.context import RUNNING, refuse_transforms
 from funcpipe.runtime.microbatch import Microbatches
@@ -38,7 +38,10 @@ from funcpipe.schedules.families import fill_drain
 _KEPT = 4
 """Patterns of training flags whose stages are kept: train, eval, and some layers frozen."""
 
-_DENIED = "the layers of a Pipe are on the devices of their stages and are not moved; name the devices when it is made: fp.Pipe(sequential, devices=[...]); dtypes may be changed: .to(dtype), .half()"  # fmt: skip
+_DENIED = (
+    "the layers of a Pipe are on the devices of their stages and are not moved; name the devices when it is made: "
+    "fp.Pipe(sequential, devices=[...]); dtypes may be changed: .to(dtype), .half()"
+)
 
 
 class MoveError(PlacementError, TypeError):
@@ -71,11 +74,12 @@ class Pipe(Anchored):
     statistics of batch norm are written into the layers when the forwards are done; a call that raises changes nothing.
     Layers may be frozen, changed, replaced and hooked between calls: what they are is looked at in every call.
 
-    A backward runs once and has no graph of its own: ``retain_graph=True`` and ``create_graph=True`` are refused. Inside
-    of a stage of another run, a Pipe is the plain Sequential.
+    A backward runs once and has no graph of its own: ``retain_graph=True`` and ``create_graph=True`` are refused.
+    Inside of a stage of another run, a Pipe is the plain Sequential.
 
     Args:
-        sequential: the layers. They are moved in place to the devices of their stages; parameters stay the same objects.
+        sequential: the layers. They are moved in place to the devices of their stages; parameters stay the same
+            objects.
         chunks: the most microbatches; a batch with fewer rows has fewer.
         checkpoint: what is computed again in the backwards instead of being kept: "always" every microbatch,
             "except_last" all but the last, "never" none. All give the same bits.
@@ -105,8 +109,7 @@ class Pipe(Anchored):
     ) -> None:
         super().__init__()
         faults = [*_module_faults(sequential), *_option_faults(chunks, checkpoint)]
-        if faults:
-            raise PlanError(bullets("no such Pipe:", faults))
+        raise_all("no such Pipe:", faults)
         self._chunks, self._checkpoint, self._deferred = index(chunks), checkpoint, bool(deferred_batch_norm)
         self._merge = merge
         self._kind = PipeSequential if isinstance(sequential, PipeSequential) else nn.Sequential
@@ -251,13 +254,14 @@ class Pipe(Anchored):
             else:
                 result = run(stages.plan(count, None), params, given, state=state, seed=seed)
         outputs: Any = result.outputs
-        form = Form(outputs)
-        if not form.tensors(outputs):
-            raise PlanError(f"the last layer of a Pipe returned no tensor, but {type(outputs).__name__}; is a `return` missing?")  # fmt: skip
+        if not tensors_of(outputs):
+            raise PlanError(
+                f"the last layer of a Pipe returned no tensor, but {type(outputs).__name__}; is a `return` missing?"
+            )
         stages.write(result.state)
         if not known and stages.draw():
             _draw(torch.default_generator)
-        return outputs if pullback is None else attach(outputs, form, pullback, training, given)
+        return outputs if pullback is None else attach(outputs, pullback, training, given)
 
     def _as_tree(self, inputs: tuple[Any, ...]) -> Tree:
         """The inputs as the first stage takes them. Raises BatchError where the Sequential takes no such number."""
@@ -267,13 +271,19 @@ class Pipe(Anchored):
         if ready:
             raise BatchError("inputs that are cut already come as one: fp.Microbatches([(a, b), ...])")
         if not inputs or self._kind is nn.Sequential:
-            raise BatchError(f"an nn.Sequential takes one input, a tensor or any tree; got {len(inputs)}; layers with several inputs come in an fp.PipeSequential, which spreads tuples over their arguments")  # fmt: skip
+            raise BatchError(
+                f"an nn.Sequential takes one input, a tensor or any tree; got {len(inputs)}; layers with several "
+                "inputs come in an fp.PipeSequential, which spreads tuples over their arguments"
+            )
         return inputs
 
     def _stages(self) -> Stages:
         """The stages of the layers as they are now."""
         if len(self) != sum(self.balance):
-            raise PlanError(f"this Pipe has {len(self)} layers, its balance {list(self.balance)} is for {sum(self.balance)}; wrap them again: fp.Pipe(nn.Sequential(*pipe), ...)")  # fmt: skip
+            raise PlanError(
+                f"this Pipe has {len(self)} layers, its balance {list(self.balance)} is for {sum(self.balance)}; wrap "
+                "them again: fp.Pipe(nn.Sequential(*pipe), ...)"
+            )
         model = self[:]
         look = Look(model)
         if self._known is None or not look.same(self._known[0]):
@@ -317,13 +327,22 @@ class Pipe(Anchored):
 def _module_faults(sequential: Any) -> list[str]:
     """What keeps a module from being cut into its layers."""
     if not isinstance(sequential, nn.Sequential):
-        return [f"the module must be an nn.Sequential, whose layers are cut into stages; got a {type(sequential).__name__} (other models: fp.split)"]  # fmt: skip
+        return [
+            "the module must be an nn.Sequential, whose layers are cut into stages; got a "
+            f"{type(sequential).__name__} (other models: fp.split)"
+        ]
     kind = type(sequential)
     faults = scripted(sequential)
     if kind.forward not in (nn.Sequential.forward, PipeSequential.forward) or "forward" in vars(sequential):
-        faults.append(f"{kind.__name__} has a forward of its own, which would never be called; give nn.Sequential(*layers), and do in a layer what it does")  # fmt: skip
+        faults.append(
+            f"{kind.__name__} has a forward of its own, which would never be called; give nn.Sequential(*layers), and "
+            "do in a layer what it does"
+        )
     if own := [*parameters_of(sequential), *buffers_of(sequential)]:
-        faults.append(f"{kind.__name__} has tensors of its own ({', '.join(own)}), which its forward does not use; put them into a layer")  # fmt: skip
+        faults.append(
+            f"{kind.__name__} has tensors of its own ({', '.join(own)}), which its forward does not use; put them "
+            "into a layer"
+        )
     if hooks_of(sequential):
         faults.append(
             f"this {kind.__name__} has hooks of its own, which would never be called; register them on the Pipe"

@@ -51,9 +51,22 @@ def apply(
     parts: tuple[Stage, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
     refuse_others("apply", parts, "apply([first, second], params, inputs)")
     routes(parts)
-    faults = [f"{what} has {len(given)} trees for {len(parts)} stages" for what, given in (("params", params), ("state", state)) if given is not None and len(given) != len(parts)]  # fmt: skip
-    faults += [f"{label} declares the feed {name!r}, which is not given" for label, part in zip(names_of(parts), parts, strict=True) for name in part.feeds if name not in (feeds or {})]  # fmt: skip
-    faults += [f"{label} has state, which is not given" for label, part in zip(names_of(parts), parts, strict=True) if part.state and state is None]  # fmt: skip
+    faults = [
+        f"{what} has {len(given)} trees for {len(parts)} stages"
+        for what, given in (("params", params), ("state", state))
+        if given is not None and len(given) != len(parts)
+    ]
+    faults += [
+        f"{label} declares the feed {name!r}, which is not given"
+        for label, part in zip(names_of(parts), parts, strict=True)
+        for name in part.feeds
+        if name not in (feeds or {})
+    ]
+    faults += [
+        f"{label} has state, which is not given"
+        for label, part in zip(names_of(parts), parts, strict=True)
+        if part.state and state is None
+    ]
     if faults:
         raise PlanError(bullets("apply cannot call these stages:", faults))
     states = ((),) * len(parts) if state is None else tuple(state)
@@ -67,7 +80,7 @@ def _keyed(keys: Keys, index: int, call: BoundFn) -> Callable[..., Any]:
     """The stage's function, its random numbers keyed as in microbatch 0 of a run."""
 
     def keyed(x: Tree, **extras: Any) -> Any:
-        with Keyed(keys, index, getattr(call, "places", {}), 0):
+        with Keyed(keys, index, call.places, 0):
             return call(x, **extras)
 
     return keyed

@@ -19,8 +19,9 @@ LEAF: Spec = flatten(None)[1]
 class Border:
     """A tree between stages: its leaves, its structure, and which leaves carry gradients back.
 
-    Tensors are detached and dense. They and the border are immutable by agreement: whoever may write gets `own` copies. A border of
-    gradients has no flags. ``words`` is what programs depend on in it (`signature.said`), once somebody has looked.
+    Tensors are detached and dense. They and the border are immutable by agreement: whoever may write gets `own` copies.
+    A border of gradients has no flags. ``words`` is what programs depend on in it (`signature.said`), once somebody has
+    looked.
     """
 
     __slots__ = ("flags", "leaves", "spec", "words")

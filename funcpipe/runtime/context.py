@@ -37,9 +37,15 @@ def refuse_transforms(name: str) -> None:
     if under_transform():
         raise FuncpipeError(
             f"{name} computes gradients itself and cannot be called under torch.func (grad, vmap, jvp, ...); transform "
-            "fp.apply(stages, params, inputs), the composed pure function; for gradients of outputs there is fp.vjp, and "
+            "fp.apply(stages, params, inputs), the composed pure function; for gradients of outputs there is fp.vjp, "
+            "and "
             "fp.Pipe inside a module"
         )
+
+
+def outside_of_graphs(work: T) -> T:
+    """A run is no graph: where torch.compile traces the caller, it leaves this as it is."""
+    return torch.compiler.disable(work) if torch.compiler.is_compiling() else work  # pyright: ignore
 
 
 def not_carried() -> list[str]:
@@ -108,10 +114,10 @@ when no run goes on and the caller's number is not this one; one set since by an
 class intra_op_threads:
     """This many intra-op threads on this thread, and the caller's number again afterwards.
 
-    A number set on one thread is what every thread reads that never set any, from its first computation on. So while runs
-    of several user threads overlap, one that reads the number of another run takes what a new thread read before them;
-    and what new threads read is put back after the last run where a caller's number is another (his own, or that of a run
-    during which he began to compute).
+    A number set on one thread is what every thread reads that never set any, from its first computation on. So while
+    runs of several user threads overlap, one that reads the number of another run takes what a new thread read before
+    them; and what new threads read is put back after the last run where a caller's number is another (his own, or that
+    of a run during which he began to compute).
 
     No generator: what passes through may be an error that is a StopIteration.
     """

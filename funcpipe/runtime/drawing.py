@@ -1,9 +1,10 @@
 """Operations that draw random numbers, caught on the threads that ask for it, at no cost for any other operation.
 
-Torch's dispatcher looks at a set of keys that every thread has for itself. Under one of them, which torch keeps for tests,
-the operations that may draw have a kernel written here: it hands the operation to whoever catches on this thread. All
-others pass the key without noticing it, and a thread that catches nothing never has it. So a draw is seen wherever it
-comes from: the stage itself, a module deep inside, a branch of ``torch.cond``, a function that ``torch.compile`` made.
+Torch's dispatcher looks at a set of keys that every thread has for itself. Under one of them, which torch keeps for
+tests, the operations that may draw have a kernel written here: it hands the operation to whoever catches on this
+thread. All others pass the key without noticing it, and a thread that catches nothing never has it. So a draw is seen
+wherever it comes from: the stage itself, a module deep inside, a branch of ``torch.cond``, a function that
+``torch.compile`` made.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class _Kernels:
         except (AttributeError, RuntimeError) as error:
             self.work = False
             warnings.warn(
-                f"torch {torch.__version__} takes no kernels under its key {_KEY} ({error}); random numbers are keyed by a "
+                f"torch {torch.__version__} takes no kernels under its key {_KEY} ({error}); random numbers are keyed "
+                "by a "
                 "dispatch mode instead, which costs some microseconds at every operation of a run",
                 RuntimeWarning,
                 stacklevel=2,

@@ -51,7 +51,7 @@ class EagerBound:
         shares: Shares | None = None,
     ) -> None:
         self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
-        self.loss, self.shares, self.phase = loss, shares, ""
+        self.trainable, self.loss, self.shares, self.phase = trainable, loss, shares, ""
         self.looked = self.reentrant = False  # at the first graph; does the stage use the reentrant checkpoint
         self.autocast = bool(_autocasting())  # of the caller; it travels to the lane
         self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train)
@@ -73,7 +73,7 @@ class EagerBound:
         self.state_leaves = share(state_leaves)
         self.params, self.state = unflatten(self.spec, self.aliases), unflatten(self.state_spec, self.state_leaves)
         self.fn = stage.bind(self.params, self.state)
-        self.places = getattr(self.fn, "places", {})
+        self.places = self.fn.places
         self.drawing = Keyed(keys, index, self.places, 0)  # of whichever microbatch runs
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -206,7 +206,10 @@ class EagerBound:
             return
         rows = zip(locations(self.state, "state"), now, self.state_leaves, before, strict=False)
         where = [name for name, leaf, old, n in rows if leaf is not old or versions([leaf]) != [n]] or ["state"]
-        raise PlanError(f"the stage writes into its state {where}; a stage is pure: return statistics in Out(stats=...) and fold them in commit=")  # fmt: skip
+        raise PlanError(
+            f"the stage writes into its state {where}; a stage is pure: return statistics in Out(stats=...) and fold "
+            "them in commit="
+        )
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -335,8 +338,15 @@ def as_loss(value: Any) -> Loss:
     total = loss.sum
     check_weight(loss.weight)
     if not isinstance(total, Tensor) or total.numel() != 1 or not is_differentiable(total):
-        found = f"a tensor of shape {tuple(total.shape)}, {total.dtype}" if isinstance(total, Tensor) else f"a {type(total).__name__}"  # fmt: skip
-        raise StageError(f"the loss is a floating number in a tensor: the mean over the microbatch, (sum, weight), or fp.Loss(sum, weight, aux); got {found}")  # fmt: skip
+        found = (
+            f"a tensor of shape {tuple(total.shape)}, {total.dtype}"
+            if isinstance(total, Tensor)
+            else f"a {type(total).__name__}"
+        )
+        raise StageError(
+            "the loss is a floating number in a tensor: the mean over the microbatch, (sum, weight), or fp.Loss(sum, "
+            f"weight, aux); got {found}"
+        )
     return loss
 
 
@@ -362,8 +372,8 @@ def _root(graph: Sequence[Any], gradients: Sequence[Tensor | None], roots: list[
 def _walk(roots: list[Tensor | GradientEdge], cotangents: list[Tensor], inputs: tuple[Tensor, ...]) -> None:
     """``torch.autograd.backward`` from its second half on: cotangents have the shapes of their roots here.
 
-    The first half looks at every pair for nested tensors, symbolic shapes and more, and costs as much as the backward of
-    a small stage.
+    The first half looks at every pair for nested tensors, symbolic shapes and more, and costs as much as the backward
+    of a small stage.
     """
     run_backward(tuple(roots), tuple(cotangents), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
 

@@ -1,292 +1,285 @@
-"""The executor: for each task wait for its reads and slots, do it, publish, free. It knows no schedule, no autograd."""
+"""One run of a program: a runner for each lane, the ways between them, and what is left at the end."""
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from time import perf_counter_ns
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from time import perf_counter
+from typing import Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
 import torch
 
 from funcpipe.core.errors import FuncpipeError, Where, located
-from funcpipe.core.plan import Lowered, Plan
-from funcpipe.core.result import Span, Timeline
+from funcpipe.core.lowered import slots_of
+from funcpipe.core.plan import Plan
+from funcpipe.core.program import CALLER, LaneProgram, Pool, Role, Wire
+from funcpipe.core.result import Result, RunStats, Span, Timeline
 from funcpipe.core.schedule import Kind
-from funcpipe.core.task import CALLER, Role
+from funcpipe.core.tree import Tree, map_leaves
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.context import RUNNING, no_autocast_cache
+from funcpipe.runtime.context import RUNNING, Context, intra_op_threads
 from funcpipe.runtime.drawing import Catching
+from funcpipe.runtime.finish import finish, release
 from funcpipe.runtime.host import Host
+from funcpipe.runtime.options import Executor, RunOptions
 from funcpipe.runtime.plain import addresses
-from funcpipe.runtime.program import Bound
+from funcpipe.runtime.prepare import Prepared, prepare
+from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.steps import make_step
-from funcpipe.runtime.stream import Channel, Edge, Place, Ticket
+from funcpipe.runtime.stream import Channel, Edge, Place
+from funcpipe.runtime.transport import Inbox, Level, Local, Mailbox
 from funcpipe.schedules.memory import residual_peak
 
 
-class Stop(SystemExit):
-    """Unwinds a lane whose run is over. Never leaves this room."""
+@runtime_checkable
+class LaneExecutor(Executor, Protocol):
+    """An executor that walks the lanes in this process, so that it can do a whole run or each half of a `vjp`."""
 
+    threaded: ClassVar[bool]
+    """Does every lane have a thread of its own."""
 
-STOP = object()
+    @property
+    def reason(self) -> str:
+        """Why it is the one."""
+        ...
 
+    def check(self, plan: Plan) -> None:
+        """Raises PlanError where it cannot run the plan now."""
+        ...
 
-class Lane:
-    """A device at run time: its part of the order, its store, its inbox.
-
-    Only the lane's own thread touches the store; other lanes put (value number, ticket) or (-1 - pool, event of
-    a free slot) in the inbox.
-    """
-
-    def __init__(self, index: int, place: Place, num_pools: int) -> None:
-        self.index, self.place = index, place
-        self.order: list[tuple[int, int]] = []
-        self.here: dict[int, Any] = {}
-        self.coming: dict[int, Any] = {}
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.freed: list[list[Any]] = [[] for _ in range(num_pools)]
-        self.sent = [0] * num_pools
-        self.most = [0] * num_pools
-        self.spans: list[tuple[int, int, int]] = []
-        self.now = -1
-        self.waits: int | None = None
-        self.thread = 0
-
-    def take(self) -> None:
-        """Wait for one message and act on it."""
-        message = self.inbox.get()
-        if message is STOP:
-            raise Stop
-        number, payload = message
-        if number >= 0:
-            self.put(number, payload)
-        else:
-            self.freed[-1 - number].append(payload)
-
-    def put(self, number: int, ticket: Ticket) -> None:
-        """A value that is on its way; who reads it waits for it, not who comes before."""
-        self.here[number] = ticket.value
-        if ticket.event is not None:
-            self.coming[number] = ticket.event
+    def walk(self, execution: Execution) -> None:
+        """Do the part that is aimed at, ``execution.part``; come back when it is done, or raise what failed."""
+        ...
 
 
 class Execution:
-    """One run of a program: lanes, edges, and what each action does."""
+    """One run of a program, in one go (`run`) or in two halves (`vjp`).
 
-    def __init__(
-        self,
-        plan: Plan,
-        program: Lowered,
-        bounds: Sequence[Bound],
-        places: Sequence[Place],
-        caller: dict[int, Border],
-        *,
-        threaded: bool,
-        timed: bool,
-    ) -> None:
-        self.plan, self.program, self.bounds, self.caller = plan, program, bounds, caller
-        self.rows, self.count, self.late = program.rows, program.num_microbatches, program.late_frees
-        self.slots = [pool.slots for pool in program.pools]
-        self.sources = [pool.source for pool in program.pools]
-        num_pools = len(program.pools)
-        self.lanes = [Lane(i, place, num_pools) for i, place in enumerate(places)]
-        hosts = self._hosts()
-        self.steps = [
-            make_step(row, program, plan.stages[row.stage], bounds[row.stage], hosts.get(row.lane))
-            for row in program.rows
-        ]
-        self.part = (0, 0)
-        self.edges: dict[tuple[int, int], Channel] = {
-            (pool.source, pool.lane): Edge(
-                None if pool.source == CALLER else places[pool.source], places[pool.lane], threaded=threaded
-            )
-            for pool in program.pools
-        }
-        self.threaded, self.timed = threaded, timed
+    Attributes:
+        ready: what is run.
+        executor: who walks the lanes.
+        context: what the caller had switched on when it began.
+        lanes: the runners.
+        boxes: their mailboxes.
+        part: the positions of the plan order that are done next.
+        turn: the lane whose turn it is, where all are on one thread.
+        stopped: no lane begins another action.
+        seconds: of everything that ran so far, by the wall clock.
+    """
+
+    def __init__(self, ready: Prepared, executor: LaneExecutor) -> None:
+        executor.check(ready.plan)
+        self.ready, self.executor, self.context = ready, executor, Context()
+        program = ready.program
+        self.part = (0, len(program.order))
+        self.turn = 0
         self.stopped = False
+        self.seconds = 0.0
+        self.caller = _given(ready)
+        places = [
+            Place(device, alone=ready.where.count(device) == 1, lane=lane) for lane, device in enumerate(ready.where)
+        ]
+        self.boxes: list[Mailbox] = [Inbox() if executor.threaded else Mailbox() for _ in places]
+        self.levels = [Level() for _ in program.pools]
+        transports = self._transports(places)
+        self.lanes = [
+            self._runner(lane, place, transport)
+            for lane, place, transport in zip(program.lanes, places, transports, strict=True)
+        ]
 
-    def _hosts(self) -> dict[int, Host]:
-        """The links of those lanes that move residuals."""
-        moving = {row.lane for row in self.program.rows if row.kind is Kind.O}
-        given = [leaf for value in self.caller.values() for leaf in value.leaves] if moving else []
-        fixed = addresses(given)
-        return {lane: Host(self.lanes[lane].place, self.lanes[lane].coming, fixed) for lane in moving}
+    def _transports(self, places: Sequence[Place]) -> list[Local]:
+        """What carries values to and from each lane."""
+        pools = self.ready.program.pools
 
-    def aim(self, start: int, stop: int) -> None:
-        """What runs next: the actions from one position of the plan order to another."""
+        def edge(pool: Pool) -> Channel:
+            source = None if pool.source == CALLER else places[pool.source]
+            return Edge(source, places[pool.lane], threaded=self.executor.threaded)
+
+        edges = {(pool.source, pool.lane): edge(pool) for pool in pools}
+        levels = {
+            (pool.lane, slot): level
+            for pool, slots, level in zip(pools, slots_of(pools), self.levels, strict=True)
+            for slot in slots
+        }
+        return [Local(lane, self.boxes, edges, self.caller, levels) for lane in self.ready.program.lanes]
+
+    def _runner(self, lane: LaneProgram, place: Place, transport: Local) -> Runner:
+        coming: dict[int, Any] = {}
+        host = None
+        if any(call.kind is Kind.O for call in lane.calls):
+            fixed = addresses([leaf for value in self.caller.values() for leaf in value.leaves])
+            host = Host(place, coming, fixed)
+        stages, bounds = self.ready.plan.stages, self.ready.bounds
+        steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], host) for call in lane.calls]
+        return Runner(lane, steps, place, transport, coming, timed=self.ready.options.record)
+
+    def go(self, start: int = 0, stop: int | None = None) -> None:
+        """Do the actions from one position of the plan order to another."""
+        self._aim(start, len(self.ready.program.order) if stop is None else stop)
+        token = RUNNING.set(partial(self.where, self.lanes[0]))
+        began = perf_counter()
+        done = False
+        try:
+            for lane in self.lanes:
+                lane.place.fork()
+            self.executor.walk(self)
+            done = True
+        finally:
+            RUNNING.reset(token)
+            # Streams that a failure has spoilt cannot wait for each other; what is said of that is not the failure.
+            for lane in self.lanes:
+                with nullcontext() if done else suppress(RuntimeError):
+                    lane.place.join()
+        self.seconds += perf_counter() - began
+
+    def _aim(self, start: int, stop: int) -> None:
+        program = self.ready.program
         self.part = (start, stop)
-        whole = (start, stop) == (0, len(self.program.order))
-        for lane, order in zip(self.lanes, self.program.lanes, strict=True):
-            lane.order = order if whole else [step for step in order if start <= step[0] < stop]
+        whole = stop == len(program.order)
+        before = [] if whole else program.lane_order[:stop]
+        for lane in self.lanes:
+            lane.first = lane.done
+            lane.stop = len(lane.program.ends) if whole else before.count(lane.program.lane)
+
+    def give(self, wire: Wire, pieces: Sequence[Border]) -> None:
+        """What the caller gives for the next part, one value per microbatch."""
+        self.caller.update(_numbered(self.ready.program.wires.index(wire), pieces))
 
     def listening(self) -> AbstractContextManager[Any]:
         """What a walk is inside of: eager stages catch their draws, and each forward would else ask for them anew."""
-        eager = any(stage.program is None for stage in self.plan.stages)
+        eager = any(stage.program is None for stage in self.ready.plan.stages)
         return Catching() if eager else nullcontext()
 
-    # -- one action --------------------------------------------------------------------------------------------------
+    # -- what goes wrong ---------------------------------------------------------------------------------------------
 
-    def perform(self, lane: Lane, position: int, code: int) -> None:
-        """One action of a lane with everything around it."""
-        lane.now = position
-        count, here = self.count, lane.here
-        index, microbatch = divmod(code, count)
-        row, step = self.rows[index], self.steps[index]
-        for wire, pool in row.fetches:
-            self._fetch(lane, wire * count + microbatch, pool)
-        reads: list[Any] = []
-        for wire in row.reads:
-            number = wire * count + microbatch
-            while number not in here:
-                self._wait(lane, number)
-            reads.append(here[number])
-            if lane.coming:
-                lane.place.wait(lane.coming.pop(number, None))
-        if self.timed:
-            start = perf_counter_ns()
-            results = step(reads, microbatch)
-            lane.spans.append((code, start, perf_counter_ns()))
-        else:
-            results = step(reads, microbatch)
-        for at, wire in enumerate(row.writes):
-            here[wire * count + microbatch] = results[at]
-        del reads, results  # else a value would outlive its free while this lane waits for a slot
-        for wire, pool in row.frees:
-            del here[wire * count + microbatch]
-            if pool >= 0:
-                self._credit(lane, pool)
-        if position in self.late:
-            for number, pool in self.late[position]:
-                del here[number]
-                if pool >= 0:
-                    self._credit(lane, pool)
-        for wire, to, pool in row.sends:
-            self._send(lane, wire * count + microbatch, to, pool)
-        for wire in row.drops:
-            del here[wire * count + microbatch]
-
-    # -- values between lanes ----------------------------------------------------------------------------------------
-
-    def _fetch(self, lane: Lane, number: int, pool: int) -> None:
-        need = self._count(lane, pool)
-        ticket = self.edges[CALLER, lane.index].send(self.caller[number], lane.freed[pool][need] if need >= 0 else None)
-        lane.put(number, ticket)
-
-    def _send(self, lane: Lane, number: int, to: int, pool: int) -> None:
-        need = lane.sent[pool] - self.slots[pool]
-        freed = lane.freed[pool]
-        while len(freed) <= need:  # every slot is taken: wait until the reader frees one
-            self._wait(lane, -1 - pool)
-        self._count(lane, pool)
-        ticket = self.edges[lane.index, to].send(lane.here[number], freed[need] if need >= 0 else None)
-        self.post(self.lanes[to], number, ticket)
-
-    def _wait(self, lane: Lane, number: int) -> None:
-        """Wait for one message; ``number`` says what for: a value, or -1 - pool for a slot."""
-        if not self.threaded:
-            raise FuncpipeError("internal error: a task came before what it waits for in plan order")
-        lane.waits = number
-        lane.take()
-        lane.waits = None
-
-    def _count(self, lane: Lane, pool: int) -> int:
-        """One more value in a pool. Returns which of the slots' frees it follows, in order; below 0: none."""
-        sent = lane.sent[pool] = lane.sent[pool] + 1
-        live = sent - len(lane.freed[pool])
-        if live > lane.most[pool]:
-            lane.most[pool] = live
-        return sent - 1 - self.slots[pool]
-
-    def _credit(self, lane: Lane, pool: int) -> None:
-        """A slot at this lane is free once the lane has done what it has queued: tell the sender."""
-        source = self.sources[pool]
-        event = lane.place.event() if lane.place.asynchronous else None
-        if source == CALLER:
-            lane.freed[pool].append(event)
-        elif self.threaded:
-            self.lanes[source].inbox.put((-1 - pool, event))
-        else:
-            self.lanes[source].freed[pool].append(event)
-
-    def post(self, lane: Lane, number: int, ticket: Ticket) -> None:
-        """Hand a value to a lane."""
-        if self.threaded:
-            lane.inbox.put((number, ticket))
-        else:
-            lane.put(number, ticket)
-
-    # -- after the run -----------------------------------------------------------------------------------------------
-
-    def where(self, lane: Lane) -> Where:
+    def where(self, lane: Runner) -> Where:
         """The coordinates of what the lane is doing."""
-        code = self.program.order[lane.now] if lane.now >= 0 else self.program.order[0]
-        row = self.program.rows[code // self.program.num_microbatches]
-        action = self.program.action(code)
-        phase = self.bounds[row.stage].phase
+        runs = lane.program.runs
+        run = runs[max(0, min(lane.begun, len(runs)) - 1)]
+        action = lane.program.action(run)
+        phase = self.ready.bounds[action.stage].phase
         word = f"{action} ({phase})" if phase else str(action)
-        device = f"{lane.index} ({lane.place.device})"
-        return Where(row.stage, self.plan.stages[row.stage].name, action.microbatch, word, device)
+        device = f"{lane.program.lane} ({lane.place.device})"
+        return Where(action.stage, self.ready.plan.stages[action.stage].name, action.microbatch, word, device)
 
-    def failure(self, lane: Lane, error: BaseException) -> BaseException:
+    def position(self, lane: Runner) -> int:
+        """Where in the plan order the lane is."""
+        left = lane.begun
+        for position, number in enumerate(self.ready.program.lane_order):
+            left -= number == lane.program.lane
+            if left == 0:
+                return position
+        return -1
+
+    def failure(self, lane: Runner, error: BaseException) -> BaseException:
         """What the run raises for an error of a lane: it knows where, and (out of memory) what to do."""
         found = located(error, self.where(lane))
         if _out_of_memory(error):
-            held = [value for number, value in lane.here.items() if self._role(number) is Role.RESIDUAL]
-            schedule = self.plan.schedule.first(self.count)
-            most = residual_peak(schedule.orders[lane.index], schedule)
+            kinds = zip(lane.program.slots, lane.slots, strict=True)
+            held = [value for kind, value in kinds if kind.role is Role.RESIDUAL and value is not None]
+            schedule = self.ready.plan.schedule.first(self.ready.program.num_microbatches)
+            most = residual_peak(schedule.orders[lane.program.lane], schedule)
             size = sum(value.nbytes for value in held) / 2**20
             found.__dict__.setdefault("__notes__", []).append(
-                f"device {lane.index} holds {len(held)} residuals (the schedule's most is {most:g}) with {size:.1f} MiB at "
+                f"device {lane.program.lane} holds {len(held)} residuals (the schedule's most is {most:g}) with "
+                f"{size:.1f} MiB at "
                 f"their borders{_free(lane.place.device)}; to hold less: more microbatches of fewer rows, "
                 "fp.remat(schedule) or fp.offload(schedule), or a schedule that holds fewer (fp.one_f_one_b)"
             )
         return found
 
-    def _role(self, number: int) -> Role:
-        return self.program.wires[number // self.count].role
+    # -- after the run -----------------------------------------------------------------------------------------------
 
     def collect(self, role: Role) -> dict[tuple[int, int], Any]:
-        """What the caller takes, by (stage, microbatch); it leaves the stores."""
+        """What the caller takes, by (stage, microbatch); it leaves the slots."""
         out: dict[tuple[int, int], Any] = {}
-        count = self.program.num_microbatches
-        for number, wire in enumerate(self.program.wires):
-            if wire.role is role:
-                for lane in self.lanes:
-                    for microbatch in range(count):
-                        value = lane.here.pop(number * count + microbatch, None)
-                        if value is not None:
-                            out[wire.stage, microbatch] = value
+        for lane in self.lanes:
+            for stage, microbatch, slot in lane.program.taken.get(role, ()):
+                if lane.slots[slot] is not None:
+                    out[stage, microbatch] = _handed(lane.slots[slot], lane.place)
+                    lane.slots[slot] = None
         return out
+
+    def settle(self) -> None:
+        """The caller's stream has read what it wanted of the lanes' memory."""
+        for lane in self.lanes:
+            lane.place.settle()
 
     def check_empty(self) -> None:
         """Every value was freed: the plan's liveness and what ran agree."""
-        left = [str(self.program.value(number)) for lane in self.lanes for number in lane.here]
-        if left:
-            raise FuncpipeError(f"internal error: values left in the stores: {left}")
+        if all(lane.slots.count(None) == len(lane.slots) for lane in self.lanes):
+            return
+        left = [
+            f"{kind.role.value} in slot {slot} of lane {lane.program.lane}"
+            for lane in self.lanes
+            for slot, (kind, value) in enumerate(zip(lane.program.slots, lane.slots, strict=True))
+            if value is not None
+        ]
+        raise FuncpipeError(f"internal error: values left in the slots: {left}")
 
     def timeline(self) -> Timeline:
         """The measured spans, in seconds from the first start."""
         first = min((lane.spans[0][1] for lane in self.lanes if lane.spans), default=0)
         spans = [
-            Span(lane.index, (start - first) / 1e9, (end - first) / 1e9, self.program.action(code))
+            Span(lane.program.lane, (start - first) / 1e9, (end - first) / 1e9, action)
             for lane in self.lanes
-            for code, start, end in lane.spans
+            for action, start, end in lane.spans
         ]
         spans.sort(key=lambda span: (span.start, span.device))
-        schedule = self.plan.schedule.first(self.program.num_microbatches)
+        schedule = self.ready.plan.schedule.first(self.ready.program.num_microbatches)
         peak = tuple(residual_peak(order, schedule) for order in schedule.orders)
         return Timeline(tuple(spans), len(self.lanes), peak, "s", 0.0, schedule.name)
 
-    def busy(self) -> float:
-        """Seconds that all lanes together spent in actions."""
-        return sum(end - start for lane in self.lanes for _, start, end in lane.spans) / 1e9
+    def stats(self) -> RunStats:
+        """How it went so far."""
+        name = "threads" if self.executor.threaded else "serial"
+        most = tuple(level.most for level in self.levels)
+        count = self.ready.batch.num_microbatches
+        return RunStats(name, self.executor.reason, self.ready.threads, count, self.seconds, most)
 
-    def most(self) -> tuple[int, ...]:
-        """The most values that lay in each pool at a time."""
-        return tuple(max(lane.most[pool] for lane in self.lanes) for pool in range(len(self.program.pools)))
+
+def run_by(executor: LaneExecutor, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
+    """A whole run: check, walk the lanes, fold what comes out."""
+    ready = prepare("run", plan, params, batch, options)
+    execution = Execution(ready, executor)
+    execution.go()
+    reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
+    execution.check_empty()
+    timeline = execution.timeline() if options.record else None
+    with intra_op_threads(ready.threads):
+        result = finish(ready, reports, outputs, timeline, execution.stats(), backward=plan.schedule.has_backward)
+    release(ready)
+    execution.settle()
+    return result
+
+
+def _given(ready: Prepared) -> dict[int, Border]:
+    """What the caller gives, by value number."""
+    batch = ready.batch
+    out: dict[int, Border] = {}
+    for number, (role, _, name, _) in enumerate(ready.program.wires):
+        if role is Role.INPUT:
+            out |= _numbered(number, batch.inputs)
+        elif role is Role.TARGET and batch.target is not None:
+            out |= _numbered(number, batch.target)
+        elif role is Role.FEED:
+            out |= _numbered(number, batch.feeds[name])
+    return out
+
+
+def _numbered(wire: int, pieces: Sequence[Border]) -> Mapping[int, Border]:
+    """The values of a wire by number, one of each microbatch."""
+    return {wire * len(pieces) + microbatch: piece for microbatch, piece in enumerate(pieces)}
+
+
+def _handed(value: Any, place: Place) -> Any:
+    """What the caller takes of a lane's."""
+    if not place.asynchronous:
+        return value
+    if isinstance(value, Border):
+        return Border([place.hand(leaf) for leaf in value.leaves], value.spec, value.flags)
+    return map_leaves(place.hand, value)
 
 
 def _out_of_memory(error: BaseException) -> bool:
@@ -301,30 +294,6 @@ def _free(device: torch.device) -> str:
         return ""
     free, total = torch.cuda.mem_get_info(device)
     return f", {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free"
-
-
-def run_serial(execution: Execution) -> None:
-    """Everything on this thread, in plan order."""
-    lanes, program = execution.lanes, execution.program
-    lane_of = [row.lane for row in program.rows]
-    count = program.num_microbatches
-    lane = lanes[0]
-    for one in lanes:
-        one.thread = threading.get_ident()
-    RUNNING.set(lambda: execution.where(lane))  # whoever began the run sets it back
-    with no_autocast_cache(), torch.autograd.set_multithreading_enabled(False), execution.listening():
-        try:
-            start, stop = execution.part
-            for position in range(start, stop):
-                code = program.order[position]
-                lane = lanes[lane_of[code // count]]
-                if lane.place.asynchronous:
-                    with lane.place.active():
-                        execution.perform(lane, position, code)
-                else:
-                    execution.perform(lane, position, code)
-        except BaseException as error:  # in here: context managers write to the exceptions that they see
-            raise_located([(lane.now, execution.failure(lane, error))])
 
 
 def raise_located(failures: list[tuple[int, BaseException]]) -> NoReturn:

@@ -59,15 +59,18 @@ def _refuse_untouched(grads: tuple[Tree, ...], unused: Sequence[Any]) -> None:
     """Refuse a loss that hangs on no parameter, as torch's ``backward`` does. Raises PlanError."""
     if unused and len(unused) == sum(leaf is not None for leaf in flatten(grads)[0]):
         raise PlanError(
-            "no gradient reached any of the parameters: the loss hangs on none of them. Is it computed under torch.no_grad, by "
-            ".detach(), .item() or numpy, or from the target alone? Without gradients: fp.make_plan(stages, schedule.forwards())"
+            "no gradient reached any of the parameters: the loss hangs on none of them. Is it computed under "
+            "torch.no_grad, by "
+            ".detach(), .item() or numpy, or from the target alone? Without gradients: fp.make_plan(stages, "
+            "schedule.forwards())"
         )
 
 
 def _no_backward(*_: Any, **__: Any) -> None:
     """What ``result.loss.backward()`` says instead of torch's own words."""
     raise PlanError(
-        "the backwards have run already: the gradients are in result.grads; fp.step(optimizer, params, result) makes the step. "
+        "the backwards have run already: the gradients are in result.grads; fp.step(optimizer, params, result) makes "
+        "the step. "
         "For a loss of your own around a pipeline there are fp.vjp and fp.Pipe"
     )
 
@@ -100,7 +103,9 @@ def _fold_losses(
     found: list[Loss] = [reports[last, m].loss for m in range(count)]
     sums = [loss.weight is not None for loss in found]
     if any(sums) and not all(sums):
-        raise BatchError("the loss returned a mean for some microbatches and (sum, weight) for others; return one form always")  # fmt: skip
+        raise BatchError(
+            "the loss returned a mean for some microbatches and (sum, weight) for others; return one form always"
+        )
     late = sums[0] and not shares.explicit
     weights = [float(loss.weight) for loss in found] if late else []
     bad = [(m, one) for m, one in enumerate(weights) if not 0 <= one < float("inf")]
@@ -110,7 +115,9 @@ def _fold_losses(
         )
     weight = sum(weights) if late else shares.total
     if weight is not None and not weight:
-        raise BatchError("the weights that the loss returned are 0 for every microbatch, so the loss of this batch is not defined")  # fmt: skip
+        raise BatchError(
+            "the weights that the loss returned are 0 for every microbatch, so the loss of this batch is not defined"
+        )
     total: Any = None
     with torch.no_grad():
         for m, loss in enumerate(found):
@@ -146,7 +153,8 @@ def _add_sides(ready: Prepared, reports: ByPlace, total: Any, late: bool) -> Any
                     else "it is a mean, and the loss is a sum, which nothing divides"
                 )
                 raise BatchError(
-                    f"stage {stage} returned an auxiliary loss, but {reason}; give make_plan(..., weight=target -> number)"
+                    f"stage {stage} returned an auxiliary loss, but {reason}; give make_plan(..., weight=target -> "
+                    "number)"
                 )
             side, weight = report.side
             if float(weight):
@@ -182,7 +190,13 @@ def gradients(ready: Prepared, scale: float = 1.0) -> tuple[tuple[Tree, ...], li
         unused += [(stage, key_of(paths(ready.params[stage])[number])) for number in bound.unused()]
     if unused and ready.strict:
         faults = [f"{key!r} of {names_of(ready.plan.stages)[stage]}" for stage, key in unused]
-        raise PlanError(bullets("these trainable leaves got no gradient (check=\"used\"); use them, freeze them (trainable=, requires_grad), or leave the check out:", faults))  # fmt: skip
+        raise PlanError(
+            bullets(
+                'these trainable leaves got no gradient (check="used"); use them, freeze them (trainable=, '
+                "requires_grad), or leave the check out:",
+                faults,
+            )
+        )
     return tuple(unflatten(spec, own_sums) for spec, own_sums in zip(specs, sums, strict=True)), unused
 
 

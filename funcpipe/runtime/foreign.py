@@ -58,7 +58,8 @@ def refuse_foreign(stage: Stage, foreign: Sequence[Tensor]) -> bool:
     if faults:
         raise PlanError(
             bullets(
-                "the stage computes with tensors that require gradients and are not in its params, so nobody would train "
+                "the stage computes with tensors that require gradients and are not in its params, so nobody would "
+                "train "
                 "them; hand them in as params (a module: stage, params, state = fp.from_module(net), or "
                 "torch.func.functional_call(net, params, x) in the stage), or use them detached:",
                 faults,
@@ -81,7 +82,8 @@ def refuse_backward(sums: Sequence[Any], fresh: Sequence[int] | None) -> None:
     found = [version(one) for one in sums if one is not None]
     if fresh is None and any(found):
         raise PlanError(
-            "the stage, or the loss, calls backward itself, and that is what the run does: return the output, or the loss, alone. "
+            "the stage, or the loss, calls backward itself, and that is what the run does: return the output, or the "
+            "loss, alone. "
             "A gradient that belongs to the forward is torch.autograd.grad(y, x, create_graph=True)"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -21,7 +21,9 @@ from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree, flatten, structure, unflatten
 from funcpipe.runtime import microbatch
 from funcpipe.runtime.context import RUNNING, checked_plan, not_carried, refuse_transforms
+from funcpipe.runtime.executors import Serial, suiting
 from funcpipe.runtime.microbatch import Axis, Microbatches, Replicate
+from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.place import plan_devices, same_device
 from funcpipe.runtime.prepare import checked_seed, split_batch
 from funcpipe.runtime.recorded import Recorded, Unrecordable
@@ -90,36 +92,20 @@ class Graphs:
         """See the class."""
         return sum(one.recorded.nbytes for one in self._steps)
 
-    def run(
-        self,
-        work: Callable[..., Result],
-        plan: Plan,
-        params: Sequence[Tree],
-        batch: Any,
-        options: Mapping[str, Any],
-        *,
-        record: bool,
-        timeout: float | None,
-    ) -> Result:
-        """A run: played if it is recorded, recorded and played if it can be, as any other if not.
-
-        Args:
-            work: `run`.
-            plan, params, batch, record, timeout: as for it.
-            options: what else it takes.
-        """
+    def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
+        """A run: played if it is recorded, recorded and played if it can be, as any other if not."""
         refuse_transforms("run")
-        checked_seed(options["seed"])
+        checked_seed(options.seed)
         with self._alone(plan):
-            reason = self._unfit(record=record, timeout=timeout, check=options["check"])
+            reason = self._unfit(options)
             if not reason:
                 began = perf_counter()
-                by_rows, weight = _by_rows(self.plan, batch, options["feeds"])
-                found = self._step(work, by_rows, params, batch, options) if by_rows else _UNEVEN
+                by_rows, weight = _by_rows(self.plan, batch, options.feeds)
+                found = self._step(by_rows, params, batch, options) if by_rows else _UNEVEN
                 if not isinstance(found, str):
                     return _played(*found, began, weight)
                 reason = found
-        result = work(plan, params, batch, **options, record=record, timeout=timeout)
+        result = suiting(plan).run(plan, params, batch, options)
         return replace(result, stats=replace(result.stats, reason=f"not a graph: {reason}"))
 
     @contextmanager
@@ -139,33 +125,32 @@ class Graphs:
             if self.closed:  # meanwhile
                 self._found.clear()
 
-    def _unfit(self, *, record: bool, timeout: float | None, check: Any) -> str:
+    def _unfit(self, options: RunOptions) -> str:
         """Why no run with these options can be a graph; "": it may be one."""
         if self._obstacle is None:
             self._obstacle = _obstacle(self.plan)
         if self._obstacle:
             return self._obstacle
-        if record:
+        if options.record:
             return "record=True measures its actions"
-        if timeout is not None:
+        if options.timeout is not None:
             return "timeout= watches its actions"
-        if check not in ((), "used", ["used"], ("used",)):
+        if options.check not in ((), "used", ["used"], ("used",)):
             return "check= looks at its values"
         return ", ".join(f"{one} is on" for one in not_carried())
 
-    def _step(
-        self, work: Callable[..., Result], plan: Plan, params: Any, batch: Any, options: Mapping[str, Any]
-    ) -> tuple[_Step, list[Tensor]] | str:
+    def _step(self, plan: Plan, params: Any, batch: Any, options: RunOptions) -> tuple[_Step, list[Tensor]] | str:
         """The recorded run for such input (recorded now if it is the first) and its tensors; or why there is none."""
         if not isinstance(params, (tuple, list)) or len(params) != self.plan.num_stages:  # pyright: ignore
             return "params are not one tree for each stage"
         # A graph cannot draw: the seed would be that of its recording. Without one a run refuses to.
-        rest = {name: value for name, value in options.items() if name not in ("seed", "trainable", "state")}
-        flags = trainable_leaves(params, options["trainable"])  # pyright: ignore
+        names = ("feeds", "loss_scale", "threads_per_lane", "check")
+        rest = {name: getattr(options, name) for name in names}
+        flags = trainable_leaves(params, options.trainable)  # pyright: ignore
         rest["trainable"] = tuple(unflatten(structure(tree), own) for tree, own in zip(params, flags, strict=True))  # pyright: ignore
         taken = _Taken(words=[switches(), _kernels(), RUNNING.get() is not None])
         try:
-            held = taken.take((params, options["state"]))
+            held = taken.take((params, options.state))
             count = len(taken.tensors)
             given = taken.take((batch, rest))
         except TraceError as error:
@@ -180,10 +165,10 @@ class Graphs:
         if found is None:
             if len(self._found) >= _MOST:
                 return f"its input has had {_MOST} other forms (shapes, types, values that are no tensors) before"
-            found = self._found[key] = self._record(work, plan, lambda own: (*held(own), *given(own)), taken.tensors)
+            found = self._found[key] = self._record(plan, lambda own: (*held(own), *given(own)), taken.tensors)
         return found if isinstance(found, str) else (found, taken.tensors)
 
-    def _record(self, work: Callable[..., Result], plan: Plan, make: _Make, tensors: list[Tensor]) -> _Step | str:
+    def _record(self, plan: Plan, make: _Make, tensors: list[Tensor]) -> _Step | str:
         device = plan_devices(self.plan)[0]
         graph = Place.backend.graph(device)
         assert graph is not None
@@ -191,7 +176,7 @@ class Graphs:
 
         def step(own: Sequence[Tensor]) -> list[Tensor]:
             params, state, batch, rest = make(own)
-            result = work(plan, params, batch, state=state, **rest, executor="serial")
+            result = Serial().run(plan, params, batch, RunOptions(state=state, **rest))
             out = _Taken()
             made[:] = [out.take([getattr(result, name) for name in _FIELDS]), replace(result, **_NONE)]
             return out.tensors
@@ -208,7 +193,10 @@ def _obstacle(plan: Plan) -> str:
     """Why no run of a plan can be a graph; "": some may."""
     where = dict.fromkeys(plan_devices(plan))
     if len(where) > 1:
-        return f'its lanes lie on {", ".join(map(str, where))}, and a graph is of one device; compiled stages can be graphs each: fp.compile(stage, backend="cudagraphs")'  # fmt: skip
+        return (
+            f"its lanes lie on {', '.join(map(str, where))}, and a graph is of one device; compiled stages can be "
+            'graphs each: fp.compile(stage, backend="cudagraphs")'
+        )
     device = next(iter(where))
     if Place.backend.graph(device) is None:
         return f"{device} has none"
@@ -276,7 +264,17 @@ def _played(step: _Step, tensors: list[Tensor], began: float, weight: float | No
     return replace(step.like, **dict(zip(_FIELDS, fields, strict=True)), weight=weight, stats=stats)
 
 
-_FIXED = (type(None), type, Enum, FunctionType, BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format, Tensor)  # fmt: skip
+_FIXED = (
+    type(None),
+    type,
+    Enum,
+    FunctionType,
+    BuiltinFunctionType,
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+    Tensor,
+)
 """What is compared by identity and does not change; of functions nobody can know."""
 
 _CONSTANT = (*_FIXED, bool, int, float, complex, str, bytes, torch.device, torch.Size)
@@ -353,16 +351,17 @@ def graphs(plan: Plan) -> Graphs:
 
     The first run with input of a form (structure, shapes, types, layouts, devices; values that are no tensors; which
     leaves are trained; loss scale, grad mode, autocast) runs three times and is then recorded with everything that it
-    queues: all lanes with their streams, the loss, the sums, the commits. Later ones copy their tensors into the recording's, play it, and copy
-    the results out: no Python of stages, no launch of single kernels. That pays where kernels are so short that the host
-    is late.
+    queues: all lanes with their streams, the loss, the sums, the commits. Later ones copy their tensors into the
+    recording's, play it, and copy the results out: no Python of stages, no launch of single kernels. That pays where
+    kernels are so short that the host is late.
 
     Numbers are those of other executors, and a run stays pure. What it costs is memory: a graph has its own copies of
     parameters, state and batch, and holds all memory of a run for itself.
 
     A run that cannot be a graph is run as with ``executor=None``; ``result.stats.reason`` says why: lanes on several
-    devices, or on one without graphs; random draws (dropout); a loss that brings (sum, weight), ``plan.weight`` or anything else
-    that needs numbers on the host; targets that are padded unevenly (`F.cross_entropy`: looked at before each run); `offload`; ``record=``, ``timeout=``, ``check="finite"``; a ninth form of input.
+    devices, or on one without graphs; random draws (dropout); a loss that brings (sum, weight), ``plan.weight`` or
+    anything else that needs numbers on the host; targets that are padded unevenly (`F.cross_entropy`: looked at before
+    each run); `offload`; ``record=``, ``timeout=``, ``check="finite"``; a ninth form of input.
 
     As with any recording, what stages do in Python is done when they are recorded and not again, and tensors that they
     close over are read where they lay.

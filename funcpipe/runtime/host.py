@@ -92,7 +92,7 @@ class Host:
 
     Args:
         place: the lane's.
-        coming: the lane's events by value number: who reads such a value waits for it.
+        coming: the lane's events by slot: who reads what lies there waits for it.
         fixed: addresses of memory that others keep anyway, such as the batch.
     """
 

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import atexit
-import contextvars
-import ctypes
 import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from time import monotonic, sleep
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
-from funcpipe.core.errors import FuncpipeError, RunTimeout
+from funcpipe.core.closed import lent
+from funcpipe.core.errors import FuncpipeError, PlanError, RunTimeout
 from funcpipe.core.plan import Plan
-from funcpipe.runtime.context import RUNNING, Context, checked_plan, cores, intra_op_threads, no_autocast_cache, pin
-from funcpipe.runtime.execute import STOP, Execution, Lane, Stop, raise_located
+from funcpipe.core.remembered import Remembered
+from funcpipe.core.result import Result
+from funcpipe.core.stage import bindable
+from funcpipe.core.tree import Tree
+from funcpipe.runtime.context import (
+    RUNNING,
+    checked_plan,
+    cores,
+    intra_op_threads,
+    no_autocast_cache,
+    not_carried,
+    pin,
+)
+from funcpipe.runtime.execute import Execution, raise_located, run_by
+from funcpipe.runtime.options import RunOptions
+from funcpipe.runtime.runner import Runner
+from funcpipe.runtime.transport import Stop
 from funcpipe.runtime.watchdog import Watchdog
-
-_Job = Callable[[], Any]
+from funcpipe.runtime.worker import Worker, compute_with, end_all
 
 _TIMEOUT = -1
 """What the watchdog puts among the numbers of lanes that are done."""
@@ -32,52 +45,15 @@ _PATIENCE = 0.05
 """Seconds that lanes get to end by themselves before they are interrupted."""
 
 
-class _Worker:
-    """One thread that does jobs until it gets None, and can be interrupted inside of a job only."""
-
-    def __init__(self, index: int) -> None:
-        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._gate = threading.Lock()
-        self._interruptible = False
-        self.thread = threading.Thread(target=self._loop, name=f"funcpipe lane {index}", daemon=True)
-
-    def _loop(self) -> None:
-        while (job := self.jobs.get()) is not None:
-            self._do(job)
-            del job  # it holds the run's values
-
-    def _do(self, job: _Job) -> None:
-        try:
-            self._interruptible = True
-            try:
-                job()
-            finally:
-                with self._gate:
-                    self._interruptible = False
-        except Stop:
-            pass  # it came while the job was ending
-
-    def interrupt(self) -> None:
-        """Raise Stop in the thread at its next bytecode, that is after the operation that it is in."""
-        with self._gate:
-            if self._interruptible and self.thread.ident is not None:
-                identity = ctypes.c_ulong(self.thread.ident)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(Stop))
-
-    def end(self, seconds: float | None = None) -> None:
-        """Wait for the thread's end, after the job that it does; for so long at most."""
-        self.jobs.put(None)
-        if self.thread.ident is not None:
-            self.thread.join(seconds)
-
-
 class Lanes:
     """The worker threads of the lanes of a plan. Made by `lanes`, or for one run."""
 
+    threaded: ClassVar[bool] = True
+
     def __init__(self, count: int) -> None:
-        self.count = count
+        self.count, self.reason = count, "asked for"
         self._cores = cores()
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._busy = threading.Lock()
         self._process = os.getpid()
         self.closed = False
@@ -91,7 +67,7 @@ class Lanes:
 
     def __del__(self) -> None:
         for worker in self._workers:  # nobody holds the lanes any more: their threads end by themselves
-            worker.jobs.put(None)
+            worker.dismiss()
 
     def close(self) -> None:
         """End all threads; these lanes run nothing more."""
@@ -103,11 +79,32 @@ class Lanes:
             worker.end(wait)
         self._workers = []
 
-    def run(self, execution: Execution, context: Context, threads: int, timeout: float | None = None) -> None:
+    def check(self, plan: Plan) -> None:
+        """Raises PlanError where these are not as many as the plan's, or something is on that they cannot take over."""
+        if self.count != plan.num_devices:
+            raise PlanError(
+                f"these lanes are {self.count}, the plan has {plan.num_devices}; make them with fp.lanes(plan)"
+            )
+        obstacles = uncarried(plan)
+        if obstacles:
+            copies = "; or give each stage a module of its own, copy.deepcopy(module)" if _lent_twice(plan) else ""
+            raise PlanError(
+                f"{', '.join(obstacles)} cannot be taken over by other threads; use executor='serial'{copies}"
+            )
+
+    def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
+        """A whole run."""
+        return run_by(self, plan, params, batch, options)
+
+    def walk(self, execution: Execution) -> None:
         """Run every lane of an execution in its thread; come back when all are done, or raise what failed.
 
-        With ``timeout`` raise RunTimeout when no lane begins an action for so many seconds.
+        With a timeout raise RunTimeout when no lane begins an action for so many seconds.
         """
+        if self.closed and execution.part[0]:  # between the two halves of a vjp
+            with Lanes(self.count) as fresh:
+                fresh.walk(execution)
+            return
         if self._process != os.getpid():  # a fork has none of the threads
             self._workers, self._busy, self._process = [], threading.Lock(), os.getpid()
         if self.closed:
@@ -117,12 +114,15 @@ class Lanes:
                 "these lanes are busy with another run; give each concurrent run its own fp.lanes(plan)"
             )
         try:
-            with intra_op_threads(threads):  # threads that the user starts later begin with his number again
-                self._run(execution, context, threads, timeout)
+            with intra_op_threads(
+                execution.ready.threads
+            ):  # threads that the user starts later begin with his number again
+                self._run(execution)
         finally:
             self._busy.release()
 
-    def _run(self, execution: Execution, context: Context, threads: int, timeout: float | None) -> None:
+    def _run(self, execution: Execution) -> None:
+        timeout = execution.ready.options.timeout
         failures: list[tuple[int, BaseException]] = []
         done: queue.SimpleQueue[int] = queue.SimpleQueue()
         finished = False
@@ -133,8 +133,7 @@ class Lanes:
             # Inside of try: Ctrl-C between two starts must stop the first.
             self._start()
             for lane, worker in zip(execution.lanes, self._workers, strict=True):
-                job = _job(self, execution, lane, context, threads, failures, done)
-                worker.jobs.put(partial(contextvars.copy_context().run, job))
+                worker.give(_job(self, execution, lane, failures, done))
             with dog or nullcontext():
                 for _ in execution.lanes:
                     if _take(done) == _TIMEOUT or failures:
@@ -153,9 +152,9 @@ class Lanes:
 
     def _start(self) -> None:
         if not self._workers:
-            self._workers = [_Worker(index) for index in range(self.count)]
+            self._workers = [Worker(f"funcpipe lane {index}") for index in range(self.count)]
             for worker in self._workers:
-                worker.thread.start()
+                worker.start()
 
     def _halt(self, execution: Execution, wait: float | None) -> None:
         """End every lane: those that wait at once, those that compute after a short action or the operation in it.
@@ -163,12 +162,10 @@ class Lanes:
         Threads that do not end within ``wait`` seconds (None: for ever) are left behind: Python cannot end them.
         """
         execution.stopped = True
-        for lane in execution.lanes:
-            lane.inbox.put(STOP)
+        for box in execution.boxes:
+            box.stop()
         # Most end by themselves. An interruption may land in some object's __del__, where Python prints and drops it.
-        deadline = monotonic() + _PATIENCE
-        for worker in self._workers:
-            worker.end(max(0.0, deadline - monotonic()))
+        end_all(self._workers, _PATIENCE)
         for worker in self._workers:
             worker.interrupt()
         self._end(wait)  # the next run starts new ones
@@ -198,37 +195,33 @@ def _is_inside(thread: int) -> bool:
 def _job(
     crew: Lanes,
     execution: Execution,
-    lane: Lane,
-    context: Context,
-    threads: int,
+    lane: Runner,
     failures: list[tuple[int, BaseException]],
     done: queue.SimpleQueue[int],
-) -> _Job:
+) -> Callable[[], None]:
     """The work of one lane in one run."""
 
     def work() -> None:
         try:
             lane.thread = threading.get_ident()
-            # In the thread itself: MKL counts per thread, and a thread that never said its number takes every core.
-            torch.get_num_threads()  # else torch takes at the first operation what another run has set since
-            torch.set_num_threads(threads)
-            crew.pin(lane.index)
+            compute_with(execution.ready.threads)
+            crew.pin(lane.program.lane)
             RUNNING.set(partial(execution.where, lane))  # of the copied context, which ends with the job
             with (
-                context.entered(),
+                execution.context.entered(),
                 no_autocast_cache(),
                 torch.autograd.set_multithreading_enabled(False),
                 execution.listening(),
                 lane.place.active(),
             ):
-                _walk(execution, lane, failures)
+                _do(execution, lane, failures)
         except Stop:
             pass
         except BaseException as error:
-            failures.append((lane.now, execution.failure(lane, error)))
+            failures.append((execution.position(lane), execution.failure(lane, error)))
         finally:
             lane.thread = 0
-            done.put(lane.index)
+            done.put(lane.program.lane)
 
     return work
 
@@ -242,18 +235,18 @@ def _take(done: queue.SimpleQueue[int]) -> int:
             continue
 
 
-def _walk(execution: Execution, lane: Lane, failures: list[tuple[int, BaseException]]) -> None:
+def _do(execution: Execution, lane: Runner, failures: list[tuple[int, BaseException]]) -> None:
     """The lane's part of the order. What fails is taken here: context managers write to the exceptions that they see."""
     try:
-        for position, code in lane.order:
+        while lane.done < lane.stop:
             if execution.stopped:
                 raise Stop
-            execution.perform(lane, position, code)
+            lane.advance()
     except BaseException as error:
         if execution.stopped and _from_stop(error):
             return
         execution.stopped = True  # no lane begins another action, even before the caller wakes
-        failures.append((lane.now, execution.failure(lane, error)))
+        failures.append((execution.position(lane), execution.failure(lane, error)))
 
 
 def _from_stop(error: BaseException | None) -> bool:
@@ -270,8 +263,8 @@ def _from_stop(error: BaseException | None) -> bool:
 def lanes(plan: Plan) -> Lanes:
     """Threads that are kept between runs: ``with fp.lanes(plan) as lanes: fp.run(..., executor=lanes)``.
 
-    Starting threads anew for each run costs about 0.2 ms per lane and fresh memory arenas; long trainings of short steps
-    save it. The threads end with the ``with`` block.
+    Starting threads anew for each run costs about 0.2 ms per lane and fresh memory arenas; long trainings of short
+    steps save it. The threads end with the ``with`` block.
 
     Raises:
         PlanError: this is no plan.
@@ -279,6 +272,25 @@ def lanes(plan: Plan) -> Lanes:
     return Lanes(checked_plan("lanes", plan).num_devices)
 
 
-def parallel(plan_devices: Any) -> bool:
-    """Do threads pay: at least two lanes compute on the CPU."""
-    return sum(device.type == "cpu" for device in plan_devices) >= 2
+def uncarried(plan: Plan) -> list[str]:
+    """What other threads cannot take over from the caller, for this plan."""
+    return [*not_carried(), *_lent_twice(plan)]
+
+
+def _find_lent_twice(plan: Plan) -> list[str]:
+    """Modules into which functions of several lanes put parameters of their own, each while it computes."""
+    lanes: dict[int, set[int]] = {}
+    names: dict[int, str] = {}
+    for stage, whole in enumerate(plan.stages):
+        for part in whole.simple():
+            for key, (name, _) in ({} if bindable(part.fn) else lent(part.fn)).items():
+                lanes.setdefault(key, set()).add(plan.schedule.device_of[stage])
+                names[key] = name
+    return [
+        f"the module {names[key]!r}, which stages of lanes {sorted(users)} call with parameters of their own"
+        for key, users in lanes.items()
+        if len(users) > 1
+    ]
+
+
+_lent_twice = Remembered(_find_lent_twice)

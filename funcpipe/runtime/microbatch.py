@@ -116,7 +116,11 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
     if plan.loss is not None:
         trees["target"] = target
     wanted = dict.fromkeys(name for part in plan.stages for name in part.feeds)
-    faults = [f"feeds lacks {name!r}, which {_stage_that_feeds(plan, name)} declares" for name in wanted if name not in (feeds or {})]  # fmt: skip
+    faults = [
+        f"feeds lacks {name!r}, which {_stage_that_feeds(plan, name)} declares"
+        for name in wanted
+        if name not in (feeds or {})
+    ]
     faults += [f"feeds has {name!r}, which no stage declares" for name in feeds or {} if name not in wanted]
     trees.update({f"feeds[{name!r}]": (feeds or {})[name] for name in wanted if name in (feeds or {})})
     leaves = [_Leaves(name, tree) for name, tree in trees.items()]
@@ -124,12 +128,20 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
     faults += found or [fault for one in leaves for fault in one.listed(rows)]
     ready = {one.name: len(one.ready) for one in leaves if one.ready is not None}
     most = plan.num_microbatches
-    faults += [f"{name} is cut into {n} microbatches, the plan has {most}" for name, n in ready.items() if not 0 < n <= most]  # fmt: skip
+    faults += [
+        f"{name} is cut into {n} microbatches, the plan has {most}" for name, n in ready.items() if not 0 < n <= most
+    ]
     if len(set(ready.values())) > 1:
         faults.append(
             "ready-made microbatches differ in number: " + ", ".join(f"{name} has {n}" for name, n in ready.items())
         )
-    faults += [f"microbatch {index} of {one.name} has no rows; leave it out" for one in leaves if one.ready is not None for index, size in enumerate(one.ready_rows()) if size == 0]  # fmt: skip
+    faults += [
+        f"microbatch {index} of {one.name} has no rows; leave it out"
+        for one in leaves
+        if one.ready is not None
+        for index, size in enumerate(one.ready_rows())
+        if size == 0
+    ]
     if faults:
         raise BatchError(bullets("this batch cannot be cut into microbatches:", faults))
     if ready:
@@ -137,7 +149,10 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
         found_rows = [one.ready_rows() for one in leaves if one.ready is not None]
         by_microbatch = [size or 1 for size in next(filter(any, found_rows), [1] * count)]
         if rows is not None and rows != sum(by_microbatch):
-            raise BatchError(f"the ready-made microbatches have {sum(by_microbatch)} rows ({by_microbatch}), other leaves have {rows}")  # fmt: skip
+            raise BatchError(
+                f"the ready-made microbatches have {sum(by_microbatch)} rows ({by_microbatch}), other leaves have "
+                f"{rows}"
+            )
         parts = by_microbatch
     else:
         parts = sizes(rows, most) if rows is not None else [1] * most
@@ -181,7 +196,10 @@ class _Leaves:
             self.leaves[index] = leaf
         if not isinstance(leaf, Tensor):
             if getattr(leaf, "shape", ()) and hasattr(leaf, "__array__"):
-                self.faults.append(f"{place} is a {type(leaf).__name__} with rows but no tensor: torch.from_numpy({place}), or share it: fp.Replicate({place})")  # fmt: skip
+                self.faults.append(
+                    f"{place} is a {type(leaf).__name__} with rows but no tensor: torch.from_numpy({place}), or share "
+                    f"it: fp.Replicate({place})"
+                )
             return None
         if leaf.dim() == 0:
             self.faults.append(f"{place} is a 0-dim tensor and has no rows; share it: fp.Replicate({place})")
@@ -249,7 +267,8 @@ class _Leaves:
 
 def _each(rows: int, place: str) -> str:
     return (
-        f"for each of {rows} rows, which every microbatch would get whole: make it a tensor, cut it yourself (fp.Microbatches), "
+        f"for each of {rows} rows, which every microbatch would get whole: make it a tensor, cut it yourself "
+        "(fp.Microbatches), "
         f"or share it: fp.Replicate({place})"
     )
 
@@ -289,7 +308,10 @@ def _rows(leaves: Sequence[_Leaves]) -> tuple[int | None, list[str]]:
     counts = set(rows.values())
     if len(counts) > 1:
         listed = ", ".join(f"{place} has {count}" for place, count in rows.items())
-        faults.append(f"leaves differ in rows: {listed}; share a leaf that has none with fp.Replicate(leaf), name another axis with fp.Axis(leaf, axis)")  # fmt: skip
+        faults.append(
+            f"leaves differ in rows: {listed}; share a leaf that has none with fp.Replicate(leaf), name another axis "
+            "with fp.Axis(leaf, axis)"
+        )
     if counts == {0}:
         faults.append(f"the batch has no rows: {', '.join(rows)}")
     return (next(iter(counts)) if counts else None), faults

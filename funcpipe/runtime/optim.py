@@ -29,9 +29,9 @@ def step(
 ) -> Tensor:
     """One step of an optimizer over ``leaves(params)``; every ``.grad`` is None again afterwards.
 
-    ``fp.step(optimizer, params, result)`` takes what it must know from the result: the gradients, the ties, and the loss
-    scale. Gradients of a run with ``loss_scale`` are divided by it, and where one of any stage is inf or NaN nothing is
-    stepped.
+    ``fp.step(optimizer, params, result)`` takes what it must know from the result: the gradients, the ties, and the
+    loss scale. Gradients of a run with ``loss_scale`` are divided by it, and where one of any stage is inf or NaN
+    nothing is stepped.
 
     >>> import torch
     >>> params = ({"w": torch.ones(2)},)
@@ -53,8 +53,8 @@ def step(
         The norm before clipping, a 0-dim tensor; of the unscaled gradients, so not finite where the step is skipped.
 
     Raises:
-        PlanError: the result has no gradients, params and grads differ in structure, no leaf that the optimizer holds has
-            a gradient, it wants a closure (LBFGS), or an option is not what it should be.
+        PlanError: the result has no gradients, params and grads differ in structure, no leaf that the optimizer holds
+            has a gradient, it wants a closure (LBFGS), or an option is not what it should be.
     """
     _check_options(optimizer, max_norm, scaler)
     scale = 1.0
@@ -125,9 +125,9 @@ def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
 def accumulate(results: Iterable[Result]) -> Result:
     """Several runs over parts of one batch as one: exact, because every part counts by its weight.
 
-    Losses and gradients are those of one run over all rows (those of sums are added); the state is that of the last run (give each run the state
-    of the one before). What comes out can be accumulated further, so ``total = accumulate([total, result])`` after each
-    run holds two sets of gradients at a time, however many the parts.
+    Losses and gradients are those of one run over all rows (those of sums are added); the state is that of the last run
+    (give each run the state of the one before). What comes out can be accumulated further, so ``total =
+    accumulate([total, result])`` after each run holds two sets of gradients at a time, however many the parts.
 
     Args:
         results: of the same plan and params, with the same leaves trained. Gradients of runs with other loss scales
@@ -229,7 +229,9 @@ def _sums(grads: Tree, ties: Ties) -> dict[int, int]:
             try:
                 members.append(at(grads[stage], path))
             except (KeyError, IndexError, TypeError, AttributeError):
-                raise PlanError(f"ties name {path!r} of stage {stage}, where grads have no leaf; give the plan's: ties=plan.ties") from None  # fmt: skip
+                raise PlanError(
+                    f"ties name {path!r} of stage {stage}, where grads have no leaf; give the plan's: ties=plan.ties"
+                ) from None
         out.update((id(member), id(members[0])) for member in members)
     return out
 
@@ -237,11 +239,17 @@ def _sums(grads: Tree, ties: Ties) -> dict[int, int]:
 def _held(optimizer: torch.optim.Optimizer, found: list[_Found]) -> list[_Found]:
     """What this optimizer holds. Refuses a step that could change nothing."""
     if not found:
-        raise PlanError("no leaf has a gradient, so there is nothing to step; run with trainable=True, or set requires_grad on leaves")  # fmt: skip
+        raise PlanError(
+            "no leaf has a gradient, so there is nothing to step; run with trainable=True, or set requires_grad on "
+            "leaves"
+        )
     mine = {id(leaf) for group in optimizer.param_groups for leaf in group["params"]}
     held = [one for one in found if id(one.leaf) in mine]
     if not held:
-        raise PlanError("the optimizer holds none of the leaves that have a gradient; make it after fp.place, over the very params that are run: torch.optim.AdamW(fp.leaves(params))")  # fmt: skip
+        raise PlanError(
+            "the optimizer holds none of the leaves that have a gradient; make it after fp.place, over the very "
+            "params that are run: torch.optim.AdamW(fp.leaves(params))"
+        )
     return held
 
 
@@ -301,17 +309,24 @@ def _check_options(optimizer: torch.optim.Optimizer, max_norm: Any, scaler: Any)
         )
     if isinstance(optimizer, type):
         raise PlanError(
-            f"{optimizer.__name__} is a class; make an optimizer: torch.optim.{optimizer.__name__}(fp.leaves(params), lr=...)"
+            f"{optimizer.__name__} is a class; make an optimizer: torch.optim.{optimizer.__name__}(fp.leaves(params), "
+            "lr=...)"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise PlanError(f"{type(optimizer).__name__} evaluates the loss itself, several times in a step, so there are no gradients to hand it; call its step(closure) with a closure that runs the plan, puts the gradients into .grad and returns the loss (docs/howto/optimizers.md)")  # fmt: skip
+        raise PlanError(
+            f"{type(optimizer).__name__} evaluates the loss itself, several times in a step, so there are no "
+            "gradients to hand it; call its step(closure) with a closure that runs the plan, puts the gradients into "
+            ".grad and returns the loss (docs/howto/optimizers.md)"
+        )
 
 
 def _results(results: Any) -> list[Result]:
     """Results that may be added. Raises PlanError."""
     if not isinstance(results, Iterable):
-        raise PlanError(f"accumulate takes results one after the other, accumulate([first, second]); got a {type(results).__name__}")  # fmt: skip
+        raise PlanError(
+            f"accumulate takes results one after the other, accumulate([first, second]); got a {type(results).__name__}"
+        )
     given = list(cast("Iterable[Any]", results))
     strange = sorted({type(one).__name__ for one in given if not isinstance(one, Result)})
     if strange:
@@ -323,5 +338,8 @@ def _results(results: Any) -> list[Result]:
     trained = [[leaf is not None and leaf.shape for leaf in flatten(one.grads)[0]] for one in given]
     for number, one in enumerate(given):
         if structure(one.grads) != structure(given[0].grads) or trained[number] != trained[0]:
-            raise PlanError(f"result {number} has gradients of other leaves than result 0; accumulate runs of one plan with the same params and trainable=")  # fmt: skip
+            raise PlanError(
+                f"result {number} has gradients of other leaves than result 0; accumulate runs of one plan with the "
+                "same params and trainable="
+            )
     return given

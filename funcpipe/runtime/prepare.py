@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, bullets
-from funcpipe.core.plan import Lowered, Plan
+from funcpipe.core.lowered import Lowered
+from funcpipe.core.plan import Plan
 from funcpipe.core.stage import names_of
 from funcpipe.core.torch_names import has_gradient_hooks
 from funcpipe.core.tree import Tree, flatten, locations
@@ -20,6 +21,7 @@ from funcpipe.runtime import microbatch
 from funcpipe.runtime.context import RUNNING, checked_plan, cores, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.finite import FiniteBound
+from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.place import misplaced, place, plan_devices
 from funcpipe.runtime.program import Bound, Program, Shares
 from funcpipe.runtime.rng import Keys
@@ -41,6 +43,7 @@ class Prepared:
         threads: intra-op threads of a lane.
         ties: groups of (stage, leaf number).
         strict: is a trainable leaf that no backward reached an error.
+        options: as the user gave them.
     """
 
     plan: Plan
@@ -54,6 +57,7 @@ class Prepared:
     threads: int
     ties: tuple[tuple[tuple[int, int], ...], ...]
     strict: bool
+    options: RunOptions
 
 
 def prepare(
@@ -61,14 +65,8 @@ def prepare(
     plan: Plan,
     params: Sequence[Tree],
     batch: Any,
+    options: RunOptions,
     *,
-    state: Sequence[Tree] | None,
-    feeds: Mapping[str, Tree] | None,
-    seed: int | None,
-    trainable: Trainable,
-    loss_scale: float,
-    threads_per_lane: int | None,
-    check: str | Sequence[str],
     halves: bool = False,
 ) -> Prepared:
     """Check everything that can be checked, cut the batch, bind the stages. Nothing has run when it raises.
@@ -78,21 +76,19 @@ def prepare(
     checked_plan(name, plan)
     refuse_transforms(name)
     if RUNNING.get():
-        raise FuncpipeError(f"{name} was called inside of a stage of another run; a stage is one step of a plan: use fp.apply there, or fp.compose to nest stages")  # fmt: skip
+        raise FuncpipeError(
+            f"{name} was called inside of a stage of another run; a stage is one step of a plan: use fp.apply there, "
+            "or fp.compose to nest stages"
+        )
     backward = plan.schedule.has_backward
     if halves:
         _check_halves(plan, backward)
     else:
         _check_modes(name, plan, backward)
-    seed = checked_seed(seed)
-    if feeds is not None and not isinstance(feeds, Mapping):
-        raise PlanError(f"feeds is a dict with a tree for each name that stages feed on; got a {type(feeds).__name__}")
-    if not isinstance(loss_scale, (int, float)) or not 0 < loss_scale < float("inf"):
-        raise PlanError(f"loss_scale is a number above 0 (a scaler's get_scale()); got {loss_scale!r}")
-    if threads_per_lane is not None and (not isinstance(threads_per_lane, int) or threads_per_lane < 1):
-        raise PlanError(f"threads_per_lane is a positive int or None; got {threads_per_lane!r}")
+    _check_options(options)
+    seed, feeds, trainable = checked_seed(options.seed), options.feeds, options.trainable
     trees = _per_stage("params", params, plan)
-    states = _states(state, plan)
+    states = _states(options.state, plan)
     where = plan_devices(plan)
     faults = misplaced(plan, trees, where, "params") + misplaced(plan, states, where, "state")
     if faults:
@@ -108,7 +104,7 @@ def prepare(
     cut = microbatch.cut(plan, inputs, target, feeds)
     if (plan.outputs or halves) and plan.merge is None:
         _refuse_unsaid_axes(cut)
-    shares = microbatch.shares(cut, plan, loss_scale)
+    shares = microbatch.shares(cut, plan, options.loss_scale)
     wanted = trainable_leaves(trees, trainable) if backward else [[False] * len(flatten(t)[0]) for t in trees]
     ties = resolve_ties(plan, trees, wanted)
     if backward:
@@ -118,8 +114,8 @@ def prepare(
         _refuse_frozen(trees, trainable)
     # Whoever set fewer threads than there are cores meant it: other work wants the rest.
     available = min(len(cores()), torch.get_num_threads())
-    threads = max(1, available // plan.num_devices) if threads_per_lane is None else threads_per_lane
-    checks = _checks(check)
+    threads = options.threads_per_lane or max(1, available // plan.num_devices)
+    checks = _checks(options.check)
     bounds: Sequence[Bound] = _bind(plan, trees, states, wanted, Keys(seed, plan.stages), shares)
     if checks & {"finite", "finite-op"}:
         operations = "finite-op" in checks
@@ -128,7 +124,20 @@ def prepare(
             for i, (b, tree) in enumerate(zip(bounds, trees, strict=True))
         ]
     program = program_for(plan, cut.num_microbatches, halves=halves)
-    return Prepared(plan, program, cut, shares, trees, states, bounds, where, threads, ties, "used" in checks)
+    return Prepared(plan, program, cut, shares, trees, states, bounds, where, threads, ties, "used" in checks, options)
+
+
+def _check_options(options: RunOptions) -> None:
+    """Raises PlanError for numbers that are none."""
+    feeds, scale, threads, timeout = options.feeds, options.loss_scale, options.threads_per_lane, options.timeout
+    if feeds is not None and not isinstance(feeds, Mapping):
+        raise PlanError(f"feeds is a dict with a tree for each name that stages feed on; got a {type(feeds).__name__}")
+    if not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
+        raise PlanError(f"loss_scale is a number above 0 (a scaler's get_scale()); got {scale!r}")
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise PlanError(f"threads_per_lane is a positive int or None; got {threads!r}")
+    if timeout is not None and (isinstance(timeout, bool) or not (isinstance(timeout, (int, float)) and timeout > 0)):
+        raise PlanError(f"timeout is a number of seconds above 0, or None; got {timeout!r}")
 
 
 def checked_seed(seed: Any) -> int | None:
@@ -168,8 +177,10 @@ def _refuse_attached(given: Mapping[str, Tree]) -> None:
     if faults:
         raise BatchError(
             bullets(
-                "no gradient goes from a run into its batch, and what made these values would not be trained. Make it the "
-                "first stage; or take the gradients of the inputs by fp.vjp, or by fp.Pipe inside of an autograd graph; or "
+                "no gradient goes from a run into its batch, and what made these values would not be trained. Make "
+                "it the "
+                "first stage; or take the gradients of the inputs by fp.vjp, or by fp.Pipe inside of an autograd "
+                "graph; or "
                 "hand the values in detached, x.detach():",
                 faults,
             )
@@ -219,7 +230,8 @@ def _untrained(leaf: Any, trained: bool, stage: int) -> str:
         return ""
     if has_gradient_hooks(leaf):
         return (
-            f"has hooks on its gradient, which a run does not call: apply them to result.grads[{stage}] before fp.step, "
+            f"has hooks on its gradient, which a run does not call: apply them to result.grads[{stage}] before "
+            "fp.step, "
             "and take them off (the handle's remove())"
         )
     return ""
@@ -233,8 +245,10 @@ def _refuse_frozen(trees: Sequence[Tree], trainable: Trainable) -> None:
     frozen = any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
     if frozen and not any(leaf.requires_grad for leaf in leaves):
         raise PlanError(
-            "every parameter is frozen (requires_grad is False), so there is nothing to train; leaf.requires_grad_() on what "
-            "is trained, run(..., trainable=True) for gradients all the same, or evaluate: fp.make_plan(stages, schedule.forwards())"
+            "every parameter is frozen (requires_grad is False), so there is nothing to train; leaf.requires_grad_() "
+            "on what "
+            "is trained, run(..., trainable=True) for gradients all the same, or evaluate: fp.make_plan(stages, "
+            "schedule.forwards())"
         )
 
 
@@ -272,10 +286,17 @@ def _check_modes(name: str, plan: Plan, backward: bool) -> None:
     if not backward:
         return
     if plan.loss is None:
-        raise PlanError(f"the plan's schedule has backwards but the plan has no loss, so {name} does not know where gradients begin: make_plan(..., loss=fn); for gradients of outputs use fp.vjp; for outputs alone a forward-only schedule, fp.fill_drain(..., backward=False)")  # fmt: skip
+        raise PlanError(
+            f"the plan's schedule has backwards but the plan has no loss, so {name} does not know where gradients "
+            "begin: make_plan(..., loss=fn); for gradients of outputs use fp.vjp; for outputs alone a forward-only "
+            "schedule, fp.fill_drain(..., backward=False)"
+        )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-        raise PlanError(f"the plan has backwards, but {name} was called under torch.{mode}; evaluate with the forwards alone: fp.make_plan(stages, schedule.forwards(), ...)")  # fmt: skip
+        raise PlanError(
+            f"the plan has backwards, but {name} was called under torch.{mode}; evaluate with the forwards alone: "
+            "fp.make_plan(stages, schedule.forwards(), ...)"
+        )
 
 
 def _checks(check: Any) -> set[str]:
@@ -289,9 +310,15 @@ def _checks(check: Any) -> set[str]:
 
 def _check_halves(plan: Plan, backward: bool) -> None:
     if plan.loss is not None:
-        raise PlanError("vjp is for plans without a loss, and this one has one: fp.run gives its gradients; or leave loss= out of make_plan and give the cotangents of the outputs")  # fmt: skip
+        raise PlanError(
+            "vjp is for plans without a loss, and this one has one: fp.run gives its gradients; or leave loss= out "
+            "of make_plan and give the cotangents of the outputs"
+        )
     if not backward:
-        raise PlanError("the plan's schedule has no backwards to pull cotangents through; use fp.fill_drain(num_stages, num_microbatches), or fp.run for outputs alone")  # fmt: skip
+        raise PlanError(
+            "the plan's schedule has no backwards to pull cotangents through; use fp.fill_drain(num_stages, "
+            "num_microbatches), or fp.run for outputs alone"
+        )
     if torch.is_inference_mode_enabled():
         raise PlanError("vjp was called under torch.inference_mode, where autograd records nothing; call it outside")
 
@@ -317,18 +344,28 @@ def _states(state: Any, plan: Plan) -> tuple[Tree, ...]:
             return place(plan, plan.state)
         if plan.state is not None:
             raise PlanError(
-                f"state= is missing: a batch changes that of {', '.join(changing)}; give fp.place(plan, plan.state) with the "
+                f"state= is missing: a batch changes that of {', '.join(changing)}; give fp.place(plan, plan.state) "
+                "with the "
                 "first batch, and with every other one the result.state of the one before"
             )
         if needing:
             raise PlanError(
-                f"state= is missing: {', '.join(needing)} {'has' if len(needing) == 1 else 'have'} state; give state=, a tuple "
+                f"state= is missing: {', '.join(needing)} {'has' if len(needing) == 1 else 'have'} state; give "
+                "state=, a tuple "
                 "with one tree per stage (fp.from_module returns each; the new one is in result.state)"
             )
         return ((),) * plan.num_stages
     states = _per_stage("state", state, plan)
-    faults = [f"{labels[i]} declares no state, but state[{i}] is not ()" for i, part in enumerate(plan.stages) if not part.state and not _empty(states[i])]  # fmt: skip
-    faults += [f"{labels[i]} declares state, but state[{i}] is None" for i, part in enumerate(plan.stages) if part.state and states[i] is None]  # fmt: skip
+    faults = [
+        f"{labels[i]} declares no state, but state[{i}] is not ()"
+        for i, part in enumerate(plan.stages)
+        if not part.state and not _empty(states[i])
+    ]
+    faults += [
+        f"{labels[i]} declares state, but state[{i}] is None"
+        for i, part in enumerate(plan.stages)
+        if part.state and states[i] is None
+    ]
     if faults:
         raise PlanError(bullets("state does not fit the stages:", faults))
     return states

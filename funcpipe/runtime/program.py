@@ -93,7 +93,10 @@ class Residual(Protocol):
 class Bound(Protocol):
     """One stage with its parameters, for one run; used by one thread at a time."""
 
-    phase: str
+    @property
+    def phase(self) -> str:
+        """Which part of a forward runs, where it is not the stage's own function."""
+        ...
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
         """F; R is the same call with the outputs dropped."""

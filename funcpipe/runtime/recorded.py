@@ -120,7 +120,10 @@ class Rehearsal(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation that can be recorded. Raises Unrecordable for any other."""
         kwargs = kwargs or {}
-        here = any(isinstance(one, Tensor) and one.device.type == self.device.type for one in pytree.arg_tree_leaves(*args, **kwargs))  # fmt: skip
+        here = any(
+            isinstance(one, Tensor) and one.device.type == self.device.type
+            for one in pytree.arg_tree_leaves(*args, **kwargs)
+        )
         tags = getattr(func, "tags", ())
         if here and (torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags):
             raise Unrecordable(f"{func} waits for numbers of {self.device}")
@@ -181,7 +184,9 @@ class Recorded:
         own = {id(one) for one in self._own}
         for one in results:
             if one.device.type != device.type or not plain(one):
-                raise Unrecordable(f"it gives a {type(one).__name__} on {one.device}, where a plain tensor on {device} is wanted")  # fmt: skip
+                raise Unrecordable(
+                    f"it gives a {type(one).__name__} on {one.device}, where a plain tensor on {device} is wanted"
+                )
         return [one if id(one) in own else solid(one) for one in results]
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:

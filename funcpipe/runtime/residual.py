@@ -21,7 +21,20 @@ Held: TypeAlias = dict[int, Tensor]
 class EagerResidual:
     """The graph of one forward: its outputs, its losses, and the leaves at its inputs."""
 
-    __slots__ = ("_event", "_moved", "_pieces", "draws", "loss", "microbatch", "side", "skips", "stash", "x", "x_count", "y")  # fmt: skip
+    __slots__ = (
+        "_event",
+        "_moved",
+        "_pieces",
+        "draws",
+        "loss",
+        "microbatch",
+        "side",
+        "skips",
+        "stash",
+        "x",
+        "x_count",
+        "y",
+    )
 
     def __init__(
         self,
@@ -51,8 +64,9 @@ class EagerResidual:
     def move(self, to: Way, *, fixed: frozenset[int] = frozenset()) -> Any:
         """Move what autograd saved to the host, or back; see `slots` for what stays.
 
-        Of the outputs only their places in the graph are kept, of the leaves at the inputs only their shapes: a backward
-        needs no more, and where it needs their numbers autograd saved them. The losses stay: they are single numbers.
+        Of the outputs only their places in the graph are kept, of the leaves at the inputs only their shapes: a
+        backward needs no more, and where it needs their numbers autograd saved them. The losses stay: they are single
+        numbers.
 
         Args:
             to: the way.
@@ -75,7 +89,12 @@ class EagerResidual:
             *self.stash.values(),
             (self.loss.sum if self.loss else None, self.side[0] if self.side else None),
         ]
-        nodes = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for row in ends for edge in row if isinstance(edge, (Tensor, GradientEdge))]  # fmt: skip
+        nodes = [
+            edge.node if isinstance(edge, GradientEdge) else edge.grad_fn
+            for row in ends
+            for edge in row
+            if isinstance(edge, (Tensor, GradientEdge))
+        ]
         self._pieces = pieces(take_out(nodes, to, fixed))
         copies, self._event = to.copy([piece.flat for piece in self._pieces])
         for piece, copy in zip(self._pieces, copies, strict=True):

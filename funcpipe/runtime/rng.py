@@ -85,16 +85,25 @@ class Keys:
             DrawError: it says so; ``what`` is the operation.
         """
         if self.seed is None:
-            raise DrawError(f"stage {stage} draws random numbers ({what}), but no seed was given: run(..., seed=step); a new seed for each step, e.g. fp.fold_in(seed, step)")  # fmt: skip
+            raise DrawError(
+                f"stage {stage} draws random numbers ({what}), but no seed was given: run(..., seed=step); a new seed "
+                "for each step, e.g. fp.fold_in(seed, step)"
+            )
         part = part or current_scope() or self.stages[stage]
         path = self.path(stage, layer, part)
         if layer and not part.name and self._clashes(part):
-            raise DrawError(f"stage {stage} draws random numbers in its layer {layer!r} and has no name, while another stage has layers at the same paths; give the stages names (name=), so that they draw different numbers")  # fmt: skip
+            raise DrawError(
+                f"stage {stage} draws random numbers in its layer {layer!r} and has no name, while another stage has "
+                "layers at the same paths; give the stages names (name=), so that they draw different numbers"
+            )
         if not path:
             raise DrawError(f"stage {stage} draws random numbers but has no name to key them by; give it one: name=...")
         owner = self.owners.setdefault(path, (stage, id(part)))
         if owner != (stage, id(part)):
-            raise DrawError(f"two stages ({owner[0]} and {stage}) draw random numbers as {path!r} and would draw the same; give each stage its own name (name=)")  # fmt: skip
+            raise DrawError(
+                f"two stages ({owner[0]} and {stage}) draw random numbers as {path!r} and would draw the same; give "
+                "each stage its own name (name=)"
+            )
 
     def _clashes(self, part: Stage) -> bool:
         if self._clashing is None:
@@ -177,9 +186,16 @@ class Keyed(Catching):
         path = self.keys.path(self.stage, layer)
         if self.replays is not None:
             if path not in self.replays:
-                raise DrawError(f"{path!r} draws random numbers in the backward of stage {self.stage}; only what torch.utils.checkpoint computes again may draw there")  # fmt: skip
+                raise DrawError(
+                    f"{path!r} draws random numbers in the backward of stage {self.stage}; only what "
+                    "torch.utils.checkpoint computes again may draw there"
+                )
         elif depth > 1 or self.regions.setdefault(path, region) is not region:
-            raise DrawError(f"{path!r} draws random numbers both in a torch.utils.checkpoint region and outside of it, or in several; the recomputation could not draw the same. Use fp.remat instead of checkpoint for stage {self.stage}")  # fmt: skip
+            raise DrawError(
+                f"{path!r} draws random numbers both in a torch.utils.checkpoint region and outside of it, or in "
+                "several; the recomputation could not draw the same. Use fp.remat instead of checkpoint for stage "
+                f"{self.stage}"
+            )
 
 
 def locate(places: Mapping[int, str]) -> tuple[str, Any, int]:

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
-
-import torch
+from typing import Any
 
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
-from funcpipe.core.task import Role
 from funcpipe.core.tree import Tree
-from funcpipe.runtime.context import intra_op_threads
-from funcpipe.runtime.drive import Drive
-from funcpipe.runtime.finish import finish, release
-from funcpipe.runtime.graphs import Graphs
-from funcpipe.runtime.lanes import Lanes
-from funcpipe.runtime.prepare import prepare
+from funcpipe.runtime.context import outside_of_graphs
+from funcpipe.runtime.executors import executor_for
+from funcpipe.runtime.options import ExecutorLike, RunOptions
 from funcpipe.runtime.trainable import Trainable
-
-Executor: TypeAlias = str | Lanes | Graphs | None
-"""Who does the actions of a run; see `run`."""
 
 
 def run(
@@ -34,7 +25,7 @@ def run(
     trainable: Trainable = None,
     loss_scale: float = 1.0,
     record: bool = False,
-    executor: Executor = None,
+    executor: ExecutorLike = None,
     threads_per_lane: int | None = None,
     check: str | Sequence[str] = (),
     timeout: float | None = None,
@@ -58,9 +49,11 @@ def run(
         loss_scale: gradients are multiplied by it (mixed precision); the loss is not.
         record: measure a timeline.
         executor: "threads" (a thread per lane), "serial" (this thread, plan order: debuggers, profilers and hooks
-            work), `lanes` (threads kept between runs), `graphs` (one CUDA graph), or None: threads where two lanes are
-            on the CPU and actions are not tiny. Same bits.
-        threads_per_lane: intra-op threads; None: cores, or ``torch.get_num_threads()`` where that is less, divided by lanes.
+            work), `lanes` (threads kept between runs), `graphs` (one CUDA graph), any `Executor`, or None: threads
+            where at least two lanes are on the CPU ("serial" is quicker where actions take less than 100 us). Same
+            bits.
+        threads_per_lane: intra-op threads; None: cores, or ``torch.get_num_threads()`` where that is less, divided by
+            lanes.
         check: any of "finite" (NaN or Inf in what a stage hands on is an error that names stage and microbatch; costs a
             look at every value), "finite-op" (also finds the operation, by doing the action again), "used" (a trainable
             leaf that no backward reached is an error). See also `Result.finite`, which costs nothing during the run.
@@ -73,27 +66,19 @@ def run(
         StageError: user code failed; also an instance of what it raised, see there.
         NotFiniteError, RunTimeout: see ``check`` and ``timeout``.
     """
-    options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
-    options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane, "check": check}
-    if torch.compiler.is_compiling():  # a run is no graph: torch.compile leaves it as it is
-        aside: Any = torch.compiler.disable(run)
-        return aside(plan, params, batch, record=record, executor=executor, timeout=timeout, **options)
-    if isinstance(executor, Graphs):
-        return executor.run(run, plan, params, batch, options, record=record, timeout=timeout)
+    options = RunOptions(
+        state=state,
+        feeds=feeds,
+        seed=seed,
+        trainable=trainable,
+        loss_scale=loss_scale,
+        threads_per_lane=threads_per_lane,
+        check=check,
+        record=record,
+        timeout=timeout,
+    )
+    return outside_of_graphs(_run)(plan, params, batch, executor, options)
 
-    ready = prepare("run", plan, params, batch, **options)
-    return _execute(Drive(ready, executor, record=record, timeout=timeout), record=record)
 
-
-def _execute(drive: Drive, *, record: bool) -> Result:
-    """Run what is prepared, and fold what comes out."""
-    drive.go()
-    ready, execution = drive.ready, drive.execution
-    reports, outputs = drive.collect(Role.REPORT), drive.collect(Role.OUTPUT)
-    drive.done()
-    timeline = execution.timeline() if record else None
-    with intra_op_threads(ready.threads):
-        result = finish(ready, reports, outputs, timeline, drive.stats(), backward=ready.plan.schedule.has_backward)
-    release(ready)
-    drive.settle()
-    return result
+def _run(plan: Plan, params: Sequence[Tree], batch: Any, executor: ExecutorLike, options: RunOptions) -> Result:
+    return executor_for(executor, plan).run(plan, params, batch, options)

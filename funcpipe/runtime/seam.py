@@ -33,7 +33,8 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
     for index, piece in enumerate(pieces):
         if piece.spec != pieces[0].spec:
             raise BatchError(
-                f"outputs of microbatch {index} have another structure ({piece.spec}) than those of microbatch 0 ({pieces[0].spec})"
+                f"outputs of microbatch {index} have another structure ({piece.spec}) than those of microbatch 0 "
+                f"({pieces[0].spec})"
             )
     columns = [list(column) for column in zip(*(piece.leaves for piece in pieces), strict=True)]
     places = locations(pieces[0].tree(), "outputs")
@@ -69,7 +70,8 @@ def _misfit(place: str, values: Sequence[Any], rule: Rule, rows: Sequence[int]) 
         return f"{place} has shapes {shapes} and no axis {rule}"
     if [shape[rule] for shape in shapes] != list(rows):
         return (
-            f"{place} has shapes {shapes}, and axis {rule} is not that of the rows ({', '.join(map(str, rows))}): say what it is, "
+            f"{place} has shapes {shapes}, and axis {rule} is not that of the rows ({', '.join(map(str, rows))}): say "
+            "what it is, "
             "make_plan(..., merge=) with an axis, 'mean', 'sum' or 'each', for all leaves or a tree of them"
         )
     rest = {(*shape[: rule % len(shape)], *shape[rule % len(shape) + 1 :]) for shape in shapes}
@@ -138,7 +140,10 @@ class Seam:
             return self._cut_ready(cotangents)
         leaves, spec = flatten(cotangents)
         if spec != self.spec:
-            raise BatchError(f"cotangents have the structure {spec}, the outputs {self.spec}; give a tensor for each leaf of the outputs, None for no gradient")  # fmt: skip
+            raise BatchError(
+                f"cotangents have the structure {spec}, the outputs {self.spec}; give a tensor for each leaf of the "
+                "outputs, None for no gradient"
+            )
         faults: list[str] = []
         columns: list[list[Tensor | None]] = []
         for number, (place, leaf) in enumerate(zip(self.places, leaves, strict=True)):
@@ -153,7 +158,10 @@ class Seam:
                 faults += [f for m, one in enumerate(leaf) for f in _fault(f"{place}[{m}]", one, shapes[m])]
                 columns.append(list(leaf))
             else:
-                faults.append(f"{place} belongs to an output that comes as Microbatches; give fp.Microbatches of {count} cotangents, or None")  # fmt: skip
+                faults.append(
+                    f"{place} belongs to an output that comes as Microbatches; give fp.Microbatches of {count} "
+                    "cotangents, or None"
+                )
         if faults:
             raise BatchError(bullets("these cotangents do not fit the outputs:", faults))
         return [_border([column[m] for column in columns]) for m in range(count)]
@@ -177,12 +185,24 @@ class Seam:
         """Cotangents of outputs that were never merged."""
         count = len(self.rows)
         if not isinstance(cotangents, Microbatches) or len(cotangents) != count:
-            raise BatchError(f"the outputs are fp.Microbatches of {count} trees, so the cotangents are too; got a {type(cotangents).__name__}")  # fmt: skip
+            raise BatchError(
+                f"the outputs are fp.Microbatches of {count} trees, so the cotangents are too; got a "
+                f"{type(cotangents).__name__}"
+            )
         trees = [flatten(tree)[0] for tree in cotangents]
-        faults = [f"microbatch {m} has {len(tree)} leaves, its outputs {len(row)}" for m, (tree, row) in enumerate(zip(trees, self.shapes, strict=True)) if len(tree) != len(row)]  # fmt: skip
+        faults = [
+            f"microbatch {m} has {len(tree)} leaves, its outputs {len(row)}"
+            for m, (tree, row) in enumerate(zip(trees, self.shapes, strict=True))
+            if len(tree) != len(row)
+        ]
         if not faults:
             for m, (tree, row) in enumerate(zip(trees, self.shapes, strict=True)):
-                faults += [f for number, (leaf, shape) in enumerate(zip(tree, row, strict=True)) if leaf is not None for f in _fault(f"leaf {number} of microbatch {m}", leaf, shape)]  # fmt: skip
+                faults += [
+                    f
+                    for number, (leaf, shape) in enumerate(zip(tree, row, strict=True))
+                    if leaf is not None
+                    for f in _fault(f"leaf {number} of microbatch {m}", leaf, shape)
+                ]
         if faults:
             raise BatchError(bullets("these cotangents do not fit the outputs:", faults))
         return [_border(tree) for tree in trees]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -16,8 +16,9 @@ from funcpipe.core.schedule import Action, Kind
 from funcpipe.core.tree import Tree
 from funcpipe.lower.skips import routes
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache
+from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache, outside_of_graphs
 from funcpipe.runtime.finish import finish, release
+from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.program import Gradients, StageArgs
 from funcpipe.runtime.stream import Edge, Place
@@ -42,12 +43,20 @@ def run_sequential(
     Gradients of a stage accumulate in the order in which the schedule runs its backwards (B, I, W). Arguments, result
     and errors are those of `run`.
     """
-    options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
-    options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane, "check": check}
-    if torch.compiler.is_compiling():  # a run is no graph: torch.compile leaves it as it is
-        aside: Any = torch.compiler.disable(run_sequential)
-        return aside(plan, params, batch, **options)
-    return _execute(prepare("run_sequential", plan, params, batch, **options))
+    options = RunOptions(
+        state=state,
+        feeds=feeds,
+        seed=seed,
+        trainable=trainable,
+        loss_scale=loss_scale,
+        threads_per_lane=threads_per_lane,
+        check=check,
+    )
+    return outside_of_graphs(_run)(plan, params, batch, options)
+
+
+def _run(plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
+    return _execute(prepare("run_sequential", plan, params, batch, options))
 
 
 def _execute(ready: Prepared) -> Result:
@@ -86,7 +95,7 @@ class Loop:
         backwards = [deque(schedule.backward_order(stage)) for stage in range(self.plan.num_stages)]
         try:
             for m in range(count):
-                self.forward(m, keep=schedule.has_backward)
+                deque(self.forward(m, keep=schedule.has_backward), maxlen=0)
                 for stage, waiting in reversed([*enumerate(backwards)]):
                     while waiting and self._may(waiting[0], stage):
                         self._backward(waiting.popleft())
@@ -117,8 +126,8 @@ class Loop:
         place.wait(ticket.event)
         return ticket.value
 
-    def forward(self, m: int, *, keep: bool) -> None:
-        """A microbatch through all stages."""
+    def forward(self, m: int, *, keep: bool) -> Iterator[int]:
+        """A microbatch through all stages, each given when it has run."""
         plan, batch = self.plan, self.ready.batch
         x = batch.inputs[m]
         skips: dict[str, Border] = {}
@@ -138,8 +147,9 @@ class Loop:
                 self.residuals[stage, m] = out.residual
             skips.update({name: value for name, value in out.stash.items() if name in self.routes})
             x = out.y
-        if plan.outputs:
-            self.outputs[plan.num_stages - 1, m] = x
+            if plan.outputs and last:
+                self.outputs[stage, m] = x
+            yield stage
 
     def _backward(self, action: Action) -> None:
         """B, or its half."""

@@ -26,7 +26,9 @@ def word(leaf: Any) -> Hashable:
     try:
         hash(leaf)
     except Exception:
-        raise TraceError(f"it gets a {type(leaf).__name__}, which cannot be told from another; hand tensors, numbers or strings in") from None  # fmt: skip
+        raise TraceError(
+            f"it gets a {type(leaf).__name__}, which cannot be told from another; hand tensors, numbers or strings in"
+        ) from None
     # By its digits: -0.0 is no 0.0, and nan is nan.
     return (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
 

@@ -84,8 +84,8 @@ def take_out(nodes: Iterable[Any], to: Way, fixed: frozenset[int]) -> list[Slot]
 def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
     """What a node saved, each as autograd's handle and the tensor.
 
-    The tensor is read as a backward would read it, which looks whether it was modified since. One that is packed already
-    is left alone: to read it would be to unpack it.
+    The tensor is read as a backward would read it, which looks whether it was modified since. One that is packed
+    already is left alone: to read it would be to unpack it.
     """
     for hidden, name in _names_of(node):
         raws = _many(getattr(node, hidden))

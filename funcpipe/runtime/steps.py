@@ -1,4 +1,4 @@
-"""What each row of a program does with a stage: values in, values out, in the order of the effects table."""
+"""What each call of a program does with a stage: values in, values out, in the order of the effects table."""
 
 from __future__ import annotations
 
@@ -6,60 +6,59 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias, assert_never
 
-from funcpipe.core.plan import Lowered, Row
+from funcpipe.core.program import Call, LaneProgram, Role, Run, Wire
 from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import Stage
-from funcpipe.core.task import Role, Wire
 from funcpipe.runtime.border import LEAF, Border
 from funcpipe.runtime.host import Host
 from funcpipe.runtime.plain import addresses
 from funcpipe.runtime.program import Bound, StageArgs, StageOut
 
-Step: TypeAlias = Callable[[list[Any], int], Sequence[Any]]
-"""(values read, microbatch) -> values written."""
+Step: TypeAlias = Callable[[list[Any], Run], Sequence[Any]]
+"""(values read, instruction) -> values written."""
 
 
-def make_step(row: Row, program: Lowered, stage: Stage, bound: Bound, host: Host | None) -> Step:
-    """The step of a row; everything that is the same for all microbatches is worked out here, once a run.
+def make_step(call: Call, program: LaneProgram, stage: Stage, bound: Bound, host: Host | None) -> Step:
+    """The step of a call; everything that is the same for all microbatches is worked out here, once a run.
 
     Args:
-        row: the row.
-        program: it is of.
+        call: the call.
+        program: whose it is.
         stage, bound: what it does it with.
         host: the lane's link; None where nothing is moved.
     """
     wires = program.wires
-    match row.kind:
+    match call.kind:
         case Kind.F | Kind.R:
-            return _forward(row, wires, stage, bound)
+            return _forward(call, wires, stage, bound)
         case Kind.B | Kind.I:
-            return _backward(row, wires, bound)
+            return _backward(call, wires, bound)
         case Kind.W:
-            followed = program.followed[row.stage]
+            followed = program.followed.get(call.stage, frozenset())
 
-            def weights(reads: list[Any], microbatch: int) -> Sequence[Any]:
-                bound.backward_weight(reads[0], more=microbatch in followed)
+            def weights(reads: list[Any], run: Run) -> Sequence[Any]:
+                bound.backward_weight(reads[0], more=run.microbatch in followed)
                 return ()
 
             return weights
         case Kind.O | Kind.L:
             assert host is not None
-            return _move(row, program.num_microbatches, bound, host)
+            return _move(call, bound, host)
         case _:
-            assert_never(row.kind)
+            assert_never(call.kind)
 
 
-def _forward(row: Row, wires: Sequence[Wire], stage: Stage, bound: Bound) -> Step:
+def _forward(call: Call, wires: Sequence[Wire], stage: Stage, bound: Bound) -> Step:
     pops = 1 + len(stage.pop)
     feeds = pops + len(stage.feeds)
-    loss = len(row.reads) > feeds
-    keeps = row.keeps or row.kind is Kind.R
+    loss = len(call.reads) > feeds
+    keeps = call.keeps or call.kind is Kind.R
     forward = bound.forward
-    take = _taker([wires[number] for number in row.writes])
+    take = _taker([wires[number] for number in call.writes])
 
-    def step(reads: list[Any], microbatch: int) -> Sequence[Any]:
+    def step(reads: list[Any], run: Run) -> Sequence[Any]:
         target = reads[feeds] if loss else None
-        args = StageArgs(reads[0], reads[1:pops], reads[pops:feeds], target, microbatch)
+        args = StageArgs(reads[0], reads[1:pops], reads[pops:feeds], target, run.microbatch)
         return take(forward(args, keep=keeps))
 
     return step
@@ -77,19 +76,19 @@ def _taker(wires: Sequence[Wire]) -> Callable[[StageOut], Sequence[Any]]:
     return take
 
 
-def _backward(row: Row, wires: Sequence[Wire], bound: Bound) -> Step:
-    roles = [wires[number] for number in row.reads]
+def _backward(call: Call, wires: Sequence[Wire], bound: Bound) -> Step:
+    roles = [wires[number] for number, _ in call.reads]
     output = next((at for at, wire in enumerate(roles) if wire.role is Role.GRAD), None)
     # By name, where the gradients from each popper stand; the table has them in the order in which they are added.
     stashed: dict[str, list[int]] = {}
     for at, wire in enumerate(roles):
         if wire.role is Role.SKIP_GRAD:
             stashed.setdefault(wire.name, []).append(at)
-    split = row.kind is Kind.I
-    gives = any(wires[number].role in (Role.GRAD, Role.INPUT_GRAD) for number in row.writes)
+    split = call.kind is Kind.I
+    gives = any(wires[number].role in (Role.GRAD, Role.INPUT_GRAD) for number in call.writes)
     leaves_of = attrgetter("leaves")
 
-    def step(reads: list[Any], microbatch: int) -> Sequence[Any]:
+    def step(reads: list[Any], run: Run) -> Sequence[Any]:
         y = None if output is None else reads[output].leaves
         stash = {name: [leaves_of(reads[at]) for at in places] for name, places in stashed.items()} if stashed else {}
         if split:
@@ -105,21 +104,20 @@ def _backward(row: Row, wires: Sequence[Wire], bound: Bound) -> Step:
     return step
 
 
-def _move(row: Row, count: int, bound: Bound, host: Host) -> Step:
-    if row.kind is Kind.O:
+def _move(call: Call, bound: Bound, host: Host) -> Step:
+    if call.kind is Kind.O:
         fixed = host.fixed | addresses(bound.fixed())
 
-        def offload(reads: list[Any], microbatch: int) -> Sequence[Any]:
+        def offload(reads: list[Any], run: Run) -> Sequence[Any]:
             reads[0].move(host.out, fixed=fixed)
             return reads
 
         return offload
-    first = row.writes[0] * count
 
-    def load(reads: list[Any], microbatch: int) -> Sequence[Any]:
+    def load(reads: list[Any], run: Run) -> Sequence[Any]:
         event = reads[0].move(host.back)
         if event is not None:
-            host.coming[first + microbatch] = event  # the backward waits for it, not who comes before
+            host.coming[run.writes[0]] = event  # the backward waits for it, not who comes before
         return reads
 
     return load

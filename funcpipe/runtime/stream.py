@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from funcpipe.core.task import CALLER
+from funcpipe.core.program import CALLER
 from funcpipe.runtime.border import Border, fills
 from funcpipe.runtime.place import same_device
 from funcpipe.runtime.plain import solid

@@ -7,17 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from funcpipe.core.errors import FuncpipeError, PlanError
-from funcpipe.core.plan import Lowered, Plan
+from funcpipe.core.lowered import Lowered
+from funcpipe.core.plan import Plan
+from funcpipe.core.program import Role, Wire
 from funcpipe.core.result import Result
 from funcpipe.core.schedule import Kind
-from funcpipe.core.task import Role, Wire
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.runtime.border import Border, share
 from funcpipe.runtime.context import intra_op_threads, not_carried, refuse_transforms
-from funcpipe.runtime.drive import Drive
+from funcpipe.runtime.execute import Execution, LaneExecutor
+from funcpipe.runtime.executors import executor_for
 from funcpipe.runtime.finish import finish, gradients, refuse_writes, release
-from funcpipe.runtime.lanes import Lanes
 from funcpipe.runtime.microbatch import Microbatches
+from funcpipe.runtime.options import ExecutorLike, RunOptions
 from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.seam import Seam, join_input_grads
 from funcpipe.runtime.trainable import Trainable
@@ -33,15 +35,16 @@ def vjp(
     seed: int | None = None,
     trainable: Trainable = None,
     input_grads: bool | Tree = True,
-    executor: str | Lanes | None = None,
+    executor: ExecutorLike = None,
     threads_per_lane: int | None = None,
     check: str | Sequence[str] = (),
     timeout: float | None = None,
 ) -> tuple[Result, Pullback]:
     """Run the forwards of a plan without a loss; what comes back runs its backwards, from any cotangents, once.
 
-    ``jax.vjp`` for a pipeline: `run` with a loss computes the same gradients, bit for bit, where the cotangents are those
-    of the loss. Every device's order has its forwards first (`fill_drain`, `looped_bfs`, with or without `remat`).
+    ``jax.vjp`` for a pipeline: `run` with a loss computes the same gradients, bit for bit, where the cotangents are
+    those of the loss. Every device's order has its forwards first (`fill_drain`, `looped_bfs`, with or without
+    `remat`).
 
     >>> import torch
     >>> from funcpipe.core.stage import stage
@@ -67,15 +70,33 @@ def vjp(
         PlanError, PlacementError, BatchError: something does not fit; nothing has run.
         StageError: user code failed; also an instance of what it raised.
     """
-    options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
-    options |= {"loss_scale": 1.0, "threads_per_lane": threads_per_lane, "check": check}
-    ready = prepare("vjp", plan, params, inputs, **options, halves=True)
+    options = RunOptions(
+        state=state,
+        feeds=feeds,
+        seed=seed,
+        trainable=trainable,
+        threads_per_lane=threads_per_lane,
+        check=check,
+        timeout=timeout,
+    )
+    ready = prepare("vjp", plan, params, inputs, options, halves=True)
     for borders in (ready.batch.inputs, *ready.batch.feeds.values()):
         # The caller may write into his batch before R reads it again.
         borders[:] = [Border(share(one.leaves), one.spec, one.flags) for one in borders]
     if input_grads is not False:
         _want(ready.batch.inputs, input_grads)
-    return _forwards(ready, Drive(ready, executor, record=False, timeout=timeout))
+    return _forwards(ready, Execution(ready, _by_halves(executor, plan)))
+
+
+def _by_halves(executor: ExecutorLike, plan: Plan) -> LaneExecutor:
+    """The executor that is meant. Raises PlanError where it does whole runs only."""
+    chosen = executor_for(executor, plan)
+    if not isinstance(chosen, LaneExecutor):
+        raise PlanError(
+            f"executor is 'threads', 'serial', fp.lanes(plan), or None, for fp.run also fp.graphs(plan), which does whole "
+            f"runs; got {chosen!r}"
+        )
+    return chosen
 
 
 def _want(inputs: list[Border], wanted: Tree) -> None:
@@ -84,29 +105,34 @@ def _want(inputs: list[Border], wanted: Tree) -> None:
         tree = wanted[index] if isinstance(wanted, Microbatches) else wanted
         flags = [tree] * len(border.leaves) if isinstance(tree, bool) else flatten(tree)[0]
         if len(flags) != len(border.leaves) or not all(isinstance(flag, bool) for flag in flags):
-            raise PlanError(f"input_grads is True, False, or a tree of them like the inputs ({border.spec}); got {tree!r}")  # fmt: skip
+            raise PlanError(
+                f"input_grads is True, False, or a tree of them like the inputs ({border.spec}); got {tree!r}"
+            )
         asked = [flag and is_differentiable(leaf) for flag, leaf in zip(flags, border.leaves, strict=True)]
         inputs[index] = Border(border.leaves, border.spec, asked)
 
 
-def _forwards(ready: Prepared, drive: Drive) -> tuple[Result, Pullback]:
+def _forwards(ready: Prepared, execution: Execution) -> tuple[Result, Pullback]:
     """The first half."""
-    drive.go(0, _middle(ready.program))
-    reports, outputs = drive.collect(Role.REPORT), drive.collect(Role.OUTPUT)
+    execution.go(0, _middle(ready.program))
+    reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
     sided = sorted({stage for (stage, _), report in reports.items() if report.side is not None})
     if sided:
-        raise PlanError(f"stage {sided[0]} returned an auxiliary loss (Out.loss), and vjp has no loss to add it to; return it as an output of the last stage (through a skip) and give its cotangent, or use run with a loss")  # fmt: skip
+        raise PlanError(
+            f"stage {sided[0]} returned an auxiliary loss (Out.loss), and vjp has no loss to add it to; return it as "
+            "an output of the last stage (through a skip) and give its cotangent, or use run with a loss"
+        )
     last = ready.plan.num_stages - 1
     pieces: list[Border] = [outputs[last, m] for m in range(ready.batch.num_microbatches)]
     with intra_op_threads(ready.threads):
-        result = finish(ready, reports, outputs, None, drive.stats(), backward=False)
-    drive.settle()
-    return result, Pullback(drive, Seam(pieces, ready.batch, ready.plan.merge))
+        result = finish(ready, reports, outputs, None, execution.stats(), backward=False)
+    execution.settle()
+    return result, Pullback(execution, Seam(pieces, ready.batch, ready.plan.merge))
 
 
 def _middle(program: Lowered) -> int:
     """Where the second half begins: after the last forward, and what is moved out of the way after it."""
-    kinds = [program.rows[code // program.num_microbatches].kind for code in program.order]
+    kinds = [program.calls[code // program.num_microbatches].kind for code in program.order]
     middle = 1 + max(at for at, kind in enumerate(kinds) if kind is Kind.F)
     while middle < len(kinds) and kinds[middle] is Kind.O:
         middle += 1
@@ -120,8 +146,8 @@ class Pullback:
     first half, and what the caller had switched on then (autocast, default device) holds again.
     """
 
-    def __init__(self, drive: Drive, seam: Seam) -> None:
-        self._drive: Drive | None = drive
+    def __init__(self, execution: Execution, seam: Seam) -> None:
+        self._execution: Execution | None = execution
         self._seam = seam
         self._lock = threading.Lock()
         self._carried = not_carried()
@@ -145,8 +171,8 @@ class Pullback:
                 device, or None for no gradient.
 
         Returns:
-            The gradients of the parameters, one tree per stage (None where not trainable, zeros where unused), and those
-            of the inputs, in their structure (None where a leaf has none, or for ``input_grads=False``).
+            The gradients of the parameters, one tree per stage (None where not trainable, zeros where unused), and
+            those of the inputs, in their structure (None where a leaf has none, or for ``input_grads=False``).
 
         Raises:
             BatchError: the cotangents do not fit the outputs; call again with others.
@@ -155,26 +181,33 @@ class Pullback:
             FuncpipeError: the pullback is spent.
         """
         refuse_transforms("a pullback")
-        drive = self._drive
-        if drive is None:
+        execution = self._execution
+        if execution is None:
             raise FuncpipeError("this pullback is spent: its residuals are freed by the first call; call fp.vjp again")
         pieces = self._seam.cut(cotangents)
-        ready = drive.ready
-        refuse_writes(ready, "parameters were written to between vjp and its pullback, which needs their old values; call the pullback before the optimizer's step:")  # fmt: skip
+        ready = execution.ready
+        refuse_writes(
+            ready,
+            "parameters were written to between vjp and its pullback, which needs their old values; call the "
+            "pullback before the optimizer's step:",
+        )
         if not_carried() != self._carried:
-            raise PlanError("function modes, dispatch modes or saved-tensor hooks are on that were not at vjp, or the other way round; call the pullback where they are the same")  # fmt: skip
+            raise PlanError(
+                "function modes, dispatch modes or saved-tensor hooks are on that were not at vjp, or the other way "
+                "round; call the pullback where they are the same"
+            )
         with self._lock:
-            if self._drive is None:
+            if self._execution is None:
                 raise FuncpipeError("this pullback is spent: another thread calls it")
-            self._drive = None
-        drive.give(Wire(Role.GRAD, ready.plan.num_stages - 1), pieces)
-        drive.go(_middle(ready.program))
-        found = drive.collect(Role.INPUT_GRAD)
-        drive.done()
+            self._execution = None
+        execution.give(Wire(Role.GRAD, ready.plan.num_stages - 1), pieces)
+        execution.go(_middle(ready.program))
+        found = execution.collect(Role.INPUT_GRAD)
+        execution.check_empty()
         with intra_op_threads(ready.threads):
             grads, unused = gradients(ready)
             inputs = join_input_grads(ready.batch, [found[0, m].leaves for m in range(len(pieces))])
         self._unused = tuple(unused)
         release(ready)
-        drive.settle()
+        execution.settle()
         return grads, inputs

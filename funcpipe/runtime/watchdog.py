@@ -14,7 +14,10 @@ from time import monotonic
 from typing import Self
 
 from funcpipe.core.errors import RunTimeout
-from funcpipe.runtime.execute import Execution, Lane, Stop
+from funcpipe.core.program import Receive
+from funcpipe.runtime.execute import Execution
+from funcpipe.runtime.runner import Runner
+from funcpipe.runtime.transport import Stop
 
 _GRACE = 1.0
 """Seconds that a thread gets to react before its stack is printed, whatever holds it."""
@@ -67,7 +70,7 @@ class Watchdog:
                 return
 
     def _marks(self) -> list[int]:
-        return [lane.now for lane in self.execution.lanes]
+        return [lane.begun for lane in self.execution.lanes]
 
     def _backstop(self) -> None:
         """Code that never lets go of the interpreter's lock stops this thread too; Python's own timer needs no lock."""
@@ -82,35 +85,50 @@ def describe(execution: Execution, seconds: float) -> str:
     lines = [f"no action began in any lane for {seconds:.1f} s:"]
     frames = sys._current_frames()
     stacks: list[str] = []
-    begun = max(lane.now for lane in execution.lanes)
     done = 0
-    for lane in execution.lanes:
-        working = lane.thread != 0 and (execution.threaded or lane.now == begun)
-        did = [code for position, code in lane.order if position < lane.now or (position == lane.now and not working)]
-        done += len(did)
-        lines.append(f"  * device {lane.index} ({lane.place.device}) {_state(execution, lane, did, working=working)}")
+    for number, lane in enumerate(execution.lanes):
+        working = (
+            lane.thread != 0 and (execution.executor.threaded or number == execution.turn) and lane.done < lane.stop
+        )
+        done += lane.done - lane.first
+        lines.append(f"  * device {number} ({lane.place.device}) {_state(execution, lane, working=working)}")
         frame = frames.get(lane.thread)
         if frame is not None and working:
-            shown = [f for f in traceback.extract_stack(frame) if "/funcpipe/" not in f.filename.replace("\\", "/") and not f.filename.endswith("threading.py")]  # fmt: skip
-            stacks += [] if not shown else [f"device {lane.index} is at:", *(f"  {line}" for text in traceback.format_list(shown[-12:]) for line in text.rstrip().split("\n"))]  # fmt: skip
+            shown = [
+                f
+                for f in traceback.extract_stack(frame)
+                if "/funcpipe/" not in f.filename.replace("\\", "/") and not f.filename.endswith("threading.py")
+            ]
+            stacks += (
+                []
+                if not shown
+                else [
+                    f"device {number} is at:",
+                    *(f"  {line}" for text in traceback.format_list(shown[-12:]) for line in text.rstrip().split("\n")),
+                ]
+            )
     del frames
     start, stop = execution.part
     lines.append(f"{done} of {stop - start} actions are done")
     return "\n".join([*lines, *stacks])
 
 
-def _state(execution: Execution, lane: Lane, did: list[int], *, working: bool) -> str:
-    program = execution.program
-    last = f"did {program.action(did[-1])}" if did else "did nothing yet"
+def _state(execution: Execution, lane: Runner, *, working: bool) -> str:
+    program = lane.program
+    did = lane.done > lane.first
+    last = f"did {program.action(program.runs[lane.done - 1])}" if did else "did nothing yet"
     if not working:
-        return last if len(did) < len(lane.order) else f"{last} and is done"
+        return last if lane.done < lane.stop else f"{last} and is done"
     now = str(execution.where(lane)).removeprefix("in ").rsplit(" on device", 1)[0]
-    if lane.waits is None:
+    waits = execution.boxes[program.lane].waits
+    if waits is None:
         return f"{last} and is in {now}"
-    if lane.waits < 0:
-        pool = program.pools[-1 - lane.waits]
-        return f"did {now} and waits until device {pool.lane} frees a slot for {pool.role.value}"
-    return f"{last} and waits, before {now}, for {program.value(lane.waits)}"
+    if isinstance(waits, tuple):
+        role = execution.lanes[waits[0]].program.slots[waits[1]].role
+        return f"did {now} and waits until device {waits[0]} frees a slot for {role.value}"
+    part = program.parts[lane.done]
+    value = next(one.value for one in part if type(one) is Receive and one.slot == waits)
+    return f"{last} and waits, before {now}, for {program.value(value)}"
 
 
 class interrupting:

@@ -7,12 +7,12 @@ from itertools import repeat
 from typing import Any
 
 from funcpipe.core.errors import ScheduleError, bullets
-from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.clock import CODE, KINDS, B, F, I, L, O, R, W, chain, clock
+from funcpipe.core.kinds import ADDS, KINDS, Flow, Kind, flowing
+from funcpipe.core.remembered import Remembered
+from funcpipe.core.schedule import Action, Schedule
+from funcpipe.schedules.clock import CODE, CODED, B, F, I, R, W, chain, clock
 
 _MOST_FAULTS = 20
-_UNITS = (1, 1, 2, 1, 1, 0, 0)
-_LETTERS = "".join(kind.value for kind in KINDS)
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Legal:
     """What `check` learned of a legal schedule; integers only, for those that walk over all actions.
 
     Attributes:
-        lanes: for each device its actions as ``(code, stage, microbatch)`` with codes F R B I W O L = 0 to 6.
-        plan_order: every action as ``(device, position)``, by the time at which it starts when F, R, I, W take one
-            unit, B takes two, O and L none: an order in which one thread can run the schedule.
+        lanes: for each device its actions as ``(code, stage, microbatch)`` with the codes of `clock`.
+        plan_order: every action as ``(device, position)``, by the time at which it starts when each takes its
+            `KindRow.units`: an order in which one thread can run the schedule.
         rematted: ``stage * M + microbatch`` of each R.
     """
 
@@ -49,11 +49,7 @@ def check(schedule: Schedule) -> None:
 
 def examine(schedule: Schedule) -> Legal:
     """`check` with its findings; remembered on the schedule."""
-    found = schedule.__dict__.get("_legal")
-    if found is None:
-        found = _examine(schedule)
-        schedule.__dict__["_legal"] = found  # a cache beside the frozen fields; not pickled, not compared
-    return found
+    return _legal(schedule)
 
 
 def _examine(schedule: Schedule) -> Legal:
@@ -69,7 +65,7 @@ def _examine(schedule: Schedule) -> Legal:
         faults, rematted = _incomplete(lanes, stages, microbatches, schedule.device_of)
         if faults:
             _refuse(schedule, faults)
-    durations = [[float(units)] * stages for units in _UNITS]
+    durations = [[float(KINDS[kind].units)] * stages for kind in CODED]
     starts, _, stuck = clock(lanes, schedule.device_of, microbatches, durations, chain(stages))
     if stuck:
         raise ScheduleError(_waiting(schedule, lanes, stuck))
@@ -77,6 +73,9 @@ def _examine(schedule: Schedule) -> Legal:
     places = [place for device, row in enumerate(starts) for place in zip(repeat(device), range(len(row)))]
     order = sorted(range(len(times)), key=times.__getitem__)  # rows ascend: a merge; equal times by device and position
     return Legal(lanes, list(map(places.__getitem__, order)), rematted)
+
+
+_legal = Remembered(_examine)
 
 
 def _refuse(schedule: Schedule, faults: list[str]) -> None:
@@ -98,7 +97,10 @@ def _malformed(schedule: Schedule) -> list[str]:
                 kind, stage, microbatch = action
                 if type(stage) is int and type(microbatch) is int and stage >= 0 <= microbatch and type(kind) is Kind:
                     continue
-            faults.append(f"{_show(action)} on device {device} is no action: write Action(Kind.F, stage, microbatch) with numbers from 0")  # fmt: skip
+            faults.append(
+                f"{_show(action)} on device {device} is no action: write Action(Kind.F, stage, microbatch) with "
+                "numbers from 0"
+            )
     return faults
 
 
@@ -152,52 +154,76 @@ def _incomplete(
 ) -> tuple[list[str], frozenset[int]]:
     """Faults in the whole: gaps, duplicates, stages on two devices, wrong order within a (stage, microbatch)."""
     faults: list[str] = []
-    done = [bytearray(stages * microbatches) for _ in KINDS]
-    f, r, b, i, w, o, back = done
+    done = [bytearray(stages * microbatches) for _ in CODED]
+    needed = [[done[CODE[other]] for other in _before(kind)] for kind in CODED]
+    spoilt = [[done[CODE[other]] for other in _later(kind)] for kind in CODED]
     for device, lane in enumerate(lanes):
         for code, stage, microbatch in lane:
             at = stage * microbatches + microbatch
             if device_of[stage] != device:
-                faults.append(f"{stage}{_LETTERS[code]}{microbatch} on device {device}: stage {stage} lives on device {device_of[stage]} too; a stage lives on one device")  # fmt: skip
+                faults.append(
+                    f"{stage}{CODED[code]}{microbatch} on device {device}: stage {stage} lives on device "
+                    f"{device_of[stage]} too; a stage lives on one device"
+                )
             if done[code][at]:
-                faults.append(f"{stage}{_LETTERS[code]}{microbatch} on device {device} stands twice")
+                faults.append(f"{stage}{CODED[code]}{microbatch} on device {device} stands twice")
             done[code][at] = 1
-            if code == F:
-                early = r[at] or b[at] or i[at] or w[at] or o[at] or back[at]
-                before = "F comes first"
-            elif code == L and not o[at]:
-                early, before = True, "L comes after O"
-            elif code in (R, O, L):
-                early, before = b[at] or i[at] or w[at], f"{_LETTERS[code]} comes before the backward"
-            else:
-                early = not f[at] or (code == W and not i[at])
-                before = "F comes first" if not f[at] else "W comes after I"
-            if early:
-                faults.append(f"{stage}{_LETTERS[code]}{microbatch} on device {device} stands too early or too late: {before}")  # fmt: skip
-    backward = any(b) or any(i) or any(w) or any(r) or any(o) or any(back)
-    # Compare whole rows in C; look for the places only where they differ.
-    if f.count(1) != len(f):
-        faults += [f"{at // microbatches}F{at % microbatches} is missing" for at, one in enumerate(f) if not one]
-    if backward and bytes(b) != bytes(1 - one for one in i):
-        for at, (whole, half) in enumerate(zip(b, i, strict=True)):
-            name = f"{at // microbatches}{{}}{at % microbatches}"
+            early = [number for number, row in enumerate(needed[code]) if not row[at]]
+            if early or any(row[at] for row in spoilt[code]):
+                rule = _rule(CODED[code], early)
+                faults.append(
+                    f"{stage}{CODED[code]}{microbatch} on device {device} stands too early or too late: {rule}"
+                )
+    faults += _unpaired(dict(zip(CODED, done, strict=True)), microbatches)
+    return faults, frozenset(at for at, stands in enumerate(done[R]) if stands)
+
+
+def _before(kind: Kind) -> list[Kind]:
+    """What must have stood, the first first."""
+    after = KINDS[kind].after
+    return [] if after is None else [*_before(after), after]
+
+
+def _later(kind: Kind) -> tuple[Kind, ...]:
+    """What must not have stood yet."""
+    row = KINDS[kind]
+    if row.after is None:
+        return tuple(other for other in Kind if other is not kind)
+    return ADDS if row.before_backward else ()
+
+
+def _rule(kind: Kind, early: list[int]) -> str:
+    """The rule that an action breaks; ``early`` numbers what should have stood before it."""
+    before = _before(kind)
+    if not early:
+        return f"{kind} comes before the backward" if before else f"{kind} comes first"
+    return f"{before[0]} comes first" if early[0] == 0 else f"{kind} comes after {before[early[0]]}"
+
+
+def _unpaired(done: dict[Kind, bytearray], microbatches: int) -> list[str]:
+    """What is missing, and what must not stand together."""
+
+    def name(kind: Kind, at: int) -> str:
+        return f"{at // microbatches}{kind}{at % microbatches}"
+
+    faults = [f"{name(Kind.F, at)} is missing" for at, stands in enumerate(done[Kind.F]) if not stands]
+    if any(any(row) for kind, row in done.items() if kind is not Kind.F):
+        for at, (whole, half) in enumerate(zip(done[Kind.B], done[Kind.I], strict=True)):
             if not whole and not half:
-                faults.append(f"{name.format('B')} is missing (or {name.format('I')} and {name.format('W')})")
-            elif whole and half:
-                faults.append(f"{name.format('B')} and {name.format('I')} both stand: one whole backward, or I and W")
-    if i != w:
-        for at, (half, rest) in enumerate(zip(i, w, strict=True)):
-            if half != rest:
-                missing = "W" if half else "I"
-                faults.append(f"{at // microbatches}{missing}{at % microbatches} is missing: I and W come in pairs")
-    if o != back:
-        for at, (away, home) in enumerate(zip(o, back, strict=True)):
-            if away != home:
-                missing = "L" if away else "O"
-                faults.append(f"{at // microbatches}{missing}{at % microbatches} is missing: O and L come in pairs")
-    if any(o) and any(r):
-        faults += [f"{at // microbatches}R{at % microbatches} and {at // microbatches}O{at % microbatches} both stand: a residual is computed again, or moved" for at, (again, away) in enumerate(zip(r, o, strict=True)) if again and away]  # fmt: skip
-    return faults, frozenset(at for at, one in enumerate(r) if one) if any(r) else frozenset()
+                faults.append(f"{name(Kind.B, at)} is missing (or {name(Kind.I, at)} and {name(Kind.W, at)})")
+    for kind, row in KINDS.items():
+        other = row.pair
+        if other is not None and CODE[kind] < CODE[other] and done[kind] != done[other]:
+            for at, (first, second) in enumerate(zip(done[kind], done[other], strict=True)):
+                if first != second:
+                    faults.append(f"{name(other if first else kind, at)} is missing: {kind} and {other} come in pairs")
+        other = row.excludes
+        if other is not None and CODE[kind] < CODE[other]:
+            for at, (first, second) in enumerate(zip(done[kind], done[other], strict=True)):
+                if first and second:
+                    words = f"{row.word}, or {KINDS[other].word}, not both"
+                    faults.append(f"{name(kind, at)} and {name(other, at)} both stand: {words}")
+    return faults
 
 
 def _gaps(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int) -> list[str]:
@@ -219,13 +245,12 @@ def _waiting(schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], 
             lines.append(f"device {device} is done")
             continue
         code, stage, microbatch = lanes[device][position]
-        if code == F:
-            needs = (F, stage - 1, microbatch)
-        else:
-            needs = (B, stage + 1, microbatch)
-            needs = needs if needs in place else (I, stage + 1, microbatch)
+        flow = KINDS[CODED[code]].flow
+        sources = [CODE[kind] for kind in flowing(flow)] if flow is not None else []
+        other_stage = stage - 1 if flow is Flow.FORWARD else stage + 1
+        needs = next(key for key in ((source, other_stage, microbatch) for source in sources) if key in place)
         other, where = place[needs]
-        name = f"{needs[1]}{_LETTERS[needs[0]]}{needs[2]}"
+        name = f"{needs[1]}{CODED[needs[0]]}{needs[2]}"
         steps = where - stuck[other]
         behind = schedule.orders[other][stuck[other]]
         detail = (
@@ -233,6 +258,9 @@ def _waiting(schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], 
             if steps
             else "at which that device waits"
         )
-        lines.append(f"device {device} waits before {schedule.orders[device][position]} for {name}, which is on device {other}, {detail}")  # fmt: skip
+        lines.append(
+            f"device {device} waits before {schedule.orders[device][position]} for {name}, which is on device "
+            f"{other}, {detail}"
+        )
     title = f"schedule {schedule.name!r} cannot come to its end; move one of these actions before what it blocks:"
     return bullets(title, lines)

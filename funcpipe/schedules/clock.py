@@ -6,25 +6,27 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from funcpipe.core.cost import Cost, per_stage
-from funcpipe.core.schedule import Kind
+from funcpipe.core.kinds import KINDS, Flow, Kind, Resource, flowing
 
-KINDS = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.O, Kind.L)
+CODED = tuple(Kind)
 """The kinds by their codes, the numbers that those use who walk over all actions."""
-CODE = {kind: code for code, kind in enumerate(KINDS)}
-F, R, B, I, W, O, L = range(7)
+CODE = {kind: code for code, kind in enumerate(CODED)}
+F, B, I, W, R, O, L, *_ = range(len(CODED))
+_LINKS = (Resource.TO_HOST, Resource.FROM_HOST)
 
 
 class Edge(NamedTuple):
     """A value that one stage hands to another, every microbatch.
 
     Attributes:
-        backward: False: an activation or a skip, sent at the end of F; True: a gradient, at the end of B or I.
+        flow: forward: an activation or a skip; backward: a gradient. Sent by the kinds that flow this way, at their
+            end.
         source, to: the stages.
         link: time that it occupies the link between the two devices.
         latency: time that it takes after that.
     """
 
-    backward: bool
+    flow: Flow
     source: int
     to: int
     link: float = 0.0
@@ -48,8 +50,8 @@ class Ticks(NamedTuple):
 
 def chain(num_stages: int) -> list[Edge]:
     """The activations and gradients between neighbours, each in no time."""
-    forward = [Edge(False, stage, stage + 1) for stage in range(num_stages - 1)]
-    return forward + [Edge(True, edge.to, edge.source) for edge in forward]
+    forward = [Edge(Flow.FORWARD, stage, stage + 1) for stage in range(num_stages - 1)]
+    return forward + [Edge(Flow.BACKWARD, edge.to, edge.source) for edge in forward]
 
 
 def edges_of(cost: Cost, device_of: Sequence[int]) -> list[Edge]:
@@ -61,13 +63,13 @@ def edges_of(cost: Cost, device_of: Sequence[int]) -> list[Edge]:
     for stash, pop, size in pairs:
         away = device_of[stash] != device_of[pop]
         link, latency = (size / bandwidth, cost.latency(stash, pop)) if away else (0.0, 0.0)
-        out += [Edge(False, stash, pop, link, latency), Edge(True, pop, stash, link, latency)]
+        out += [Edge(Flow.FORWARD, stash, pop, link, latency), Edge(Flow.BACKWARD, pop, stash, link, latency)]
     return out
 
 
 def durations_of(cost: Cost, num_stages: int) -> list[list[float]]:
     """The time of each kind on each stage, by code."""
-    return [[cost.of(kind, stage) for stage in range(num_stages)] for kind in KINDS]
+    return [[cost.of(kind, stage) for stage in range(num_stages)] for kind in CODED]
 
 
 def clock(
@@ -79,10 +81,10 @@ def clock(
 ) -> Ticks:
     """When each action starts.
 
-    F waits for what F of other stages hand to its stage, B and I for what B and I of others do, and for the residual
-    that an L brings back; everything else a device does for itself, in order. Values that cross from one device to
-    another occupy the link between them, one after the other. O and L occupy the link to the host, one for each way,
-    as soon as the device comes to them and the link is free (L when its O has ended, too); the device goes on at once.
+    What flows (`KindRow.flow`: F; B and I) waits for what flows from other stages to its own, and for the residual that
+    an L brings back; everything else a device does for itself, in order. Values that cross from one device to another
+    occupy the link between them, one after the other. O and L occupy the link to the host, one for each way, as soon as
+    the device comes to them and the link is free (L when its O has ended, too); the device goes on at once.
 
     Linear: a device that must wait is woken by the very value that it waits for.
 
@@ -94,14 +96,15 @@ def clock(
         edges: what is handed from stage to stage; those of one stage are sent in this order.
     """
     arrivals = [[-1.0] * microbatches for _ in edges]  # below -1: the device ``-2 - it`` waits for it
-    receives: list[list[list[tuple[list[float], float]]]] = [[[] for _ in device_of] for _ in KINDS]
-    sends: list[list[list[tuple[list[float], int, float]]]] = [[[] for _ in device_of] for _ in KINDS]
-    for (backward, source, to, link, latency), arrival in zip(edges, arrivals, strict=True):
+    receives: list[list[list[tuple[list[float], float]]]] = [[[] for _ in device_of] for _ in CODED]
+    sends: list[list[list[tuple[list[float], int, float]]]] = [[[] for _ in device_of] for _ in CODED]
+    for (flow, source, to, link, latency), arrival in zip(edges, arrivals, strict=True):
         crossing = device_of[source] * len(lanes) + device_of[to]
-        for code in (B, I) if backward else (F,):
+        for code in map(CODE.__getitem__, flowing(flow)):
             receives[code][to].append((arrival, latency))
             sends[code][source].append((arrival, crossing, link))
     steps = [list(zip(*columns, strict=True)) for columns in zip(durations, receives, sends, strict=True)]
+    ways = [_LINKS.index(KINDS[kind].resource) if KINDS[kind].resource in _LINKS else -1 for kind in CODED]
     busy: dict[int, float] = {}  # until when each link between devices is
     hosts = [[0.0, 0.0] for _ in lanes]  # and those to and from the host
     moved: dict[tuple[int, int], float] = {}  # when a residual is at the host, or back
@@ -114,8 +117,9 @@ def clock(
         for position in range(len(row), len(lane)):
             code, stage, microbatch = lane[position]
             duration, needed, sent = steps[code][stage]
-            if code >= O:
-                at, way = (stage, microbatch), code - O
+            way = ways[code]
+            if way >= 0:
+                at = (stage, microbatch)
                 start = max(time, hosts[device][way], moved.get(at, 0.0))
                 row.append(start)
                 hosts[device][way] = moved[at] = start + duration

@@ -165,9 +165,10 @@ def interleaved(
     Stage s lies on device ``s mod D``. Microbatches go in rounds of about D through each local stage. Device d holds at
     most ``2 (D - 1 - d) + (v - 1) D + 1`` residuals where D divides M.
 
-    With ``group`` = g (GIS, the generalized interleaved schedule of PipeOffload, arXiv 2503.01328) they go in rounds of g,
-    and after the first round a device begins a forward only every two slots: device d holds at most ``g (v - 1) + D - d``
-    residuals. Where copies take no time, g = D has the bubble of Megatron-LM's order; a smaller g has a larger one.
+    With ``group`` = g (GIS, the generalized interleaved schedule of PipeOffload, arXiv 2503.01328) they go in rounds of
+    g, and after the first round a device begins a forward only every two slots: device d holds at most ``g (v - 1) + D
+    - d`` residuals. Where copies take no time, g = D has the bubble of Megatron-LM's order; a smaller g has a larger
+    one.
 
     >>> print(interleaved(4, 2, num_devices=2))
     0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
@@ -201,7 +202,10 @@ def _grouped(stages: int, microbatches: int, devices: int, group: int) -> Schedu
     """
     least = (devices + 1) // 2
     if type(group) is not int or not least <= group <= devices:
-        raise ScheduleError(f"no such schedule: group is a whole number from {least} to {devices}, half of the devices to all of them; got {group!r}")  # fmt: skip
+        raise ScheduleError(
+            f"no such schedule: group is a whole number from {least} to {devices}, half of the devices to all of "
+            f"them; got {group!r}"
+        )
     share = stages // devices
     orders: list[tuple[Action, ...]] = []
     for device in range(devices):
@@ -311,10 +315,16 @@ def _counts(
         faults.append(f"num_devices is at most num_stages; got {devices} devices for {stages} stages")
     elif looped and stages > 0 and devices > 0 and stages % devices:
         divisors = [d for d in range(1, stages + 1) if stages % d == 0]
-        faults.append(f"looped stages are spread evenly, so num_devices divides num_stages; got {stages} stages on {devices} devices; take num_devices from {divisors}")  # fmt: skip
+        faults.append(
+            f"looped stages are spread evenly, so num_devices divides num_stages; got {stages} stages on {devices} "
+            f"devices; take num_devices from {divisors}"
+        )
     elif folded and stages > 0 and devices > 0 and stages != 2 * devices:
         mend = f"take num_devices={stages // 2}" if stages % 2 == 0 else f"take num_stages={stages + 1}"
-        faults.append(f"a V has two stages a device, so num_stages is twice num_devices; got {stages} stages on {devices} devices; {mend}")  # fmt: skip
+        faults.append(
+            f"a V has two stages a device, so num_stages is twice num_devices; got {stages} stages on {devices} "
+            f"devices; {mend}"
+        )
     if faults:
         raise ScheduleError(bullets("no such schedule:", faults))
     return stages, found["num_microbatches"], devices

@@ -1,4 +1,4 @@
-"""Schedules, costs and timelines as files: JSON with a version, and the CSV of torch.distributed.pipelining.
+"""Schedules, costs and timelines as files: JSON with a version.
 
 What is written is read back equal. What is read may come from anywhere: it is data and never code, it is read in one
 pass, and everything wrong with it is said at once, with its place. The text form is `Schedule.parse` and `str`.
@@ -7,15 +7,14 @@ pass, and everything wrong with it is said at once, with its place. The text for
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.kinds import LETTERS, Kind
 from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import _ACTION, Action, Kind, Schedule
-from funcpipe.schedules.check import check
+from funcpipe.core.schedule import _ACTION, Action, Schedule
 
 VERSION = 1
 """Of the JSON; a reader refuses any other."""
@@ -25,10 +24,6 @@ _MOST = 10**6
 _MOST_FAULTS = 20
 _MOST_LETTERS = 200
 _KINDS = {kind.value: kind for kind in Kind}
-_COMMS = re.compile(r"[0-9]+(?:(?:WAIT_SEND|SEND|RECV)_[FB][0-9]+|(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)[0-9]*)")
-"""The actions of torch 2.15 and older that carry nothing for a plan: it derives its messages, and shards nothing."""
-_NEWER = re.compile(r"[0-9]+[A-Z]{2}[A-Z_]*[0-9]*")
-_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 Fault = Callable[[str], None]
 """Takes note of something wrong, ``place: what``."""
@@ -67,6 +62,7 @@ def to_json(thing: Schedule | Cost | Timeline) -> str:
     else:
         fields = {name: getattr(thing, name) for name in ("name", "unit", "num_devices", "comm", "peak", "memory")}
         fields |= {"lanes": thing.lanes} if thing.lanes else {}
+        fields |= {"path": list(map(str, thing.path))} if thing.path else {}
         fields["spans"] = [[device, start, end, str(action)] for device, start, end, action in thing.spans]
     try:
         text = _page({"funcpipe": type(thing).__name__.lower(), "version": VERSION, **fields})
@@ -97,82 +93,14 @@ def from_json(text: str) -> Schedule | Cost | Timeline:
     kind, version = data.pop("funcpipe", None), data.pop("version", None)
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
-        raise ScheduleError(f'"funcpipe" says what this is, one of {", ".join(_READERS)}; got {_shown(kind)}')
+        raise ScheduleError(f'"funcpipe" says what this is, one of {", ".join(_READERS)}; got {shown(kind)}')
     if type(version) is not int or version != VERSION:
-        raise ScheduleError(f'"version" is {VERSION}, the only one that this funcpipe reads; got {_shown(version)}')
+        raise ScheduleError(f'"version" is {VERSION}, the only one that this funcpipe reads; got {shown(version)}')
     faults: list[str] = []
     thing = read(data, faults.append)
-    _refuse(f"this is no {kind} that funcpipe reads:", faults)
+    refuse_faults(f"this is no {kind} that funcpipe reads:", faults)
     assert thing is not None
     return thing
-
-
-def to_torch_csv(schedule: Schedule) -> str:
-    """The schedule in the format of torch.distributed.pipelining: a row for each rank, ``0F0,0F1,0B0,0B1``.
-
-    torch loads it as a "compute_only" schedule, and adds its sends and receives. Rank d has the stages of device d.
-
-    >>> from funcpipe.schedules.families import zero_bubble
-    >>> print(to_torch_csv(zero_bubble(2, 2)), end="")
-    0F0,0F1,0I0,0W0,0I1,0W1
-    1F0,1I0,1F1,1I1,1W0,1W1
-
-    Args:
-        schedule: a legal schedule with backwards and without R.
-
-    Raises:
-        ScheduleError: torch could not run it.
-    """
-    check(schedule)
-    faults: list[str] = []
-    if not schedule.has_backward:
-        faults.append("it has no backwards: torch has no schedules that only evaluate (there: `schedule.eval`)")
-    if any(action.kind is Kind.R for order in schedule.orders for action in order):
-        faults.append("it has R: torch's schedules have no remat; write the schedule as it was before `fp.remat`, and checkpoint inside the stages")  # fmt: skip
-    _refuse(f"torch.distributed.pipelining cannot run schedule {schedule.name!r}:", faults)
-    return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)
-
-
-def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
-    """Read a schedule that torch.distributed.pipelining or a tool for it wrote, "compute_only" or "compute_comms".
-
-    What torch says of sends, receives, sharding, reductions, and of waiting for these is left out: a plan derives all of
-    it. An overlapped pair is read as its two actions, one after the other. Empty cells are waits, no actions here.
-
-    >>> print(from_torch_csv("0F0,0SEND_F0,,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))
-    0F0 0B0
-    1F0 1B0
-
-    Args:
-        text: the CSV, a row for each rank.
-        name: of the schedule.
-
-    Raises:
-        ScheduleError: some cells are no actions; each is named with its row. Whether the schedule is legal is for
-            `check`.
-    """
-    if not isinstance(text, str):
-        raise ScheduleError(f"from_torch_csv takes text; got a {type(text).__name__}")
-    faults: list[str] = []
-    known: dict[str, Action] = {}
-    orders: list[tuple[Action, ...]] = []
-    for row, line in enumerate(text.rstrip().split("\n"), 1):
-        words: list[str] = []
-        for cell in map(str.strip, line.split(",")):
-            pair = _PAIR.fullmatch(cell)
-            if pair:
-                words += pair.groups()
-            elif not cell or _COMMS.fullmatch(cell):
-                continue
-            elif _NEWER.fullmatch(cell):
-                faults.append(
-                    f'row {row}: {_shown(cell)}: funcpipe does not know this action of torch; let torch write the schedule with format="compute_only", which has none of these'
-                )
-            else:
-                words.append(cell)
-        orders.append(_actions(words, f"row {row}", known=known, fault=faults.append))
-    _refuse("this is no schedule of torch.distributed.pipelining:", faults)
-    return Schedule(tuple(orders), name)
 
 
 def _page(fields: Mapping[str, Any]) -> str:
@@ -198,7 +126,7 @@ def _loads(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise ScheduleError(f"this is no JSON that funcpipe reads: {error}") from None
     if not isinstance(data, dict):
-        raise ScheduleError(f'this JSON is no object {{"funcpipe": ...}}; got {_shown(data)}')
+        raise ScheduleError(f'this JSON is no object {{"funcpipe": ...}}; got {shown(data)}')
     return data
 
 
@@ -206,7 +134,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"field {_shown(next(key for key in keys if keys.count(key) > 1))} stands twice")
+        raise ValueError(f"field {shown(next(key for key in keys if keys.count(key) > 1))} stands twice")
     return found
 
 
@@ -226,9 +154,9 @@ def _schedule(data: dict[str, Any], fault: Fault) -> Schedule:
     orders: list[tuple[Action, ...]] = []
     for at, row in enumerate(_list(data.get("orders", []), "orders", fault)):
         if isinstance(row, str):
-            orders.append(_actions(row.split(), f"orders[{at}]", known=known, fault=fault))
+            orders.append(read_actions(row.split(), f"orders[{at}]", known=known, fault=fault))
         else:
-            fault(f'orders[{at}]: a text like "0F0 0B0"; got {_shown(row)}')
+            fault(f'orders[{at}]: a text like "0F0 0B0"; got {shown(row)}')
     return Schedule(tuple(orders), _label(data.get("name", "custom"), "name", fault))
 
 
@@ -244,9 +172,7 @@ def _cost(data: dict[str, Any], fault: Fault) -> Cost | None:
         if name == "skips":
             rows = _list(value, name, faults.append)
             faults += [
-                f"skips[{at}]: [stash, pop, size]; got {_shown(row)}"
-                for at, row in enumerate(rows)
-                if not _is_skip(row)
+                f"skips[{at}]: [stash, pop, size]; got {shown(row)}" for at, row in enumerate(rows) if not _is_skip(row)
             ]
             fields[name] = tuple(tuple(row) for row in rows if _is_skip(row))
             continue
@@ -255,8 +181,7 @@ def _cost(data: dict[str, Any], fault: Fault) -> Cost | None:
         if not (value is None and name in ("backward", "remat", "bandwidth")):
             bad = [number for number in values if not _is_number(number)]
             faults += [
-                f"{name}: a number from 0{', or a list of them' * (not one)}; got {_shown(number)}"
-                for number in bad[:1]
+                f"{name}: a number from 0{', or a list of them' * (not one)}; got {shown(number)}" for number in bad[:1]
             ]
         fields[name] = tuple(value) if isinstance(value, list) else value
     if not faults:
@@ -274,25 +199,33 @@ def _is_skip(row: Any) -> bool:
 
 
 def _timeline(data: dict[str, Any], fault: Fault) -> Timeline | None:
-    _fields(data, need=("num_devices", "spans"), may=("name", "unit", "comm", "peak", "memory", "lanes"), fault=fault)
+    _fields(
+        data,
+        need=("num_devices", "spans"),
+        may=("name", "unit", "comm", "peak", "memory", "lanes", "path"),
+        fault=fault,
+    )
     devices, comm = data.get("num_devices", 0), data.get("comm", 0.0)
     if not _is_index(devices):
-        fault(f"num_devices: a whole number from 0 to {_MOST - 1}; got {_shown(devices)}")
+        fault(f"num_devices: a whole number from 0 to {_MOST - 1}; got {shown(devices)}")
         return None
     if not all(map(_is_number, comm if isinstance(comm, list) else [comm])):
-        fault(f"comm: a number from 0, or a list of them; got {_shown(comm)}")
+        fault(f"comm: a number from 0, or a list of them; got {shown(comm)}")
     peak = _list(data.get("peak", []), "peak", fault)
     if not all(map(_is_number, peak)) or len(peak) not in (0, devices):
-        fault(f"peak: a number from 0 for each of {devices} devices, or []; got {_shown(peak)}")
+        fault(f"peak: a number from 0 for each of {devices} devices, or []; got {shown(peak)}")
     known: dict[str, Action] = {}
     seen: set[Action] = set()
     spans: list[Span] = []
     for at, row in enumerate(_list(data.get("spans", []), "spans", fault)):
         sound = isinstance(row, list) and len(row) == 4 and _is_index(row[0]) and row[0] < devices
         if not (sound and _is_number(row[1]) and _is_number(row[2]) and row[1] <= row[2] and isinstance(row[3], str)):
-            fault(f'spans[{at}]: [device, start, end, "2F0"] with a device below {devices}, 0 <= start <= end; got {_shown(row)}')  # fmt: skip
+            fault(
+                f'spans[{at}]: [device, start, end, "2F0"] with a device below {devices}, 0 <= start <= end; got '
+                f"{shown(row)}"
+            )
             continue
-        for action in _actions([row[3]], f"spans[{at}]", known=known, fault=fault):
+        for action in read_actions([row[3]], f"spans[{at}]", known=known, fault=fault):
             if action in seen:
                 fault(f"spans[{at}]: {action} stands twice")
             seen.add(action)
@@ -301,9 +234,21 @@ def _timeline(data: dict[str, Any], fault: Fault) -> Timeline | None:
     comm = tuple(comm) if isinstance(comm, list) else comm
     lanes = _list(data.get("lanes", []), "lanes", fault)
     if not all(isinstance(one, str) for one in lanes) or len(lanes) not in (0, devices):
-        fault(f"lanes: a name for each of {devices} devices, or []; got {_shown(lanes)}")
+        fault(f"lanes: a name for each of {devices} devices, or []; got {shown(lanes)}")
     memory = _memory(data.get("memory", []), devices, fault)
-    return Timeline(tuple(spans), devices, tuple(peak), unit, comm, name, memory, tuple(lanes))
+    path = _path(data.get("path", []), known, seen, fault)
+    return Timeline(tuple(spans), devices, tuple(peak), unit, comm, name, memory, tuple(lanes), path)
+
+
+def _path(value: Any, known: dict[str, Action], spanned: set[Action], fault: Fault) -> tuple[Action, ...]:
+    words = _list(value, "path", fault)
+    if not all(isinstance(word, str) for word in words):
+        fault(f"path: a list of actions, such as 2F0; got {shown(value)}")
+        words = []
+    actions = read_actions(words, "path", known=known, fault=fault)
+    if not spanned.issuperset(actions):
+        fault("path: some of its actions have no span")
+    return actions
 
 
 def _memory(value: Any, devices: int, fault: Fault) -> tuple[tuple[tuple[float, float], ...], ...]:
@@ -311,7 +256,7 @@ def _memory(value: Any, devices: int, fault: Fault) -> tuple[tuple[tuple[float, 
     rows = _list(value, "memory", fault)
     sound = len(rows) in (0, devices) and all(isinstance(row, list) and all(map(_is_step, row)) for row in rows)
     if not sound:
-        fault(f"memory: for each of {devices} devices a list of [time, amount], or []; got {_shown(value)}")
+        fault(f"memory: for each of {devices} devices a list of [time, amount], or []; got {shown(value)}")
         return ()
     return tuple(tuple((time, level) for time, level in row) for row in rows)
 
@@ -340,10 +285,10 @@ def _fields(data: dict[str, Any], *, need: Sequence[str], may: Sequence[str], fa
             fault(f"{name}: missing")
     for name in data:
         if name not in need and name not in may:
-            fault(f"{_shown(name)}: no such field; there are {', '.join((*need, *may))}")
+            fault(f"{shown(name)}: no such field; there are {', '.join((*need, *may))}")
 
 
-def _actions(words: Sequence[str], place: str, *, known: dict[str, Action], fault: Fault) -> tuple[Action, ...]:
+def read_actions(words: Sequence[str], place: str, *, known: dict[str, Action], fault: Fault) -> tuple[Action, ...]:
     """The actions that the words are. A file repeats few words often; each is read once."""
     found: list[Action] = []
     for word in words:
@@ -351,7 +296,7 @@ def _actions(words: Sequence[str], place: str, *, known: dict[str, Action], faul
         if action is None:
             match = _ACTION.fullmatch(word)
             if match is None:
-                fault(f"{place}: {_shown(word)} is no action; write stage, one of F B I W R O L, microbatch, as in 2F0")
+                fault(f"{place}: {shown(word)} is no action; write stage, one of {LETTERS}, microbatch, as in 2F0")
                 continue
             action = Action(_KINDS[match[2]], int(match[1]), int(match[3]))
             if not (_is_index(action.stage) and _is_index(action.microbatch)):
@@ -365,7 +310,7 @@ def _actions(words: Sequence[str], place: str, *, known: dict[str, Action], faul
 def _list(value: Any, place: str, fault: Fault) -> list[Any]:
     if isinstance(value, list):
         return value
-    fault(f"{place}: a list; got {_shown(value)}")
+    fault(f"{place}: a list; got {shown(value)}")
     return []
 
 
@@ -373,7 +318,7 @@ def _label(value: Any, place: str, fault: Fault) -> str:
     """A name for pictures, never of a file; short, and nothing in it moves a terminal's cursor."""
     if isinstance(value, str) and len(value) <= _MOST_LETTERS and value.isprintable():
         return value
-    fault(f"{place}: a text of at most {_MOST_LETTERS} letters that print; got {_shown(value)}")
+    fault(f"{place}: a text of at most {_MOST_LETTERS} letters that print; got {shown(value)}")
     return ""
 
 
@@ -385,17 +330,18 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < float("inf")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """The start of a value, on one line. Of a list or an object only its kind: its repr may be as long as the file."""
     if isinstance(value, (list, dict)):
         value = value[:4] if isinstance(value, list) else list(value)[:4]
-        flat = [type(one).__name__ if isinstance(one, (list, dict)) else _shown(one) for one in value]
+        flat = [type(one).__name__ if isinstance(one, (list, dict)) else shown(one) for one in value]
         return f"[{', '.join(flat)}, ...]"
     text = repr(value[:40] if isinstance(value, str) else value)
     return text if len(text) <= 44 else text[:40] + "..."
 
 
-def _refuse(title: str, faults: list[str]) -> None:
+def refuse_faults(title: str, faults: list[str]) -> None:
+    """Raise a ScheduleError with the first of the faults, if there are any."""
     if faults:
         more = len(faults) - _MOST_FAULTS
         raise ScheduleError(bullets(title, faults[:_MOST_FAULTS] + [f"and {more} more"] * (more > 0)))

@@ -49,7 +49,13 @@ def offload(schedule: Schedule, *, move: Callable[[Action], bool] = always, ahea
     if faults:
         more = len(faults) - _MOST_FAULTS
         faults = faults[:_MOST_FAULTS] + ([f"and {more} more"] if more > 0 else [])
-        raise ScheduleError(bullets(f"a residual of {schedule.name!r} is computed again or moved, not both; let move= leave these out. It picked", faults))  # fmt: skip
+        raise ScheduleError(
+            bullets(
+                f"a residual of {schedule.name!r} is computed again or moved, not both; let move= leave these out. It "
+                "picked",
+                faults,
+            )
+        )
     return Schedule(orders, f"{schedule.name}+offload")
 
 

@@ -73,8 +73,8 @@ def squeezed(lanes: Sequence[Lane], ceiling: int, *, more: int = 0) -> tuple[tup
 def steady(block: Callable[[int, int], Block], devices: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     """`squeezed` blocks under the memory that they have by themselves, worked out for as few microbatches as will do.
 
-    With no memory to spare the orders of D devices repeat from one microbatch to the next by the time that ``2 D + 4`` are
-    on their way, if not before.
+    With no memory to spare the orders of D devices repeat from one microbatch to the next by the time that ``2 D + 4``
+    are on their way, if not before.
     """
     sample = min(microbatches, 2 * devices + 4)
     lanes = repeated(sample, [block(device, devices) for device in range(devices)])
@@ -125,8 +125,8 @@ def _changes(lane: Lane) -> list[int]:
 def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
     """Move every action up to the first slot that it can have: free, after all that it needs, memory under the ceiling.
 
-    After slot ``drain`` no new microbatch comes in. From there on F and I take the slots of W too, and these come later:
-    nobody waits for a W.
+    After slot ``drain`` no new microbatch comes in. From there on F and I take the slots of W too, and these come
+    later: nobody waits for a W.
     """
     moved = [list(lane) for lane in lanes]
     free = [[*(slot for slot, code in enumerate(lane) if code == FREE), _NEVER] for lane in lanes]

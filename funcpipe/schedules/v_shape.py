@@ -93,7 +93,8 @@ def dualpipe_v(num_stages: int, num_microbatches: int, *, num_devices: int | Non
     stages, microbatches, devices = counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
     if microbatches < stages:
         raise ScheduleError(
-            f"no such schedule: DualPipeV fills the V with {stages} microbatches, one for each stage; got {microbatches}; "
+            f"no such schedule: DualPipeV fills the V with {stages} microbatches, one for each stage; got "
+            f"{microbatches}; "
             "take more microbatches, or fp.zbv, which takes any number"
         )
     orders: list[list[Action]] = []
@@ -166,10 +167,10 @@ def v_min(num_stages: int, num_microbatches: int, *, num_devices: int | None = N
 def v_adaptive(num_stages: int, num_microbatches: int, *, num_devices: int | None = None, residuals: int) -> Schedule:
     """Between V-Min and ZB-V (arXiv 2405.15362): as little bubble as a given memory allows, the same on every device.
 
-    Every device holds at most ``residuals`` residuals of a stage, even if I gives back nothing of them. The first devices
-    hand their microbatches on as in V-Min, the others as where memory is no matter, as many as there is memory for. Where
-    F, I and W take the same time, 1 for a stage, and ``M > 2 D``, the span is ``6 M + b``; for D = 4 and 4 to 8 residuals
-    b is 11, 10, 5, 3 and 0.
+    Every device holds at most ``residuals`` residuals of a stage, even if I gives back nothing of them. The first
+    devices hand their microbatches on as in V-Min, the others as where memory is no matter, as many as there is memory
+    for. Where F, I and W take the same time, 1 for a stage, and ``M > 2 D``, the span is ``6 M + b``; for D = 4 and 4
+    to 8 residuals b is 11, 10, 5, 3 and 0.
 
     >>> print(v_adaptive(4, 3, residuals=4))
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
@@ -187,7 +188,10 @@ def v_adaptive(num_stages: int, num_microbatches: int, *, num_devices: int | Non
     stages, microbatches, devices = counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
     fewest = min(2 * ((devices + 4) // 3), 2 * microbatches)
     if not isinstance(residuals, int) or residuals < fewest:
-        raise ScheduleError(f"no such schedule: residuals is a whole number from {fewest}, what V-Min holds on {devices} devices; got {residuals!r}; or fp.search(..., remat=True)")  # fmt: skip
+        raise ScheduleError(
+            f"no such schedule: residuals is a whole number from {fewest}, what V-Min holds on {devices} devices; got "
+            f"{residuals!r}; or fp.search(..., remat=True)"
+        )
     sample = min(microbatches, 2 * devices + 2)  # it is steady by then
 
     def best(slow: int) -> tuple[float, int] | None:

@@ -5,26 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from funcpipe.core.stage import BoundFn, Stage, bindable
+from funcpipe.core.stage import Bindable, BoundFn, Stage, bindable
 from funcpipe.core.tree import Tree
 
-Hook: TypeAlias = Callable[[Callable[[], Any], Tree, dict[str, Any]], Any]
-"""(call, input, extras) -> what the stage returns; ``call()`` is what it would have returned."""
+Call: TypeAlias = Callable[[Tree, Tree, dict[str, Any]], Any]
+"""(params, input, extras) -> what the stage returns; a stage that is bound has its own params."""
+
+Hook: TypeAlias = Callable[[Call, Tree, Tree, dict[str, Any]], Any]
+"""(call, params, input, extras) -> what the stage returns."""
 
 
-class Around:
+class Around(Bindable):
     """The function of a stage with a hook around it; what it declares, draws and is made of stays the same."""
 
     def __init__(self, stage: Stage, hook: Hook) -> None:
         self.stage, self.hook = stage, hook
 
+    def call(self, params: Tree, x: Tree, extras: dict[str, Any]) -> Any:
+        """Call without the hook."""
+        return self.stage.fn(params, x, **extras)
+
     def __call__(self, params: Tree, x: Tree, **extras: Any) -> Any:
         """Call outside of a run."""
-        return self.hook(lambda: self.stage.fn(params, x, **extras), x, extras)
+        return self.hook(self.call, params, x, extras)
 
     def bind(self, params: Tree, state: Tree) -> BoundFn:
-        """The bound function with the hook around it."""
-        return _BoundAround(self.stage.bind(params, state), self.hook)
+        """The function with parameters and state put in, and the hook around it."""
+        return _BoundAround(self, params, state)
 
     def layers(self) -> Iterable[str]:
         """Those of the stage."""
@@ -36,12 +43,18 @@ class Around:
 
 
 class _BoundAround:
-    def __init__(self, fn: BoundFn, hook: Hook) -> None:
-        self.fn, self.hook = fn, hook
-        self.places: dict[int, str] = getattr(fn, "places", {})
+    def __init__(self, around: Around, params: Tree, state: Tree) -> None:
+        self.around, self.params = around, params
+        self.fn = around.stage.bind(params, state)
+        self.places = self.fn.places
+
+    def call(self, params: Tree, x: Tree, extras: dict[str, Any]) -> Any:
+        """Call without the hook; a function that is no module gets new params from it."""
+        return self.fn(x, **extras) if bindable(self.around.stage.fn) else self.around.call(params, x, extras)
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
-        return self.hook(lambda: self.fn(x, **extras), x, extras)
+        return self.around.hook(self.call, self.params, x, extras)
 
     def release(self) -> None:
         self.fn.release()
+        self.params = None

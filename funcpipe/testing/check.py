@@ -71,7 +71,10 @@ class StageReport:
     allowed: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        lines = [f"stage {self.name!r}: {self.num_bytes} bytes out; draws random numbers: {'yes' if self.draws else 'no'}; rows: {self.rows}"]  # fmt: skip
+        lines = [
+            f"stage {self.name!r}: {self.num_bytes} bytes out; draws random numbers: {'yes' if self.draws else 'no'}; "
+            f"rows: {self.rows}"
+        ]
         lines += [f"  {where}: {what}" for where, what in self.outputs]
         lines += [f"  writes in place into {', '.join(self.in_place)}"] if self.in_place else []
         lines += [f"  allowed: {text} [{name}]" for name, text in self.allowed]
@@ -94,13 +97,14 @@ def check_stage(
 ) -> StageReport:
     """Is this a stage that a run can rely on: pure, deterministic, with gradients for all of its parameters.
 
-    It is called a few times as a run calls it (microbatch 0, microbatch 1, microbatch 0 again as remat does, in a second
-    run, with one row less) and backward. Every fault is reported, each with its name in brackets; `FAULTS` lists them.
-    The stage gets copies, so what you give is not written to.
+    It is called a few times as a run calls it (microbatch 0, microbatch 1, microbatch 0 again as remat does, in a
+    second run, with one row less) and backward. Every fault is reported, each with its name in brackets; `FAULTS` lists
+    them. The stage gets copies, so what you give is not written to.
 
     Not seen is what a stage changes outside of Python (files) or in objects of other packages that it closes over. What
-    only the first call of a shape changes (a table filled once) is no fault. A write into the input is legal in a run and
-    common at the front of modules, so for modules and compositions it is only reported; for a function it is a fault.
+    only the first call of a shape changes (a table filled once) is no fault. A write into the input is legal in a run
+    and common at the front of modules, so for modules and compositions it is only reported; for a function it is a
+    fault.
 
     >>> import torch, funcpipe as fp
     >>> @fp.stage
@@ -116,7 +120,8 @@ def check_stage(
         skips, feeds, state: what the stage declares, as for a direct call.
         train: what it gets if it takes ``train``.
         seed: keys its random numbers.
-        trainable: as for ``fp.run``, but of this one stage: None, a bool, a function of (name, leaf), or a tree of bools.
+        trainable: as for ``fp.run``, but of this one stage: None, a bool, a function of (name, leaf), or a tree of
+            bools.
         independent_rows: a row of the outputs must depend on its own row of the inputs only, as law 2 (same as no
             pipeline) wants. The report says it anyway, unless the stage draws.
         allow: names of faults to let pass.
@@ -138,16 +143,23 @@ def check_stage(
         raise CheckError(f"stage {stage.name!r} has {len(left)} fault{'s' if len(left) > 1 else ''}:", left) from cause
     allowed = tuple(fault for fault in probe.faults if fault[0] in allow)
     outputs, num_bytes, rows = tuple(probe.outputs.items()), probe.num_bytes, probe.rows
-    return StageReport(stage.name, outputs, num_bytes, probe.draws, tuple(probe.watch.in_place), tuple(probe.unused), rows, allowed)  # fmt: skip
+    return StageReport(
+        stage.name, outputs, num_bytes, probe.draws, tuple(probe.watch.in_place), tuple(probe.unused), rows, allowed
+    )
 
 
 def _check_arguments(stage: Any, skips: Any, feeds: Any, state: Any, allow: Any) -> None:
     if not isinstance(stage, Stage):
-        raise PlanError(f"check_stage takes a stage; got a {type(stage).__name__}; make it one with fp.stage(fn) or fp.from_module(module)")  # fmt: skip
+        raise PlanError(
+            f"check_stage takes a stage; got a {type(stage).__name__}; make it one with fp.stage(fn) or "
+            "fp.from_module(module)"
+        )
     faults: list[str] = []
     for keyword, names, values in (("skips", stage.pop, skips), ("feeds", stage.feeds, feeds)):
         faults += [f"{keyword} lacks {name!r}" for name in names if name not in (values or {})]
-        faults += [f"{keyword} has {name!r}, which the stage does not declare" for name in values or {} if name not in names]  # fmt: skip
+        faults += [
+            f"{keyword} has {name!r}, which the stage does not declare" for name in values or {} if name not in names
+        ]
     faults += ["the stage declares state; give state="] if stage.state and state is None else []
     if isinstance(allow, str):
         raise PlanError(f"allow={allow!r}: give a collection of names, allow=[{allow!r}]")

@@ -14,7 +14,7 @@ from funcpipe.core.schedule import Action, Kind
 from funcpipe.core.stage import Out, Stage, normalise, side_loss
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, unflatten
 from funcpipe.runtime.context import RUNNING
-from funcpipe.testing.around import Around
+from funcpipe.testing.around import Around, Call
 
 Strike: TypeAlias = BaseException | type[BaseException] | Callable[[Tensor], Tensor | None]
 
@@ -31,7 +31,8 @@ class FaultAt:
     """Make a stage fail at one action of a run: ``FaultAt(stage, microbatch, kind)(stages) -> stages``.
 
     The action is the run's own, so no feed has to carry a number, and every schedule, executor, remat and kind of stage
-    works. Called outside of a run the stages do what they did before. Faults add up: each takes stages and gives stages.
+    works. Called outside of a run the stages do what they did before. Faults add up: each takes stages and gives
+    stages.
 
     >>> import torch, funcpipe as fp
     >>> stages = FaultAt(1, 0, "F")([fp.stage(lambda p, x: x), fp.stage(lambda p, x: x)])
@@ -64,13 +65,20 @@ class FaultAt:
     error: Strike = Fault
 
     def __post_init__(self) -> None:
-        faults = [f"{name} is an index from 0; got {value!r}" for name, value in (("stage", self.stage), ("microbatch", self.microbatch)) if not isinstance(value, int) or value < 0]  # fmt: skip
+        faults = [
+            f"{name} is an index from 0; got {value!r}"
+            for name, value in (("stage", self.stage), ("microbatch", self.microbatch))
+            if not isinstance(value, int) or value < 0
+        ]
         try:
             object.__setattr__(self, "kind", Kind(self.kind))
         except ValueError:
             faults.append(f"kind is F, B, I or R; got {self.kind!r}")
         if self.kind is Kind.W:
-            faults.append("kind is W, in which no code of the stage runs: autograd does not split its backward, and I does all the work; use 'I'")  # fmt: skip
+            faults.append(
+                "kind is W, in which no code of the stage runs: autograd does not split its backward, and I does all "
+                "the work; use 'I'"
+            )
         if not isinstance(self.error, BaseException) and not callable(self.error):
             faults.append(f"error is an exception, its type, or a function of a tensor; got {self.error!r}")
         if faults:
@@ -84,18 +92,23 @@ class FaultAt:
                 f"FaultAt(...) takes stages and gives stages, before the plan is made; got a {type(given).__name__}"
             )
         if self.stage >= len(given):
-            raise PlanError(f"FaultAt(stage={self.stage}) was given {len(given)} stages; the last is stage {len(given) - 1}")  # fmt: skip
+            raise PlanError(
+                f"FaultAt(stage={self.stage}) was given {len(given)} stages; the last is stage {len(given) - 1}"
+            )
         failing = replace(given[self.stage], fn=Around(given[self.stage], self._around))
         return (*given[: self.stage], failing, *given[self.stage + 1 :])
 
-    def _around(self, call: Callable[[], Any], x: Tree, extras: dict[str, Any]) -> Any:
-        out = call()
+    def _around(self, call: Call, params: Tree, x: Tree, extras: dict[str, Any]) -> Any:
+        out = call(params, x, extras)
         action = running()
         if action is None or action.microbatch != self.microbatch:
             return out
         if self.kind in (Kind.B, Kind.I):
             if torch.is_grad_enabled() and not any(leaf.requires_grad for leaf in leaves(tuple(normalise(out)))):
-                raise PlanError(f"{self} can never strike: nothing that the stage returns requires a gradient, so its backward is empty; make its parameters trainable (trainable=True)")  # fmt: skip
+                raise PlanError(
+                    f"{self} can never strike: nothing that the stage returns requires a gradient, so its backward is "
+                    "empty; make its parameters trainable (trainable=True)"
+                )
             return _over(out, lambda leaf: leaf.requires_grad, lambda tensors: _Backward.apply(self, *tensors))
         return _over(out, is_differentiable, self._strike) if action.kind is self.kind else out
 
@@ -113,7 +126,10 @@ class FaultAt:
 
 
 class _Backward(torch.autograd.Function):
-    """The identity on the outputs of a stage; the fault strikes when their gradients are there."""
+    """The identity on the outputs of a stage; the fault strikes when their gradients are there.
+
+    One node for all of them: with one for each, or hooks, a backward that raises keeps tensors of its run.
+    """
 
     @staticmethod
     def forward(ctx: Any, fault: FaultAt, *tensors: Tensor) -> tuple[Tensor, ...]:

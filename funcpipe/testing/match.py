@@ -14,7 +14,8 @@ from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.lower.plan import make_plan
 from funcpipe.runtime.microbatch import Microbatches
-from funcpipe.runtime.run import Executor, run
+from funcpipe.runtime.options import ExecutorLike
+from funcpipe.runtime.run import run
 from funcpipe.runtime.sequential import run_sequential
 from funcpipe.runtime.trainable import Trainable
 
@@ -36,7 +37,7 @@ def assert_matches_sequential(
     trainable: Trainable = None,
     loss_scale: float = 1.0,
     threads_per_lane: int | None = None,
-    executors: Sequence[Executor] = ("serial", "threads"),
+    executors: Sequence[ExecutorLike] = ("serial", "threads"),
     whole_batch: float | None = None,
 ) -> Result:
     """Run a plan by each executor and by the oracle; losses, outputs, state and every gradient have the same bits.
@@ -64,14 +65,21 @@ def assert_matches_sequential(
         AssertionError: something differs: which leaves, how many of their numbers, by how much.
     """
     if not executors or isinstance(executors, str):
-        raise PlanError(f"executors is a sequence of at least one of 'serial', 'threads', fp.lanes(plan), fp.graphs(plan); got {executors!r}")  # fmt: skip
+        raise PlanError(
+            "executors is a sequence of at least one of 'serial', 'threads', fp.lanes(plan), fp.graphs(plan); got "
+            f"{executors!r}"
+        )
     options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
     options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane}
     expected = run_sequential(plan, params, batch, **options)
     result = expected
     for executor in executors:
         result = run(plan, params, batch, executor=executor, **options)
-        name = repr(executor) if executor is None or isinstance(executor, str) else f"fp.{type(executor).__name__.lower()}(plan)"  # fmt: skip
+        name = (
+            repr(executor)
+            if executor is None or isinstance(executor, str)
+            else f"fp.{type(executor).__name__.lower()}(plan)"
+        )
         _compare(result, expected, _FIELDS, f"fp.run(executor={name})", "fp.run_sequential")
     if whole_batch is not None:
         kept: dict[str, Any] = {"devices": plan.devices, "loss": plan.loss, "weight": plan.weight, "ties": plan.ties}
@@ -97,7 +105,9 @@ def _compare(
     more = len(faults) - _SHOWN
     lines = faults[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
     first = faults[0].split(":")[0]
-    raise AssertionError(bullets(f"{came} differs from {wanted} in {len(faults)} of {count} leaves, first in {first}:", lines))  # fmt: skip
+    raise AssertionError(
+        bullets(f"{came} differs from {wanted} in {len(faults)} of {count} leaves, first in {first}:", lines)
+    )
 
 
 def _plain(tree: Tree) -> Tree:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from funcpipe.core.stage import BoundFn, Out, Stage, bindable, normalise, side_loss
-from funcpipe.core.torch_names import version
+from funcpipe.core.stage import Out, Stage, bindable, normalise, side_loss
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves, refuse_hidden
 from funcpipe.runtime.foreign import nodes_of
-from funcpipe.testing.around import Around
-from funcpipe.testing.match import differences
+from funcpipe.testing.around import Around, Call
+from funcpipe.testing.snapshot import Snapshot, named
 
 Fault = tuple[str, str]
 """A name from `FAULTS`, or "raises", and what is wrong."""
 
 
-class Observer(Around):
-    """The function of a stage that is watched: faults are noted and the call goes on.
+class Observer:
+    """What is around the function of a stage that is watched: faults are noted and the call goes on.
 
     Attributes:
         faults: as they were found; some more than once.
@@ -35,8 +35,7 @@ class Observer(Around):
     """
 
     def __init__(self, stage: Stage, *, finite: bool) -> None:
-        super().__init__(stage, lambda call, x, extras: call())
-        self.finite = finite
+        self.stage, self.finite = stage, finite
         self.faults: list[Fault] = []
         self.in_place: dict[str, None] = {}
         self.memory: list[StorageWeakRef] = []
@@ -47,22 +46,29 @@ class Observer(Around):
         """A fault."""
         self.faults.append((name, text))
 
-    def bind(self, params: Tree, state: Tree) -> BoundFn:
-        """The function with parameters and state put in, watched."""
-        return _Watched(self, params, state)
+    def watched(self) -> Stage:
+        """The stage with this around it. What runs find out about it is not to change."""
+        return replace(self.stage, fn=Around(self.stage, self._observe))
 
-    def observe(self, call: Callable[[], Any], x: Tree, extras: dict[str, Any], params: Tree) -> Out:
+    def _observe(self, call: Call, params: Tree, x: Tree, extras: dict[str, Any]) -> Out:
         """Make a call; note what else it does."""
-        given = {"x": x, **{f"{kind}[{name!r}]": extras[kind][name] for kind in ("skips", "feeds") for name in extras.get(kind, ())}}  # fmt: skip
-        before = {name: _frozen(tree) for name, tree in given.items()}
+        params = map_leaves(lambda leaf: leaf, params)  # new containers, so that one fault is not many
+        if self.stage.state:
+            extras["state"] = _copy(extras["state"])
         state = extras.get("state", ())
-        own, old, settings, draws = _frozen(params), _frozen(state), _settings(), _generators()
-        returned = call()
+        given = {
+            f"{kind}[{name!r}]": tree for kind in ("skips", "feeds") for name, tree in extras.get(kind, {}).items()
+        }
+        given["x"] = x
+        before = {name: Snapshot(named(tree, name)) for name, tree in given.items()}
+        params_before, state_before = Snapshot(named(params, "params")), Snapshot(named(state, "state"))
+        settings, draws = _settings(), _generators()
+        returned = call(params, x, extras)
         for name, tree in given.items():
-            self._wrote(_written(tree, before[name], name))
-        for where in _written(params, own, "params"):
+            self._wrote(before[name].written(tree, name))
+        for where in params_before.written(params, "params"):
             self.note("params", f"writes into {where}; compute with a copy")
-        for where in _written(state, old, "state"):
+        for where in state_before.written(state, "state"):
             self.note("state", f"writes into {where}; return statistics in Out(stats=...) and fold them in commit=")
         for name, value in _settings().items():
             if value != settings[name]:
@@ -70,18 +76,26 @@ class Observer(Around):
         _restore(settings)
         for name, value in _generators().items():
             if value != draws.get(name, value):
-                self.note("random", f"draws from, or seeds, the global generator of {name}; torch's random functions are keyed by fp.run(seed=)")  # fmt: skip
-        _put_back(own)
+                self.note(
+                    "random",
+                    f"draws from, or seeds, the global generator of {name}; torch's random functions are keyed by "
+                    "fp.run(seed=)",
+                )
+        params_before.restore()
         out = self._returned(normalise(returned))
         kept = [*leaves(given), *leaves((out.y, out.stash))]
-        self.memory += [StorageWeakRef(one.untyped_storage()) for one in kept if one.layout is torch.strided]
+        self.memory += [StorageWeakRef(leaf.untyped_storage()) for leaf in kept if leaf.layout is torch.strided]
         return out
 
     def _wrote(self, found: list[str]) -> None:
         self.in_place.update(dict.fromkeys(found))
         if not bindable(self.stage.fn):  # a module or a composition: layers like that are common
             for where in found:
-                self.note("in-place", f"writes into {where}: a run gives it a copy, but a direct call writes into yours; compute out of place")  # fmt: skip
+                self.note(
+                    "in-place",
+                    f"writes into {where}: a run gives it a copy, but a direct call writes into yours; compute out of "
+                    "place",
+                )
 
     def _returned(self, out: Out) -> Out:
         """What is wrong with what the stage returned; and the same in a form that a run accepts."""
@@ -111,60 +125,8 @@ class Observer(Around):
         return out._replace(stash=stash)
 
 
-class _Watched:
-    """A bound stage that is watched. A function gets new containers in every call, so one fault is not many."""
-
-    def __init__(self, observer: Observer, params: Tree, state: Tree) -> None:
-        self.observer, self.params, self.state = observer, params, state
-        self.fn = observer.stage.bind(params, _copy(state)) if bindable(observer.stage.fn) else None
-        self.places: dict[int, str] = getattr(self.fn, "places", {})
-
-    def __call__(self, x: Tree, **extras: Any) -> Any:
-        stage, fn, params = self.observer.stage, self.fn, self.params
-        if stage.state:
-            extras["state"] = _copy(self.state)
-        if fn is not None:
-            return self.observer.observe(lambda: fn(x, **extras), x, extras, params)
-        params = map_leaves(lambda leaf: leaf, params)
-        return self.observer.observe(lambda: stage.fn(params, x, **extras), x, extras, params)
-
-    def release(self) -> None:
-        if self.fn is not None:
-            self.fn.release()
-        self.params = self.state = None
-
-
 def _copy(tree: Tree) -> Tree:
     return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
-
-
-def _frozen(tree: Tree) -> list[Any]:
-    """The leaves as they are now: bits, and how often they were written to."""
-    return [
-        (leaf, version(leaf), leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf for leaf in flatten(tree)[0]
-    ]
-
-
-def _written(tree: Tree, before: list[Any], root: str) -> list[str]:
-    """The leaves that were written to, or put in the place of others, since they were frozen."""
-    now = flatten(tree)[0]
-    if len(now) != len(before):
-        return [root]
-    found: list[int] = []
-    for number, (leaf, old) in enumerate(zip(now, before, strict=True)):
-        if isinstance(leaf, Tensor) and isinstance(old, tuple):
-            same = leaf is old[0] and version(leaf) == old[1] and not differences(leaf, old[2], "")[0]
-        else:
-            same = leaf is old
-        found += [] if same else [number]
-    return [locations(tree, root)[number] for number in found]
-
-
-def _put_back(before: list[Any]) -> None:
-    """Give tensors the numbers that they had."""
-    for old in before:
-        if isinstance(old, tuple) and differences(old[0], old[2], "")[0]:
-            old[0].data.copy_(old[2])
 
 
 def _settings() -> dict[str, Any]:
@@ -197,10 +159,10 @@ def _generators() -> dict[str, Any]:
 @contextmanager
 def generators_kept() -> Generator[None]:
     """Give torch and random their states back at the end; inside, torch has one that no stage would choose."""
-    before = torch.get_rng_state(), random.getstate()
-    torch.manual_seed(0x5EED)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
+    state = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0x5EED)
+        try:
+            yield
+        finally:
+            random.setstate(state)

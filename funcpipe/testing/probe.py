@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,15 +12,17 @@ from torch import Tensor
 
 from funcpipe.core.errors import DrawError, PlanError
 from funcpipe.core.stage import Stage
+from funcpipe.core.torch_names import storage_number
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves
 from funcpipe.runtime.border import Border, dense
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.program import Gradients, Shares, StageArgs, StageOut
+from funcpipe.runtime.reached import Reached
 from funcpipe.runtime.rng import Keys
 from funcpipe.runtime.trainable import Trainable, trainable_leaves
-from funcpipe.testing.captured import Captured, storages
 from funcpipe.testing.match import differences
 from funcpipe.testing.observe import Observer
+from funcpipe.testing.snapshot import Snapshot, named
 
 
 class Given:
@@ -40,7 +41,11 @@ class Given:
             return copies[id(leaf)]
 
         self.params, self.state = map_leaves(copy, params), () if state is None else map_leaves(copy, state)
-        self.x, self.skips, self.feeds = map_leaves(copy, x), map_leaves(copy, dict(skips)), map_leaves(copy, dict(feeds))  # fmt: skip
+        self.x, self.skips, self.feeds = (
+            map_leaves(copy, x),
+            map_leaves(copy, dict(skips)),
+            map_leaves(copy, dict(feeds)),
+        )
         self.rows = next((leaf.shape[0] for leaf in leaves(self.x) if leaf.dim()), 0)
         self.floating = any(is_differentiable(leaf) for leaf in leaves(self.x))
         self.finite = all(bool(leaf.isfinite().all()) for leaf in copies.values())
@@ -78,7 +83,7 @@ class Probe:
         self.wanted = trainable_leaves([given.params], _of_one(trainable))[0]
         self.names = locations(given.params, "params")
         self.watch = Observer(stage, finite=given.finite)
-        self.watched = replace(stage, fn=self.watch)  # what runs found out about the stage is not to change
+        self.watched = self.watch.watched()
         self.watched.seen.kept.update((True, False))  # the observer looks after the parameters
         self.outputs: dict[str, str] = {}
         self.num_bytes = 0
@@ -94,18 +99,29 @@ class Probe:
         """Make all calls. Returns what the stage itself raised, if it did: the faults are then those until there."""
         try:
             self._first_call()
-            before, captured = self._alive(), Captured(self.stage)
+            before, captured = self._alive(), Snapshot(Reached(self.stage).found)
             self._same_again()
             self._fewer_rows(independent_rows)
         except _Raised as raised:
             return raised.__cause__
-        own = storages([*leaves(self.given.params), *leaves(self.given.state), *captured.found.values()])
+        now = Reached(self.stage).found
+        there = [*leaves(self.given.params), *leaves(self.given.state), *captured.values.values()]
+        own = {storage_number(one.untyped_storage()) for one in there if _is_strided(one)}
         if self._alive() - before - own:
-            self.watch.note("kept", "keeps its input, or what it returned, after the run; hand it on instead (stash, Out(stats=...))")  # fmt: skip
-        for name in captured.changed(self.stage):
-            self.watch.note("captured", f"changes {name}, which it closes over; return it in Out(stats=...), fold it in commit=")  # fmt: skip
-        for name in captured.names(self.watch.parameters):
-            self.watch.note("captured", f"closes over {name}, which requires a gradient and will get none; take it from params")  # fmt: skip
+            self.watch.note(
+                "kept",
+                "keeps its input, or what it returned, after the run; hand it on instead (stash, Out(stats=...))",
+            )
+        for name in captured.changes(now):
+            self.watch.note(
+                "captured", f"changes {name}, which it closes over; return it in Out(stats=...), fold it in commit="
+            )
+        for name, value in captured.values.items():
+            if id(value) in self.watch.parameters:
+                self.watch.note(
+                    "captured",
+                    f"closes over {name}, which requires a gradient and will get none; take it from params",
+                )
         return None
 
     def _alive(self) -> set[int]:
@@ -144,7 +160,7 @@ class Probe:
             with suppress(Exception):  # it comes again
                 bound.forward(self.given.args(self.stage, 0, self.given.rows - 1), keep=False)
         for name, tree in _parts(out):
-            self.outputs |= dict(zip(locations(tree, name), map(_shape, flatten(tree)[0]), strict=True))
+            self.outputs |= {place: _shape(leaf) for place, leaf in named(tree, name).items()}
             self.num_bytes += sum(leaf.nbytes for leaf in leaves(tree))
         bound.release()
 
@@ -174,7 +190,12 @@ class Probe:
         if not any(self.wanted) and not self.given.floating:
             return
         if not self.watch.connected:
-            self.watch.note("gradient", "returns nothing that requires a gradient, though parameters or input could have one: it is detached, or computed under no_grad")  # fmt: skip
+            self.watch.note(
+                "gradient",
+                "returns nothing that requires a gradient, though parameters or input could have one: it is "
+                "detached, or "
+                "computed under no_grad",
+            )
             return
         inputs = self._attempt(lambda: self._backward(bound, first), "in its backward raises")
         once = [None if one is None else one.clone() for one in bound.grads()]
@@ -185,12 +206,17 @@ class Probe:
         found = {**dict(zip(self.names, once, strict=True)), **inputs}
         for name, gradient in {**dict(zip(self.names, second, strict=True)), **repeated}.items():
             for line in differences(gradient, found[name], name)[0]:
-                self.watch.note("deterministic", f"gives another gradient of {line.replace(':', ' at the second backward:', 1)}")  # fmt: skip
+                self.watch.note(
+                    "deterministic", f"gives another gradient of {line.replace(':', ' at the second backward:', 1)}"
+                )
         for name, gradient in found.items():
             if self.given.finite and gradient is not None and not gradient.isfinite().all():
                 self.watch.note("gradient", f"the gradient of {name} is not finite, for finite inputs")
         for name in self.unused:
-            self.watch.note("unused", f"no gradient reaches {name}; if that is meant, freeze it (requires_grad=False, or trainable=)")  # fmt: skip
+            self.watch.note(
+                "unused",
+                f"no gradient reaches {name}; if that is meant, freeze it (requires_grad=False, or trainable=)",
+            )
         if self.given.floating and all(inputs[name] is None for name in locations(self.given.x, "x")):
             self.watch.note("gradient", "no gradient reaches x, so stages before this one would never learn")
 
@@ -203,10 +229,10 @@ class Probe:
             return [torch.randn(leaf.shape, generator=dice).to(leaf) if flag else None for leaf, flag in pairs]
 
         got = bound.backward(out.residual, some(out.y), {name: [some(one)] for name, one in out.stash.items()})
-        gradients = dict(zip(locations(self.given.x, "x"), got.x, strict=True))
-        for name, skip in zip(self.stage.pop, got.skips, strict=True):
-            gradients |= dict(zip(locations(self.given.skips[name], f"skips[{name!r}]"), skip, strict=True))
-        return gradients
+        trees = [self.given.x, *(self.given.skips[name] for name in self.stage.pop)]
+        roots = ["x", *(f"skips[{name!r}]" for name in self.stage.pop)]
+        places = [place for tree, root in zip(trees, roots, strict=True) for place in locations(tree, root)]
+        return dict(zip(places, [gradient for row in (got.x, *got.skips) for gradient in row], strict=True))
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -227,7 +253,9 @@ class Probe:
         compared, depends = False, list[str]()
         for (name, a), (_, b) in zip(_parts(part), _parts(whole), strict=True):
             if _kinds(a, sizes=False) != _kinds(b, sizes=False):
-                self.watch.note("structure", f"{name} for {fewer} rows is {_show(a)}, for {fewer + 1} rows it was {_show(b)}")  # fmt: skip
+                self.watch.note(
+                    "structure", f"{name} for {fewer} rows is {_show(a)}, for {fewer + 1} rows it was {_show(b)}"
+                )
             elif name not in ("stats", "loss"):  # those are sums over rows
                 cut = map_leaves(lambda leaf: self.given.first(leaf, fewer), b)
                 for where, x, y in zip(locations(a, name), flatten(a)[0], flatten(cut)[0], strict=True):
@@ -238,6 +266,10 @@ class Probe:
         self.rows = "dependent" if depends else "independent"
         if independent and depends:
             self.watch.note("rows", f"without the last row the others give another {depends[0]}")
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def _of_one(trainable: Any) -> Trainable:

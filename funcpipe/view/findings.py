@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
+from funcpipe.core.program import CALLER
 from funcpipe.core.result import NEGLIGIBLE, Result, RunStats, Timeline, percent
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.stage import names_of
-from funcpipe.core.task import CALLER
 from funcpipe.core.tree import Tree, leaves
 from funcpipe.lower.plan import program_for
 from funcpipe.view import summary

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, assert_never
+from typing import Literal, NamedTuple
 
+from funcpipe.core.kinds import KINDS, MOVES, Kind
 from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import Kind
 from funcpipe.view.summary import kinds_in
 
 By = Literal["kind", "stage"]
@@ -14,9 +14,6 @@ By = Literal["kind", "stage"]
 
 Colour = tuple[int, int, int]
 """Red, green, blue."""
-
-MOVES = (Kind.O, Kind.L)
-"""The kinds that run on a device's links to its host, one for each way, while the device works."""
 
 _RAMP: tuple[Colour, ...] = (
     (112, 131, 243),
@@ -29,42 +26,6 @@ _RAMP: tuple[Colour, ...] = (
 """From the first stage to the last: darker to lighter, so that the order shows to all; all carry dark letters."""
 _FEW = 4
 """Of many shades a legend shows so many; of stages twice as many."""
-
-
-class KindStyle(NamedTuple):
-    """How a kind is shown.
-
-    Attributes:
-        word: what it does.
-        colour: near those of Okabe and Ito, moved apart until everybody can tell any two of them apart, also without
-            one of the three cones; all are light enough for dark letters.
-        codes: the nearest of a terminal's 256 colours, then lighter ones for a device's further stages.
-    """
-
-    word: str
-    colour: Colour
-    codes: tuple[int, ...]
-
-
-def style_of(kind: Kind) -> KindStyle:
-    """How to show a kind."""
-    match kind:
-        case Kind.F:
-            return KindStyle("forward", (90, 200, 250), (75, 117, 153))
-        case Kind.B:
-            return KindStyle("backward", (244, 172, 12), (214, 221, 229))
-        case Kind.I:
-            return KindStyle("backward of input", (222, 112, 46), (208, 216, 223))
-        case Kind.W:
-            return KindStyle("backward of weights", (40, 162, 108), (36, 79, 158))
-        case Kind.R:
-            return KindStyle("remat", (178, 128, 172), (139, 182, 225))
-        case Kind.O:
-            return KindStyle("offload", (176, 208, 196), (152, 188, 194))
-        case Kind.L:
-            return KindStyle("load", (222, 210, 130), (186, 229, 230))
-        case _:
-            assert_never(kind)
 
 
 class Shade(NamedTuple):
@@ -86,7 +47,7 @@ class Shade(NamedTuple):
 
 def kind_shade(kind: Kind, tint: int = 0) -> Shade:
     """The colour of a kind, with some percent of white."""
-    return Shade(f"{kind.value}{tint}", _mixed(style_of(kind).colour, (255, 255, 255), tint / 100))
+    return Shade(f"{kind.value}{tint}", _mixed(KINDS[kind].colour, (255, 255, 255), tint / 100))
 
 
 def stage_shade(stage: int, last: int) -> Shade:
@@ -140,7 +101,7 @@ def legend(timelines: Sequence[Timeline], by: By) -> Iterable[tuple[tuple[Shade,
         tints = sorted({tint(rank * most // few, most) for rank in range(few + 1)})
         note = "lighter: later stages"
     for kind in kinds_in(*timelines):
-        yield tuple(kind_shade(kind, white) for white in tints), f"{kind.value} {style_of(kind).word}"
+        yield tuple(kind_shade(kind, white) for white in tints), f"{kind.value} {KINDS[kind].word}"
     if note:
         yield (), note
 

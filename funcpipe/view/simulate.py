@@ -1,19 +1,23 @@
-"""The clock of a schedule under given costs: an interpreter without a device."""
+"""simulate: a plan's programs by the clock, or those that a schedule alone would have."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError
+from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
-from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import Kind, Schedule
-from funcpipe.schedules.check import examine
-from funcpipe.schedules.clock import clock, durations_of, edges_of
-from funcpipe.schedules.memory import memory_steps
+from funcpipe.core.result import Timeline
+from funcpipe.core.schedule import Schedule
+from funcpipe.core.stage import Stage
+from funcpipe.lower.program import lower
+from funcpipe.schedules.memory import running_sum
+from funcpipe.view.play import Play
 
 
 def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline:  # noqa: B008  frozen
-    """Run a schedule by the clock: every device in its order, every action as early as it can.
+    """Run a plan or a schedule by the clock: every device in its order, every action as early as it can.
 
     A hop between devices takes ``cost.comm`` and occupies nobody; with ``cost.bandwidth``, values that go the same way
     wait for each other. Residuals on their way to the host or back (O, L) occupy the link between a device and its
@@ -24,6 +28,9 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
     >>> simulate(one_f_one_b(4, 8), Cost(forward=1, backward=2)).makespan
     33.0
 
+    A plan is simulated with its skips and its slots: a lane that sends waits until there is room at the other end. A
+    schedule alone has the skips of the cost, and as much room as is wanted.
+
     Args:
         plan_or_schedule: what to run.
         cost: times and memory.
@@ -32,7 +39,8 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
         A timeline, its times in the unit of the cost.
 
     Raises:
-        ScheduleError: this is no schedule or no cost, the schedule is not legal, or the cost has another number of stages.
+        ScheduleError: this is no schedule or no cost, the schedule is not legal, or the cost has another number of
+            stages.
     """
     schedule = plan_or_schedule.schedule if isinstance(plan_or_schedule, Plan) else plan_or_schedule
     if not isinstance(schedule, Schedule):
@@ -41,19 +49,38 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
         raise ScheduleError(
             f"simulate takes a Cost beside the schedule: fp.Cost(forward=..., backward=...); got {cost!r}"
         )
-    legal = examine(schedule)
-    stages, device_of = schedule.num_stages, schedule.device_of
-    cost.check_stages(stages)
-    starts, arrivals, _ = clock(
-        legal.lanes, device_of, schedule.num_microbatches, durations_of(cost, stages), edges_of(cost, device_of)
-    )
-    durations = {(kind, stage): cost.of(kind, stage) for kind in Kind for stage in range(stages)}
-    spans = [
-        Span(device, start, start + durations[action[0], action[1]], action)
-        for device, (row, order) in enumerate(zip(starts, schedule.orders, strict=True))
-        for start, action in zip(row, order, strict=True)
-    ]
+    cost.check_stages(schedule.num_stages)
+    bounded = isinstance(plan_or_schedule, Plan)
+    program = plan_or_schedule.program if isinstance(plan_or_schedule, Plan) else _blank(schedule, cost)
+    play = Play(program, cost, bounded=bounded)
+    play.run()
+    spans = [span for lane in play.lanes for span in lane.spans]
     spans.sort(key=lambda span: (span.start, span.device))
-    memory = memory_steps(schedule, cost, starts, arrivals)
-    peak = tuple(max((level for _, level in steps), default=0.0) for steps in memory)
-    return Timeline(tuple(spans), schedule.num_devices, peak, "units", cost.comm, schedule.name, memory)
+    memory = tuple(running_sum(lane.changes) for lane in play.lanes)
+    return Timeline(
+        tuple(spans),
+        schedule.num_devices,
+        tuple(max((level for _, level in steps), default=0.0) for steps in memory),
+        comm=cost.comm,
+        name=schedule.name,
+        memory=memory,
+        path=play.critical_path,
+    )
+
+
+def _blank(schedule: Schedule, cost: Cost) -> Lowered:
+    """The program of a schedule alone: stages that do nothing, with the skips of the cost."""
+    names = [(stash, pop, str(number)) for number, (stash, pop, _) in enumerate(cost.skips)]
+    stages = [
+        Stage(
+            _nothing,
+            stash=tuple(name for stash, _, name in names if stash == stage),
+            pop=tuple(name for _, pop, name in names if pop == stage),
+        )
+        for stage in range(schedule.num_stages)
+    ]
+    return lower(stages, schedule, loss=schedule.has_backward, outputs=False)
+
+
+def _nothing(params: Any, x: Any, **values: Any) -> Any:
+    return x

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
+from funcpipe.core.kinds import KINDS, MOVES, Kind
 from funcpipe.core.result import Span
-from funcpipe.core.schedule import Kind
 from funcpipe.view import summary
 from funcpipe.view.figure import Frame, Panel
 from funcpipe.view.joined_bars import ActionBar, joined_bars
 from funcpipe.view.memory_levels import Level, coarse, highest
-from funcpipe.view.palette import MOVES, Shade, kind_shade, shade_key, shades_of, style_of
+from funcpipe.view.palette import Shade, kind_shade, shade_key, shades_of
 
 _ORDER = {kind: number for number, kind in enumerate(Kind)}
 
@@ -187,7 +187,7 @@ def _hover(span: Span, times: summary.TimeText) -> str:
     """What an action is."""
     kind, stage, microbatch = span.action
     when = escape(times.interval(span.start, span.end))
-    return f"{span.action} {style_of(kind).word}, stage {stage}, microbatch {microbatch}: {when}"
+    return f"{span.action} {KINDS[kind].word}, stage {stage}, microbatch {microbatch}: {when}"
 
 
 def _hover_all(bar: ActionBar, times: summary.TimeText) -> str:

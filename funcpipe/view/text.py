@@ -10,12 +10,12 @@ from operator import index
 from typing import NamedTuple
 from unicodedata import east_asian_width
 
+from funcpipe.core.kinds import KINDS, MOVES, Kind
 from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import Kind
 from funcpipe.view import summary
 from funcpipe.view.align import aligned
 from funcpipe.view.memory_levels import highest, highest_in_slices, levels, spans_by_device
-from funcpipe.view.palette import MOVES, stage_ranks, style_of
+from funcpipe.view.palette import stage_ranks
 
 LEAST_WIDTH = 40
 """Narrower pictures show nothing."""
@@ -217,7 +217,7 @@ def _labels(spans: list[Span], layout: TextLayout, end: int, ranks: dict[tuple[i
         kind, stage, _ = span.action
         labels = [_label(span, stages) for stages in ((True, False) if layout.stages else (False,))]
         label = next((label for label in labels if len(label) + layout.stages <= size), kind.value)
-        codes = style_of(kind).codes
+        codes = KINDS[kind].codes
         code = codes[ranks[span.device, stage] % len(codes)]
         word = label.ljust(size, _FILL)
         yield _IDLE * (start - done)
@@ -253,7 +253,7 @@ def _letters(spans: list[Span], layout: TextLayout, end: int) -> Iterable[str]:
         shown.append(best or (_IDLE if at < end else " "))
     for letter, run in groupby(shown):
         size = len(list(run))
-        yield letter * size if isinstance(letter, str) else layout.paint(letter.value * size, style_of(letter).codes[0])
+        yield letter * size if isinstance(letter, str) else layout.paint(letter.value * size, KINDS[letter].codes[0])
 
 
 def _ruler(axis: Timeline, layout: TextLayout, room: int) -> list[str]:
@@ -273,7 +273,7 @@ def _ruler(axis: Timeline, layout: TextLayout, room: int) -> list[str]:
 
 def _legend(timelines: Sequence[Timeline], axis: Timeline, layout: TextLayout, width: int) -> Iterable[str]:
     """The meaning of every letter in the picture."""
-    kinds = {f"{kind.value} {style_of(kind).word}": kind for kind in summary.kinds_in(*timelines)}
+    kinds = {f"{kind.value} {KINDS[kind].word}": kind for kind in summary.kinds_in(*timelines)}
     words = [*kinds, f"{_IDLE} idle"]
     if layout.stages:
         first = timelines[0].spans[0].action
@@ -282,7 +282,7 @@ def _legend(timelines: Sequence[Timeline], axis: Timeline, layout: TextLayout, w
         words.append(f"1 column = {_clip(summary.time_text(axis)(1 / layout.scale), 20)}")
     for line in _fill(words, width, "  "):
         for word, kind in kinds.items():
-            line = line.replace(word, layout.paint(kind.value, style_of(kind).codes[0]) + word[1:], 1)
+            line = line.replace(word, layout.paint(kind.value, KINDS[kind].codes[0]) + word[1:], 1)
         yield line
 
 

@@ -27,6 +27,11 @@ HOSTS = [True, False]
 DEVICE = "cpu:0"
 
 
+def ours():
+    """The threads of all overlaps."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("funcpipe")]
+
+
 def script(code: str, **options) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, **options)
@@ -89,7 +94,7 @@ def test_close_from_another_thread_ends_the_loop(nested):
     assert next(run) == 0
     timer = threading.Timer(0.05, inner.close)
     timer.start()
-    threads = [*inner._crew.threads, *run._crew.threads]
+    threads = ours()
     assert next(run, "end") == "end"
     release.set()
     timer.join()
@@ -150,7 +155,7 @@ def test_an_error_is_not_hidden_by_a_slow_source():
 
     with pytest.raises(KeyError) as caught, fp.overlap(source(), [lambda x: x]) as run:  # noqa: PT012
         next(run)
-        threads = list(run._crew.threads)
+        threads = ours()
         raise KeyError("mine")
     assert "still at work: funcpipe source" in caught.value.__notes__
     release.set()

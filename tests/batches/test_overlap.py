@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -16,6 +17,13 @@ from hypothesis import strategies as st
 import funcpipe as fp
 
 HOSTS = [True, False]
+
+
+def ours():
+    """The threads of all overlaps."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("funcpipe")]
+
+
 DEPTHS = [0, 1, 2, 5, 20]
 
 
@@ -228,6 +236,26 @@ def test_what_is_no_exception_cancels_at_once(at, thread):
         list(run)
     assert caught.value is stop
     assert next(run, "end") == "end"
+
+
+def test_no_thread_takes_what_is_for_the_loop():
+    """All wait for a batch when one of them leaves: the loop is told, whoever looks first."""
+
+    def leave(x):
+        if x == 1:
+            time.sleep(0.001)
+            raise SystemExit(4)
+        return x
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(60):
+            run = fp.overlap(range(9), [leave, *[lambda x: x] * 6], depth=2)
+            with pytest.raises(SystemExit):
+                list(run)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_failing_move_does_not_hang():
@@ -471,7 +499,7 @@ def test_a_handle_that_nobody_holds_ends_its_threads():
     """Rule 9: threads do not own the handle."""
     run = fp.overlap(iter(range(10**6)), [lambda x: x, lambda x: x])
     assert next(run) == 0
-    threads = list(run._crew.threads)
+    threads = ours()
     assert len(threads) == 3
     gone = weakref.ref(run)
     del run
@@ -493,7 +521,7 @@ def test_close_does_not_wait_for_ever():
 
     run = fp.overlap(source(), [lambda x: x])
     assert next(run) == 0
-    threads = list(run._crew.threads)
+    threads = ours()
     with pytest.warns(UserWarning, match=r"funcpipe source \(the source is a generator\)"):
         run.close(timeout=0.05)
     release.set()

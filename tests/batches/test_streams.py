@@ -171,6 +171,17 @@ def test_copies_overlap_the_step(backend):
     assert [] == [whom for who, whom in waits if who == copies]
 
 
+def test_without_depth_a_stream_of_ones_own_is_left_alone(backend):
+    """The plain loop queues all on the current stream: nobody would wait for another."""
+    recorder = backend()
+    stages = [fp.to_device(DEVICE), fp.BatchStage(scale, stream=recorder.Stream(torch.device(DEVICE)))]
+    with recorder.watching():
+        used = [fp.core.tree.map_leaves(lambda leaf: leaf * 2, batch) for batch in fp.overlap(data(), stages, depth=0)]
+    assert recorder.finish() == []
+    want = [fp.core.tree.map_leaves(lambda leaf: leaf * 2, scale(batch)) for batch in data()]
+    assert same(used, want)
+
+
 class Keyed:
     """Stands for torchrec's KeyedJaggedTensor: moves as a whole and records itself."""
 

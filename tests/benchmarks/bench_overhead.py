@@ -64,7 +64,8 @@ def main() -> None:
         params = tuple({"w": torch.randn(8, 8) / 3, "b": torch.zeros(8)} for _ in range(stages))
         schedule = fp.one_f_one_b(stages, microbatches)
         plan, programs = (fp.make_plan([one] * stages, schedule, loss=F.mse_loss, devices="cpu") for one in (linear, fp.compile(linear)))  # fmt: skip
-        order = [(t.action.kind is fp.Kind.F, t.action.stage, t.action.microbatch) for t in plan.tasks if t.action]
+        actions = [plan.program.action(code) for code in plan.program.order]
+        order = [(action.kind is fp.Kind.F, action.stage, action.microbatch) for action in actions]
         x = torch.randn(2 * microbatches, 8)
         unit = 2 * stages * microbatches * 1e-6
         with fp.lanes(plan) as lanes:

@@ -418,7 +418,7 @@ def torchs_compiler() -> None:
     """compile(backend="inductor") cannot be had."""
     import torch._inductor
 
-    assert callable(torch._inductor.compile)  # it is run by tests/programs/test_backends.py
+    assert callable(torch._inductor.compile)  # it is run by tests/compiled/test_backends.py
 
 
 @probe("clear_workspaces")

@@ -14,7 +14,7 @@ from funcpipe.lab.listing import run
 from funcpipe.lab.placement import placed
 from funcpipe.lab.polish import Bench, bounds_of, polish
 from funcpipe.lab.problem import Budget, Problem
-from funcpipe.schedules.clock import CODE, KINDS
+from funcpipe.schedules.clock import CODE, CODED
 
 TIMES = st.sampled_from([0.5, 1.0, 1.25, 2.0, 3.0])
 
@@ -106,7 +106,7 @@ def test_rules_say_what_the_simulator_says(data):
     )
     tried = [listed for rules in itertools.islice(seeds(problem), 0, None, 7) if (listed := run(problem, rules))]
     for listed in tried:
-        orders = tuple(tuple(fp.Action(KINDS[code], *place) for code, *place in lane) for lane in listed.lanes)
+        orders = tuple(tuple(fp.Action(CODED[code], *place) for code, *place in lane) for lane in listed.lanes)
         timeline = fp.simulate(fp.Schedule(orders), cost)
         assert timeline.makespan <= listed.makespan * (1 + 1e-9)
         assert max(timeline.peak) <= limit * (1 + 1e-9)
@@ -128,7 +128,7 @@ def test_moving_actions_never_makes_it_longer_or_larger(data):
     lanes = [[(CODE[kind], stage, m) for kind, stage, m in order] for order in schedule.orders]
     value = before.makespan
     for better in polish(Bench(problem), lanes, random.Random(seed), Budget(150, 60), good=0.0):
-        orders = tuple(tuple(fp.Action(KINDS[code], *place) for code, *place in lane) for lane in better)
+        orders = tuple(tuple(fp.Action(CODED[code], *place) for code, *place in lane) for lane in better)
         after = fp.simulate(fp.Schedule(orders), cost)
         assert after.makespan < value
         assert problem.fits(after)

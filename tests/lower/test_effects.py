@@ -3,13 +3,13 @@
 import pytest
 
 from funcpipe.core.compose import compose
-from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.core.program import Role, Wire
+from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.stage import Stage, stage
-from funcpipe.core.task import Role, TaskKind, Wire
 from funcpipe.lower.effects import Context, effects
 from funcpipe.lower.plan import make_plan
+from funcpipe.lower.program import lower
 from funcpipe.lower.skips import routes
-from funcpipe.lower.tasks import lower
 
 
 def net() -> list[Stage]:
@@ -107,43 +107,47 @@ def test_a_skip_that_nobody_pops_is_not_written() -> None:
     assert "input0 -> act0 skip0(e) report0 residual0" == table([inner, taker], loss=True, outputs=False)["0F"]
 
 
-def test_the_tasks_of_a_small_plan_word_for_word() -> None:
-    """What print(plan) shows: slots first, then every task in plan order."""
+def test_a_small_plan_word_for_word() -> None:
+    """What print(plan) shows: hints, the slots of each lane, then every instruction in plan order."""
     plan = make_plan([stage(lambda p, x: x)] * 2, Schedule.parse("0F0 0B0\n1F0 1I0 1W0", name="two"), loss=print)
     assert [
-        "plan: <Schedule two: 2 stages, 1 microbatches, 2 devices> on unbound; 9 tasks",
+        "plan: <Schedule two: 2 stages, 1 microbatches, 2 devices> on unbound; 18 instructions",
         "  eager stages [1] do not split: I runs the whole backward, W nothing; fp.compile(stage)",
-        "  1 slot for input caller->0",
-        "  1 slot for act 0->1",
-        "  1 slot for target caller->1",
-        "  1 slot for grad 1->0",
-        "copy caller->0:  reads input[0,0]  slot 0",
-        "0F0  on 0:  reads input[0,0]  writes act[0,0] report[0,0] residual[0,0]  frees input[0,0]",
-        "copy 0->1:  reads act[0,0]  slot 0  frees act[0,0]",
-        "copy caller->1:  reads target[1,0]  slot 0",
-        "1F0  on 1:  reads act[0,0] target[1,0]  writes report[1,0] residual[1,0]  frees act[0,0] target[1,0]",
-        "1I0  on 1:  reads residual[1,0]  writes grad[0,0] weight_residual[1,0]  frees residual[1,0]",
-        "copy 1->0:  reads grad[0,0]  slot 0  frees grad[0,0]",
-        "0B0  on 0:  reads residual[0,0] grad[0,0]  frees residual[0,0] grad[0,0]",
-        "1W0  on 1:  reads weight_residual[1,0]  frees weight_residual[1,0]",
+        "  lane 0, slots: 0 input from caller, 1 grad from 1, 2 act, 3 report, 4 residual",
+        "  lane 1, slots: 0 act from 0, 1 target from caller, 2 report, 3 residual, 4 grad, 5 weight_residual",
+        "0: receive input[0,0]@0 from caller",
+        "0: 0F0  reads input[0,0]@0  writes act[0,0]@2 report[0,0]@3 residual[0,0]@4",
+        "0: free input[0,0]@0",
+        "0: send act[0,0]@2 to 1@0",
+        "0: free act[0,0]@2",
+        "1: receive act[0,0]@0 from 0",
+        "1: receive target[1,0]@1 from caller",
+        "1: 1F0  reads act[0,0]@0 target[1,0]@1  writes report[1,0]@2 residual[1,0]@3",
+        "1: free act[0,0]@0 target[1,0]@1",
+        "1: 1I0  reads residual[1,0]@3  writes grad[0,0]@4 weight_residual[1,0]@5",
+        "1: free residual[1,0]@3",
+        "1: send grad[0,0]@4 to 0@1",
+        "1: free grad[0,0]@4",
+        "0: receive grad[0,0]@1 from 1",
+        "0: 0B0  reads residual[0,0]@4 grad[0,0]@1",
+        "0: free residual[0,0]@4 grad[0,0]@1",
+        "1: 1W0  reads weight_residual[1,0]@5",
+        "1: free weight_residual[1,0]@5",
     ] == str(plan).splitlines()
 
 
-def test_the_tasks_of_a_plan_that_offloads() -> None:
+def test_a_plan_that_offloads() -> None:
     """A residual is in one place at a time: O frees it, L writes it again; nothing crosses lanes."""
     schedule = Schedule.parse("0F0 0O0 0F1 0L0 0B0 0B1", name="moved")
-    plan = make_plan([stage(lambda p, x: x)], schedule, loss=print)
-    tasks = [task for task in plan.tasks if task.kind is not TaskKind.COPY]
-    kinds = {Kind.O: TaskKind.OFFLOAD, Kind.L: TaskKind.LOAD}
-    assert [kinds.get(action.kind, TaskKind.COMPUTE) for action in schedule.orders[0]] == [task.kind for task in tasks]
+    lane = make_plan([stage(lambda p, x: x)], schedule, loss=print).program.lane(0)
     assert [
-        "0F0  on 0:  reads input[0,0] target[0,0]  writes report[0,0] residual[0,0]  frees input[0,0] target[0,0]",
-        "0O0  on 0:  reads residual[0,0]  writes offloaded[0,0]  frees residual[0,0]",
-        "0F1  on 0:  reads input[0,1] target[0,1]  writes report[0,1] residual[0,1]  frees input[0,1] target[0,1]",
-        "0L0  on 0:  reads offloaded[0,0]  writes residual[0,0]  frees offloaded[0,0]",
-        "0B0  on 0:  reads residual[0,0]  frees residual[0,0]",
-        "0B1  on 0:  reads residual[0,1]  frees residual[0,1]",
-    ] == list(map(str, tasks))
+        "0F0  reads input[0,0]@0 target[0,0]@1  writes report[0,0]@2 residual[0,0]@3",
+        "0O0  reads residual[0,0]@3  writes offloaded[0,0]@4",
+        "0F1  reads input[0,1]@0 target[0,1]@1  writes report[0,1]@5 residual[0,1]@3",
+        "0L0  reads offloaded[0,0]@4  writes residual[0,0]@6",
+        "0B0  reads residual[0,0]@6",
+        "0B1  reads residual[0,1]@3",
+    ] == [line for line in lane.lines() if line[0].isdigit()]
 
 
 def test_in_a_vjp_what_was_moved_waits_at_the_host_for_the_cotangents() -> None:
@@ -164,8 +168,7 @@ def test_skips_go_straight_to_who_pops_them() -> None:
         stage(lambda p, x, *, skips: x, pop=["e"]),
         stage(lambda p, x, *, skips: x, pop=["e"]),
     ]
-    plan = make_plan(stages, Schedule.parse("0F0\n1F0\n2F0 3F0"))
-    skips = [t for t in plan.tasks if t.kind is TaskKind.COPY and t.reads[0].role is Role.SKIP]
-    assert [(0, 2)] == [(task.source, task.lane) for task in skips]
-    (last,) = [task for task in plan.tasks if task.action == Action(Kind.F, 3, 0)]
-    assert ["act[2,0]", "skip[0,0,e]"] == list(map(str, last.frees))
+    program = make_plan(stages, Schedule.parse("0F0\n1F0\n2F0 3F0")).program
+    sends = [line for lane in program.lanes for line in lane.lines() if line.startswith("send skip")]
+    assert ["send skip[0,0,e]@2 to 2@0"] == sends
+    assert "free act[2,0]@2 skip[0,0,e]@0" == [*program.lane(2).lines()][-1]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from funcpipe.core.errors import PlanError, ScheduleError
+from funcpipe.core.program import CALLER, Pool, Role, spans
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.core.stage import Stage, stage
-from funcpipe.core.task import CALLER, Pool, Role, TaskKind
 from funcpipe.lower.plan import make_plan, program_for
 from funcpipe.schedules.families import fill_drain, interleaved, one_f_one_b, zero_bubble
 from funcpipe.schedules.remat import remat
@@ -159,27 +159,35 @@ def test_a_plan_knows_its_counts() -> None:
     assert (4, 6, 2) == (plan.num_stages, plan.num_microbatches, plan.num_devices)
 
 
-def test_tasks_are_a_sequence() -> None:
-    """len, index from both ends, slices and iteration agree; outside there is nothing."""
-    tasks = make_plan(plain(4), zero_bubble(4, 5, num_devices=2), loss=print).tasks
-    listed = list(tasks)
-    assert len(listed) == len(tasks)
-    assert listed == [tasks[at] for at in range(len(tasks))]
-    assert listed == [tasks[at - len(tasks)] for at in range(len(tasks))]
-    for piece in (slice(None), slice(3, 17), slice(-5, None), slice(None, None, -3), slice(40, 2), slice(2, 10**6, 7)):
-        assert listed[piece] == tasks[piece]
-    for outside in (len(tasks), -len(tasks) - 1):
-        with pytest.raises(IndexError):
-            tasks[outside]
-    assert f"<{len(listed)} tasks>" == repr(tasks)
+def test_receives_and_sends_stand_around_their_action() -> None:
+    """What comes in just before, what goes to other lanes just after; every value is freed as soon as it can be."""
+    program = make_plan(plain(2), fill_drain(2, 1), loss=print).program
+    assert [
+        "0: receive input[0,0]@0 from caller",
+        "0: 0F0  reads input[0,0]@0  writes act[0,0]@2 report[0,0]@3 residual[0,0]@4",
+        "0: free input[0,0]@0",
+        "0: send act[0,0]@2 to 1@0",
+        "0: free act[0,0]@2",
+        "1: receive act[0,0]@0 from 0",
+        "1: receive target[1,0]@1 from caller",
+        "1: 1F0  reads act[0,0]@0 target[1,0]@1  writes report[1,0]@2 residual[1,0]@3",
+        "1: free act[0,0]@0 target[1,0]@1",
+        "1: 1B0  reads residual[1,0]@3  writes grad[0,0]@4",
+        "1: free residual[1,0]@3",
+        "1: send grad[0,0]@4 to 0@1",
+        "1: free grad[0,0]@4",
+        "0: receive grad[0,0]@1 from 1",
+        "0: 0B0  reads residual[0,0]@4 grad[0,0]@1",
+        "0: free residual[0,0]@4 grad[0,0]@1",
+    ] == list(program.lines())
 
 
-def test_copies_fit_around_their_action() -> None:
-    """What the caller gives comes just before, what goes to other lanes just after."""
-    tasks = make_plan(plain(2), fill_drain(2, 1), loss=print).tasks
-    words = [str(t.action) if t.action else f"{t.source}>{t.lane} {t.reads[0].role.value}" for t in tasks]
-    assert ["-1>0 input", "0F0", "0>1 act", "-1>1 target", "1F0", "1B0", "1>0 grad", "0B0"] == words
-    assert all((task.kind is TaskKind.COMPUTE) == (task.action is not None) for task in tasks)
+def test_the_program_of_a_lane_prints() -> None:
+    """Its slots, then its instructions."""
+    lines = str(make_plan(plain(2), one_f_one_b(2, 3), loss=print).program.lane(0)).splitlines()
+    assert "lane 0, slots: 0 input from caller, 1 grad from 1, 2 act, 3 5 7 report, 4 6 residual" == lines[0]
+    assert "receive input[0,0]@0 from caller" == lines[1]
+    assert ["0-2", "1 3", ""] == [spans([0, 1, 2]), spans([1, 3]), spans([])]
 
 
 def test_programs_compare_hash_and_pickle_without_functions_or_caches() -> None:
@@ -188,8 +196,9 @@ def test_programs_compare_hash_and_pickle_without_functions_or_caches() -> None:
     a = make_plan(plain(3), schedule, loss=print).program
     b = make_plan([Stage(lambda p, x: x)] * 3, schedule, loss=max).program
     bare = len(pickle.dumps(a))
-    assert (3, {}) == (len(a.lanes), a.late_frees)
-    list(make_plan(plain(3), schedule, loss=print).tasks)
+    assert 3 == len(a.lanes)
+    assert [*a.lanes] == [pickle.loads(pickle.dumps(lane)) for lane in a.lanes]
+    assert [*map(hash, a.lanes)] == [*map(hash, b.lanes)]
     copied = pickle.loads(pickle.dumps(a))
     assert (a, hash(a), bare) == (b, hash(b), len(pickle.dumps(a)))
     assert (a, hash(a)) == (copied, hash(copied)) == (copy.deepcopy(a), hash(copy.deepcopy(a)))
@@ -208,10 +217,14 @@ def test_programs_of_other_schedules_differ() -> None:
 
 
 def test_a_plan_pickles_where_its_functions_are_importable() -> None:
-    """A process that gets it has the same tasks and the same fingerprint."""
+    """A process that gets it has the same lanes and the same fingerprint."""
     plan = make_plan([Stage(_half)] * 2, one_f_one_b(2, 3), loss=torch.nn.functional.cross_entropy)
     again = pickle.loads(pickle.dumps(plan))
-    assert (plan.program, plan.fingerprint, list(plan.tasks)) == (again.program, again.fingerprint, list(again.tasks))
+    assert (plan.program, plan.fingerprint, plan.program.lanes) == (
+        again.program,
+        again.fingerprint,
+        again.program.lanes,
+    )
 
 
 _half = pickle.loads  # a function that every process can import
@@ -261,7 +274,7 @@ def test_slots_of_a_small_plan() -> None:
     } == set(pools)
 
 
-def test_fewer_microbatches_drop_the_tasks_of_the_others() -> None:
+def test_fewer_microbatches_drop_the_actions_of_the_others() -> None:
     """A short batch runs the program of the first microbatches, which is remembered."""
     plan = make_plan(plain(4), interleaved(4, 6, num_devices=2), loss=print)
     short = program_for(plan, 4)
@@ -272,7 +285,7 @@ def test_fewer_microbatches_drop_the_tasks_of_the_others() -> None:
 
 
 def test_actions_and_values_are_built_from_their_numbers() -> None:
-    """The order's codes and the wires' numbers mean what the tasks show."""
+    """The order's codes and the wires' numbers mean what is printed."""
     program = make_plan(plain(2), fill_drain(2, 2), loss=print).program
     assert "0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1" == " ".join(str(program.action(code)) for code in program.order)
     assert [Action(Kind.F, 0, 0), Action(Kind.F, 0, 1)] == [program.action(code) for code in program.order[:2]]

@@ -1,6 +1,6 @@
-"""Any legal schedule of any net, walked task by task: nothing is read before it is there, nothing is left over."""
+"""Any legal schedule of any net, walked instruction by instruction: nothing is read before it is there, nothing is left over."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from random import Random
 
@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from funcpipe.core.plan import Plan
+from funcpipe.core.program import CALLER, Free, Receive, Role, Run, Send, Value
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.core.stage import Stage
-from funcpipe.core.task import CALLER, Role, Task, TaskKind, Value
 from funcpipe.lower.plan import make_plan
 from funcpipe.schedules.check import check
 
@@ -80,61 +80,85 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @dataclass
 class Walk:
-    """One store per lane, and the slots that are taken at each lane, by (source, role)."""
+    """What lies in the slots of each lane, and what was sent there and not received yet: values by slot."""
 
-    stores: list[set[Value]]
+    plan: Plan
+    held: list[dict[int, Value]]
+    sent: list[dict[int, Value]]
     made: set[tuple[Value, int]] = field(default_factory=set)
-    taken: dict[tuple[int, int, Role], dict[int, Value]] = field(default_factory=lambda: defaultdict(dict))
     most: dict[tuple[int, int, Role], int] = field(default_factory=lambda: defaultdict(int))
 
-    def copy(self, task: Task) -> None:
-        """A value arrives in a slot of its own, once."""
-        ((value,), (slot,)) = task.reads, task.slots
-        assert (value,) == task.writes
-        assert task.lane != task.source
-        if task.source == CALLER:
+    def receive(self, lane: int, instruction: Receive) -> None:
+        """It has been sent, or the caller has it."""
+        value, (source, role) = self.plan.program.value(instruction.value), self.slot(lane, instruction.slot)
+        assert (source, role) == (instruction.source, value.role)
+        if source == CALLER:
             assert value.role in (Role.INPUT, Role.TARGET, Role.FEED, Role.GRAD)
+            self.count(source, lane, role, 1)
         else:
-            assert value in self.stores[task.source]
-        self._put(value, task.lane)
-        edge = (task.source, task.lane, value.role)
-        assert slot not in self.taken[edge]
-        self.taken[edge][slot] = value
-        self.most[edge] = max(self.most[edge], len(self.taken[edge]))
+            assert self.sent[lane].pop(instruction.slot) == value
+        self.put(lane, instruction.slot, value)
 
-    def compute(self, task: Task) -> None:
+    def run(self, lane: int, run: Run) -> None:
         """Everything read is there, everything written is new."""
-        assert task.source == task.lane
-        assert set(task.reads) <= self.stores[task.lane]
-        assert len(task.reads) == len(set(task.reads))
-        for value in task.writes:
-            self._put(value, task.lane)
+        program = self.plan.program.lanes[lane]
+        call, m = program.calls[run.call], run.microbatch
+        see = lambda wire: program.value(wire * program.num_microbatches + m)
+        assert [see(wire) for wire, _ in call.reads] == [self.held[lane][slot] for slot in run.reads]
+        assert len(run.reads) == len({*run.reads})
+        for wire, slot in zip(call.writes, run.writes, strict=True):
+            assert self.slot(lane, slot) == (lane, see(wire).role)
+            self.put(lane, slot, see(wire))
 
-    def free(self, lane: int, values: tuple[Value, ...]) -> None:
-        """Drop values that are there, and their slots."""
-        assert len(values) == len(set(values))
-        for value in values:
-            self.stores[lane].remove(value)
-            for edge, slots in self.taken.items():
-                if edge[1] == lane and edge[2] is value.role:
-                    self.taken[edge] = {slot: other for slot, other in slots.items() if other != value}
+    def send(self, lane: int, send: Send) -> None:
+        """Into a slot that is free, for values of this kind from this lane."""
+        value = self.held[lane][send.slot]
+        assert lane != send.to
+        assert self.slot(send.to, send.into) == (lane, value.role)
+        assert (send.to, send.into) in self.plan.program.lanes[lane].outgoing
+        assert send.into not in {**self.held[send.to], **self.sent[send.to]}
+        self.sent[send.to][send.into] = value
+        self.count(lane, send.to, value.role, 1)
 
-    def _put(self, value: Value, lane: int) -> None:
+    def free(self, lane: int, free: Free) -> None:
+        """What is there."""
+        for slot in free.slots:
+            del self.held[lane][slot]
+            source, role = self.slot(lane, slot)
+            self.count(source, lane, role, -1)
+
+    def slot(self, lane: int, slot: int) -> tuple[int, Role]:
+        return self.plan.program.lanes[lane].slots[slot]
+
+    def put(self, lane: int, slot: int, value: Value) -> None:
+        assert slot not in {**self.held[lane], **self.sent[lane]}
         assert (value, lane) not in self.made
         self.made.add((value, lane))
-        self.stores[lane].add(value)
+        self.held[lane][slot] = value
+
+    def count(self, source: int, lane: int, role: Role, change: int) -> None:
+        if source != lane:
+            slots = {**self.held[lane], **self.sent[lane]}
+            live = sum(self.slot(lane, slot) == (source, role) for slot in slots) + (change > 0 and source == CALLER)
+            self.most[source, lane, role] = max(self.most[source, lane, role], live)
 
 
 def walk(plan: Plan) -> Walk:
-    """Walk the tasks in order; a copy frees at the lane that it comes from."""
-    state = Walk([set() for _ in range(plan.num_devices)])
-    for task in plan.tasks:
-        if task.kind is TaskKind.COPY:
-            state.copy(task)
-            state.free(task.source, task.frees)
-        else:
-            state.compute(task)
-            state.free(task.lane, task.frees)
+    """Go through the instructions in plan order."""
+    state = Walk(plan, [{} for _ in range(plan.num_devices)], [{} for _ in range(plan.num_devices)])
+    for lane, instruction, held in plan.program.walk():
+        match instruction:
+            case Receive():
+                state.receive(lane, instruction)
+            case Run():
+                state.run(lane, instruction)
+            case Send():
+                state.send(lane, instruction)
+            case Free():
+                state.free(lane, instruction)
+        assert isinstance(instruction, (Free, Send)) or state.held[lane] == {
+            slot: plan.program.value(number) for slot, number in held.items()
+        }
     return state
 
 
@@ -147,10 +171,10 @@ def test_the_random_schedules_are_legal(schedule: Schedule) -> None:
 
 @random_plans
 @given(plans())
-def test_stores_are_empty_at_the_end_but_for_what_the_caller_takes(plan: Plan) -> None:
+def test_slots_are_empty_at_the_end_but_for_what_the_caller_takes(plan: Plan) -> None:
     """The walk itself asserts that reads are there, writes new, frees present; here: nothing is left over."""
     state = walk(plan)
-    left = {(lane, value) for lane, store in enumerate(state.stores) for value in store}
+    left = {(lane, value) for lane, held in enumerate(state.held) for value in held.values()}
     device_of, last = plan.schedule.device_of, plan.num_stages - 1
     expected = {
         (device_of[s], Value(Role.REPORT, s, m)) for s in range(plan.num_stages) for m in range(plan.num_microbatches)
@@ -158,7 +182,9 @@ def test_stores_are_empty_at_the_end_but_for_what_the_caller_takes(plan: Plan) -
     if plan.outputs:
         expected |= {(device_of[last], Value(Role.OUTPUT, last, m)) for m in range(plan.num_microbatches)}
     assert expected == left
-    assert {} == {edge: slots for edge, slots in state.taken.items() if slots}
+    assert not any(state.sent)
+    said = {(lane.lane, lane.value(number)) for lane in plan.program.lanes for number, _ in lane.left}
+    assert expected == said
 
 
 @random_plans
@@ -170,52 +196,78 @@ def test_a_pool_has_as_many_slots_as_values_that_lie_there_at_a_time(plan: Plan)
 
 @random_plans
 @given(plans())
-def test_a_value_is_copied_to_each_lane_that_reads_it_and_to_no_other(plan: Plan) -> None:
-    """Exactly one copy for each (value, lane) that reads what it did not make."""
-    copies = [(task.reads[0], task.lane) for task in plan.tasks if task.kind is TaskKind.COPY]
-    computes = [task for task in plan.tasks if task.kind is TaskKind.COMPUTE]
-    made = {(value, task.lane) for task in computes for value in task.writes}
-    read = {(value, task.lane) for task in computes for value in task.reads}
-    assert sorted(map(str, read - made)) == sorted(map(str, copies))
+def test_a_lane_has_no_more_slots_of_its_own_than_it_fills_at_a_time(plan: Plan) -> None:
+    """For each role: its slots are those that lie there at once."""
+    for lane in plan.program.lanes:
+        most: Counter[Role] = Counter()
+        for _, held in lane.contents():
+            live = Counter(lane.slots[slot].role for slot in held if lane.slots[slot].source == lane.lane)
+            most |= live
+        assert most == Counter(slot.role for slot in lane.slots if slot.source == lane.lane)
 
 
 @random_plans
 @given(plans())
-def test_the_program_runs_every_action_in_the_order_of_its_device(plan: Plan) -> None:
+def test_a_value_is_sent_to_each_lane_that_reads_it_and_to_no_other(plan: Plan) -> None:
+    """Exactly one for each (value, lane) that reads what it did not make; and received once."""
+    came: list[tuple[Value, int]] = []
+    received: list[tuple[Value, int]] = []
+    made: set[tuple[Value, int]] = set()
+    read: set[tuple[Value, int]] = set()
+    for lane, instruction, held in plan.program.walk():
+        see = lambda slot, held=held: plan.program.value(held[slot])
+        match instruction:
+            case Send(slot, to, _):
+                came.append((see(slot), to))
+            case Receive(value, source, _):
+                received.append((plan.program.value(value), lane))
+                came += [(plan.program.value(value), lane)] if source == CALLER else []
+            case Run(_, _, reads, writes):
+                read |= {(see(slot), lane) for slot in reads}
+                made |= {(see(slot), lane) for slot in writes}
+            case _:
+                pass
+    assert sorted(map(str, read - made)) == sorted(map(str, came)) == sorted(map(str, received))
+
+
+@random_plans
+@given(plans())
+def test_a_lane_runs_every_action_in_the_order_of_its_device(plan: Plan) -> None:
     """What runs is, action for action, what the schedule says."""
-    rows: list[list[Action]] = [[] for _ in range(plan.num_devices)]
-    for task in plan.tasks:
-        if task.action is not None:
-            rows[task.lane].append(task.action)
-    assert plan.schedule.orders == tuple(map(tuple, rows))
-
-
-@random_plans
-@given(plans())
-def test_a_value_is_freed_by_the_last_task_of_its_lane_that_reads_it(plan: Plan) -> None:
-    """Liveness: not a task later."""
-    last: dict[tuple[Value, int], int] = {}
-    freed: dict[tuple[Value, int], int] = {}
-    for at, task in enumerate(plan.tasks):
-        home = task.lane if task.kind is TaskKind.COMPUTE else task.source
-        last.update({(value, home): at for value in task.reads if home != CALLER})
-        last.update({(value, task.lane): at for value in task.writes})
-        freed.update({(value, home): at for value in task.frees})
-    assert {key: at for key, at in last.items() if key[0].role not in (Role.REPORT, Role.OUTPUT)} == freed
-
-
-@random_plans
-@given(plans())
-def test_lanes_list_the_order_by_position(plan: Plan) -> None:
-    """Each lane's part of the order, for those that run it alone."""
-    program = plan.program
-    everything = sorted(entry for lane in program.lanes for entry in lane)
-    assert list(enumerate(program.order)) == everything
+    rows = [tuple(lane.action(run) for run in lane.runs) for lane in plan.program.lanes]
+    assert plan.schedule.orders == tuple(rows)
     assert all(
-        lane == program.rows[code // program.num_microbatches].lane
-        for lane, part in enumerate(program.lanes)
-        for _, code in part
+        len(lane.ends) == len(lane.runs) and lane.ends[-1] == len(lane.instructions) for lane in plan.program.lanes
     )
+
+
+@random_plans
+@given(plans())
+def test_a_value_is_freed_at_once_after_its_last_use(plan: Plan) -> None:
+    """Liveness: between the last instruction that uses a slot and its free stands none but other frees and sends."""
+    for lane in plan.program.lanes:
+        used: dict[int, int] = {}
+        for at, instruction in enumerate(lane.instructions):
+            match instruction:
+                case Run(_, _, reads, writes):
+                    used |= dict.fromkeys((*reads, *writes), at)
+                case Send(slot, _, _):
+                    used[slot] = at
+                case Receive(_, _, slot):
+                    used[slot] = at
+                case Free(slots):
+                    for slot in slots:
+                        between = lane.instructions[used.pop(slot) + 1 : at]
+                        assert all(isinstance(one, (Free, Send)) for one in between)
+
+
+@random_plans
+@given(plans(), st.data())
+def test_one_lane_alone_is_what_it_is_among_all(plan: Plan, data: st.DataObject) -> None:
+    """A process builds its own, and needs no other."""
+    alone = make_plan(plan.stages, plan.schedule, loss=plan.loss, outputs=plan.outputs).program
+    number = data.draw(st.integers(0, plan.num_devices - 1))
+    assert plan.program.lanes[number] == alone.lane(number)
 
 
 @random_plans
@@ -223,48 +275,45 @@ def test_lanes_list_the_order_by_position(plan: Plan) -> None:
 def test_a_forward_keeps_its_residual_only_for_a_backward_without_remat(plan: Plan) -> None:
     """R makes it again; without backwards nobody wants it."""
     again = {a[1:] for order in plan.schedule.orders for a in order if a.kind is Kind.R}
-    for task in plan.tasks:
-        if task.action is not None and task.action.kind is Kind.F:
-            keeps = any(value.role is Role.RESIDUAL for value in task.writes)
-            assert (plan.schedule.has_backward and task.action[1:] not in again) == keeps
+    for lane in plan.program.lanes:
+        for run in lane.runs:
+            action = lane.action(run)
+            if action.kind is Kind.F:
+                keeps = Role.RESIDUAL in {lane.slots[slot].role for slot in run.writes}
+                assert (plan.schedule.has_backward and action[1:] not in again) == keeps
 
 
 @random_plans
 @given(plans(), st.randoms(use_true_random=False))
 def test_lanes_that_run_ahead_as_slots_allow_all_come_to_their_end(plan: Plan, chance: Random) -> None:
     """Waiting for a slot is a dependency too: whoever is let run next, no order of lanes ends in a knot."""
-    work: list[list[tuple[str, Task]]] = [[] for _ in range(plan.num_devices)]
-    for task in plan.tasks:
-        if task.kind is TaskKind.COMPUTE:
-            work[task.lane].append(("compute", task))
-        elif task.source != CALLER:
-            work[task.source].append(("send", task))
-    slots = {(pool.source, pool.lane, pool.role): pool.slots for pool in plan.program.pools}
-    there: set[tuple[Value, int]] = set()
-    came: dict[tuple[Value, int], tuple[int, int, Role]] = {}
+    lanes = plan.program.lanes
+    at = [0] * len(lanes)
+    free = {end for lane in lanes for end in lane.outgoing}
+    there: set[tuple[int, int]] = set()
 
     def may(lane: int) -> bool:
-        word, task = work[lane][0]
-        if word == "send":
-            return slots[lane, task.lane, task.reads[0].role] > 0
-        given = (Role.INPUT, Role.TARGET, Role.FEED)
-        own = [
-            v
-            for v in task.reads
-            if v.role not in given and not (v.role is Role.GRAD and v.stage == plan.num_stages - 1)
-        ]
-        return all((value, lane) in there for value in own)
+        match lanes[lane].instructions[at[lane]]:
+            case Receive(_, source, slot):
+                return source == CALLER or (lane, slot) in there
+            case Send(_, to, into):
+                return (to, into) in free
+            case _:
+                return True
 
     def step(lane: int) -> None:
-        word, task = work[lane].pop(0)
-        there.update((value, task.lane) for value in task.writes)
-        if word == "send":
-            edge = came[task.reads[0], task.lane] = (lane, task.lane, task.reads[0].role)
-            slots[edge] -= 1
-        for value in task.frees:
-            if (value, lane) in came:
-                slots[came[value, lane]] += 1
+        match lanes[lane].instructions[at[lane]]:
+            case Send(_, to, into):
+                free.remove((to, into))
+                there.add((to, into))
+            case Receive(_, source, slot) if source != CALLER:
+                there.remove((lane, slot))
+            case Free(slots):
+                free.update((lane, slot) for slot in slots if lanes[lane].slots[slot].source not in (CALLER, lane))
+            case _:
+                pass
+        at[lane] += 1
 
-    while ready := [lane for lane, tasks in enumerate(work) if tasks and may(lane)]:
+    while ready := [lane for lane in range(len(lanes)) if at[lane] < len(lanes[lane].instructions) and may(lane)]:
         step(chance.choice(ready))
-    assert [[]] * plan.num_devices == work
+    assert [len(lane.instructions) for lane in lanes] == at

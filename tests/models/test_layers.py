@@ -708,12 +708,12 @@ def test_a_copy_is_used_again():
 def test_bad_sizes_and_names():
     model = Net()
     for given, text in (
-        ([2, 1], "sizes .2, 1. are 3 blocks, 'blocks' has 4"),
-        ([1] * 5, "5 stages are more than the 4 blocks"),
-        ([0, 4], "one or more; got .0, 4."),
-        ([-1, 5], "one or more"),
-        ([], "one or more"),
-        ([1.5, 2.5], "one or more"),
+        ([2, 1], r"sum to the 4 blocks of 'blocks'; got \[2, 1\], which sum to 3"),
+        ([1] * 5, r"sum to the 4 blocks of 'blocks'; got \[1, 1, 1, 1, 1\]"),
+        ([0, 4], r"positive numbers .*got \[0, 4\]"),
+        ([-1, 5], "positive numbers"),
+        ([], r"got \[\].*e\.g\. \[4\]"),
+        ([1.5, 2.5], "how many of the 4 blocks of 'blocks' each stage gets"),
     ):
         with pytest.raises(fp.PlanError, match=text):
             cut_layers(model, given)
@@ -752,7 +752,7 @@ def test_all_faults_of_a_model_at_once():
     with pytest.raises(fp.PlanError) as caught:
         cut_layers(model, [1, 2])
     text = str(caught.value)
-    assert "sizes [1, 2] are 3 blocks" in text
+    assert "got [1, 2], which sum to 3" in text
     assert "blocks.1 and blocks.0 are one module" in text
     assert "norm.weight is a Parameter of torch.int8" in text
     assert "it lies on several devices (scale on cpu, head.weight on meta)" in text

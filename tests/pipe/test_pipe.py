@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from common import same
 
 import funcpipe as fp
-from funcpipe.pipe.module_layout import even
+from funcpipe.models.balance import evenly
 
 CHECKPOINTS = ("always", "except_last", "never")
 every_checkpoint = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -335,8 +335,8 @@ def test_outputs_without_rows_come_one_by_one():
 def test_k1_cuts_by_the_bytes_of_parameters():
     pipe = fp.Pipe(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()), devices=["cpu"] * 2)
     assert pipe.balance == (2, 2)
-    assert even([1, 2, 3, 4, 5, 6], 2) == (4, 2)
-    assert even([0, 0, 0], 2) == (2, 1)
+    assert evenly([1, 2, 3, 4, 5, 6], 2) == [4, 2]
+    assert evenly([0, 0, 0], 2) == [2, 1]
 
 
 def test_k3_the_cut_is_the_best():
@@ -345,7 +345,7 @@ def test_k3_the_cut_is_the_best():
         count = int(torch.randint(1, 8, (), generator=generator))
         sizes = torch.randint(0, 9, (count,), generator=generator).tolist()
         for parts in range(1, count + 1):
-            found = even(sizes, parts)
+            found = evenly(sizes, parts)
             assert len(found) == parts
             assert min(found) >= 1
             assert sum(found) == count

@@ -11,8 +11,8 @@ import torch.nn as nn
 from common import same
 
 import funcpipe as fp
-from funcpipe.pipe.module_layout import Layout, lay_out
-from funcpipe.pipe.module_stages import Stages
+from funcpipe.pipe.layout import Layout, lay_out
+from funcpipe.pipe.stages import Stages
 
 
 def data(rows=6, width=4):

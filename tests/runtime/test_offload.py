@@ -18,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from watch import num_tensors
 
 import funcpipe as fp
+from funcpipe.core.program import Role
 from funcpipe.core.schedule import Kind, Schedule
-from funcpipe.core.task import Role
 from funcpipe.runtime.eager import EagerBound
-from funcpipe.runtime.execute import Execution
 from funcpipe.runtime.host import Host, Way
 from funcpipe.runtime.plain import address
 from funcpipe.runtime.residual import EagerResidual
+from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.slots import pieces, take_out
 from funcpipe.runtime.stream import Place
 from funcpipe.schedules.offload import offload
@@ -172,11 +172,16 @@ def test_a_vjp_waits_with_its_residuals_at_the_host(executor):
     for schedule in (fp.fill_drain(S, M), offload(fp.fill_drain(S, M), ahead=0)):
         plan = fp.make_plan(stages, schedule, devices="cpu")
         result, pullback = fp.vjp(plan, params, given[0], state=state, feeds=feeds, seed=3, executor=executor, threads_per_lane=1)  # fmt: skip
-        execution = pullback._drive.execution
-        roles = [execution._role(number) for lane in execution.lanes for number in lane.here]
+        execution = pullback._execution
+        roles = [kind.role for lane in execution.lanes for kind in held(lane)]
         found.append((result.outputs, result.state, pullback(given[1])))
     assert (S * M, 0) == (roles.count(Role.OFFLOADED), roles.count(Role.RESIDUAL))
     assert same(*found)
+
+
+def held(lane):
+    """The kinds of the slots of a lane in which something lies."""
+    return [kind for kind, value in zip(lane.program.slots, lane.slots, strict=True) if value is not None]
 
 
 class Seen(TorchDispatchMode):
@@ -218,15 +223,15 @@ def test_what_was_saved_is_really_gone_while_it_is_away(num_stages, executor, mo
     seen: dict[tuple[int, int], Seen] = {}
     alive: dict[str, list[str]] = {}
     leaves: list[int] = []
-    real, forward, move = Execution.perform, EagerBound.forward, EagerResidual.move
+    real, forward, move = Runner.advance, EagerBound.forward, EagerResidual.move
 
     def watched(self, args, *, keep):
         with seen.setdefault((self.index, args.microbatch), Seen(others)):
             return forward(self, args, keep=keep)
 
-    def perform(self, lane, position, code):
-        real(self, lane, position, code)
-        action = self.program.action(code)
+    def advance(self):
+        real(self)
+        action = self.program.action(self.program.runs[self.done - 1])
         alive[str(action)] = seen[action[1:]].alive
 
     def looked(self, to, **options):
@@ -234,7 +239,7 @@ def test_what_was_saved_is_really_gone_while_it_is_away(num_stages, executor, mo
         leaves.extend(leaf.untyped_storage().nbytes() for leaf in self.x.values())
         return event
 
-    monkeypatch.setattr(Execution, "perform", perform)
+    monkeypatch.setattr(Runner, "advance", advance)
     monkeypatch.setattr(EagerBound, "forward", watched)
     monkeypatch.setattr(EagerResidual, "move", looked)
     schedule = offload(fp.fill_drain(num_stages, 3), ahead=0)
@@ -266,15 +271,15 @@ def test_devices_hold_as_many_residuals_as_simulate_says(schedule, ahead, execut
     """Counted while it runs. An eager I leaves nothing for W; on the CPU a move takes the lane no time by the count."""
     moved = offload(schedule, ahead=ahead)
     most = [0] * moved.num_devices
-    real = Execution.perform
+    real = Runner.advance
 
-    def perform(self, lane, position, code):
-        kind = self.program.action(code).kind
-        held = sum(self._role(number) is Role.RESIDUAL for number in list(lane.here))
-        most[lane.index] = max(most[lane.index], held + (kind in (Kind.F, Kind.L)))
-        real(self, lane, position, code)
+    def advance(self):
+        kind = self.program.action(self.program.runs[self.done]).kind
+        count = [kind.role for kind in held(self)].count(Role.RESIDUAL) + (kind in (Kind.F, Kind.L))
+        most[self.program.lane] = max(most[self.program.lane], count)
+        real(self)
 
-    monkeypatch.setattr(Execution, "perform", perform)
+    monkeypatch.setattr(Runner, "advance", advance)
     both(moved, executor)
     peak = fp.simulate(moved, fp.Cost(offload=0, weight_residual=0)).peak
     assert most == list(peak)

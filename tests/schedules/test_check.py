@@ -51,7 +51,7 @@ ONE_FAULT = {
     "W missing": ("0F0 0I0", ["0W0 is missing: I and W come in pairs"]),
     "B and I": (
         "0F0 0B0 0I0 0W0",
-        ["0B0 and 0I0 both stand: one whole backward, or I and W"],
+        ["0B0 and 0I0 both stand: backward, or backward of input, not both"],
     ),
     "F twice": ("0F0 0F0\n1F0", ["0F0 on device 0 stands twice"]),
     "B twice": ("0F0 0B0 0B0", ["0B0 on device 0 stands twice"]),
@@ -63,7 +63,10 @@ ONE_FAULT = {
         "0F0 on device 0 stands too early or too late: F comes first",
     ]),
     "W before I": ("0F0 0W0 0I0", ["0W0 on device 0 stands too early or too late: W comes after I"]),
-    "R before F": ("0R0 0F0 0B0", ["0F0 on device 0 stands too early or too late: F comes first"]),
+    "R before F": ("0R0 0F0 0B0", [
+        "0R0 on device 0 stands too early or too late: F comes first",
+        "0F0 on device 0 stands too early or too late: F comes first",
+    ]),
     "R after B": ("0F0 0B0 0R0", ["0R0 on device 0 stands too early or too late: R comes before the backward"]),
     "R after I": ("0F0 0I0 0R0 0W0", ["0R0 on device 0 stands too early or too late: R comes before the backward"]),
     "W without I": ("0F0 0W0", [
@@ -241,7 +244,7 @@ def test_the_clock_looks_at_each_action_a_bounded_number_of_times() -> None:
     for devices, count in ((4, 16), (16, 64)):
         Counted.looks = 0
         lanes = tuple(map(Counted, examine(one_f_one_b(devices, count)).lanes))
-        stuck = clock(lanes, range(devices), count, [[1.0] * devices] * 7, chain(devices)).stuck
+        stuck = clock(lanes, range(devices), count, [[1.0] * devices] * len(Kind), chain(devices)).stuck
         assert [] == stuck
         assert Counted.looks <= 2 * sum(map(len, lanes))
 

@@ -174,12 +174,16 @@ SPAN = [0, 0.0, 1.0, "0F0"]
         ({"num_devices": 1, "spans": [[0, 2.0, 1.0, "0F0"]]}, "0 <= start <= end"),
         ({"num_devices": 1, "spans": [[0, 0.0, 1.0, "0G0"]]}, "spans[0]: '0G0' is no action"),
         ({"num_devices": 1, "spans": [SPAN, SPAN]}, "spans[1]: 0F0 stands twice"),
+        ({"num_devices": 1, "spans": [SPAN], "path": "0F0"}, "path: a list"),
+        ({"num_devices": 1, "spans": [SPAN], "path": [3]}, "path: a list of actions, such as 2F0"),
+        ({"num_devices": 1, "spans": [SPAN], "path": ["F0"]}, "path: 'F0' is no action"),
+        ({"num_devices": 1, "spans": [SPAN], "path": ["0B0"]}, "path: some of its actions have no span"),
         ({"num_devices": 2, "spans": [], "peak": [1]}, "peak: a number from 0 for each of 2 devices"),
         ({"num_devices": 2, "spans": [], "unit": "a\nb"}, "unit: a text"),
         ({"num_devices": 1, "spans": [], "memory": [[0, 1]]}, "memory: for each of 1 devices"),
         ({"num_devices": 1, "spans": [], "memory": [[[0, "1"]]]}, "memory: for each of 1 devices"),
     ],
-    ids=range(25),
+    ids=range(29),
 )
 def test_costs_and_timelines_that_are_refused(fields, says):
     assert says in refused(json.dumps({"funcpipe": "timeline", "version": 1, **fields}))

@@ -36,9 +36,10 @@ class Point(NamedTuple):
 
 
 def _site() -> str:
-    rooms = ("/runtime/", "/funcpipe/batches/")
-    frames = [f for f in traceback.extract_stack(limit=10) if any(room in f.filename for room in rooms)]
-    frames = [f for f in frames if not f.filename.endswith(("/rail.py", "/leaves.py"))]
+    stack = traceback.extract_stack(limit=12)
+    shared = ("/streams.py", "/leaves.py")  # every stage of an overlap waits and records in there
+    batches = [f for f in stack if "/funcpipe/batches/" in f.filename and not f.filename.endswith(shared)]
+    frames = batches or [f for f in stack if "/runtime/" in f.filename]
     return f"{frames[-1].name}: {frames[-1].line}"
 
 

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from common import assert_same_result, ids, same
 
 import funcpipe as fp
-from funcpipe.runtime.execute import Execution
+from funcpipe.core.program import CALLER
 from funcpipe.runtime.host import Way
 from funcpipe.runtime.stream import Place
+from funcpipe.runtime.transport import Local
 from funcpipe.schedules.offload import offload
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -67,47 +68,43 @@ def backend(monkeypatch):
     def install(skip: int | None = None) -> Recorder:
         recorder = Recorder(skip)
         monkeypatch.setattr(Place, "backend", recorder)
-        credits: dict[tuple[int, int], list] = {}
-        sent: dict[tuple[int, int], int] = {}
-        real_credit, real_send, real_fetch = ORIGINAL
+        freed: dict[tuple[int, int, int], object] = {}
         numbers = count()
 
-        def number(execution):
-            """Of the run: an id may come again."""
-            return vars(execution).setdefault("number of the test", next(numbers))
+        def place_of(transport, lane, slot):
+            """Of this run: an id may come again."""
+            number = vars(transport.boxes[0]).setdefault("number of the test", next(numbers))
+            return number, lane, slot
 
-        def credit(self, lane, pool):
-            event = lane.place.event() if lane.place.asynchronous else None
-            credits.setdefault((number(self), pool), []).append(event)
-            real_credit(self, lane, pool)  # last: it wakes the sender, who looks
+        def free(self, slot, source, event):
+            freed[place_of(self, self.lane, slot)] = event
+            real_free(self, slot, source, event)  # last: it wakes the sender, who looks
 
-        def follow(self, pool, edge):
+        def follow(self, lane, slot, edge):
             """The slot that was filled just now: the stream that filled it knows that it was freed."""
-            key = (number(self), pool)
-            sent[key] = sent.get(key, 0) + 1
-            before = sent[key] - 1 - self.slots[pool]
-            if before >= 0:
-                event = credits[key][before]
-                stream = edge._streams.get(edge.target.device) or getattr(edge.source, "stream", None)
-                if None not in (event, stream) and stream.clock.get(event.stream, 0) < event.clock.get(event.stream, 0):
-                    recorder.fault(
-                        f"a slot of pool {pool} is filled on {stream.name} before {event.stream} has freed it"
-                    )
+            event = freed.pop(place_of(self, lane, slot), None)
+            stream = edge._streams.get(edge.target.device) or getattr(edge.source, "stream", None)
+            if None not in (event, stream) and stream.clock.get(event.stream, 0) < event.clock.get(event.stream, 0):
+                recorder.fault(
+                    f"slot {slot} of lane {lane} is filled on {stream.name} before {event.stream} has freed it"
+                )
 
-        def send(self, lane, number, to, pool):
-            real_send(self, lane, number, to, pool)
-            follow(self, pool, self.edges[lane.index, to])
+        def send(self, instruction, value):
+            real_send(self, instruction, value)
+            follow(self, instruction.to, instruction.into, self.ways[instruction.to, instruction.into][0])
 
-        def fetch(self, lane, number, pool):
-            real_fetch(self, lane, number, pool)
-            follow(self, pool, self.edges[-1, lane.index])
+        def receive(self, instruction):
+            ticket = real_receive(self, instruction)
+            if instruction.source == CALLER:
+                follow(self, self.lane, instruction.slot, self.given)
+            return ticket
 
-        monkeypatch.setattr(Execution, "_credit", credit)
-        monkeypatch.setattr(Execution, "_send", send)
-        monkeypatch.setattr(Execution, "_fetch", fetch)
+        monkeypatch.setattr(Local, "free", free)
+        monkeypatch.setattr(Local, "send", send)
+        monkeypatch.setattr(Local, "receive", receive)
         return recorder
 
-    ORIGINAL = (Execution._credit, Execution._send, Execution._fetch)
+    real_free, real_send, real_receive = Local.free, Local.send, Local.receive
     return install
 
 

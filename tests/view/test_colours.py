@@ -7,8 +7,8 @@ from math import dist
 
 import pytest
 
-from funcpipe.core.schedule import Kind
-from funcpipe.view.palette import kind_shade, stage_shade, style_of, tint
+from funcpipe.core.kinds import KINDS, Kind
+from funcpipe.view.palette import kind_shade, stage_shade, tint
 
 # How the world looks without one of the three cones, for linear red, green, blue: Machado, Oliveira and Fernandes 2009,
 # "A physiologically-based model for simulation of color vision deficiency", severity 1.
@@ -56,7 +56,7 @@ def test_the_measure_itself() -> None:
 @pytest.mark.parametrize("eye", EYES)
 def test_any_two_kinds_can_be_told_apart(eye: str) -> None:
     """A distance of 2.3 is just seen side by side; 20 is seen at once."""
-    seen = {kind: lab(style_of(kind).colour, eye) for kind in Kind}
+    seen = {kind: lab(KINDS[kind].colour, eye) for kind in Kind}
     close = {(a.value, b.value): dist(seen[a], seen[b]) for a, b in itertools.combinations(Kind, 2)}
     assert {} == {pair: distance for pair, distance in close.items() if distance < 20}
 
@@ -80,14 +80,14 @@ def test_stages_become_lighter_and_an_eighth_of_them_is_seen(eye: str) -> None:
 
 def test_dark_letters_can_be_read_on_every_colour() -> None:
     """WCAG's contrast of the ink on each colour is at least 4.5."""
-    colours = {kind.value: style_of(kind).colour for kind in Kind}
+    colours = {kind.value: KINDS[kind].colour for kind in Kind}
     colours |= {f"stage {stage}": stage_shade(stage, 100).colour for stage in range(101)}
     assert {} == {name: contrast(colour) for name, colour in colours.items() if contrast(colour) < 4.5}
-    assert len({style_of(kind).word for kind in Kind}) == len(Kind)
+    assert len({KINDS[kind].word for kind in Kind}) == len(Kind)
 
 
 def test_colours_of_terminals_are_different() -> None:
-    codes = [style_of(kind).codes for kind in Kind]
+    codes = [KINDS[kind].codes for kind in Kind]
     assert len({code[0] for code in codes}) == len(Kind)
     assert all(len(code) == 3 and all(16 <= one <= 255 for one in code) for code in codes)
 

@@ -1,0 +1,68 @@
+"""What a compiled stage says when it is traced over and over: which Python number changes, or that there are many sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from funcpipe.core.tree import flatten, locations, unflatten
+from funcpipe.runtime.eager import EagerBound
+from funcpipe.runtime.program import StageArgs
+
+_VALUES = 4
+"""So many values of a number are no accident; two may be training and evaluation."""
+
+_NUMBERS = (float, int)
+
+
+def advice(
+    bound: EagerBound, args: StageArgs, signature: Hashable, kept: Sequence[Hashable], made: int, most: int
+) -> str:
+    """What to say after a trace; "": nothing, yet.
+
+    Args:
+        bound, args: what was traced.
+        signature: its.
+        kept: those of all programs that there are.
+        made: how many were made in all.
+        most: how many are kept at most.
+    """
+    name = f"stage {bound.stage.name!r} (compiled)"
+    form, own = _apart(signature)
+    alike = [values for other, values in map(_apart, kept) if other == form and values != own]
+    if len(alike) >= max(1, min(_VALUES, most) - 1):
+        rows = zip(_names(bound, args), own, *alike, strict=True)
+        changing = {where: list(dict.fromkeys([*before, now])) for where, now, *before in rows if {*before} != {now}}
+        listed = "; ".join(f"{where} was {', '.join(map(str, values))}" for where, values in changing.items())
+        last = next(iter(changing.values()))[-1]
+        return (
+            f"{name} is traced anew for each value of a Python number: {listed}. Numbers in tensors are not looked "
+            f"at: give torch.tensor({last}), in a batch or in feeds fp.Replicate(torch.tensor({last}))"
+        )
+    if made < 2 * most:
+        return ""
+    return (
+        f"{name} was traced {made} times, each time for another signature (shapes, types, values that are no "
+        f"tensors), and keeps programs for {most}. Cut or pad batches to a few sizes (DataLoader(drop_last=True) "
+        f"leaves out a last, smaller one), or keep more: fp.compile(stage, max_programs={4 * most})"
+    )
+
+
+def _apart(words: Any) -> tuple[Any, list[Hashable]]:
+    """A signature without the values of Python numbers (`signature.word`); and these values, in order."""
+    if type(words) is not tuple:
+        return words, []
+    if len(words) == 2 and any(words[0] is kind for kind in _NUMBERS):
+        return words[0], [words[1]]
+    parts = [_apart(one) for one in words]
+    return tuple(form for form, _ in parts), [value for _, values in parts for value in values]
+
+
+def _names(bound: EagerBound, args: StageArgs) -> list[str]:
+    """Where the Python numbers stand that a signature has, in its order."""
+    trees = [("params", unflatten(bound.spec, bound.leaves)), ("state", bound.state), ("x", args.x.tree())]
+    for kind, names, borders in (("skips", bound.stage.pop, args.skips), ("feeds", bound.stage.feeds, args.feeds)):
+        trees += [(f"{kind}[{name!r}]", border.tree()) for name, border in zip(names, borders, strict=True)]
+    trees += [] if args.target is None else [("target", args.target.tree())]
+    pairs = [pair for root, tree in trees for pair in zip(locations(tree, root), flatten(tree)[0], strict=True)]
+    return [name for name, leaf in pairs if type(leaf) in _NUMBERS]

@@ -1,0 +1,95 @@
+"""Programs built by a compiler: a graph goes in, a function of its inputs comes out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from funcpipe.compiled.cut import is_view
+from funcpipe.compiled.joint import tracing
+from funcpipe.core import torch_names
+from funcpipe.runtime.eager import no_autocast
+from funcpipe.runtime.recorded import Recorded, Unrecordable
+from funcpipe.runtime.stream import Place
+
+Backend: TypeAlias = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
+"""``(graph, example inputs) -> function of the inputs``; inputs and outputs are tensors in a row, as for torch.compile."""
+
+
+def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """torch's compiler; needs a C++ compiler for the CPU, Triton for CUDA."""
+    return torch_names.inductor(graph, examples)
+
+
+def cudagraphs(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """Each program as a CUDA graph; on devices without them as it is, with a warning."""
+    if all(is_view(node) for node in graph.graph.nodes if node.op == "call_function"):
+        return graph.forward  # nothing to queue
+    where = list(dict.fromkeys(example.device for example in examples))
+    recorder = Place.backend.graph(where[0]) if len(where) == 1 else None
+    reason = f"{', '.join(map(str, where)) or 'nothing'} has none"
+    if recorder is not None:
+        try:
+            zeros = [example.zero_() for example in examples]  # what is in the examples may be no index of anything
+            recorded = Recorded(recorder, where[0], zeros, lambda inputs: graph(*inputs), steady=True)
+            return lambda *inputs: recorded(inputs)
+        except Unrecordable as error:
+            reason = str(error)
+    size = len(graph.graph.nodes)
+    warnings.warn(
+        f'backend "cudagraphs": a program of {size} nodes is not a graph ({reason}) and runs as it is', stacklevel=2
+    )
+    return graph.forward
+
+
+class Kernel:
+    """What a backend makes of a part of a graph, at its first call or by `build`: tensors in a row in, a row out.
+
+    Args:
+        nodes, reads, outs: the operations, what they read, and what is wanted of them.
+        module: where constants are.
+        backend: see `Backend`.
+
+    Attributes:
+        graph: what the backend gets.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        reads: Sequence[fx.Node],
+        outs: Sequence[fx.Node],
+        module: fx.GraphModule,
+        backend: Backend,
+    ) -> None:
+        graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in reads:
+            new[node] = graph.placeholder(node.name)
+            new[node].meta = dict(node.meta)
+        for node in nodes:
+            new[node] = graph.node_copy(node, new.__getitem__)
+        graph.output(tuple(new[node] for node in outs))
+        self.graph, self.backend = fx.GraphModule(module, graph), backend
+        self._likes = [node.meta["val"] for node in reads]
+        self._function: Callable[..., Any] | None = None
+
+    def build(self) -> Callable[..., Any]:
+        """Have it built."""
+        with tracing:
+            if self._function is None:
+                # As it is called, whatever is on while it is built.
+                with torch.inference_mode(mode=False), torch.no_grad(), no_autocast():
+                    examples = [
+                        torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+                        for like in self._likes
+                    ]
+                    self._function = self.backend(self.graph, examples)
+            return self._function
+
+    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """Run it."""
+        return (self._function or self.build())(*inputs)

@@ -1,0 +1,263 @@
+"""A compiled stage for one run: programs called on the tensors of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from funcpipe.compiled.draws import Keyring
+from funcpipe.compiled.joint import OutputSpec, tensors
+from funcpipe.compiled.programs import Programs, add_products
+from funcpipe.compiled.residual import ProgramResidual
+from funcpipe.compiled.source import Code, laid_out
+from funcpipe.core.errors import TraceError
+from funcpipe.core.result import Loss
+from funcpipe.core.tree import unflatten
+from funcpipe.runtime.border import LEAF, Border, add_gradients, dense
+from funcpipe.runtime.eager import EagerBound, no_autocast
+from funcpipe.runtime.program import Cotangents, Gradients, Report, StageArgs, StageOut
+from funcpipe.runtime.residual import EagerResidual
+from funcpipe.runtime.signature import look, said, switches, word
+
+if TYPE_CHECKING:
+    from funcpipe.compiled.compile import Compiled
+
+_NOTHING = Report((), None, None)
+_ALL_THERE: frozenset[int] = frozenset()
+"""No root lacks its gradient."""
+
+
+class CompiledBound:
+    """A stage run by its programs.
+
+    Args:
+        compiled: how the stage becomes programs.
+        eager: the same stage, bound. It holds parameters, sums and shares, and runs what cannot be a program.
+    """
+
+    def __init__(self, compiled: Compiled, eager: EagerBound) -> None:
+        self.compiled, self.eager = compiled, eager
+        self._autocast = eager.autocast
+        self._bare = [leaf.detach() for leaf in tensors(eager.leaves, eager.state_leaves)]
+        self._complete: dict[Programs, list[Tensor]] = {}
+        self._sums: list[Tensor] = []
+        self._ends: dict[tuple[Programs, float], dict[str, Tensor]] = {}
+        self._met: dict[Hashable, Programs | None] = {}
+        self._last: tuple[list[Hashable], Programs | None] = ([], None)
+        self._fixed_words: Hashable = None
+        self._waiting: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._waiting_for: tuple[Programs, frozenset[int]] | None = None
+
+    # -- the eager one's ---------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """The eager one's."""
+        return self.eager.phase
+
+    def grads(self) -> list[Tensor | None]:
+        """The eager one's."""
+        return self.eager.grads()
+
+    def unused(self) -> list[int]:
+        """The eager one's."""
+        return self.eager.unused()
+
+    def fixed(self) -> list[Any]:
+        """The eager one's."""
+        return self.eager.fixed()
+
+    def written(self) -> list[int]:
+        """The eager one's."""
+        return self.eager.written()
+
+    def release(self) -> None:
+        """Forget every tensor."""
+        self.eager.release()
+        self._bare, self._sums, self._last = [], [], ([], None)
+        for remembered in (self._complete, self._ends, self._met):
+            remembered.clear()
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
+        """F, as its program; a stage that cannot be one runs eagerly where that is wanted."""
+        leaves, signature = _read(args)
+        try:
+            programs = self._programs(args, signature)
+        except TraceError as error:
+            if error.cause is not None:
+                self.eager.forward(args, keep=False)  # a mistake in the stage itself says so, at its place
+            programs = self._programs(args, signature)  # which says how to go on
+        if programs is None:
+            return self.eager.forward(args, keep=keep)
+        joint, program = programs.joint, programs.forward if keep else programs.alone
+        if joint.draws:
+            keys = Keyring(self.eager.keys, self.eager.index, joint.draws, args.microbatch)
+            given = self._run(programs, program, leaves, keys)
+        else:
+            given = self._run(programs, program, leaves)
+        outs, kept = given if keep else (given, [])
+        y, report, stash = _close(joint.spec, outs)
+        if program.gives is None:
+            program.gives = look(y)
+        y.words = program.gives  # a program lays out what it gives the same way each time
+        if not keep:
+            return StageOut(y, report, None, stash)
+        residual = ProgramResidual(kept, programs, args.microbatch, report.loss, report.side)
+        return StageOut(y, report, residual, stash)
+
+    def _run(self, programs: Programs, program: Code, *values: Any) -> Any:
+        """Run a program. Casts are in it, so autocast is off."""
+        complete = self._complete.get(programs)
+        if complete is None:  # computed once, by the lane that runs them
+            complete = self._complete[programs] = programs.complete(self._bare)
+        if self._autocast:
+            with no_autocast():
+                return program.call(complete, *values)
+        return program.call(complete, *values)
+
+    def find(self, args: StageArgs) -> Programs | None:
+        """The programs for these shapes; None: run eagerly."""
+        return self._programs(args, _read(args)[1])
+
+    def build(self, *, split: bool, remat: bool) -> None:
+        """Have all be written, or built, that a step of the last forward's shapes needs."""
+        programs = self._last[1]
+        if programs is not None and self.eager.backwards:
+            programs.build(split=split, remat=remat)
+
+    def _programs(self, args: StageArgs, signature: list[Hashable]) -> Programs | None:
+        if signature != self._last[0]:
+            form = tuple(signature)
+            if form not in self._met:  # what a run has it keeps, whatever else is made meanwhile
+                if self._fixed_words is None:
+                    self._fixed_words = self._words()
+                self._met[form] = self.compiled.programs((self._fixed_words, *form), self.eager, args)
+            self._last = signature, self._met[form]
+        return self._last[1]
+
+    def _words(self) -> Hashable:
+        """What a program depends on besides the leaves that a forward gets."""
+        eager = self.eager
+        flags = (eager.train, eager.backwards, tuple(eager.trainable), eager.loss)
+        leaves = (*eager.leaves, *eager.state_leaves)
+        return (flags, switches(), eager.spec, eager.state_spec, *map(word, leaves))
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def backward(self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
+        """B, as one program."""
+        if isinstance(residual, EagerResidual):
+            return self.eager.backward(residual, y, stash)
+        programs = residual.programs
+        given, missing = self._roots(residual, y, stash)
+        x, *skips = self._run(programs, programs.half(missing).whole, residual.values, given, self._totals())
+        return Cotangents(x, skips)
+
+    def backward_input(
+        self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]
+    ) -> tuple[Cotangents, Any]:
+        """I: the gradients of the inputs, and what W needs."""
+        if isinstance(residual, EagerResidual):
+            return self.eager.backward_input(residual, y, stash)
+        programs = residual.programs
+        given, missing = self._roots(residual, y, stash)
+        (x, *skips), left = self._run(programs, programs.half(missing).inputs, residual.values, given)
+        return Cotangents(x, skips), ProgramResidual(left, programs, residual.microbatch, missing=missing)
+
+    def backward_weight(self, residual: Any, *, more: bool = False) -> None:
+        """W: adds the gradients of the parameters into their sums; with ``merge`` the products of several at once."""
+        if residual is None:
+            return
+        programs, sums = residual.programs, self._totals()
+        half = programs.half(residual.missing)
+        if not self.compiled.merge or not (more or self._waiting):
+            self._run(programs, half.weights, residual.values, sums)
+            return
+        if self._waiting_for != (programs, residual.missing):
+            self._merge()
+            self._waiting_for = programs, residual.missing
+        self._waiting.append(self._run(programs, half.operands, residual.values, sums))
+        if not more:
+            self._merge()
+
+    def _merge(self) -> None:
+        """Add the products that wait."""
+        if self._waiting_for is not None:
+            programs, missing = self._waiting_for
+            add_products(programs.half(missing).products, self._waiting, self._totals())
+        self._waiting, self._waiting_for = [], None
+
+    def _totals(self) -> list[Tensor]:
+        """The sums of the trainable leaves."""
+        if not self._sums:
+            self._sums = [total for total in self.eager.grads() if total is not None]
+        return self._sums
+
+    def _roots(
+        self, residual: ProgramResidual, y: Gradients | None, stash: dict[str, list[Gradients]]
+    ) -> tuple[list[Tensor | None], frozenset[int]]:
+        """The gradients that come in, by root, and the roots that have none."""
+        given: list[Tensor | None] = []
+        missing = _ALL_THERE
+        added = {name: add_gradients(None, *parts) or () for name, parts in stash.items()} if stash else {}
+        ends = self._loss_cotangents(residual) if residual.loss is not None or residual.side is not None else {}
+        for what, name, leaf, stride in residual.programs.joint.roots:
+            if what == "y":
+                gradient = y[leaf] if y is not None else None
+            elif what == "stash":
+                gradient = added[name][leaf] if name in added else None
+            else:
+                gradient = ends.get(what)
+            if gradient is None:
+                missing |= {len(given)}
+            elif gradient.stride() != stride:
+                gradient = laid_out(gradient, stride)
+            given.append(gradient)
+        return given, missing
+
+    def _loss_cotangents(self, residual: ProgramResidual) -> dict[str, Tensor]:
+        """Made once for all microbatches that count alike: no program writes into what it gets."""
+        loss, shares = residual.loss, self.eager.shares
+        if shares is None or residual.side is not None or loss is None or loss.weight is not None:
+            return self.eager.loss_cotangents(residual)
+        key = residual.programs, shares.factor(loss, residual.microbatch)
+        if key not in self._ends:
+            self._ends[key] = self.eager.loss_cotangents(residual)
+        return self._ends[key]
+
+
+def _close(spec: OutputSpec, outs: Sequence[Tensor]) -> tuple[Border, Report, dict[str, Border]]:
+    """What a forward hands out, from the program's tensors."""
+    if spec.plain:  # most of the time
+        report = _NOTHING if spec.report is None else Report((), Loss(outs[1]), None)
+        return Border([dense(outs[0])], LEAF, spec.y[1]), report, {}
+    leaves = list(spec.leaves)
+    for slot, out in zip(spec.slots, outs, strict=True):
+        leaves[slot] = out
+    rest = iter(leaves)
+
+    def border(structure: Any, flags: Sequence[bool]) -> Border:
+        part = [next(rest) for _ in flags]
+        return Border([dense(leaf) if isinstance(leaf, Tensor) else leaf for leaf in part], structure, flags)
+
+    y, stash = border(*spec.y), {name: border(*part) for name, part in spec.stash.items()}
+    return y, _NOTHING if spec.report is None else Report(*unflatten(spec.report, list(rest))), stash
+
+
+def _read(args: StageArgs) -> tuple[list[Tensor], list[Hashable]]:
+    """The tensors that a forward gets, and the signature of all that it gets."""
+    found: list[Tensor] = []
+    words: list[Hashable] = []
+    borders = [args.x, *args.skips, *args.feeds]
+    if args.target is not None:
+        borders.append(args.target)
+    for border in borders:
+        words.append(said(border))
+        for leaf in border.leaves:
+            if isinstance(leaf, Tensor):
+                found.append(leaf)
+    return found, words

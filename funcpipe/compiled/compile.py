@@ -1,0 +1,280 @@
+"""`compile`: a stage whose forward and backward are programs, traced once for each signature."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from funcpipe.compiled.advice import advice
+from funcpipe.compiled.backend import Backend, cudagraphs, inductor
+from funcpipe.compiled.bound import CompiledBound
+from funcpipe.compiled.hoist import hoist
+from funcpipe.compiled.joint import trace, tracing
+from funcpipe.compiled.programs import Programs
+from funcpipe.compiled.recompute import recompute as least_kept
+from funcpipe.core.errors import PlanError, TraceError
+from funcpipe.core.stage import Stage
+from funcpipe.core.tree import Tree, flatten, is_differentiable
+from funcpipe.runtime.border import Border
+from funcpipe.runtime.eager import EagerBound
+from funcpipe.runtime.program import StageArgs
+from funcpipe.runtime.rng import Keys
+from funcpipe.runtime.trainable import Trainable, trainable_leaves
+
+_BACKENDS: dict[str, Backend | None] = {"graph": None, "inductor": inductor, "cudagraphs": cudagraphs}
+"""By name; None: programs are Python that calls torch's kernels."""
+
+
+class Compiled:
+    """How a compiled stage becomes numbers, and the programs that it has so far.
+
+    Attributes:
+        backend: what builds the programs.
+        fuse: are products added to their sums in one operation.
+        merge: are those of adjacent W added as one.
+        recompute: is what is cheap to compute again not kept for the backward.
+        fallback: does a stage that cannot be traced run eagerly.
+        max_programs: for how many signatures programs are kept.
+        found: what became of each of these, the longest unused first: its programs, or why there are none.
+        made: how many were made in all.
+    """
+
+    def __init__(
+        self, *, backend: Backend | str, fuse: bool, merge: bool, recompute: bool, fallback: bool, max_programs: int
+    ) -> None:
+        self.backend, self.fuse, self.merge, self.recompute, self.fallback = backend, fuse, merge, recompute, fallback
+        self.max_programs = max_programs
+        self.found: dict[Hashable, Programs | TraceError] = {}
+        self.made = 0
+        self._told = False
+        self._making, self._turn = threading.Lock(), threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _OPTIONS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+    def __call__(self, stage: Stage, index: int, params: Tree, state: Tree, **options: Any) -> CompiledBound:
+        """Bind a stage for one run, as `Program` says. Raises PlanError where parameters or state do not fit."""
+        return CompiledBound(self, EagerBound(stage, index, params, state, **options))
+
+    def reasons(self) -> list[str]:
+        """Why signatures have no programs."""
+        return [str(one) for one in self.found.values() if isinstance(one, TraceError)]
+
+    def programs(self, signature: Hashable, bound: EagerBound, args: StageArgs) -> Programs | None:
+        """The programs for a signature, traced when it is first met; None where the stage runs eagerly.
+
+        Raises:
+            TraceError: the stage cannot be traced and was not asked to fall back.
+        """
+        found = self._look(signature)
+        if found is None:
+            with self._making:  # whoever else waits for them gets the same
+                found = self._look(signature) or self._make(signature, bound, args)
+            self._advise(signature, bound, args)
+        if isinstance(found, Programs):
+            return found
+        if self.fallback:
+            return None
+        raise TraceError(
+            f"stage {bound.stage.name!r} cannot be compiled: {found}; leave it eager, or fp.compile(stage, "
+            "fallback=True) to run it so where it cannot be"
+        )
+
+    def _look(self, signature: Hashable) -> Programs | TraceError | None:
+        """What there is for a signature, which is used last now."""
+        with self._turn:
+            found = self.found.pop(signature, None)
+            if found is not None:
+                self.found[signature] = found
+            return found
+
+    def _make(self, signature: Hashable, bound: EagerBound, args: StageArgs) -> Programs | TraceError:
+        """The programs for a signature that has none yet; what is unused for longest goes.
+
+        Raises:
+            TraceError: the stage itself raised. Its own words are better than what is made of them here.
+        """
+        try:
+            joint = trace(bound, args)
+            with tracing:
+                hoist(joint)
+                if self.recompute:
+                    least_kept(joint)
+                backend = _BACKENDS[self.backend] if isinstance(self.backend, str) else self.backend
+                found = Programs(joint, fuse=self.fuse, backend=backend)
+        except TraceError as error:
+            refused = TraceError(str(error))  # without its frames
+            self._keep(signature, refused)
+            if error.cause is not None and not self.fallback:
+                raise
+            return refused
+        self._keep(signature, found)
+        return found
+
+    def _keep(self, signature: Hashable, found: Programs | TraceError) -> None:
+        with self._turn:
+            self.made += 1
+            self.found[signature] = found
+            over = list(self.found)[: -self.max_programs]
+            gone = [self.found.pop(old) for old in over]  # runs that use it hold it until they end
+        del gone  # it may be large, and nobody has to wait for that
+
+    def _advise(self, signature: Hashable, bound: EagerBound, args: StageArgs) -> None:
+        """Say once what makes traces come over and over."""
+        with self._turn:
+            text = ""
+            if not self._told:
+                text = advice(bound, args, signature, list(self.found), self.made, self.max_programs)
+            self._told = self._told or bool(text)
+        if text:
+            warnings.warn(text, stacklevel=2)
+
+
+_OPTIONS = ("backend", "fuse", "merge", "recompute", "fallback", "max_programs")
+
+
+def compile(
+    stage: Stage,
+    *,
+    backend: Backend | str = "graph",
+    fuse: bool = True,
+    merge: bool = False,
+    recompute: bool = False,
+    fallback: bool = False,
+    max_programs: int = 16,
+) -> Stage:
+    """The stage with its forward, backward, input backward and weight backward as programs.
+
+    When a run first meets a signature (shapes, types and layouts of everything that the stage gets, which leaves are
+    trained, the mode, autocast, the plan's loss) the stage is traced once, with its backward, on tensors without
+    numbers. The joint graph is cut: F is what outputs need, I what the gradients of inputs need besides, W the rest.
+    Nothing is computed twice, W keeps only what it needs, and weight gradients are added into their sums in place.
+
+    Results are eager ones: the same operations on the same numbers. With ``fuse`` a weight gradient that is a product
+    is added to its sum in one operation, which rounds once instead of twice, and on the CPU (backend "graph", float32
+    and float64) so is a sum of at most 512 rows, the gradient of a bias, as a product with ones, which adds them in
+    another order; without it every bit is eager's.
+
+    The function must be pure: what it reads besides its arguments would be frozen. Tensors that it closes over,
+    branches on numbers in tensors, Python state that changes from call to call, draws in a backward are refused, each
+    with its reason. Called directly, a compiled stage runs its function, so torch.func transforms it as before.
+
+    >>> import torch
+    >>> layer = compile(Stage(lambda w, x: torch.tanh(x @ w), "layer"))
+    >>> layer(torch.zeros(2, 2), torch.ones(1, 2))
+    tensor([[0., 0.]])
+
+    Args:
+        stage: any stage; of a composition, the whole.
+        backend: "graph": Python that calls torch's kernels, one by one. "inductor": each program is built by torch's
+            compiler, which fuses operations and rounds differently; it takes seconds to minutes, at the first call or
+            in `warmup`. "cudagraphs": each program is recorded as a CUDA graph, with copies of what it reads and gives
+            (`graphs` does it to whole runs on one device). Or a function ``(graph, example inputs) -> function of the
+            inputs``, as for ``torch.compile``. Programs that draw random numbers are "graph" always.
+        fuse: see above.
+        merge: where the plan has several W of the stage next to each other, make one larger product of their weight
+            gradients. It reads and writes the sum once, which can pay where the product of one microbatch is too small
+            for the device (`delay` brings W together); bits then depend on the schedule.
+        recompute: keep as few bytes for the backward as a cut through the forward can have: pointwise operations, norms
+            and softmax are computed again where that is less (min-cut rematerialization); products and random draws are
+            not. The bits are the same. `Programs.residual_bytes` says what is kept; see `remat` for the coarse way.
+        fallback: run eagerly what cannot be traced, instead of raising; `programs` says why it cannot.
+        max_programs: for how many signatures programs are kept, each of them with F, B, I, W; of a few large layers
+            that is some MiB, with "cudagraphs" it holds memory of the device. Another one takes the place of what is
+            unused for longest, whose memory is freed when the runs that use it end. Where traces come over and over, a
+            warning says once what makes them.
+
+    Returns:
+        A stage for the same parameters and state.
+
+    Raises:
+        PlanError: this is no stage, there is no such backend, merge without fuse, or max_programs is no number from 1.
+            (A run raises it for a stage that cannot be traced.)
+    """
+    if not isinstance(stage, Stage):
+        raise PlanError(
+            f"compile takes a stage; got a {type(stage).__name__}; make one: fp.stage(fn), fp.from_module(module), "
+            "fp.split(model, ...)"
+        )
+    if not (isinstance(backend, str) and backend in _BACKENDS) and not callable(backend):
+        raise PlanError(
+            f"backend is one of {sorted(_BACKENDS)} or a function (graph, example inputs) -> function; got {backend!r}"
+        )
+    if merge and not fuse:
+        raise PlanError(
+            "merge=True adds one product for several W, and fuse=False asks for eager's rounding; leave one out"
+        )
+    if not isinstance(max_programs, int) or isinstance(max_programs, bool) or max_programs < 1:
+        raise PlanError(
+            f"max_programs is an int from 1, for how many signatures programs are kept; got {max_programs!r}"
+        )
+    made = Compiled(
+        backend=backend, fuse=fuse, merge=merge, recompute=recompute, fallback=fallback, max_programs=max_programs
+    )
+    return replace(stage, program=made)
+
+
+def programs(
+    stage: Stage,
+    params: Tree,
+    x: Tree,
+    *,
+    skips: Mapping[str, Tree] | None = None,
+    feeds: Mapping[str, Tree] | None = None,
+    state: Tree = (),
+    target: Tree = None,
+    loss: Callable[..., Any] | None = None,
+    trainable: Trainable = None,
+    train: bool = True,
+    input_grads: bool = True,
+) -> Programs:
+    """The programs of a compiled stage for arguments of these shapes, to read and to measure; nothing runs.
+
+    >>> import torch
+    >>> print(programs(compile(Stage(lambda w, x: x @ w)), torch.ones(3, 3), torch.ones(2, 3)).backward_weight)
+    def W(P, L, S):
+        l0, l1, = L
+        L.clear()
+        t = torch.t(l0); del l0
+        S[0].addmm_(t, l1); del t, l1
+        return None
+    <BLANKLINE>
+
+    Args:
+        stage: what `compile` gave.
+        params, x, skips, feeds, state: as the stage is called.
+        target, loss: of the plan; for its last stage.
+        trainable: which leaves of ``params`` have gradients: a tree of bools, or as in ``run``.
+        train: the mode.
+        input_grads: do gradients flow back to the input (in the first stage of a plan they do not).
+
+    Returns:
+        The programs; ``str`` of them is Python, ``residual_bytes`` what F keeps.
+
+    Raises:
+        PlanError: this is no compiled stage, parameters do not fit, or the stage cannot be traced.
+    """
+    compiled = stage.program if isinstance(stage, Stage) else None
+    if not isinstance(compiled, Compiled):
+        raise PlanError("programs takes a compiled stage: fp.compile(stage)")
+    of_all = trainable is None or isinstance(trainable, bool) or callable(trainable)
+    flags = trainable_leaves([params], trainable if of_all else [trainable])[0]
+
+    def border(tree: Tree) -> Border:
+        leaves, spec = flatten(tree)
+        return Border(leaves, spec, [input_grads and is_differentiable(leaf) for leaf in leaves])
+
+    given = [border((skips or {})[name]) for name in stage.pop], [border((feeds or {})[name]) for name in stage.feeds]
+    args = StageArgs(border(x), *given, None if loss is None else border(target), 0)
+    options: dict[str, Any] = {"trainable": flags, "train": train, "backwards": True, "keys": Keys(None, [stage])}
+    bound = compiled(stage, 0, params, state, loss=loss, shares=None, **options)
+    found = bound.find(args)
+    if found is None:
+        raise TraceError(f"stage {stage.name!r} cannot be compiled: {compiled.reasons()[-1]}")
+    return found

@@ -1,0 +1,301 @@
+"""Which operation of a joint graph belongs to F, which to I, which to W, and what crosses between them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import fx
+
+from funcpipe.compiled.joint import Joint
+
+_aten = torch.ops.aten
+
+_VIEWS: set[Any] = {
+    _aten.t.default,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.transpose.int,
+    _aten.permute.default,
+    _aten.unsqueeze.default,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.squeeze.default,
+    _aten.expand.default,
+    _aten.slice.Tensor,
+    _aten.select.int,
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.unbind.int,
+    _aten.diagonal.default,
+    _aten.as_strided.default,
+}
+"""Operations that cost nothing: each program makes its own, so that what crosses is what the view is of."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One program: straight-line code.
+
+    Attributes:
+        name: of its function.
+        takes: its arguments, and the values that each holds.
+        gives: what it returns: a list of values, a list of such lists, a tuple of both; None: nothing.
+        sums: weight gradients that are added into ``S[0]``, ``S[1]``, ...; None: the function has no ``S``.
+        fused: the numbers of sums to which a product of two matrices, or a sum of rows, is added in one operation.
+        nodes: its operations, in order.
+        reads: the values that it gets from outside, in the order of the graph.
+    """
+
+    name: str
+    takes: Mapping[str, Sequence[fx.Node]]
+    gives: Any
+    sums: Sequence[fx.Node | None] | None
+    fused: Collection[int]
+    nodes: list[fx.Node]
+    reads: list[fx.Node]
+
+
+class Product(NamedTuple):
+    """A product of two matrices.
+
+    Attributes:
+        left, right: what it is of.
+        turned: is it of the left one's transpose.
+    """
+
+    left: fx.Node
+    right: fx.Node
+    turned: bool
+
+
+Program = TypeVar("Program")
+
+
+class Backward(NamedTuple, Generic[Program]):
+    """The backward of a stage in one piece and in two: as parts of the graph, or as what was written of these.
+
+    Attributes:
+        whole: B.
+        inputs: I, what the gradients of the inputs need.
+        weights: W, the rest of what the gradients of the parameters need.
+        operands: V, which is W without its products but with what they are of; these are made later.
+        left: what I leaves for W.
+        products: the weight gradients that are products of two matrices and serve nothing else, by their numbers.
+    """
+
+    whole: Program
+    inputs: Program
+    weights: Program
+    operands: Program
+    left: list[fx.Node]
+    products: dict[int, Product]
+
+
+class Cut:
+    """The cut of a joint graph.
+
+    An operation belongs to F if an output needs it, to I if a gradient of an input does, else to W; the first that
+    needs it has it, so nothing is computed twice.
+
+    Args:
+        joint: the graph.
+        fuse: are products, and sums of a few rows, added to their sums in one operation.
+
+    Attributes:
+        kept: what F keeps for the backward.
+        forward: F where a backward follows.
+        alone: A, F where none does.
+        once: C, what is computed of parameters and state alone; None: nothing.
+    """
+
+    def __init__(self, joint: Joint, *, fuse: bool) -> None:
+        self.joint, self.fuse = joint, fuse
+        self._forward = {*above(joint.outs), *joint.params, *joint.inputs}
+        outside = self._forward | {*joint.cotangents}
+        own, left = self._inputs(joint.wanted, joint.sums)
+        reads = gather(nodes_in([joint.wanted, [node for node in left if node in own]]), stop=outside)[1]
+        crossing = {*reads, *left} - {*joint.params} - {*joint.cotangents} - own
+        self.kept = [node for node in joint.module.graph.nodes if node in crossing]
+        takes = {"P": joint.params, "X": joint.inputs, **({"R": []} if joint.draws else {})}
+        self.forward = _part("F", takes, (joint.outs, self.kept))
+        self.alone = _part("A", takes, joint.outs)
+        bare = joint.params[: len(joint.params) - len(joint.once)]
+        self.once = _part("C", {"P": bare}, joint.once) if joint.once else None
+
+    def _inputs(self, wanted: Any, sums: Sequence[fx.Node | None]) -> tuple[set[fx.Node], list[fx.Node]]:
+        """The operations of I, and what W reads besides parameters."""
+        own = _whole_ops(above(nodes_in(wanted)) - self._forward)
+        reads = gather(nodes_in(sums), stop={*self._forward, *self.joint.cotangents, *own})[1]
+        params = {*self.joint.params}
+        return own, [node for node in reads if node not in params]
+
+    def backward(self, missing: frozenset[int]) -> Backward[Part]:
+        """The backward where some roots (by number) have no gradient: what depends on these alone has none either.
+
+        As in autograd, which does not go where no gradient comes from, and adds nothing to what has none.
+        """
+        joint = self.joint
+        wanted, sums = joint.wanted, joint.sums
+        if missing:
+            gone = _prune(joint.module.graph, joint.cotangents, {joint.cotangents[number] for number in missing})
+            wanted = [[gone.get(node, node) for node in row] for row in wanted]  # pyright: ignore
+            sums = [gone.get(node, node) for node in sums]  # pyright: ignore
+        left = self._inputs(wanted, sums)[1]
+        takes = {"P": joint.params, "K": self.kept, "G": joint.cotangents}
+        second = {"P": joint.params, "L": left}
+        weights = _part("W", second, None, sums)
+        products = _products(sums, {*weights.nodes})
+        fused = [*products, *_columns(sums, {*weights.nodes})] if self.fuse else []
+        factors = [one.left for one in products.values()], [one.right for one in products.values()]
+        rest = [None if number in products else node for number, node in enumerate(sums)]
+        return Backward(
+            _part("B", takes, wanted, sums, fused),
+            _part("I", takes, (wanted, left)),
+            replace(weights, fused=fused),
+            _part("V", second, factors, rest),
+            left,
+            products,
+        )
+
+
+def _part(
+    name: str,
+    takes: Mapping[str, Sequence[fx.Node]],
+    gives: Any,
+    sums: Sequence[fx.Node | None] | None = None,
+    fused: Collection[int] = (),
+) -> Part:
+    """The program that gives some values and adds others into sums."""
+    stop = {node for values in takes.values() for node in values}
+    return Part(name, takes, gives, sums, fused, *gather(nodes_in((gives, sums)), stop=stop))
+
+
+def nodes_in(values: Any) -> list[fx.Node]:
+    """The nodes among lists of lists."""
+    found: list[fx.Node] = []
+    fx.map_arg(values, found.append)  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def _products(sums: Sequence[fx.Node | None], own: set[fx.Node]) -> dict[int, Product]:
+    """The weight gradients that are products and serve nothing but one sum."""
+    return {number: product(node) for number, node in _single(sums, own, _aten.mm.default)}
+
+
+def is_product(node: fx.Node | None) -> bool:
+    """Is it a product of two matrices."""
+    return node is not None and node.target is _aten.mm.default
+
+
+def product(node: fx.Node) -> Product:
+    """What a product is of."""
+    left: Any
+    right: Any
+    left, right = node.args
+    turned = left.target is _aten.t.default
+    return Product(left.args[0] if turned else left, right, turned)
+
+
+_FEW = 512
+"""Rows that a product with ones may add: torch's sum adds in pairs, and of many rows that is closer."""
+
+
+def _columns(sums: Sequence[fx.Node | None], own: set[fx.Node]) -> list[int]:
+    """The weight gradients that are sums over a few rows and serve nothing but one sum.
+
+    On the CPU only: elsewhere the ones would have to be there before streams that know nothing of each other.
+    """
+    found: list[int] = []
+    for number, node in _single(sums, own, _aten.sum.dim_IntList):
+        rows: Any = node.args[0]
+        val = rows.meta["val"]
+        plain = node.args[1:] == ([0],) and not node.kwargs and val.dtype in (torch.float32, torch.float64)
+        if plain and val.device.type == "cpu" and val.dim() == 2 and 0 < len(val) <= _FEW:
+            found.append(number)
+    return found
+
+
+def _single(sums: Sequence[fx.Node | None], own: set[fx.Node], target: Any) -> Iterator[tuple[int, fx.Node]]:
+    """The weight gradients that this operation makes and only one sum reads, with their numbers."""
+    for number, node in enumerate(sums):
+        if node is None or node not in own or node.target is not target or list(sums).count(node) > 1:
+            continue
+        if own.isdisjoint(node.users):
+            yield number, node
+
+
+def above(roots: Iterable[Any]) -> set[fx.Node]:
+    """All operations and placeholders that some values need."""
+    seen: set[fx.Node] = set()
+    todo = [node for node in roots if isinstance(node, fx.Node)]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes
+    return _whole_ops(seen)
+
+
+def _whole_ops(nodes: set[fx.Node]) -> set[fx.Node]:
+    """Also the other pieces of operations that give several values."""
+    pieces = {user for node in nodes if not is_view(node) for user in node.users if user.target is operator.getitem}
+    return nodes | pieces
+
+
+def gather(roots: Sequence[fx.Node], *, stop: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What computes some values reading those in ``stop``, but for views of them: operations, and what is read."""
+    own: set[fx.Node] = set()
+    reads: set[fx.Node] = set()
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node in own or node in reads:
+            continue
+        if node.op != "get_attr" and node in stop and not is_view(node):
+            reads.add(node)
+        else:
+            own.add(node)
+            todo += node.all_input_nodes
+    nodes = list(roots[0].graph.nodes) if roots else []
+    return [node for node in nodes if node in own], [node for node in nodes if node in reads]
+
+
+def _prune(graph: fx.Graph, cotangents: Sequence[fx.Node], missing: set[fx.Node]) -> dict[fx.Node, fx.Node | None]:
+    """What stands for each value when some cotangents are missing: None for none. New operations join the graph."""
+    instead: dict[fx.Node, fx.Node | None] = dict.fromkeys(missing)
+    flowing = {*cotangents}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or flowing.isdisjoint(node.all_input_nodes):
+            continue
+        flowing.add(node)
+        came = [one for one in node.all_input_nodes if one in flowing]
+        dead = [one for one in came if instead.get(one, one) is None]
+        if len(dead) == len(came):
+            instead[node] = None
+        elif dead and node.target is _aten.add.Tensor and not node.kwargs and len(came) == 2:
+            other = next(one for one in came if one not in dead)
+            instead[node] = instead.get(other, other)
+        elif any(one in instead for one in came):
+            with graph.inserting_before(node):
+                zeros = {one: _zeros(graph, one) for one in dead}
+                instead[node] = graph.node_copy(node, lambda one: zeros.get(one) or instead.get(one, one))  # noqa: B023  # pyright: ignore
+            flowing.add(instead[node])  # pyright: ignore[reportArgumentType]
+    return instead
+
+
+def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    val = like.meta["val"]
+    node = graph.call_function(_aten.zeros.default, (list(val.shape),), {"dtype": val.dtype, "device": val.device})
+    node.meta["val"] = val
+    return node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Is it a view, or a piece of one that has several."""
+    if node.target is operator.getitem:
+        return node.args[0].target in _VIEWS  # pyright: ignore
+    return node.target in _VIEWS

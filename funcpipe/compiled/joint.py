@@ -1,0 +1,313 @@
+"""A stage as one graph: its forward, the plan's loss and their backward, traced on fake tensors; nothing is computed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from funcpipe.compiled.draws import DrawOp, Watch, draws
+from funcpipe.compiled.tidy import tidy
+from funcpipe.core.errors import TraceError
+from funcpipe.core.torch_names import FakeTensorMode, FunctionalTensorMode, NumbersWanted, functionalized
+from funcpipe.core.tree import Spec, flatten, unflatten
+from funcpipe.runtime.border import LEAF, Border
+from funcpipe.runtime.context import no_autocast_cache
+from funcpipe.runtime.eager import EagerBound, no_autocast
+from funcpipe.runtime.program import StageArgs, StageOut
+from funcpipe.runtime.rng import Keys
+
+
+class Root(NamedTuple):
+    """Where gradients come in: a leaf of the outputs.
+
+    Attributes:
+        what: "y", "stash", "loss" or "side".
+        name: of the stash.
+        leaf: its number among the leaves of that tree.
+        stride: the layout that its gradient must have.
+    """
+
+    what: str
+    name: str
+    leaf: int
+    stride: tuple[int, ...]
+
+
+class OutputSpec(NamedTuple):
+    """How the tensors that a program of a forward gives make its outputs.
+
+    Attributes:
+        y, stash: structure and flags of the borders.
+        report: structure of ``(stats, loss, side)``; None: there is nothing to report.
+        leaves: all leaves, those that are no tensors as they are.
+        slots: the numbers of those that are.
+        plain: is it one tensor, and with it no report but perhaps a loss that is a mean.
+    """
+
+    y: tuple[Spec, tuple[bool, ...]]
+    stash: dict[str, tuple[Spec, tuple[bool, ...]]]
+    report: Spec | None
+    leaves: list[Any]
+    slots: list[int]
+    plain: bool
+
+
+@dataclass
+class Joint:
+    """The graph of a stage with its backward.
+
+    Attributes:
+        module: holds the graph and its constants.
+        params: placeholders of the tensors among the leaves of parameters and state, and of what is in ``once``.
+        inputs: placeholders of the tensors among those of input, skips, feeds and target.
+        cotangents: placeholders, one for each root.
+        outs: what the forward gives, in the order of ``spec.slots``.
+        wanted: gradients of input leaves: one list for the input, one for each skip; None where there is none.
+        sums: gradients of the trainable leaves.
+        spec, roots, draws: see there.
+        once: what is computed of parameters and state alone, once a run (`hoist`).
+    """
+
+    module: fx.GraphModule
+    params: list[fx.Node]
+    inputs: list[fx.Node]
+    cotangents: list[fx.Node]
+    outs: list[fx.Node]
+    wanted: list[list[fx.Node | None]]
+    sums: list[fx.Node | None]
+    spec: OutputSpec
+    roots: list[Root]
+    draws: list[DrawOp]
+    once: list[fx.Node] = field(default_factory=list[fx.Node])
+
+
+def tensors(*trees: Sequence[Any]) -> list[Tensor]:
+    """The tensors among some leaves."""
+    return [leaf for leaves in trees for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def leaves_in(args: StageArgs) -> list[Any]:
+    """All leaves that a forward gets."""
+    borders = [args.x, *args.skips, *args.feeds, *([] if args.target is None else [args.target])]
+    return [leaf for border in borders for leaf in border.leaves]
+
+
+tracing = threading.RLock()
+"""Held by who traces, writes or builds programs: fx keeps what it traces in the process, not in the thread."""
+
+
+def trace(bound: EagerBound, args: StageArgs) -> Joint:
+    """Trace a bound stage with its backward, for arguments like these.
+
+    Raises:
+        TraceError: it says what about the stage cannot be a program.
+    """
+    with tracing:
+        try:
+            with no_autocast_cache():  # a second call would not show the casts of the first
+                return _trace(bound, args)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise _why(error) from error
+
+
+def _trace(real: EagerBound, args: StageArgs) -> Joint:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fixed, given = tensors(real.leaves, real.state_leaves), tensors(leaves_in(args))
+    kind: Any = FakeTensorMode
+    if not torch.cuda.is_available():
+        # Builds with CUDA on machines without: torch 2.11 then puts a guard into the process that dies with this thread,
+        # and the next trace in another thread ends the process.
+        kind = type("Fakes", (FakeTensorMode,), {"avoid_device_init": False})
+    mode = kind(static_shapes=True)
+    with torch.no_grad():
+        fakes = [mode.from_tensor(tensor.detach()) for tensor in fixed]
+    with mode:
+        # Where a microbatch begins in the memory of the batch, and how large that is, is in no signature: no trace sees it.
+        fakes += [torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=one.device) for one in given]
+    with mode, torch.set_grad_enabled(real.backwards):
+        first = _Call(real, args, fakes)
+        again = _Call(real, args, fakes, first.bound)
+    _refuse_changes(first, again)
+    cotangents = [mode.from_tensor(torch.empty_like(root)) for root in first.ends] if first.ends else []
+    kept: list[_Call] = []
+
+    def joint(*flat: Tensor) -> Any:
+        call = _Call(real, args, flat[: len(fakes)])
+        kept[:] = [call]
+        return call.outs, *call.gradients(flat[len(fakes) :])
+
+    def graph(function: Callable[..., Any]) -> fx.GraphModule:
+        functional: Any = functionalized(function, FunctionalTensorMode())
+        return make_fx(functional, tracing_mode="fake")(*fakes, *cotangents)
+
+    with mode, torch.set_grad_enabled(real.backwards):
+        try:
+            module = graph(joint)
+        except NumbersWanted:
+            # Code that asks for fake tensors before it looks at numbers (masks in transformers) does not know functional
+            # ones: it did not look in the calls above. It gets fake ones, and the graph of that is made functional.
+            module = graph(make_fx(joint, tracing_mode="fake")(*fakes, *cotangents))
+    call = kept[0]
+    for bound in (first.bound, call.bound):
+        bound.release()
+    _name_draws(module.graph, call.watch.draws)
+    tidy(module)
+    boxes = [n for n in module.graph.nodes if n.op == "placeholder"]
+    outs, wanted, sums = next(n for n in module.graph.nodes if n.op == "output").args[0]
+    params, inputs, ends = boxes[: len(fixed)], boxes[len(fixed) : len(fakes)], boxes[len(fakes) :]
+    return Joint(module, params, inputs, ends, outs, wanted, sums, first.spec, first.roots, call.watch.draws)
+
+
+class _Call:
+    """One forward of the stage on given tensors, with its graph."""
+
+    def __init__(
+        self, real: EagerBound, args: StageArgs, flat: Sequence[Tensor], bound: EagerBound | None = None
+    ) -> None:
+        rest = iter(flat)
+
+        def put(leaves: Sequence[Any]) -> list[Any]:
+            return [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+        def border(old: Border) -> Border:
+            return Border(put(old.leaves), old.spec, old.flags)
+
+        params, state = unflatten(real.spec, put(real.leaves)), unflatten(real.state_spec, put(real.state_leaves))
+        x, skips, feeds, target, microbatch = args
+        given = border(x), [border(skip) for skip in skips], [border(feed) for feed in feeds], target and border(target)
+        if bound is None:
+            options: dict[str, Any] = {"trainable": real.trainable, "train": real.train, "backwards": real.backwards}
+            options |= {"keys": Keys(None, [real.stage]), "loss": real.loss}
+            bound = EagerBound(real.stage, 0, params, state, **options)
+        self.bound = bound
+        self.watch = Watch(bound.places)
+        with self.watch:
+            out = bound.evaluate(StageArgs(*given, microbatch), keep=True)
+        if bound.written():
+            raise TraceError("it writes into its parameters; a stage is pure")
+        self.residual = out.residual
+        self.spec, self.outs = _output(out)
+        self.roots, self.ends = self._ends()
+
+    def _ends(self) -> tuple[list[Root], list[Tensor]]:
+        """Where gradients come in, and the tensors there with their graphs."""
+        residual = self.residual
+        places: list[tuple[str, str, int, Any]] = []
+        if self.bound.loss is None:
+            places += [("y", "", leaf, end) for leaf, end in enumerate(residual.y)]
+        for name, ends in residual.stash.items():
+            places += [("stash", name, leaf, end) for leaf, end in enumerate(ends)]
+        if residual.loss is not None:
+            places.append(("loss", "", 0, residual.loss.sum))
+        if residual.side is not None:
+            places.append(("side", "", 0, residual.side[0]))
+        live = [place for place in places if isinstance(place[3], Tensor) and place[3].requires_grad]
+        ends = [end for *_, end in live]
+        return [Root(what, name, leaf, tuple(end.stride())) for what, name, leaf, end in live], ends
+
+    def gradients(self, cotangents: Sequence[Tensor]) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
+        """Gradients of the leaves at the inputs, in their layout, and of the trainable parameters."""
+        residual = self.residual
+        borders = [(residual.x_count, residual.x), *residual.skips]
+        wants = [*(leaf for _, held in borders for leaf in held.values()), *self.bound.inputs]
+        gradients: list[Tensor | None] = [None] * len(wants)
+        if wants and self.ends:
+            with no_autocast():
+                gradients = list(torch.autograd.grad(self.ends, wants, list(cotangents), allow_unused=True))
+        rest = iter(gradients)
+        wanted: list[list[Tensor | None]] = []
+        for count, held in borders:
+            row: list[Tensor | None] = [None] * count
+            for number, leaf in held.items():
+                row[number] = _like(next(rest), leaf)
+            wanted.append(row)
+        return wanted, [g if g is None or g.layout is torch.strided else g.to_dense() for g in rest]
+
+
+def _like(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+    """A gradient in the layout of its leaf, which autograd keeps to as well where it adds into ``.grad``."""
+    if gradient is None or gradient.stride() == leaf.stride():
+        return gradient
+    return torch.empty_like(leaf).copy_(gradient)
+
+
+def _output(out: StageOut) -> tuple[OutputSpec, list[Tensor]]:
+    """How the tensors of a forward make its outputs, and these tensors."""
+    stats, loss, side = out.report
+    reported, report = flatten((stats, loss, side))
+    silent = loss is None and side is None and not flatten(stats)[0]
+    leaves = [leaf for border in (out.y, *out.stash.values()) for leaf in border.leaves]
+    leaves += [] if silent else reported
+    slots = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    no_stats = type(stats) is tuple and not stats
+    mean = silent or (no_stats and side is None and loss is not None and loss.weight is None and loss.aux is None)
+    spec = OutputSpec(
+        y=(out.y.spec, tuple(out.y.flags)),
+        stash={name: (border.spec, tuple(border.flags)) for name, border in out.stash.items()},
+        report=None if silent else report,
+        leaves=[None if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+        slots=slots,
+        plain=mean and out.y.spec is LEAF and not out.stash and slots == list(range(1 if silent else 2)),
+    )
+    return spec, [leaves[number] for number in slots]
+
+
+def _refuse_changes(first: _Call, again: _Call) -> None:
+    """A second call must do what the first did, or Python state would be frozen into the program."""
+    if first.watch.steps == again.watch.steps and first.spec == again.spec:
+        return
+    pairs = zip(first.watch.steps, again.watch.steps, strict=False)
+    detail = next((f": {a} in one call, {b} in the next" for a, b in pairs if a != b), "")
+    raise TraceError(
+        f"it does something else when it is called again{detail}. It keeps state in Python (a counter, a cache, random "
+        "numbers that are not torch's), which a program would freeze: hand it in by feeds or state"
+    )
+
+
+def _name_draws(graph: fx.Graph, drawn: Sequence[DrawOp]) -> None:
+    """Mark each node that draws with the number of its draw. Raises TraceError."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    nodes = [node for node in calls if draws(node.target, node.args, node.kwargs, node.meta.get("val"))]
+    if len(nodes) > len(drawn):
+        raise TraceError(
+            "it draws random numbers in its backward (torch.utils.checkpoint around a dropout?), which a program would "
+            "draw anew; use fp.remat instead of checkpoint"
+        )
+    if len(nodes) < len(drawn):
+        raise TraceError(f"it draws random numbers ({drawn[0].what}) that the trace does not show")
+    for number, node in enumerate(nodes):
+        node.meta["draw"], node.meta["drawn_by"] = number, drawn[number].what
+
+
+NOT_GIVEN = (
+    "it computes with a tensor that it was not given (closed over, or an attribute of a module that is no buffer): "
+    "hand "
+    "it in by params, state or feeds"
+)
+_TAKEN_OUT = "it takes the numbers of a tensor out of torch (numpy, an extension)"
+_BRANCH = "what it does depends on numbers in tensors (a branch, .item(), a shape)"
+_REASONS = {
+    "allow_non_fake_inputs": NOT_GIVEN,
+    ".numpy()": _TAKEN_OUT,
+    "Cannot access data pointer": _TAKEN_OUT,
+    "DataDependent": _BRANCH,
+    "data-dependent": _BRANCH,
+    "DynamicOutputShape": "the shape of a result depends on numbers in tensors (nonzero, a mask, unique)",
+}
+
+
+def _why(error: Exception) -> TraceError:
+    """What about a stage cannot be traced."""
+    text = f"{type(error).__name__}: {error}"
+    known = next((reason for mark, reason in _REASONS.items() if mark in text), None)
+    found = TraceError(f"{known or 'it cannot be traced'} ({text.splitlines()[0]})")
+    found.cause = None if known else error
+    return found

@@ -1,0 +1,119 @@
+"""The programs of a stage for one signature: F, B, I, W, written when they are first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from funcpipe.compiled.backend import Backend
+from funcpipe.compiled.cut import Backward, Cut, Part, Product
+from funcpipe.compiled.joint import Joint, tracing
+from funcpipe.compiled.recompute import memory_of
+from funcpipe.compiled.source import Code
+
+
+def add_products(
+    products: Mapping[int, Product],
+    factors: Sequence[tuple[list[Tensor], list[Tensor]]],
+    sums: Sequence[Tensor | None],
+) -> None:
+    """Add products to their sums, of several microbatches at once: one larger product for each sum.
+
+    Args:
+        products: as of `Backward`.
+        factors: what V gave for each microbatch.
+        sums: of all trainable leaves.
+    """
+    for at, (number, (_, _, turned)) in enumerate(products.items()):
+        left = torch.cat([lefts[at] for lefts, _ in factors], 0 if turned else 1)
+        total = sums[number]
+        assert total is not None
+        total.addmm_(left.t() if turned else left, torch.cat([rights[at] for _, rights in factors]))
+
+
+class Programs:
+    """The programs of one stage for one signature; printed, their text.
+
+    ``P`` holds the tensors of parameters and state, and then what C computes of these, once a run; ``X`` those of
+    input, skips, feeds and target, ``R`` the keys of random draws, ``K`` what F keeps, ``G`` the gradients that come
+    in, ``L`` what I leaves for W, ``S`` the sums into which the gradients of the parameters are added.
+
+    Attributes:
+        joint: the traced graph.
+        once: ``C(P) -> values``, of parameters and state alone; None: there are none.
+        forward: ``F(P, X) -> outputs, K``.
+        alone: ``A(P, X) -> outputs``, where no backward follows.
+        residual_bytes: of K: what lies in memory between F and its backward.
+        once_bytes: of what C computes: it lies in memory from the first F to the end of the run.
+    """
+
+    def __init__(self, joint: Joint, *, fuse: bool, backend: Backend | None = None) -> None:
+        self.joint, self._backend, self._cut = joint, backend, Cut(joint, fuse=fuse)
+        self._backwards: dict[frozenset[int], Backward[Code]] = {}
+        self.residual_bytes = sum(memory_of(self._cut.kept).values())
+        once = self._cut.once
+        self.once = None if once is None else Code(once, joint.module)  # it runs once: nobody builds it
+        own = memory_of(joint.params[: len(joint.params) - len(joint.once)])
+        self.once_bytes = sum(size for memory, size in memory_of(joint.once).items() if memory not in own)
+
+    def complete(self, given: list[Tensor]) -> list[Tensor]:
+        """What P holds: the tensors of parameters and state, and what is computed of them."""
+        return given if self.once is None else [*given, *self.once.call(given)]
+
+    def _code(self, part: Part) -> Code:
+        with tracing:
+            return Code(part, self.joint.module, self._backend)
+
+    @cached_property
+    def forward(self) -> Code:
+        """F where a backward follows."""
+        return self._code(self._cut.forward)
+
+    @cached_property
+    def alone(self) -> Code:
+        """F where none does."""
+        return self._code(self._cut.alone)
+
+    @property
+    def backward(self) -> Code:
+        """B."""
+        return self.half().whole
+
+    @property
+    def backward_input(self) -> Code:
+        """I."""
+        return self.half().inputs
+
+    @property
+    def backward_weight(self) -> Code:
+        """W."""
+        return self.half().weights
+
+    @property
+    def weight_residual_bytes(self) -> int:
+        """Bytes of L: what lies in memory between I and W."""
+        return sum(memory_of(self.half().left).values())
+
+    def half(self, missing: frozenset[int] = frozenset()) -> Backward[Code]:
+        """The backward where the roots with these numbers have no gradient."""
+        found = self._backwards.get(missing)
+        if found is None:
+            with tracing:
+                *parts, left, products = self._cut.backward(missing)
+                written = Backward(*map(self._code, parts), left=left, products=products)
+                found = self._backwards.setdefault(missing, written)
+        return found
+
+    def build(self, *, split: bool, remat: bool) -> None:
+        """Have a backend build what a step needs: F, also without what it keeps (``remat``), I and W (``split``) or B."""
+        half = self.half()
+        forwards = (self.forward, self.alone) if remat else (self.forward,)
+        for program in (*forwards, *((half.inputs, half.weights) if split else (half.whole,))):
+            program.build()
+
+    def __str__(self) -> str:
+        parts = [] if self.once is None else [self.once]
+        return "\n".join(map(str, (*parts, self.forward, self.backward, self.backward_input, self.backward_weight)))

@@ -1,0 +1,94 @@
+"""Make the programs of a plan before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from funcpipe.compiled.bound import CompiledBound
+from funcpipe.core.plan import Plan
+from funcpipe.core.schedule import Kind
+from funcpipe.core.stage import names_of
+from funcpipe.core.tree import Tree
+from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache
+from funcpipe.runtime.finish import release
+from funcpipe.runtime.options import RunOptions
+from funcpipe.runtime.prepare import Prepared, prepare
+from funcpipe.runtime.sequential import Loop
+from funcpipe.runtime.signature import word
+from funcpipe.runtime.trainable import Trainable
+
+
+def warmup(
+    plan: Plan,
+    params: Sequence[Tree],
+    batch: Any,
+    *,
+    state: Sequence[Tree] | None = None,
+    feeds: Mapping[str, Tree] | None = None,
+    trainable: Trainable = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> int:
+    """Trace the compiled stages of a plan for a batch like this one, so that no step has to.
+
+    The forwards of one microbatch of each shape run once, in this thread; backwards are traced and written, and do not
+    run. Nothing of the caller's is touched. Safe to call while other threads run the plan.
+
+    >>> from funcpipe.core.stage import Stage
+    >>> from funcpipe.lower.plan import make_plan
+    >>> from funcpipe.compiled.compile import compile
+    >>> from funcpipe.schedules.families import one_f_one_b
+    >>> plan = make_plan([compile(Stage(lambda w, x: x * w))], one_f_one_b(1, 2), loss=torch.nn.functional.mse_loss)
+    >>> rows = torch.ones(3, 2)  # two microbatches, of two rows and of one
+    >>> warmup(plan, (torch.ones(2),), (rows, rows)), warmup(plan, (torch.ones(2),), (rows, rows))
+    (2, 0)
+
+    Args:
+        plan, params, batch, state, feeds, trainable: as in ``run``.
+        progress: called with (done, of how many, what is next): ``lambda done, total, name: bar.update(...)``.
+
+    Returns:
+        How many sets of programs were made.
+
+    Raises:
+        TraceError: a stage cannot be compiled, and was not to fall back.
+        FuncpipeError: as in ``run``, for what can be seen before a backward.
+    """
+    options = RunOptions(state=state, feeds=feeds, trainable=trainable, seed=0)
+    ready = prepare("warmup", plan, params, batch, options)
+    shapes = _one_of_each(ready)
+    makers = {id(stage.program): stage.program for stage in plan.stages if stage.program is not None}.values()
+    before = sum(maker.made for maker in makers)
+    kinds = {(action.kind, action.stage) for order in plan.schedule.orders for action in order}
+    names, total, loop = names_of(plan.stages), len(shapes) * plan.num_stages, Loop(ready)
+
+    def tell(done: int) -> None:
+        if progress is not None:
+            progress(done, total, names[done % plan.num_stages] if done < total else "")
+
+    tell(0)
+    token = RUNNING.set(loop.where)
+    try:
+        with intra_op_threads(ready.threads), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False):
+            calls = (stage for m in shapes for stage in loop.forward(m, keep=plan.schedule.has_backward))
+            for done, stage in enumerate(calls, start=1):
+                bound = ready.bounds[stage]
+                if isinstance(bound, CompiledBound):
+                    bound.build(split=(Kind.W, stage) in kinds, remat=(Kind.R, stage) in kinds)
+                tell(done)
+    finally:
+        RUNNING.reset(token)
+    release(ready)
+    return sum(maker.made for maker in makers) - before
+
+
+def _one_of_each(ready: Prepared) -> list[int]:
+    """A microbatch of each shape."""
+    batch = ready.batch
+    rows = [batch.inputs, *batch.feeds.values(), *([batch.target] if batch.target is not None else [])]
+    shapes: dict[Hashable, int] = {}
+    for microbatch in range(batch.num_microbatches):
+        shapes.setdefault(tuple(word(leaf) for row in rows for leaf in row[microbatch].leaves), microbatch)
+    return list(shapes.values())

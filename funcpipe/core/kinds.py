@@ -1,0 +1,197 @@
+"""The kinds of actions, and the one table of what is true of each.
+
+Whatever walks over actions without running them reads this table: the check, the clock, costs, memory, parsers,
+pictures. What an action does with values is the row of its kind in ``lower/effects.py``, what it does with a stage its
+step in ``runtime/steps.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What an action does; the closed set, by the letters of the zero-bubble paper (arXiv 2401.10241) and torch."""
+
+    F = "F"
+    """Forward of one microbatch through one stage."""
+    B = "B"
+    """The whole backward: gradients of the input and of the weights."""
+    I = "I"
+    """Backward of the input only (the paper's B)."""
+    W = "W"
+    """Backward of the weights only; what `I` left to do."""
+    R = "R"
+    """Remat: compute again the residual that `F` did not keep."""
+    O = "O"
+    """Offload: begin to move the residual to host memory, while the device goes on."""
+    L = "L"
+    """Load: begin to move it back."""
+
+    # Members are singletons: identity is hash enough, and ten times faster than hashing the name in Python.
+    __hash__ = object.__hash__
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Resource(Enum):
+    """What an action occupies."""
+
+    DEVICE = "device"
+    """It computes: the device does nothing else."""
+    TO_HOST = "to host"
+    """The link from the device to its host; the device goes on."""
+    FROM_HOST = "from host"
+    """The link from the host to the device; the device goes on."""
+
+
+class Flow(Enum):
+    """Which way values go between stages."""
+
+    FORWARD = "forward"
+    """Activations and skips, from earlier stages to later ones."""
+    BACKWARD = "backward"
+    """Their gradients, the other way."""
+
+
+class Held(Enum):
+    """Memory of one stage for one microbatch."""
+
+    RESIDUAL = "residual"
+    """What a forward keeps for its backward."""
+    WEIGHT_RESIDUAL = "weight residual"
+    """What is left of it for the backward of the weights."""
+    DIFFERENCE = "what the backward of the input needs alone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindRow:
+    """What is true of a kind of action.
+
+    Attributes:
+        word: what it does, in pictures.
+        after: the kind that must stand before it, of the same stage and microbatch; None: it comes first.
+        before_backward: does it stand before the backward (B or I) of its stage and microbatch.
+        pair: the kind with which it comes in pairs.
+        excludes: the kind that a stage and microbatch has in its place.
+        flow: which values of other stages it waits for, and hands on at its end; None: it stays within its stage.
+        takes, frees: the memory that it takes at its start, and frees at its end.
+        adds: does it add to the gradients of the weights.
+        times: how long it takes, as sums of fields of `Cost`: the first sum that has no None.
+        units: how long it takes in plan order.
+        resource: what it occupies.
+        colour: red, green, blue: near those of Okabe and Ito, moved apart until everybody can tell any two of them
+            apart, also without one of the three cones; all are light enough for dark letters.
+        codes: the nearest of a terminal's 256 colours, then lighter ones for a device's further stages.
+    """
+
+    word: str
+    after: Kind | None = Kind.F
+    before_backward: bool = False
+    pair: Kind | None = None
+    excludes: Kind | None = None
+    flow: Flow | None = None
+    takes: Held | None = None
+    frees: Held | None = None
+    adds: bool = False
+    times: tuple[tuple[str, ...], ...]
+    units: int = 1
+    resource: Resource = Resource.DEVICE
+    colour: tuple[int, int, int]
+    codes: tuple[int, ...]
+
+
+KINDS: Mapping[Kind, KindRow] = {
+    Kind.F: KindRow(
+        word="forward",
+        after=None,
+        flow=Flow.FORWARD,
+        takes=Held.RESIDUAL,
+        times=(("forward",),),
+        colour=(90, 200, 250),
+        codes=(75, 117, 153),
+    ),
+    Kind.B: KindRow(
+        word="backward",
+        flow=Flow.BACKWARD,
+        excludes=Kind.I,
+        frees=Held.RESIDUAL,
+        adds=True,
+        times=(("backward",), ("backward_input", "backward_weight")),
+        units=2,
+        colour=(244, 172, 12),
+        codes=(214, 221, 229),
+    ),
+    Kind.I: KindRow(
+        word="backward of input",
+        flow=Flow.BACKWARD,
+        pair=Kind.W,
+        excludes=Kind.B,
+        frees=Held.DIFFERENCE,
+        adds=True,  # of stages that do not split: there W has nothing left to do
+        times=(("backward_input",),),
+        colour=(222, 112, 46),
+        codes=(208, 216, 223),
+    ),
+    Kind.W: KindRow(
+        word="backward of weights",
+        after=Kind.I,
+        pair=Kind.I,
+        frees=Held.WEIGHT_RESIDUAL,
+        adds=True,
+        times=(("backward_weight",),),
+        colour=(40, 162, 108),
+        codes=(36, 79, 158),
+    ),
+    Kind.R: KindRow(
+        word="remat",
+        before_backward=True,
+        excludes=Kind.O,
+        takes=Held.RESIDUAL,
+        times=(("remat",), ("forward",)),
+        colour=(178, 128, 172),
+        codes=(139, 182, 225),
+    ),
+    Kind.O: KindRow(
+        word="offload",
+        before_backward=True,
+        pair=Kind.L,
+        excludes=Kind.R,
+        frees=Held.RESIDUAL,
+        times=(("offload",),),
+        units=0,
+        resource=Resource.TO_HOST,
+        colour=(176, 208, 196),
+        codes=(152, 188, 194),
+    ),
+    Kind.L: KindRow(
+        word="load",
+        after=Kind.O,
+        before_backward=True,
+        pair=Kind.O,
+        takes=Held.RESIDUAL,
+        times=(("offload",),),
+        units=0,
+        resource=Resource.FROM_HOST,
+        colour=(222, 210, 130),
+        codes=(186, 229, 230),
+    ),
+}
+"""A row for each kind."""
+
+LETTERS = " ".join(kind.value for kind in Kind)
+"""In messages."""
+
+MOVES = tuple(kind for kind, row in KINDS.items() if row.resource is not Resource.DEVICE)
+"""The kinds that run on a device's links to its host, while the device works."""
+
+ADDS = tuple(kind for kind, row in KINDS.items() if row.adds)
+"""The kinds that add to the gradients of the weights."""
+
+
+def flowing(flow: Flow) -> tuple[Kind, ...]:
+    """The kinds that hand values on to other stages, this way."""
+    return tuple(kind for kind, row in KINDS.items() if row.flow is flow)

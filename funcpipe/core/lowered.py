@@ -1,0 +1,323 @@
+"""A plan's whole program: kept short, and built out lane by lane when someone looks."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+from funcpipe.core.program import (
+    CALLER,
+    Call,
+    Free,
+    Instruction,
+    LaneProgram,
+    Pool,
+    Receive,
+    Role,
+    Run,
+    Send,
+    Slot,
+    Value,
+    Wire,
+    value_of,
+)
+from funcpipe.core.schedule import Action
+
+TAKEN = frozenset({Role.REPORT, Role.OUTPUT, Role.INPUT_GRAD})
+"""What the caller takes at the end."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The program of a plan: integers and names, no functions. Compares, hashes, pickles.
+
+    Attributes:
+        num_stages, num_microbatches, num_lanes: the counts.
+        wires: what the wire numbers mean.
+        calls: every action that stands in the order, its microbatch left open.
+        order: ``call * num_microbatches + microbatch`` of each action, in plan order: an order in which one thread can
+            run everything, and which every lane follows for its own actions.
+        pools: the slots between lanes.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    num_lanes: int
+    wires: tuple[Wire, ...]
+    calls: tuple[Call, ...]
+    order: tuple[int, ...]
+    pools: tuple[Pool, ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+
+    def value(self, number: int) -> Value:
+        """The value with this number."""
+        return value_of(self.wires, number, self.num_microbatches)
+
+    def action(self, code: int) -> Action:
+        """The action with this code of the order."""
+        call, microbatch = divmod(code, self.num_microbatches)
+        return Action(self.calls[call].kind, self.calls[call].stage, microbatch)
+
+    @cached_property
+    def lane_order(self) -> list[int]:
+        """The lane of each action of the order."""
+        lane_of, count = [call.lane for call in self.calls], self.num_microbatches
+        return [lane_of[code // count] for code in self.order]
+
+    @cached_property
+    def lanes(self) -> tuple[LaneProgram, ...]:
+        """The program of each lane."""
+        return expand(self, range(self.num_lanes))
+
+    def lane(self, lane: int) -> LaneProgram:
+        """The program of one lane; those of the others are not built."""
+        return expand(self, [lane])[0]
+
+    def walk(self) -> Iterator[tuple[int, Instruction, dict[int, int]]]:
+        """All instructions in plan order, each with its lane, and what lies in the lane's slots (`LaneProgram.contents`)."""
+        for lane, each in _in_turn(self, [program.contents() for program in self.lanes]):
+            yield lane, *each
+
+    def lines(self) -> Iterator[str]:
+        """All instructions in words, in plan order, each after the number of its lane."""
+        for lane, line in _in_turn(self, [program.lines() for program in self.lanes]):
+            yield f"{lane}: {line}"
+
+
+_T = TypeVar("_T")
+
+
+def _in_turn(lowered: Lowered, lanes: Sequence[Iterator[_T]]) -> Iterator[tuple[int, _T]]:
+    """Something for each instruction of each lane, in plan order."""
+    parts = [iter(program.parts) for program in lowered.lanes]
+    for lane in lowered.lane_order:
+        for _ in next(parts[lane]):
+            yield lane, next(lanes[lane])
+
+
+def expand(lowered: Lowered, lanes: Sequence[int]) -> tuple[LaneProgram, ...]:
+    """The programs of some lanes."""
+    near = {*lanes}
+    for pool in lowered.pools:
+        if pool.lane in lanes or pool.source in lanes:
+            near |= {pool.lane, pool.source}
+    again = read_again(lowered.calls, lowered.order, lowered.num_microbatches, near)
+    crossings = _crossings(lowered, {*lanes}, near, again)
+    writers = {lane: _Writer(lowered, lane, again, crossings) for lane in lanes}
+    count = lowered.num_microbatches
+    parts = [writers.get(call.lane) for call in lowered.calls]
+    for position, code in enumerate(lowered.order):
+        writer = parts[code // count]
+        if writer is not None:
+            writer.write(position, code // count, code % count)
+    return tuple(writer.program() for writer in writers.values())
+
+
+def slots_of(pools: Sequence[Pool]) -> list[range]:
+    """The slots of each pool at its lane: one pool after the other."""
+    ends: dict[int, int] = defaultdict(int)
+    out: list[range] = []
+    for pool in pools:
+        out.append(range(ends[pool.lane], ends[pool.lane] + pool.slots))
+        ends[pool.lane] += pool.slots
+    return out
+
+
+def read_again(
+    calls: Sequence[Call], order: Sequence[int], num_microbatches: int, lanes: Container[int]
+) -> set[tuple[int, int]]:
+    """(position in the order, wire): where an action reads what another of its lane reads later. It must not free that.
+
+    A residual that was moved to the host and comes back is another one.
+    """
+    readers = Counter((call.lane, wire) for call in calls for wire, _ in call.reads)
+    shared = {place for place, number in readers.items() if number > 1 and place[0] in lanes}
+    if not shared:
+        return set()
+    reads = [[wire for wire, _ in call.reads if (call.lane, wire) in shared] for call in calls]
+    writes = [[wire for wire in call.writes if (call.lane, wire) in shared] for call in calls]
+    again: set[tuple[int, int]] = set()
+    later: set[tuple[int, int, int]] = set()
+    for position in reversed(range(len(order))):
+        number, microbatch = divmod(order[position], num_microbatches)
+        lane = calls[number].lane
+        later.difference_update([(lane, wire, microbatch) for wire in writes[number]])
+        for wire in reads[number]:
+            if (lane, wire, microbatch) in later:
+                again.add((position, wire))
+            later.add((lane, wire, microbatch))
+    return again
+
+
+def _crossings(
+    lowered: Lowered, lanes: set[int], near: set[int], again: set[tuple[int, int]]
+) -> dict[int, dict[int, int]]:
+    """By lane and value, the slot of what some lanes are sent or send.
+
+    In plan order, the slot that has been free for longest: a sender waits only where the plan says that all are taken.
+    """
+    free = [deque(numbers) for numbers in slots_of(lowered.pools)]
+    slots: dict[int, dict[int, int]] = {lane: {} for lane in near}
+    count = lowered.num_microbatches
+
+    def crosses(source: int, to: int) -> bool:
+        return source != CALLER and (source in lanes or to in lanes)
+
+    reads = [
+        [
+            (wire, free[pool])
+            for wire, pool in call.reads
+            if pool >= 0 and crosses(lowered.pools[pool].source, call.lane)
+        ]
+        for call in lowered.calls
+    ]
+    sends = [
+        [(wire * count, slots[to], free[pool]) for wire, to, pool in call.sends if crosses(call.lane, to)]
+        for call in lowered.calls
+    ]
+    for position, code in enumerate(lowered.order):
+        number, microbatch = divmod(code, count)
+        for wire, pool in reads[number]:
+            if (position, wire) not in again:
+                pool.append(slots[lowered.calls[number].lane][wire * count + microbatch])
+        for base, there, pool in sends[number]:
+            there[base + microbatch] = pool.popleft()
+    return slots
+
+
+class _Writer:
+    """Writes the program of a lane, action by action. Liveness decides every free: the last action that reads a value."""
+
+    def __init__(
+        self, lowered: Lowered, lane: int, again: set[tuple[int, int]], crossings: dict[int, dict[int, int]]
+    ) -> None:
+        self.lowered, self.lane, self.again, self.crossings = lowered, lane, again, crossings
+        self.calls: dict[int, _Form] = {}
+        self.instructions: list[Instruction] = []
+        self.ends: list[int] = []
+        self.left: list[tuple[int, int]] = []
+        self.where: dict[int, int] = {}
+        """The slot of each value that lies here."""
+        self.slots: list[Slot] = []
+        self.spare: dict[Slot, deque[int]] = defaultdict(deque)
+        """The slots that are free, of those that only this lane fills."""
+        self.home: list[deque[int] | None] = []
+        """Where each slot goes when it is free; None: its sender knows."""
+        for pool in lowered.pools:
+            if pool.lane == lane:
+                kind = Slot(pool.source, pool.role)
+                spare = self.spare[kind] if pool.source == CALLER else None
+                if spare is not None:
+                    spare.extend(range(len(self.slots), len(self.slots) + pool.slots))
+                self.slots += [kind] * pool.slots
+                self.home += [spare] * pool.slots
+
+    def _form(self, number: int) -> _Form:
+        """A call with everything that is the same for all its microbatches."""
+        call, wires, count = self.lowered.calls[number], self.lowered.wires, self.lowered.num_microbatches
+        here = {wire for one in self.lowered.calls if one.lane == self.lane for wire, _ in one.reads}
+        sources = [self.lane if pool < 0 else self.lowered.pools[pool].source for _, pool in call.reads]
+        reads = [
+            (wire, wire * count, source, Slot(source, wires[wire].role))
+            for (wire, _), source in zip(call.reads, sources, strict=True)
+        ]
+        writes = [(wire * count, Slot(self.lane, wires[wire].role)) for wire in call.writes]
+        sends = [(wire * count, to, self.crossings[to]) for wire, to, _ in call.sends]
+        taken = [wire * count for wire in call.writes if wires[wire].role in TAKEN]
+        unread = [wire * count for wire in call.writes if wire not in here and wires[wire].role not in TAKEN]
+        return _Form(len(self.calls), reads, writes, sends, taken, unread)
+
+    def write(self, position: int, number: int, microbatch: int) -> None:
+        """One action with everything around it."""
+        form = self.calls.get(number)
+        if form is None:
+            form = self.calls[number] = self._form(number)
+        where, again, add = self.where, self.again, self.instructions.append
+        reads: list[int] = []
+        done: list[int] = []
+        for wire, base, source, kind in form.reads:
+            value = base + microbatch
+            slot = where.get(value)
+            if slot is None:
+                slot = self._take(kind) if source == CALLER else self.crossings[self.lane][value]
+                where[value] = slot
+                add(Receive(value, source, slot))
+            reads.append(slot)
+            if (position, wire) not in again:
+                done.append(value)
+        writes: list[int] = []
+        for base, kind in form.writes:
+            where[base + microbatch] = slot = self._take(kind)
+            writes.append(slot)
+        add(Run(form.number, microbatch, tuple(reads), tuple(writes)))
+        if done:
+            self._free(done)
+        for base, to, there in form.sends:
+            add(Send(where[base + microbatch], to, there[base + microbatch]))
+        for base in form.taken:
+            self.left.append((base + microbatch, where[base + microbatch]))
+        if form.unread:
+            self._free([base + microbatch for base in form.unread])
+        self.ends.append(len(self.instructions))
+
+    def _take(self, kind: Slot) -> int:
+        spare = self.spare[kind]
+        if spare:
+            return spare.popleft()
+        self.slots.append(kind)
+        self.home.append(spare)
+        return len(self.slots) - 1
+
+    def _free(self, values: list[int]) -> None:
+        slots = [self.where.pop(value) for value in values]
+        self.instructions.append(Free(tuple(slots)))
+        for slot in slots:
+            home = self.home[slot]
+            if home is not None:
+                home.append(slot)
+
+    def program(self) -> LaneProgram:
+        """What was written."""
+        pools, lowered = self.lowered.pools, self.lowered
+        outgoing = [
+            (pool.lane, slot)
+            for pool, slots in zip(pools, slots_of(pools), strict=True)
+            if pool.source == self.lane
+            for slot in slots
+        ]
+        return LaneProgram(
+            self.lane,
+            lowered.num_microbatches,
+            lowered.wires,
+            tuple(lowered.calls[number] for number in self.calls),
+            tuple(self.slots),
+            tuple(self.instructions),
+            tuple(self.ends),
+            tuple(outgoing),
+            tuple(self.left),
+        )
+
+
+class _Form(NamedTuple):
+    """A call, for who writes a lane; of values the numbers for microbatch 0.
+
+    Attributes:
+        number: among the calls of the lane.
+        reads: (wire, value, source, kind of slot).
+        writes: (value, kind of slot).
+        sends: (value, lane, the slots of values there).
+        taken: what the caller takes.
+        unread: what nobody on the lane reads; it is freed when it is sent.
+    """
+
+    number: int
+    reads: list[tuple[int, int, int, Slot]]
+    writes: list[tuple[int, Slot]]
+    sends: list[tuple[int, int, dict[int, int]]]
+    taken: list[int]
+    unread: list[int]

@@ -1,0 +1,366 @@
+"""split: any model into stages, parameter trees with the model's own names, and a good division of the work."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
+
+from funcpipe.core.errors import PlanError, raise_all
+from funcpipe.core.torch_names import has_gradient_hooks, hooks_of
+from funcpipe.core.tree import flatten
+from funcpipe.core.words import similar
+from funcpipe.cutting.example import row_axes, unmarked
+from funcpipe.cutting.verify import try_once, verify, verify_evaluation
+from funcpipe.models import graph as traced_graph
+from funcpipe.models.balance import checked_sizes
+from funcpipe.models.export import Captured, callers, capture
+from funcpipe.models.layers import cut_layers
+from funcpipe.models.layers_find import Layers, find_layers
+from funcpipe.models.losses import ModelLoss, as_loss
+from funcpipe.models.policy import Policy, Units, by_parameters
+from funcpipe.models.scripted import scripted
+from funcpipe.models.sequential import cut_sequential, units_of
+from funcpipe.models.signature import as_call
+from funcpipe.models.split import Split, assemble
+from funcpipe.models.units import units_of_graph
+
+
+def split(
+    model: nn.Module,
+    num_stages: int | None = None,
+    *,
+    at: Mapping[str, str] | Sequence[str] | None = None,
+    balance: Sequence[int] | None = None,
+    policy: Policy | None = None,
+    example: Any = None,
+    layers: str | Layers | None = None,
+    ties: str | Mapping[str, str] = "replicate",
+    loss: Any = None,
+    any_rows: bool = True,
+    check: bool = True,
+) -> Split:
+    """Cut a model into pure stages. The model is untouched; the stages get its parameters, by its names.
+
+    Three ways, by what is given. An ``nn.Sequential`` is cut between its layers (those of nested ones too). Any model
+    with ``example=`` is traced by ``torch.export`` and cut anywhere: values that far stages need become skips, and the
+    stages are compared with the model on two inputs. Any other is cut without tracing at the entries of its list of
+    blocks (transformers' decoders, encoders): each stage runs the model's own forward with the other layers left out.
+
+    >>> from torch import nn
+    >>> made = split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), 2)
+    >>> [list(params) for params in made.params]
+    [['0.weight', '0.bias'], ['2.weight', '2.bias']]
+
+    Args:
+        model: each of its layers in the mode in which it will run where the plan trains: after ``model.eval()`` the
+            stages stay in evaluation mode.
+        num_stages: how many; may be left out where ``at``, ``balance``, `split_point` or the policy tells.
+        at: where to cut: ``{"layers.2": "before"}``, "before" or "after" a module, ``"layers.2@1"`` for its second
+            call; a list of names cuts before each.
+        balance: units of each stage: layers of a Sequential (its own, or with those of the Sequentials inside:
+            whichever the sum fits), blocks of a list, or what a trace counts.
+        policy: chooses the cuts: `by_parameters` (default), `by_time`, ``by_memory(limit)``, or a function
+            ``(Units, num_stages) -> sizes``.
+        example: an input; asks for a trace. A tensor or a tuple goes to forward by position, a mapping by keyword; so
+            do the inputs of the stages.
+        any_rows: trace for any number of rows (the first dimension of every tensor that has as many as the first one;
+            `Axis` marks those of another dimension, `Replicate` what has none, as in the batch of a run); False: the
+            stages run with just the rows of the example, which is then one microbatch.
+        layers: for the way without a trace: the path of the list of blocks ("encoder.layer"), or what `find_layers`
+            returned, mended; None: find it.
+        ties: parameters that several stages use: "replicate" (each holds it, gradients are summed) or "transmit" (the
+            first owns it, its value travels), or one of them by name.
+        loss: where in the output the model's own loss is: a path ("loss", 0, ("aux", "loss")) or a function of the
+            output; None: the output itself, ``.loss`` or ``["loss"]``, if that is a scalar. Of a transformers model it
+            is known how many labels of a microbatch it counts (-100 is not counted), and the batch's loss is that of
+            the model in one piece; of other models it is not, and microbatches count by their rows: for padded labels
+            give ``make_plan(loss=)`` a loss with a method ``weigh(inputs, target)``.
+        check: compare traced stages with the model (two forwards and backwards of each on the example).
+
+    Returns:
+        `Split`: stages, params, state, ties, loss; it prints itself.
+
+    Raises:
+        PlanError: the model, the cuts or the example do not fit; the model is untouched.
+    """
+    _check_model(model)
+    wanted = _Wanted(num_stages, _names(at), balance, policy)
+    wanted.check()
+    if example is not None:
+        with _tracing:
+            return _traced(model, wanted, example, ties, loss, any_rows, check)
+    if wanted.open and policy is None and (marked := callers(model)):
+        raise PlanError(
+            f"the forward of {' and '.join(marked)} calls fp.split_point(), which only a trace sees; give example= "
+            "to cut there, or say where to cut: at=, balance=, policy="
+        )
+    if isinstance(model, nn.Sequential) and layers is None:
+        return _sequential(model, wanted, ties, loss)
+    return _layered(model, wanted, layers, ties, loss)
+
+
+_tracing = threading.RLock()
+"""Export, and what is looked at around it, change things of the whole process for a while: one at a time."""
+
+
+# -- where to cut ------------------------------------------------------------------------------------------------------
+
+
+class _Wanted(NamedTuple):
+    """Where the caller wants the cuts, as `split` was told."""
+
+    num_stages: int | None
+    at: dict[str, str]
+    balance: Any
+    policy: Policy | None
+
+    @property
+    def open(self) -> bool:
+        """Neither names nor sizes say where."""
+        return not self.at and self.balance is None
+
+    def check(self) -> None:
+        """Raises PlanError where that is not one way to say it."""
+        count = self.num_stages
+        faults: list[str] = []
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            faults.append(f"num_stages is a positive int or None; got {count!r}")
+        said = (("at", self.at), ("balance", self.balance is not None), ("policy", self.policy))
+        chosen = [name for name, given in said if given]
+        if len(chosen) > 1:
+            faults.append(f"{' and '.join(chosen)} each say where to cut; give one of them")
+        if self.policy is not None and not callable(self.policy):
+            kind = type(self.policy).__name__
+            faults.append(f"policy is a function (units, num_stages) -> sizes, like fp.by_parameters; got a {kind}")
+        raise_all("split cannot tell where to cut:", faults)
+
+    def sizes(self, units: Units) -> list[int]:
+        """Units of each stage, by names, by sizes or by a policy. Raises PlanError."""
+        count = self.num_stages
+        if self.at:
+            return _by_names(units, self.at, count)
+        sizes: Any = self.balance
+        if sizes is None:
+            if count is not None and count > len(units):
+                names = ", ".join(units.names[:8]) + (", ..." if len(units) > 8 else "")
+                raise PlanError(f"{count} stages are more than the {len(units)} units that the model has ({names})")
+            if count is None and self.policy is None:
+                raise PlanError(
+                    "into how many stages? Give num_stages, at={module: 'before'}, balance=, or a policy that knows "
+                    "(by_memory)"
+                )
+            sizes = (self.policy or by_parameters)(units, count)
+        return checked_sizes(sizes, len(units), "units of the model", count)
+
+
+def _by_names(units: Units, cuts: dict[str, str], num_stages: int | None) -> list[int]:
+    places: set[int] = set()
+    faults: list[str] = []
+    for name, side in cuts.items():
+        hits = [i for i, unit in enumerate(units.names) if unit == name or unit.startswith(f"{name}.")]
+        if side not in ("before", "after"):
+            faults.append(f"at[{name!r}] is 'before' or 'after'; got {side!r}")
+        elif not hits:
+            hint = similar(name, units.names) or f"; there are {', '.join(units.names[:8])}"
+            faults.append(f"at[{name!r}]: no layer of that name to cut at{hint}")
+        else:
+            place = hits[0] if side == "before" else hits[-1] + 1
+            if place in (0, len(units)):
+                faults.append(f"at[{name!r}] {side}: nothing is computed {side} it, so a stage would be empty")
+            places.add(place)
+    if not faults and num_stages is not None and len(places) + 1 != num_stages:
+        faults.append(f"num_stages is {num_stages}, but the cuts make {len(places) + 1} stages; leave one of them out")
+    raise_all("the model cannot be cut there:", faults)
+    bounds = [0, *sorted(places), len(units)]
+    return [b - a for a, b in pairwise(bounds)]
+
+
+# -- the three ways ----------------------------------------------------------------------------------------------------
+
+
+def _sequential(model: nn.Sequential, wanted: _Wanted, ties: Any, loss: Any) -> Split:
+    sizes = wanted.balance
+    total = sum(size for size in sizes if isinstance(size, int)) if isinstance(sizes, Sequence) else None
+    flat = total != len(model)
+    units = _module_units(units_of(model, flat=flat))
+    parts = cut_sequential(model, wanted.sizes(units), flat=flat)
+    return assemble(model, parts, ties=ties, loss=None if loss is None else as_loss(loss, model))
+
+
+def _layered(model: nn.Module, wanted: _Wanted, layers: Any, ties: Any, loss: Any) -> Split:
+    stack = layers if isinstance(layers, Layers) else find_layers(model, layers)
+    named = [(name, model.get_submodule(name)) for name in stack.names]
+    sides = ([model.get_submodule(name) for name in side] for side in (stack.entry, stack.exit))
+    sizes = wanted.sizes(_module_units(named, *sides))
+    return assemble(model, cut_layers(model, sizes, layers=stack), ties=ties, loss=as_loss(loss, model))
+
+
+def _traced(
+    model: nn.Module, wanted: _Wanted, example: Any, ties: Any, loss: Any, any_rows: bool, check: bool
+) -> Split:
+    axes = row_axes(example) if any_rows else None
+    example = unmarked(example)
+    args, kwargs = as_call(example)
+    leaves = [leaf for leaf in flatten(example)[0] if isinstance(leaf, Tensor)]
+    empty = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *leaves))
+    if not empty:
+        if "forward hooks" in hooks_of(model):
+            raise PlanError(
+                "the model itself has forward hooks, which a trace of its forward does not see; put them on a module "
+                "inside, or take them off"
+            )
+        try_once(model, example)
+    captured = capture(model, args, kwargs, axes=axes)
+    parts, edges = traced_graph.cut(captured, _places(captured, model, wanted, example), model)
+    own = as_loss(loss, model)
+    if loss is None and ModelLoss().find(captured.sample_output()) is None:
+        own = None
+    made = assemble(model, parts, ties=ties, loss=own, edges=edges)
+    if check and not empty:
+        verify(model, made, example, train=True)
+        if not captured.evaluation:
+            verify_evaluation(model, made, example)
+    return made
+
+
+def _places(captured: Captured, model: nn.Module, wanted: _Wanted, example: Any) -> list[int]:
+    """The numbers of the operations that begin a stage, the first one's left out."""
+    count = wanted.num_stages
+    places: list[int] = []
+    if wanted.at:
+        places = traced_graph.positions(captured, wanted.at, model)
+    elif wanted.open and wanted.policy is None:
+        places = traced_graph.marked(captured)
+        if not places and count is None:
+            raise PlanError(
+                "the forward has no fp.split_point(); give num_stages, or at={module: 'before'}, or call "
+                "fp.split_point() in its forward"
+            )
+    if places:
+        if count not in (None, len(places) + 1):
+            times = "once" if len(places) == 1 else f"{len(places)} times"
+            what = "the cuts of at= make" if wanted.at else f"its forward calls split_point() {times}, which makes"
+            raise PlanError(f"num_stages is {count}, but {what} {len(places) + 1} stages; leave one of them out")
+        return places
+    measure = partial(_time, captured, model, example)
+    units, starts = units_of_graph(captured, model, count, measure, movable=wanted.balance is None)
+    sizes = wanted.sizes(units)
+    return [starts[sum(sizes[:n])] for n in range(1, len(sizes))]
+
+
+def _module_units(
+    named: Sequence[tuple[str, nn.Module]], before: Sequence[nn.Module] = (), after: Sequence[nn.Module] = ()
+) -> Units:
+    """Modules as units; what runs before the first and after the last one counts for them."""
+    seen: set[int] = set()
+    rows: list[list[nn.Module]] = [[module] for _, module in named]
+    rows[0][:0] = before
+    rows[-1].extend(after)
+    sizes: list[int] = []
+    for row in rows:
+        own = {id(one): one for module in row for one in module.parameters() if id(one) not in seen}
+        seen |= set(own)
+        sizes.append(sum(one.numel() * one.element_size() for one in own.values()))
+
+    def measure() -> Sequence[float]:
+        raise PlanError("by_time measures the model on an example; give example=")
+
+    return Units(tuple(name for name, _ in named), tuple(sizes), (0,) * len(sizes), measure)
+
+
+def _time(captured: Captured, model: nn.Module, example: Any, bounds: list[int]) -> list[float]:
+    """Seconds of the forward of each unit: the graph run node by node, medians of five sweeps after one."""
+    tensors = {name: one.detach() for name, one in [*model.named_parameters(), *model.named_buffers()]}
+    given = captured.signature.values(example)
+    numbers = {node: number for number, node in enumerate(captured.body)}
+    sweeps: list[list[float]] = []
+
+    class Clock(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            began = time.perf_counter()
+            out = super().run_node(n)
+            if n in numbers:
+                sweeps[-1][numbers[n]] += time.perf_counter() - began
+            return out
+
+    values: list[Any] = []
+    for node in captured.module.graph.find_nodes(op="placeholder"):
+        kind, key = captured.sources.get(node.name, ("input", node.name))
+        table = {"input": given, "const": captured.consts}.get(kind)
+        values.append(tensors[key].clone() if table is None else table.get(key))
+    cuda = sorted({one.device for one in tensors.values() if one.device.type == "cuda"}, key=str)
+    with torch.no_grad(), torch.random.fork_rng(devices=cuda):
+        for _ in range(6):
+            sweeps.append([0.0] * len(numbers))
+            Clock(captured.module).run(*values)
+    columns = [median(column) for column in zip(*sweeps[1:], strict=True)]
+    return [sum(columns[a:b]) for a, b in pairwise(bounds)]
+
+
+# -- what is given -----------------------------------------------------------------------------------------------------
+
+
+def _names(at: Any) -> dict[str, str]:
+    if at is None:
+        return {}
+    if isinstance(at, str):
+        return {at: "before"}
+    if isinstance(at, Mapping):
+        return {str(name): cast("str", side) for name, side in cast("Mapping[Any, Any]", at).items()}
+    return dict.fromkeys(map(str, at), "before")
+
+
+def _check_model(model: Any) -> None:
+    """What no way can cut. Raises PlanError."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"split takes an nn.Module; got a {type(model).__name__} (stages of functions: fp.stage)")
+    raise_all("this model cannot be split:", scripted(model))
+    named = [*model.named_parameters(), *model.named_buffers()]
+    faults = [
+        f"{name} is not initialised yet; call the model once on an example first" for name, one in named if is_lazy(one)
+    ]
+    known = [(name, one) for name, one in named if not is_lazy(one)]
+    faults += [
+        f"{name} is {'quantized' if one.is_quantized else one.layout}, not a plain dense tensor; convert it first"
+        for name, one in known
+        if one.is_quantized or one.layout is not torch.strided
+    ]
+    faults += [
+        f"{name} has hooks on its gradient, which a run does not call; apply them to result.grads"
+        for name, one in known
+        if has_gradient_hooks(one)
+    ]
+    faults += _loose(model, {id(one) for _, one in named})
+    where = {one.device: name for name, one in reversed(known)}
+    if len(where) > 1:
+        faults.append(
+            "it lies on several devices ("
+            + ", ".join(f"{name} on {device}" for device, name in where.items())
+            + "); split it on one and place the parts with fp.place(plan, params)"
+        )
+    raise_all("this model cannot be split:", faults)
+
+
+def _loose(model: nn.Module, known: set[int]) -> list[str]:
+    """Parameters in plain lists, which nobody would train."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
+                continue
+            if any(isinstance(leaf, nn.Parameter) and id(leaf) not in known for leaf in flatten(value)[0]):
+                place = f"{path}.{name}" if path else name
+                found.append(
+                    f"{place} holds parameters that the model does not know, so nobody would train them; use "
+                    "nn.ParameterList or nn.ModuleList"
+                )
+    return found

@@ -1,0 +1,200 @@
+"""Stages and a schedule become a program: plan order, what is sent where, slots.
+
+What is sent follows one rule: an action reads a value that another lane makes, so that lane sends it, once, straight
+after making it. What the caller gives is fetched just before its first use. The slots of an edge are the most values
+that lie at its end at a time, in plan order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.lowered import TAKEN, Lowered, read_again
+from funcpipe.core.program import CALLER, Call, Pool, Role, Wire
+from funcpipe.core.schedule import Kind, Schedule
+from funcpipe.core.stage import Stage
+from funcpipe.lower.effects import Context, effects
+from funcpipe.lower.skips import routes
+from funcpipe.schedules.check import Legal, examine
+from funcpipe.schedules.clock import CODED, F
+
+_GIVEN = (Role.INPUT, Role.TARGET, Role.FEED)
+_FIRST = (Kind.F, Kind.O, Kind.L)
+
+
+def lower(stages: Sequence[Stage], schedule: Schedule, *, loss: bool, outputs: bool, halves: bool = False) -> Lowered:
+    """Lower a schedule for stages. Linear in the number of actions.
+
+    Args:
+        stages: as many as the schedule has.
+        schedule: any schedule; it is checked.
+        loss: does the plan have a loss.
+        outputs: does the caller get the last stage's outputs.
+        halves: the program of a `vjp`: every forward comes before all backwards, and the caller gets outputs and the
+            gradients of the inputs.
+
+    Raises:
+        ScheduleError: the schedule is not legal.
+        PlanError: the number of stages differs, stash and pop do not match, or halves are asked for and a device has
+            a forward after a backward.
+    """
+    legal = examine(schedule)
+    if len(stages) != schedule.num_stages:
+        count = f"{len(stages)} {'is' if len(stages) == 1 else 'are'} given"
+        mend = "make the schedule for as many, or join stages with fp.compose"
+        raise PlanError(f"the schedule has {schedule.num_stages} stages, but {count}; {mend}")
+    if halves:
+        _refuse_mixed(schedule)
+    calls = _Calls(Context(stages, routes(stages), loss, outputs or halves, halves), schedule, legal)
+    order = calls.order()
+    if halves:  # no lane's own order changes: what belongs to the first half is first already
+        order = _forwards_first(order, calls.made, schedule)
+    most = _levels(calls.made, order, schedule.num_microbatches, [*calls.pools])
+    pools = tuple(Pool(*key, slots) for key, slots in zip(calls.pools, most, strict=True))
+    counts = (schedule.num_stages, schedule.num_microbatches, schedule.num_devices)
+    return Lowered(*counts, tuple(calls.wires), tuple(calls.made), tuple(order), pools)
+
+
+def _refuse_mixed(schedule: Schedule) -> None:
+    """Forwards first, on every device; else they cannot run without the backwards."""
+    faults: list[str] = []
+    for device, order in enumerate(schedule.orders):
+        begun = next((at for at, action in enumerate(order) if action.kind not in _FIRST), len(order))
+        late = next((action for action in order[begun:] if action.kind is Kind.F), None)
+        if late is not None:
+            faults.append(f"device {device} runs {late} after {order[begun]}")
+    if faults:
+        raise PlanError(
+            bullets(
+                "vjp runs all forwards before it knows the cotangents, so no forward may stand after a backward; use "
+                "fp.fill_drain or fp.looped_bfs:",
+                faults,
+            )
+        )
+
+
+def _forwards_first(order: list[int], calls: list[Call], schedule: Schedule) -> list[int]:
+    """Each lane up to its last forward, with the O that follow it (and L that come before it); then the rest."""
+    left: list[int] = []
+    for actions in schedule.orders:
+        end = 1 + max(at for at, action in enumerate(actions) if action.kind is Kind.F)
+        while end < len(actions) and actions[end].kind is Kind.O:
+            end += 1
+        left.append(end)
+    halves: tuple[list[int], list[int]] = ([], [])
+    for code in order:
+        lane = calls[code // schedule.num_microbatches].lane
+        halves[left[lane] <= 0].append(code)
+        left[lane] -= 1
+    return halves[0] + halves[1]
+
+
+class _Calls:
+    """Numbers wires, pools and calls, each when it is first met."""
+
+    def __init__(self, given: Context, schedule: Schedule, legal: Legal) -> None:
+        self.given, self.schedule, self.legal = given, schedule, legal
+        self.wires: dict[Wire, int] = {}
+        self.pools: dict[tuple[int, int, Role], int] = {}
+        self.made: list[Call] = []
+        self.readers: dict[Wire, set[int]] = defaultdict(set)
+        """The lanes that read each wire."""
+        kinds = self._kinds()
+        for stage in range(schedule.num_stages):
+            for kind in kinds[stage]:
+                for wire in effects(kind, stage, True, given)[0]:
+                    self.readers[wire].add(schedule.device_of[stage])
+
+    def _kinds(self) -> list[set[Kind]]:
+        present: list[set[Kind]] = [set() for _ in range(self.schedule.num_stages)]
+        flags = [[False] * self.schedule.num_stages for _ in CODED]
+        for lane in self.legal.lanes:
+            for code, stage, _ in lane:
+                flags[code][stage] = True
+        for code, row in enumerate(flags):
+            for stage, one in enumerate(row):
+                if one:
+                    present[stage].add(CODED[code])
+        return present
+
+    def order(self) -> list[int]:
+        """The plan order as ``call * M + microbatch``."""
+        count, lanes = self.schedule.num_microbatches, self.legal.lanes
+        rematted, backward = self.legal.rematted, self.schedule.has_backward
+        # By code, then stage: the first number of the call, -1 while it is not made; last, an F that keeps nothing.
+        bare = len(CODED)
+        table = [[-1] * self.schedule.num_stages for _ in range(bare + 1)]
+        out: list[int] = []
+        for device, position in self.legal.plan_order:
+            code, stage, microbatch = lanes[device][position]
+            if code == F and (not backward or (rematted and stage * count + microbatch in rematted)):
+                code = bare
+            base = table[code][stage]
+            if base < 0:
+                base = table[code][stage] = count * len(self.made)
+                self.made.append(self._call(CODED[code % bare], stage, device, code != bare))
+            out.append(base + microbatch)
+        return out
+
+    def _number(self, wire: Wire) -> int:
+        return self.wires.setdefault(wire, len(self.wires))
+
+    def _pool(self, source: int, lane: int, role: Role) -> int:
+        return self.pools.setdefault((source, lane, role), len(self.pools))
+
+    def _home(self, wire: Wire) -> int:
+        """The lane where a value is made."""
+        device_of = self.schedule.device_of
+        if wire.role in _GIVEN:
+            return CALLER
+        if wire.role is Role.GRAD:
+            return device_of[wire.stage + 1] if wire.stage + 1 < len(device_of) else CALLER
+        return device_of[wire.peer if wire.role is Role.SKIP_GRAD else wire.stage]
+
+    def _call(self, kind: Kind, stage: int, lane: int, keeps: bool) -> Call:
+        reads, writes = effects(kind, stage, keeps, self.given)
+        read: list[tuple[int, int]] = []
+        for wire in reads:
+            home = self._home(wire)
+            read.append((self._number(wire), -1 if home == lane else self._pool(home, lane, wire.role)))
+        sends = [
+            (self._number(wire), to, self._pool(lane, to, wire.role))
+            for wire in writes
+            if wire.role not in TAKEN
+            for to in sorted(self.readers[wire])
+            if to != lane
+        ]
+        return Call(kind, stage, lane, keeps, tuple(read), tuple(map(self._number, writes)), tuple(sends))
+
+
+def _levels(calls: list[Call], order: list[int], count: int, pools: Sequence[tuple[int, int, Role]]) -> list[int]:
+    """The most values that lie in each pool at a time, in plan order."""
+    readers = Counter(read for call in calls for read in call.reads if read[1] >= 0)
+    # Of values that several calls read it depends on the microbatch which is the first and which the last.
+    shared = [[read for read in call.reads if readers[read] > 1] for call in calls]
+    again = read_again(calls, order, count, {lane for _, lane, _ in pools}) if any(shared) else set[tuple[int, int]]()
+    there: set[tuple[int, int]] = set()
+    alone = [[pool for read in call.reads for pool in read[1:] if readers[read] == 1] for call in calls]
+    comes = [[(pool, 1) for pool in row if pools[pool][0] == CALLER] for row in alone]
+    goes = [
+        [(pool, -1) for pool in row] + [(pool, 1) for _, _, pool in call.sends]
+        for row, call in zip(alone, calls, strict=True)
+    ]
+    moves = [come + go for come, go in zip(comes, goes, strict=True)]
+    live, most = [0] * len(pools), [0] * len(pools)
+    for position, code in enumerate(order):
+        number = code // count
+        steps = moves[number]
+        if shared[number]:
+            read = [(wire * count + code % count, pool) for wire, pool in shared[number]]
+            come = [one for one in read if pools[one[1]][0] == CALLER and one not in there]
+            there.update(come)
+            gone = [(pool, -1) for wire, pool in shared[number] if (position, wire) not in again]
+            steps = [*comes[number], *((pool, 1) for _, pool in come), *gone, *goes[number]]
+        for pool, change in steps:
+            live[pool] = now = live[pool] + change
+            if now > most[pool]:
+                most[pool] = now
+    return most

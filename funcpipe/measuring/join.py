@@ -1,0 +1,138 @@
+"""Measured layers as stages, and stages under a schedule: sums of bytes, nothing is run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from funcpipe.core.program import CALLER, Free, Receive, Role, Run, Send, Value
+from funcpipe.core.schedule import Kind, Schedule
+from funcpipe.core.stage import Stage
+from funcpipe.lower.program import lower
+from funcpipe.measuring.measured import Bytes, Measured, merged
+
+Contents: TypeAlias = Mapping[Any, int]
+"""The storages of a value, with their sizes. Values that share memory share keys."""
+
+
+def join(row: Sequence[Measured], wanted: set[str]) -> Measured:
+    """Neighbouring layers as one stage.
+
+    A stage holds its borders (inputs, skips, outputs) from its forward to its backward, whether autograd needs them or
+    not. In between it holds what autograd keeps, once, however many layers keep it.
+
+    Args:
+        row: the layers.
+        wanted: names of the skips that other stages pop.
+    """
+    if len(row) == 1:
+        only = row[0]
+        return only._replace(stash={name: size for name, size in only.stash.items() if name in wanted})
+    inside = {name for layer in row for name in layer.stash}
+    stash = {name: one for layer in row for name, one in layer.stash.items() if name in wanted}
+    pops = {name: one for layer in row for name, one in layer.pops.items() if name not in inside}
+    arrived = merged((row[0].inputs, *pops.values()))
+    border = merged((arrived, row[-1].outputs, *stash.values()))
+    inner = 0
+    alive = dict[int, int]()  # kept or stashed by the layers so far
+    forward = backward = 0
+    for layer in row:
+        now = merged((alive, layer.inputs, *layer.pops.values()))
+        forward = max(forward, inner + _besides(now, arrived) + layer.forward)
+        inner += layer.inner
+        alive |= merged((layer.kept, *layer.stash.values()))
+        coming = 0 if layer is row[-1] else layer.gradient
+        backward = max(backward, inner + _besides(alive, border) + coming + layer.backward)
+    kept = merged(layer.kept for layer in row)
+    backward -= inner + _besides(kept, border)
+    weights = sum(layer.weights for layer in row)
+    return Measured(
+        inner, kept, row[0].inputs, row[-1].outputs, stash, pops, row[-1].gradient, forward, max(backward, 0), weights
+    )
+
+
+def _besides(some: Bytes, others: Bytes) -> int:
+    return sum(size for value, size in some.items() if value not in others)
+
+
+def peaks(rows: Sequence[Measured], schedule: Schedule) -> list[int]:
+    """The most bytes of values that each device holds, going through the program of a schedule."""
+    popped = {name for row in rows for name in row.pops}
+    stages = [
+        Stage(_nothing, f"{number}", stash=tuple(n for n in row.stash if n in popped), pop=tuple(row.pops))
+        for number, row in enumerate(rows)
+    ]
+    program = lower(stages, schedule, loss=schedule.has_backward, outputs=False)
+    lanes = [_Lane() for _ in range(schedule.num_devices)]
+    for number, instruction, held in program.walk():
+        lane, see = lanes[number], program.value
+        match instruction:
+            case Receive(value, source, _):
+                if source == CALLER:  # what lanes send each other lies there since it was sent
+                    lane.add(see(value), rows)
+            case Run(call, _, _, writes):
+                kind, stage = program.lanes[number].calls[call][:2]
+                row = rows[stage]
+                working = {Kind.F: row.forward, Kind.R: row.forward, Kind.B: row.backward, Kind.I: row.backward}
+                lane.most(working.get(kind, 0))
+                for slot in writes:
+                    lane.add(see(held[slot]), rows)
+            case Send(slot, to, _):
+                lanes[to].add(see(held[slot]), rows)
+            case Free(slots):
+                for slot in slots:
+                    lane.drop(see(held[slot]))
+    return [lane.peak for lane in lanes]
+
+
+class _Lane:
+    """What lies on one device."""
+
+    def __init__(self) -> None:
+        self.held: dict[Value, Contents] = {}
+        self.holders: Counter[Hashable] = Counter()
+        self.now = self.peak = 0
+
+    def most(self, more: int) -> None:
+        self.peak = max(self.peak, self.now + more)
+
+    def add(self, value: Value, rows: Sequence[Measured]) -> None:
+        self.held[value] = contents = _contents(value, rows)
+        for key, size in contents.items():
+            if not self.holders[key, value.microbatch]:
+                self.now += size
+            self.holders[key, value.microbatch] += 1
+        self.most(0)
+
+    def drop(self, value: Value) -> None:
+        for key, size in self.held.pop(value).items():
+            self.holders[key, value.microbatch] -= 1
+            if not self.holders[key, value.microbatch]:
+                self.now -= size
+
+
+def _contents(value: Value, rows: Sequence[Measured]) -> Contents:
+    """The storages that a value holds on."""
+    row = rows[min(value.stage, len(rows) - 1)]
+    match value.role:
+        case Role.INPUT:
+            return row.inputs
+        case Role.ACT:
+            return row.outputs
+        case Role.SKIP:
+            return row.stash[value.name]
+        case Role.RESIDUAL:
+            return {**row.held(), (value.role, value.stage): row.inner}
+        case Role.GRAD:
+            return {(value.role, value.stage): row.gradient}
+        case Role.SKIP_GRAD:
+            return {(value.role, value.name, value.peer): sum(row.stash[value.name].values())}
+        case Role.WEIGHT_RESIDUAL:
+            return {(value.role, value.stage): row.weights}
+        case _:
+            return {}
+
+
+def _nothing(params: Any, x: Any) -> Any:
+    raise AssertionError("it is only counted")

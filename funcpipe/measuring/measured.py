@@ -1,0 +1,273 @@
+"""One pass over a row of layers without numbers: what each keeps for its backward, and the most that is alive in it.
+
+Layers run one after the other under FakeTensor, forward and at once backward. The values between them are known by
+numbers, not held: after a forward the pass drops them, and what is still alive the graph keeps.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.stage import Out, normalise, side_loss
+from funcpipe.core.torch_names import FakeTensorMode, storage_number
+from funcpipe.core.tree import Spec, Tree, flatten, is_differentiable, lazy, leaves, map_leaves, unflatten
+from funcpipe.measuring.live import Live
+from funcpipe.measuring.row import Layer, blame
+from funcpipe.measuring.weights import Edge, edge_of, for_weights
+from funcpipe.runtime.context import no_autocast_cache
+
+Bytes = dict[int, int]
+"""Sizes of the values between layers, by their numbers."""
+
+
+def merged(rows: Iterable[Bytes]) -> Bytes:
+    """All of them, each value once."""
+    return {value: size for row in rows for value, size in row.items()}
+
+
+class Measured(NamedTuple):
+    """What one layer takes, in bytes.
+
+    Attributes:
+        inner: kept for its backward, of what it makes and does not hand on.
+        kept: kept for its backward, of what it gets or hands on.
+        inputs, outputs, stash, pops: what it gets and hands on; stash and pops by name.
+        gradient: of the output.
+        forward: the most that is alive in its forward, of what it makes.
+        backward: the most that is alive in its backward besides what was before (what is kept, the gradient of the
+            output, sums of gradients).
+        weights: kept for the gradients of the weights alone, when those of the input are done.
+    """
+
+    inner: int
+    kept: Bytes
+    inputs: Bytes
+    outputs: Bytes
+    stash: dict[str, Bytes]
+    pops: dict[str, Bytes]
+    gradient: int
+    forward: int
+    backward: int
+    weights: int
+
+    def held(self) -> Bytes:
+        """The values that its residual holds, besides the inner ones: kept, or at its borders."""
+        return merged((self.kept, self.inputs, self.outputs, *self.stash.values(), *self.pops.values()))
+
+
+class _Place(NamedTuple):
+    """A tensor between layers, without the tensor."""
+
+    value: int
+    nbytes: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    grad: bool
+
+
+class _Held(NamedTuple):
+    """A tree between layers: places, and other leaves as they are."""
+
+    leaves: list[Any]
+    spec: Spec
+
+    def places(self) -> list[_Place]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, _Place)]
+
+    def bytes(self) -> Bytes:
+        return {place.value: place.nbytes for place in self.places()}
+
+
+class _Source(torch.autograd.Function):
+    """Where gradients of inputs end: unlike a leaf it does not hold the input. They go into a list."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, x: Tensor, arrived: list[Any]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.arrived = arrived
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None]:
+        ctx.arrived += grads
+        return None, None, None
+
+
+class Pass:
+    """The pass over the layers.
+
+    Args:
+        train: do stages train; are there backwards.
+        device: of whose kernels.
+    """
+
+    def __init__(self, *, train: bool, device: torch.device) -> None:
+        self.train, self.device = train, device
+        self.fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
+        self.live = Live()
+        self.numbers = itertools.count()
+        self.skips: dict[str, _Held] = {}
+        self.arrived: list[Any] = []
+
+    def run(
+        self, layers: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree], trainable: Sequence[Sequence[bool]]
+    ) -> list[Measured]:
+        """Measure every layer. Raises what a layer raises, with the layer's name."""
+        given = {name: self._held(map_leaves(self._like, tree), {}) for name, tree in feeds.items()}
+        x = self._held(map_leaves(self._like, example), {})
+        out: list[Measured] = []
+        for number, (layer, flags) in enumerate(zip(layers, trainable, strict=True)):
+            held = x
+            try:
+                with torch.inference_mode(False), no_autocast_cache():  # as in a run, whatever the caller's mode
+                    found, x = self._layer(layer, x, given, flags)
+            except Exception as error:
+                with self.fake:
+                    tree = unflatten(held.spec, self._tensors(held, None, {}))
+                blame(error, number, layer, "memory", tree)
+            out.append(found)
+        return out
+
+    # -- one layer -----------------------------------------------------------------------------------------------------
+
+    def _layer(self, layer: Layer, x: _Held, feeds: dict[str, _Held], flags: Sequence[bool]) -> tuple[Measured, _Held]:
+        stage, memo = layer.stage, dict[int, Tensor]()
+        values, spec = flatten(layer.params)
+        params = [self._parameter(leaf, flag and self.train, memo) for leaf, flag in zip(values, flags, strict=True)]
+        state = map_leaves(self._like, layer.state)
+        self.live.known([*params, *(one.grad for one in leaves(params)), *leaves(state)])
+        fn = stage.bind(unflatten(spec, params), state)
+        pops = {name: self.skips[name] for name in stage.pop}
+        if self.live.now:  # what an earlier layer keeps for itself, or a cycle holds, is not this one's
+            gc.collect()
+            self.live.forget()
+        self.live.restart()
+        with self._modes():
+            held, y, stash, roots, work = self._forward(stage, fn, x, pops, feeds, state)
+            kept = {value: size for value, (key, size) in held.items() if self.live.holds(key)}
+            made = merged(one.bytes() for one in (y, *stash.values()))
+            old = merged(one.bytes() for one in (x, *pops.values()))
+            inner = self.live.now - sum(size for value, size in kept.items() if value in made and value not in old)
+            weights = for_weights([edge for edge, _ in roots], _Source, [*params, *leaves(state)])
+            if not any(place.grad for one in (x, *pops.values()) for place in one.places()):
+                weights = inner + sum(kept.values())  # W is the whole backward
+            backward = self._backward(roots)
+        roots.clear()
+        fn.release()
+        gradient = sum(prod(one.size) * one.dtype.itemsize for one in y.places() if one.grad)
+        self.skips |= stash
+        named = {name: one.bytes() for name, one in stash.items()}
+        taken = {name: one.bytes() for name, one in pops.items()}
+        found = Measured(inner, kept, x.bytes(), y.bytes(), named, taken, gradient, work, backward, weights)
+        return found, y
+
+    def _forward(
+        self, stage: Any, fn: Callable[..., Any], x: _Held, pops: dict[str, _Held], feeds: dict[str, _Held], state: Tree
+    ) -> tuple[dict[int, tuple[int, int]], _Held, dict[str, _Held], list[tuple[Edge, _Place]], int]:
+        """Call the layer; only numbers of what it gets and gives, and its graph, come out."""
+        storages: dict[int, Tensor] = {}
+        handle = torch.empty(0, device=self.device, requires_grad=True)
+        arguments = unflatten(x.spec, self._tensors(x, handle, storages))
+        skips = {name: unflatten(one.spec, self._tensors(one, handle, storages)) for name, one in pops.items()}
+        fed = {name: unflatten(feeds[name].spec, self._tensors(feeds[name], None, storages)) for name in stage.feeds}
+        self.live.restart()
+        keys = {storage_number(base.untyped_storage()): value for value, base in storages.items()}
+        storages.clear()
+        out: Out = normalise(fn(arguments, **stage.extras(skips, fed, state, self.train)))
+        work = self.live.peak
+        y = self._held(out.y, keys)
+        stash = {name: self._held(tree, keys) for name, tree in out.stash.items()}
+        side = side_loss(out)
+        ends = [*leaves(out.y), *leaves(out.stash), *leaves((side or ())[:1])]
+        roots = [(edge_of(leaf), self._place(leaf, keys)) for leaf in ends if leaf.requires_grad]
+        sizes = merged(one.bytes() for one in (x, y, *pops.values(), *stash.values()))
+        held = {value: (key, sizes[value]) for key, value in keys.items() if value in sizes}
+        return held, y, stash, roots, work
+
+    def _backward(self, roots: list[tuple[Edge, _Place]]) -> int:
+        """Run the backward; the most that was alive besides what is kept."""
+        if not roots:
+            return 0
+        grads = [torch.empty_strided(one.size, one.stride, dtype=one.dtype, device=self.device) for _, one in roots]
+        self.live.known(grads)
+        start = self.live.restart()
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward([edge for edge, _ in roots], grads)
+        self.arrived.clear()
+        return self.live.peak - start
+
+    # -- values between layers -----------------------------------------------------------------------------------------
+
+    def _modes(self) -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(self.fake)
+        stack.enter_context(self.live)
+        stack.enter_context(torch.set_grad_enabled(self.train))
+        return stack
+
+    def _like(self, leaf: Any) -> Any:
+        """A tensor of the same kind without numbers."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        with self.fake:
+            if leaf.layout is not torch.strided:
+                return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
+
+    def _parameter(self, leaf: Any, trains: bool, memo: dict[int, Tensor]) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in memo:
+            made = memo[id(leaf)] = self._like(leaf)
+            if trains:
+                made.requires_grad_()
+                made.grad = self._like(leaf)
+        return memo[id(leaf)]
+
+    def _held(self, tree: Tree, keys: dict[int, int]) -> _Held:
+        """A tree as places; ``keys`` numbers the storages that are known, and gets the new ones."""
+        values, spec = flatten(tree)
+        return _Held([self._place(leaf, keys) if isinstance(leaf, Tensor) else leaf for leaf in values], spec)
+
+    def _place(self, tensor: Tensor, keys: dict[int, int]) -> _Place:
+        tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+        storage = tensor.untyped_storage()
+        number = storage_number(storage)
+        if number not in keys:
+            keys[number] = next(self.numbers)
+        value, grad = keys[number], tensor.requires_grad
+        return _Place(
+            value,
+            storage.nbytes(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            grad,
+        )
+
+    def _tensors(self, held: _Held, handle: Tensor | None, storages: dict[int, Tensor]) -> list[Any]:
+        """The leaves again, on memory that does not count; those of one storage share one."""
+        out: list[Any] = []
+        for leaf in held.leaves:
+            if not isinstance(leaf, _Place):
+                out.append(leaf)
+                continue
+            if leaf.value not in storages:
+                base = storages[leaf.value] = torch.empty(leaf.nbytes, dtype=torch.uint8, device=self.device)
+                self.live.known([base])
+            flat = storages[leaf.value].view(leaf.dtype)
+            tensor = flat.as_strided(leaf.size, leaf.stride, leaf.offset)
+            if leaf.grad and handle is not None and is_differentiable(tensor):
+                tensor = _Source.apply(handle, tensor, self.arrived)
+            out.append(lazy(tensor) if handle is not None else tensor)  # pyright: ignore[reportArgumentType]
+        return out

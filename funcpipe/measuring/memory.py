@@ -1,0 +1,264 @@
+"""Memory per layer, and per device under a schedule, from FakeTensor: no GPU, no allocation, any size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.plan import Plan
+from funcpipe.core.schedule import Schedule
+from funcpipe.core.tree import Tree, flatten, leaves
+from funcpipe.core.words import size_of
+from funcpipe.cutting.example import unmarked
+from funcpipe.measuring.join import join, peaks
+from funcpipe.measuring.measured import Measured, Pass, merged
+from funcpipe.measuring.optimizer_state import State, optimizer_state
+from funcpipe.measuring.row import Layer, known_device, layers_of
+from funcpipe.models.balance import checked_sizes
+from funcpipe.runtime.trainable import Trainable, trainable_leaves
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """What one layer, or one stage, takes, in bytes.
+
+    Attributes:
+        name: of the layer; of a stage the first and the last of its layers.
+        parameters, buffers: of its own; what an earlier layer has too is counted there.
+        gradients: sums of the gradients of what is trained.
+        optimizer: state of the optimizer.
+        activations: of a layer what it adds to the residual of a stage, for one microbatch; of a stage its whole
+            residual: what autograd keeps, and what it gets and hands on.
+        input, output: what it gets and hands on, skips included.
+        forward: the most that is alive in its forward besides its input: what stays, and what does not.
+        backward: the most that its backward makes while it runs, besides what was there and the gradient of its output.
+        weight_residual: what is left of the residual between I and W.
+    """
+
+    name: str
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    activations: int
+    measured: Measured = field(repr=False)
+
+    @property
+    def model(self) -> int:
+        """Parameters, buffers, gradients and optimizer state: what is there all the time."""
+        return self.parameters + self.buffers + self.gradients + self.optimizer
+
+    @property
+    def input(self) -> int:
+        """Bytes that it gets."""
+        return sum(merged((self.measured.inputs, *self.measured.pops.values())).values())
+
+    @property
+    def output(self) -> int:
+        """Bytes that it hands on."""
+        return sum(merged((self.measured.outputs, *self.measured.stash.values())).values())
+
+    @property
+    def forward(self) -> int:
+        """The most that is alive in its forward, besides its input."""
+        return self.measured.forward
+
+    @property
+    def backward(self) -> int:
+        """The most that its backward makes while it runs."""
+        return self.measured.backward
+
+    @property
+    def weight_residual(self) -> int:
+        """What is left of the residual between I and W."""
+        return self.measured.weights
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a row of layers or stages; prints as a table. Made by `memory`.
+
+    Attributes:
+        layers: one entry for each.
+        optimizer: whose state was counted.
+        train: is anything kept for backwards.
+    """
+
+    layers: tuple[LayerMemory, ...]
+    optimizer: str
+    train: bool = True
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[LayerMemory]:
+        return iter(self.layers)
+
+    def __getitem__(self, index: int) -> LayerMemory:
+        return self.layers[index]
+
+    @property
+    def total(self) -> LayerMemory:
+        """All of them as one stage."""
+        return self.group([len(self)]).layers[0]
+
+    def group(self, sizes: Sequence[int]) -> Memory:
+        """Neighbouring layers as stages: what each stage holds, without running anything again.
+
+        Args:
+            sizes: layers of each stage, as ``balance`` gives them.
+
+        Raises:
+            PlanError: sizes that are not positive or do not add up to the layers.
+        """
+        counts = checked_sizes(sizes, len(self), "layers")
+        ends = [sum(counts[: n + 1]) for n in range(len(counts))]
+        rows = [self.layers[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        wanted = [{name for later in self.layers[end:] for name in later.measured.pops} for end in ends]
+        stages = tuple(_stage(row, out, self.train) for row, out in zip(rows, wanted, strict=True))
+        return Memory(stages, self.optimizer, self.train)
+
+    def peak(self, schedule: Schedule | Plan) -> tuple[int, ...]:
+        """The most bytes that each device holds when it runs a schedule, each layer being a stage.
+
+        The program that would run is gone through, value by value: model, residuals, inputs kept for remat, skips on
+        their way, gradients between stages, and what a forward or backward makes while it runs. Not in it: the batch,
+        targets and the loss, workspaces of kernels, and what the allocator keeps or splits.
+
+        >>> import torch
+        >>> from torch import nn
+        >>> from funcpipe.schedules.families import fill_drain, one_f_one_b
+        >>> made = memory(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(4, 8), optimizer="sgd")
+        >>> [made.peak(family(2, 4))[0] for family in (fill_drain, one_f_one_b)]
+        [2016, 1504]
+
+        Args:
+            schedule: with as many stages as there are entries here; see `group`.
+
+        Raises:
+            PlanError: it has another number of stages.
+        """
+        given = schedule.schedule if isinstance(schedule, Plan) else schedule
+        if given.num_stages != len(self):
+            raise PlanError(
+                f"the schedule has {given.num_stages} stages, but here are {len(self)} layers; say which make which "
+                "stage: memory.group(sizes)"
+            )
+        moving = peaks([layer.measured for layer in self.layers], given)
+        model = [0] * given.num_devices
+        for layer, device in zip(self.layers, given.device_of, strict=True):
+            model[device] += layer.model
+        return tuple(fixed + most for fixed, most in zip(model, moving, strict=True))
+
+    def __str__(self) -> str:
+        head = ["", "parameters", "buffers", "gradients", self.optimizer, "activations", "output"]
+        rows = [head, *map(_row, self.layers)]
+        if len(self) > 1:
+            rows.append(["all", *_row(self.total)[1:]])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        return "\n".join(
+            "  ".join(
+                [row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))]
+            )
+            for row in rows
+        )
+
+
+def memory(
+    layers: Any,
+    example: Tree,
+    *,
+    params: Sequence[Tree] | None = None,
+    state: Sequence[Tree] | None = None,
+    feeds: Mapping[str, Tree] | None = None,
+    optimizer: Any = "adamw",
+    trainable: Trainable = None,
+    train: bool = True,
+    device: Any = "cpu",
+) -> Memory:
+    """What each layer takes: parameters, gradients, optimizer state, and activations kept for one microbatch.
+
+    Every layer runs forward and backward under FakeTensor: shapes go through it, numbers do not, nothing is allocated
+    (the model may be on the meta device), and the module, its gradients, mode, buffers and the random generators are
+    untouched. Activations are the storages that stay alive after the forward, each counted once; parameters are none.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> with torch.device("meta"):
+    ...     model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
+    >>> print(memory(model, torch.empty(32, 1024, device="meta")))
+         parameters  buffers  gradients     adamw  activations     output
+    0      16.0 MiB      0 B   16.0 MiB  32.0 MiB    128.0 KiB  512.0 KiB
+    1           0 B      0 B        0 B       0 B    512.0 KiB  512.0 KiB
+    2      16.0 MiB      0 B   16.0 MiB  32.0 MiB          0 B  128.0 KiB
+    all    32.0 MiB      0 B   32.0 MiB  64.0 MiB    768.0 KiB  128.0 KiB
+
+    Args:
+        layers: an ``nn.Sequential`` (its children are the layers), a list of modules, a split, or stages.
+        example: the input of one microbatch; only its shapes count. What `Replicate` and `Axis` mark is taken as it is.
+        params, state: with stages, one tree per stage.
+        feeds: by name, those that stages declare.
+        optimizer: a name (``"sgd"``, ``"momentum"``, ``"adamw"``, ``"adafactor"``, ...), a class or an instance of
+            ``torch.optim``, or the bytes of state for each byte of parameters (8-bit Adam 0.5; bfloat16 parameters with
+            float32 copies and Adam 6).
+        trainable: as in ``run``: None: leaves with requires_grad, or every floating leaf if none has it.
+        train: the mode; False: nothing is trained, and nothing is kept.
+        device: whose kernels: they differ in what they keep (dropout masks, attention). "cuda" needs a torch that sees
+            one.
+
+    Returns:
+        `Memory`, with one entry per layer.
+
+    Raises:
+        PlanError: layers, numbers or the optimizer are not what they should be.
+        PlacementError: no such device.
+        StageError: a layer failed on what it got; it says which, and on what.
+    """
+    example, feeds = unmarked(example), {name: unmarked(tree) for name, tree in (feeds or {}).items()}
+    row = layers_of(layers, params, state, feeds)
+    name, numbers = optimizer_state(optimizer)
+    flags = trainable_leaves([layer.params for layer in row], trainable if train else False)
+    measured = Pass(train=train, device=known_device("cpu" if str(device) == "meta" else device)).run(
+        row, example, feeds, flags
+    )
+    seen: set[int] = set()
+    kept: set[int] = set()
+    out: list[LayerMemory] = []
+    for layer, own, found in zip(row, flags, measured, strict=True):
+        seen = set() if layer.whole else seen  # each stage has its own; layers of one stage share
+        counted = _numbers(layer, own, numbers, seen)
+        held = found.held() if layer.whole else {value: found.kept[value] for value in found.kept if value not in kept}
+        activations = found.inner + sum(held.values())
+        kept |= found.kept.keys()
+        out.append(LayerMemory(layer.name, *counted, activations=activations if train else 0, measured=found))
+    return Memory(tuple(out), name if train else "no optimizer", train)
+
+
+def _numbers(layer: Layer, flags: Sequence[bool], state: State, seen: set[int]) -> tuple[int, int, int, int]:
+    """Bytes of parameters, buffers, gradients and optimizer state that were not seen before."""
+    parameters = gradients = optimizer = 0
+    for leaf, trains in zip(flatten(layer.params)[0], flags, strict=True):
+        if isinstance(leaf, Tensor) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            parameters += leaf.nbytes
+            gradients += leaf.nbytes * trains
+            optimizer += int(state(tuple(leaf.shape)) * leaf.itemsize) * trains
+    return parameters, sum(leaf.nbytes for leaf in leaves(layer.state)), gradients, optimizer
+
+
+def _stage(row: Sequence[LayerMemory], wanted: set[str], train: bool) -> LayerMemory:
+    found = join([layer.measured for layer in row], wanted)
+    first, last = row[0].name, row[-1].name
+    columns = zip(*((layer.parameters, layer.buffers, layer.gradients, layer.optimizer) for layer in row), strict=True)
+    sums = [sum(column) for column in columns]
+    held = found.inner + sum(found.held().values()) if train else 0
+    return LayerMemory(first if len(row) == 1 else f"{first}-{last}", *sums, activations=held, measured=found)
+
+
+def _row(layer: LayerMemory) -> list[str]:
+    sizes = (layer.parameters, layer.buffers, layer.gradients, layer.optimizer, layer.activations, layer.output)
+    return [layer.name, *map(size_of, sizes)]

@@ -1,0 +1,319 @@
+"""Measured times of each layer as a `Cost`: what a schedule is simulated with, and a model balanced by."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.cost import Cost
+from funcpipe.core.errors import PlanError
+from funcpipe.core.tree import Tree, flatten, leaves, locations, map_leaves
+from funcpipe.cutting.example import unmarked
+from funcpipe.measuring.memory import memory
+from funcpipe.measuring.row import Layer, blame, known_device, layers_of
+from funcpipe.runtime.border import Border, given
+from funcpipe.runtime.context import Context, cores, intra_op_threads, no_autocast_cache, pin, refuse_transforms
+from funcpipe.runtime.eager import EagerBound
+from funcpipe.runtime.program import Bound, Program, StageArgs
+from funcpipe.runtime.rng import Keys
+from funcpipe.runtime.trainable import Trainable, trainable_leaves
+
+
+def profile(
+    layers: Any,
+    example: Tree,
+    *,
+    params: Sequence[Tree] | None = None,
+    state: Sequence[Tree] | None = None,
+    feeds: Mapping[str, Tree] | None = None,
+    trainable: Trainable = None,
+    train: bool = True,
+    device: Any = "cpu",
+    repeats: int = 5,
+    warmup: int = 2,
+    threads_per_lane: int | None = None,
+    lanes: int = 1,
+    seed: int = 0,
+    comm: float = 0.0,
+    measure_memory: bool = True,
+) -> Cost:
+    """What F, B, I and W of each layer take: medians, in seconds; and residuals in bytes.
+
+    Layers run one after the other as a run would run them, each on what the one before gave. They are copies: the
+    module, its gradients, mode and buffers, the example and the random generators are untouched, and layers that write
+    into their input do so in memory of their own.
+
+    B is the whole backward. Of a compiled stage I and W are measured, and its residuals are what its programs keep. An
+    eager one does not split: in a run its I is the whole backward and its W nothing, so B is what counts, and what is
+    given as I and W tells what compiling it can gain: I is the backward of a forward in which no parameter is trained,
+    W what B takes longer. Where the input needs no gradient that I is 0.
+
+    >>> from torch import nn
+    >>> cost = profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(4, 8))
+    >>> len(cost.forward), cost.backward_input[0], cost.backward_weight[1], cost.residual
+    (3, 0.0, 0.0, (128, 128, 0))
+
+    Args:
+        layers: an ``nn.Sequential`` (its children are the layers, as for ``balance`` and ``split(balance=)``), a list
+            of modules, a split, or stages.
+        example: the input, as large as one microbatch; of what `Replicate` and `Axis` mark in it, and in ``feeds``, the
+            values count.
+        params, state: with stages, one tree per stage.
+        feeds: by name, those that stages declare.
+        trainable: as in ``run``: None: leaves with requires_grad, or every floating leaf if none has it.
+        train: the mode; False: forwards alone, the other times are 0.
+        device: where to measure. Parameters elsewhere are brought there layer by layer, so the model need not fit.
+        repeats: sweeps over all layers whose medians are taken.
+        warmup: sweeps before them.
+        threads_per_lane: intra-op threads, as many as a lane of the run will have; None: torch's number.
+        lanes: CPU lanes that compute at the same time, as many as the run will have, each in a thread with its share of
+            the cores and at another layer. Lanes share caches and memory bandwidth: next to each other they take
+            longer than one alone.
+        seed: keys what layers draw.
+        comm: of one hop between devices, in seconds; it is not measured.
+        measure_memory: also ask `memory` for the residuals: of a layer what it adds to a stage, of a stage all that it
+            holds. False: those of ``Cost()``.
+
+    Returns:
+        A cost with one number per layer.
+
+    Raises:
+        PlanError: layers, numbers or counts are not what they should be.
+        PlacementError: no such device.
+        StageError: a layer failed on what it got; it says which, and on what.
+    """
+    refuse_transforms("profile")
+    example, feeds = unmarked(example), {name: unmarked(tree) for name, tree in (feeds or {}).items()}
+    _check_counts(repeats, warmup, threads_per_lane, lanes)
+    row = layers_of(layers, params, state, feeds)
+    _check_numbers(row, example, feeds)
+    flags = trainable_leaves([layer.params for layer in row], trainable if train else False)
+    clock = _Clock(known_device(device))
+    _check_lanes(lanes, row, clock.device)
+    sweep = _Sweep(row, flags, clock, train=train, seed=seed)
+    context, threads, available = Context(), threads_per_lane or torch.get_num_threads(), cores()
+
+    def sweep_often(lane: int) -> list[list[_Times]]:
+        if lanes > 1:
+            pin(lane, lanes, available)
+        with (
+            context.entered(),
+            intra_op_threads(threads),
+            no_autocast_cache(),
+            torch.autograd.set_multithreading_enabled(False),
+            torch.inference_mode(False),
+        ):
+            return [sweep.run(example, feeds) for _ in range(warmup + repeats)][warmup:]
+
+    if lanes == 1:
+        sweeps = sweep_often(0)
+    else:
+        with intra_op_threads(threads), ThreadPoolExecutor(lanes) as pool:
+            jobs = [pool.submit(copy_context().run, sweep_often, lane) for lane in range(lanes)]
+            sweeps = [times for job in jobs for times in job.result()]
+    times = [_middle(column) for column in zip(*sweeps, strict=True)]
+    residuals: dict[str, Any] = {}
+    if measure_memory:
+        found = memory(
+            layers, example, params=params, state=state, feeds=feeds, trainable=trainable, train=train, device=device
+        )
+        known = [one.kept or (row.activations, row.weight_residual) for one, row in zip(times, found, strict=True)]
+        residuals = {"residual": tuple(a for a, _ in known), "weight_residual": tuple(b for _, b in known)}
+    forward, whole, inputs, weights, _ = (tuple(column) for column in zip(*times, strict=True))
+    return Cost(forward, inputs, weights, backward=whole, comm=comm, **residuals)
+
+
+class _Times(NamedTuple):
+    """Seconds of one layer.
+
+    Attributes:
+        forward: of F.
+        whole: of B.
+        inputs: of I.
+        weights: of W.
+        kept: bytes between F and its backward and between I and W, where programs know.
+    """
+
+    forward: float
+    whole: float
+    inputs: float
+    weights: float
+    kept: tuple[int, int] | None = None
+
+
+def _middle(times: Sequence[_Times]) -> _Times:
+    """Medians; where one program does both, I is part of B, whatever the clock says."""
+    forward, whole, inputs, weights = (median(column) for column in zip(*(one[:4] for one in times), strict=True))
+    if times[0].kept is None:
+        inputs = min(inputs, whole)
+        weights = whole - inputs
+    return _Times(forward, whole, inputs, weights, times[0].kept)
+
+
+class _Clock:
+    """Seconds of a call on a device, until the device is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
+
+    def wait(self) -> None:
+        if self.module is not None:
+            self.module.synchronize(self.device)
+
+    def time(self, call: Callable[[], Any]) -> tuple[float, Any]:
+        """How long a call takes, and what it gives."""
+        self.wait()
+        began = perf_counter()
+        out = call()
+        self.wait()
+        return perf_counter() - began, out
+
+
+class _Sweep:
+    """One pass over all layers, each called as a run would call it."""
+
+    def __init__(
+        self, layers: Sequence[Layer], flags: Sequence[Sequence[bool]], clock: _Clock, *, train: bool, seed: int
+    ) -> None:
+        self.layers, self.flags, self.clock, self.train = layers, flags, clock, train
+        self.keys = Keys(seed, [layer.stage for layer in layers])
+        self.turns = {id(layer.stage): threading.Lock() for layer in layers}  # no stage runs on two threads at once
+
+    def run(self, example: Tree, feeds: Mapping[str, Tree]) -> list[_Times]:
+        """The times of every layer."""
+        x = given(self._there(example))
+        named = {name: given(self._there(tree)) for name, tree in feeds.items()}
+        skips: dict[str, Border] = {}
+        times: list[_Times] = []
+        for number, layer in enumerate(self.layers):
+            stage = layer.stage
+            args = StageArgs(x, [skips[name] for name in stage.pop], [named[name] for name in stage.feeds], None, 0)
+            try:
+                with self.turns[id(stage)]:
+                    found, x = self._layer(number, args, skips)
+            except Exception as error:
+                blame(error, number, layer, "profile", args.x.tree())
+            times.append(found)
+        return times
+
+    def _layer(self, number: int, args: StageArgs, skips: dict[str, Border]) -> tuple[_Times, Border]:
+        flags = self.flags[number]
+        forward, whole, y, stash = self._calls(number, args, flags)
+        skips |= stash
+        if self.train and self.layers[number].stage.program is not None:
+            split = self._split(number, args, flags)
+            if split is not None:
+                return _Times(forward, whole, *split), y
+        flows = any(any(border.flags) for border in (args.x, *args.skips))
+        inputs = 0.0
+        if flows and self.train:
+            inputs = self._calls(number, args, [False] * len(flags))[1] if any(flags) else whole
+        return _Times(forward, whole, inputs, whole - inputs), y
+
+    def _split(
+        self, number: int, args: StageArgs, flags: Sequence[bool]
+    ) -> tuple[float, float, tuple[int, int]] | None:
+        """I, W, and the bytes that wait for them; None where the stage runs eagerly all the same."""
+        bound = self._bound(number, args, flags)
+        out = bound.forward(args, keep=True)
+        held, stash = out.residual.nbytes, {name: [_ones(border)] for name, border in out.stash.items()}
+        inputs, (_, rest) = self.clock.time(lambda: bound.backward_input(out.residual, _ones(out.y), stash))
+        if rest is None:
+            return None
+        left = rest.nbytes
+        weights, _ = self.clock.time(lambda: bound.backward_weight(rest))
+        bound.release()
+        return inputs, weights, (held, left)
+
+    def _bound(self, number: int, args: StageArgs, flags: Sequence[bool]) -> Bound:
+        """The stage, after all that it does once a run."""
+        layer = self.layers[number]
+        params, state = self._there(layer.params), self._there(layer.state)
+        program: Program = layer.stage.program or EagerBound
+        bound = program(
+            layer.stage,
+            number,
+            params,
+            state,
+            trainable=flags,
+            train=self.train,
+            backwards=self.train,
+            keys=self.keys,
+            loss=None,
+            shares=None,
+        )
+        bound.grads()  # fills the sums with zeros
+        if layer.stage.program is not None:  # what depends on parameters alone
+            bound.forward(args, keep=self.train)
+        return bound
+
+    def _calls(
+        self, number: int, args: StageArgs, flags: Sequence[bool]
+    ) -> tuple[float, float, Border, dict[str, Border]]:
+        """F and B of a layer: their times, and what F gave."""
+        bound = self._bound(number, args, flags)
+        forward, out = self.clock.time(lambda: bound.forward(args, keep=self.train))
+        whole = 0.0
+        if self.train:
+            stash = {name: [_ones(border)] for name, border in out.stash.items()}
+            y = _ones(out.y)
+            whole, _ = self.clock.time(lambda: bound.backward(out.residual, y, stash))
+        bound.release()
+        return forward, whole, out.y, out.stash
+
+    def _there(self, tree: Tree) -> Tree:
+        return map_leaves(lambda leaf: leaf.detach().to(self.clock.device) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _ones(border: Border) -> list[Tensor | None]:
+    """Gradients for those leaves that take one."""
+    return [torch.ones_like(leaf) if flag else None for leaf, flag in zip(border.leaves, border.flags, strict=True)]
+
+
+def _check_counts(repeats: Any, warmup: Any, threads: Any, lanes: Any) -> None:
+    for name, value, least in (
+        ("repeats", repeats, 1),
+        ("warmup", warmup, 0),
+        ("lanes", lanes, 1),
+        ("threads_per_lane", 1 if threads is None else threads, 1),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise PlanError(f"{name} is an int from {least}; got {value!r}")
+    if threads is not None and threads > len(cores()):
+        raise PlanError(f"threads_per_lane is {threads}, but there are {len(cores())} cores")
+
+
+def _check_lanes(lanes: int, row: Sequence[Layer], device: torch.device) -> None:
+    stages = len({id(layer.stage) for layer in row})
+    if lanes > stages:
+        raise PlanError(
+            f"lanes is {lanes}, but there are {stages} layers, and no two lanes can be at one: give lanes={stages} or "
+            "fewer, or cut finer"
+        )
+    if lanes > 1 and device.type != "cpu":
+        raise PlanError(f"lanes={lanes} counts lanes that share the CPU; on {device} leave it out")
+
+
+def _check_numbers(row: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree]) -> None:
+    """Raises PlanError where there is nothing to compute with."""
+    trees = [("example", example), *((f"feeds[{name!r}]", tree) for name, tree in feeds.items())]
+    places = [
+        (place, leaf)
+        for root, tree in trees
+        for place, leaf in zip(locations(tree, root), flatten(tree)[0], strict=True)
+    ]
+    places += [(f"layer {layer.name!r}", leaf) for layer in row for leaf in leaves((layer.params, layer.state))]
+    empty = [place for place, leaf in places if isinstance(leaf, Tensor) and leaf.is_meta]
+    if empty:
+        raise PlanError(
+            f"{empty[0]} is on the meta device, and a time takes numbers to compute with; fp.memory(...) needs none"
+        )

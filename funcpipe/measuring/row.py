@@ -1,0 +1,141 @@
+"""What `profile` and `memory` are given, as a row of layers: each a stage with its parameters and state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from funcpipe.core.errors import PlacementError, PlanError, Where, located, raise_all
+from funcpipe.core.stage import Stage
+from funcpipe.core.tree import Tree, flatten, locations
+from funcpipe.lower.skips import routes
+from funcpipe.models.module import from_module
+from funcpipe.models.sequential import cut_sequential, units_of
+from funcpipe.models.split import Split
+
+
+class Layer(NamedTuple):
+    """One entry of what is measured.
+
+    Attributes:
+        stage: what is called.
+        params, state: its numbers; only looked at.
+        name: what tables and errors call it.
+        whole: is it a stage that runs as it is; else a layer, of which stages are yet to be made.
+    """
+
+    stage: Stage
+    params: Tree
+    state: Tree
+    name: str
+    whole: bool
+
+
+def layers_of(
+    layers: Any, params: Sequence[Tree] | None, state: Sequence[Tree] | None, feeds: Mapping[str, Tree] | None
+) -> tuple[Layer, ...]:
+    """A Sequential, a list of modules, a `Split`, or stages, as layers.
+
+    Raises:
+        PlanError: it is nothing of that, or numbers, skips or feeds do not fit.
+    """
+    if isinstance(layers, Split):
+        row = _stages(
+            layers.stages, layers.params if params is None else params, layers.state if state is None else state
+        )
+    elif isinstance(layers, nn.Sequential):
+        _refuse_numbers(params, state)
+        names = [path for path, _ in units_of(layers)]
+        row = tuple(
+            Layer(*part, name, False)
+            for part, name in zip(cut_sequential(layers, [1] * len(names)), names, strict=True)
+        )
+    elif isinstance(layers, nn.Module) or not isinstance(layers, Iterable):
+        raise PlanError(
+            "layers are an nn.Sequential, a list of modules, a split (fp.split(model, ...)), or stages with params=; "
+            f"got a {type(layers).__name__}"
+        )
+    else:
+        given = tuple(cast("Iterable[Any]", layers))
+        if given and all(isinstance(one, nn.Module) for one in given):
+            _refuse_numbers(params, state)
+            row = tuple(Layer(*from_module(one, name=str(i)), str(i), False) for i, one in enumerate(given))
+        else:
+            row = _stages(given, params, state)
+    routes([layer.stage for layer in row])
+    wanted = [
+        f"{layer.name or number!r} takes the feed {name!r}; add feeds={{{name!r}: ...}}"
+        for number, layer in enumerate(row)
+        for name in layer.stage.feeds
+        if name not in (feeds or {})
+    ]
+    raise_all("these layers cannot be called:", wanted)
+    return row
+
+
+def _stages(given: Sequence[Any], params: Any, state: Any) -> tuple[Layer, ...]:
+    faults = [
+        f"entry {i} is a {type(one).__name__}, not a stage; make it one with fp.stage(fn) or fp.from_module(module)"
+        for i, one in enumerate(given)
+        if not isinstance(one, Stage)
+    ]
+    faults += [] if given else ["there are none"]
+    faults += ["stages come with params=, one tree per stage, () for none"] if params is None else []
+    faults += [
+        f"{what} has {len(trees)} trees for {len(given)} stages"
+        for what, trees in (("params", params), ("state", state))
+        if trees is not None and len(trees) != len(given)
+    ]
+    if state is None:
+        faults += [
+            f"stage {i} ({one.name!r}) has state; add state="
+            for i, one in enumerate(given)
+            if isinstance(one, Stage) and one.state
+        ]
+    raise_all("these stages cannot be measured:", faults)
+    assert params is not None
+    rows = zip(given, params, ((),) * len(given) if state is None else state, strict=True)
+    return tuple(Layer(one, p, s, one.name or str(number), True) for number, (one, p, s) in enumerate(rows))
+
+
+def _refuse_numbers(params: Any, state: Any) -> None:
+    if params is not None or state is not None:
+        raise PlanError("modules have their own parameters; params= and state= go with stages")
+
+
+def known_device(device: Any) -> torch.device:
+    """A device whose kernels can be asked. Raises PlacementError."""
+    found = torch.device(device)
+    if found.type != "cpu" and (found.type == "meta" or not torch.get_device_module(found).is_available()):
+        raise PlacementError(
+            f"device={device!r}: torch sees no such device here, so its kernels cannot be asked; leave device= out "
+            "for those of the CPU"
+        )
+    return found
+
+
+def blame(error: Exception, number: int, layer: Layer, phase: str, x: Tree) -> NoReturn:
+    """Raise what a layer raised, with its name and what it got."""
+    failure = located(error, Where(number, layer.name, None, phase, ""))
+    failure.add_note(f"it got {described(x)}")
+    raise failure
+
+
+def described(tree: Tree) -> str:
+    """``x: float32 (2, 8)``, for each leaf.
+
+    >>> described(({"mask": None}, 3))
+    "x[0]['mask']: NoneType, x[1]: int"
+    """
+    return ", ".join(
+        f"{place}: {_leaf(leaf)}" for place, leaf in zip(locations(tree, "x"), flatten(tree)[0], strict=True)
+    )
+
+
+def _leaf(leaf: Any) -> str:
+    return (
+        f"{leaf.dtype} {tuple(leaf.shape)}".removeprefix("torch.") if isinstance(leaf, Tensor) else type(leaf).__name__
+    )

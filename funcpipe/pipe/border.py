@@ -1,0 +1,229 @@
+"""Where a `Pipe` meets the caller's autograd: one node, whose backward is the pullback of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.errors import BatchError, FuncpipeError
+from funcpipe.core.torch_names import pop_saved_hooks, push_saved_hooks, top_saved_hooks
+from funcpipe.core.tree import Tree, flatten, map_leaves, unflatten
+from funcpipe.cutting.example import bare
+from funcpipe.runtime.context import saved_tensors_are_hooked
+from funcpipe.runtime.microbatch import Axis, Microbatches
+from funcpipe.runtime.vjp import Pullback
+
+# -- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def input_leaves(inputs: Tree) -> list[Any]:
+    """The leaves of inputs (or of their gradients), of all microbatches where those are given ready."""
+    trees = inputs.trees if isinstance(inputs, Microbatches) else (inputs,)
+    return [bare(leaf) for tree in trees for leaf in flatten(tree)[0]]
+
+
+def input_flags(inputs: Tree) -> Tree:
+    """Which leaves of inputs require gradients: a tree like them."""
+    if isinstance(inputs, Microbatches):
+        return Microbatches(input_flags(tree) for tree in inputs)
+    return map_leaves(lambda leaf: _requires_grad(bare(leaf)), inputs)
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def count_microbatches(inputs: Tree, chunks: int) -> int:
+    """How many microbatches these inputs make; whether they can be cut at all is for the run to say.
+
+    Raises:
+        BatchError: there is nothing to cut.
+    """
+    if isinstance(inputs, Microbatches):
+        return max(1, min(len(inputs), chunks))
+    leaves = flatten(inputs)[0]
+    for leaf in leaves:
+        axis, value = (leaf.axis, leaf.value) if isinstance(leaf, Axis) else (0, leaf)
+        if isinstance(value, Tensor):
+            rows = value.shape[axis] if -value.dim() <= axis < value.dim() else 1
+            return max(1, min(rows, chunks))
+    kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "nothing"
+    raise BatchError(
+        f"a Pipe cuts its inputs along their rows, so one of them is a tensor that is not replicated; got {kinds}"
+    )
+
+
+# -- outputs ----------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(outputs: Tree) -> list[Tensor]:
+    """The tensors of outputs, in order; those of every microbatch where they are not joined."""
+    tensors: list[Tensor] = []
+    for leaf in flatten(outputs)[0]:
+        if isinstance(leaf, Microbatches):
+            tensors += [tensor for tree in leaf for tensor in tensors_of(tree)]
+        elif isinstance(leaf, Tensor):
+            tensors.append(leaf)
+    return tensors
+
+
+def _replaced(outputs: Tree, tensors: Iterator[Tensor]) -> Tree:
+    """Outputs with other tensors."""
+
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, Microbatches):
+            return Microbatches(_replaced(tree, tensors) for tree in leaf)
+        return next(tensors) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(replaced, outputs)
+
+
+_Form = Callable[[Iterator["Tensor | None"]], Tree]
+
+
+def _form(outputs: Tree) -> _Form:
+    """What makes trees of gradients like outputs, as a pullback takes them. It keeps no tensor of the outputs."""
+    leaves, spec = flatten(outputs)
+    parts = [
+        [_form(tree) for tree in leaf] if isinstance(leaf, Microbatches) else isinstance(leaf, Tensor)
+        for leaf in leaves
+    ]
+
+    def cotangent(part: Any, gradients: Iterator[Tensor | None]) -> Any:
+        if not isinstance(part, list):
+            return next(gradients) if part else None
+        trees = [form(gradients) for form in part]
+        return None if all(leaf is None for tree in trees for leaf in flatten(tree)[0]) else Microbatches(trees)
+
+    return lambda gradients: unflatten(spec, [cotangent(part, gradients) for part in parts])
+
+
+def _attached(outputs: Tree, pullback: Pullback) -> list[bool]:
+    """For each tensor of the outputs: can it have a gradient."""
+    by_microbatch = pullback.attached
+    if isinstance(outputs, Microbatches):
+        rows = [(flatten(tree)[0], flags) for tree, flags in zip(outputs, by_microbatch, strict=True)]
+        return [flag for row in rows for leaf, flag in zip(*row, strict=True) if isinstance(leaf, Tensor)]
+    out: list[bool] = []
+    for leaf, *flags in zip(flatten(outputs)[0], *by_microbatch, strict=True):
+        if isinstance(leaf, Tensor):
+            out.append(any(flags))
+        elif isinstance(leaf, Microbatches):  # one leaf of each microbatch
+            out += [flag for one, flag in zip(leaf, flags, strict=True) if isinstance(one, Tensor)]
+    return out
+
+
+# -- the node ---------------------------------------------------------------------------------------------------------
+
+
+class Way:
+    """The way back through a pipe: what its node keeps between the forwards and the backwards.
+
+    Args:
+        pullback: of the run.
+        form: makes trees of gradients like its outputs.
+        places: for each parameter that requires a gradient, its stage and name.
+        wanted: which leaves of the inputs require gradients.
+    """
+
+    def __init__(
+        self, pullback: Pullback, form: _Form, places: Sequence[tuple[int, str]], wanted: Sequence[bool]
+    ) -> None:
+        self.pullback: Pullback | None = pullback
+        self.form, self.places, self.wanted = form, places, wanted
+
+    def back(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the parameters, then of the inputs; None where plain autograd has none."""
+        if torch.is_grad_enabled():
+            raise FuncpipeError(
+                "a Pipe computes its gradients itself, so they have no graph of their own and create_graph=True is "
+                "not possible; for second derivatives call the layers without the pipe: nn.Sequential(*pipe)"
+            )
+        if all(gradient is None for gradient in gradients):
+            return [None] * (len(self.places) + sum(self.wanted))
+        pullback, self.pullback = self.pullback, None
+        if pullback is None:
+            raise FuncpipeError(
+                "the backward of this output of a Pipe was done already, and what it needs is freed by the first "
+                "one, retain_graph=True or not; add the losses and call backward once, or call the pipe again"
+            )
+        with without_saved_tensor_hooks():
+            grads, input_grads = pullback(self.form(iter(gradients)))
+        unused = set(pullback.unused)
+        out: list[Tensor | None] = [None if place in unused else grads[place[0]][place[1]] for place in self.places]
+        if any(self.wanted):
+            pairs = zip(input_leaves(input_grads), self.wanted, strict=True)
+            out += [gradient for gradient, wanted in pairs if wanted]
+        return out
+
+
+class _Node(torch.autograd.Function):
+    """Outputs that were computed already, attached to the parameters and inputs that they depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, way: Way, outputs: list[Tensor], detached: list[Tensor], *_: Tensor) -> Any:
+        ctx.way = way
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*detached)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return None, None, None, *ctx.way.back(gradients)
+
+
+def attach(
+    outputs: Tree,
+    pullback: Pullback,
+    params: Sequence[tuple[tuple[int, str], Tensor]],
+    inputs: Tree,
+) -> Tree:
+    """Outputs of a `vjp`, attached to the caller's graph; dropping them frees what the backwards need.
+
+    Args:
+        outputs: of the forwards.
+        pullback: of the same call.
+        params: the parameters that require gradients, each with its stage and its name there.
+        inputs: as the caller gave them.
+    """
+    tensors = tensors_of(outputs)
+    detached = [one for one, flag in zip(tensors, _attached(outputs, pullback), strict=True) if not flag]
+    leaves = input_leaves(inputs)
+    wanted = [_requires_grad(leaf) for leaf in leaves]
+    way = Way(pullback, _form(outputs), [place for place, _ in params], wanted)
+    roots = [*(param for _, param in params), *(leaf for leaf, flag in zip(leaves, wanted, strict=True) if flag)]
+    attached = iter(_Node.apply(way, tensors, detached, *roots))
+    return _replaced(outputs, attached)
+
+
+class without_saved_tensor_hooks:
+    """Hooks on saved tensors (``torch.utils.checkpoint``, ``save_on_cpu``) do not reach into the stages of a pipe.
+
+    What a pipe keeps for its backwards is its own affair (``checkpoint=``). With such hooks inside of it a pipe in a
+    checkpointed region would be run again by its own backward.
+
+    No generator: what passes through may be an error that is a StopIteration.
+    """
+
+    def __enter__(self) -> None:
+        self.taken: list[Any] = []
+        if top_saved_hooks and pop_saved_hooks and push_saved_hooks:
+            while (hooks := top_saved_hooks(True)) is not None:
+                pop_saved_hooks()
+                self.taken.append(hooks)
+        elif saved_tensors_are_hooked():
+            raise FuncpipeError(_HOOKED)
+
+    def __exit__(self, *error: object) -> None:
+        while self.taken:
+            push_saved_hooks(*self.taken.pop())
+
+
+_HOOKED = (
+    "fp.Pipe was called under hooks on saved tensors (torch.utils.checkpoint, save_on_cpu), and this torch has no "
+    "names "
+    "by which they could be kept out of its stages; call it outside of them: what a pipe keeps is set by checkpoint="
+)

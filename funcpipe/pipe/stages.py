@@ -1,0 +1,194 @@
+"""The stages of a `Pipe` as its layers are now: made once, looked at before every call, made again when layers changed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from funcpipe.core.errors import PlacementError, raise_all
+from funcpipe.core.plan import Plan
+from funcpipe.core.torch_names import TABLES, buffers_of, parameters_of, version
+from funcpipe.core.tree import Tree
+from funcpipe.lower.plan import make_plan
+from funcpipe.models.batchnorm import CommitLayers
+from funcpipe.models.sequential import cut_sequential
+from funcpipe.models.ties import groups
+from funcpipe.pipe.layout import Layout
+from funcpipe.runtime.place import same_device
+from funcpipe.schedules.families import fill_drain
+from funcpipe.schedules.remat import remat
+
+Slot: TypeAlias = tuple[nn.Module, str]
+"""Where a tensor lives: its layer, and its name there."""
+
+CHECKPOINTS = ("always", "except_last", "never")
+
+
+class Stages:
+    """Layers cut into stages, for layers as they were when this was made.
+
+    Attributes:
+        train: is any layer in training mode.
+        stages: one for each entry of the layout.
+        params: for each stage, where its parameters live, by their names in the model.
+        buffers: likewise its state.
+        home: each parameter's first place, (stage, name).
+    """
+
+    def __init__(self, model: nn.Sequential, layout: Layout, *, deferred: bool, merge: Any = None) -> None:
+        self.layout, self.merge = layout, merge
+        self.train = any(one.training for layer in model for one in layer.modules())
+        parts = cut_sequential(model, layout.balance, deferred=deferred)
+        slots: dict[str, Slot] = {}
+        for path, layer in model.named_modules(remove_duplicate=False):
+            slots |= {
+                f"{path}.{name}" if path else name: (layer, name)
+                for name in (*parameters_of(layer), *buffers_of(layer))
+            }
+        self.stages = [stage for stage, _, _ in parts]
+        self.params = [{name: slots[name] for name in params} for _, params, _ in parts]
+        self.buffers = [{name: slots[name] for name in state} for _, _, state in parts]
+        self.ties = groups([params for _, params, _ in parts])
+        first: dict[int, tuple[int, str]] = {}
+        for stage, (_, params, _) in enumerate(parts):
+            for name, tensor in params.items():
+                first.setdefault(id(tensor), (stage, name))
+        self.home = list(first.values())
+        self.plans: dict[tuple[int, str | None], Plan] = {}
+
+    def draw(self) -> bool:
+        """Did any stage draw random numbers so far."""
+        return any(self.train in stage.seen.draws for stage in self.stages)
+
+    def plan(self, num_microbatches: int, checkpoint: str | None) -> Plan:
+        """The plan for a real number of microbatches; ``checkpoint`` None: forwards alone."""
+        key = (num_microbatches, checkpoint)
+        found = self.plans.get(key)
+        if found is None:
+            count, last = len(self.stages), num_microbatches - 1
+            schedule = fill_drain(count, num_microbatches, backward=checkpoint is not None)
+            if checkpoint == "always" or (checkpoint == "except_last" and last):
+                kept = last if checkpoint == "except_last" else -1
+                schedule = remat(schedule, keep=lambda action: action.microbatch == kept)
+            options: dict[str, Any] = {"devices": self.layout.devices, "ties": self.ties, "train": self.train}
+            options["merge"] = self.merge
+            found = self.plans[key] = make_plan(self.stages, schedule, outputs=True, **options)
+        return found
+
+    def gather(self) -> tuple[tuple[dict[str, Tensor], ...], tuple[Tree, ...]]:
+        """The parameters and the state of every stage, as they are in the layers now.
+
+        A tensor that stages on several devices hold is copied to those where it does not live.
+
+        Raises:
+            PlacementError: layers were moved.
+        """
+        faults: list[str] = []
+        trees: list[tuple[dict[str, Tensor], ...]] = []
+        for slots in (self.params, self.buffers):
+            seen: set[int] = set()
+            found: list[dict[str, Tensor]] = []
+            for stage, (own, device) in enumerate(zip(slots, self.layout.devices, strict=True)):
+                row: dict[str, Tensor] = {}
+                for name, slot in own.items():
+                    tensor = row[name] = _read(slot)
+                    if same_device(tensor.device, device):
+                        continue
+                    if id(tensor) in seen:
+                        row[name] = tensor.detach().to(device)
+                    else:
+                        faults.append(f"{name} lies on {tensor.device}, stage {stage} runs on {device}")
+                seen.update(id(_read(slot)) for slot in own.values())
+                found.append(row)
+            trees.append(tuple(found))
+        raise_all(
+            "layers of a Pipe stay on the devices of their stages; move them back, or wrap them again: "
+            "fp.Pipe(nn.Sequential(*pipe), ...):",
+            faults,
+            PlacementError,
+        )
+        return trees[0], tuple(state or () for state in trees[1])
+
+    def write(self, new: Sequence[Tree]) -> None:
+        """Put the running statistics of a batch into the buffers of the layers, which stay the same tensors."""
+        if not self.train:
+            return
+        with torch.no_grad():
+            for stage, own, state in zip(self.stages, self.buffers, new, strict=True):
+                if isinstance(stage.commit, CommitLayers):
+                    for name in stage.commit.written():
+                        if name in own:
+                            _read(own[name]).copy_(state[name])
+
+
+def _read(slot: Slot) -> Tensor:
+    layer, name = slot
+    own = parameters_of(layer)
+    tensor = own[name] if name in own else buffers_of(layer)[name]
+    assert tensor is not None
+    return tensor
+
+
+# -- have the layers changed ----------------------------------------------------------------------------------------
+
+
+class Look:
+    """What stages depend on besides the numbers in tensors: layers, their attributes and hooks, which tensors are one.
+
+    Attributes that are containers are looked at one level deep, tensors by how often they were written to. Training
+    flags are apart: they change often and back, so stages are kept for several of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self.held: list[Any] = []
+        for one in modules:
+            for name, value in vars(one).items():
+                if name in _APART or value is None:
+                    continue
+                kind = type(value)
+                if kind is OrderedDict or kind is dict:  # most are tables of hooks, and empty
+                    if value:
+                        self.held += (name, *value.keys(), *value.values())
+                elif kind is list or kind is tuple or kind is set:
+                    self.held += (name, *value)
+                elif isinstance(value, Tensor):
+                    self.held += (name, value, 0 if value.is_inference() else version(value))
+                else:
+                    self.held += (name, value)
+        self.tensors = _pattern(modules)
+        self.flags = tuple(one.training for one in modules)
+
+    def same(self, other: Look) -> bool:
+        """Nothing but training flags differs."""
+        if self.tensors != other.tensors or len(self.held) != len(other.held):
+            return False
+        return all(map(is_, self.held, other.held)) or all(map(_equal, self.held, other.held))
+
+
+_APART = {"training", *TABLES}
+_PLAIN = (int, float, str, bool, complex, torch.Size, torch.dtype, torch.device)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b)
+
+
+def _pattern(modules: Iterable[nn.Module]) -> list[Any]:
+    """Names and shapes of all tensors of some modules, and which of them are one."""
+    number: dict[int, int] = {}
+    out: list[Any] = []
+    for one in modules:
+        for table in (parameters_of(one), buffers_of(one)):
+            for name, tensor in table.items():
+                if tensor is None or is_lazy(tensor):
+                    out.append((name, None))
+                else:
+                    out.append((name, (number.setdefault(id(tensor), len(number)), tensor.shape)))
+    return out

@@ -1,0 +1,111 @@
+"""Executors by name, and which one suits a plan: this thread, or a thread for each lane."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, ClassVar
+
+import torch
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.plan import Plan
+from funcpipe.core.result import Result
+from funcpipe.core.tree import Tree
+from funcpipe.runtime.context import RUNNING, checked_plan, intra_op_threads, no_autocast_cache
+from funcpipe.runtime.execute import Execution, LaneExecutor, raise_located, run_by
+from funcpipe.runtime.lanes import Lanes, uncarried
+from funcpipe.runtime.options import Executor, ExecutorLike, RunOptions
+from funcpipe.runtime.place import plan_devices
+from funcpipe.runtime.watchdog import interrupting
+
+
+@dataclass(frozen=True)
+class Serial:
+    """Everything on the calling thread, in plan order."""
+
+    reason: str = "asked for"
+    threaded: ClassVar[bool] = False
+
+    def check(self, plan: Plan) -> None:
+        """It can always run."""
+
+    def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
+        """A whole run."""
+        return run_by(self, plan, params, batch, options)
+
+    def walk(self, execution: Execution) -> None:
+        """Do the part that is aimed at."""
+        ready, lanes = execution.ready, execution.lanes
+        for lane in lanes:
+            lane.thread = threading.get_ident()
+        RUNNING.set(lambda: execution.where(lanes[execution.turn]))  # whoever began the run sets it back
+        with (
+            interrupting(execution, ready.options.timeout),
+            execution.context.entered(),
+            intra_op_threads(ready.threads),
+            no_autocast_cache(),
+            torch.autograd.set_multithreading_enabled(False),
+            execution.listening(),
+        ):
+            try:
+                for number in islice(ready.program.lane_order, *execution.part):
+                    execution.turn = number
+                    lane = lanes[number]
+                    if lane.place.asynchronous:
+                        with lane.place.active():
+                            lane.advance()
+                    else:
+                        lane.advance()
+            except BaseException as error:  # in here: context managers write to the exceptions that they see
+                raise_located([(0, execution.failure(lanes[execution.turn], error))])
+
+
+@dataclass(frozen=True)
+class Threads:
+    """A fresh thread for each lane."""
+
+    reason: str = "asked for"
+    threaded: ClassVar[bool] = True
+
+    def check(self, plan: Plan) -> None:
+        """Raises PlanError where something is on that other threads cannot take over."""
+        Lanes(plan.num_devices).check(plan)
+
+    def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
+        """A whole run."""
+        return run_by(self, plan, params, batch, options)
+
+    def walk(self, execution: Execution) -> None:
+        """Do the part that is aimed at."""
+        with Lanes(len(execution.lanes)) as fresh:
+            fresh.walk(execution)
+
+
+_NAMED: dict[str, LaneExecutor] = {"serial": Serial(), "threads": Threads()}
+
+
+def executor_for(executor: ExecutorLike, plan: Plan) -> Executor:
+    """The executor that is meant. Raises PlanError: it is none, or this is no plan."""
+    if executor is None:
+        return suiting(checked_plan("run", plan))
+    if isinstance(executor, str):
+        if executor in _NAMED:
+            return _NAMED[executor]
+    elif not isinstance(executor, type) and isinstance(executor, Executor):
+        return executor
+    raise PlanError(
+        f"executor is 'threads', 'serial', fp.lanes(plan), for fp.run also fp.graphs(plan), or None; got {executor!r}"
+    )
+
+
+def suiting(plan: Plan) -> LaneExecutor:
+    """Threads where at least two lanes compute on the CPU, and nothing is on that threads cannot take over."""
+    obstacles = uncarried(plan)
+    if obstacles:
+        return Serial(f"threads cannot take over {', '.join(obstacles)}")
+    if sum(device.type == "cpu" for device in plan_devices(plan)) < 2:
+        return Serial("fewer than two lanes compute on the CPU")
+    return Threads("two or more lanes compute on the CPU")

@@ -1,0 +1,40 @@
+"""What a run is asked for, in one piece; and who runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+from funcpipe.core.plan import Plan
+from funcpipe.core.result import Result
+from funcpipe.core.tree import Tree
+from funcpipe.runtime.trainable import Trainable
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunOptions:
+    """What a run takes besides plan, params and batch, as the user gave it; `run` says what each is."""
+
+    state: Sequence[Tree] | None = None
+    feeds: Mapping[str, Tree] | None = None
+    seed: int | None = None
+    trainable: Trainable = None
+    loss_scale: float = 1.0
+    threads_per_lane: int | None = None
+    check: str | Sequence[str] = ()
+    record: bool = False
+    timeout: float | None = None
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Who does the actions of runs: `lanes`, `graphs`, and what the words "serial" and "threads" stand for."""
+
+    def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
+        """A whole run of a plan; arguments, result and errors are those of `run`."""
+        ...
+
+
+ExecutorLike: TypeAlias = Literal["serial", "threads"] | Executor | None
+"""What users give for one; None: whichever suits the plan."""

@@ -1,0 +1,96 @@
+"""The runner of one lane: does its instructions, one after the other. It knows no schedule, no autograd, no other lane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter_ns
+from typing import Any
+
+from funcpipe.core.program import Free, LaneProgram, Receive, Run
+from funcpipe.core.schedule import Action
+from funcpipe.runtime.steps import Step
+from funcpipe.runtime.stream import Place
+from funcpipe.runtime.transport import Transport
+
+
+class Runner:
+    """A lane at run time.
+
+    Args:
+        program: the lane's.
+        steps: what each of its calls does.
+        place: where it computes.
+        transport: to and from the others.
+        timed: measure every action.
+
+    Attributes:
+        slots: what lies in each; None: nothing.
+        coming: by slot, the event after which what lies there may be read.
+        done: how many actions.
+        stop: how many it shall do.
+        spans: (action, start, end) in nanoseconds.
+        thread: who runs it; 0: nobody.
+    """
+
+    def __init__(
+        self,
+        program: LaneProgram,
+        steps: Sequence[Step],
+        place: Place,
+        transport: Transport,
+        coming: dict[int, Any],
+        *,
+        timed: bool,
+    ) -> None:
+        self.program, self.place, self.transport, self.coming = program, place, transport, coming
+        self.parts, self.sources = program.parts, program.sources
+        self.slots: list[Any] = [None] * len(program.slots)
+        self.done = self.begun = self.first = self.stop = 0
+        self.spans: list[tuple[Action, int, int]] = []
+        self.steps = [_measured(step, program, self.spans) for step in steps] if timed else steps
+        self.thread = 0
+
+    def advance(self) -> None:
+        """One action with everything around it.
+
+        Who reads a value waits for its event, not who comes before.
+        """
+        slots, transport = self.slots, self.transport
+        number = self.done
+        self.begun = number + 1
+        for instruction in self.parts[number]:
+            if type(instruction) is Run:
+                call, _, reads, writes = instruction
+                values = [slots[slot] for slot in reads]
+                if self.coming:
+                    for slot in reads:
+                        self.place.wait(self.coming.pop(slot, None))
+                results = self.steps[call](values, instruction)
+                for at, slot in enumerate(writes):
+                    slots[slot] = results[at]
+                del values, results  # else a value would outlive its free while this lane waits for a slot
+            elif type(instruction) is Receive:
+                slots[instruction.slot], event = transport.receive(instruction)
+                if event is not None:
+                    self.coming[instruction.slot] = event
+            elif type(instruction) is Free:
+                for slot in instruction.slots:
+                    slots[slot] = None
+                    source = self.sources[slot]
+                    if source is not None:
+                        transport.free(slot, source, self.place.event() if self.place.asynchronous else None)
+            else:
+                transport.send(instruction, slots[instruction.slot])
+        self.done = number + 1
+
+
+def _measured(step: Step, program: LaneProgram, spans: list[tuple[Action, int, int]]) -> Step:
+    """The step that also notes when it ran."""
+
+    def measured(reads: list[Any], run: Run) -> Sequence[Any]:
+        start = perf_counter_ns()
+        results = step(reads, run)
+        spans.append((program.action(run), start, perf_counter_ns()))
+        return results
+
+    return measured

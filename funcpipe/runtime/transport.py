@@ -1,0 +1,153 @@
+"""What carries values from lane to lane. A lane's runner knows its own program and this; it knows no other lane.
+
+`Transport` is what a runner needs. `Local` is the one within a process: values go into the mailbox of the lane that
+reads them, over an `Edge` (a hand-over, or copies between streams), and slots that are free again into that of the lane
+that fills them.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+from funcpipe.core.errors import FuncpipeError
+from funcpipe.core.program import CALLER, LaneProgram, Receive, Send
+from funcpipe.runtime.border import Border
+from funcpipe.runtime.stream import Channel, Ticket
+
+
+class Transport(Protocol):
+    """Values and free slots between one lane and the others."""
+
+    def receive(self, instruction: Receive) -> Ticket:
+        """The value that comes into a slot, once it has come (its event may be yet to come)."""
+        ...
+
+    def send(self, instruction: Send, value: Any) -> None:
+        """Start to move a value, once the slot at the other end is free."""
+        ...
+
+    def free(self, slot: int, source: int, event: Any) -> None:
+        """A slot that ``source`` fills is free after the event (None: now)."""
+        ...
+
+
+class Stop(SystemExit):
+    """Unwinds a lane whose run is over. Never leaves this room."""
+
+
+class Mailbox:
+    """What the others have for a lane: tickets by slot, events of free slots by (lane, slot). All are on one thread."""
+
+    def __init__(self) -> None:
+        self.came: dict[Hashable, Any] = {}
+        self.waits: Hashable = None
+        """What the lane waits for just now; None: nothing."""
+
+    def put(self, key: Hashable, thing: Any) -> None:
+        """Hand something to the lane."""
+        self.came[key] = thing
+
+    def wait(self, key: Hashable) -> None:
+        """Wait until something has come under a key."""
+        raise FuncpipeError(f"internal error: lanes in plan order, and {key} has not come yet")
+
+    def stop(self) -> None:
+        """The lane waits no longer: it ends."""
+
+
+class Inbox(Mailbox):
+    """The mailbox of a lane that has its own thread: only that looks at what came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: queue.SimpleQueue[tuple[Hashable, Any] | None] = queue.SimpleQueue()
+
+    def put(self, key: Hashable, thing: Any) -> None:
+        """Hand something to the lane."""
+        self.messages.put((key, thing))
+
+    def wait(self, key: Hashable) -> None:
+        """Wait until something has come under a key. Raises Stop."""
+        self.waits = key
+        while key not in self.came:
+            message = self.messages.get()
+            if message is None:
+                raise Stop
+            self.came[message[0]] = message[1]
+        self.waits = None
+
+    def stop(self) -> None:
+        """The lane waits no longer: it ends."""
+        self.messages.put(None)
+
+
+class Level:
+    """How many values lie in a pool. One lane writes ``sent``, another ``freed``."""
+
+    def __init__(self) -> None:
+        self.sent = self.freed = self.most = 0
+
+    def add(self) -> None:
+        """One more."""
+        self.sent = sent = self.sent + 1
+        if sent - self.freed > self.most:
+            self.most = sent - self.freed
+
+
+class Local:
+    """The transport of one lane within a process.
+
+    Args:
+        program: the lane's.
+        boxes: of every lane.
+        edges: from the caller, and to each lane that this one sends to.
+        caller: what the caller gives, by value number.
+        levels: of the pools, by (lane, slot).
+    """
+
+    def __init__(
+        self,
+        program: LaneProgram,
+        boxes: Sequence[Mailbox],
+        edges: Mapping[tuple[int, int], Channel],
+        caller: Mapping[int, Border],
+        levels: Mapping[tuple[int, int], Level],
+    ) -> None:
+        self.lane, self.box, self.boxes, self.caller = program.lane, boxes[program.lane], boxes, caller
+        self.given = edges.get((CALLER, program.lane))
+        self.ways = {end: (edges[program.lane, end[0]], boxes[end[0]], levels[end]) for end in program.outgoing}
+        """By (lane, slot), how a value gets there."""
+        self.levels = {slot: level for (lane, slot), level in levels.items() if lane == program.lane}
+        self.freed: dict[int, Any] = {}
+        self.came = self.box.came
+        self.came.update(dict.fromkeys(program.outgoing))
+
+    def receive(self, instruction: Receive) -> Ticket:
+        """The value that comes into a slot; from the caller it is fetched."""
+        value, source, slot = instruction
+        if source != CALLER:
+            if slot not in self.came:
+                self.box.wait(slot)
+            return self.came.pop(slot)
+        assert self.given is not None
+        self.levels[slot].add()
+        return self.given.send(self.caller[value], self.freed.pop(slot, None))
+
+    def send(self, instruction: Send, value: Any) -> None:
+        """Start to move a value."""
+        end = instruction[1:]
+        if end not in self.came:
+            self.box.wait(end)
+        edge, box, level = self.ways[end]
+        level.add()
+        box.put(end[1], edge.send(value, self.came.pop(end)))
+
+    def free(self, slot: int, source: int, event: Any) -> None:
+        """Tell who fills the slot that it is free."""
+        self.levels[slot].freed += 1
+        if source == CALLER:
+            self.freed[slot] = event
+        else:
+            self.boxes[source].put((self.lane, slot), event)

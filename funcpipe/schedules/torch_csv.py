@@ -1,0 +1,88 @@
+"""Schedules as the CSV of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import re
+
+from funcpipe.core.errors import ScheduleError
+from funcpipe.core.kinds import Kind
+from funcpipe.core.schedule import Action, Schedule
+from funcpipe.schedules.check import check
+from funcpipe.schedules.formats import read_actions, refuse_faults, shown
+
+_COMMS = re.compile(r"[0-9]+(?:(?:WAIT_SEND|SEND|RECV)_[FB][0-9]+|(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)[0-9]*)")
+"""The actions of torch 2.15 and older that carry nothing for a plan: it derives its messages, and shards nothing."""
+_NEWER = re.compile(r"[0-9]+[A-Z]{2}[A-Z_]*[0-9]*")
+_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+
+
+def to_torch_csv(schedule: Schedule) -> str:
+    """The schedule in the format of torch.distributed.pipelining: a row for each rank, ``0F0,0F1,0B0,0B1``.
+
+    torch loads it as a "compute_only" schedule, and adds its sends and receives. Rank d has the stages of device d.
+
+    >>> from funcpipe.schedules.families import zero_bubble
+    >>> print(to_torch_csv(zero_bubble(2, 2)), end="")
+    0F0,0F1,0I0,0W0,0I1,0W1
+    1F0,1I0,1F1,1I1,1W0,1W1
+
+    Args:
+        schedule: a legal schedule with backwards and without R.
+
+    Raises:
+        ScheduleError: torch could not run it.
+    """
+    check(schedule)
+    faults: list[str] = []
+    if not schedule.has_backward:
+        faults.append("it has no backwards: torch has no schedules that only evaluate (there: `schedule.eval`)")
+    if any(action.kind is Kind.R for order in schedule.orders for action in order):
+        faults.append(
+            "it has R: torch's schedules have no remat; write the schedule as it was before `fp.remat`, and "
+            "checkpoint inside the stages"
+        )
+    refuse_faults(f"torch.distributed.pipelining cannot run schedule {schedule.name!r}:", faults)
+    return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)
+
+
+def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
+    """Read a schedule that torch.distributed.pipelining or a tool for it wrote, "compute_only" or "compute_comms".
+
+    What torch says of sends, receives, sharding, reductions, and of waiting for these is left out: a plan derives all
+    of it. An overlapped pair is read as its two actions, one after the other. Empty cells are waits, no actions here.
+
+    >>> print(from_torch_csv("0F0,0SEND_F0,,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))
+    0F0 0B0
+    1F0 1B0
+
+    Args:
+        text: the CSV, a row for each rank.
+        name: of the schedule.
+
+    Raises:
+        ScheduleError: some cells are no actions; each is named with its row. Whether the schedule is legal is for
+            `check`.
+    """
+    if not isinstance(text, str):
+        raise ScheduleError(f"from_torch_csv takes text; got a {type(text).__name__}")
+    faults: list[str] = []
+    known: dict[str, Action] = {}
+    orders: list[tuple[Action, ...]] = []
+    for row, line in enumerate(text.rstrip().split("\n"), 1):
+        words: list[str] = []
+        for cell in map(str.strip, line.split(",")):
+            pair = _PAIR.fullmatch(cell)
+            if pair:
+                words += pair.groups()
+            elif not cell or _COMMS.fullmatch(cell):
+                continue
+            elif _NEWER.fullmatch(cell):
+                faults.append(
+                    f"row {row}: {shown(cell)}: funcpipe does not know this action of torch; let torch write the "
+                    'schedule with format="compute_only", which has none of these'
+                )
+            else:
+                words.append(cell)
+        orders.append(read_actions(words, f"row {row}", known=known, fault=faults.append))
+    refuse_faults("this is no schedule of torch.distributed.pipelining:", faults)
+    return Schedule(tuple(orders), name)

@@ -1,0 +1,259 @@
+"""Lane programs by the clock: every lane does its instructions as early as it can, under given costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from funcpipe.core.cost import Cost, per_stage
+from funcpipe.core.kinds import MOVES, Kind
+from funcpipe.core.lowered import Lowered
+from funcpipe.core.program import CALLER, Free, LaneProgram, Receive, Role, Run, Send
+from funcpipe.core.result import Span
+from funcpipe.core.schedule import Action
+from funcpipe.schedules.memory import residual_table
+
+
+class Since(NamedTuple):
+    """When something is, and because of which action.
+
+    Attributes:
+        time: from when on.
+        cause: the action whose end (and way) that is; None: nobody's.
+    """
+
+    time: float
+    cause: Action | None
+
+
+BEGIN = Since(0.0, None)
+
+
+@dataclass
+class Lane:
+    """How far a lane is.
+
+    Attributes:
+        program: what it does.
+        at: its next instruction.
+        now: until when it is busy.
+        wires: by slot, what lies there.
+        ready: by slot, from when on that can be read.
+        links: until when the link to its host is busy, and that from it.
+        spans: of its actions, in order.
+        changes: of the memory that it holds: (when, its place among those of one time, by how much).
+    """
+
+    program: LaneProgram
+    at: int = 0
+    now: Since = BEGIN
+    wires: dict[int, int] = field(default_factory=dict[int, int])
+    ready: dict[int, Since] = field(default_factory=dict[int, Since])
+    links: list[Since] = field(default_factory=lambda: [BEGIN, BEGIN])
+    spans: list[Span] = field(default_factory=list[Span])
+    changes: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
+
+
+class Play:
+    """All lanes of a program under a cost.
+
+    A value that is sent occupies the link between its two lanes for its size over the bandwidth, one value after the
+    other, and can be read the latency later. Who reads it waits. With ``bounded`` a lane also waits until the slot into
+    which it sends is free. O and L occupy the link between a lane and its host, one for each way; the lane goes on.
+
+    Args:
+        lowered: a program.
+        cost: times and memory.
+        bounded: are there only as many slots as the program has.
+
+    Attributes:
+        causes: for each action the one that let it start when it did; None: it started at 0.
+    """
+
+    def __init__(self, lowered: Lowered, cost: Cost, *, bounded: bool) -> None:
+        self.lowered, self.cost, self.bounded = lowered, cost, bounded
+        self.lanes = [Lane(program) for program in lowered.lanes]
+        self.causes: dict[Action, Action | None] = {}
+        self.backward = any(call.kind is not Kind.F for call in lowered.calls)
+        self.durations = {(call.kind, call.stage): cost.of(call.kind, call.stage) for call in lowered.calls}
+        self.residuals = residual_table(cost, lowered.num_stages)
+        self.sizes: dict[tuple[int, int], tuple[float, float]] = {}
+        """Of a wire that stages on a lane read: see `_crossing`."""
+        self.skips = _skip_sizes(lowered, cost)
+        self.links: dict[tuple[int, int], float] = defaultdict(float)
+        self.arrivals: dict[tuple[int, int], deque[Since]] = defaultdict(deque)
+        """When what was sent into a slot can be read."""
+        self.free = {end: BEGIN for lane in self.lanes for end in lane.program.outgoing}
+        """From when on a slot is free, of those that are."""
+        self.waits: dict[Hashable, int] = {}
+        """Which lane waits for what."""
+
+    def run(self) -> None:
+        """All lanes to their ends. Linear: a lane that waits is woken by the very thing that it waits for."""
+        awake = list(range(len(self.lanes)))[::-1]
+        while awake:
+            number = awake.pop()
+            lane = self.lanes[number]
+            instructions = lane.program.instructions
+            while lane.at < len(instructions):
+                wanted = self._step(number, lane, awake)
+                if wanted is not None:
+                    self.waits[wanted] = number
+                    break
+                lane.at += 1
+
+    @property
+    def critical_path(self) -> tuple[Action, ...]:
+        """The chain of actions, each starting when the one before lets it, that ends with the last action."""
+        spans = sorted((span for lane in self.lanes for span in lane.spans), key=lambda span: (span.start, span.device))
+        action = max(spans, key=lambda span: span.end).action if spans else None
+        path: list[Action] = []
+        while action is not None:
+            path.append(action)
+            action = self.causes[action]
+        return tuple(reversed(path))
+
+    def _step(self, number: int, lane: Lane, awake: list[int]) -> Hashable:
+        """Do the next instruction of a lane, or return what it has to wait for. Lanes that waited for it are awake."""
+        instruction = lane.program.instructions[lane.at]
+        if type(instruction) is Run:
+            self._run(number, lane, instruction)
+        elif type(instruction) is Receive:
+            value, source, slot = instruction
+            lane.wires[slot] = value // self.lowered.num_microbatches
+            if source != CALLER:
+                if not self.arrivals[number, slot]:
+                    return "arrival", number, slot
+                lane.ready[slot] = self.arrivals[number, slot].popleft()
+        elif type(instruction) is Send:
+            _, to, into = instruction
+            if self.bounded:
+                if (to, into) not in self.free:
+                    return "free", to, into
+                lane.now = max(lane.now, self.free.pop((to, into)), key=_time)
+            self._send(number, lane, instruction)
+            self._wake(("arrival", to, into), awake)
+        elif type(instruction) is Free:
+            for slot in instruction.slots:
+                self._leave(number, lane, slot)
+                if lane.program.sources[slot] not in (None, CALLER):
+                    self.free[number, slot] = lane.now
+                    self._wake(("free", number, slot), awake)
+        return None
+
+    def _wake(self, thing: Hashable, awake: list[int]) -> None:
+        waiter = self.waits.pop(thing, None)
+        if waiter is not None:
+            awake.append(waiter)
+
+    def _run(self, number: int, lane: Lane, run: Run) -> None:
+        """One action: when it starts, what it takes and frees."""
+        call = lane.program.calls[run.call]
+        kind, stage = call.kind, call.stage
+        action = Action(kind, stage, run.microbatch)
+        since = lane.now
+        for slot in run.reads:
+            ready = lane.ready.pop(slot, since)
+            if ready[0] > since[0]:
+                since = ready
+        if kind in MOVES:
+            way = MOVES.index(kind)
+            since = max(since, lane.links[way], key=_time)
+            end = since.time + self.durations[kind, stage]
+            lane.links[way] = lane.ready[run.writes[0]] = Since(end, action)
+        else:
+            end = since.time + self.durations[kind, stage]
+            lane.now = Since(end, action)
+        self.causes[action] = since.cause
+        place = 2.0 * len(lane.spans)
+        lane.spans.append(Span(number, since.time, end, action))
+        takes, frees = self.residuals[kind]
+        taken = takes[stage] if kind is not Kind.F or call.keeps else 0.0
+        if taken or not self.backward:
+            lane.changes.append((since.time, place, taken if self.backward else 0.0))
+        if self.backward and frees[stage]:
+            lane.changes.append((end, place + 1, -frees[stage]))
+        for wire, slot in zip(call.writes, run.writes, strict=True):
+            lane.wires[slot] = wire
+            size, _ = self._crossing(wire, number)
+            if size:
+                lane.changes.append((end, float("inf"), size))
+
+    def _send(self, number: int, lane: Lane, send: Send) -> None:
+        slot, to, into = send
+        size, latency = self._crossing(lane.wires[slot], to)
+        crossed = lane.now.time
+        if size and self.cost.bandwidth:
+            crossed = self.links[number, to] = max(crossed, self.links[number, to]) + size / self.cost.bandwidth
+        self.arrivals[to, into].append(Since(crossed + latency, lane.now.cause))
+        if size:
+            self.lanes[to].changes.append((crossed, float("inf"), size))
+
+    def _leave(self, number: int, lane: Lane, slot: int) -> None:
+        """What one stage handed to another goes: into the residual, or when the action that read it ends."""
+        size, _ = self._crossing(lane.wires[slot], number)
+        if size:
+            _, start, end, _ = lane.spans[-1]
+            place = 2.0 * (len(lane.spans) - 1)
+            run = lane.program.runs[len(lane.spans) - 1]
+            kept = any(lane.program.slots[written].role is Role.RESIDUAL for written in run.writes)
+            lane.changes.append((start, place, -size) if kept else (end, place + 1, -size))
+
+    def _crossing(self, wire: int, lane: int) -> tuple[float, float]:
+        """The size of a value that stages on a lane get of others, and its latency; of all others and elsewhere 0."""
+        crossing = self.sizes.get((wire, lane))
+        if crossing is None:
+            crossing = self.sizes[wire, lane] = self._measured(wire, lane)
+        return crossing
+
+    def _measured(self, wire: int, lane: int) -> tuple[float, float]:
+        role, stage, name, peer = self.lowered.wires[wire]
+        if role not in _HANDED:
+            return 0.0, 0.0
+        outputs = per_stage(self.cost.output, self.lowered.num_stages)
+        sizes, latencies = [0.0], [0.0]
+        for reader in _readers(self.lowered, wire, lane):
+            source = stage if role in (Role.ACT, Role.SKIP) else peer if role is Role.SKIP_GRAD else stage + 1
+            stash, pop = min(source, reader), max(source, reader)
+            neighbours = role in (Role.ACT, Role.GRAD)
+            sizes.append(outputs[stage] if neighbours else self.skips.get((stash, pop, name), 0.0))
+            latencies.append(self.cost.latency(source, reader))
+        return max(sizes), max(latencies)
+
+
+_HANDED = frozenset({Role.ACT, Role.GRAD, Role.SKIP, Role.SKIP_GRAD})
+"""What one stage hands to another."""
+
+
+def _time(since: Since) -> float:
+    return since[0]
+
+
+def _readers(lowered: Lowered, wire: int, lane: int) -> set[int]:
+    """The stages on a lane that read a wire."""
+    return {call.stage for call in lowered.calls if call.lane == lane and any(read == wire for read, _ in call.reads)}
+
+
+def _skip_sizes(lowered: Lowered, cost: Cost) -> dict[tuple[int, int, str], float]:
+    """By (stash, pop, name): the sizes of the cost's skips between two stages, which have no names, in order.
+
+    Where there are not as many as the program has between these stages, each has its share of all.
+    """
+    names: dict[tuple[int, int], list[str]] = defaultdict(list)
+    sizes: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for call in lowered.calls:
+        if call.kind is Kind.F:
+            for wire, _ in call.reads:
+                role, stash, name, _ = lowered.wires[wire]
+                if role is Role.SKIP and name not in names[stash, call.stage]:
+                    names[stash, call.stage].append(name)
+    for stash, pop, size in cost.skips:
+        sizes[stash, pop].append(size)
+    out: dict[tuple[int, int, str], float] = {}
+    for pair, between in names.items():
+        of_cost = sizes[pair]
+        each = of_cost if len(of_cost) == len(between) else [sum(of_cost) / len(between)] * len(between)
+        out |= {(*pair, name): size for name, size in zip(between, each, strict=True)}
+    return out

@@ -1,0 +1,214 @@
+"""Lane programs by the clock: any schedule, any cost; against the clock of schedules, and against a real run."""
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import funcpipe as fp
+from funcpipe.core.program import Role
+from funcpipe.core.stage import Stage
+from funcpipe.runtime.execute import run_by
+from funcpipe.schedules.check import examine
+from funcpipe.schedules.clock import clock, durations_of, edges_of
+from funcpipe.schedules.memory import residual_peak
+from funcpipe.testing import assert_matches_sequential
+from funcpipe.view.play import Play
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "lower"))
+from test_programs_random import schedules
+
+
+@st.composite
+def costs(draw, stages, least=0):
+    """Any cost of so many stages, in whole numbers: sums are exact."""
+    number = st.integers(least, 4).map(float)
+    each = lambda: draw(st.lists(number, min_size=stages, max_size=stages))
+    pairs = [(stash, pop) for stash in range(stages) for pop in range(stash + 1, stages)]
+    chosen = draw(st.lists(st.sampled_from(pairs), max_size=3, unique=True)) if pairs else []
+    return fp.Cost(
+        each(),
+        each(),
+        each(),
+        backward=each(),
+        remat=each(),
+        offload=each(),
+        comm=draw(number),
+        bandwidth=draw(st.sampled_from([None, 1.0, 2.0])),
+        output=each(),
+        skips=[(*pair, draw(number)) for pair in chosen],
+        residual=each(),
+    )
+
+
+def skipping(count, cost):
+    """Stages that do nothing, with the skips of the cost."""
+    names = [(skip.stash, skip.pop, f"s{number}") for number, skip in enumerate(cost.skips)]
+    return [
+        Stage(
+            lambda p, x, **extras: x,
+            stash=tuple(name for stash, _, name in names if stash == stage),
+            pop=tuple(name for _, pop, name in names if pop == stage),
+        )
+        for stage in range(count)
+    ]
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_program_starts_its_actions_when_the_clock_of_its_schedule_does(data):
+    """The clock knows no programs; where there are slots enough, for any schedule and any cost, it sees the same."""
+    schedule = data.draw(schedules())
+    cost = data.draw(costs(schedule.num_stages))
+    count, device_of = schedule.num_stages, schedule.device_of
+    starts, _, stuck = clock(
+        examine(schedule).lanes,
+        device_of,
+        schedule.num_microbatches,
+        durations_of(cost, count),
+        edges_of(cost, device_of),
+    )
+    assert not stuck
+    expected = {
+        action: start for order, row in zip(schedule.orders, starts, strict=True) for action, start in zip(order, row)
+    }
+    timeline = fp.simulate(schedule, cost)
+    assert {span.action: span.start for span in timeline.spans} == expected
+    assert all(span.end - span.start == cost.of(span.action.kind, span.action.stage) for span in timeline.spans)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_residuals_are_those_of_the_order(data):
+    """Where nothing lies between stages, what devices hold follows from their orders."""
+    schedule = data.draw(schedules())
+    cost = replace(data.draw(costs(schedule.num_stages)), output=0.0, skips=())
+    peaks = [residual_peak(order, schedule, cost) for order in schedule.orders]
+    assert list(fp.simulate(schedule, cost).peak) == peaks
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_plan_is_its_schedule_and_waits_for_slots(data):
+    """Never earlier; as early where there is room."""
+    schedule = data.draw(schedules())
+    cost = data.draw(costs(schedule.num_stages))
+    plan = fp.make_plan(skipping(schedule.num_stages, cost), schedule, loss=print if schedule.has_backward else None)
+    alone = {span.action: span.start for span in fp.simulate(schedule, cost).spans}
+    assert all(span.start >= alone[span.action] for span in fp.simulate(plan, cost).spans)
+    roomy = Play(plan.program, cost, bounded=False)
+    roomy.run()
+    assert {span.action: span.start for lane in roomy.lanes for span in lane.spans} == alone
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_the_critical_path_is_a_chain_of_causes(data):
+    """It begins at 0, and nothing on it starts before what it waits for has ended."""
+    schedule = data.draw(schedules())
+    cost = data.draw(costs(schedule.num_stages))
+    plan = fp.make_plan(skipping(schedule.num_stages, cost), schedule, loss=print if schedule.has_backward else None)
+    timeline = fp.simulate(plan, cost)
+    at = {span.action: span for span in timeline.spans}
+    path = [at[action] for action in timeline.critical_path]
+    assert (path[0].start, path[-1].end) == (0.0, timeline.makespan)
+    assert all(before.end <= after.start for before, after in pairwise(path))
+
+
+class Events(Play):
+    """A play that writes down when it did each instruction: (time, how many before it, lane, place in the program)."""
+
+    def run(self):
+        self.events = []
+        super().run()
+
+    def _step(self, number, lane, awake):
+        wanted = super()._step(number, lane, awake)
+        if wanted is None:
+            self.events.append((lane.now.time, len(self.events), number, lane.at))
+        return wanted
+
+    def order(self):
+        """The lane of each action, by when all that belongs to the action was done."""
+        ends = [{end - 1 for end in lane.program.ends} for lane in self.lanes]
+        return [number for _, _, number, at in sorted(self.events) if at in ends[number]]
+
+
+class InOrder:
+    """One thread that takes the lanes in an order of its own, and notes what each holds after each action."""
+
+    threaded, reason = False, "a test"
+
+    def __init__(self, order):
+        self.order, self.held = order, []
+
+    def check(self, plan):
+        pass
+
+    def run(self, plan, params, batch, options):
+        return run_by(self, plan, params, batch, options)
+
+    def walk(self, execution):
+        for number in self.order:
+            lane = execution.lanes[number]
+            lane.advance()
+            roles = [kind.role for kind, value in zip(lane.program.slots, lane.slots) if value is not None]
+            self.held.append((number, roles.count(Role.RESIDUAL)))
+
+
+def computing(count, skips):
+    """Stages that compute, and hand on what is asked for."""
+
+    def make(stash, pop):
+        def forward(p, x, *, skips=None):
+            y = torch.tanh(p * x) + sum((skips or {}).values(), torch.zeros(()))
+            return fp.Out(y, stash=dict.fromkeys(stash, y)) if stash else y
+
+        return Stage(forward, stash=stash, pop=pop)
+
+    names = [(stash, pop, f"s{number}") for number, (stash, pop) in enumerate(skips)]
+    return [
+        make(
+            tuple(name for stash, _, name in names if stash == stage),
+            tuple(name for _, pop, name in names if pop == stage),
+        )
+        for stage in range(count)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_what_is_simulated_can_be_run(data):
+    """In the order of the simulated events, on one thread; what lanes hold is what was simulated, action by action."""
+    schedule = data.draw(schedules())
+    kinds = {action.kind for order in schedule.orders for action in order}
+    if kinds > {fp.Kind.F} and fp.Kind.R not in kinds and data.draw(st.booleans()):
+        schedule = fp.offload(schedule, ahead=data.draw(st.integers(0, 2)))
+    count = schedule.num_stages
+    cost = data.draw(costs(count, least=1))
+    cost = replace(cost, output=0.0, residual=1.0, weight_residual=0.0)  # eager stages do not split
+    stages = computing(count, [(skip.stash, skip.pop) for skip in cost.skips])
+    cost = replace(cost, skips=())
+    loss = torch.nn.functional.mse_loss if schedule.has_backward else None
+    plan = fp.make_plan(stages, schedule, loss=loss, devices="cpu")
+    play = Events(plan.program, cost, bounded=True)
+    play.run()
+    x = torch.linspace(-1, 1, schedule.num_microbatches)
+    params = tuple(torch.tensor(0.5 + 0.1 * stage) for stage in range(count))
+    batch = (x, x) if loss else x
+    executor = InOrder(play.order())
+    assert_matches_sequential(plan, params, batch, executors=[executor])
+    for number, lane in enumerate(play.lanes):
+        level, expected = 0.0, []
+        by_action = Counter()
+        for _, place, change in lane.changes:
+            by_action[place // 2] += change
+        for at in range(len(lane.spans)):
+            level += by_action[at]
+            expected.append(level)
+        assert [held for taken, held in executor.held if taken == number] == expected
