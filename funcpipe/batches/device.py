@@ -74,8 +74,7 @@ class ToDevice:
         except ValueError as error:
             raise BatchError(
                 "to_device has devices for other branches than this batch has (one device stands for all below it, "
-                "None "
-                f"leaves a branch where it is): {error}"
+                f"None leaves a branch where it is): {error}"
             ) from error
 
     def _move(
@@ -118,9 +117,8 @@ class ToDevice:
             self._warned.append(where)
             warnings.warn(
                 f"{where} lies in memory that is not page-locked, so its copy makes the thread wait that queues all "
-                "work; "
-                "give DataLoader(pin_memory=True), or to_device(pin=True), or a thread: BatchStage(to_device(...), "
-                "thread=True)",
+                "work; give DataLoader(pin_memory=True), or to_device(pin=True), or a thread: "
+                "BatchStage(to_device(...), thread=True)",
                 stacklevel=2,
             )
         return leaf

@@ -94,8 +94,7 @@ def overlap(
     if any(threads) and (modes := not_carried()):
         raise FuncpipeError(
             f"threads cannot take over what is on here: {', '.join(modes)}; overlap(..., thread=False) runs all "
-            "stages in "
-            "this thread"
+            "stages in this thread"
         )
     return Overlap(
         source,

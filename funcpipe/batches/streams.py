@@ -73,8 +73,7 @@ class StreamSet:
         if unrecorded := unknown(batch):
             warnings.warn(
                 f"no stream can be recorded on {', '.join(unrecorded)}, so its memory may be given out while a stream "
-                "reads "
-                "it; give it record_stream(stream), or overlap(..., memory='ring')",
+                "reads it; give it record_stream(stream), or overlap(..., memory='ring')",
                 stacklevel=2,
             )
         for leaf in recordable(batch):

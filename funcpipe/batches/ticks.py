@@ -204,8 +204,7 @@ def _check(rows: tuple[TickRow, ...], order: tuple[int, ...]) -> None:
         if at and before.lead < row.lead:
             faults.append(
                 f"{row.name!r} (lead {row.lead}) would run on a batch before {before.name!r} (lead {before.lead}) has "
-                "made "
-                "it; leads fall from stage to stage"
+                "made it; leads fall from stage to stage"
             )
         # Also where stages with threads stand between the two: the loop would wait for its own later work.
         faults += [

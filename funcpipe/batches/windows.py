@@ -65,8 +65,7 @@ class _Window(Iterator[Any]):
         if self.dropped:
             raise PlanError(
                 "this window is over: its items are drawn as they are used, and the rest was dropped when the next "
-                "window was "
-                "asked for; use each in its turn (for window in fp.windows(...)), or keep it: list(window)"
+                "window was asked for; use each in its turn (for window in fp.windows(...)), or keep it: list(window)"
             )
         return self.first.pop() if self.first else next(self.others)
 

@@ -114,8 +114,7 @@ class States:
             if written(tensor) != version:
                 raise FuncpipeError(
                     f"the fold writes into its state in place ({place}), and a stage with lag= reads older states; "
-                    "return "
-                    "new tensors (clone, or an optimizer that is a function)"
+                    "return new tensors (clone, or an optimizer that is a function)"
                 )
         new, self._newest = self._made(tree), self._newest + 1
         self._kept[self._newest] = new

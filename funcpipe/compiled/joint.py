@@ -289,8 +289,7 @@ def _name_draws(graph: fx.Graph, drawn: Sequence[DrawOp]) -> None:
 
 NOT_GIVEN = (
     "it computes with a tensor that it was not given (closed over, or an attribute of a module that is no buffer): "
-    "hand "
-    "it in by params, state or feeds"
+    "hand it in by params, state or feeds"
 )
 _TAKEN_OUT = "it takes the numbers of a tensor out of torch (numpy, an extension)"
 _BRANCH = "what it does depends on numbers in tensors (a branch, .item(), a shape)"

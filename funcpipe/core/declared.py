@@ -28,8 +28,7 @@ def check_function(fn: Any) -> None:
     if hasattr(fn, "named_parameters"):
         raise PlanError(
             f"{type(fn).__name__} is a module: its parameters are inside of it, and a stage is a function of them; "
-            "make "
-            "one with stage, params, state = fp.from_module(module)"
+            "make one with stage, params, state = fp.from_module(module)"
         )
     if not callable(fn):
         raise PlanError(f"a stage is made of a function (params, x) -> y; got a {type(fn).__name__}")
@@ -37,8 +36,7 @@ def check_function(fn: Any) -> None:
         what = "yields" if inspect.isgeneratorfunction(fn) else "is async"
         raise PlanError(
             f"{fn.__name__!r} {what}, so a call of it computes nothing; a stage is an ordinary function that returns "
-            "its "
-            "output, and what it hands to later stages in fp.Out(y, stash={...})"
+            "its output, and what it hands to later stages in fp.Out(y, stash={...})"
         )
 
 
@@ -97,8 +95,7 @@ def _positional(parameters: list[inspect.Parameter]) -> list[str]:
     known = ("skips", "feeds", "state", "train")
     return [
         f"needs {p.name!r} besides params and x, which nobody gives: bind it, functools.partial(fn, {p.name}=...), or "
-        "declare "
-        "it as a feed of the batch (feeds=[...])"
+        "declare it as a feed of the batch (feeds=[...])"
         for p in parameters
         if p not in places[:2] and p.name not in known and p.default is p.empty and p.kind is not p.VAR_KEYWORD
     ]

@@ -42,16 +42,14 @@ def fault_of(leaf: Any) -> str:
     if issubclass(kind, (Iterator, Awaitable)):
         return (
             f"is a {kind.__name__}, which can be read only once, and each microbatch would read on where another "
-            "stopped: "
-            "make it a tuple"
+            "stopped: make it a tuple"
         )
     if not hides_tensors((leaf,)):
         return ""
     return (
         f"is a {kind.__name__}, which hides tensors: they would not be cut, moved or differentiated. Use a dict, a "
-        "tuple or a "
-        f"dataclass, or say how it is taken apart: optree.register_pytree_node({kind.__name__}, flatten, unflatten, "
-        "namespace='funcpipe')"
+        f"tuple or a dataclass, or say how it is taken apart: optree.register_pytree_node({kind.__name__}, flatten, "
+        "unflatten, namespace='funcpipe')"
     )
 
 

@@ -146,8 +146,7 @@ def _refuse_other_arguments(loss: Any) -> None:
     except TypeError:
         raise PlanError(
             f"loss is called with (y, target), but {_name(loss)} takes ({', '.join(found.parameters)}); give a "
-            "function of "
-            f"the two: loss=lambda y, target: {_name(loss)}(...)"
+            f"function of the two: loss=lambda y, target: {_name(loss)}(...)"
         ) from None
 
 
@@ -166,6 +165,5 @@ def check_weight(weight: Any) -> None:
         found += f" of shape {tuple(weight.shape)}" + ", which requires a gradient" * weight.requires_grad
     raise StageError(
         "a pair from the loss is (sum, weight), and the weight is a number without a gradient, how much the "
-        "microbatch counts; "
-        f"got {found}. What comes back beside the loss goes into fp.Loss(loss, aux=...)"
+        f"microbatch counts; got {found}. What comes back beside the loss goes into fp.Loss(loss, aux=...)"
     )

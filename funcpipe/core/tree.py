@@ -61,11 +61,9 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
     except Exception as error:
         raise PlanError(
             f"a container cannot be put together with other leaves, {type(error).__name__}: {error}. A tree of "
-            "gradients "
-            "has None where a leaf has none (it is frozen, or no floating tensor), a microbatch fewer rows; so hand "
-            "such "
-            f"leaves in beside the container, or let what it is registered with (its constructor) take any. "
-            f"The tree is {str(spec)[:200]}"
+            "gradients has None where a leaf has none (it is frozen, or no floating tensor), a microbatch fewer "
+            "rows; so hand such leaves in beside the container, or let what it is registered with (its constructor) "
+            f"take any. The tree is {str(spec)[:200]}"
         ) from error
 
 
@@ -114,8 +112,7 @@ def named_leaves(tree: Tree) -> list[tuple[str, Tensor]]:
         raise PlanError(
             bullets(
                 "this is no tree of tensors; give the params that are run (stage, params, state = "
-                "fp.from_module(module), "
-                "fp.split(model, n).params), or list(module.parameters()):",
+                "fp.from_module(module), fp.split(model, n).params), or list(module.parameters()):",
                 faults,
             )
         )
@@ -251,8 +248,7 @@ def _fault_of_node(node: Any) -> str:
     return (
         f"is a {type(node).__name__}, which hides tensors outside of its children (as a key, an attribute, or in what "
         "its class is registered with): they would not be cut, moved or differentiated. Make them children, or say "
-        "how it "
-        f"is taken apart: optree.register_pytree_node({type(node).__name__}, flatten, unflatten, "
+        f"how it is taken apart: optree.register_pytree_node({type(node).__name__}, flatten, unflatten, "
         f"namespace={_NAMESPACE!r})"
     )
 

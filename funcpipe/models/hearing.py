@@ -99,12 +99,9 @@ def refuse_writes(who: str, names: Sequence[str]) -> None:
     if names:
         raise PlanError(
             f"the forward of {who} writes into its buffers {list(names)}, and the order of microbatches must not "
-            "matter; "
-            "only batch norm layers (nn.BatchNorm and what inherits from it) are deferred by themselves. Make it a "
-            "function "
-            "stage that returns its statistics in Out(stats=...) and folds them in commit=... (fp.batch_norm is "
-            "one), or "
-            "put the layer in evaluation mode"
+            "matter; only batch norm layers (nn.BatchNorm and what inherits from it) are deferred by themselves. "
+            "Make it a function stage that returns its statistics in Out(stats=...) and folds them in commit=... "
+            "(fp.batch_norm is one), or put the layer in evaluation mode"
         )
 
 

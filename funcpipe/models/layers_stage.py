@@ -316,10 +316,8 @@ class LayersCopy(ModuleCopy):
         mended = "layers=fp.find_layers(model, "
         raise PlanError(
             f"blocks {self.cut.path}[{self.first}:{self.last}], or what follows them, use more than what the block "
-            "before "
-            "them returned: what another module returned, or its parameters, which another stage holds. "
-            f"If it is what an entry ({entries}) returned, let it travel: {mended}carry=[...]); if the end uses a "
-            "parameter "
+            "before them returned: what another module returned, or its parameters, which another stage holds. If it "
+            f"is what an entry ({entries}) returned, let it travel: {mended}carry=[...]); if the end uses a parameter "
             f"of an entry, give it to both ends: {mended}entry=[...], exit=[...]); else {TRACED}"
         )
 

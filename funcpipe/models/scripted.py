@@ -15,7 +15,6 @@ def scripted(module: nn.Module) -> list[str]:
             found[path] = layer
     return [
         f"{repr(path) if path else 'it'} is TorchScript (a {type(layer).__name__}), whose parameters and copies are "
-        "not "
-        "Python's; give the module that it was scripted or traced from"
+        "not Python's; give the module that it was scripted or traced from"
         for path, layer in found.items()
     ]

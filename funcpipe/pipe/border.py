@@ -224,6 +224,6 @@ class without_saved_tensor_hooks:
 
 _HOOKED = (
     "fp.Pipe was called under hooks on saved tensors (torch.utils.checkpoint, save_on_cpu), and this torch has no "
-    "names "
-    "by which they could be kept out of its stages; call it outside of them: what a pipe keeps is set by checkpoint="
+    "names by which they could be kept out of its stages; call it outside of them: what a pipe keeps is set by "
+    "checkpoint="
 )

@@ -62,8 +62,7 @@ def refuse_rebinding(params: Tree, spec: Spec, aliases: Sequence[Any]) -> None:
     where = ", ".join(name for name, leaf, alias in pairs if leaf is not alias)
     raise PlanError(
         f"the stage puts other values into its params ({where or 'its keys changed'}), and the next microbatch would "
-        "compute "
-        "with them; a stage is pure: w = params['w'] * 2 makes a value of its own, params['w'] = ... does not"
+        "compute with them; a stage is pure: w = params['w'] * 2 makes a value of its own, params['w'] = ... does not"
     )
 
 

@@ -36,10 +36,9 @@ def refuse_transforms(name: str) -> None:
     """Runs use autograd themselves, so torch.func cannot look into them. Raises FuncpipeError."""
     if under_transform():
         raise FuncpipeError(
-            f"{name} computes gradients itself and cannot be called under torch.func (grad, vmap, jvp, ...); transform "
-            "fp.apply(stages, params, inputs), the composed pure function; for gradients of outputs there is fp.vjp, "
-            "and "
-            "fp.Pipe inside a module"
+            f"{name} computes gradients itself and cannot be called under torch.func (grad, vmap, jvp, ...); "
+            "transform fp.apply(stages, params, inputs), the composed pure function; for gradients of outputs there "
+            "is fp.vjp, and fp.Pipe inside a module"
         )
 
 

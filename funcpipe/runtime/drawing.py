@@ -102,8 +102,7 @@ class _Kernels:
             self.work = False
             warnings.warn(
                 f"torch {torch.__version__} takes no kernels under its key {_KEY} ({error}); random numbers are keyed "
-                "by a "
-                "dispatch mode instead, which costs some microseconds at every operation of a run",
+                "by a dispatch mode instead, which costs some microseconds at every operation of a run",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -183,9 +183,8 @@ class Execution:
             size = sum(value.nbytes for value in held) / 2**20
             found.__dict__.setdefault("__notes__", []).append(
                 f"device {lane.program.lane} holds {len(held)} residuals (the schedule's most is {most:g}) with "
-                f"{size:.1f} MiB at "
-                f"their borders{_free(lane.place.device)}; to hold less: more microbatches of fewer rows, "
-                "fp.remat(schedule) or fp.offload(schedule), or a schedule that holds fewer (fp.one_f_one_b)"
+                f"{size:.1f} MiB at their borders{_free(lane.place.device)}; to hold less: more microbatches of fewer "
+                "rows, fp.remat(schedule) or fp.offload(schedule), or a schedule that holds fewer (fp.one_f_one_b)"
             )
         return found
 

@@ -18,39 +18,36 @@ _HINTS = (
     (
         r"(same|expected).*(dtype|scalar type)|dtype.*(mismatch|same|but got)|should be the same|not implemented for",
         "the types do not fit each other: x.to(torch.float32) on the batch, or convert the params (model.to(dtype)) "
-        "before they "
-        "are made stages; class indices and token ids are torch.int64 (target.long()); torch.autocast casts by itself",
+        "before they are made stages; class indices and token ids are torch.int64 (target.long()); torch.autocast "
+        "casts by itself",
     ),
     (
         r"mat1 and mat2|shapes cannot be multiplied|size of tensor a|must match the size|expected input\[|normalized_shape|"
         r"running_mean should contain|Expected input batch_size|dimension",
         "the sizes do not fit each other; what one stage hands on is what the next one gets, and inputs and targets "
-        "are cut along "
-        "axis 0: look at the shapes above, or call the stages one by one, fp.apply(stages, params, inputs)",
+        "are cut along axis 0: look at the shapes above, or call the stages one by one, fp.apply(stages, params, "
+        "inputs)",
     ),
     (
         r"NoneType",
         "something is None: the target, if the batch is (inputs, None); a stage without params has () and should not "
-        "look into "
-        "it; a skip, feed or state that is not declared is not handed in",
+        "look into it; a skip, feed or state that is not declared is not handed in",
     ),
     (
         r"index out of range|out of bounds|Target \d+ is out",
         "an index is larger than its table: token ids from 0 to the embedding's num_embeddings - 1, classes from 0 "
-        "to the last "
-        "dimension of the logits - 1 (labels that do not count are ignore_index, -100)",
+        "to the last dimension of the logits - 1 (labels that do not count are ignore_index, -100)",
     ),
     (
         r"missing \d+ required positional|takes \d+ positional argument|unexpected keyword",
         "a stage is fn(params, x), with keywords for what it declares (skips, feeds, state, train); exactly a tuple "
-        "is spread over "
-        "the arguments of a module's forward, and a plan without a loss takes the inputs alone, not (inputs, target)",
+        "is spread over the arguments of a module's forward, and a plan without a loss takes the inputs alone, not "
+        "(inputs, target)",
     ),
     (
         r"device",
         "tensors lie on different devices: constants that the stage closes over or makes itself do not move with it; "
-        "make them "
-        "on x.device, or hand them in as state or feeds",
+        "make them on x.device, or hand them in as state or feeds",
     ),
 )
 

@@ -60,9 +60,8 @@ def _refuse_untouched(grads: tuple[Tree, ...], unused: Sequence[Any]) -> None:
     if unused and len(unused) == sum(leaf is not None for leaf in flatten(grads)[0]):
         raise PlanError(
             "no gradient reached any of the parameters: the loss hangs on none of them. Is it computed under "
-            "torch.no_grad, by "
-            ".detach(), .item() or numpy, or from the target alone? Without gradients: fp.make_plan(stages, "
-            "schedule.forwards())"
+            "torch.no_grad, by .detach(), .item() or numpy, or from the target alone? Without gradients: "
+            "fp.make_plan(stages, schedule.forwards())"
         )
 
 
@@ -70,8 +69,7 @@ def _no_backward(*_: Any, **__: Any) -> None:
     """What ``result.loss.backward()`` says instead of torch's own words."""
     raise PlanError(
         "the backwards have run already: the gradients are in result.grads; fp.step(optimizer, params, result) makes "
-        "the step. "
-        "For a loss of your own around a pipeline there are fp.vjp and fp.Pipe"
+        "the step. For a loss of your own around a pipeline there are fp.vjp and fp.Pipe"
     )
 
 

@@ -59,8 +59,7 @@ def refuse_foreign(stage: Stage, foreign: Sequence[Tensor]) -> bool:
         raise PlanError(
             bullets(
                 "the stage computes with tensors that require gradients and are not in its params, so nobody would "
-                "train "
-                "them; hand them in as params (a module: stage, params, state = fp.from_module(net), or "
+                "train them; hand them in as params (a module: stage, params, state = fp.from_module(net), or "
                 "torch.func.functional_call(net, params, x) in the stage), or use them detached:",
                 faults,
             )
@@ -83,8 +82,7 @@ def refuse_backward(sums: Sequence[Any], fresh: Sequence[int] | None) -> None:
     if fresh is None and any(found):
         raise PlanError(
             "the stage, or the loss, calls backward itself, and that is what the run does: return the output, or the "
-            "loss, alone. "
-            "A gradient that belongs to the forward is torch.autograd.grad(y, x, create_graph=True)"
+            "loss, alone. A gradient that belongs to the forward is torch.autograd.grad(y, x, create_graph=True)"
         )
 
 

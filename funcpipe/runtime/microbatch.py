@@ -268,8 +268,7 @@ class _Leaves:
 def _each(rows: int, place: str) -> str:
     return (
         f"for each of {rows} rows, which every microbatch would get whole: make it a tensor, cut it yourself "
-        "(fp.Microbatches), "
-        f"or share it: fp.Replicate({place})"
+        f"(fp.Microbatches), or share it: fp.Replicate({place})"
     )
 
 

@@ -178,10 +178,8 @@ def _refuse_attached(given: Mapping[str, Tree]) -> None:
         raise BatchError(
             bullets(
                 "no gradient goes from a run into its batch, and what made these values would not be trained. Make "
-                "it the "
-                "first stage; or take the gradients of the inputs by fp.vjp, or by fp.Pipe inside of an autograd "
-                "graph; or "
-                "hand the values in detached, x.detach():",
+                "it the first stage; or take the gradients of the inputs by fp.vjp, or by fp.Pipe inside of an "
+                "autograd graph; or hand the values in detached, x.detach():",
                 faults,
             )
         )
@@ -231,8 +229,7 @@ def _untrained(leaf: Any, trained: bool, stage: int) -> str:
     if has_gradient_hooks(leaf):
         return (
             f"has hooks on its gradient, which a run does not call: apply them to result.grads[{stage}] before "
-            "fp.step, "
-            "and take them off (the handle's remove())"
+            "fp.step, and take them off (the handle's remove())"
         )
     return ""
 
@@ -246,9 +243,8 @@ def _refuse_frozen(trees: Sequence[Tree], trainable: Trainable) -> None:
     if frozen and not any(leaf.requires_grad for leaf in leaves):
         raise PlanError(
             "every parameter is frozen (requires_grad is False), so there is nothing to train; leaf.requires_grad_() "
-            "on what "
-            "is trained, run(..., trainable=True) for gradients all the same, or evaluate: fp.make_plan(stages, "
-            "schedule.forwards())"
+            "on what is trained, run(..., trainable=True) for gradients all the same, or evaluate: "
+            "fp.make_plan(stages, schedule.forwards())"
         )
 
 
@@ -345,14 +341,13 @@ def _states(state: Any, plan: Plan) -> tuple[Tree, ...]:
         if plan.state is not None:
             raise PlanError(
                 f"state= is missing: a batch changes that of {', '.join(changing)}; give fp.place(plan, plan.state) "
-                "with the "
-                "first batch, and with every other one the result.state of the one before"
+                "with the first batch, and with every other one the result.state of the one before"
             )
         if needing:
             raise PlanError(
                 f"state= is missing: {', '.join(needing)} {'has' if len(needing) == 1 else 'have'} state; give "
-                "state=, a tuple "
-                "with one tree per stage (fp.from_module returns each; the new one is in result.state)"
+                "state=, a tuple with one tree per stage (fp.from_module returns each; the new one is in "
+                "result.state)"
             )
         return ((),) * plan.num_stages
     states = _per_stage("state", state, plan)

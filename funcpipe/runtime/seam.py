@@ -71,8 +71,8 @@ def _misfit(place: str, values: Sequence[Any], rule: Rule, rows: Sequence[int]) 
     if [shape[rule] for shape in shapes] != list(rows):
         return (
             f"{place} has shapes {shapes}, and axis {rule} is not that of the rows ({', '.join(map(str, rows))}): say "
-            "what it is, "
-            "make_plan(..., merge=) with an axis, 'mean', 'sum' or 'each', for all leaves or a tree of them"
+            "what it is, make_plan(..., merge=) with an axis, 'mean', 'sum' or 'each', for all leaves or a tree of "
+            "them"
         )
     rest = {(*shape[: rule % len(shape)], *shape[rule % len(shape) + 1 :]) for shape in shapes}
     if len(rest) > 1 or len({one.dtype for one in values}) > 1:

@@ -193,8 +193,7 @@ class Probe:
             self.watch.note(
                 "gradient",
                 "returns nothing that requires a gradient, though parameters or input could have one: it is "
-                "detached, or "
-                "computed under no_grad",
+                "detached, or computed under no_grad",
             )
             return
         inputs = self._attempt(lambda: self._backward(bound, first), "in its backward raises")
