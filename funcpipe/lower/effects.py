@@ -1,4 +1,4 @@
-"""What each kind of action reads and writes. The only table; everything else follows from it."""
+"""What each kind of action reads and writes; what is sent, slots and frees follow from it."""
 
 from __future__ import annotations
 

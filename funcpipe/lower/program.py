@@ -11,9 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.kinds import MOVES, Kind
 from funcpipe.core.lowered import TAKEN, Lowered, read_again
 from funcpipe.core.program import CALLER, Call, Pool, Role, Wire
-from funcpipe.core.schedule import Kind, Schedule
+from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Stage
 from funcpipe.lower.effects import Context, effects
 from funcpipe.lower.skips import routes
@@ -21,7 +22,7 @@ from funcpipe.schedules.check import Legal, examine
 from funcpipe.schedules.clock import CODED, F
 
 _GIVEN = (Role.INPUT, Role.TARGET, Role.FEED)
-_FIRST = (Kind.F, Kind.O, Kind.L)
+_FIRST = (Kind.F, *MOVES)
 
 
 def lower(stages: Sequence[Stage], schedule: Schedule, *, loss: bool, outputs: bool, halves: bool = False) -> Lowered:

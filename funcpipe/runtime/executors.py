@@ -16,7 +16,7 @@ from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.context import RUNNING, checked_plan, intra_op_threads, no_autocast_cache
 from funcpipe.runtime.execute import Execution, LaneExecutor, raise_located, run_by
-from funcpipe.runtime.lanes import Lanes, uncarried
+from funcpipe.runtime.lanes import Lanes, refuse_uncarried, uncarried
 from funcpipe.runtime.options import Executor, ExecutorLike, RunOptions
 from funcpipe.runtime.place import plan_devices
 from funcpipe.runtime.watchdog import interrupting
@@ -72,7 +72,7 @@ class Threads:
 
     def check(self, plan: Plan) -> None:
         """Raises PlanError where something is on that other threads cannot take over."""
-        Lanes(plan.num_devices).check(plan)
+        refuse_uncarried(plan)
 
     def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
         """A whole run."""

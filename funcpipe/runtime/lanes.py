@@ -85,12 +85,7 @@ class Lanes:
             raise PlanError(
                 f"these lanes are {self.count}, the plan has {plan.num_devices}; make them with fp.lanes(plan)"
             )
-        obstacles = uncarried(plan)
-        if obstacles:
-            copies = "; or give each stage a module of its own, copy.deepcopy(module)" if _lent_twice(plan) else ""
-            raise PlanError(
-                f"{', '.join(obstacles)} cannot be taken over by other threads; use executor='serial'{copies}"
-            )
+        refuse_uncarried(plan)
 
     def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
         """A whole run."""
@@ -275,6 +270,14 @@ def lanes(plan: Plan) -> Lanes:
 def uncarried(plan: Plan) -> list[str]:
     """What other threads cannot take over from the caller, for this plan."""
     return [*not_carried(), *_lent_twice(plan)]
+
+
+def refuse_uncarried(plan: Plan) -> None:
+    """Raise PlanError where other threads cannot run a plan now."""
+    obstacles = uncarried(plan)
+    if obstacles:
+        copies = "; or give each stage a module of its own, copy.deepcopy(module)" if _lent_twice(plan) else ""
+        raise PlanError(f"{', '.join(obstacles)} cannot be taken over by other threads; use executor='serial'{copies}")
 
 
 def _find_lent_twice(plan: Plan) -> list[str]:

@@ -49,9 +49,9 @@ def run(
         loss_scale: gradients are multiplied by it (mixed precision); the loss is not.
         record: measure a timeline.
         executor: "threads" (a thread per lane), "serial" (this thread, plan order: debuggers, profilers and hooks
-            work), `lanes` (threads kept between runs), `graphs` (one CUDA graph), any `Executor`, or None: threads
-            where at least two lanes are on the CPU ("serial" is quicker where actions take less than 100 us). Same
-            bits.
+            work), `lanes` (threads kept between runs), `graphs` (one CUDA graph), anything else with
+            ``run(plan, params, batch, options)``, or None: threads where at least two lanes are on the CPU ("serial" is
+            quicker where actions take less than 100 us). Same bits.
         threads_per_lane: intra-op threads; None: cores, or ``torch.get_num_threads()`` where that is less, divided by
             lanes.
         check: any of "finite" (NaN or Inf in what a stage hands on is an error that names stage and microbatch; costs a

@@ -66,7 +66,7 @@ def _examine(schedule: Schedule) -> Legal:
         if faults:
             _refuse(schedule, faults)
     durations = [[float(KINDS[kind].units)] * stages for kind in CODED]
-    starts, _, stuck = clock(lanes, schedule.device_of, microbatches, durations, chain(stages))
+    starts, stuck = clock(lanes, schedule.device_of, microbatches, durations, chain(stages))
     if stuck:
         raise ScheduleError(_waiting(schedule, lanes, stuck))
     times = [start for row in starts for start in row]

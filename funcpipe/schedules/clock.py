@@ -38,13 +38,10 @@ class Ticks(NamedTuple):
 
     Attributes:
         starts: the start of each action, by device and position.
-        arrivals: when each value had crossed, which is the latency before it can be read, by edge and microbatch;
-            negative: never sent.
         stuck: the position at which each device is stuck, -1 where it is done; empty if all are.
     """
 
     starts: list[list[float]]
-    arrivals: list[list[float]]
     stuck: list[int]
 
 
@@ -148,4 +145,4 @@ def clock(
             break
         now[device] = time
     stuck = [len(row) if len(row) < len(lane) else -1 for lane, row in zip(lanes, starts, strict=True)]
-    return Ticks(starts, arrivals, stuck if any(position >= 0 for position in stuck) else [])
+    return Ticks(starts, stuck if any(position >= 0 for position in stuck) else [])

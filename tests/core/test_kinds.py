@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,6 @@ from funcpipe.core.kinds import KINDS, Flow, Kind, Resource, flowing
 from funcpipe.core.schedule import Action
 from funcpipe.core.stage import Stage
 from funcpipe.lower.effects import Context, effects
-from funcpipe.runtime.steps import make_step
 from funcpipe.schedules.clock import CODE, CODED
 from funcpipe.schedules.memory import residual_table
 
@@ -38,7 +38,7 @@ def test_a_row_fits_the_others(kind):
 
 @pytest.mark.parametrize("kind", Kind)
 def test_every_place_knows_every_kind(kind):
-    """Letters, costs, memory, effects and steps: no kind falls through."""
+    """Letters, costs, memory and effects: no kind falls through."""
     action = Action(kind, 12, 3)
     assert Action.parse(str(action)) == action
     assert isinstance(fp.Cost(forward=2.0).of(kind, 0), float)
@@ -50,14 +50,12 @@ def test_every_place_knows_every_kind(kind):
 
 def test_a_schedule_with_every_kind_runs_as_the_loop_does():
     """So no step is missing either."""
-    torch = pytest.importorskip("torch")
     text = "0F0 0F1 0R0 0B0 0O1 0L1 0I1 0W1"
     schedule = fp.Schedule.parse(text)
     assert {*re.findall("[A-Z]", text)} == {kind.value for kind in Kind}
     plan = fp.make_plan([fp.stage(lambda p, x: p * x)], schedule, loss=torch.nn.functional.mse_loss, devices="cpu")
     x, params = torch.ones(2, 3), (torch.tensor(2.0),)
     assert {call.kind for lane in plan.program.lanes for call in lane.calls} == {*Kind}
-    assert callable(make_step)
     assert torch.equal(fp.run(plan, params, (x, x)).grads[0], fp.run_sequential(plan, params, (x, x)).grads[0])
 
 

@@ -66,7 +66,7 @@ def test_a_program_starts_its_actions_when_the_clock_of_its_schedule_does(data):
     schedule = data.draw(schedules())
     cost = data.draw(costs(schedule.num_stages))
     count, device_of = schedule.num_stages, schedule.device_of
-    starts, _, stuck = clock(
+    starts, stuck = clock(
         examine(schedule).lanes,
         device_of,
         schedule.num_microbatches,
