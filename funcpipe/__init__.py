@@ -1,36 +1,27 @@
 """funcpipe: pipeline-parallel training for PyTorch as JAX people would write it.
 
 A schedule is data; a plan is a straight-line program over named values; run, simulate and draw are small interpreters
-of that one program. The names here are the public ones; the rooms below are not part of the interface.
+of that one program.
+
+The names here are what every program needs: stages, plans, runs, what to look at them with, errors. What some need is in
+`funcpipe.schedules` (families of schedules, their transformations and texts), `funcpipe.batches` (batches on their way to
+the step), `funcpipe.models` (models cut and measured), `funcpipe.typing` (names for annotations) and `funcpipe.testing`.
+All other modules are rooms of the house, not part of the interface.
 """
 
 from __future__ import annotations
 
-from funcpipe.batches.device import to_device as to_device
-from funcpipe.batches.leaves import awaited as awaited
-from funcpipe.batches.loop import Overlap as Overlap
-from funcpipe.batches.overlap import overlap as overlap
-from funcpipe.batches.scaling import LossScale as LossScale
-from funcpipe.batches.scaling import loss_scale as loss_scale
-from funcpipe.batches.scaling import select as select
-from funcpipe.batches.scaling import unscale as unscale
-from funcpipe.batches.scaling import update_scale as update_scale
-from funcpipe.batches.stage import BatchStage as BatchStage
-from funcpipe.batches.stage import Fold as Fold
-from funcpipe.batches.stats import Progress as Progress
-from funcpipe.batches.stats import StageStats as StageStats
-from funcpipe.batches.ticks import Ticks as Ticks
-from funcpipe.batches.windows import Accumulated as Accumulated
-from funcpipe.batches.windows import accumulate_grads as accumulate_grads
-from funcpipe.batches.windows import agree as agree
-from funcpipe.batches.windows import windows as windows
-from funcpipe.compiled.compile import compile as compile
-from funcpipe.compiled.compile import programs as programs
-from funcpipe.compiled.programs import Programs as Programs
+from typing import TYPE_CHECKING
+
+from funcpipe import batches as batches
+from funcpipe import models as models
+from funcpipe import schedules as schedules
+from funcpipe import typing as typing
+from funcpipe.compiled.compile import compile_stage as compile_stage
+from funcpipe.compiled.compile import make_programs as make_programs
 from funcpipe.compiled.warmup import warmup as warmup
 from funcpipe.core.compose import compose as compose
 from funcpipe.core.cost import Cost as Cost
-from funcpipe.core.cost import Skip as Skip
 from funcpipe.core.errors import BatchError as BatchError
 from funcpipe.core.errors import DrawError as DrawError
 from funcpipe.core.errors import FuncpipeError as FuncpipeError
@@ -41,13 +32,9 @@ from funcpipe.core.errors import RunTimeout as RunTimeout
 from funcpipe.core.errors import ScheduleError as ScheduleError
 from funcpipe.core.errors import StageError as StageError
 from funcpipe.core.errors import TraceError as TraceError
-from funcpipe.core.errors import Where as Where
 from funcpipe.core.plan import Plan as Plan
-from funcpipe.core.program import Role as Role
-from funcpipe.core.program import Value as Value
 from funcpipe.core.result import Loss as Loss
 from funcpipe.core.result import Result as Result
-from funcpipe.core.result import Span as Span
 from funcpipe.core.result import Timeline as Timeline
 from funcpipe.core.schedule import Action as Action
 from funcpipe.core.schedule import Kind as Kind
@@ -57,39 +44,15 @@ from funcpipe.core.stage import Stage as Stage
 from funcpipe.core.stage import stage as stage
 from funcpipe.core.tree import leaves as leaves
 from funcpipe.core.tree import named_leaves as named_leaves
-from funcpipe.cutting.plan_for import Choice as Choice
-from funcpipe.cutting.plan_for import Tried as Tried
-from funcpipe.cutting.plan_for import plan_for as plan_for
 from funcpipe.cutting.split import split as split
-from funcpipe.lab.search import Found as Found
 from funcpipe.lab.search import search as search
 from funcpipe.lower.plan import make_plan as make_plan
-from funcpipe.measuring.memory import LayerMemory as LayerMemory
-from funcpipe.measuring.memory import Memory as Memory
-from funcpipe.measuring.memory import memory as memory
-from funcpipe.measuring.profile import profile as profile
-from funcpipe.models.balance import Balance as Balance
-from funcpipe.models.balance import balance as balance
-from funcpipe.models.batchnorm import batch_norm as batch_norm
-from funcpipe.models.export import split_point as split_point
-from funcpipe.models.layers_find import Layers as Layers
-from funcpipe.models.layers_find import find_layers as find_layers
-from funcpipe.models.module import from_module as from_module
-from funcpipe.models.policy import Units as Units
-from funcpipe.models.policy import by_memory as by_memory
-from funcpipe.models.policy import by_parameters as by_parameters
-from funcpipe.models.policy import by_time as by_time
-from funcpipe.models.sequential import PipeSequential as PipeSequential
-from funcpipe.models.skip_scope import Namespace as Namespace
-from funcpipe.models.skippable import pop as pop
-from funcpipe.models.skippable import skippable as skippable
-from funcpipe.models.skippable import stash as stash
-from funcpipe.models.split import Split as Split
+from funcpipe.modules.module import from_module as from_module
+from funcpipe.modules.split import Split as Split
+from funcpipe.moved import moved as _moved
 from funcpipe.pipe.pipe import Pipe as Pipe
 from funcpipe.runtime.apply import apply as apply
-from funcpipe.runtime.graphs import Graphs as Graphs
 from funcpipe.runtime.graphs import graphs as graphs
-from funcpipe.runtime.lanes import Lanes as Lanes
 from funcpipe.runtime.lanes import lanes as lanes
 from funcpipe.runtime.microbatch import Axis as Axis
 from funcpipe.runtime.microbatch import Microbatches as Microbatches
@@ -102,34 +65,12 @@ from funcpipe.runtime.place import place as place
 from funcpipe.runtime.rng import fold_in as fold_in
 from funcpipe.runtime.run import run as run
 from funcpipe.runtime.sequential import run_sequential as run_sequential
-from funcpipe.runtime.vjp import Pullback as Pullback
 from funcpipe.runtime.vjp import vjp as vjp
-from funcpipe.schedules.check import check as check
-from funcpipe.schedules.delay import delay as delay
-from funcpipe.schedules.families import eager_one_f_one_b as eager_one_f_one_b
-from funcpipe.schedules.families import fill_drain as fill_drain
-from funcpipe.schedules.families import interleaved as interleaved
-from funcpipe.schedules.families import looped_bfs as looped_bfs
-from funcpipe.schedules.families import one_f_one_b as one_f_one_b
-from funcpipe.schedules.families import zb_h2 as zb_h2
-from funcpipe.schedules.families import zero_bubble as zero_bubble
-from funcpipe.schedules.formats import from_json as from_json
-from funcpipe.schedules.formats import to_json as to_json
-from funcpipe.schedules.offload import always as always
-from funcpipe.schedules.offload import offload as offload
-from funcpipe.schedules.remat import never as never
-from funcpipe.schedules.remat import remat as remat
-from funcpipe.schedules.torch_csv import from_torch_csv as from_torch_csv
-from funcpipe.schedules.torch_csv import to_torch_csv as to_torch_csv
-from funcpipe.schedules.v_shape import dualpipe_v as dualpipe_v
-from funcpipe.schedules.v_shape import v_adaptive as v_adaptive
-from funcpipe.schedules.v_shape import v_half as v_half
-from funcpipe.schedules.v_shape import v_min as v_min
-from funcpipe.schedules.v_shape import zbv as zbv
-from funcpipe.view.draw import Drawing as Drawing
 from funcpipe.view.draw import draw as draw
-from funcpipe.view.report import Report as Report
 from funcpipe.view.report import report as report
 from funcpipe.view.simulate import simulate as simulate
+
+if not TYPE_CHECKING:  # to a type checker, old names and mistyped ones are errors
+    __getattr__ = _moved
 
 __version__ = "0.1.0"

@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _DRAW_HELP = f"""\
-{SOURCE}            a .json may also hold a timeline, fp.to_json(result.timeline)
+{SOURCE}            a .json may also hold a timeline, fp.schedules.to_json(result.timeline)
 
 {COST}
 examples:
@@ -121,7 +121,7 @@ the interleaved families need several. The best makespan comes first.
   bubble       share of the makespan in which the busiest device waits: what the schedule loses
   span bubble  the same where batches follow each other: of the longest time from a device's first start to its last end
   idle         share of all device time of one batch: what the schedule and unequal work lose together
-  imbalance    1 - mean work / most work of a device, shown where it is not negligible: the most that fp.balance wins at
+  imbalance    1 - mean work / most work of a device, shown where it is not negligible: the most that fp.models.balance wins at
                the same bubble; 1 - idle = (1 - bubble) (1 - imbalance)
   peak memory  the most that any device holds, in the unit of `residual`
 
@@ -296,17 +296,17 @@ def _compare(
     devices = devices or (stages // 2 if stages % 2 == 0 else stages)
     counts = {"num_devices": devices, "num_microbatches": microbatches, "num_stages": stages}
     given = [(file, read(file)) for file in files]
-    makers: list[tuple[str, Callable[[], fp.Schedule | fp.Timeline | fp.Found]]] = []
+    makers: list[tuple[str, Callable[[], fp.Schedule | fp.Timeline | fp.typing.Found]]] = []
     makers += [(name, partial(family, stages, microbatches, num_devices=devices)) for name, family in FAMILIES.items()]
     makers += [(file, lambda schedule=schedule: schedule) for file, schedule in given]
     if search is not None:
         most: dict[str, Any] = {"memory_limit": device_memory, "evaluations": search, "seconds": float("inf")}
         makers.append(("search", lambda: fp.search(cost, **counts, remat=remat, **most)))
 
-    def row(name: str, make: Callable[[], fp.Schedule | fp.Timeline | fp.Found]) -> _Row:
+    def row(name: str, make: Callable[[], fp.Schedule | fp.Timeline | fp.typing.Found]) -> _Row:
         try:
             made = make()
-            found = isinstance(made, fp.Found)
+            found = isinstance(made, fp.typing.Found)
             timeline = made.timeline if found else _timed(made, counts, remat, cost)
         except fp.ScheduleError as error:
             return _Row(name, None, f"no: {line(error)}")
@@ -325,7 +325,7 @@ def _compare(
     ]
     print(_table([("schedule", *columns, "legal"), *cells]))
     if unequal:
-        print("\nimbalance: the most that fp.balance wins at the same bubble")
+        print("\nimbalance: the most that fp.models.balance wins at the same bubble")
 
 
 def _timed(made: fp.Schedule | fp.Timeline, counts: Mapping[str, int], remat: bool, cost: fp.Cost) -> fp.Timeline:
@@ -336,7 +336,7 @@ def _timed(made: fp.Schedule | fp.Timeline, counts: Mapping[str, int], remat: bo
         raise fp.ScheduleError(f"has {made.num_stages} stages, {made.num_microbatches} microbatches")
     if made.num_devices != counts["num_devices"]:
         raise fp.ScheduleError(f"has {made.num_devices} devices")
-    return fp.simulate(fp.remat(made) if remat else made, cost)
+    return fp.simulate(fp.schedules.remat(made) if remat else made, cost)
 
 
 def _search(*, cost: fp.Cost | None, width: int | None, output: str | None, **options: Any) -> None:
@@ -358,7 +358,7 @@ def _search(*, cost: fp.Cost | None, width: int | None, output: str | None, **op
             fp.draw(found.timeline).save(output)
 
 
-def _tell(found: fp.Found) -> None:
+def _tell(found: fp.typing.Found) -> None:
     """What a search found, a fact a line."""
     schedule, timeline = found.schedule, found.timeline
     print(f"{schedule.num_stages} stages on {schedule.num_devices} devices, {schedule.num_microbatches} microbatches\n")
@@ -374,7 +374,7 @@ def _tell(found: fp.Found) -> None:
     print(f"ended by     {found.ended}, {found.evaluations} schedules timed{again}\n")
 
 
-def _proof(found: fp.Found) -> str:
+def _proof(found: fp.typing.Found) -> str:
     return f"at most {found.gap:.2%} above the shortest" if found.gap else "nothing shorter exists"
 
 
@@ -390,9 +390,9 @@ def _write(schedule: fp.Schedule, file: str) -> None:
     """The schedule into a file; its ending says the format."""
     match Path(file).suffix.lower():
         case ".json":
-            text = fp.to_json(schedule) + "\n"
+            text = fp.schedules.to_json(schedule) + "\n"
         case ".csv":
-            text = fp.to_torch_csv(schedule)
+            text = fp.schedules.to_torch_csv(schedule)
         case _:
             text = f"{schedule}\n"
     Path(file).write_text(text, encoding="utf-8", newline="\n")

@@ -11,17 +11,17 @@ from typing import Any, NoReturn
 import funcpipe as fp
 
 FAMILIES: Mapping[str, Callable[..., fp.Schedule]] = {
-    "fill-drain": fp.fill_drain,
-    "1f1b": fp.one_f_one_b,
-    "eager-1f1b": fp.eager_one_f_one_b,
-    "looped-bfs": fp.looped_bfs,
-    "interleaved": fp.interleaved,
-    "zero-bubble": fp.zero_bubble,
-    "zb-h2": fp.zb_h2,
-    "zbv": fp.zbv,
-    "v-half": fp.v_half,
-    "v-min": fp.v_min,
-    "dualpipe-v": fp.dualpipe_v,
+    "fill-drain": fp.schedules.fill_drain,
+    "1f1b": fp.schedules.one_f_one_b,
+    "eager-1f1b": fp.schedules.eager_one_f_one_b,
+    "looped-bfs": fp.schedules.looped_bfs,
+    "interleaved": fp.schedules.interleaved,
+    "zero-bubble": fp.schedules.zero_bubble,
+    "zb-h2": fp.schedules.zb_h2,
+    "zbv": fp.schedules.zbv,
+    "v-half": fp.schedules.v_half,
+    "v-min": fp.schedules.v_min,
+    "dualpipe-v": fp.schedules.dualpipe_v,
 }
 SHAPES = ("line", "loop", "v")
 SUFFIXES = ".json, .csv (of torch.distributed.pipelining) or .txt (a line for each device)"
@@ -42,7 +42,7 @@ output and skips are 0, bandwidth has no limit.
   residual, weight_residual                  memory from F to B or I; what I leaves until W
 A file has a number for each stage where they differ (comm: for each hop), and the skips as [stash, pop, size]:
   {"funcpipe": "cost", "version": 1, "forward": [1, 1, 1, 2], "skips": [[0, 3, 0.5]]}
-What fp.profile measured goes into one with fp.to_json.
+What fp.models.profile measured goes into one with fp.schedules.to_json.
 """
 _MOST = 10**6
 """Actions of a kind: more are a slip of the fingers, and would take minutes."""
@@ -62,7 +62,7 @@ def source(
     else:
         bounded(stages, microbatches)
         found = family(stages, microbatches, num_devices=devices)
-    return fp.remat(found) if remat and isinstance(found, fp.Schedule) else found
+    return fp.schedules.remat(found) if remat and isinstance(found, fp.Schedule) else found
 
 
 def read(name: str) -> fp.Schedule | fp.Timeline:
@@ -77,9 +77,9 @@ def read(name: str) -> fp.Schedule | fp.Timeline:
     try:
         match suffix:
             case ".json":
-                found = fp.from_json(text)
+                found = fp.schedules.from_json(text)
             case ".csv":
-                found = fp.from_torch_csv(text, name=path.stem)
+                found = fp.schedules.from_torch_csv(text, name=path.stem)
             case _:
                 found = fp.Schedule.parse(text, name=path.stem)
     except fp.ScheduleError as error:
@@ -155,7 +155,7 @@ def as_cost(text: str) -> fp.Cost:
 
     try:
         if "=" not in text:
-            found = fp.from_json(Path(text).read_text(encoding="utf-8"))
+            found = fp.schedules.from_json(Path(text).read_text(encoding="utf-8"))
             return found if isinstance(found, fp.Cost) else refuse(f"{text} is a {type(found).__name__}, not a cost")
         fields: dict[str, Any] = {}
         for part in text.split(","):

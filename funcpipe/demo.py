@@ -24,11 +24,11 @@ ROWS = 1497
 """Images to train on."""
 
 FAMILIES: dict[str, Callable[..., fp.Schedule]] = {
-    "fill-drain": fp.fill_drain,
-    "1f1b": fp.one_f_one_b,
-    "looped-bfs": fp.looped_bfs,
-    "interleaved": fp.interleaved,
-    "zero-bubble": fp.zero_bubble,
+    "fill-drain": fp.schedules.fill_drain,
+    "1f1b": fp.schedules.one_f_one_b,
+    "looped-bfs": fp.schedules.looped_bfs,
+    "interleaved": fp.schedules.interleaved,
+    "zero-bubble": fp.schedules.zero_bubble,
 }
 
 
@@ -158,7 +158,7 @@ def main(options: Options) -> float:
     schedule = family(options.stages, options.microbatches, num_devices=options.devices)
     again = (0, 1) if options.remat is None else options.remat
     if again:
-        schedule = fp.remat(schedule, keep=lambda action: action.stage not in again)
+        schedule = fp.schedules.remat(schedule, keep=lambda action: action.stage not in again)
     torch.manual_seed(options.seed)
     stages, params, state = network(options.stages)
     plan = fp.make_plan(stages, schedule, devices=devices, loss=F.cross_entropy)
@@ -173,8 +173,8 @@ def main(options: Options) -> float:
         return images[chosen], labels[chosen]
 
     # While a step trains, the next batch is made ready: images to the first lane's device, labels to the last one's.
-    move = fp.to_device((devices[0], devices[-1]))
-    ready = fp.overlap(batches(len(labels), options, steps), [load, decode, move])
+    move = fp.batches.to_device((devices[0], devices[-1]))
+    ready = fp.batches.overlap(batches(len(labels), options, steps), [load, decode, move])
     line, timeline, report = "", fp.Timeline((), options.devices), None
     began = perf_counter()
     with ready, fp.lanes(plan) as lanes, progress(steps) as advance:

@@ -14,26 +14,31 @@ def schedules(num_stages: int, num_microbatches: int, *, backward: bool = True) 
     """Every family at every number of devices that divides the stages, plain, with remat, with residuals at the host."""
     s, m = num_stages, num_microbatches
     if not backward:
-        return [fp.fill_drain(s, m, num_devices=d, backward=False) for d in range(1, s + 1)]
+        return [fp.schedules.fill_drain(s, m, num_devices=d, backward=False) for d in range(1, s + 1)]
     out: list[fp.Schedule] = []
     for d in [d for d in range(1, s + 1) if s % d == 0]:
         out += [
-            fp.fill_drain(s, m, num_devices=d),
-            fp.one_f_one_b(s, m, num_devices=d),
-            fp.looped_bfs(s, m, num_devices=d),
-            fp.interleaved(s, m, num_devices=d),
-            fp.zero_bubble(s, m, num_devices=d),
+            fp.schedules.fill_drain(s, m, num_devices=d),
+            fp.schedules.one_f_one_b(s, m, num_devices=d),
+            fp.schedules.looped_bfs(s, m, num_devices=d),
+            fp.schedules.interleaved(s, m, num_devices=d),
+            fp.schedules.zero_bubble(s, m, num_devices=d),
         ]
-    some = [fp.remat(one) for one in out]
-    part = [fp.remat(one, keep=lambda a: (a.stage + a.microbatch) % 2 == 0) for one in out]
-    new = [fp.zb_h2(s, m), fp.eager_one_f_one_b(s, m)]
+    some = [fp.schedules.remat(one) for one in out]
+    part = [fp.schedules.remat(one, keep=lambda a: (a.stage + a.microbatch) % 2 == 0) for one in out]
+    new = [fp.schedules.zb_h2(s, m), fp.schedules.eager_one_f_one_b(s, m)]
     if s > 1 and s % 2 == 0:
-        families = [fp.zbv, fp.v_half, fp.v_min, *([fp.dualpipe_v] if m >= s else [])]
+        families = [
+            fp.schedules.zbv,
+            fp.schedules.v_half,
+            fp.schedules.v_min,
+            *([fp.schedules.dualpipe_v] if m >= s else []),
+        ]
         new += [family(s, m, num_devices=s // 2) for family in families]
-        new.append(fp.interleaved(s, m, num_devices=s // 2, group=(s // 2 + 1) // 2))
-        new.append(fp.remat(new[2], keep=lambda a: (a.stage + a.microbatch) % 2 == 0))
-    away = [fp.one_f_one_b(s, m), *new[:1], *new[2:3], fp.interleaved(s, m)]
-    away = [fp.offload(one, move=lambda a: (a.stage + a.microbatch) % 3 != 0, ahead=m % 2) for one in away]
+        new.append(fp.schedules.interleaved(s, m, num_devices=s // 2, group=(s // 2 + 1) // 2))
+        new.append(fp.schedules.remat(new[2], keep=lambda a: (a.stage + a.microbatch) % 2 == 0))
+    away = [fp.schedules.one_f_one_b(s, m), *new[:1], *new[2:3], fp.schedules.interleaved(s, m)]
+    away = [fp.schedules.offload(one, move=lambda a: (a.stage + a.microbatch) % 3 != 0, ahead=m % 2) for one in away]
     unique = {str(one): one for one in (*out, *some, *part, *new, *away)}
     return list(unique.values())
 

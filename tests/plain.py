@@ -22,7 +22,7 @@ class Pair:
         model = copy.deepcopy(self.plain)
         stages, self.params, _ = zip(fp.from_module(model[:3]), fp.from_module(model[3:]), strict=True)
         self.loss, self.dtype = loss, dtype
-        self.plan = fp.make_plan(stages, fp.one_f_one_b(2, num_microbatches), loss=loss, devices="cpu")
+        self.plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, num_microbatches), loss=loss, devices="cpu")
 
     def batches(self, count=STEPS, rows=10):
         torch.manual_seed(2)

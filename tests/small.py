@@ -23,7 +23,7 @@ def batch(rows=8):
 
 
 def plan_of(stages, count=4, loss=F.cross_entropy, **options):
-    return fp.make_plan(stages, fp.one_f_one_b(len(stages), count), loss=loss, devices="cpu", **options)
+    return fp.make_plan(stages, fp.schedules.one_f_one_b(len(stages), count), loss=loss, devices="cpu", **options)
 
 
 def setup(**options):

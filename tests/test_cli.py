@@ -60,7 +60,7 @@ def test_draw_with_costs_and_remat(capsys):
     found = shown(
         capsys, "draw 1f1b --stages 2 --microbatches 3 --remat --cost forward=1,backward=3,comm=0.5 --width 80"
     )
-    schedule = fp.remat(fp.one_f_one_b(2, 3))
+    schedule = fp.schedules.remat(fp.schedules.one_f_one_b(2, 3))
     cost = fp.Cost(1, 1.5, 1.5, backward=3, comm=0.5)
     assert fp.draw(fp.simulate(schedule, cost)).text(80) + "\n" == found
 
@@ -72,7 +72,7 @@ def test_draw_into_a_file(suffix, begins, capsys):
 
 
 def test_draw_writes_a_trace_beside_the_picture(capsys):
-    timeline = fp.simulate(fp.one_f_one_b(2, 3))
+    timeline = fp.simulate(fp.schedules.one_f_one_b(2, 3))
     assert fp.draw(timeline).text(90) + "\n" == shown(
         capsys, "draw 1f1b --stages 2 --microbatches 3 --width 90 --trace trace.json"
     )
@@ -80,8 +80,8 @@ def test_draw_writes_a_trace_beside_the_picture(capsys):
 
 
 def test_draw_a_timeline(capsys):
-    timeline = fp.simulate(fp.interleaved(4, 3))
-    Path("run.json").write_text(fp.to_json(timeline))
+    timeline = fp.simulate(fp.schedules.interleaved(4, 3))
+    Path("run.json").write_text(fp.schedules.to_json(timeline))
     assert fp.draw(timeline).text(90) + "\n" == shown(capsys, "draw run.json --width 90")
     assert "it has its times" in refused(capsys, "draw run.json --cost comm=1")
 
@@ -108,14 +108,14 @@ def test_compare_shows_every_family_best_first(capsys):
 def test_compare_says_what_unequal_stages_lose(capsys):
     """The bubble is that of the busiest device; what the others wait for besides has a column, and is explained."""
     cost = fp.Cost(forward=[8, 3, 3], backward=[16, 6, 6])
-    Path("cost.json").write_text(fp.to_json(cost))
+    Path("cost.json").write_text(fp.schedules.to_json(cost))
     table, note = shown(capsys, "compare --stages 3 --microbatches 8 --cost cost.json").split("\n\n")[1:]
     heads, *rows = (re.split("  +", line) for line in table.splitlines())
     (found,) = [dict(zip(heads, row, strict=True)) for row in rows if row[0] == "1f1b"]
     assert ("1.0%", "42.3%", "41.7%") == (found["bubble"], found["idle"], found["imbalance"])
-    assert "imbalance: the most that fp.balance wins at the same bubble\n" == note
+    assert "imbalance: the most that fp.models.balance wins at the same bubble\n" == note
     said = facts(shown(capsys, "search --devices 3 --microbatches 4 --cost cost.json --evaluations 30"))
-    assert "imbalance 33.3%, the most fp.balance wins at this bubble" == said["idle"].partition(", ")[2]
+    assert "imbalance 33.3%, the most fp.models.balance wins at this bubble" == said["idle"].partition(", ")[2]
 
 
 def test_compare_says_why_not(capsys):
@@ -145,8 +145,8 @@ def test_compare_with_a_limit_puts_what_does_not_fit_last(capsys):
 
 def test_compare_with_ones_own(capsys):
     """Files stand in the table; other counts and illegal ones are said, and nothing else fails for it."""
-    Path("mine.json").write_text(fp.to_json(fp.one_f_one_b(2, 3)))
-    Path("other.txt").write_text(str(fp.one_f_one_b(2, 4)))
+    Path("mine.json").write_text(fp.schedules.to_json(fp.schedules.one_f_one_b(2, 3)))
+    Path("other.txt").write_text(str(fp.schedules.one_f_one_b(2, 4)))
     Path("stuck.csv").write_text("0F0,0B0\n1F0")
     found = shown(capsys, "compare mine.json other.txt stuck.csv --stages 2 --microbatches 3 --devices 2")
     rows = {row.split()[0]: row for row in found.splitlines()[3:]}
@@ -182,9 +182,9 @@ def test_compare_with_a_search_that_may_compute_again(capsys):
 
 def test_costs_from_a_file(capsys):
     cost = fp.Cost([1, 2], [3, 4], [5, 6])
-    Path("cost.json").write_text(fp.to_json(cost))
+    Path("cost.json").write_text(fp.schedules.to_json(cost))
     found = shown(capsys, "draw 1f1b --stages 2 --microbatches 3 --cost cost.json --width 80")
-    assert fp.draw(fp.simulate(fp.one_f_one_b(2, 3), cost)).text(80) + "\n" == found
+    assert fp.draw(fp.simulate(fp.schedules.one_f_one_b(2, 3), cost)).text(80) + "\n" == found
     assert "one for each of 4 stages" in refused(capsys, "compare --stages 4 --microbatches 4 --cost cost.json")
 
 
@@ -197,8 +197,8 @@ def test_formats_there_and_back(first, second, capsys):
     assert "" == shown(capsys, f"convert interleaved --stages 4 --microbatches 6 --devices 2 a.{first}")
     shown(capsys, f"convert a.{first} b.{second}")
     shown(capsys, f"convert b.{second} c.json")
-    found = fp.from_json(Path("c.json").read_text())
-    assert fp.interleaved(4, 6, num_devices=2) == found
+    found = fp.schedules.from_json(Path("c.json").read_text())
+    assert fp.schedules.interleaved(4, 6, num_devices=2) == found
 
 
 # search
@@ -284,7 +284,8 @@ def test_search_within_seconds_says_that_another_run_may_differ(capsys):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "read"), [("json", fp.from_json), ("csv", fp.from_torch_csv), ("txt", fp.Schedule.parse)]
+    ("suffix", "read"),
+    [("json", fp.schedules.from_json), ("csv", fp.schedules.from_torch_csv), ("txt", fp.Schedule.parse)],
 )
 def test_search_writes_the_schedule(suffix, read, capsys):
     shown(capsys, f"{SEARCH} --device-memory 8 --objective span --evaluations 60 --output found.{suffix}")
@@ -302,7 +303,7 @@ def test_search_writes_the_picture(capsys):
 def test_torch_loads_what_was_found(words, capsys):
     """By its own loader, which validates the order and adds its sends and receives."""
     shown(capsys, f"search --devices 4 --microbatches 8 --evaluations 80 {words} --output found.csv")
-    found = fp.from_torch_csv(Path("found.csv").read_text())
+    found = fp.schedules.from_torch_csv(Path("found.csv").read_text())
     devices, stages = found.num_devices, found.num_stages
     local = [FakeStage(stage, stages, devices) for stage, device in enumerate(found.device_of) if device == 0]
     runtime: Any = theirs._PipelineScheduleRuntime(local, 8, loss_fn=lambda y, t: y.sum())  # pyright: ignore
@@ -421,11 +422,11 @@ def test_a_mistake_is_one_message(words, says, capsys, monkeypatch):
     monkeypatch.setattr(demo, "digits", lambda seed: pytest.fail("the demo began"))
     if words.startswith("search") and "e-9" not in words:
         monkeypatch.setattr("funcpipe.lab.search.simulate", lambda *_: pytest.fail("the search began"))
-    Path("a.json").write_text(fp.to_json(fp.one_f_one_b(2, 2)))
-    Path("rematted.json").write_text(fp.to_json(fp.remat(fp.one_f_one_b(2, 2))))
-    Path("stuck.json").write_text(fp.to_json(fp.Schedule.parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")))
-    Path("cost.json").write_text(fp.to_json(fp.Cost()))
-    Path("cost3.json").write_text(fp.to_json(fp.Cost([1, 2, 3])))
+    Path("a.json").write_text(fp.schedules.to_json(fp.schedules.one_f_one_b(2, 2)))
+    Path("rematted.json").write_text(fp.schedules.to_json(fp.schedules.remat(fp.schedules.one_f_one_b(2, 2))))
+    Path("stuck.json").write_text(fp.schedules.to_json(fp.Schedule.parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")))
+    Path("cost.json").write_text(fp.schedules.to_json(fp.Cost()))
+    Path("cost3.json").write_text(fp.schedules.to_json(fp.Cost([1, 2, 3])))
     Path("broken.json").write_text("{")
     Path("broken.txt").write_text("0F0 zero")
     Path("binary.csv").write_bytes(b"\xff\xfe")
@@ -462,9 +463,9 @@ def test_help_teaches_with_examples_that_run(command, capsys):
     assert max(map(len, text.splitlines())) <= 120
     examples = re.findall(r"^  funcpipe (.+)$", text.partition("examples:")[2], flags=re.M)
     assert len(examples) >= 2
-    Path("schedule.csv").write_text(fp.to_torch_csv(fp.one_f_one_b(2, 2)))
-    Path("mine.json").write_text(fp.to_json(fp.interleaved(8, 32, num_devices=4)))
-    Path("profiled.json").write_text(fp.to_json(fp.Cost([1.0] * 8)))
+    Path("schedule.csv").write_text(fp.schedules.to_torch_csv(fp.schedules.one_f_one_b(2, 2)))
+    Path("mine.json").write_text(fp.schedules.to_json(fp.schedules.interleaved(8, 32, num_devices=4)))
+    Path("profiled.json").write_text(fp.schedules.to_json(fp.Cost([1.0] * 8)))
     for example in examples:
         shown(capsys, example)
 

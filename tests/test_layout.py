@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import collections
 import dataclasses
+import operator
+import pkgutil
 import re
 from pathlib import Path
 from types import ModuleType
@@ -13,29 +16,30 @@ from typing import TypeGuard
 import pytest
 
 import funcpipe as fp
+from funcpipe.moved import MOVED
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "funcpipe"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# What each room may import besides itself: core < schedules < lower < view < lab, core < models, {core, lower} < runtime < compiled.
+# What each room may import besides itself: core < schedules < lower < view < lab, core < modules, {core, lower} < runtime < compiled.
 ALLOWED = {
     "core": set(),
     "schedules": {"core"},
     "lower": {"core", "schedules"},
     "view": {"core", "schedules", "lower"},
     "lab": {"core", "schedules", "lower", "view"},
-    "models": {"core"},
+    "modules": {"core"},
     "runtime": {"core", "schedules", "lower"},
     "compiled": {"core", "lower", "runtime"},
-    "cutting": {"core", "lab", "models", "runtime"},
-    "measuring": {"core", "lower", "models", "runtime", "cutting"},
-    "pipe": {"core", "schedules", "lower", "models", "runtime", "cutting"},
+    "cutting": {"core", "lab", "modules", "runtime"},
+    "measuring": {"core", "lower", "modules", "runtime", "cutting"},
+    "pipe": {"core", "schedules", "lower", "modules", "runtime", "cutting"},
     "batches": {"core", "runtime"},
     "testing": {"core", "lower", "runtime"},
 }
 WITHOUT_TORCH = {"schedules", "lower", "view", "lab"}
-FACE = {"__init__.py", "__main__.py", "cli.py", "cli_words.py", "demo.py"}
+FACE = {"__init__.py", "__main__.py", "cli.py", "cli_words.py", "demo.py", "models.py", "moved.py", "typing.py"}
 STANDARD = 420
 
 
@@ -200,10 +204,25 @@ def test_files_have_one_idea(path):
     assert len(first.splitlines()[0]) <= 120
 
 
-def test_public_names_are_documented():
+FACES = [fp, fp.schedules, fp.batches, fp.models, fp.typing]
+
+
+def public(face: ModuleType) -> dict[str, object]:
+    """What a face exports, but for other faces and rooms."""
+    return {n: v for n, v in vars(face).items() if not n.startswith("_") and callable(v)}
+
+
+@pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__)
+def test_public_names_are_documented(face):
     """Every public name has a docstring of its own: dataclasses and named tuples make one up."""
-    public = {name: value for name, value in vars(fp).items() if not name.startswith("_") and callable(value)}
-    assert [] == [name for name, value in public.items() if not is_documented(value)]
+    assert [] == [name for name, value in public(face).items() if not is_documented(value)]
+
+
+def test_a_public_name_has_one_place():
+    """What one face exports no other does, and the flat ones are what every program needs."""
+    count = collections.Counter(name for face in FACES for name in public(face))
+    assert [] == [name for name, times in count.items() if times > 1]
+    assert len(public(fp)) < 55
 
 
 def is_documented(value: object) -> bool:
@@ -219,10 +238,32 @@ def test_made_up_docstrings_are_seen():
     assert is_documented(fp.run)
 
 
-def test_no_public_name_hides_a_room():
-    """``funcpipe.compiled.cut`` is that file, though it is asked of the face."""
-    rooms = sorted({room(path) for path in FILES} - {"", "testing"})
-    assert [] == [name for name in rooms if not isinstance(getattr(fp, name), ModuleType)]
+@pytest.mark.parametrize("face", FACES[:3], ids=lambda face: face.__name__)
+def test_no_public_name_hides_a_module(face):
+    """``funcpipe.compiled.cut`` is that file, though it is asked of the face; so is ``funcpipe.schedules.legal``."""
+    modules = {module.name for module in pkgutil.iter_modules(face.__path__)} - {"testing"}
+    assert [] == sorted(modules & set(public(face)))
+
+
+def test_no_public_name_hides_a_builtin():
+    """So that ``from funcpipe import *`` takes nothing away."""
+    assert [] == sorted(set(public(fp)) & set(vars(builtins)))
+
+
+@pytest.mark.parametrize("old", sorted(MOVED))
+def test_old_names_work_and_tell_the_new_one(old):
+    """For one version; the warning points at who wrote the old name."""
+    new = MOVED[old]
+    with pytest.warns(DeprecationWarning, match=rf"fp\.{old} is fp\.{re.escape(new)} now") as caught:
+        value = getattr(fp, old)
+    assert value is operator.attrgetter(new)(fp)
+    assert {__file__} == {warning.filename for warning in caught}
+
+
+def test_names_that_never_were_are_attribute_errors():
+    with pytest.raises(AttributeError, match="has no attribute 'one_f_one_c'"):
+        _ = fp.one_f_one_c
+    assert not hasattr(fp, "distributed")
 
 
 def test_import_is_light():

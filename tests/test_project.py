@@ -94,6 +94,6 @@ def test_the_recipe_in_contributing_is_a_schedule():
     scope = dict(vars(families))
     exec(textwrap.dedent(found[1]), scope)
     schedule = scope["eager_one_f_one_b"](4, 8)
-    fp.check(schedule)
+    fp.schedules.check(schedule)
     assert schedule.is_ascending
     assert (7, 5, 3, 1) == fp.simulate(schedule).peak

@@ -83,7 +83,7 @@ def unscale(state: LossScale, grads: Tree) -> tuple[Tree, Tensor]:
 def _check_state(name: str, state: Any, more: str) -> None:
     if not isinstance(state, LossScale):
         raise PlanError(
-            f"{name} takes the state first, {name}(state, {more}), as fp.loss_scale() makes it; got a "
+            f"{name} takes the state first, {name}(state, {more}), as fp.batches.loss_scale() makes it; got a "
             f"{type(state).__name__}"
         )
 

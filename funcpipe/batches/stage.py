@@ -127,7 +127,7 @@ def _faults(at: int, entry: Given, fold: Fold | None) -> Iterable[str]:
     if entry.stream is not None and not isinstance(entry.stream, str) and not hasattr(entry.stream, "wait_event"):
         yield f'stage {at}: stream= is a name, "caller", a torch.Stream or None; got {entry.stream!r}'
     if entry.lag is not None and fold is None:
-        yield f"stage {at} has lag={entry.lag}, but no Fold makes states: end the stages with fp.Fold(step, state)"
+        yield f"stage {at} has lag={entry.lag}, but no Fold makes states: end the stages with fp.batches.Fold(step, state)"
     if isinstance(entry.lag, int) and isinstance(entry.lead, int) and entry.lead > entry.lag:
         how_far = f"{entry.lead} batches ahead (lead=) and reads a state only {entry.lag} old (lag=)"
         yield f"stage {at} would run {how_far}; lead is at most lag"

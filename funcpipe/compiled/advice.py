@@ -44,7 +44,7 @@ def advice(
     return (
         f"{name} was traced {made} times, each time for another signature (shapes, types, values that are no "
         f"tensors), and keeps programs for {most}. Cut or pad batches to a few sizes (DataLoader(drop_last=True) "
-        f"leaves out a last, smaller one), or keep more: fp.compile(stage, max_programs={4 * most})"
+        f"leaves out a last, smaller one), or keep more: fp.compile_stage(stage, max_programs={4 * most})"
     )
 
 

@@ -1,4 +1,4 @@
-"""`compile`: a stage whose forward and backward are programs, traced once for each signature."""
+"""`compile_stage`: a stage whose forward and backward are programs, traced once for each signature."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Compiled:
         if self.fallback:
             return None
         raise TraceError(
-            f"stage {bound.stage.name!r} cannot be compiled: {found}; leave it eager, or fp.compile(stage, "
+            f"stage {bound.stage.name!r} cannot be compiled: {found}; leave it eager, or fp.compile_stage(stage, "
             "fallback=True) to run it so where it cannot be"
         )
 
@@ -139,7 +139,7 @@ class Compiled:
 _OPTIONS = ("backend", "fuse", "merge", "recompute", "fallback", "max_programs")
 
 
-def compile(
+def compile_stage(
     stage: Stage,
     *,
     backend: Backend | str = "graph",
@@ -166,7 +166,7 @@ def compile(
     with its reason. Called directly, a compiled stage runs its function, so torch.func transforms it as before.
 
     >>> import torch
-    >>> layer = compile(Stage(lambda w, x: torch.tanh(x @ w), "layer"))
+    >>> layer = compile_stage(Stage(lambda w, x: torch.tanh(x @ w), "layer"))
     >>> layer(torch.zeros(2, 2), torch.ones(1, 2))
     tensor([[0., 0.]])
 
@@ -184,7 +184,7 @@ def compile(
         recompute: keep as few bytes for the backward as a cut through the forward can have: pointwise operations, norms
             and softmax are computed again where that is less (min-cut rematerialization); products and random draws are
             not. The bits are the same. `Programs.residual_bytes` says what is kept; see `remat` for the coarse way.
-        fallback: run eagerly what cannot be traced, instead of raising; `programs` says why it cannot.
+        fallback: run eagerly what cannot be traced, instead of raising; `make_programs` says why it cannot.
         max_programs: for how many signatures programs are kept, each of them with F, B, I, W; of a few large layers
             that is some MiB, with "cudagraphs" it holds memory of the device. Another one takes the place of what is
             unused for longest, whose memory is freed when the runs that use it end. Where traces come over and over, a
@@ -199,7 +199,8 @@ def compile(
     """
     if not isinstance(stage, Stage):
         raise PlanError(
-            f"compile takes a stage; got a {type(stage).__name__}; make one: fp.stage(fn), fp.from_module(module), "
+            f"compile_stage takes a stage; got a {type(stage).__name__}; make one: fp.stage(fn), "
+            "fp.from_module(module), "
             "fp.split(model, ...)"
         )
     if not (isinstance(backend, str) and backend in _BACKENDS) and not callable(backend):
@@ -220,7 +221,7 @@ def compile(
     return replace(stage, program=made)
 
 
-def programs(
+def make_programs(
     stage: Stage,
     params: Tree,
     x: Tree,
@@ -237,7 +238,7 @@ def programs(
     """The programs of a compiled stage for arguments of these shapes, to read and to measure; nothing runs.
 
     >>> import torch
-    >>> print(programs(compile(Stage(lambda w, x: x @ w)), torch.ones(3, 3), torch.ones(2, 3)).backward_weight)
+    >>> print(make_programs(compile_stage(Stage(lambda w, x: x @ w)), torch.ones(3, 3), torch.ones(2, 3)).backward_weight)
     def W(P, L, S):
         l0, l1, = L
         L.clear()
@@ -247,7 +248,7 @@ def programs(
     <BLANKLINE>
 
     Args:
-        stage: what `compile` gave.
+        stage: what `compile_stage` gave.
         params, x, skips, feeds, state: as the stage is called.
         target, loss: of the plan; for its last stage.
         trainable: which leaves of ``params`` have gradients: a tree of bools, or as in ``run``.
@@ -262,7 +263,7 @@ def programs(
     """
     compiled = stage.program if isinstance(stage, Stage) else None
     if not isinstance(compiled, Compiled):
-        raise PlanError("programs takes a compiled stage: fp.compile(stage)")
+        raise PlanError("make_programs takes a compiled stage: fp.compile_stage(stage)")
     of_all = trainable is None or isinstance(trainable, bool) or callable(trainable)
     flags = trainable_leaves([params], trainable if of_all else [trainable])[0]
 

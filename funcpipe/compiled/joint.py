@@ -279,7 +279,7 @@ def _name_draws(graph: fx.Graph, drawn: Sequence[DrawOp]) -> None:
     if len(nodes) > len(drawn):
         raise TraceError(
             "it draws random numbers in its backward (torch.utils.checkpoint around a dropout?), which a program would "
-            "draw anew; use fp.remat instead of checkpoint"
+            "draw anew; use fp.schedules.remat instead of checkpoint"
         )
     if len(nodes) < len(drawn):
         raise TraceError(f"it draws random numbers ({drawn[0].what}) that the trace does not show")

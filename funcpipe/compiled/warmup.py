@@ -38,9 +38,9 @@ def warmup(
 
     >>> from funcpipe.core.stage import Stage
     >>> from funcpipe.lower.plan import make_plan
-    >>> from funcpipe.compiled.compile import compile
-    >>> from funcpipe.schedules.families import one_f_one_b
-    >>> plan = make_plan([compile(Stage(lambda w, x: x * w))], one_f_one_b(1, 2), loss=torch.nn.functional.mse_loss)
+    >>> from funcpipe.compiled.compile import compile_stage
+    >>> from funcpipe.schedules import one_f_one_b
+    >>> plan = make_plan([compile_stage(Stage(lambda w, x: x * w))], one_f_one_b(1, 2), loss=torch.nn.functional.mse_loss)
     >>> rows = torch.ones(3, 2)  # two microbatches, of two rows and of one
     >>> warmup(plan, (torch.ones(2),), (rows, rows)), warmup(plan, (torch.ones(2),), (rows, rows))
     (2, 0)

@@ -18,7 +18,7 @@ from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.lab.placement import placed, shapes_for
 from funcpipe.lab.problem import Objective, limits_of
 from funcpipe.lab.search import Found, search
-from funcpipe.models.balance import balance
+from funcpipe.modules.balance import balance
 
 _FINALISTS = 3
 _SHARE = 0.5
@@ -226,12 +226,13 @@ def _counts(
     )
     if isinstance(cost, Cost) and len(microbatches) > 1:
         faults.append(
-            "with several numbers of microbatches cost is a function of them: lambda m: fp.profile(layers, example[: "
+            "with several numbers of microbatches cost is a function of them: lambda m: fp.models.profile(layers, "
+            "example[: "
             "rows // m])"
         )
     elif not isinstance(cost, Cost) and (not callable(cost) or hasattr(cost, "named_parameters")):
         faults.append(
-            "cost is a Cost of the layers (fp.profile measures one), or a function that gives it; got a "
+            "cost is a Cost of the layers (fp.models.profile measures one), or a function that gives it; got a "
             f"{type(cost).__name__}"
         )
     raise_all("no such choice:", faults)
@@ -304,7 +305,7 @@ def _value(found: Found, options: dict[str, Any]) -> float:
 def _num_layers(layers: Cost) -> int:
     if layers.num_stages is None:
         raise PlanError(
-            "cost has a number for each layer, as fp.profile gives it; with one for all, nobody knows how many "
+            "cost has a number for each layer, as fp.models.profile gives it; with one for all, nobody knows how many "
             "layers there are: Cost(forward=[1.0] * 12)"
         )
     return layers.num_stages

@@ -20,18 +20,18 @@ from funcpipe.core.tree import flatten
 from funcpipe.core.words import similar
 from funcpipe.cutting.example import row_axes, unmarked
 from funcpipe.cutting.verify import try_once, verify, verify_evaluation
-from funcpipe.models import graph as traced_graph
-from funcpipe.models.balance import checked_sizes
-from funcpipe.models.export import Captured, callers, capture
-from funcpipe.models.layers import cut_layers
-from funcpipe.models.layers_find import Layers, find_layers
-from funcpipe.models.losses import ModelLoss, as_loss
-from funcpipe.models.policy import Policy, Units, by_parameters
-from funcpipe.models.scripted import scripted
-from funcpipe.models.sequential import cut_sequential, units_of
-from funcpipe.models.signature import as_call
-from funcpipe.models.split import Split, assemble
-from funcpipe.models.units import units_of_graph
+from funcpipe.modules import graph as traced_graph
+from funcpipe.modules.balance import checked_sizes
+from funcpipe.modules.export import Captured, callers, capture
+from funcpipe.modules.layers import cut_layers
+from funcpipe.modules.layers_find import Layers, find_layers
+from funcpipe.modules.losses import ModelLoss, as_loss
+from funcpipe.modules.policy import Policy, Units, by_parameters
+from funcpipe.modules.scripted import scripted
+from funcpipe.modules.sequential import cut_sequential, units_of
+from funcpipe.modules.signature import as_call
+from funcpipe.modules.split import Split, assemble
+from funcpipe.modules.units import units_of_graph
 
 
 def split(
@@ -100,7 +100,8 @@ def split(
             return _traced(model, wanted, example, ties, loss, any_rows, check)
     if wanted.open and policy is None and (marked := callers(model)):
         raise PlanError(
-            f"the forward of {' and '.join(marked)} calls fp.split_point(), which only a trace sees; give example= "
+            f"the forward of {' and '.join(marked)} calls fp.models.split_point(), which only a trace sees; give "
+            "example= "
             "to cut there, or say where to cut: at=, balance=, policy="
         )
     if isinstance(model, nn.Sequential) and layers is None:
@@ -140,7 +141,9 @@ class _Wanted(NamedTuple):
             faults.append(f"{' and '.join(chosen)} each say where to cut; give one of them")
         if self.policy is not None and not callable(self.policy):
             kind = type(self.policy).__name__
-            faults.append(f"policy is a function (units, num_stages) -> sizes, like fp.by_parameters; got a {kind}")
+            faults.append(
+                f"policy is a function (units, num_stages) -> sizes, like fp.models.by_parameters; got a {kind}"
+            )
         raise_all("split cannot tell where to cut:", faults)
 
     def sizes(self, units: Units) -> list[int]:
@@ -242,8 +245,8 @@ def _places(captured: Captured, model: nn.Module, wanted: _Wanted, example: Any)
         places = traced_graph.marked(captured)
         if not places and count is None:
             raise PlanError(
-                "the forward has no fp.split_point(); give num_stages, or at={module: 'before'}, or call "
-                "fp.split_point() in its forward"
+                "the forward has no fp.models.split_point(); give num_stages, or at={module: 'before'}, or call "
+                "fp.models.split_point() in its forward"
             )
     if places:
         if count not in (None, len(places) + 1):

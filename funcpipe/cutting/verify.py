@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.tree import flatten, locations, map_leaves, unflatten
-from funcpipe.models.export import shell
-from funcpipe.models.losses import ModelLoss
-from funcpipe.models.module import all_tensors, first_names
-from funcpipe.models.signature import Signature, as_call, as_input
-from funcpipe.models.split import Split
-from funcpipe.models.ties import innermost
-from funcpipe.models.traced import GraphFn, Norm
+from funcpipe.modules.export import shell
+from funcpipe.modules.losses import ModelLoss
+from funcpipe.modules.module import all_tensors, first_names
+from funcpipe.modules.signature import Signature, as_call, as_input
+from funcpipe.modules.split import Split
+from funcpipe.modules.ties import innermost
+from funcpipe.modules.traced import GraphFn, Norm
 from funcpipe.runtime.apply import apply
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}

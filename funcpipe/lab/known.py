@@ -11,7 +11,7 @@ from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.lab.greedy import on_a_line, on_a_v
 from funcpipe.lab.problem import ROUNDING, Problem, as_schedule
 from funcpipe.schedules import families, v_shape
-from funcpipe.schedules.remat import remat as rematted
+from funcpipe.schedules.transforms import remat as rematted
 
 _SMALL = 16
 """Devices; building an adaptive V for more takes seconds."""

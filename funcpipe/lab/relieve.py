@@ -7,7 +7,7 @@ from collections.abc import Callable
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.lab.problem import ROUNDING, Budget, Problem
-from funcpipe.schedules.offload import with_moves
+from funcpipe.schedules.transforms import with_moves
 
 Timed = Callable[[Schedule], Timeline]
 

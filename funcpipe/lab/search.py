@@ -317,7 +317,7 @@ def _problems(
     """One problem for each placement; every fault of what was given in one message."""
     faults: list[str] = []
     if not isinstance(cost, Cost):
-        raise ScheduleError(f"search takes a Cost (fp.profile measures one); got a {type(cost).__name__}")
+        raise ScheduleError(f"search takes a Cost (fp.models.profile measures one); got a {type(cost).__name__}")
     counts: dict[str, int] = {}
     given: dict[str, Any] = {
         "num_devices": num_devices,

@@ -33,7 +33,7 @@ def make_plan(
     """Lower a schedule for stages; everything that can be wrong before there are numbers is refused here.
 
     >>> from funcpipe.core.stage import stage
-    >>> from funcpipe.schedules.families import one_f_one_b
+    >>> from funcpipe.schedules import one_f_one_b
     >>> plan = make_plan([stage(lambda p, x: p * x), stage(lambda p, x: p + x)], one_f_one_b(2, 1), loss=print)
     >>> print(plan.program.lane(1))
     lane 1, slots: 0 act from 0, 1 target from caller, 2 report, 3 residual, 4 grad
@@ -80,7 +80,8 @@ def make_plan(
     stages, faults = _stages(stages)
     if not isinstance(schedule, Schedule):
         faults.append(
-            f"schedule is a {type(schedule).__name__}; make one with fp.one_f_one_b(...) or Schedule.parse(text)"
+            f"schedule is a {type(schedule).__name__}; make one with fp.schedules.one_f_one_b(...) or "
+            "Schedule.parse(text)"
         )
     faults += [*_function("loss", loss, "(y, target) -> loss"), *_weight(weight)]
     for name, flag in (("train", train), ("outputs", outputs)):

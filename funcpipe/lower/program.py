@@ -18,8 +18,8 @@ from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Stage
 from funcpipe.lower.effects import Context, effects
 from funcpipe.lower.skips import routes
-from funcpipe.schedules.check import Legal, examine
 from funcpipe.schedules.clock import CODED, F
+from funcpipe.schedules.legal import Legal, examine
 
 _GIVEN = (Role.INPUT, Role.TARGET, Role.FEED)
 _FIRST = (Kind.F, *MOVES)
@@ -70,7 +70,7 @@ def _refuse_mixed(schedule: Schedule) -> None:
         raise PlanError(
             bullets(
                 "vjp runs all forwards before it knows the cotangents, so no forward may stand after a backward; use "
-                "fp.fill_drain or fp.looped_bfs:",
+                "fp.schedules.fill_drain or fp.schedules.looped_bfs:",
                 faults,
             )
         )

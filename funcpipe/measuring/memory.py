@@ -18,7 +18,7 @@ from funcpipe.measuring.join import join, peaks
 from funcpipe.measuring.measured import Measured, Pass, merged
 from funcpipe.measuring.optimizer_state import State, optimizer_state
 from funcpipe.measuring.row import Layer, known_device, layers_of
-from funcpipe.models.balance import checked_sizes
+from funcpipe.modules.balance import checked_sizes
 from funcpipe.runtime.trainable import Trainable, trainable_leaves
 
 
@@ -131,7 +131,7 @@ class Memory:
 
         >>> import torch
         >>> from torch import nn
-        >>> from funcpipe.schedules.families import fill_drain, one_f_one_b
+        >>> from funcpipe.schedules import fill_drain, one_f_one_b
         >>> made = memory(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(4, 8), optimizer="sgd")
         >>> [made.peak(family(2, 4))[0] for family in (fill_drain, one_f_one_b)]
         [2016, 1504]

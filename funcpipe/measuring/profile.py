@@ -315,5 +315,6 @@ def _check_numbers(row: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree
     empty = [place for place, leaf in places if isinstance(leaf, Tensor) and leaf.is_meta]
     if empty:
         raise PlanError(
-            f"{empty[0]} is on the meta device, and a time takes numbers to compute with; fp.memory(...) needs none"
+            f"{empty[0]} is on the meta device, and a time takes numbers to compute with; fp.models.memory(...) needs "
+            "none"
         )

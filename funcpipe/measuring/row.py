@@ -12,9 +12,9 @@ from funcpipe.core.errors import PlacementError, PlanError, Where, located, rais
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.lower.skips import routes
-from funcpipe.models.module import from_module
-from funcpipe.models.sequential import cut_sequential, units_of
-from funcpipe.models.split import Split
+from funcpipe.modules.module import from_module
+from funcpipe.modules.sequential import cut_sequential, units_of
+from funcpipe.modules.split import Split
 
 
 class Layer(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from funcpipe.core.errors import PlacementError, PlanError, raise_all
-from funcpipe.models.balance import evenly
+from funcpipe.modules.balance import evenly
 
 _LANES = 2
 """Stages on a machine without CUDA, where nothing else says how many: two lanes of the CPU compute at the same time."""

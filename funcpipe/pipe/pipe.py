@@ -15,8 +15,8 @@ from funcpipe.core.torch_names import Anchored, buffers_of, children_of, device_
 from funcpipe.core.tree import Tree, map_leaves
 from funcpipe.cutting.example import bare
 from funcpipe.lower.plan import make_plan
-from funcpipe.models.scripted import scripted
-from funcpipe.models.sequential import PipeSequential
+from funcpipe.modules.scripted import scripted
+from funcpipe.modules.sequential import PipeSequential
 from funcpipe.pipe.border import (
     attach,
     count_microbatches,
@@ -273,7 +273,7 @@ class Pipe(Anchored):
         if not inputs or self._kind is nn.Sequential:
             raise BatchError(
                 f"an nn.Sequential takes one input, a tensor or any tree; got {len(inputs)}; layers with several "
-                "inputs come in an fp.PipeSequential, which spreads tuples over their arguments"
+                "inputs come in an fp.models.PipeSequential, which spreads tuples over their arguments"
             )
         return inputs
 

@@ -16,13 +16,13 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.torch_names import TABLES, buffers_of, parameters_of, version
 from funcpipe.core.tree import Tree
 from funcpipe.lower.plan import make_plan
-from funcpipe.models.batchnorm import CommitLayers
-from funcpipe.models.sequential import cut_sequential
-from funcpipe.models.ties import groups
+from funcpipe.modules.batchnorm import CommitLayers
+from funcpipe.modules.sequential import cut_sequential
+from funcpipe.modules.ties import groups
 from funcpipe.pipe.layout import Layout
 from funcpipe.runtime.place import same_device
 from funcpipe.schedules.families import fill_drain
-from funcpipe.schedules.remat import remat
+from funcpipe.schedules.transforms import remat
 
 Slot: TypeAlias = tuple[nn.Module, str]
 """Where a tensor lives: its layer, and its name there."""

@@ -184,7 +184,8 @@ class Execution:
             found.__dict__.setdefault("__notes__", []).append(
                 f"device {lane.program.lane} holds {len(held)} residuals (the schedule's most is {most:g}) with "
                 f"{size:.1f} MiB at their borders{_free(lane.place.device)}; to hold less: more microbatches of fewer "
-                "rows, fp.remat(schedule) or fp.offload(schedule), or a schedule that holds fewer (fp.one_f_one_b)"
+                "rows, fp.schedules.remat(schedule) or fp.schedules.offload(schedule), or a schedule that holds "
+                "fewer (fp.schedules.one_f_one_b)"
             )
         return found
 

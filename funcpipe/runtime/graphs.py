@@ -195,7 +195,7 @@ def _obstacle(plan: Plan) -> str:
     if len(where) > 1:
         return (
             f"its lanes lie on {', '.join(map(str, where))}, and a graph is of one device; compiled stages can be "
-            'graphs each: fp.compile(stage, backend="cudagraphs")'
+            'graphs each: fp.compile_stage(stage, backend="cudagraphs")'
         )
     device = next(iter(where))
     if Place.backend.graph(device) is None:
@@ -370,7 +370,7 @@ def graphs(plan: Plan) -> Graphs:
     >>> from funcpipe.core.stage import Stage
     >>> from funcpipe.lower.plan import make_plan
     >>> from funcpipe.runtime.run import run
-    >>> from funcpipe.schedules.families import fill_drain
+    >>> from funcpipe.schedules import fill_drain
     >>> plan = make_plan([Stage(lambda w, x: x * w)], fill_drain(1, 2, backward=False), devices="cpu")
     >>> with graphs(plan) as played:
     ...     run(plan, (torch.ones(3),), torch.ones(4, 3), executor=played).stats.reason

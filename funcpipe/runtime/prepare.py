@@ -285,7 +285,7 @@ def _check_modes(name: str, plan: Plan, backward: bool) -> None:
         raise PlanError(
             f"the plan's schedule has backwards but the plan has no loss, so {name} does not know where gradients "
             "begin: make_plan(..., loss=fn); for gradients of outputs use fp.vjp; for outputs alone a forward-only "
-            "schedule, fp.fill_drain(..., backward=False)"
+            "schedule, fp.schedules.fill_drain(..., backward=False)"
         )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
@@ -312,7 +312,7 @@ def _check_halves(plan: Plan, backward: bool) -> None:
         )
     if not backward:
         raise PlanError(
-            "the plan's schedule has no backwards to pull cotangents through; use fp.fill_drain(num_stages, "
+            "the plan's schedule has no backwards to pull cotangents through; use fp.schedules.fill_drain(num_stages, "
             "num_microbatches), or fp.run for outputs alone"
         )
     if torch.is_inference_mode_enabled():

@@ -193,7 +193,8 @@ class Keyed(Catching):
         elif depth > 1 or self.regions.setdefault(path, region) is not region:
             raise DrawError(
                 f"{path!r} draws random numbers both in a torch.utils.checkpoint region and outside of it, or in "
-                "several; the recomputation could not draw the same. Use fp.remat instead of checkpoint for stage "
+                "several; the recomputation could not draw the same. Use fp.schedules.remat instead of checkpoint "
+                "for stage "
                 f"{self.stage}"
             )
 

@@ -49,7 +49,7 @@ def vjp(
     >>> import torch
     >>> from funcpipe.core.stage import stage
     >>> from funcpipe.lower.plan import make_plan
-    >>> from funcpipe.schedules.families import fill_drain
+    >>> from funcpipe.schedules import fill_drain
     >>> plan = make_plan([stage(lambda p, x: p * x), stage(lambda p, x: p * x)], fill_drain(2, 2), devices="cpu")
     >>> result, pullback = vjp(plan, (torch.tensor(3.0), torch.tensor(5.0)), torch.ones(2))
     >>> grads, input_grads = pullback(torch.ones(2))
@@ -93,7 +93,8 @@ def _by_halves(executor: ExecutorLike, plan: Plan) -> LaneExecutor:
     chosen = executor_for(executor, plan)
     if not isinstance(chosen, LaneExecutor):
         raise PlanError(
-            f"executor is 'threads', 'serial', fp.lanes(plan), or None, for fp.run also fp.graphs(plan), which does whole "
+            "executor is 'threads', 'serial', fp.lanes(plan), or None, for fp.run also fp.graphs(plan), which does "
+            "whole "
             f"runs; got {chosen!r}"
         )
     return chosen

@@ -1,1 +1,31 @@
-"""Numbers become schedules; schedules become other schedules; schedules are checked."""
+"""``fp.schedules``: families of schedules, schedules made from schedules, the check, schedules as text.
+
+A family is a function from counts to a `funcpipe.Schedule`; remat, delayed weight backwards and offload are functions
+from a schedule to another one.
+"""
+
+from __future__ import annotations
+
+from funcpipe.core.cost import Skip as Skip
+from funcpipe.schedules.families import eager_one_f_one_b as eager_one_f_one_b
+from funcpipe.schedules.families import fill_drain as fill_drain
+from funcpipe.schedules.families import interleaved as interleaved
+from funcpipe.schedules.families import looped_bfs as looped_bfs
+from funcpipe.schedules.families import one_f_one_b as one_f_one_b
+from funcpipe.schedules.families import zb_h2 as zb_h2
+from funcpipe.schedules.families import zero_bubble as zero_bubble
+from funcpipe.schedules.formats import from_json as from_json
+from funcpipe.schedules.formats import to_json as to_json
+from funcpipe.schedules.legal import check as check
+from funcpipe.schedules.torch_csv import from_torch_csv as from_torch_csv
+from funcpipe.schedules.torch_csv import to_torch_csv as to_torch_csv
+from funcpipe.schedules.transforms import always as always
+from funcpipe.schedules.transforms import delay as delay
+from funcpipe.schedules.transforms import never as never
+from funcpipe.schedules.transforms import offload as offload
+from funcpipe.schedules.transforms import remat as remat
+from funcpipe.schedules.v_shape import dualpipe_v as dualpipe_v
+from funcpipe.schedules.v_shape import v_adaptive as v_adaptive
+from funcpipe.schedules.v_shape import v_half as v_half
+from funcpipe.schedules.v_shape import v_min as v_min
+from funcpipe.schedules.v_shape import zbv as zbv

@@ -32,7 +32,7 @@ Fault = Callable[[str], None]
 def to_json(thing: Schedule | Cost | Timeline) -> str:
     """A schedule, a cost or a timeline as JSON; `from_json` gives back an equal one.
 
-    >>> from funcpipe.schedules.families import one_f_one_b
+    >>> from funcpipe.schedules import one_f_one_b
     >>> print(to_json(one_f_one_b(2, 2)))
     {
      "funcpipe": "schedule",
@@ -52,7 +52,7 @@ def to_json(thing: Schedule | Cost | Timeline) -> str:
             that do not print.
     """
     if not isinstance(thing, (Schedule, Cost, Timeline)):
-        hint = "; of a plan: fp.to_json(plan.schedule)" if hasattr(thing, "schedule") else ""
+        hint = "; of a plan: fp.schedules.to_json(plan.schedule)" if hasattr(thing, "schedule") else ""
         raise ScheduleError(f"to_json takes a Schedule, a Cost or a Timeline; got a {type(thing).__name__}{hint}")
     if isinstance(thing, Schedule):
         words = [" ".join(map(str, order)) for order in thing.orders]

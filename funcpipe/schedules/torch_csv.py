@@ -7,8 +7,8 @@ import re
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.kinds import Kind
 from funcpipe.core.schedule import Action, Schedule
-from funcpipe.schedules.check import check
 from funcpipe.schedules.formats import read_actions, refuse_faults, shown
+from funcpipe.schedules.legal import check
 
 _COMMS = re.compile(r"[0-9]+(?:(?:WAIT_SEND|SEND|RECV)_[FB][0-9]+|(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)[0-9]*)")
 """The actions of torch 2.15 and older that carry nothing for a plan: it derives its messages, and shards nothing."""
@@ -21,7 +21,7 @@ def to_torch_csv(schedule: Schedule) -> str:
 
     torch loads it as a "compute_only" schedule, and adds its sends and receives. Rank d has the stages of device d.
 
-    >>> from funcpipe.schedules.families import zero_bubble
+    >>> from funcpipe.schedules import zero_bubble
     >>> print(to_torch_csv(zero_bubble(2, 2)), end="")
     0F0,0F1,0I0,0W0,0I1,0W1
     1F0,1I0,1F1,1I1,1W0,1W1
@@ -38,7 +38,7 @@ def to_torch_csv(schedule: Schedule) -> str:
         faults.append("it has no backwards: torch has no schedules that only evaluate (there: `schedule.eval`)")
     if any(action.kind is Kind.R for order in schedule.orders for action in order):
         faults.append(
-            "it has R: torch's schedules have no remat; write the schedule as it was before `fp.remat`, and "
+            "it has R: torch's schedules have no remat; write the schedule as it was before `fp.schedules.remat`, and "
             "checkpoint inside the stages"
         )
     refuse_faults(f"torch.distributed.pipelining cannot run schedule {schedule.name!r}:", faults)

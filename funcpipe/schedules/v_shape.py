@@ -94,7 +94,7 @@ def dualpipe_v(num_stages: int, num_microbatches: int, *, num_devices: int | Non
     if microbatches < stages:
         raise ScheduleError(
             f"no such schedule: DualPipeV fills the V with {stages} microbatches, one for each stage; got "
-            f"{microbatches}; take more microbatches, or fp.zbv, which takes any number"
+            f"{microbatches}; take more microbatches, or fp.schedules.zbv, which takes any number"
         )
     orders: list[list[Action]] = []
     for device in range(devices):

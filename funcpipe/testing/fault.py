@@ -36,7 +36,7 @@ class FaultAt:
 
     >>> import torch, funcpipe as fp
     >>> stages = FaultAt(1, 0, "F")([fp.stage(lambda p, x: x), fp.stage(lambda p, x: x)])
-    >>> plan = fp.make_plan(stages, fp.fill_drain(2, 2, backward=False), devices="cpu")
+    >>> plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
     >>> try:
     ...     fp.run(plan, ((), ()), torch.ones(2, 1))
     ... except Fault as error:

@@ -26,7 +26,7 @@ Drawn: TypeAlias = Schedule | Plan | Timeline | Simulated
 def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> Drawing:
     """A picture of who does what when: a row for each device, time from left to right.
 
-    >>> from funcpipe.schedules.families import one_f_one_b
+    >>> from funcpipe.schedules import one_f_one_b
     >>> print(draw(one_f_one_b(2, 3)).text(width=60))
     1F1B: makespan 12 units, span 12 units, bubble 25.0%,
     span bubble 25.0%, idle 25.0%

@@ -258,7 +258,7 @@ def _short_actions(measured: Timeline) -> Iterable[str]:
         yield (
             f"W takes no time: {_stage_numbers(unsplit)} {'do' if len(unsplit) > 1 else 'does'} the whole backward in "
             "I, so W fills no bubble. A schedule with whole backwards (1F1B, interleaved) is as fast; "
-            "fp.compile(stage) splits them."
+            "fp.compile_stage(stage) splits them."
         )
 
 
@@ -272,7 +272,7 @@ def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Ite
     cost, times = measured.cost(), summary.time_text(measured)
     equal = simulate(schedule, replace(cost, **{name: fmean(getattr(cost, name)) for name in _TIMES})).makespan
     change = equal / (simulated.makespan or 1.0) - 1
-    mend = ": fp.balance with the times of fp.profile comes as near to that as the layers allow"
+    mend = ": fp.models.balance with the times of fp.models.profile comes as near to that as the layers allow"
     yield (
         f"Lane {most} works {more} lane {least}, and the others wait for it. With stages of equal cost the same "
         f"schedule takes {times(equal)} instead of {times(simulated.makespan)} ({change:+z.1%}), simulated"

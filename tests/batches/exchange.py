@@ -81,9 +81,13 @@ def with_gloo(rank, world):
         losses.append(loss)
 
     # Ranks call their collectives in one order: one thread does all of it. Gloo works meanwhile.
-    source = fp.agree(batches(rank, world, counts[rank], ids), all_have)
-    stages = [fp.BatchStage(start, lead=1), fp.BatchStage(fp.awaited, lead=1), fp.Fold(step, first)]
-    run = fp.overlap(source, stages, depth=2, thread=False)
+    source = fp.batches.agree(batches(rank, world, counts[rank], ids), all_have)
+    stages = [
+        fp.batches.BatchStage(start, lead=1),
+        fp.batches.BatchStage(fp.batches.awaited, lead=1),
+        fp.batches.Fold(step, first),
+    ]
+    run = fp.batches.overlap(source, stages, depth=2, thread=False)
     return first, losses, state, list(run), run.state
 
 
@@ -152,12 +156,12 @@ def with_torchrec(rank, world):
     ebc = sharded(world)
     dist_start, dist_wait, train = adapter(ebc)
     stages = [
-        fp.to_device("cpu"),
-        fp.BatchStage(dist_start, lead=1),
-        fp.BatchStage(dist_wait, lead=1),
-        fp.Fold(train, first),
+        fp.batches.to_device("cpu"),
+        fp.batches.BatchStage(dist_start, lead=1),
+        fp.batches.BatchStage(dist_wait, lead=1),
+        fp.batches.Fold(train, first),
     ]
-    run = fp.overlap(batches(rank, world, 5, jagged), stages, depth=2, thread=False)
+    run = fp.batches.overlap(batches(rank, world, 5, jagged), stages, depth=2, thread=False)
     return (first, *before), losses, (state, *local(plain)), list(run), (run.state, *local(ebc))
 
 

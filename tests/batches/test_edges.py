@@ -49,9 +49,9 @@ def prepare(x):
 @pytest.mark.parametrize(
     "end",
     [
-        "for batch in fp.overlap(range(100), [prepare, prepare], depth=4): break",
-        "run = fp.overlap(range(100), [prepare, prepare], depth=4); next(run)",
-        "run = fp.overlap(range(100), [prepare, fp.Fold(lambda s, x: 1 / 0, 0)], depth=4)\ntry: next(run)\nexcept ZeroDivisionError: pass",
+        "for batch in fp.batches.overlap(range(100), [prepare, prepare], depth=4): break",
+        "run = fp.batches.overlap(range(100), [prepare, prepare], depth=4); next(run)",
+        "run = fp.batches.overlap(range(100), [prepare, fp.batches.Fold(lambda s, x: 1 / 0, 0)], depth=4)\ntry: next(run)\nexcept ZeroDivisionError: pass",
     ],
     ids=["break", "held", "error"],
 )
@@ -69,7 +69,7 @@ def test_a_fork_is_told():
         except fp.FuncpipeError as error:
             return "fork has none of its threads" in str(error)
 
-    run = fp.overlap(range(5), [lambda x: x])
+    run = fp.batches.overlap(range(5), [lambda x: x])
     next(run)
     if (child := os.fork()) == 0:
         os._exit(0 if attempt(run) else 1)
@@ -89,8 +89,8 @@ def test_close_from_another_thread_ends_the_loop(nested):
         release.wait(20)
         yield 1
 
-    inner = fp.overlap(source(), [lambda x: x])
-    run = fp.overlap(inner, [lambda x: x]) if nested else inner
+    inner = fp.batches.overlap(source(), [lambda x: x])
+    run = fp.batches.overlap(inner, [lambda x: x]) if nested else inner
     assert next(run) == 0
     timer = threading.Timer(0.05, inner.close)
     timer.start()
@@ -107,7 +107,7 @@ def test_close_from_another_thread_ends_the_loop(nested):
 def test_close_from_a_signal_ends_the_loop(thread):
     before = signal.signal(signal.SIGALRM, lambda *_: run.close())
     try:
-        run = fp.overlap(range(10**9), [lambda x: time.sleep(0.001) or x], thread=thread)
+        run = fp.batches.overlap(range(10**9), [lambda x: time.sleep(0.001) or x], thread=thread)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         last = -1
         for got in run:
@@ -127,7 +127,7 @@ def test_close_from_a_stage_ends_the_loop(thread):
             run.close()
         return x
 
-    run = fp.overlap(range(9), [closes], thread=thread)
+    run = fp.batches.overlap(range(9), [closes], thread=thread)
     got = list(run)
     assert got == list(range(len(got)))
     assert len(got) <= 4
@@ -139,8 +139,8 @@ def test_what_ends_everything_is_not_taken_for_a_close():
             raise SystemExit(5)
         return x
 
-    stages = [fp.BatchStage(leaves, thread=True), fp.BatchStage(lambda x: x, thread=False, lead=1)]
-    run = fp.overlap(range(9), stages, depth=5)
+    stages = [fp.batches.BatchStage(leaves, thread=True), fp.batches.BatchStage(lambda x: x, thread=False, lead=1)]
+    run = fp.batches.overlap(range(9), stages, depth=5)
     with pytest.raises(SystemExit):
         list(time.sleep(0.02) for _ in run)  # noqa: C400
 
@@ -153,7 +153,7 @@ def test_an_error_is_not_hidden_by_a_slow_source():
         yield 0
         release.wait(20)
 
-    with pytest.raises(KeyError) as caught, fp.overlap(source(), [lambda x: x]) as run:  # noqa: PT012
+    with pytest.raises(KeyError) as caught, fp.batches.overlap(source(), [lambda x: x]) as run:  # noqa: PT012
         next(run)
         threads = ours()
         raise KeyError("mine")
@@ -176,10 +176,10 @@ def test_an_error_is_no_cycle(case):
         alive.append(weakref.ref(local))
         raise ValueError
 
-    stages = [fp.Fold(lambda s, x: fails(x), 0)] if case == "fold" else [fails]
+    stages = [fp.batches.Fold(lambda s, x: fails(x), 0)] if case == "fold" else [fails]
     gc.disable()
     try:
-        run = fp.overlap(range(6), stages, thread=False if case == "inline" else None)
+        run = fp.batches.overlap(range(6), stages, thread=False if case == "inline" else None)
         with pytest.raises(ValueError):  # noqa: PT011
             next(run)
         del run
@@ -205,21 +205,21 @@ def test_a_loader_can_be_used_again_after_a_break():
 
     loader = Loader()
     for _ in range(5):
-        for _ in fp.overlap(loader, [lambda x: x]):
+        for _ in fp.batches.overlap(loader, [lambda x: x]):
             break
         assert next(loader) == 0
 
 
 def test_a_deadlock_through_a_thread_is_refused():
     stages = [
-        fp.BatchStage(lambda x: x, name="a", lead=1),
-        fp.BatchStage(lambda x: x, name="t", lead=1, thread=True),
-        fp.BatchStage(lambda x: x, name="b", lead=1),
-        fp.Fold(lambda s, x: (s, x), 0, name="step"),
+        fp.batches.BatchStage(lambda x: x, name="a", lead=1),
+        fp.batches.BatchStage(lambda x: x, name="t", lead=1, thread=True),
+        fp.batches.BatchStage(lambda x: x, name="b", lead=1),
+        fp.batches.Fold(lambda s, x: (s, x), 0, name="step"),
     ]
     with pytest.raises(fp.PlanError, match="'b' stands before 'a' in the order"):
-        fp.overlap(range(3), stages, depth=1, thread=False, order=["b", "a", "step"])
-    assert list(fp.overlap(range(3), stages, depth=1, thread=False, order=["a", "b", "step"])) == [0, 1, 2]
+        fp.batches.overlap(range(3), stages, depth=1, thread=False, order=["b", "a", "step"])
+    assert list(fp.batches.overlap(range(3), stages, depth=1, thread=False, order=["a", "b", "step"])) == [0, 1, 2]
 
 
 def test_an_error_of_the_fold_waits_for_nothing():
@@ -234,7 +234,7 @@ def test_an_error_of_the_fold_waits_for_nothing():
             raise OSError
         return state, x
 
-    run = fp.overlap(source(), [fp.BatchStage(lambda x: x, name="copy"), fp.Fold(step, 0, name="step")],
+    run = fp.batches.overlap(source(), [fp.batches.BatchStage(lambda x: x, name="copy"), fp.batches.Fold(step, 0, name="step")],
                      depth=1, thread=False, order=["step", "copy"])  # fmt: skip
     with pytest.raises(OSError) as caught:  # noqa: PT011
         next(run)
@@ -246,7 +246,7 @@ def test_a_progress_function_that_fails_ends_the_overlap():
         if progress.done == 2:
             raise ValueError("bar")
 
-    run = fp.overlap(range(5), [lambda x: x], progress=tells)
+    run = fp.batches.overlap(range(5), [lambda x: x], progress=tells)
     assert next(run) == 0
     with pytest.raises(ValueError, match="bar"):
         next(run)
@@ -254,10 +254,15 @@ def test_a_progress_function_that_fails_ends_the_overlap():
 
 
 def test_leads_fit_around_those_that_are_asked_for():
-    stages = [lambda x: x, lambda x: x, fp.BatchStage(lambda x: x, lead=2), fp.Fold(lambda s, x: (s, x), 0)]
-    plan = fp.overlap([], stages, depth=2).plan
+    stages = [
+        lambda x: x,
+        lambda x: x,
+        fp.batches.BatchStage(lambda x: x, lead=2),
+        fp.batches.Fold(lambda s, x: (s, x), 0),
+    ]
+    plan = fp.batches.overlap([], stages, depth=2).plan
     assert [row.lead for row in plan.rows] == [2, 2, 2, 2, 0]
-    assert list(fp.overlap(range(3), stages, depth=0)) == [0, 1, 2]  # to find a fault, as it stands
+    assert list(fp.batches.overlap(range(3), stages, depth=0)) == [0, 1, 2]  # to find a fault, as it stands
 
 
 def test_a_slow_snapshot_is_never_ahead():
@@ -279,7 +284,7 @@ def test_a_slow_snapshot_is_never_ahead():
             return {"at": self.at}
 
     loader = Slow()
-    run = fp.overlap(loader, [fp.Fold(lambda s, x: (s, x), 0)], snapshot=loader.state_dict)
+    run = fp.batches.overlap(loader, [fp.batches.Fold(lambda s, x: (s, x), 0)], snapshot=loader.state_dict)
     for got in run:
         assert run.source_state == {"at": got + 1}
 
@@ -289,13 +294,13 @@ def test_a_snapshot_that_fails_is_an_error(thread):
     def fails():
         raise StopIteration
 
-    run = fp.overlap(range(3), [lambda x: x], snapshot=fails, thread=thread)
+    run = fp.batches.overlap(range(3), [lambda x: x], snapshot=fails, thread=thread)
     with pytest.raises(RuntimeError, match="'source' raised StopIteration"):
         next(run)
 
 
 def test_the_end_is_no_batch():
-    run = fp.overlap(range(3), [lambda x: x], record=True)
+    run = fp.batches.overlap(range(3), [lambda x: x], record=True)
     list(run)
     assert run.stats()[0].batches == 3
     assert sum(span.action.stage == 0 for span in run.timeline.spans) == 3
@@ -315,9 +320,9 @@ def test_windows_ask_nobody_after_the_end():
                 raise StopIteration
             return self.count
 
-    assert [list(window) for window in fp.windows(Again(), 2)] == [[1, 2], [3]]
+    assert [list(window) for window in fp.batches.windows(Again(), 2)] == [[1, 2], [3]]
     done = iter([False, False, True])  # this rank has no more: have the others
-    padded = fp.agree(Again(), lambda mine: mine and next(done), pad=lambda last: "pad")
+    padded = fp.batches.agree(Again(), lambda mine: mine and next(done), pad=lambda last: "pad")
     assert list(padded) == [1, 2, 3, "pad", "pad"]
 
 
@@ -345,7 +350,9 @@ def test_containers_that_move_themselves_are_whole():
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     data = Data(x=torch.ones(2))
     data.note = "mine, "
-    out, moved, pair = next(fp.overlap([(packed, data, Pair(torch.ones(1), None))], [fp.to_device("meta")]))
+    out, moved, pair = next(
+        fp.batches.overlap([(packed, data, Pair(torch.ones(1), None))], [fp.batches.to_device("meta")])
+    )
     assert out.data.device.type == "meta"
     assert out.batch_sizes.tolist() == [2, 2, 1]
     assert type(moved) is Data
@@ -357,30 +364,33 @@ def test_containers_that_move_themselves_are_whole():
 
 def test_a_batch_that_cannot_move_says_so():
     with pytest.raises(fp.BatchError, match="a Plain is no tree and has no to"):
-        next(fp.overlap([Plain(torch.ones(1))], [fp.to_device("meta")]))
-    assert list(fp.overlap([1, "two"], [fp.to_device("cpu")])) == [1, "two"]
+        next(fp.batches.overlap([Plain(torch.ones(1))], [fp.batches.to_device("meta")]))
+    assert list(fp.batches.overlap([1, "two"], [fp.batches.to_device("cpu")])) == [1, "two"]
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: fp.overlap([], [fp.BatchStage(abs, stream=3)]), "stream= is a name"),
-        (lambda: fp.overlap([], [fp.BatchStage(abs, autocast="bfloat16")]), r"autocast= is a torch\.dtype"),
-        (lambda: fp.overlap([], [fp.BatchStage(abs, grad="no")]), "grad= is True, False or None"),
-        (lambda: fp.overlap([], [fp.BatchStage(abs, thread="yes")]), "thread= is True, False or None"),
-        (lambda: fp.overlap([], [fp.BatchStage(abs, seed="x")]), "seed= is a whole number"),
-        (lambda: fp.overlap([], [fp.BatchStage(abs, name=3)]), "name= is a string"),
-        (lambda: fp.overlap([], [fp.Fold(abs, 0, earlier=3)]), "earlier= is a tuple of states"),
-        (lambda: fp.overlap([], [abs], thread="yes"), "thread is True, False or None"),
-        (lambda: fp.overlap([], [abs], snapshot=3), "snapshot is a function; got 3"),
-        (lambda: fp.overlap([], [abs], snapshot=True), "snapshot is a function; got True"),
-        (lambda: fp.overlap([], [abs], progress=3), "progress is a function, True or False; got 3"),
-        (lambda: fp.overlap([], [abs], devices=["nope"]), "devices is a sequence of torch devices"),
-        (lambda: fp.overlap([], [abs], devices=5), "devices is a sequence of torch devices"),
-        (lambda: fp.overlap([], [abs], thread=False, order=[None]), "order names None, which is no stage"),
-        (lambda: fp.overlap([], [abs], thread=False, order=[-1, 0]), "order names -1, which is no stage"),
-        (lambda: fp.to_device(None), "to_device takes a device"),
-        (lambda: fp.loss_scale(1e39), "that single precision has"),
+        (lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, stream=3)]), "stream= is a name"),
+        (
+            lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, autocast="bfloat16")]),
+            r"autocast= is a torch\.dtype",
+        ),
+        (lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, grad="no")]), "grad= is True, False or None"),
+        (lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, thread="yes")]), "thread= is True, False or None"),
+        (lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, seed="x")]), "seed= is a whole number"),
+        (lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, name=3)]), "name= is a string"),
+        (lambda: fp.batches.overlap([], [fp.batches.Fold(abs, 0, earlier=3)]), "earlier= is a tuple of states"),
+        (lambda: fp.batches.overlap([], [abs], thread="yes"), "thread is True, False or None"),
+        (lambda: fp.batches.overlap([], [abs], snapshot=3), "snapshot is a function; got 3"),
+        (lambda: fp.batches.overlap([], [abs], snapshot=True), "snapshot is a function; got True"),
+        (lambda: fp.batches.overlap([], [abs], progress=3), "progress is a function, True or False; got 3"),
+        (lambda: fp.batches.overlap([], [abs], devices=["nope"]), "devices is a sequence of torch devices"),
+        (lambda: fp.batches.overlap([], [abs], devices=5), "devices is a sequence of torch devices"),
+        (lambda: fp.batches.overlap([], [abs], thread=False, order=[None]), "order names None, which is no stage"),
+        (lambda: fp.batches.overlap([], [abs], thread=False, order=[-1, 0]), "order names -1, which is no stage"),
+        (lambda: fp.batches.to_device(None), "to_device takes a device"),
+        (lambda: fp.batches.loss_scale(1e39), "that single precision has"),
     ],
 )
 def test_wrong_input_is_refused_before_any_work(call, words):
@@ -395,41 +405,41 @@ def test_wrong_input_is_refused_before_any_work(call, words):
 def test_any_factors_round_as_grad_scaler_does(factors):
     growth, backoff = factors
     scale, tracker = torch.tensor([1000.0]), torch.zeros(1, dtype=torch.int32)
-    state = fp.loss_scale(1000.0)
+    state = fp.batches.loss_scale(1000.0)
     for i in range(200):
         found = torch.tensor([float(i % 7 == 3)])
         torch._amp_update_scale_(scale, tracker, found, growth, backoff, 2)
-        state = fp.update_scale(state, found[0] > 0, growth=growth, backoff=backoff, interval=2)
+        state = fp.batches.update_scale(state, found[0] > 0, growth=growth, backoff=backoff, interval=2)
         assert state.scale.item() == scale.item()
         assert state.good_steps.item() == tracker.item()
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant")  # torch 2.11 says so at the first sparse tensor
 def test_gradients_of_every_kind_are_unscaled():
-    state = fp.loss_scale(1000.0)
+    state = fp.batches.loss_scale(1000.0)
     sparse = torch.sparse_coo_tensor([[0, 2]], torch.tensor([2000.0, 1.0]), (3,), check_invariants=True)
     grads = {"zero": torch.tensor(3.0, dtype=torch.bfloat16), "sparse": sparse, "none": None, "count": torch.tensor(7)}
-    found, bad = fp.unscale(state, grads)
+    found, bad = fp.batches.unscale(state, grads)
     assert not bad
     assert found["zero"].dtype == torch.bfloat16
     assert found["sparse"].to_dense().tolist() == pytest.approx([2.0, 0.0, 0.001])
     assert found["count"] is grads["count"]
-    _, bad = fp.unscale(
+    _, bad = fp.batches.unscale(
         state, {"s": torch.sparse_coo_tensor([[0]], torch.tensor([float("nan")]), (3,), check_invariants=True)}
     )
     assert bad
-    assert not fp.unscale(state, {})[1]
+    assert not fp.batches.unscale(state, {})[1]
 
 
 def test_no_graph_grows_over_steps():
     w = torch.ones(2, requires_grad=True)
-    taken = fp.select(torch.tensor(False), w, w * 2)
+    taken = fp.batches.select(torch.tensor(False), w, w * 2)
     assert not taken.requires_grad
-    assert not fp.unscale(fp.loss_scale(), w)[0].requires_grad
+    assert not fp.batches.unscale(fp.batches.loss_scale(), w)[0].requires_grad
 
 
 def test_what_has_no_weight_may_be_nan():
-    found = fp.accumulate_grads(lambda x: (x / x.sum(), None), [torch.zeros(2), torch.ones(2)], weight=lambda x: float(x.sum()))  # fmt: skip
+    found = fp.batches.accumulate_grads(lambda x: (x / x.sum(), None), [torch.zeros(2), torch.ones(2)], weight=lambda x: float(x.sum()))  # fmt: skip
     assert found.grads.tolist() == [0.5, 0.5]
     assert found.count == 2
 
@@ -450,12 +460,12 @@ def data(count=9):
 
 @pytest.mark.parametrize(
     "tail",
-    [[], [fp.BatchStage(lambda b: b, stream="caller")], [fp.Fold(lambda s, b: (s, b), 0)]],
+    [[], [fp.batches.BatchStage(lambda b: b, stream="caller")], [fp.batches.Fold(lambda s, b: (s, b), 0)]],
     ids=["loop", "caller", "fold"],
 )
 def test_room_of_the_consumer_is_the_consumers(tail, recorder):
     with recorder.watching():
-        run = fp.overlap(data(), [fp.to_device(DEVICE, memory="consumer"), *tail])
+        run = fp.batches.overlap(data(), [fp.batches.to_device(DEVICE, memory="consumer"), *tail])
         batch = next(run)
         home = recorder.block(batch["x"]).home
         assert home is recorder.current_stream(torch.device(DEVICE))
@@ -472,8 +482,8 @@ def test_a_ring_lets_live_what_the_fold_hands_on(form, recorder):
         return (state, batch["y"]) if form == "result" else (batch["y"], state * 1)
 
     with recorder.watching():
-        stages = [fp.to_device(DEVICE), lambda b: {**b, "x": b["x"] * 2}, fp.Fold(step, init)]
-        for y in fp.overlap(data(12), stages, memory="ring"):
+        stages = [fp.batches.to_device(DEVICE), lambda b: {**b, "x": b["x"] * 2}, fp.batches.Fold(step, init)]
+        for y in fp.batches.overlap(data(12), stages, memory="ring"):
             y * 2
             del y
     assert recorder.finish() == []
@@ -481,7 +491,7 @@ def test_a_ring_lets_live_what_the_fold_hands_on(form, recorder):
 
 def test_a_ring_that_nobody_closes(recorder):
     def loop():
-        for number, batch in enumerate(fp.overlap(data(), [fp.to_device(DEVICE)], memory="ring")):
+        for number, batch in enumerate(fp.batches.overlap(data(), [fp.batches.to_device(DEVICE)], memory="ring")):
             if number == 3:
                 return batch
 
@@ -496,9 +506,9 @@ def test_a_ring_that_nobody_closes(recorder):
 def test_back_to_the_host(last, recorder):
     """Nothing on the host could wait for a stream later, so the copy is waited for."""
     tail = [] if last else [lambda b: b["x"].sum()]
-    stages = [fp.to_device(DEVICE), lambda b: {**b, "x": b["x"] * 2}, fp.to_device("cpu"), *tail]
+    stages = [fp.batches.to_device(DEVICE), lambda b: {**b, "x": b["x"] * 2}, fp.batches.to_device("cpu"), *tail]
     with recorder.watching():
-        for batch in fp.overlap(data(), stages):
+        for batch in fp.batches.overlap(data(), stages):
             (batch["x"] if last else batch) * 2
     assert recorder.finish() == []
 
@@ -513,9 +523,9 @@ def test_memory_that_nobody_can_record_is_told(recorder):
 
     batches = [Blind(torch.ones(3)) for _ in range(5)]
     with recorder.watching(), pytest.warns(UserWarning, match=r"no stream can be recorded on batch \(Blind\)"):
-        next(fp.overlap(batches, [fp.to_device(DEVICE)]))
+        next(fp.batches.overlap(batches, [fp.batches.to_device(DEVICE)]))
     with recorder.watching():
-        for batch in fp.overlap(batches, [fp.to_device(DEVICE)], memory="ring"):
+        for batch in fp.batches.overlap(batches, [fp.batches.to_device(DEVICE)], memory="ring"):
             batch.value * 2
             del batch
     assert recorder.finish() == []

@@ -36,16 +36,16 @@ def backward(state, x):
 
 
 TORCHREC = [
-    fp.BatchStage(h2d, lead=2),
-    fp.BatchStage(dist_start, lead=1),
-    fp.BatchStage(dist_wait, lead=1),
-    fp.BatchStage(forward, lead=0, lag=0),
-    fp.Fold(backward, 0),
+    fp.batches.BatchStage(h2d, lead=2),
+    fp.batches.BatchStage(dist_start, lead=1),
+    fp.batches.BatchStage(dist_wait, lead=1),
+    fp.batches.BatchStage(forward, lead=0, lag=0),
+    fp.batches.Fold(backward, 0),
 ]
 
 
 def test_the_plan_prints():
-    run = fp.overlap([], TORCHREC, thread=False)
+    run = fp.batches.overlap([], TORCHREC, thread=False)
     assert str(run.plan) == (
         "at tick t, batch t is made ready:\n"
         "  dist_start  batch t+1         on loop\n"
@@ -55,7 +55,7 @@ def test_the_plan_prints():
         "  forward     batch t           on loop, reads the state of 0 before\n"
         "  backward    batch t           on loop"
     )
-    run = fp.overlap([], [h2d, fp.Fold(backward, 0)], depth=3)
+    run = fp.batches.overlap([], [h2d, fp.batches.Fold(backward, 0)], depth=3)
     assert str(run.plan) == (
         "at tick t, batch t is made ready:\n"
         "  source    up to batch t+3   on source\n"
@@ -63,7 +63,7 @@ def test_the_plan_prints():
         "  backward  batch t           on loop"
     )
     assert pickle.loads(pickle.dumps(run.plan)) == run.plan
-    assert hash(run.plan) == hash(fp.overlap([], [h2d, fp.Fold(backward, 0)], depth=3).plan)
+    assert hash(run.plan) == hash(fp.batches.overlap([], [h2d, fp.batches.Fold(backward, 0)], depth=3).plan)
 
 
 def test_the_order_is_data():
@@ -81,7 +81,7 @@ def test_the_order_is_data():
         call.__name__ = fn.__name__
         return type(stage)(**{**{k: getattr(stage, k) for k in stage.__dataclass_fields__}, "fn": call})
 
-    run = fp.overlap(range(4), [told(one) for one in TORCHREC], thread=False, order=order)
+    run = fp.batches.overlap(range(4), [told(one) for one in TORCHREC], thread=False, order=order)
     assert [run.plan.rows[at].name for at in run.plan.order] == ["dist_start", "source", *order[1:]]
     assert next(run) == 0
     calls.clear()
@@ -90,7 +90,7 @@ def test_the_order_is_data():
     assert list(run) == [2, 3]
     # A stage may come after the fold, too: torchrec's base pipeline copies the next batch behind the backward.
     stages = [told(TORCHREC[0]), told(TORCHREC[-1])]
-    run = fp.overlap(range(4), stages, thread=False, order=[1, "h2d"])
+    run = fp.batches.overlap(range(4), stages, thread=False, order=[1, "h2d"])
     calls.clear()
     assert list(run) == [0, 1, 2, 3]
     # While the pipeline fills there is no step yet.
@@ -98,7 +98,7 @@ def test_the_order_is_data():
 
 
 def test_the_plan_is_drawn():
-    run = fp.overlap([], [h2d, dist_start, fp.Fold(backward, 0)])
+    run = fp.batches.overlap([], [h2d, dist_start, fp.batches.Fold(backward, 0)])
     assert fp.draw(run.plan).text(60) == (
         "overlap: makespan 10 units, span 8 units, bubble 20.0%,\n"
         "span bubble 0.0%, idle 40.0%\n"
@@ -114,7 +114,7 @@ def test_the_plan_is_drawn():
     slow = run.plan.simulate(20, {"h2d": 1.0, "dist_start": 1.0, "backward": 3.0})
     assert slow.makespan == 2 + 20 * 3
     assert slow.lanes == ("source", "h2d", "dist_start", "loop")
-    assert fp.from_json(fp.to_json(slow)) == slow
+    assert fp.schedules.from_json(fp.schedules.to_json(slow)) == slow
     assert pickle.loads(pickle.dumps(slow)) == slow
     assert "dist_start" in fp.draw(slow).svg()
     names = [e["args"]["name"] for e in slow.chrome_trace()["traceEvents"] if e["name"] == "thread_name"]
@@ -125,7 +125,7 @@ def test_the_plan_is_drawn():
 
 def test_the_plan_bounds_what_is_ahead():
     """In the picture too: a slow loop lets nobody run further ahead than the plan says."""
-    run = fp.overlap([], [h2d, fp.Fold(backward, 0)], depth=2)
+    run = fp.batches.overlap([], [h2d, fp.batches.Fold(backward, 0)], depth=2)
     timeline = run.plan.simulate(12, [0.0, 1.0, 5.0])
     ends = {span.action: span.end for span in timeline.spans}
     for span in timeline.spans:
@@ -135,7 +135,7 @@ def test_the_plan_bounds_what_is_ahead():
 
 
 def test_what_was_measured_is_a_timeline():
-    run = fp.overlap(range(6), [h2d, fp.Fold(backward, 0)], record=True)
+    run = fp.batches.overlap(range(6), [h2d, fp.batches.Fold(backward, 0)], record=True)
     list(run)
     timeline = run.timeline
     assert timeline.unit == "s"
@@ -144,7 +144,7 @@ def test_what_was_measured_is_a_timeline():
     assert str(fp.draw(timeline)).startswith("overlap: makespan")
     fp.draw(timeline, run.plan, memory=True).svg()
     with pytest.raises(fp.FuncpipeError, match="record=True"):
-        fp.overlap([], [h2d]).timeline  # noqa: B018
+        fp.batches.overlap([], [h2d]).timeline  # noqa: B018
 
 
 @pytest.mark.parametrize("thread", [True, False])
@@ -155,7 +155,7 @@ def test_statistics(thread):
         time.sleep(0.01)
         return x
 
-    run = fp.overlap(range(5), [fp.BatchStage(slow, name="slow")], thread=thread)
+    run = fp.batches.overlap(range(5), [fp.batches.BatchStage(slow, name="slow")], thread=thread)
     list(run)
     source, stage, loop = run.stats()
     assert (source.name, stage.name, loop.name) == ("source", "slow", "loop")
@@ -163,7 +163,7 @@ def test_statistics(thread):
     assert stage.busy >= 0.05
     assert (loop.input > 0.03) == thread
     assert str(stage).startswith("slow: 5 batches, ")
-    run = fp.overlap(range(5), [fp.Fold(lambda s, x: (s, slow(x)), 0, name="step")], thread=thread)
+    run = fp.batches.overlap(range(5), [fp.batches.Fold(lambda s, x: (s, slow(x)), 0, name="step")], thread=thread)
     list(run)
     assert [one.name for one in run.stats()] == ["source", "step"]
     assert run.stats()[1].batches == 5
@@ -171,12 +171,12 @@ def test_statistics(thread):
 
 def test_progress(capsys):
     told = []
-    run = fp.overlap(range(3), [h2d], progress=told.append)
+    run = fp.batches.overlap(range(3), [h2d], progress=told.append)
     list(run)
     assert [(one.done, one.total) for one in told] == [(1, 3), (2, 3), (3, 3)]
     assert str(told[-1]).startswith("[####################] 3/3, ")
     assert "loop waits" in str(told[-1])
-    list(fp.overlap((x for x in range(3)), [h2d], progress=True))
+    list(fp.batches.overlap((x for x in range(3)), [h2d], progress=True))
     line = capsys.readouterr().err
     assert line.startswith("\r")
     assert line.endswith("\n")
@@ -192,12 +192,12 @@ def test_progress(capsys):
 def test_the_length_is_hinted():
     from operator import length_hint
 
-    run = fp.overlap([1, 2, 3], [h2d])
+    run = fp.batches.overlap([1, 2, 3], [h2d])
     assert length_hint(run) == 3
     next(run)
     assert length_hint(run) == 2
     run.close()
-    assert length_hint(fp.overlap((x for x in "abc"), [h2d]), 7) == 7
+    assert length_hint(fp.batches.overlap((x for x in "abc"), [h2d]), 7) == 7
 
 
 def _resident() -> int:
@@ -220,7 +220,9 @@ def test_ten_thousand_batches():
 
     done, faults, marks, places = 0, 0, [], []
     while done < 10_000:
-        run = fp.overlap(source(done), [stage, fp.Fold(lambda s, x: (s + 1, float(x[0])), 0)], start_index=done)
+        run = fp.batches.overlap(
+            source(done), [stage, fp.batches.Fold(lambda s, x: (s + 1, float(x[0])), 0)], start_index=done
+        )
         try:
             for result in run:
                 assert result == 2.0 * done
@@ -239,7 +241,7 @@ def test_ten_thousand_batches():
     assert len({mark[1] for mark in marks}) == 1
     assert marks[-1][2] - marks[1][2] < 16 * 2**20
     # One overlap, no fault: what is kept does not grow with the batches.
-    run = fp.overlap((torch.full((1000,), float(i)) for i in range(10_000)), [lambda x: x * 2])
+    run = fp.batches.overlap((torch.full((1000,), float(i)) for i in range(10_000)), [lambda x: x * 2])
     sizes = []
     for number, _ in enumerate(run):
         if number % 2000 == 1999:

@@ -60,14 +60,14 @@ def test_it_equals_the_loop(depth, thread, count):
     """B6.1, B6.2: every result and the final state, bit for bit; every batch comes out; the end is the end for ever."""
     w = torch.ones(4)
     want, state = plain(data(count), w)
-    run = fp.overlap(data(count), [double, add_one, fp.Fold(sgd, w)], depth=depth, thread=thread)
+    run = fp.batches.overlap(data(count), [double, add_one, fp.batches.Fold(sgd, w)], depth=depth, thread=thread)
     got = list(run)
     assert len(got) == count
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert torch.equal(run.state, state)
     assert run.index == run.drawn == count
     assert next(run, "end") == next(run, "end") == "end"
-    maps = fp.overlap(data(count), [double, add_one], depth=depth, thread=thread)
+    maps = fp.batches.overlap(data(count), [double, add_one], depth=depth, thread=thread)
     assert all(torch.equal(a, add_one(double(b))) for a, b in zip(maps, data(count), strict=True))
 
 
@@ -83,11 +83,15 @@ def test_any_plan_equals_the_loop(count, depth, leads, hosts, fold, start):
     """Any leads that fall, any mix of threads."""
     leads = sorted((min(lead, depth) for lead in leads), reverse=True)
     stages = [
-        fp.BatchStage(lambda x, k=k, **words: [*x, (k, words["index"])], lead=lead, thread=hosts[k], indexed=True)
+        fp.batches.BatchStage(
+            lambda x, k=k, **words: [*x, (k, words["index"])], lead=lead, thread=hosts[k], indexed=True
+        )
         for k, lead in enumerate(leads)
     ]
-    last = [fp.Fold(lambda state, x: (state + 1, (state, x)), 0)] if fold else []
-    run = fp.overlap([[i] for i in range(count)], [*stages, *last], depth=depth, start_index=start, thread=hosts[4])
+    last = [fp.batches.Fold(lambda state, x: (state + 1, (state, x)), 0)] if fold else []
+    run = fp.batches.overlap(
+        [[i] for i in range(count)], [*stages, *last], depth=depth, start_index=start, thread=hosts[4]
+    )
     want = [[i, *((k, start + i) for k in range(len(leads)))] for i in range(count)]
     bound = []
     got = []
@@ -103,13 +107,13 @@ def test_any_plan_equals_the_loop(count, depth, leads, hosts, fold, start):
 def test_none_and_errors_are_batches_too(thread):
     """B6.2, rule 7: what the loader gives is data."""
     batches = [None, 1, False, ValueError("data"), StopIteration, ()]
-    assert list(fp.overlap(batches, [lambda x: x], thread=thread)) == batches
-    assert list(fp.overlap(batches, [], thread=thread)) == batches
+    assert list(fp.batches.overlap(batches, [lambda x: x], thread=thread)) == batches
+    assert list(fp.batches.overlap(batches, [], thread=thread)) == batches
 
 
 def test_a_batch_is_a_tree():
     batches = [{"x": torch.ones(2), "y": [None, "label", 3]}]
-    (out,) = fp.overlap(batches, [fp.to_device("cpu")])
+    (out,) = fp.batches.overlap(batches, [fp.batches.to_device("cpu")])
     assert out["y"] == [None, "label", 3]
     assert out["x"] is batches[0]["x"]  # it is there already
 
@@ -145,7 +149,7 @@ CASES = {
     "source": (broken_source, [lambda x: x, lambda x: x], None),
     "first": (lambda: range(9), [fails_at(2), lambda x: x], 0),
     "second": (lambda: range(9), [lambda x: x, fails_at(2)], 1),
-    "fold": (lambda: range(9), [lambda x: x, fp.Fold(fold_fails, 0)], 1),
+    "fold": (lambda: range(9), [lambda x: x, fp.batches.Fold(fold_fails, 0)], 1),
 }
 
 
@@ -155,7 +159,7 @@ CASES = {
 def test_an_error_comes_in_its_place(case, thread, depth):
     """B6.3: after exactly the results before it, as itself, with its coordinates; then the overlap has ended."""
     source, stages, stage = CASES[case]
-    run = fp.overlap(source(), stages, depth=depth, thread=thread, start_index=10)
+    run = fp.batches.overlap(source(), stages, depth=depth, thread=thread, start_index=10)
     got = []
     with pytest.raises(Disk) as caught:
         got.extend(run)
@@ -175,12 +179,12 @@ def test_an_error_comes_in_its_place(case, thread, depth):
 
 @pytest.mark.parametrize("thread", HOSTS)
 def test_what_is_written_about_a_failure(thread):
-    run = fp.overlap(range(3), [fp.BatchStage(fails_at(1), name="decode")], thread=thread)
+    run = fp.batches.overlap(range(3), [fp.batches.BatchStage(fails_at(1), name="decode")], thread=thread)
     next(run)
     with pytest.raises(Disk) as caught:
         next(run)
     assert caught.value.__notes__ == ["in overlap of stage 0 ('decode') at batch 1"]
-    run = fp.overlap(broken_source(), [], thread=thread)
+    run = fp.batches.overlap(broken_source(), [], thread=thread)
     with pytest.raises(Disk) as caught:
         list(run)
     assert caught.value.__notes__ == ["in next(source) at batch 2"]
@@ -192,8 +196,10 @@ def test_an_error_of_a_run_keeps_its_own_coordinates(thread):
     def bad(params, x):
         raise Disk(1, "inside")
 
-    plan = fp.make_plan([bad], fp.fill_drain(1, 1), loss=lambda y, t: y.sum())
-    run = fp.overlap(data(3), [fp.Fold(lambda s, x: (s, fp.run(plan, ((),), (x, x))), 0)], thread=thread)
+    plan = fp.make_plan([bad], fp.schedules.fill_drain(1, 1), loss=lambda y, t: y.sum())
+    run = fp.batches.overlap(
+        data(3), [fp.batches.Fold(lambda s, x: (s, fp.run(plan, ((),), (x, x))), 0)], thread=thread
+    )
     with pytest.raises(fp.StageError) as caught:
         next(run)
     where = caught.value.funcpipe
@@ -209,10 +215,10 @@ def test_stop_iteration_of_a_stage_is_no_end(thread):
         return next(iter(()))
 
     with pytest.raises(RuntimeError, match="'empty' raised StopIteration") as caught:
-        list(fp.overlap([1, 2], [empty], thread=thread))
+        list(fp.batches.overlap([1, 2], [empty], thread=thread))
     assert isinstance(caught.value.__cause__, StopIteration)
     with pytest.raises(RuntimeError, match="'fold' raised StopIteration"):
-        list(fp.overlap([1, 2], [fp.Fold(lambda s, x: empty(x), 0, name="fold")], thread=thread))
+        list(fp.batches.overlap([1, 2], [fp.batches.Fold(lambda s, x: empty(x), 0, name="fold")], thread=thread))
 
 
 @pytest.mark.parametrize("thread", HOSTS)
@@ -230,8 +236,12 @@ def test_what_is_no_exception_cancels_at_once(at, thread):
             raise stop
         yield from range(1, 9)
 
-    stages = {"source": [double], "stage": [double, leave], "fold": [double, fp.Fold(lambda s, x: leave(x), 0)]}[at]
-    run = fp.overlap(source(), stages, thread=thread)
+    stages = {
+        "source": [double],
+        "stage": [double, leave],
+        "fold": [double, fp.batches.Fold(lambda s, x: leave(x), 0)],
+    }[at]
+    run = fp.batches.overlap(source(), stages, thread=thread)
     with pytest.raises(SystemExit) as caught:
         list(run)
     assert caught.value is stop
@@ -251,7 +261,7 @@ def test_no_thread_takes_what_is_for_the_loop():
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(60):
-            run = fp.overlap(range(9), [leave, *[lambda x: x] * 6], depth=2)
+            run = fp.batches.overlap(range(9), [leave, *[lambda x: x] * 6], depth=2)
             with pytest.raises(SystemExit):
                 list(run)
     finally:
@@ -267,7 +277,7 @@ def test_a_failing_move_does_not_hang():
 
     start = time.monotonic()
     with pytest.raises(Disk):
-        list(fp.overlap([Batch()], [fp.to_device("cpu"), lambda x: x]))
+        list(fp.batches.overlap([Batch()], [fp.batches.to_device("cpu"), lambda x: x]))
     assert time.monotonic() - start < 2
 
 
@@ -287,7 +297,7 @@ def test_nobody_asks_a_broken_source_again():
                 time.sleep(60)
             return len(asked)
 
-    run = fp.overlap(Loader(), [lambda x: x])
+    run = fp.batches.overlap(Loader(), [lambda x: x])
     assert next(run) == 1
     with pytest.raises(Disk):
         next(run)
@@ -311,7 +321,7 @@ def test_an_end_is_not_asked_for_again():
 
     for thread in HOSTS:
         asked.clear()
-        run = fp.overlap(Again(), [lambda x: x], thread=thread, depth=5)
+        run = fp.batches.overlap(Again(), [lambda x: x], thread=thread, depth=5)
         assert list(run) == [1, 2]
         assert list(run) == []
         assert len(asked) == 3
@@ -331,7 +341,7 @@ def test_it_draws_no_more_than_it_may(thread):
                 drawn.append(i)
                 yield i
 
-        run = fp.overlap(source(), [lambda x: x, lambda x: x], depth=depth, thread=thread)
+        run = fp.batches.overlap(source(), [lambda x: x, lambda x: x], depth=depth, thread=thread)
         assert drawn == []
         for result in run:
             time.sleep(0.002)
@@ -350,7 +360,7 @@ def test_it_draws_no_more_than_it_may(thread):
 @pytest.mark.parametrize("thread", HOSTS)
 def test_stop_drawing_drains(thread):
     """What torchrec calls set_flush: what is under way comes out."""
-    run = fp.overlap(iter(range(100)), [lambda x: x, lambda x: x], thread=thread, depth=3)
+    run = fp.batches.overlap(iter(range(100)), [lambda x: x, lambda x: x], thread=thread, depth=3)
     assert [next(run), next(run)] == [0, 1]
     run.stop_drawing()
     rest = list(run)
@@ -374,13 +384,15 @@ def test_three_stages_work_at_the_same_time():
         return work
 
     step = meet(2)
-    run = fp.overlap(range(count), [meet(0), meet(1), fp.Fold(lambda s, x: (s, step(x)), 0)], depth=depth)
+    run = fp.batches.overlap(
+        range(count), [meet(0), meet(1), fp.batches.Fold(lambda s, x: (s, step(x)), 0)], depth=depth
+    )
     assert list(run) == list(range(count))
 
 
 def test_the_loader_runs_while_the_loop_works():
     """With a single fold, or no stage at all, the source is ahead."""
-    for stages in ([], [fp.Fold(lambda s, x: (s, x), 0)]):
+    for stages in ([], [fp.batches.Fold(lambda s, x: (s, x), 0)]):
         ready = threading.Event()
 
         def source(ready=ready):
@@ -389,7 +401,7 @@ def test_the_loader_runs_while_the_loop_works():
             ready.set()
             yield 2
 
-        run = fp.overlap(source(), stages)
+        run = fp.batches.overlap(source(), stages)
         assert next(run) == 0
         assert ready.wait(10)
         run.close()
@@ -417,7 +429,7 @@ def test_stages_see_what_the_caller_had_on(thread):
     token = NAME.set("caller")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
         want = look(0)
-        run = fp.overlap(range(3), [look, lambda x: (x, look(0))], thread=thread)
+        run = fp.batches.overlap(range(3), [look, lambda x: (x, look(0))], thread=thread)
     NAME.reset(token)
     first = next(run) if not thread else None
     found = list(run) + ([first] if first else [])
@@ -426,10 +438,10 @@ def test_stages_see_what_the_caller_had_on(thread):
         assert x[:4] == y[:4] == want[:4]
         assert x[5] == y[5] == want[5]
     with torch.inference_mode():
-        run = fp.overlap(range(2), [look], thread=thread)
+        run = fp.batches.overlap(range(2), [look], thread=thread)
     assert all(one[1] for one in run)
     NAME.set("caller")
-    assert {one[4] for one in fp.overlap(range(2), [look], thread=thread)} == {"caller"}
+    assert {one[4] for one in fp.batches.overlap(range(2), [look], thread=thread)} == {"caller"}
     NAME.set("nobody")
 
 
@@ -438,17 +450,17 @@ def test_options_of_a_stage(thread):
     def look(x):
         return torch.is_grad_enabled(), torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
-    stages = [fp.BatchStage(look, grad=False, autocast=torch.bfloat16)]
-    assert set(fp.overlap(range(3), stages, thread=thread)) == {(False, torch.bfloat16)}
-    stages = [lambda x: x, fp.Fold(lambda s, x: (s, look(x)), 0, autocast=torch.bfloat16)]
-    assert set(fp.overlap(range(3), stages, thread=thread)) == {(True, torch.bfloat16)}
+    stages = [fp.batches.BatchStage(look, grad=False, autocast=torch.bfloat16)]
+    assert set(fp.batches.overlap(range(3), stages, thread=thread)) == {(False, torch.bfloat16)}
+    stages = [lambda x: x, fp.batches.Fold(lambda s, x: (s, look(x)), 0, autocast=torch.bfloat16)]
+    assert set(fp.batches.overlap(range(3), stages, thread=thread)) == {(True, torch.bfloat16)}
 
 
 @pytest.mark.parametrize("thread", HOSTS)
 def test_gradients_flow_through_stages(thread):
     """As in the loop: a stage with parameters of its own is not cut off in silence."""
     w = torch.ones(4, requires_grad=True)
-    total = sum(out.sum() for out in fp.overlap(data(3), [lambda x: x * w, double], thread=thread))
+    total = sum(out.sum() for out in fp.batches.overlap(data(3), [lambda x: x * w, double], thread=thread))
     total.backward()
     assert torch.allclose(w.grad, 2 * sum(data(3)))
 
@@ -465,18 +477,24 @@ def test_random_stages_are_keyed(thread, depth):
     def augment(x):
         return torch.nn.functional.dropout(x) + torch.randn(4)
 
-    stages = [fp.BatchStage(noise, indexed=True), fp.BatchStage(augment, seed=3), fp.BatchStage(augment, seed=3)]
+    stages = [
+        fp.batches.BatchStage(noise, indexed=True),
+        fp.batches.BatchStage(augment, seed=3),
+        fp.batches.BatchStage(augment, seed=3),
+    ]
     before = torch.default_generator.get_state()
-    found = list(fp.overlap(data(6), stages, thread=thread, depth=depth))
+    found = list(fp.batches.overlap(data(6), stages, thread=thread, depth=depth))
     assert torch.equal(before, torch.default_generator.get_state())
-    want = list(fp.overlap(data(6), stages, depth=0))
+    want = list(fp.batches.overlap(data(6), stages, depth=0))
     torch.randn(3)
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
-    later = list(fp.overlap(data(6)[4:], stages, start_index=4, thread=thread))
+    later = list(fp.batches.overlap(data(6)[4:], stages, start_index=4, thread=thread))
     assert all(torch.equal(a, b) for a, b in zip(later, want[4:], strict=True))
     assert not torch.equal(want[0] - want[1], data(6)[0] - data(6)[1])
     # Two stages of one function have two names, and draw apart.
-    one, other = (sum(fp.overlap([torch.ones(4)], [fp.BatchStage(augment, name=n, seed=3)])) for n in "ab")
+    one, other = (
+        sum(fp.batches.overlap([torch.ones(4)], [fp.batches.BatchStage(augment, name=n, seed=3)])) for n in "ab"
+    )
     assert not torch.equal(one, other)
 
 
@@ -489,15 +507,15 @@ def test_modes_that_threads_cannot_take_over_are_refused():
 
     with Spy():
         with pytest.raises(fp.FuncpipeError, match=r"dispatch mode Spy; overlap\(..., thread=False\)"):
-            fp.overlap(data(2), [double])
-        assert len(list(fp.overlap(data(2), [double], thread=False))) == 2
+            fp.batches.overlap(data(2), [double])
+        assert len(list(fp.batches.overlap(data(2), [double], thread=False))) == 2
     with pytest.raises(fp.FuncpipeError, match=r"torch\.func"):
-        torch.func.grad(lambda x: next(fp.overlap([x], [double])).sum())(torch.ones(2))
+        torch.func.grad(lambda x: next(fp.batches.overlap([x], [double])).sum())(torch.ones(2))
 
 
 def test_a_handle_that_nobody_holds_ends_its_threads():
     """Rule 9: threads do not own the handle."""
-    run = fp.overlap(iter(range(10**6)), [lambda x: x, lambda x: x])
+    run = fp.batches.overlap(iter(range(10**6)), [lambda x: x, lambda x: x])
     assert next(run) == 0
     threads = ours()
     assert len(threads) == 3
@@ -519,7 +537,7 @@ def test_close_does_not_wait_for_ever():
         release.wait(30)
         yield 1
 
-    run = fp.overlap(source(), [lambda x: x])
+    run = fp.batches.overlap(source(), [lambda x: x])
     assert next(run) == 0
     threads = ours()
     with pytest.warns(UserWarning, match=r"funcpipe source \(the source is a generator\)"):
@@ -527,13 +545,13 @@ def test_close_does_not_wait_for_ever():
     release.set()
     for one in threads:
         one.join(10)
-    with fp.overlap(range(5), [lambda x: x]) as run:
+    with fp.batches.overlap(range(5), [lambda x: x]) as run:
         next(run)
     assert next(run, "end") == "end"
 
 
 def test_one_loop_for_one_overlap():
-    run = fp.overlap(range(5), [lambda x: x, fp.Fold(lambda s, x: (s, next(run)), 0)])
+    run = fp.batches.overlap(range(5), [lambda x: x, fp.batches.Fold(lambda s, x: (s, next(run)), 0)])
     with pytest.raises(fp.FuncpipeError, match="by two at once"):
         next(run)
 
@@ -542,8 +560,8 @@ def test_one_loop_for_one_overlap():
 def test_two_iterators_do_not_meddle(thread):
     """B6.9: training and evaluation over one tree of parameters, interleaved."""
     w = torch.ones(4)
-    train = fp.overlap(data(6), [double, fp.Fold(sgd, w)], thread=thread)
-    evaluate = fp.overlap(data(6), [add_one, lambda x: (w * x).sum()], thread=thread)
+    train = fp.batches.overlap(data(6), [double, fp.batches.Fold(sgd, w)], thread=thread)
+    evaluate = fp.batches.overlap(data(6), [add_one, lambda x: (w * x).sum()], thread=thread)
     for x, loss, score in zip(data(6), train, evaluate, strict=True):
         assert loss.shape == ()
         assert torch.equal(score, (w * add_one(x)).sum())
@@ -554,10 +572,10 @@ def test_two_iterators_do_not_meddle(thread):
 def test_a_second_iterator_is_not_ignored():
     """A3: torchrec's pipelines bind the first iterator; a second one is ignored. Here one iterator is one overlap."""
     source = iter(range(6))
-    assert next(fp.overlap(source, [lambda x: x], depth=0)) == 0
-    assert list(fp.overlap(source, [lambda x: x])) == [1, 2, 3, 4, 5]
+    assert next(fp.batches.overlap(source, [lambda x: x], depth=0)) == 0
+    assert list(fp.batches.overlap(source, [lambda x: x])) == [1, 2, 3, 4, 5]
     again = range(3)
-    assert list(fp.overlap(again, [double])) == list(fp.overlap(again, [double])) == [0, 2, 4]
+    assert list(fp.batches.overlap(again, [double])) == list(fp.batches.overlap(again, [double])) == [0, 2, 4]
 
 
 def test_inputs_are_dropped_when_they_are_used():
@@ -576,7 +594,7 @@ def test_inputs_are_dropped_when_they_are_used():
 
     for thread in HOSTS:
         alive.clear()
-        run = fp.overlap(source(), [lambda b: 1, lambda b: b, lambda b: b], depth=3, thread=thread)
+        run = fp.batches.overlap(source(), [lambda b: 1, lambda b: b, lambda b: b], depth=3, thread=thread)
         next(run)
         gc.collect()
         held = sum(ref() is not None for ref in alive)
@@ -602,18 +620,18 @@ def test_lag_is_exact(thread, lag):
         states.append(new)
         want.append(loss)
     for _ in range(25):
-        stages = [double, fp.BatchStage(lookup, lag=lag), fp.Fold(sgd, torch.ones(4))]
-        run = fp.overlap(data(), stages, thread=thread, depth=3)
+        stages = [double, fp.batches.BatchStage(lookup, lag=lag), fp.batches.Fold(sgd, torch.ones(4))]
+        run = fp.batches.overlap(data(), stages, thread=thread, depth=3)
         assert all(torch.equal(a, b) for a, b in zip(run, want, strict=True))
     # In the middle: the states that are read before the first of one's own travel along.
-    run = fp.overlap(data(), stages, thread=thread)
+    run = fp.batches.overlap(data(), stages, thread=thread)
     for _ in range(5):
         next(run)
     states, state = run.states, run.state
     run.close()
     assert torch.equal(states[-1], state)
-    stages[-1] = fp.Fold(sgd, states[-1], earlier=states[:-1])
-    run = fp.overlap(data()[5:], stages, thread=thread, start_index=5)
+    stages[-1] = fp.batches.Fold(sgd, states[-1], earlier=states[:-1])
+    run = fp.batches.overlap(data()[5:], stages, thread=thread, start_index=5)
     assert all(torch.equal(a, b) for a, b in zip(run, want[5:], strict=True))
 
 
@@ -625,9 +643,9 @@ def test_lag_and_writing_in_place_do_not_go_together(thread):
         w["w"].add_(1)
         return w, x
 
-    stages = [fp.BatchStage(lambda w, x: x, lag=1), fp.Fold(inplace, {"w": torch.ones(4)})]
+    stages = [fp.batches.BatchStage(lambda w, x: x, lag=1), fp.batches.Fold(inplace, {"w": torch.ones(4)})]
     with pytest.raises(fp.FuncpipeError, match=r"in place \(state\['w'\]\).*return new tensors"):
-        list(fp.overlap(data(), stages, thread=thread))
+        list(fp.batches.overlap(data(), stages, thread=thread))
 
 
 # ---- wrong input -----------------------------------------------------------------------------------------------------
@@ -636,37 +654,54 @@ def test_lag_and_writing_in_place_do_not_go_together(thread):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: fp.overlap(3, []), "an iterable of batches; got a int"),
-        (lambda: fp.overlap([], [3]), "stage 0 is a function, a BatchStage or a Fold; got a int"),
-        (lambda: fp.overlap([], double), "stages are a sequence of functions"),
-        (lambda: fp.overlap([], [double], depth=-1), "depth is a whole number from 0; got -1"),
-        (lambda: fp.overlap([], [double], depth=True), "depth is a whole number from 0; got True"),
-        (lambda: fp.overlap([], [double], start_index=1.5), "start_index is a whole number"),
-        (lambda: fp.overlap([], [double], memory="rign"), 'memory is "record" or "ring"'),
-        (lambda: fp.overlap([], [fp.Fold(sgd, 0), double]), "stage 0 is a Fold, and only the last can be one"),
-        (lambda: fp.overlap([], [fp.BatchStage(double, lag=1)]), "no Fold makes states: end the stages with fp.Fold"),
+        (lambda: fp.batches.overlap(3, []), "an iterable of batches; got a int"),
+        (lambda: fp.batches.overlap([], [3]), "stage 0 is a function, a BatchStage or a Fold; got a int"),
+        (lambda: fp.batches.overlap([], double), "stages are a sequence of functions"),
+        (lambda: fp.batches.overlap([], [double], depth=-1), "depth is a whole number from 0; got -1"),
+        (lambda: fp.batches.overlap([], [double], depth=True), "depth is a whole number from 0; got True"),
+        (lambda: fp.batches.overlap([], [double], start_index=1.5), "start_index is a whole number"),
+        (lambda: fp.batches.overlap([], [double], memory="rign"), 'memory is "record" or "ring"'),
         (
-            lambda: fp.overlap([], [fp.BatchStage(double, lag=1, lead=2), fp.Fold(sgd, 0)]),
+            lambda: fp.batches.overlap([], [fp.batches.Fold(sgd, 0), double]),
+            "stage 0 is a Fold, and only the last can be one",
+        ),
+        (
+            lambda: fp.batches.overlap([], [fp.batches.BatchStage(double, lag=1)]),
+            "no Fold makes states: end the stages with fp.batches.Fold",
+        ),
+        (
+            lambda: fp.batches.overlap([], [fp.batches.BatchStage(double, lag=1, lead=2), fp.batches.Fold(sgd, 0)]),
             "2 batches ahead .* and reads a state only 1 old .* lead is at most lag",
         ),
-        (lambda: fp.overlap([], [fp.BatchStage(double, lead=-1)]), "lead= is a whole number from 0, or None; got -1"),
         (
-            lambda: fp.overlap([], [fp.BatchStage(double, lead=3)]),
+            lambda: fp.batches.overlap([], [fp.batches.BatchStage(double, lead=-1)]),
+            "lead= is a whole number from 0, or None; got -1",
+        ),
+        (
+            lambda: fp.batches.overlap([], [fp.batches.BatchStage(double, lead=3)]),
             r"lead=3, more than depth=2; give overlap\(depth=3\)",
         ),
         (
-            lambda: fp.overlap([], [fp.BatchStage(double, lead=0), fp.BatchStage(double, lead=1)]),
+            lambda: fp.batches.overlap(
+                [], [fp.batches.BatchStage(double, lead=0), fp.batches.BatchStage(double, lead=1)]
+            ),
             r"'double_2' \(lead 1\) would run on a batch before 'double' \(lead 0\) has made it",
         ),
         (
-            lambda: fp.overlap([], [double, add_one], depth=1, thread=False, order=["add_one", "double"]),
+            lambda: fp.batches.overlap([], [double, add_one], depth=1, thread=False, order=["add_one", "double"]),
             "'add_one' stands before 'double' in the order, and works on the same batch",
         ),
-        (lambda: fp.overlap([], [double], thread=False, order=["doble"]), "order names 'doble', which is no stage"),
-        (lambda: fp.overlap([], [double, add_one], thread=False, order=[0]), "names every stage of the loop's thread"),
-        (lambda: fp.to_device("gpu"), "to_device takes a device"),
-        (lambda: fp.to_device("cpu", pin="yes"), 'pin is True, False or "auto"'),
-        (lambda: fp.to_device("cpu", memory="ring"), 'memory is "side" or "consumer"'),
+        (
+            lambda: fp.batches.overlap([], [double], thread=False, order=["doble"]),
+            "order names 'doble', which is no stage",
+        ),
+        (
+            lambda: fp.batches.overlap([], [double, add_one], thread=False, order=[0]),
+            "names every stage of the loop's thread",
+        ),
+        (lambda: fp.batches.to_device("gpu"), "to_device takes a device"),
+        (lambda: fp.batches.to_device("cpu", pin="yes"), 'pin is True, False or "auto"'),
+        (lambda: fp.batches.to_device("cpu", memory="ring"), 'memory is "side" or "consumer"'),
     ],
 )
 def test_wrong_input(call, words):
@@ -677,12 +712,12 @@ def test_wrong_input(call, words):
 @pytest.mark.parametrize("thread", HOSTS)
 def test_a_fold_that_gives_no_pair(thread):
     with pytest.raises(fp.PlanError, match=r"a fold returns \(state, result\); 'stage' returned a int"):
-        next(fp.overlap([1], [fp.Fold(lambda s, x: 3, 0)], thread=thread))
+        next(fp.batches.overlap([1], [fp.batches.Fold(lambda s, x: 3, 0)], thread=thread))
 
 
 def test_devices_for_other_branches():
     with pytest.raises(fp.BatchError, match="devices for other branches.*key mismatch"):
-        next(fp.overlap([{"x": 1, "y": 2}], [fp.to_device({"x": "cpu"})]))
+        next(fp.batches.overlap([{"x": 1, "y": 2}], [fp.batches.to_device({"x": "cpu"})]))
 
 
 def test_awaitables_are_handed_on():
@@ -701,9 +736,9 @@ def test_awaitables_are_handed_on():
             return True
 
     handles = [Later(torch.full((2,), float(i))) for i in range(4)]
-    start = fp.BatchStage(lambda i: {"i": i, "x": handles[i], "work": Handle()}, name="start")
+    start = fp.batches.BatchStage(lambda i: {"i": i, "x": handles[i], "work": Handle()}, name="start")
     for thread in HOSTS:
-        out = list(fp.overlap(range(4), [start, fp.awaited], thread=thread))
+        out = list(fp.batches.overlap(range(4), [start, fp.batches.awaited], thread=thread))
         assert [float(b["x"][0]) for b in out] == [0.0, 1.0, 2.0, 3.0]
         assert all(b["work"] is None for b in out)
     assert [one.waited for one in handles] == [2] * 4
@@ -711,19 +746,19 @@ def test_awaitables_are_handed_on():
 
 def test_overlaps_nest():
     """A source may be an overlap: here a loader in a thread, under stages that one thread queues."""
-    loader = fp.overlap(data(5), [], thread=True)
-    run = fp.overlap(loader, [double, add_one], thread=False)
+    loader = fp.batches.overlap(data(5), [], thread=True)
+    run = fp.batches.overlap(loader, [double, add_one], thread=False)
     assert all(torch.equal(a, add_one(double(b))) for a, b in zip(run, data(5), strict=True))
-    broken = fp.overlap(broken_source(), [], thread=True)
+    broken = fp.batches.overlap(broken_source(), [], thread=True)
     with pytest.raises(Disk) as caught:
-        list(fp.overlap(broken, [double]))
+        list(fp.batches.overlap(broken, [double]))
     assert len(caught.value.__notes__) == 2
 
 
 def test_a_pipeline_is_just_the_last_stage():
     """It nests over fp.run, and equals the loop of runs bit for bit."""
     stages, params, _ = zip(*[fp.from_module(torch.nn.Linear(4, 4), name=f"l{i}") for i in range(2)], strict=True)
-    plan = fp.make_plan(stages, fp.one_f_one_b(2, 2), loss=torch.nn.functional.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=torch.nn.functional.mse_loss, devices="cpu")
     batches = [(torch.randn(4, 4), torch.randn(4, 4)) for _ in range(5)]
 
     def train(params, batch):
@@ -731,7 +766,7 @@ def test_a_pipeline_is_just_the_last_stage():
         new = fp.core.tree.map_leaves(lambda p, g: p.detach() - 0.1 * g, params, result.grads)
         return new, result.loss
 
-    run = fp.overlap(batches, [fp.to_device("cpu"), fp.Fold(train, params)])
+    run = fp.batches.overlap(batches, [fp.batches.to_device("cpu"), fp.batches.Fold(train, params)])
     losses = list(run)
     want = params
     for batch, loss in zip(batches, losses, strict=True):

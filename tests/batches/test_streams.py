@@ -57,23 +57,27 @@ def step(state, batch):
 
 def stages(form: str):
     if form == "maps":
-        return [fp.to_device(DEVICE), scale, same_batch, scale]
+        return [fp.batches.to_device(DEVICE), scale, same_batch, scale]
     if form == "shared stream":
-        return [fp.BatchStage(fp.to_device(DEVICE), stream="side"), scale, fp.BatchStage(scale, stream="side")]
+        return [
+            fp.batches.BatchStage(fp.batches.to_device(DEVICE), stream="side"),
+            scale,
+            fp.batches.BatchStage(scale, stream="side"),
+        ]
     if form == "on the caller's":
-        return [fp.to_device(DEVICE), fp.BatchStage(scale, stream="caller"), scale]
+        return [fp.batches.to_device(DEVICE), fp.batches.BatchStage(scale, stream="caller"), scale]
     if form == "two devices":
-        return [fp.to_device({"x": DEVICE, "y": "cpu:1"}), scale, same_batch]
+        return [fp.batches.to_device({"x": DEVICE, "y": "cpu:1"}), scale, same_batch]
     if form == "copies of the consumer":
-        return [fp.to_device(DEVICE, memory="consumer"), write, same_batch]
+        return [fp.batches.to_device(DEVICE, memory="consumer"), write, same_batch]
     if form == "fold":
-        return [fp.to_device(DEVICE), scale, fp.Fold(step, torch.ones(4))]
+        return [fp.batches.to_device(DEVICE), scale, fp.batches.Fold(step, torch.ones(4))]
     if form == "fold on the copy":
-        return [fp.to_device(DEVICE, memory="consumer"), fp.Fold(step, torch.ones(4))]
+        return [fp.batches.to_device(DEVICE, memory="consumer"), fp.batches.Fold(step, torch.ones(4))]
     if form == "the source's":
-        return [scale, same_batch, fp.Fold(step, torch.ones(4))]
+        return [scale, same_batch, fp.batches.Fold(step, torch.ones(4))]
     assert form == "lag"
-    return [fp.to_device(DEVICE), fp.BatchStage(look, lag=1), fp.Fold(step, torch.ones(4))]
+    return [fp.batches.to_device(DEVICE), fp.batches.BatchStage(look, lag=1), fp.batches.Fold(step, torch.ones(4))]
 
 
 FORMS = ["maps", "shared stream", "on the caller's", "two devices", "copies of the consumer", "fold", "fold on the copy",
@@ -90,12 +94,12 @@ def go(recorder, form, *, memory="record", depth=2, stop=None, **options):
     """The loop: it uses each result after the next is asked for only where it may, and drops it."""
     batches = data()
     made = stages(form)
-    if isinstance(made[-1], fp.Fold):
+    if isinstance(made[-1], fp.batches.Fold):
         recorder.put(made[-1].init, torch.device(DEVICE))
     if form == "the source's":
         batches = made_on_the_device(recorder, batches)
     used = []
-    run = fp.overlap(batches, made, memory=memory, depth=depth, devices=[DEVICE], **options)
+    run = fp.batches.overlap(batches, made, memory=memory, depth=depth, devices=[DEVICE], **options)
     with recorder.watching():
         for number, result in enumerate(run):
             used.append(fp.core.tree.map_leaves(lambda leaf: leaf * 2, result))
@@ -174,9 +178,12 @@ def test_copies_overlap_the_step(backend):
 def test_without_depth_a_stream_of_ones_own_is_left_alone(backend):
     """The plain loop queues all on the current stream: nobody would wait for another."""
     recorder = backend()
-    stages = [fp.to_device(DEVICE), fp.BatchStage(scale, stream=recorder.Stream(torch.device(DEVICE)))]
+    stages = [fp.batches.to_device(DEVICE), fp.batches.BatchStage(scale, stream=recorder.Stream(torch.device(DEVICE)))]
     with recorder.watching():
-        used = [fp.core.tree.map_leaves(lambda leaf: leaf * 2, batch) for batch in fp.overlap(data(), stages, depth=0)]
+        used = [
+            fp.core.tree.map_leaves(lambda leaf: leaf * 2, batch)
+            for batch in fp.batches.overlap(data(), stages, depth=0)
+        ]
     assert recorder.finish() == []
     want = [fp.core.tree.map_leaves(lambda leaf: leaf * 2, scale(batch)) for batch in data()]
     assert same(used, want)
@@ -204,7 +211,7 @@ def test_objects_that_move_are_leaves(memory, backend):
     log = []
     batches = [{"ids": Keyed(torch.full((3,), float(i)), log), "name": str(i)} for i in range(5)]
     with recorder.watching():
-        run = fp.overlap(batches, [fp.to_device(DEVICE), lambda b: b], memory=memory)
+        run = fp.batches.overlap(batches, [fp.batches.to_device(DEVICE), lambda b: b], memory=memory)
         out = [(batch["ids"].values * 2, batch["name"]) for batch in run]
     assert recorder.finish() == []
     assert [(float(v[0]), n) for v, n in out] == [(2.0 * i, str(i)) for i in range(5)]

@@ -30,8 +30,8 @@ def test_windows_equal_the_big_batch(size, thread):
         return {"w": x * (w * x).sum()}, (w * x).sum()
 
     w, counts = torch.ones(4, dtype=torch.float64), []
-    for window in fp.windows(fp.overlap(data(), [lambda x: x], thread=thread), size):
-        found = fp.accumulate_grads(lambda x: grad(w, x), window)
+    for window in fp.batches.windows(fp.batches.overlap(data(), [lambda x: x], thread=thread), size):
+        found = fp.batches.accumulate_grads(lambda x: grad(w, x), window)
         counts.append(found.count)
         assert len(found.aux) == found.count == found.weight
         w = w - 0.1 * found.grads["w"]
@@ -50,7 +50,7 @@ def test_every_batch_counts_once_an_epoch(size):
     last, partial window leaks into the next epoch). Windows have no memory: two epochs are cut alike."""
     epochs = []
     for _ in range(2):
-        cut = [list(window) for window in fp.windows(fp.overlap(range(10), [lambda x: x]), size)]
+        cut = [list(window) for window in fp.batches.windows(fp.batches.overlap(range(10), [lambda x: x]), size)]
         assert [x for window in cut for x in window] == list(range(10))
         epochs.append(cut)
     assert epochs[0] == epochs[1]
@@ -65,7 +65,7 @@ def test_windows_draw_as_they_are_used():
             drawn.append(i)
             yield i
 
-    found = fp.windows(source(), 3)
+    found = fp.batches.windows(source(), 3)
     first = next(found)
     assert drawn == [0]
     assert next(first) == 0
@@ -81,40 +81,46 @@ def test_weights_make_padded_batches_exact():
     """Token counts: the mean over all tokens, however they are spread over batches."""
     g = torch.Generator().manual_seed(0)
     tokens = [torch.randn(n, generator=g, dtype=torch.float64) for n in (3, 1, 5, 2)]
-    found = fp.accumulate_grads(lambda x: ([x.mean()], x.sum()), tokens, weight=len)
+    found = fp.batches.accumulate_grads(lambda x: ([x.mean()], x.sum()), tokens, weight=len)
     assert torch.allclose(found.grads[0], torch.cat(tokens).mean(), rtol=1e-14)
     assert found.weight == 11
-    total = fp.accumulate_grads(lambda x: ([x.mean()], None), tokens, weight=len, reduce="sum")
+    total = fp.batches.accumulate_grads(lambda x: ([x.mean()], None), tokens, weight=len, reduce="sum")
     assert torch.allclose(total.grads[0], torch.cat(tokens).sum(), rtol=1e-14)
 
 
 def test_half_precision_is_summed_in_single():
     small = [torch.tensor([2.0**-11], dtype=torch.float16)] * 4096
-    found = fp.accumulate_grads(lambda x: ((x, None, 3), None), small, reduce="sum")
+    found = fp.batches.accumulate_grads(lambda x: ((x, None, 3), None), small, reduce="sum")
     assert found.grads[0].dtype == torch.float16
     assert found.grads[0].item() == 2.0
     assert found.grads[1] is None
     given = small[0]
-    fp.accumulate_grads(lambda x: (x, None), [given, given])
+    fp.batches.accumulate_grads(lambda x: (x, None), [given, given])
     assert given.item() == 2.0**-11  # not written to
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: fp.windows([1], 0), "a whole number of items from 1; got 0"),
-        (lambda: fp.windows([1], True), "a whole number of items from 1; got True"),
-        (lambda: fp.accumulate_grads(lambda x: (x, 0), []), "the window has no batch$"),
-        (lambda: fp.accumulate_grads(lambda x: (x, 0), data(2), weight=lambda x: 0), "no batch with a weight"),
-        (lambda: fp.accumulate_grads(lambda x: (x, 0), data(2), weight=lambda x: -1), "from 0; batch 0 .* has -1"),
-        (lambda: fp.accumulate_grads(lambda x: (x, 0), data(2), reduce="max"), '"mean" or "sum"'),
+        (lambda: fp.batches.windows([1], 0), "a whole number of items from 1; got 0"),
+        (lambda: fp.batches.windows([1], True), "a whole number of items from 1; got True"),
+        (lambda: fp.batches.accumulate_grads(lambda x: (x, 0), []), "the window has no batch$"),
+        (lambda: fp.batches.accumulate_grads(lambda x: (x, 0), data(2), weight=lambda x: 0), "no batch with a weight"),
         (
-            lambda: fp.accumulate_grads(lambda x: ([x] * x, 0), [torch.tensor(1), torch.tensor(2)]),
+            lambda: fp.batches.accumulate_grads(lambda x: (x, 0), data(2), weight=lambda x: -1),
+            "from 0; batch 0 .* has -1",
+        ),
+        (lambda: fp.batches.accumulate_grads(lambda x: (x, 0), data(2), reduce="max"), '"mean" or "sum"'),
+        (
+            lambda: fp.batches.accumulate_grads(lambda x: ([x] * x, 0), [torch.tensor(1), torch.tensor(2)]),
             "batch 1 of the window has gradients of another structure",
         ),
-        (lambda: fp.loss_scale(0.0), "a loss scale is a positive number"),
-        (lambda: fp.update_scale(fp.loss_scale(), torch.tensor(False), growth=1.0), "growth is above 1"),
-        (lambda: fp.select(torch.tensor(True), [1], {"a": 1}), "two trees of one structure"),
+        (lambda: fp.batches.loss_scale(0.0), "a loss scale is a positive number"),
+        (
+            lambda: fp.batches.update_scale(fp.batches.loss_scale(), torch.tensor(False), growth=1.0),
+            "growth is above 1",
+        ),
+        (lambda: fp.batches.select(torch.tensor(True), [1], {"a": 1}), "two trees of one structure"),
     ],
 )
 def test_wrong_input(call, words):
@@ -125,10 +131,10 @@ def test_wrong_input(call, words):
 def test_results_of_runs_accumulate_from_a_window():
     """With fp.run: its results know their weights, and are added as they come."""
     stages, params, _ = zip(*[fp.from_module(torch.nn.Linear(4, 4).double()) for _ in range(2)], strict=True)
-    plan = fp.make_plan(stages, fp.one_f_one_b(2, 2), loss=mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=mse_loss, devices="cpu")
     rows = [(torch.randn(n, 4, dtype=torch.float64), torch.randn(n, 4, dtype=torch.float64)) for n in (4, 4, 3)]
     whole = fp.run(plan, params, tuple(map(torch.cat, zip(*rows, strict=True))))
-    for window in fp.windows(fp.overlap(rows, [fp.to_device("cpu")]), 5):
+    for window in fp.batches.windows(fp.batches.overlap(rows, [fp.batches.to_device("cpu")]), 5):
         total = fp.accumulate(fp.run(plan, params, batch) for batch in window)
     assert torch.allclose(total.loss, whole.loss, rtol=1e-12)
     for a, b in zip(fp.leaves(total.grads), fp.leaves(whole.grads), strict=True):
@@ -144,7 +150,7 @@ def test_it_scales_as_grad_scaler_does(init):
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, 5))
     optimizer = torch.optim.SGD([parameter], 0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=init, growth_interval=3)
-    state, params = fp.loss_scale(init), {"w": parameter.detach().clone(), "step": 0}
+    state, params = fp.batches.loss_scale(init), {"w": parameter.detach().clone(), "step": 0}
     skipped = 0
     for i in range(20):
         x = torch.full((5,), float("inf") if i in (4, 5, 9) else 0.1 * (i + 1) * 2.0**-100)
@@ -153,32 +159,35 @@ def test_it_scales_as_grad_scaler_does(init):
         raw = parameter.grad.clone()
         scaler.step(optimizer)
         scaler.update()
-        grads, found = fp.unscale(state, {"w": raw, "step": None})
+        grads, found = fp.batches.unscale(state, {"w": raw, "step": None})
         skipped += int(found)
-        params = fp.select(found, params, {"w": params["w"].add(grads["w"], alpha=-0.1), "step": i})
-        state = fp.update_scale(state, found, interval=3)
+        params = fp.batches.select(found, params, {"w": params["w"].add(grads["w"], alpha=-0.1), "step": i})
+        state = fp.batches.update_scale(state, found, interval=3)
         assert torch.equal(parameter.detach(), params["w"])
         assert scaler.get_scale() == state.scale.item()
         assert scaler._get_growth_tracker() == state.good_steps.item()
     assert skipped >= 3
-    assert isinstance(state, fp.LossScale)
+    assert isinstance(state, fp.batches.LossScale)
 
 
 def test_a_scaled_run_through_an_overlap():
     """The state is a part of the fold's: growth and skipped steps are seen by who asks, and go into checkpoints."""
     stages, params, _ = zip(*[fp.from_module(torch.nn.Linear(3, 3)) for _ in range(2)], strict=True)
-    plan = fp.make_plan(stages, fp.one_f_one_b(2, 2), loss=mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=mse_loss, devices="cpu")
     batches = [(torch.randn(4, 3), torch.randn(4, 3)) for _ in range(6)]
     batches[2][0][0, 0] = float("inf")
 
     def train(state, batch):
         params, scale = state
         result = fp.run(plan, params, batch, loss_scale=float(scale.scale), threads_per_lane=1)
-        grads, found = fp.unscale(scale, result.grads)
+        grads, found = fp.batches.unscale(scale, result.grads)
         new = fp.core.tree.map_leaves(lambda p, g: p.detach() - 0.1 * g, params, grads)
-        return (fp.select(found, params, new), fp.update_scale(scale, found, interval=2)), (result.loss, found)
+        return (fp.batches.select(found, params, new), fp.batches.update_scale(scale, found, interval=2)), (
+            result.loss,
+            found,
+        )
 
-    run = fp.overlap(batches, [fp.Fold(train, (params, fp.loss_scale(16.0)))])
+    run = fp.batches.overlap(batches, [fp.batches.Fold(train, (params, fp.batches.loss_scale(16.0)))])
     found = [bool(flag) for _, flag in run]
     assert found == [False, False, True, False, False, False]
     trained, scale = run.state
@@ -209,8 +218,8 @@ def ranks(counts, pad):
     meet, out = Meet(len(counts)), [[] for _ in counts]
 
     def train(rank):
-        source = fp.agree(range(counts[rank]), lambda mine: meet.all_have(rank, mine), pad=pad)
-        out[rank].extend(fp.overlap(source, [lambda x: x]))
+        source = fp.batches.agree(range(counts[rank]), lambda mine: meet.all_have(rank, mine), pad=pad)
+        out[rank].extend(fp.batches.overlap(source, [lambda x: x]))
 
     threads = [threading.Thread(target=train, args=(rank,)) for rank in range(len(counts))]
     for one in threads:
@@ -261,10 +270,12 @@ def test_training_goes_on_where_it_stopped(thread, depth, stop):
 
     def build(loader, index, total):
         stages = [
-            fp.BatchStage(lambda x, *, index: (x, index), indexed=True),
-            fp.Fold(lambda s, x: (s + x[0], x), total),
+            fp.batches.BatchStage(lambda x, *, index: (x, index), indexed=True),
+            fp.batches.Fold(lambda s, x: (s + x[0], x), total),
         ]
-        return fp.overlap(loader, stages, depth=depth, thread=thread, start_index=index, snapshot=loader.state_dict)
+        return fp.batches.overlap(
+            loader, stages, depth=depth, thread=thread, start_index=index, snapshot=loader.state_dict
+        )
 
     whole = build(Loader(7), 0, 0)
     want = list(whole)
@@ -279,7 +290,7 @@ def test_training_goes_on_where_it_stopped(thread, depth, stop):
     assert again.state == whole.state == sum(range(7))
     assert again.source_state == {"at": 7}
     with pytest.raises(fp.FuncpipeError, match="snapshot=loader.state_dict"):
-        fp.overlap([], []).source_state  # noqa: B018
+        fp.batches.overlap([], []).source_state  # noqa: B018
 
 
 @pytest.mark.parametrize("thread", HOSTS)
@@ -295,7 +306,7 @@ def test_a_failed_batch_can_be_tried_again(thread):
     tried = []
     loader, got, index = Loader(8), [], 0
     while True:
-        run = fp.overlap(loader, [fails], thread=thread, start_index=index, snapshot=loader.state_dict)
+        run = fp.batches.overlap(loader, [fails], thread=thread, start_index=index, snapshot=loader.state_dict)
         try:
             for result in run:
                 got.append(result)

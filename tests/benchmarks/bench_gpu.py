@@ -42,7 +42,10 @@ def arms(work: Work, model: Any, device: str, stack: ExitStack) -> dict[str, Cal
     out: dict[str, Callable[[], Any]] = {"accumulation loop": lambda: loop(model, work, batch)}
     depth = len(model)
     split = fp.split(model, balance=[depth // 2, depth - depth // 2])
-    schedules = {"1F1B": fp.one_f_one_b(2, work.microbatches), "zero-bubble": fp.zero_bubble(2, work.microbatches)}
+    schedules = {
+        "1F1B": fp.schedules.one_f_one_b(2, work.microbatches),
+        "zero-bubble": fp.schedules.zero_bubble(2, work.microbatches),
+    }
     kinds: dict[str, Any] = {"eager": {}, "compiled": {"backend": "graph"}}
     if device != "cpu":
         kinds["compiled, graph each"] = {"backend": "cudagraphs"}
@@ -50,7 +53,7 @@ def arms(work: Work, model: Any, device: str, stack: ExitStack) -> dict[str, Cal
         for kind, options in kinds.items():
             if name == "zero-bubble" and kind == "eager":
                 continue
-            stages = [fp.compile(one, **options) if options else one for one in split.stages]
+            stages = [fp.compile_stage(one, **options) if options else one for one in split.stages]
             plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices=[device] * 2)
             params, state = fp.place(plan, split.params), fp.place(plan, split.state)
             executors: dict[str, Any] = {"": "serial"}

@@ -15,7 +15,9 @@ import torch.nn as nn
 import funcpipe as fp
 
 
-def arms(width: int, layers: int, rows: int, microbatches: int, lanes: fp.Lanes, plan: fp.Plan, model, params, x):
+def arms(
+    width: int, layers: int, rows: int, microbatches: int, lanes: fp.typing.Lanes, plan: fp.Plan, model, params, x
+):
     loss = nn.functional.mse_loss
 
     def loop():
@@ -43,7 +45,7 @@ def main() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(width, width), nn.GELU())])
         stages, params, _ = zip(fp.from_module(model[:layers]), fp.from_module(model[layers:]), strict=True)
-        schedule = fp.one_f_one_b(2, microbatches)
+        schedule = fp.schedules.one_f_one_b(2, microbatches)
         plan = fp.make_plan(stages, schedule, loss=nn.functional.mse_loss, devices="cpu")
         x = torch.randn(rows, width)
         with fp.lanes(plan) as lanes:

@@ -51,9 +51,10 @@ def sleeps(repeats: int) -> None:
 
     arms: dict[str, Callable[[], None]] = {
         "plain loop": loop,
-        "overlap, three stages": lambda: list(fp.overlap(range(count), [work] * 3, depth=2)) and None,
+        "overlap, three stages": lambda: list(fp.batches.overlap(range(count), [work] * 3, depth=2)) and None,
         "overlap, two stages and a fold": lambda: (
-            list(fp.overlap(range(count), [work, work, fp.Fold(lambda s, x: (s, work(x)), 0)], depth=2)) and None
+            list(fp.batches.overlap(range(count), [work, work, fp.batches.Fold(lambda s, x: (s, work(x)), 0)], depth=2))
+            and None
         ),
     }
     ideal = (count + 2) * seconds
@@ -94,7 +95,7 @@ def network() -> tuple[fp.Plan, tuple[fp.core.tree.Tree, ...]]:
         nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(24 * 16, 10),
     )  # fmt: skip
     stages, params, _ = zip(fp.from_module(model[:3]), fp.from_module(model[3:]), strict=True)
-    schedule = fp.one_f_one_b(2, 4, num_devices=1)
+    schedule = fp.schedules.one_f_one_b(2, 4, num_devices=1)
     return fp.make_plan(stages, schedule, loss=cross_entropy, devices="cpu"), params
 
 
@@ -129,7 +130,9 @@ def digits(repeats: int) -> None:
             state, last[name] = step(state, batch)
 
     def overlapped(name: str, **options: object) -> None:
-        run = fp.overlap(range(BATCHES), [decode, fp.to_device("cpu"), fp.Fold(step, params)], **options)  # pyright: ignore
+        run = fp.batches.overlap(
+            range(BATCHES), [decode, fp.batches.to_device("cpu"), fp.batches.Fold(step, params)], **options
+        )  # pyright: ignore
         for loss in run:
             last[name] = loss
 
@@ -158,7 +161,7 @@ def overhead(repeats: int) -> None:
 
     arms: dict[str, Callable[[], None]] = {
         f"{stages} stages, {'threads' if thread else 'one thread'}": lambda stages=stages, thread=thread: (
-            list(fp.overlap(range(count), [same] * stages, thread=thread)) and None
+            list(fp.batches.overlap(range(count), [same] * stages, thread=thread)) and None
         )
         for stages in (1, 3)
         for thread in (True, False)

@@ -109,9 +109,13 @@ def _module(arm: Arm, model: nn.Module, work: Work, step: Callable[[], None]) ->
 def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
     """1F1B and fill-drain with every remat, interleaved, zero-bubble, eager and compiled; lanes are kept."""
     last = work.microbatches - 1
-    keeps = {"never": lambda _: True, "except_last": lambda forward: forward.microbatch == last, "always": fp.never}
-    eager = {"1F1B": (fp.one_f_one_b, 1, REMAT), "fill-drain": (fp.fill_drain, 1, REMAT), "interleaved": (fp.interleaved, 2, REMAT[:1])}  # fmt: skip
-    split = {"1F1B": (fp.one_f_one_b, 1, REMAT), "fill-drain": (fp.fill_drain, 1, REMAT[:1]), "zero-bubble": (fp.zero_bubble, 1, REMAT[:1]), "interleaved": (fp.interleaved, 2, REMAT[:1])}  # fmt: skip
+    keeps = {
+        "never": lambda _: True,
+        "except_last": lambda forward: forward.microbatch == last,
+        "always": fp.schedules.never,
+    }
+    eager = {"1F1B": (fp.schedules.one_f_one_b, 1, REMAT), "fill-drain": (fp.schedules.fill_drain, 1, REMAT), "interleaved": (fp.schedules.interleaved, 2, REMAT[:1])}  # fmt: skip
+    split = {"1F1B": (fp.schedules.one_f_one_b, 1, REMAT), "fill-drain": (fp.schedules.fill_drain, 1, REMAT[:1]), "zero-bubble": (fp.schedules.zero_bubble, 1, REMAT[:1]), "interleaved": (fp.schedules.interleaved, 2, REMAT[:1])}  # fmt: skip
     for system, makers in (("funcpipe", eager), ("funcpipe, compiled", split)):
         for name, (maker, each, modes) in makers.items():
             count = LANES * each
@@ -121,10 +125,12 @@ def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
             parts: list[nn.Sequential] = [model[i * per : (i + 1) * per] for i in range(count)]
             stages, params, state = zip(*map(fp.from_module, parts), strict=True)
             if system != "funcpipe":
-                stages = tuple(map(fp.compile, stages))
+                stages = tuple(map(fp.compile_stage, stages))
             schedule = maker(count, work.microbatches, num_devices=LANES)
             for mode in modes:
-                plan = fp.make_plan(stages, fp.remat(schedule, keep=keeps[mode]), loss=F.mse_loss, devices="cpu")
+                plan = fp.make_plan(
+                    stages, fp.schedules.remat(schedule, keep=keeps[mode]), loss=F.mse_loss, devices="cpu"
+                )
                 lanes = opened.enter_context(fp.lanes(plan))
                 yield _planned(Arm(system, name, mode, *_NOTHING), plan, (params, state), work, lanes)
 
@@ -132,7 +138,7 @@ def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
 _NOTHING: tuple[Any, Any, Any] = (None, None, None)
 
 
-def _planned(arm: Arm, plan: fp.Plan, trees: tuple[Any, Any], work: Work, lanes: fp.Lanes) -> Arm:
+def _planned(arm: Arm, plan: fp.Plan, trees: tuple[Any, Any], work: Work, lanes: fp.typing.Lanes) -> Arm:
     params, state = trees
     grads: tuple[dict[str, Tensor], ...] = ()
 
@@ -159,8 +165,8 @@ def limit(work: Work, compiled: bool) -> Arm:
     runs: list[Callable[[], Any]] = []
     for x, part in ((work.x, model[:per]), (middle, model[per:])):
         stage, params, state = fp.from_module(part)
-        stage = fp.compile(stage) if compiled else stage
-        plan = fp.make_plan([stage], fp.one_f_one_b(1, count), loss=F.mse_loss, devices="cpu")
+        stage = fp.compile_stage(stage) if compiled else stage
+        plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, count), loss=F.mse_loss, devices="cpu")
         runs.append(partial(fp.run, plan, (params,), (x, work.target), state=(state,), executor="serial", threads_per_lane=1))  # fmt: skip
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 

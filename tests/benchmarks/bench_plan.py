@@ -27,7 +27,7 @@ from torch.distributed.pipelining import schedules as theirs
 from funcpipe.core.stage import Stage
 from funcpipe.lower.plan import make_plan
 from funcpipe.schedules import families, v_shape
-from funcpipe.schedules.check import check
+from funcpipe.schedules.legal import check
 
 FAMILIES = {
     "interleaved": (families.interleaved, "ScheduleInterleaved1F1B"),

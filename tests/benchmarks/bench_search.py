@@ -34,7 +34,7 @@ def static(name: str, devices: int, chunks: int, microbatches: int) -> fp.Schedu
     made.microbatches_per_round = microbatches // made.number_of_rounds
     rows = {rank: made._calculate_single_rank_operations(rank) for rank in range(devices)}
     text = "\n".join(",".join("" if cell is None else str(cell) for cell in rows[rank]) for rank in range(devices))
-    return fp.from_torch_csv(text, name=name)
+    return fp.schedules.from_torch_csv(text, name=name)
 
 
 def tables(rows: list[int], seconds: float) -> None:

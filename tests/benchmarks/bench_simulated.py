@@ -1,6 +1,6 @@
 """Does the clock predict a run? ``python tests/benchmarks/bench_simulated.py [--repeats 15] [--picture FILE]``.
 
-A compute-bound chain on two CPU lanes. Costs come from `fp.profile(lanes=2)`, the schedules run on kept lanes; printed are
+A compute-bound chain on two CPU lanes. Costs come from `fp.models.profile(lanes=2)`, the schedules run on kept lanes; printed are
 the median of the measured makespans, the predicted one, and their ratio. The same for a profile of one lane alone, which
 does not see that two share caches and memory, and for the mean times of a recorded run of another schedule (fill-drain).
 """
@@ -30,12 +30,12 @@ def main() -> None:
     model = nn.Sequential(*[m for _ in range(LAYERS) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())])
     x = torch.randn(ROWS, WIDTH)
     split = fp.split(model, balance=[LAYERS, LAYERS])
-    alone = fp.profile(split, x[: ROWS // COUNT], threads_per_lane=1, repeats=9)
-    profiled = fp.profile(split, x[: ROWS // COUNT], threads_per_lane=1, lanes=2, repeats=25)
+    alone = fp.models.profile(split, x[: ROWS // COUNT], threads_per_lane=1, repeats=9)
+    profiled = fp.models.profile(split, x[: ROWS // COUNT], threads_per_lane=1, lanes=2, repeats=25)
     schedules = {
-        "1F1B": fp.one_f_one_b(2, COUNT),
-        "fill-drain": fp.fill_drain(2, COUNT),
-        "1F1B, remat": fp.remat(fp.one_f_one_b(2, COUNT)),
+        "1F1B": fp.schedules.one_f_one_b(2, COUNT),
+        "fill-drain": fp.schedules.fill_drain(2, COUNT),
+        "1F1B, remat": fp.schedules.remat(fp.schedules.one_f_one_b(2, COUNT)),
     }
     plans = {name: fp.make_plan(split.stages, one, loss=nn.functional.mse_loss, devices="cpu") for name, one in schedules.items()}  # fmt: skip
     times: dict[str, list[float]] = {name: [] for name in plans}

@@ -50,8 +50,8 @@ def ours(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
     """Arms that give microseconds a microbatch: eager B, compiled B, compiled I + W, also by torch's compiler."""
     stage, params, state = fp.from_module(model)
     batch = torch.randn(COUNT * shape[0], *shape[1:]), torch.randn(COUNT * shape[0], *shape[1:])
-    whole = fp.one_f_one_b(2, COUNT, num_devices=2)
-    halves = fp.delay(whole)
+    whole = fp.schedules.one_f_one_b(2, COUNT, num_devices=2)
+    halves = fp.schedules.delay(whole)
 
     def arm(last: fp.Stage, schedule: fp.Schedule) -> Any:
         # The stage before it makes it compute gradients of its input, too.
@@ -67,7 +67,7 @@ def ours(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
 
         return once
 
-    compiled, built = fp.compile(stage), fp.compile(stage, backend="inductor")
+    compiled, built = fp.compile_stage(stage), fp.compile_stage(stage, backend="inductor")
     return {
         "whole": arm(stage, whole),
         "B": arm(compiled, whole),

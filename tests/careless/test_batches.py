@@ -10,7 +10,7 @@ import funcpipe as fp
 
 
 def plan_of(fn, count=2, **options):
-    return fp.make_plan([fp.stage(fn)], fp.fill_drain(1, count), loss=F.mse_loss, devices="cpu", **options)
+    return fp.make_plan([fp.stage(fn)], fp.schedules.fill_drain(1, count), loss=F.mse_loss, devices="cpu", **options)
 
 
 def linear(p, x):
@@ -93,12 +93,12 @@ def test_inputs_that_carry_a_graph_are_refused(executor):
 
 def test_feeds_and_state_that_ask_for_gradients_are_refused():
     fed = fp.stage(lambda p, x, *, feeds: x @ p * feeds["f"], feeds=["f"])
-    plan = fp.make_plan([fed], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([fed], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
     x, scale = torch.ones(4, 2), nn.Parameter(torch.ones(4, 2))
     with pytest.raises(fp.BatchError, match=r"feeds\['f'\] was computed by MulBackward0"):
         fp.run(plan, (torch.eye(2),), (x, x), feeds={"f": scale * 2})
     kept = fp.stage(lambda p, x, *, state: x @ p * state["s"])
-    plan = fp.make_plan([kept], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([kept], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
     with pytest.raises(fp.PlanError, match=r"state\[0\]\['s'\] requires a gradient, and state gets none"):
         fp.run(plan, (torch.eye(2),), (x, x), state=({"s": nn.Parameter(torch.ones(2))},))
 
@@ -107,7 +107,7 @@ def test_where_no_gradients_are_asked_for_inputs_may_have_a_graph():
     """An evaluation detaches them; vjp gives their gradients."""
     x = nn.Linear(2, 2)(torch.ones(4, 2))
     stage = fp.stage(linear)
-    plan = fp.make_plan([stage], fp.fill_drain(1, 2, backward=False), devices="cpu")
+    plan = fp.make_plan([stage], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
     assert not fp.run(plan, (torch.eye(2),), x).outputs.requires_grad
-    result, pullback = fp.vjp(fp.make_plan([stage], fp.fill_drain(1, 2), devices="cpu"), (torch.eye(2),), x)
+    result, pullback = fp.vjp(fp.make_plan([stage], fp.schedules.fill_drain(1, 2), devices="cpu"), (torch.eye(2),), x)
     assert torch.equal(pullback(torch.ones_like(result.outputs))[1], torch.ones(4, 2))

@@ -32,7 +32,7 @@ def batch(rows):
 
 
 def plan_of(*stages, microbatches=1, loss=F.mse_loss):
-    return fp.make_plan(stages, fp.zero_bubble(len(stages), microbatches), loss=loss, devices="cpu")
+    return fp.make_plan(stages, fp.schedules.zero_bubble(len(stages), microbatches), loss=loss, devices="cpu")
 
 
 def heard(work):
@@ -48,7 +48,7 @@ def heard(work):
 
 def test_ever_other_sizes():
     """No more than so many are kept, every number is eager's, and one warning has the mend."""
-    eager, made = fp.stage(layer), fp.compile(fp.stage(layer), fuse=False, max_programs=3)
+    eager, made = fp.stage(layer), fp.compile_stage(fp.stage(layer), fuse=False, max_programs=3)
 
     def train():
         for rows in (1, 2, 3, 4, 5, 6, 7, 1, 2, 8, 9, 10):
@@ -65,14 +65,14 @@ def test_ever_other_sizes():
 
 def test_a_few_sizes_are_no_news():
     """As many as are kept, however often: traced once each, and nothing is said (warnings are errors here)."""
-    made = fp.compile(fp.stage(layer), max_programs=3)
+    made = fp.compile_stage(fp.stage(layer), max_programs=3)
     for rows in (1, 2, 3) * 5:
         fp.run(plan_of(made), params(), batch(rows))
     assert 3 == made.program.made
 
 
 def test_what_is_unused_for_longest_goes():
-    made = fp.compile(fp.stage(layer), max_programs=2)
+    made = fp.compile_stage(fp.stage(layer), max_programs=2)
     for rows in (1, 2, 1, 3, 1):  # 2 goes for 3
         fp.run(plan_of(made), params(), batch(rows))
     assert 3 == made.program.made
@@ -81,7 +81,7 @@ def test_what_is_unused_for_longest_goes():
 
 
 def test_dropped_programs_are_freed():
-    made = fp.compile(fp.stage(layer), max_programs=1)
+    made = fp.compile_stage(fp.stage(layer), max_programs=1)
     fp.run(plan_of(made), params(), batch(1))
     (programs,) = made.program.found.values()
     marks = weakref.ref(programs), weakref.ref(programs.joint), weakref.ref(programs.forward)
@@ -96,11 +96,11 @@ def test_dropped_programs_are_freed():
 def test_a_run_of_more_sizes_than_are_kept(executor, again):
     """It keeps what it uses, its repeated forwards and split backwards included, and traces each size once."""
     stages = [fp.stage(layer) for _ in range(2)]
-    made = [fp.compile(one, fuse=False, max_programs=1) for one in stages]
+    made = [fp.compile_stage(one, fuse=False, max_programs=1) for one in stages]
     given = [batch(rows) for rows in (1, 2, 3, 1, 4, 2)]
     data = fp.Microbatches([x for x, _ in given]), fp.Microbatches([y for _, y in given])
-    schedule = fp.zero_bubble(2, 6)
-    schedule = fp.remat(schedule) if again else schedule
+    schedule = fp.schedules.zero_bubble(2, 6)
+    schedule = fp.schedules.remat(schedule) if again else schedule
     plans = [fp.make_plan(one, schedule, loss=F.mse_loss, devices="cpu") for one in (stages, made)]
     found = []
     heard(lambda: found.extend(fp.run(p, params(2), data, executor=executor, threads_per_lane=1) for p in plans))
@@ -111,7 +111,7 @@ def test_a_run_of_more_sizes_than_are_kept(executor, again):
 
 def test_runs_that_share_a_stage():
     """Lanes of several runs drop each other's programs all the time."""
-    eager, made = fp.stage(layer), fp.compile(fp.stage(layer), fuse=False, max_programs=1)
+    eager, made = fp.stage(layer), fp.compile_stage(fp.stage(layer), fuse=False, max_programs=1)
     wanted = {rows: fp.run(plan_of(eager, eager, microbatches=2), params(2), batch(rows), threads_per_lane=1) for rows in (3, 4, 7)}  # fmt: skip
     wrong = []
 
@@ -135,19 +135,19 @@ def test_runs_that_share_a_stage():
 
 def test_how_many_is_an_option():
     """It is checked, and goes with copies."""
-    made = fp.compile(fp.stage(layer, name="layer"), max_programs=5)
+    made = fp.compile_stage(fp.stage(layer, name="layer"), max_programs=5)
     assert 5 == copy.deepcopy(made).program.max_programs
-    linear = fp.compile(fp.from_module(torch.nn.Linear(2, 2))[0], max_programs=7)
+    linear = fp.compile_stage(fp.from_module(torch.nn.Linear(2, 2))[0], max_programs=7)
     assert 7 == pickle.loads(pickle.dumps(linear)).program.max_programs
-    assert 16 == fp.compile(fp.stage(layer)).program.max_programs
+    assert 16 == fp.compile_stage(fp.stage(layer)).program.max_programs
     for most in (0, -1, True, 2.0, None):
         with pytest.raises(fp.PlanError, match="max_programs is an int from 1"):
-            fp.compile(fp.stage(layer), max_programs=most)
+            fp.compile_stage(fp.stage(layer), max_programs=most)
 
 
 def test_warmup_counts_what_it_made():
     """Dropped or not; of a stage that stands twice, once."""
-    made = fp.compile(fp.stage(layer), max_programs=1)
+    made = fp.compile_stage(fp.stage(layer), max_programs=1)
     plan, counts = plan_of(made, made, microbatches=2), []
     heard(lambda: counts.extend(fp.warmup(plan, params(2), batch(rows)) for rows in (2, 2, 5)))
     assert 2 == counts[0]  # the first stage, and the last with the loss
@@ -214,7 +214,7 @@ PLACES = {
 def test_a_number_that_changes(place, kind):
     """Eager's bits for each value, and one warning at the fourth that says which it is and what it was."""
     stage, go = PLACES[place]
-    made = fp.compile(stage, fuse=False)
+    made = fp.compile_stage(stage, fuse=False)
     values = [kind(1 + 2 * n) for n in range(6)]
     texts = []
     for value in values:
@@ -229,7 +229,7 @@ def test_a_number_that_changes(place, kind):
 
 def test_the_mend():
     """A tensor: traced once, nothing is said, and the numbers are those of the Python number."""
-    made = fp.compile(soften, fuse=False)
+    made = fp.compile_stage(soften, fuse=False)
     for value in (1.0, 0.7, 0.3, 0.1, 1e-3):
         number, tensor = in_feeds(soften, value), in_feeds(made, fp.Replicate(torch.tensor(value)))
         assert_same_result(number, tensor)
@@ -243,7 +243,7 @@ def test_only_what_changes_is_named():
     def stage(p, x, *, feeds):
         return x @ p["w"] * feeds["a"] + feeds["b"]["n"]
 
-    made = fp.compile(stage, max_programs=99)
+    made = fp.compile_stage(stage, max_programs=99)
 
     def train():
         for step in range(8):
@@ -257,7 +257,7 @@ def test_only_what_changes_is_named():
 
 def test_two_values_are_no_news():
     """Training and evaluation have their own; sizes and numbers that do not change have nothing to do with each other."""
-    made = fp.compile(soften)
+    made = fp.compile_stage(soften)
     for rows in (1, 2, 3, 4):
         for value in (1.0, 0.7):
             plan = plan_of(made)
@@ -273,7 +273,7 @@ def test_a_stage_that_branches_on_a_number():
         t = feeds["t"]
         return x @ p["w"] if type(t) is float and t > 0.5 else torch.exp(x @ p["w"]) * {0.25: 2.0}.get(t, 3.0)
 
-    made = fp.compile(stage, fuse=False)
+    made = fp.compile_stage(stage, fuse=False)
     for value in (0.75, 0.25, 0.5):
         run = lambda one: fp.run(plan_of(one), params(), batch(4), feeds={"t": value}, threads_per_lane=1)
         assert_same_result(run(stage), run(made))

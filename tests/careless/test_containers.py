@@ -113,7 +113,7 @@ def run(make, *, where, executor=None, rows=7, count=3):
         return F.mse_loss(y, parts(target)[0] if where == "target" else target)
 
     stages = [fp.stage(first, name="first"), fp.stage(second, name="second")]
-    plan = fp.make_plan(stages, fp.one_f_one_b(2, count), loss=loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, count), loss=loss, devices="cpu")
     params = (make(w[0], torch.ones(4)) if where == "params" else w[0], w[1])
     batch = (make(x, mask) if where == "batch" else (x, mask), make(target, mask) if where == "target" else target)
     result = fp.run(plan, params, batch, executor=executor)
@@ -155,7 +155,7 @@ def test_hidden_tensors_are_refused_in_stashes_stats_state_feeds_and_outputs(kin
 
     def refused(first, match, **options):
         stages = [first, fp.stage(lambda p, x, *, skips: x, pop=["s"])] if first.stash else [first]
-        plan = fp.make_plan(stages, fp.fill_drain(len(stages), 2, backward=False), train=True, devices="cpu")
+        plan = fp.make_plan(stages, fp.schedules.fill_drain(len(stages), 2, backward=False), train=True, devices="cpu")
         with pytest.raises(fp.FuncpipeError, match=match):
             fp.run(plan, ((),) * len(stages), x, **options)
 
@@ -173,16 +173,16 @@ def test_a_loss_may_take_any_output_but_the_plan_returns_none_of_it():
     w, x = torch.randn(4, 4), torch.randn(6, 4)
     stage = fp.stage(lambda p, x: SimpleNamespace(y=x @ p))
     options = {"loss": lambda y, t: y.y.square().mean(), "devices": "cpu"}
-    result = fp.run(fp.make_plan([stage], fp.fill_drain(1, 2), **options), (w,), (x, None))
+    result = fp.run(fp.make_plan([stage], fp.schedules.fill_drain(1, 2), **options), (w,), (x, None))
     leaf = w.clone().requires_grad_()
     (x @ leaf).square().mean().backward()
     torch.testing.assert_close(result.grads[0], leaf.grad)
     with pytest.raises(fp.BatchError, match="outputs.*hides tensors"):
-        fp.run(fp.make_plan([stage], fp.fill_drain(1, 2), outputs=True, **options), (w,), (x, None))
+        fp.run(fp.make_plan([stage], fp.schedules.fill_drain(1, 2), outputs=True, **options), (w,), (x, None))
 
 
 def test_ready_made_microbatches_are_looked_into():
-    plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.fill_drain(1, 2, backward=False), devices="cpu")
+    plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
     good = fp.Microbatches([Plain(torch.ones(2), torch.zeros(2)), Plain(torch.ones(3), torch.zeros(3))])
     assert [len(one.x) for one in fp.run(plan, ((),), good).outputs] == [2, 3]
     bad = fp.Microbatches([SimpleNamespace(x=torch.ones(2))] * 2)
@@ -192,7 +192,9 @@ def test_ready_made_microbatches_are_looked_into():
 
 def test_an_optimizer_steps_the_leaves_of_a_dataclass():
     params = (Plain(torch.ones(2, 2), torch.ones(2)),)
-    plan = fp.make_plan([fp.stage(lambda p, x: x @ p.x * p.mask)], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x @ p.x * p.mask)], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
+    )
     result = fp.run(plan, params, (torch.randn(4, 2), torch.randn(4, 2)))
     fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, result.grads)
     assert torch.equal(params[0].x, 1 - result.grads[0].x)
@@ -219,7 +221,9 @@ class Endless:
 
 
 def one_stage(params, batch, fn=lambda p, x: x):
-    plan = fp.make_plan([fp.stage(fn)], fp.fill_drain(1, 2), loss=lambda y, _: torch.ones(()) * 2, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(fn)], fp.schedules.fill_drain(1, 2), loss=lambda y, _: torch.ones(()) * 2, devices="cpu"
+    )
     return fp.run(plan, (params,), (batch, None))
 
 
@@ -228,7 +232,7 @@ def test_gradients_that_a_class_cannot_hold_are_not_lost(kind):
     """Whole numbers have no gradient; a class that wants one, or a TensorDict, which becomes None, is named."""
     numbers = torch.ones(4, dtype=torch.int64)
     params = {"a": Strict(torch.ones(4), numbers) if kind == "strict" else tensordict(torch.ones(4), numbers)}
-    plan = fp.make_plan([fp.stage(lambda p, x: x * parts(p["a"])[0])], fp.fill_drain(1, 2), loss=F.mse_loss)
+    plan = fp.make_plan([fp.stage(lambda p, x: x * parts(p["a"])[0])], fp.schedules.fill_drain(1, 2), loss=F.mse_loss)
     with pytest.raises(fp.PlanError, match="cannot be put together with other leaves.*(please|NoneType)"):
         fp.run(plan, (params,), (torch.randn(4, 4), torch.randn(4, 4)))
 
@@ -301,7 +305,7 @@ def test_ties_find_their_leaves_in_containers_of_every_kind():
     params = (Odd(3, w), {"a": InTorch(w, None)})
     ties = [((0, "x"), (1, ("a", 0)))]
     stages = [fp.stage(lambda p, x: x * p.x), fp.stage(lambda p, x: x * p["a"].x)]
-    plan = fp.make_plan(stages, fp.fill_drain(2, 2), loss=F.mse_loss, ties=ties, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2), loss=F.mse_loss, ties=ties, devices="cpu")
     x, target = torch.randn(4, 4), torch.randn(4, 4)
     result = fp.run(plan, params, (x, target))
     leaf = w.clone().requires_grad_()
@@ -324,5 +328,7 @@ def test_a_batch_encoding_forgets_what_is_said_of_all_rows():
     transformers = pytest.importorskip("transformers")
     batch = transformers.BatchEncoding({"ids": torch.arange(8)})
     batch._encodings = [object()] * 8
-    plan = fp.make_plan([fp.stage(lambda p, x: x["ids"] * (x.encodings is None))], fp.fill_drain(1, 2, backward=False))
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x["ids"] * (x.encodings is None))], fp.schedules.fill_drain(1, 2, backward=False)
+    )
     assert fp.run(plan, ((),), batch).outputs.tolist() == [*range(8)]

@@ -26,9 +26,9 @@ def examples(count):
 # -- trees -------------------------------------------------------------------------------------------------------------
 
 SCHEDULES = [
-    fp.one_f_one_b(2, 3),
-    fp.remat(fp.fill_drain(2, 3)),
-    fp.zero_bubble(2, 3),
+    fp.schedules.one_f_one_b(2, 3),
+    fp.schedules.remat(fp.schedules.fill_drain(2, 3)),
+    fp.schedules.zero_bubble(2, 3),
 ]
 
 
@@ -102,7 +102,7 @@ def test_optimizers_and_sums_see_every_leaf(recipe):
 def test_vjp_and_apply_are_as_plain_autograd(recipe):
     """Gradients of params and of inputs, for cotangents in a tree like the outputs."""
     model = Model(recipe, PLACES)
-    plan = fp.make_plan(model.stages, fp.fill_drain(2, 3), train=True, devices="cpu")
+    plan = fp.make_plan(model.stages, fp.schedules.fill_drain(2, 3), train=True, devices="cpu")
     params, state, feeds, (inputs, _) = model.values()
     result, pullback = fp.vjp(plan, params, inputs, state=state, feeds=feeds)
     dice = torch.Generator().manual_seed(2)
@@ -158,8 +158,10 @@ def test_compiled_stages_take_trees():
     """Containers of many kinds at once, as programs."""
     whole = next(one for one in TREES if one.name == "list")
     model = Model(Node(whole, tuple(Node(kind, (ROWS,)) for kind in TREES[::3])), ("inputs", "y"))
-    stages = [fp.compile(model.stages[0]), model.stages[1]]
-    plan = fp.make_plan(stages, fp.one_f_one_b(2, 2), loss=model.loss, outputs=True, train=True, devices="cpu")
+    stages = [fp.compile_stage(model.stages[0]), model.stages[1]]
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(2, 2), loss=model.loss, outputs=True, train=True, devices="cpu"
+    )
     params, state, feeds, batch = model.values(rows=6)
     compare(model, fp.run(plan, params, batch, state=state, feeds=feeds), model.plain(*model.values(rows=6)))
 

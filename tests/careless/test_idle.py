@@ -14,14 +14,14 @@ UNEQUAL = fp.Cost(forward=[8, 3, 3], backward=[16, 6, 6])
 
 def test_no_text_has_a_bubble_without_idle(tmp_path, capsys):
     """1.0 % of bubble where devices idle 42.3 %: timeline, drawing, report and command line say both, and what it is."""
-    timeline = fp.simulate(fp.one_f_one_b(3, 8), UNEQUAL)
+    timeline = fp.simulate(fp.schedules.one_f_one_b(3, 8), UNEQUAL)
     stages, _, _ = zip(*[fp.from_module(nn.Linear(4, 4)) for _ in range(3)], strict=True)
-    plan = fp.make_plan(stages, fp.one_f_one_b(3, 8), loss=nn.functional.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(3, 8), loss=nn.functional.mse_loss, devices="cpu")
     stats = RunStats("threads", "", 1, 8, 194.0, tuple(pool.slots for pool in plan.program.pools))
     measured = replace(timeline, unit="s")
     report = fp.report(plan, fp.Result(torch.tensor(0.5), 1.0, (), (), None, (), (), None, measured, stats))
     file = tmp_path / "cost.json"
-    file.write_text(fp.to_json(UNEQUAL))
+    file.write_text(fp.schedules.to_json(UNEQUAL))
     main(["compare", "--stages", "3", "--microbatches", "8", "--cost", str(file)])
     drawing = fp.draw(timeline)
     for text in (
@@ -32,7 +32,7 @@ def test_no_text_has_a_bubble_without_idle(tmp_path, capsys):
         report._repr_html_(),
         capsys.readouterr().out,
     ):
-        for word in ("bubble", "1.0%", "idle", "42.3%", "imbalance", "41.7%", "fp.balance wins at"):
+        for word in ("bubble", "1.0%", "idle", "42.3%", "imbalance", "41.7%", "fp.models.balance wins at"):
             assert word in text.replace("\n", " "), (word, text)
 
 
@@ -44,7 +44,7 @@ def test_the_bubble_of_a_search_has_idle_beside_it():
 
 
 def test_equal_stages_have_nothing_to_balance():
-    """Then idle is the bubble, and nobody is sent to fp.balance."""
-    timeline = fp.simulate(fp.one_f_one_b(3, 8))
+    """Then idle is the bubble, and nobody is sent to fp.models.balance."""
+    timeline = fp.simulate(fp.schedules.one_f_one_b(3, 8))
     assert (timeline.idle, timeline.imbalance) == (timeline.bubble, 0.0)
     assert "imbalance" not in f"{timeline} {fp.draw(timeline)} {fp.draw(timeline).svg()}"

@@ -26,7 +26,7 @@ def numbers():
 
 
 def plan_of(loss, count=4, stages=STAGES, **options):
-    return fp.make_plan(stages, fp.one_f_one_b(2, count), loss=loss, devices="cpu", **options)
+    return fp.make_plan(stages, fp.schedules.one_f_one_b(2, count), loss=loss, devices="cpu", **options)
 
 
 def whole(loss, x, target):
@@ -162,12 +162,12 @@ def test_every_executor_and_the_oracle(name, compiled, executor):
     loss, x, target = CLASSES[name], f64(10, 5), labels(ignore_index=3 if name == "ignore_index" else -100)
     if name == "sum" and compiled:
         loss = nn.CrossEntropyLoss(reduction="sum")  # a program refuses tensors that it was not given
-    stages = [fp.compile(one, fuse=False, fallback=name == "weighted") for one in STAGES] if compiled else STAGES
-    for schedule in (fp.zero_bubble(2, 4), fp.remat(fp.one_f_one_b(2, 4))):
+    stages = [fp.compile_stage(one, fuse=False, fallback=name == "weighted") for one in STAGES] if compiled else STAGES
+    for schedule in (fp.schedules.zero_bubble(2, 4), fp.schedules.remat(fp.schedules.one_f_one_b(2, 4))):
         plan = fp.make_plan(stages, schedule, loss=loss, devices="cpu")
         result = assert_exact(loss, x, target, plan, executor=executor, loss_scale=8.0)
         assert_same_result(fp.run_sequential(plan, numbers(), (x, target), loss_scale=8.0), result)
-    forwards = fp.make_plan(stages, fp.fill_drain(2, 4, backward=False), loss=loss, devices="cpu")
+    forwards = fp.make_plan(stages, fp.schedules.fill_drain(2, 4, backward=False), loss=loss, devices="cpu")
     torch.testing.assert_close(fp.run(forwards, numbers(), (x, target)).loss, result.loss)
 
 

@@ -106,7 +106,7 @@ CASES = {
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_what_it_got_and_what_to_do(name, executor):
     stages, params, batch, loss, got, hint, stage = CASES[name]
-    plan = fp.make_plan(stages, fp.fill_drain(len(stages), 2), loss=loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(len(stages), 2), loss=loss, devices="cpu")
     batch = batch if batch[1] is None or len(batch[1]) == 4 else (batch[0], torch.zeros(4, 2))
     with pytest.raises(fp.StageError) as caught:
         fp.run(plan, tuple(params), batch, executor=executor)
@@ -119,7 +119,7 @@ def test_long_trees_are_cut_short_and_errors_of_users_stay_as_they_are():
     def breaks(p, x):
         raise RuntimeError("size of tensor a" if "w0" in p else "mine")
 
-    plan = fp.make_plan([fp.stage(breaks)], fp.fill_drain(1, 2, backward=False), devices="cpu")
+    plan = fp.make_plan([fp.stage(breaks)], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
     with pytest.raises(RuntimeError, match="mine") as caught:
         fp.run(plan, ((),), {"x": X, "n": 3})
     assert len(caught.value.__notes__) == 1

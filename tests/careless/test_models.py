@@ -46,21 +46,21 @@ def whole(split, x):
 
 
 def test_a_plan_of_a_split_has_its_stages_loss_ties_and_state(split):
-    plan = fp.make_plan(split, fp.one_f_one_b(3, 2))
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(3, 2))
     assert (plan.stages, plan.loss, plan.ties, plan.state) == (split.stages, split.loss, split.ties, split.state)
-    assert fp.make_plan(split, fp.fill_drain(3, 2, backward=False)).loss is None
-    own = fp.make_plan(split, fp.one_f_one_b(3, 2), loss=F.mse_loss)
+    assert fp.make_plan(split, fp.schedules.fill_drain(3, 2, backward=False)).loss is None
+    own = fp.make_plan(split, fp.schedules.one_f_one_b(3, 2), loss=F.mse_loss)
     assert own.loss is F.mse_loss
-    assert pickle.loads(pickle.dumps(fp.make_plan(split, fp.fill_drain(3, 2)))).ties == split.ties
+    assert pickle.loads(pickle.dumps(fp.make_plan(split, fp.schedules.fill_drain(3, 2)))).ties == split.ties
 
 
 def test_ties_are_not_forgotten(split):
     """Tied weights in separate tensors (copies on devices, a checkpoint) get one gradient, though nobody gives ties=."""
     x = torch.randint(0, 11, (4, 5))
     for plan in (
-        fp.make_plan(split, fp.one_f_one_b(3, 2), devices="cpu"),
-        fp.make_plan(split.stages, fp.one_f_one_b(3, 2), loss=split.loss, devices="cpu"),
-        fp.make_plan(split.stages, fp.one_f_one_b(3, 2), loss=split.loss, ties=split.ties, devices="cpu"),
+        fp.make_plan(split, fp.schedules.one_f_one_b(3, 2), devices="cpu"),
+        fp.make_plan(split.stages, fp.schedules.one_f_one_b(3, 2), loss=split.loss, devices="cpu"),
+        fp.make_plan(split.stages, fp.schedules.one_f_one_b(3, 2), loss=split.loss, ties=split.ties, devices="cpu"),
     ):
         params = apart(split.params)
         model, optimizer = whole(split, x), torch.optim.SGD(fp.leaves(params), lr=0.1)
@@ -76,13 +76,15 @@ def test_ties_are_not_forgotten(split):
 def test_ties_of_composed_and_compiled_stages_stay(split):
     first, *rest = split.stages
     both = fp.compose(first, rest[0])
-    plan = fp.make_plan([both, fp.compile(rest[1])], fp.fill_drain(2, 2), loss=split.loss, devices="cpu")
+    plan = fp.make_plan(
+        [both, fp.compile_stage(rest[1])], fp.schedules.fill_drain(2, 2), loss=split.loss, devices="cpu"
+    )
     assert plan.ties == (((0, (0, "embed.weight")), (1, split.ties[0][1][1])),)
     params = apart(split.params)
     x = torch.randint(0, 11, (4, 5))
     result = fp.run(plan, (params[:2], params[2]), (x, None))
     torch.testing.assert_close(result.grads[0][0]["embed.weight"], whole(split, x).embed.weight.grad)
-    inside = fp.make_plan([fp.compose(*split.stages)], fp.fill_drain(1, 2), loss=split.loss, devices="cpu")
+    inside = fp.make_plan([fp.compose(*split.stages)], fp.schedules.fill_drain(1, 2), loss=split.loss, devices="cpu")
     result = fp.run(inside, (params,), (x, None))
     torch.testing.assert_close(result.grads[0][0]["embed.weight"], whole(split, x).embed.weight.grad)
 
@@ -90,7 +92,7 @@ def test_ties_of_composed_and_compiled_stages_stay(split):
 def test_ties_that_name_some_of_a_group_are_refused(split):
     ((first, _),) = split.ties
     with pytest.raises(fp.PlanError, match=r"are one parameter \('embed.weight'\), and ties= names only some"):
-        fp.make_plan(split, fp.one_f_one_b(3, 2), ties=[[first, (1, "body.0.weight")]])
+        fp.make_plan(split, fp.schedules.one_f_one_b(3, 2), ties=[[first, (1, "body.0.weight")]])
 
 
 def test_placing_tied_parameters_apart_needs_a_tie():
@@ -98,7 +100,7 @@ def test_placing_tied_parameters_apart_needs_a_tie():
     weight = nn.Parameter(torch.ones(2, 2))
     stages = [fp.stage(lambda p, x: x @ p["w"])] * 2
     params = ({"w": weight}, {"w": weight})
-    schedule = fp.one_f_one_b(2, 2)
+    schedule = fp.schedules.one_f_one_b(2, 2)
     with pytest.raises(fp.PlanError, match="are one tensor in two stages"):
         fp.place(fp.make_plan(stages, schedule, loss=F.mse_loss, devices=["cpu", "meta"]), params)
     tied = fp.make_plan(stages, schedule, loss=F.mse_loss, devices=["cpu", "meta"], ties=[[(0, "w"), (1, "w")]])
@@ -109,11 +111,11 @@ def test_state_that_a_batch_changes_is_asked_for_and_other_state_is_the_models()
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     split = fp.split(model, 2)
     batch = torch.randn(4, 2), torch.randn(4, 2)
-    plan = fp.make_plan(split, fp.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     with pytest.raises(fp.PlanError, match=r"a batch changes that of stage [01].*plan\.state.*result\.state"):
         fp.run(plan, split.params, batch)
     assert fp.run(plan, split.params, batch, state=plan.state).state is not None
-    still = fp.make_plan(split, fp.fill_drain(2, 2, backward=False), devices="cpu")
+    still = fp.make_plan(split, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
     result = fp.run(still, split.params, batch[0])
     model.eval()
     torch.testing.assert_close(result.outputs, model(batch[0]))
@@ -123,7 +125,7 @@ def test_state_that_a_batch_changes_is_asked_for_and_other_state_is_the_models()
 def setting():
     params = ({"w": torch.ones(2, 2)}, {"w": torch.full((2, 2), 2.0)})
     stages = [fp.stage(lambda p, x: x @ p["w"])] * 2
-    plan = fp.make_plan(stages, fp.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     return plan, params, (torch.randn(4, 2), torch.randn(4, 2))
 
 
@@ -177,7 +179,7 @@ def test_results_that_cannot_be_stepped_say_why(setting):
 
 
 def test_accumulated_results_keep_ties_and_scale(split):
-    plan = fp.make_plan(split, fp.one_f_one_b(3, 2), devices="cpu")
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(3, 2), devices="cpu")
     params = apart(split.params)
     x = torch.randint(0, 11, (4, 5))
     parts = [fp.run(plan, params, (one, None), state=plan.state, loss_scale=4.0) for one in (x[:2], x[2:])]
@@ -190,7 +192,7 @@ def test_accumulated_results_keep_ties_and_scale(split):
 def test_a_tuple_of_from_module_and_a_bare_tree_are_named(setting):
     plan, params, batch = setting
     with pytest.raises(fp.PlanError, match=r"returns \(stage, params, state\): stages, params, state = zip"):
-        fp.make_plan([fp.from_module(nn.Linear(2, 2)), fp.from_module(nn.Linear(2, 2))], fp.fill_drain(2, 2))
-    one = fp.make_plan([plan.stages[0]], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+        fp.make_plan([fp.from_module(nn.Linear(2, 2)), fp.from_module(nn.Linear(2, 2))], fp.schedules.fill_drain(2, 2))
+    one = fp.make_plan([plan.stages[0]], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
     with pytest.raises(fp.PlanError, match=r"got a dict; for one stage that is \(params,\)"):
         fp.run(one, params[0], batch)

@@ -134,12 +134,14 @@ def test_a_layer_with_a_forward_of_its_own_is_deferred(layer):
     """from_module and a cut Sequential, remat, both executors, the plain loop: as the model by whole, uneven batches."""
     plain = model({**LAYERS, "recomputed": Recomputed}[layer])
     made = fp.split(plain, 2)
-    plan = fp.make_plan(made.stages, fp.remat(fp.one_f_one_b(2, COUNT)), loss=square, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.remat(fp.schedules.one_f_one_b(2, COUNT)), loss=square, devices="cpu")
     wanted = after(plain)
     for options in ({"executor": "serial"}, {"executor": "threads"}, {"runner": fp.run_sequential}):
         close(trained(plan, made.params, made.state, **options), wanted)
     whole, params, state = fp.from_module(plain)
-    one = fp.make_plan([pickle.loads(pickle.dumps(whole))], fp.fill_drain(1, COUNT), loss=square, devices="cpu")
+    one = fp.make_plan(
+        [pickle.loads(pickle.dumps(whole))], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu"
+    )
     close(trained(one, (params,), (state,)), wanted)
     assert all(map(torch.equal, after(plain, 0).values(), dict(plain.named_buffers()).values()))
 
@@ -148,7 +150,7 @@ def test_a_layer_with_a_forward_of_its_own_is_deferred(layer):
 def test_compiled_they_are_deferred_too(layer):
     plain = model(LAYERS[layer])
     whole, params, state = fp.from_module(plain)
-    plan = fp.make_plan([fp.compile(whole)], fp.fill_drain(1, COUNT), loss=square, devices="cpu")
+    plan = fp.make_plan([fp.compile_stage(whole)], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu")
     close(trained(plan, (params,), (state,)), after(plain))
 
 
@@ -221,7 +223,7 @@ def test_a_traced_batch_norm_is_deferred_whoever_calls_it(layer):
     torch.manual_seed(1)
     plain = Model(TRACED[layer]).double()
     made = fp.split(plain, at=["last"], example=features())
-    plan = fp.make_plan(made.stages, fp.remat(fp.one_f_one_b(2, COUNT)), loss=square, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.remat(fp.schedules.one_f_one_b(2, COUNT)), loss=square, devices="cpu")
     wanted = {name: value for name, value in after(plain).items() if name in made.state[0] or value.any()}
     close(trained(plan, made.params, made.state), wanted)
     close(trained(plan, made.params, made.state, runner=fp.run_sequential), wanted)
@@ -233,7 +235,7 @@ def test_a_training_layer_in_evaluation_defers_nothing():
     plain[1].eval()
     plain[1].running_mean += 1
     made = fp.split(plain, 2)
-    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, COUNT), loss=square, outputs=True, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, COUNT), loss=square, outputs=True, devices="cpu")
     result = fp.run(plan, made.params, (features(), None), state=made.state)
     torch.testing.assert_close(result.outputs, plain(features()), rtol=1e-12, atol=1e-12)
     close({name: value for tree in result.state for name, value in (tree or {}).items()}, dict(plain.named_buffers()))
@@ -250,16 +252,16 @@ def test_a_layer_that_insists_on_the_batch_in_evaluation():
     """Its model would update it in evaluation too: so does a plan that trains; one that does not keeps the state."""
     plain = model(lambda: Insists(3)).eval()
     part, params, state = fp.from_module(plain)
-    plan = fp.make_plan([part], fp.fill_drain(1, COUNT), loss=square, devices="cpu")
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu")
     assert part.evaluation
     close(trained(plan, (params,), (state,)), after(plain))
-    evaluate = fp.make_plan([part], fp.fill_drain(1, COUNT, backward=False), devices="cpu")
+    evaluate = fp.make_plan([part], fp.schedules.fill_drain(1, COUNT, backward=False), devices="cpu")
     assert fp.run(evaluate, (params,), features(), state=(state,)).state[0] is state
 
 
 def test_one_value_per_channel_names_the_layer():
     plan_of = fp.from_module(model(LAYERS["copied"]))
-    plan = fp.make_plan(plan_of[:1], fp.fill_drain(1, ROWS), loss=square, devices="cpu")
+    plan = fp.make_plan(plan_of[:1], fp.schedules.fill_drain(1, ROWS), loss=square, devices="cpu")
     with pytest.raises(fp.BatchError, match=r"layer '1': batch norm in training needs more than one value"):
         fp.run(plan, plan_of[1:2], (features(), None), state=plan_of[2:])
 
@@ -311,8 +313,8 @@ def test_what_cannot_be_deferred_is_refused_before_a_gradient(kind, compiled):
     images = [nn.Unflatten(1, (3, 1)), nn.Linear(1, 4)] if kind == "instance norm" else []
     plain = nn.Sequential(*images, layer()).double()
     part, params, state = fp.from_module(plain)
-    part = fp.compile(part) if compiled else part
-    plan = fp.make_plan([part], fp.fill_drain(1, COUNT), loss=square, devices="cpu")
+    part = fp.compile_stage(part) if compiled else part
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu")
     where = len(plain) - 1
     listed = str([f"{where}.{name}" for name in names])[1:-1]
     for call in (
@@ -323,13 +325,13 @@ def test_what_cannot_be_deferred_is_refused_before_a_gradient(kind, compiled):
         with pytest.raises(fp.PlanError, match="writes into its buffers") as caught:
             call()
         assert listed in str(caught.value)
-        assert "fp.batch_norm" in str(caught.value)
+        assert "fp.models.batch_norm" in str(caught.value)
         assert "evaluation mode" in str(caught.value)
     if not compiled:
         with pytest.raises(AssertionError, match="writes into its buffers"):
             check_stage(part, params, features(), state=state)
     part, params, state = fp.from_module(plain.eval())
-    plan = fp.make_plan([part], fp.fill_drain(1, COUNT), loss=square, devices="cpu")
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu")
     if kind not in ("hidden", "by hand", "swapped"):  # these write in evaluation too, or compute without parameters
         assert fp.run(plan, (params,), (features(), None), state=(state,)).loss.isfinite()
 
@@ -337,7 +339,7 @@ def test_what_cannot_be_deferred_is_refused_before_a_gradient(kind, compiled):
 def test_a_refused_norm_has_written_nothing():
     part, params, state = fp.from_module(Given().double())
     before = {name: one.clone() for name, one in state.items()}
-    plan = fp.make_plan([part], fp.fill_drain(1, 2), loss=square, devices="cpu")
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=square, devices="cpu")
     with pytest.raises(fp.PlanError, match="writes into its buffers"):
         fp.run(plan, (params,), (features(), None), state=(state,))
     assert all(map(torch.equal, before.values(), state.values()))
@@ -345,7 +347,7 @@ def test_a_refused_norm_has_written_nothing():
 
 def test_a_forward_is_looked_at_once(monkeypatch):
     """Once per stage and mode, and never where there are no buffers."""
-    from funcpipe.models import module
+    from funcpipe.modules import module
 
     looks = []
     real = module.looked_at
@@ -353,10 +355,10 @@ def test_a_forward_is_looked_at_once(monkeypatch):
     for layer, count in ((LAYERS["copied"], 1), (nn.Identity, 0)):
         looks.clear()
         whole, params, state = fp.from_module(model(layer))
-        plan = fp.make_plan([whole], fp.fill_drain(1, COUNT), loss=square, devices="cpu")
+        plan = fp.make_plan([whole], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu")
         trained(plan, (params,), (state,) if state else None, batches=2)
         assert count == len(looks)
-        evaluate = fp.make_plan([whole], fp.fill_drain(1, COUNT, backward=False), devices="cpu")
+        evaluate = fp.make_plan([whole], fp.schedules.fill_drain(1, COUNT, backward=False), devices="cpu")
         for _ in range(2):
             fp.run(evaluate, (params,), features(), state=(state,) if state else None)
         assert 2 * count == len(looks)
@@ -410,5 +412,5 @@ def test_averages_count_rows_of_uneven_microbatches(first):
     torch.manual_seed(1)
     plain = Model(Average).double()
     made = fp.split(plain, at=["last" if first else "norm"], example=features())
-    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, COUNT), loss=square, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, COUNT), loss=square, devices="cpu")
     close(trained(plan, made.params, made.state), after(plain))

@@ -9,7 +9,7 @@ import funcpipe as fp
 
 
 def plan_of(fn, merge=None, count=3):
-    return fp.make_plan([fp.stage(fn)], fp.fill_drain(1, count, backward=False), merge=merge, devices="cpu")
+    return fp.make_plan([fp.stage(fn)], fp.schedules.fill_drain(1, count, backward=False), merge=merge, devices="cpu")
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -87,7 +87,7 @@ def test_cotangents_go_the_way_back(rule):
     """Gradients of plain autograd over the joined output."""
     x, w = torch.randn(5, 3), torch.randn(3, requires_grad=True)
     fn = (lambda p, x: (x * p).T) if rule == 1 else (lambda p, x: (x * p).square().sum(0))
-    plan = fp.make_plan([fp.stage(fn)], fp.fill_drain(1, 2), merge=rule, devices="cpu")
+    plan = fp.make_plan([fp.stage(fn)], fp.schedules.fill_drain(1, 2), merge=rule, devices="cpu")
     result, pullback = fp.vjp(plan, (w.detach(),), x)
     parts = [fn(w, part) for part in x.split([3, 2])]
     if rule == "each":

@@ -59,7 +59,7 @@ def assert_exact(model, split, batch, count=4, **options):
     whole = model(**batch)
     whole.loss.backward()
     plan = fp.make_plan(
-        split.stages, fp.one_f_one_b(len(split), count), loss=split.loss, ties=split.ties, devices="cpu"
+        split.stages, fp.schedules.one_f_one_b(len(split), count), loss=split.loss, ties=split.ties, devices="cpu"
     )
     result = fp.run(plan, split.params, (batch, None), state=split.state, **options)
     torch.testing.assert_close(result.loss, whole.loss.detach(), rtol=1e-5, atol=1e-6)
@@ -86,7 +86,7 @@ def test_labels_that_count(name):
 def test_adapters():
     """peft hands labels on to the model inside."""
     peft = pytest.importorskip("peft")
-    from funcpipe.models.counting import Labels
+    from funcpipe.modules.counting import Labels
 
     batch = batch_of("Llama")
     adapted = peft.get_peft_model(MODELS["Llama"](), peft.LoraConfig(r=2, target_modules=["q_proj"]))
@@ -109,11 +109,11 @@ def test_evaluation_and_accumulation():
     """Forwards alone; two runs as one."""
     model, batch = MODELS["Llama"](), batch_of("Llama")
     split = fp.split(model, 2)
-    forwards = fp.make_plan(split.stages, fp.fill_drain(2, 4, backward=False), loss=split.loss, outputs=False)
+    forwards = fp.make_plan(split.stages, fp.schedules.fill_drain(2, 4, backward=False), loss=split.loss, outputs=False)
     torch.testing.assert_close(
         fp.run(forwards, split.params, (batch, None), state=split.state).loss, model(**batch).loss.detach()
     )
-    plan = fp.make_plan(split.stages, fp.one_f_one_b(2, 2), loss=split.loss, ties=split.ties)
+    plan = fp.make_plan(split.stages, fp.schedules.one_f_one_b(2, 2), loss=split.loss, ties=split.ties)
     parts = [{name: value[part] for name, value in batch.items()} for part in (slice(0, 5), slice(5, 8))]
     total = fp.accumulate([fp.run(plan, split.params, (part, None), state=split.state) for part in parts])
     torch.testing.assert_close(total.loss, model(**batch).loss.detach())
@@ -123,7 +123,7 @@ def test_labels_by_position_and_without_padding():
     """Inputs as a tuple go by the names of forward; without ignored labels all is as it was."""
     model, batch = MODELS["Llama"](), batch_of("Llama")
     split = fp.split(model, 2)
-    plan = fp.make_plan(split.stages, fp.one_f_one_b(2, 4), loss=split.loss, ties=split.ties)
+    plan = fp.make_plan(split.stages, fp.schedules.one_f_one_b(2, 4), loss=split.loss, ties=split.ties)
     weigh = plan.counts.weigh
     by_position = (batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"])
     assert int(weigh(by_position, None)) == int(weigh(batch, None)) == int((batch["labels"][:, 1:] != -100).sum())
@@ -159,16 +159,16 @@ def test_what_is_not_known_is_refused():
     padded = batch_of("Llama")
     model, batch = Own(), {"tokens": padded["input_ids"], "labels": padded["labels"]}
     split = fp.split(model, 2)
-    plan = fp.make_plan(split.stages, fp.one_f_one_b(2, 4), loss=split.loss)
+    plan = fp.make_plan(split.stages, fp.schedules.one_f_one_b(2, 4), loss=split.loss)
     with pytest.raises(fp.BatchError, match=r"'labels' of -100.*loss of Own.*weigh\(self, inputs, target\)"):
         fp.run(plan, split.params, (batch, None))
-    told = fp.make_plan(split.stages, fp.one_f_one_b(2, 4), loss=Tokens())
+    told = fp.make_plan(split.stages, fp.schedules.one_f_one_b(2, 4), loss=Tokens())
     torch.testing.assert_close(fp.run(told, split.params, (batch, None)).loss, model(**batch)["loss"].detach())
     whole = {"tokens": padded["input_ids"], "labels": padded["input_ids"]}
     torch.testing.assert_close(fp.run(plan, split.params, (whole, None)).loss, model(**whole)["loss"].detach())
     model = MODELS["Llama"]()
     split = fp.split(model, 2)
-    plan = fp.make_plan(split.stages, fp.one_f_one_b(2, 4), loss=split.loss, ties=split.ties)
+    plan = fp.make_plan(split.stages, fp.schedules.one_f_one_b(2, 4), loss=split.loss, ties=split.ties)
     given = {**padded, "num_items_in_batch": fp.Replicate(torch.tensor(9))}
     with pytest.raises(fp.BatchError, match="num_items_in_batch"):
         fp.run(plan, split.params, (given, None), state=split.state)
@@ -188,6 +188,6 @@ def test_what_is_not_known_is_refused():
 )
 def test_how_a_forward_is_read(kind, how):
     """A forward that changes its labels, or compares them otherwise, is not known."""
-    from funcpipe.models.counting import _loss_of_labels
+    from funcpipe.modules.counting import _loss_of_labels
 
     assert how == _loss_of_labels(getattr(transformers, kind).forward)

@@ -23,7 +23,7 @@ class Stack(nn.Module):
     def forward(self, x):
         for number, layer in enumerate(self.layers):
             if number in self.marks:
-                fp.split_point()
+                fp.models.split_point()
             x = layer(x)
         return x
 
@@ -33,7 +33,7 @@ def trains_like_itself(made, model, batch, *, train=True, options=None):
     loss = lambda y, target: F.mse_loss(y, target)
     x, target = batch
     plan = fp.make_plan(
-        made.stages, fp.one_f_one_b(len(made), 2), loss=loss, ties=made.ties, devices="cpu", train=train
+        made.stages, fp.schedules.one_f_one_b(len(made), 2), loss=loss, ties=made.ties, devices="cpu", train=train
     )
     result = fp.run(plan, made.params, batch, state=made.state)
     own = copy.deepcopy(model)
@@ -115,13 +115,15 @@ def test_split_points_and_another_number_of_stages():
     for wrong in (1, 3):
         with pytest.raises(fp.PlanError, match=rf"num_stages is {wrong}, but its forward calls split_point\(\) once"):
             fp.split(model, wrong, example=torch.randn(4, 8))
-    assert len(fp.split(model, 3, policy=fp.by_parameters, example=torch.randn(4, 8))) == 3
+    assert len(fp.split(model, 3, policy=fp.models.by_parameters, example=torch.randn(4, 8))) == 3
 
 
 def test_split_points_without_a_trace():
     model = Stack(*(nn.Linear(8, 8) for _ in range(4)), marks=(1,))
     for wrong in (model, nn.Sequential(model, nn.Linear(8, 8))):
-        with pytest.raises(fp.PlanError, match=r"the forward of Stack calls fp.split_point\(\), .* give example="):
+        with pytest.raises(
+            fp.PlanError, match=r"the forward of Stack calls fp.models.split_point\(\), .* give example="
+        ):
             fp.split(wrong, 2)
     assert len(fp.split(model, balance=[1, 3])) == 2
 
@@ -129,7 +131,7 @@ def test_split_points_without_a_trace():
 def test_two_split_points_at_one_place():
     class Twice(Stack):
         def forward(self, x):
-            fp.split_point()
+            fp.models.split_point()
             return super().forward(x)
 
     with pytest.raises(fp.PlanError, match=r"split_point\(\) stands before the first operation"):
@@ -191,8 +193,8 @@ def test_what_blocks_hand_out_beside_their_outputs_is_refused_without_a_trace(ki
 
 def test_what_blocks_hand_out_is_refused_when_compiled():
     made = fp.split(Collects(), 2)
-    stages = [fp.compile(stage) for stage in made.stages]
-    plan = fp.make_plan(stages, fp.fill_drain(2, 2), loss=lambda y, _: y[0].mean(), devices="cpu")
+    stages = [fp.compile_stage(stage) for stage in made.stages]
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2), loss=lambda y, _: y[0].mean(), devices="cpu")
     with pytest.raises(fp.PlanError, match=r"output\[1\]\[0\] is made of what blocks hand out"):
         fp.run(plan, made.params, (torch.randn(4, 8), None))
 
@@ -245,7 +247,7 @@ def test_marks_in_an_example_say_where_its_rows_are():
     model, table = Marked(), torch.randn(4, 8)
     made = fp.split(model, at=["b"], example=marked(4, table=table))
     x, mask, _ = marked(7, table=table)
-    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
     target = torch.randn(7, 8)
     result = fp.run(plan, made.params, ((x, mask, fp.Replicate(table)), target))
     wanted = F.mse_loss(model(x, mask.value, table), target)
@@ -275,10 +277,10 @@ def test_marks_in_the_example_of_a_measurement():
     given = {"device": "cpu"}
     stage, params, _ = fp.from_module(Scale())
     example = (torch.randn(4, 8), fp.Replicate(torch.randn(8, 8)))
-    assert len(fp.profile([stage], example, params=[params], repeats=1, warmup=0, **given).forward) == 1
-    assert fp.memory([stage], example, params=[params], **given).total.output == 4 * 8 * 4
+    assert len(fp.models.profile([stage], example, params=[params], repeats=1, warmup=0, **given).forward) == 1
+    assert fp.models.memory([stage], example, params=[params], **given).total.output == 4 * 8 * 4
     with pytest.raises(fp.PlanError, match=r"an example is one input"):
-        fp.memory([stage], fp.Microbatches([example]), params=[params])
+        fp.models.memory([stage], fp.Microbatches([example]), params=[params])
 
 
 # -- wrapped models ----------------------------------------------------------------------------------------------------
@@ -348,7 +350,7 @@ def test_attributes_beyond_a_wrapper(traced, shared):
             del type(inner).config
     assert config.use_cache  # the user's own stays
     x, target = torch.randn(4, 8), torch.randn(4, 8)
-    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     result = fp.run(plan, made.params, (x, target), state=made.state)
     F.mse_loss(model(x), target).backward()
     found = made.merge(result.grads)
@@ -366,7 +368,7 @@ def test_peft(traced):
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     model = peft.get_peft_model(zoo("llama"), config)
     made = fp.split(model, 2, **({"example": inputs} if traced else {}))
-    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=made.loss, ties=made.ties, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=made.loss, ties=made.ties, devices="cpu")
     result = fp.run(plan, made.params, (inputs, None), state=made.state)
     wanted = model(**inputs).loss
     wanted.backward()
@@ -388,8 +390,8 @@ def test_blocks_with_an_attention_mask_compile(name, dropout):
     found = []
     for compiled in (True, False):
         made = fp.split(model, 2)
-        stages = [fp.compile(stage, fuse=False) for stage in made.stages] if compiled else made.stages
-        plan = fp.make_plan(stages, fp.zero_bubble(2, 3), loss=made.loss, ties=made.ties, devices="cpu")
+        stages = [fp.compile_stage(stage, fuse=False) for stage in made.stages] if compiled else made.stages
+        plan = fp.make_plan(stages, fp.schedules.zero_bubble(2, 3), loss=made.loss, ties=made.ties, devices="cpu")
         found.append(fp.run(plan, made.params, (inputs, None), state=made.state, seed=3))
     torch.testing.assert_close(found[0].loss, found[1].loss, rtol=0, atol=1e-12)
     for mine, theirs in zip(found[0].grads, found[1].grads, strict=True):
@@ -449,8 +451,8 @@ def test_torchscript_layers_are_refused_by_name(make):
         lambda: fp.split(row, 2),
         lambda: fp.Pipe(row, devices="cpu"),
         lambda: fp.from_module(row),
-        lambda: fp.memory(row, x),
-        lambda: fp.profile(row, x, repeats=1),
+        lambda: fp.models.memory(row, x),
+        lambda: fp.models.profile(row, x, repeats=1),
     ):
         with pytest.raises(fp.PlanError, match="'?1?'? is TorchScript"):
             way()

@@ -15,7 +15,7 @@ RUNS = [fp.run_sequential, *(lambda *a, e=e, **k: fp.run(*a, executor=e, **k) fo
 
 
 def plan_of(*stages, count=2, schedule=None):
-    schedule = schedule or fp.one_f_one_b(len(stages), count)
+    schedule = schedule or fp.schedules.one_f_one_b(len(stages), count)
     return fp.make_plan(stages, schedule, loss=lambda y, t: F.mse_loss(y, t), devices="cpu")
 
 
@@ -75,7 +75,7 @@ def test_a_stage_that_closes_over_what_requires_a_gradient_is_refused(name, run,
 
 def test_it_is_refused_in_a_compiled_stage_too():
     net = nn.Linear(2, 2)
-    plan = plan_of(fp.compile(fp.stage(lambda p, x: net(x) * p)))
+    plan = plan_of(fp.compile_stage(fp.stage(lambda p, x: net(x) * p)))
     with pytest.raises(fp.FuncpipeError, match=r"net|closed over"):
         fp.run(plan, (torch.ones(2),), batch())
 

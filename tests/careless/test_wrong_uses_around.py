@@ -61,7 +61,7 @@ def test_what_fails_inside_of_a_worker_of_a_loader_arrives(error):
     def fails(params, x):
         raise error("no such word")
 
-    plan = fp.make_plan([fails], fp.fill_drain(1, 2, backward=False), devices="cpu")
+    plan = fp.make_plan([fails], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
     with pytest.raises(error, match="no such word") as caught:
         Loaded(lambda _: fp.run(plan, ((),), torch.ones(4, 3), executor="serial").outputs).rows()
     assert isinstance(caught.value, fp.StageError)

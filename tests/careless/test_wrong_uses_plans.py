@@ -8,7 +8,7 @@ from small import batch, equals_plain, parts, plan_of, setup
 
 import funcpipe as fp
 
-SCHEDULE = fp.one_f_one_b(num_stages=2, num_microbatches=4)
+SCHEDULE = fp.schedules.one_f_one_b(num_stages=2, num_microbatches=4)
 
 
 def test_stages_come_first_and_are_stages():
@@ -26,15 +26,15 @@ def test_stages_come_first_and_are_stages():
     assert fp.make_plan((one for one in stages), SCHEDULE).num_stages == 2
 
 
-@pytest.mark.parametrize("schedule", [fp.one_f_one_b, "1f1b", 4])
+@pytest.mark.parametrize("schedule", [fp.schedules.one_f_one_b, "1f1b", 4])
 def test_a_schedule_is_made_by_a_call(schedule):
-    with pytest.raises(fp.PlanError, match=r"make one with fp.one_f_one_b\(...\) or Schedule.parse"):
+    with pytest.raises(fp.PlanError, match=r"make one with fp.schedules.one_f_one_b\(...\) or Schedule.parse"):
         fp.make_plan(parts()[1], schedule)
 
 
 def test_stages_and_microbatches_mixed_up():
     with pytest.raises(fp.PlanError, match="the schedule has 4 stages, but 2 are given"):
-        fp.make_plan(parts()[1], fp.one_f_one_b(4, 2), loss=F.cross_entropy)
+        fp.make_plan(parts()[1], fp.schedules.one_f_one_b(4, 2), loss=F.cross_entropy)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_plan_is_what_calls_take_first():
         "place": lambda: fp.place(params, plan),
         "lanes": lambda: fp.lanes(2),
         "graphs": lambda: fp.graphs(plan.stages),
-        "warmup": lambda: fp.warmup(fp.compile(plan.stages[0]), params[0], given),
+        "warmup": lambda: fp.warmup(fp.compile_stage(plan.stages[0]), params[0], given),
     }
     for name, call in calls.items():
         with pytest.raises(fp.PlanError, match=rf"^{name} takes a plan; got a \w+; make one: fp.make_plan"):

@@ -68,7 +68,7 @@ def test_what_is_no_function_of_params_and_x_is_refused_where_the_stage_is_made(
 )
 def test_other_forms_of_such_functions_are_fine(function):
     x = torch.randn(8, 4)
-    plan = fp.make_plan([fp.stage(function)], fp.fill_drain(1, 2, backward=False), devices="cpu")
+    plan = fp.make_plan([fp.stage(function)], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
     assert torch.equal(x, fp.run(plan, (W,), x).outputs)
 
 
@@ -96,9 +96,9 @@ def test_functions_made_in_a_loop_that_read_its_variable_are_refused(values, tol
     for s in values:
         stages.append(fp.stage(lambda params, x: (x, s)))
     with pytest.raises(fp.PlanError, match=told):
-        fp.make_plan(stages, fp.fill_drain(len(stages), 2))
+        fp.make_plan(stages, fp.schedules.fill_drain(len(stages), 2))
     with pytest.raises(fp.PlanError, match="made in a loop, that reads a variable when it runs"):
-        fp.make_plan([fp.compose(*stages)], fp.fill_drain(1, 2))
+        fp.make_plan([fp.compose(*stages)], fp.schedules.fill_drain(1, 2))
 
 
 def test_so_are_those_that_read_a_global_one():
@@ -108,7 +108,7 @@ def test_so_are_those_that_read_a_global_one():
         names,
     )
     with pytest.raises(fp.PlanError, match=r"stage 0 \('one'\) and others .* 'k' was 2.0"):
-        fp.make_plan(names["stages"], fp.fill_drain(2, 2))
+        fp.make_plan(names["stages"], fp.schedules.fill_drain(2, 2))
 
 
 def test_loops_that_hold_their_variable_are_right():
@@ -118,7 +118,7 @@ def test_loops_that_hold_their_variable_are_right():
     held = [fp.stage(lambda params, x, s=s: x * s) for s in (1.0, 10.0, 100.0)]
     bound = [fp.stage(functools.partial(scaled, scale=s)) for s in (1.0, 10.0, 100.0)]
     for stages in (held, bound, [made(s) for s in (1.0, 10.0, 100.0)]):
-        plan = fp.make_plan(stages, fp.fill_drain(3, 2, backward=False), devices="cpu")
+        plan = fp.make_plan(stages, fp.schedules.fill_drain(3, 2, backward=False), devices="cpu")
         assert torch.equal(X * 1000, fp.run(plan, ((), (), ()), X).outputs)
 
 
@@ -126,12 +126,12 @@ def test_values_that_are_the_same_or_change_after_the_plan_was_made_are_no_fault
     stages = []
     for act in (nn.ReLU(), nn.ReLU()):
         stages.append(fp.stage(lambda params, x: act(x)))
-    fp.make_plan(stages, fp.fill_drain(2, 2))
+    fp.make_plan(stages, fp.schedules.fill_drain(2, 2))
     temperature = 1.0
     cooling = [fp.stage(lambda params, x: x * temperature) for _ in range(2)]
-    fp.make_plan(cooling, fp.fill_drain(2, 2))
+    fp.make_plan(cooling, fp.schedules.fill_drain(2, 2))
     temperature = 0.5
-    plan = fp.make_plan(cooling, fp.fill_drain(2, 2, backward=False), devices="cpu")
+    plan = fp.make_plan(cooling, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
     assert torch.equal(X / 4, fp.run(plan, ((), ()), X).outputs)
 
 

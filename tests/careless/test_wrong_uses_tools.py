@@ -101,7 +101,7 @@ def test_a_model_without_blocks_is_traced_with_a_good_example():
         with pytest.raises(fp.PlanError, match=told):
             fp.split(TwoLayers(), 2, **options)
     split = fp.split(TwoLayers(), 2, example=torch.randn(4, 3, 4))
-    plan = fp.make_plan(split, fp.fill_drain(2, 2, backward=False), devices="cpu")
+    plan = fp.make_plan(split, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
     with pytest.raises(fp.BatchError, match=r"x was float32 \[rows, 3, 4\]; got \(3, 5, 4\): dimension 1 is fixed"):
         fp.run(plan, split.params, torch.randn(6, 5, 4))
 
@@ -109,7 +109,7 @@ def test_a_model_without_blocks_is_traced_with_a_good_example():
 def test_a_split_is_not_its_params_nor_a_result():
     whole = model()
     split = fp.split(whole, 2)
-    plan = fp.make_plan(split, fp.one_f_one_b(2, 2), loss=F.cross_entropy, devices="cpu")
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.cross_entropy, devices="cpu")
     with pytest.raises(fp.PlanError, match=r"params is a tuple with one tree .* got a Split"):
         fp.run(plan, split, batch())
     result = fp.run(plan, split.params, batch())
@@ -120,7 +120,7 @@ def test_a_split_is_not_its_params_nor_a_result():
     with pytest.raises(fp.PlanError, match="'a' is no name of the model"):
         split.load_state_dict({"a": torch.ones(1)})
     with pytest.raises(fp.PlanError, match=r"the plan has no loss, .* make_plan\(..., loss=fn\)"):
-        fp.run(fp.make_plan(split, fp.one_f_one_b(2, 2), devices="cpu"), split.params, batch())
+        fp.run(fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), devices="cpu"), split.params, batch())
 
 
 def test_from_module_takes_a_module_that_is_there():
@@ -138,13 +138,13 @@ def test_compile_and_programs_take_stages():
     whole, plan, params = setup()
     for strange in (whole, plan, list(plan.stages), lambda params, x: x):
         with pytest.raises(fp.PlanError, match="compile takes a stage; got a"):
-            fp.compile(strange)
+            fp.compile_stage(strange)
     for strange in (plan.stages[0], plan):
-        with pytest.raises(fp.PlanError, match=r"programs takes a compiled stage: fp.compile\(stage\)"):
-            fp.programs(strange, params[0], batch()[0])
+        with pytest.raises(fp.PlanError, match=r"programs takes a compiled stage: fp.compile_stage\(stage\)"):
+            fp.make_programs(strange, params[0], batch()[0])
     with pytest.raises(fp.PlanError, match="backend is one of"):
-        fp.compile(plan.stages[0], backend="tensorrt")
-    twice = plan_of([fp.compile(fp.compile(one)) for one in plan.stages])
+        fp.compile_stage(plan.stages[0], backend="tensorrt")
+    twice = plan_of([fp.compile_stage(fp.compile_stage(one)) for one in plan.stages])
     given = batch()
     equals_plain(whole, given, fp.run(twice, params, given))
     assert fp.warmup(plan, params, given) == 0  # nothing is compiled
@@ -180,37 +180,37 @@ async def waits(x):
         (lambda x: x, "stages are a sequence of functions, BatchStage or Fold; got a function"),
         (["cpu"], "stage 0 is a function, a BatchStage or a Fold; got a str"),
         ([yields], "stage 0: 'yields' yields, so a call of it computes nothing; return the batch"),
-        ([fp.BatchStage(waits)], "stage 0: 'waits' is async"),
+        ([fp.batches.BatchStage(waits)], "stage 0: 'waits' is async"),
         (
             [fp.stage(lambda params, x: x)],
             r"stage 0 is a stage of a plan; .* lambda batch: fp.run\(plan, params, batch\)",
         ),
-        ([fp.Fold(lambda s, x: (s, x), 0), abs], "stage 0 is a Fold, and only the last can be one"),
-        ([fp.Fold(0, lambda s, x: (s, x))], "fn= is a function; got a int"),
-        ([fp.BatchStage(lambda s, x: x, lag=1)], r"end the stages with fp.Fold\(step, state\)"),
-        ([fp.BatchStage(abs, seed="a")], "seed= is a whole number"),
+        ([fp.batches.Fold(lambda s, x: (s, x), 0), abs], "stage 0 is a Fold, and only the last can be one"),
+        ([fp.batches.Fold(0, lambda s, x: (s, x))], "fn= is a function; got a int"),
+        ([fp.batches.BatchStage(lambda s, x: x, lag=1)], r"end the stages with fp.batches.Fold\(step, state\)"),
+        ([fp.batches.BatchStage(abs, seed="a")], "seed= is a whole number"),
     ],
 )
 def test_stages_of_an_overlap_are_functions_of_a_batch(stages, told):
     with pytest.raises(fp.PlanError, match=told):
-        fp.overlap(range(3), stages)
+        fp.batches.overlap(range(3), stages)
 
 
 def test_the_source_the_depth_and_what_a_fold_returns():
     data = torch.utils.data.TensorDataset(*batch())
     for source in (5, data):
         with pytest.raises(fp.PlanError, match="the source of an overlap is an iterable of batches"):
-            list(fp.overlap(source, [abs]))
+            list(fp.batches.overlap(source, [abs]))
     for depth in (-1, 2.5):
         with pytest.raises(fp.PlanError, match="depth is a whole number from 0"):
-            fp.overlap(range(3), [abs], depth=depth)
+            fp.batches.overlap(range(3), [abs], depth=depth)
     for fold in (lambda s, x: s + x, lambda s, x: torch.zeros(2)):
         with pytest.raises(fp.PlanError, match=r"a fold returns \(state, result\)"):
-            list(fp.overlap(range(3), [fp.Fold(fold, 0)]))
+            list(fp.batches.overlap(range(3), [fp.batches.Fold(fold, 0)]))
     with pytest.raises(fp.PlanError, match="to_device takes a device, or a tree of them; got 'gpu'"):
-        fp.to_device("gpu")
+        fp.batches.to_device("gpu")
     with pytest.raises(fp.BatchError, match="to_device has devices for other branches than this batch has"):
-        list(fp.overlap([{"x": torch.ones(1)}], [fp.to_device({"y": "cpu"})]))
+        list(fp.batches.overlap([{"x": torch.ones(1)}], [fp.batches.to_device({"y": "cpu"})]))
 
 
 def test_training_in_the_loop_or_in_the_last_stage_is_right():
@@ -227,34 +227,37 @@ def test_training_in_the_loop_or_in_the_last_stage_is_right():
             return float(result.loss)
 
         if where == "stage":
-            losses.append(list(fp.overlap(given, [fp.to_device("cpu"), train])))
+            losses.append(list(fp.batches.overlap(given, [fp.batches.to_device("cpu"), train])))
         else:
             losses.append(
-                [train(one) for one in (fp.overlap(given, [fp.to_device("cpu")]) if where == "loop" else given)]
+                [
+                    train(one)
+                    for one in (fp.batches.overlap(given, [fp.batches.to_device("cpu")]) if where == "loop" else given)
+                ]
             )
     assert losses[0] == losses[1] == losses[2]
 
 
 def test_windows_that_are_kept_for_later_say_that_they_are_over():
     with pytest.raises(fp.PlanError, match=r"this window is over: .* keep it: list\(window\)"):
-        [list(window) for window in list(fp.windows(range(5), 2))]
-    kept = [list(window) for window in fp.windows(range(5), 2)]
+        [list(window) for window in list(fp.batches.windows(range(5), 2))]
+    kept = [list(window) for window in fp.batches.windows(range(5), 2)]
     assert kept == [[0, 1], [2, 3], [4]]
     used = []
-    for window in fp.windows(range(4), 2):
+    for window in fp.batches.windows(range(4), 2):
         used.append(window)
         list(window)
     assert [list(window) for window in used] == [[], []]  # they had been used
     for size in (0, range(3)):
         with pytest.raises(fp.PlanError, match="a window has a whole number of items from 1"):
-            fp.windows(range(3), size)
+            fp.batches.windows(range(3), size)
 
 
 def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
     with pytest.raises(fp.PlanError, match=r"accumulate_grads\(grad_fn, window\); got a list"):
-        fp.accumulate_grads([torch.ones(1)], lambda x: ({"w": x}, None))
+        fp.batches.accumulate_grads([torch.ones(1)], lambda x: ({"w": x}, None))
     with pytest.raises(fp.PlanError, match=r"grad_fn returns \(gradients, anything else\), .* got a dict"):
-        fp.accumulate_grads(lambda x: {"w": x}, [torch.ones(1)])
+        fp.batches.accumulate_grads(lambda x: {"w": x}, [torch.ones(1)])
 
 
 # -- schedules, costs, pictures ----------------------------------------------------------------------------------------
@@ -263,12 +266,12 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: fp.one_f_one_b(0, 4), "num_stages is positive; got 0"),
-        (lambda: fp.one_f_one_b(2, 4.0), "num_microbatches is a whole number; got 4.0"),
-        (lambda: fp.one_f_one_b("2", 4), "num_stages is a whole number; got '2'"),
-        (lambda: fp.one_f_one_b(2, 4, num_devices=4), "num_devices is at most num_stages"),
-        (lambda: fp.zbv(3, 4), "take num_stages=4"),
-        (lambda: fp.dualpipe_v(8, 4), "take more microbatches, or fp.zbv"),
+        (lambda: fp.schedules.one_f_one_b(0, 4), "num_stages is positive; got 0"),
+        (lambda: fp.schedules.one_f_one_b(2, 4.0), "num_microbatches is a whole number; got 4.0"),
+        (lambda: fp.schedules.one_f_one_b("2", 4), "num_stages is a whole number; got '2'"),
+        (lambda: fp.schedules.one_f_one_b(2, 4, num_devices=4), "num_devices is at most num_stages"),
+        (lambda: fp.schedules.zbv(3, 4), "take num_stages=4"),
+        (lambda: fp.schedules.dualpipe_v(8, 4), "take more microbatches, or fp.schedules.zbv"),
         (lambda: fp.Schedule.parse("0F0,0B0"), "line 1: '0F0,0B0' is no action"),
         (lambda: fp.Schedule.parse("0f0 0b0"), "line 1: '0f0' is no action"),
         (lambda: fp.Schedule.parse("schedule.txt"), "'schedule.txt' is no action"),
@@ -276,28 +279,40 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
             lambda: fp.Schedule.parse(["0F0 0B0"]),
             r"parse takes text, a line for each device, such as '0F0 0B0'; got a list",
         ),
-        (lambda: fp.check(fp.Schedule.parse("0F0 1F0\n0B0 1B0")), "a stage lives on one device"),
-        (lambda: fp.check(fp.Schedule.parse("1F1 1B1")), "0F0 is missing"),
-        (lambda: fp.from_torch_csv("schedule.csv"), "row 1: 'schedule.csv' is no action"),
-        (lambda: fp.from_torch_csv(b"0F0,0B0"), "from_torch_csv takes text; got a bytes"),
-        (lambda: fp.from_json("0F0 0B0"), "this is no JSON that funcpipe reads"),
-        (lambda: fp.to_json(setup()[1]), r"of a plan: fp.to_json\(plan.schedule\)"),
-        (lambda: fp.remat(fp.remat(fp.fill_drain(2, 2))), "has R already; apply remat once"),
-        (lambda: fp.remat(setup()[1]), r"fp.remat\(plan.schedule\)"),
-        (lambda: fp.remat(fp.fill_drain(2, 2), keep=[1]), r"keep is a function \(action\) -> bool"),
-        (lambda: fp.remat(fp.fill_drain(2, 2, backward=False)), "has no backwards"),
-        (lambda: fp.offload(fp.remat(fp.fill_drain(2, 2))), "is computed again or moved, not both"),
-        (lambda: fp.delay(fp.one_f_one_b(2, 4), group=0), "from 1; got 0"),
+        (lambda: fp.schedules.check(fp.Schedule.parse("0F0 1F0\n0B0 1B0")), "a stage lives on one device"),
+        (lambda: fp.schedules.check(fp.Schedule.parse("1F1 1B1")), "0F0 is missing"),
+        (lambda: fp.schedules.from_torch_csv("schedule.csv"), "row 1: 'schedule.csv' is no action"),
+        (lambda: fp.schedules.from_torch_csv(b"0F0,0B0"), "from_torch_csv takes text; got a bytes"),
+        (lambda: fp.schedules.from_json("0F0 0B0"), "this is no JSON that funcpipe reads"),
+        (lambda: fp.schedules.to_json(setup()[1]), r"of a plan: fp.schedules.to_json\(plan.schedule\)"),
+        (
+            lambda: fp.schedules.remat(fp.schedules.remat(fp.schedules.fill_drain(2, 2))),
+            "has R already; apply remat once",
+        ),
+        (lambda: fp.schedules.remat(setup()[1]), r"fp.schedules.remat\(plan.schedule\)"),
+        (lambda: fp.schedules.remat(fp.schedules.fill_drain(2, 2), keep=[1]), r"keep is a function \(action\) -> bool"),
+        (lambda: fp.schedules.remat(fp.schedules.fill_drain(2, 2, backward=False)), "has no backwards"),
+        (
+            lambda: fp.schedules.offload(fp.schedules.remat(fp.schedules.fill_drain(2, 2))),
+            "is computed again or moved, not both",
+        ),
+        (lambda: fp.schedules.delay(fp.schedules.one_f_one_b(2, 4), group=0), "from 1; got 0"),
         (lambda: fp.simulate(parts()[1]), "simulate takes a plan or a schedule; got a tuple"),
         (
-            lambda: fp.simulate(fp.one_f_one_b(2, 4), 3.0),
+            lambda: fp.simulate(fp.schedules.one_f_one_b(2, 4), 3.0),
             r"simulate takes a Cost .* fp.Cost\(forward=..., backward=...\)",
         ),
-        (lambda: fp.simulate(fp.one_f_one_b(2, 4), fp.Cost(forward=[1, 2, 3])), "one for each of 2 stages"),
-        (lambda: fp.simulate(fp.one_f_one_b(2, 4), fp.Cost([1, 2], backward=[1, 2, 3])), "backward has 3 numbers"),
+        (lambda: fp.simulate(fp.schedules.one_f_one_b(2, 4), fp.Cost(forward=[1, 2, 3])), "one for each of 2 stages"),
+        (
+            lambda: fp.simulate(fp.schedules.one_f_one_b(2, 4), fp.Cost([1, 2], backward=[1, 2, 3])),
+            "backward has 3 numbers",
+        ),
         (lambda: fp.Cost(forward=torch.ones(2)), "forward is a number from 0, or a sequence of them"),
         (lambda: fp.Cost(forward=float("nan")), "forward is a number from 0"),
-        (lambda: fp.search([1.0], num_devices=1, num_microbatches=2), "search takes a Cost .fp.profile measures one"),
+        (
+            lambda: fp.search([1.0], num_devices=1, num_microbatches=2),
+            "search takes a Cost .fp.models.profile measures one",
+        ),
     ],
 )
 def test_schedules_and_costs_say_what_is_wrong(call, told):
@@ -309,18 +324,21 @@ def test_schedules_and_costs_say_what_is_wrong(call, told):
     ("call", "told"),
     [
         (
-            lambda: fp.balance(5, 2),
-            r"balance takes the time of each layer, \[1.0, 2.0, ...\], or the Cost that fp.profile",
+            lambda: fp.models.balance(5, 2),
+            r"balance takes the time of each layer, \[1.0, 2.0, ...\], or the Cost that fp.models.profile",
         ),
-        (lambda: fp.balance(model(), 2), "or the Cost that fp.profile.* got a Sequential"),
-        (lambda: fp.balance([1.0, 2.0], 3), "num_parts is from 1 to the number of layers, 2; got 3"),
-        (lambda: fp.balance([1.0, -2.0], 2), "costs: numbers from 0; got -2.0"),
-        (lambda: fp.plan_for(model(), num_devices=2, num_microbatches=2), "cost is a Cost of the layers"),
-        (lambda: fp.profile(nn.Linear(4, 4), torch.ones(2, 4)), "layers are an nn.Sequential, a list of modules"),
-        (lambda: fp.profile(parts()[1], torch.ones(2, 4)), "stages come with params="),
-        (lambda: fp.profile(model(), torch.ones(2, 4), repeats=0), "repeats is an int from 1"),
-        (lambda: fp.memory(nn.Linear(4, 4), torch.ones(2, 4)), "layers are an nn.Sequential, a list of modules"),
-        (lambda: fp.memory(model(), torch.ones(2, 4), optimizer="adamx"), "did you mean 'adamax'"),
+        (lambda: fp.models.balance(model(), 2), "or the Cost that fp.models.profile.* got a Sequential"),
+        (lambda: fp.models.balance([1.0, 2.0], 3), "num_parts is from 1 to the number of layers, 2; got 3"),
+        (lambda: fp.models.balance([1.0, -2.0], 2), "costs: numbers from 0; got -2.0"),
+        (lambda: fp.models.plan_for(model(), num_devices=2, num_microbatches=2), "cost is a Cost of the layers"),
+        (
+            lambda: fp.models.profile(nn.Linear(4, 4), torch.ones(2, 4)),
+            "layers are an nn.Sequential, a list of modules",
+        ),
+        (lambda: fp.models.profile(parts()[1], torch.ones(2, 4)), "stages come with params="),
+        (lambda: fp.models.profile(model(), torch.ones(2, 4), repeats=0), "repeats is an int from 1"),
+        (lambda: fp.models.memory(nn.Linear(4, 4), torch.ones(2, 4)), "layers are an nn.Sequential, a list of modules"),
+        (lambda: fp.models.memory(model(), torch.ones(2, 4), optimizer="adamx"), "did you mean 'adamax'"),
         (lambda: fp.report(setup()[1], _result()), r"use fp.run\(..., record=True\)"),
     ],
 )
@@ -343,7 +361,7 @@ def test_pictures_are_of_schedules_plans_and_timelines(tmp_path):
         with pytest.raises(TypeError, match=told):
             fp.draw(strange)
     with pytest.raises(ValueError, match=r"drawings are saved as .svg or .txt; got '.png'"):
-        fp.draw(fp.one_f_one_b(2, 2)).save(tmp_path / "picture.png")
+        fp.draw(fp.schedules.one_f_one_b(2, 2)).save(tmp_path / "picture.png")
 
 
 # -- testing -----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def test_params_are_one_tree_for_each_stage():
 
 def test_params_of_another_order_are_told_by_their_names():
     split = fp.split(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), 2)
-    plan = fp.make_plan(split, fp.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     with pytest.raises(fp.PlanError, match=r"params lacks '0.weight'; is it '2.weight'"):
         fp.run(plan, split.params[::-1], (torch.randn(8, 4), torch.randn(8, 4)))
     with pytest.raises(fp.PlanError, match=r"these are not the trees of this split"):
@@ -248,7 +248,7 @@ def test_fold_in_takes_ints_of_any_kind_and_names():
 def normed():
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)]
     split = fp.split(nn.Sequential(*layers), balance=[2, 2])
-    return split, fp.make_plan(split, fp.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    return split, fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
 
 
 def test_state_that_is_forgotten_or_of_another_order_is_refused():
@@ -332,7 +332,7 @@ def test_step_takes_an_optimizer_the_params_and_a_result():
 
 def test_step_of_an_evaluation_is_refused():
     _, stages, params = parts()
-    plan = fp.make_plan(stages, fp.fill_drain(2, 2, backward=False), devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
     with pytest.raises(fp.PlanError, match="the result has no gradients: its schedule has no backwards"):
         fp.step(sgd(params), params, fp.run(plan, params, batch()[0]))
 
@@ -380,7 +380,7 @@ def test_accumulate_takes_results_of_one_plan():
             fp.accumulate(given)
 
 
-@pytest.mark.parametrize("scale", [torch.tensor(8.0), 0, -1.0, torch.amp.GradScaler("cpu"), fp.loss_scale()])
+@pytest.mark.parametrize("scale", [torch.tensor(8.0), 0, -1.0, torch.amp.GradScaler("cpu"), fp.batches.loss_scale()])
 def test_a_loss_scale_is_a_number(scale):
     _, plan, params = setup()
     with pytest.raises(fp.PlanError, match=r"loss_scale is a number above 0 \(a scaler's get_scale\(\)\)"):
@@ -389,17 +389,17 @@ def test_a_loss_scale_is_a_number(scale):
 
 def test_the_functions_of_loss_scaling_take_the_state_first():
     _, plan, params = setup()
-    result, state = fp.run(plan, params, batch(), loss_scale=8.0), fp.loss_scale(8.0)
+    result, state = fp.run(plan, params, batch(), loss_scale=8.0), fp.batches.loss_scale(8.0)
     for given in ((result.grads, state), (8.0, result.grads)):
         with pytest.raises(fp.PlanError, match=r"unscale takes the state first, unscale\(state, grads\)"):
-            fp.unscale(*given)
+            fp.batches.unscale(*given)
     with pytest.raises(fp.PlanError, match=r"unscale\(state, result.grads\)"):
-        fp.unscale(state, result)
+        fp.batches.unscale(state, result)
     with pytest.raises(fp.PlanError, match=r"update_scale takes the state first"):
-        fp.update_scale(8.0, state)
+        fp.batches.update_scale(8.0, state)
     for found in (True, torch.tensor(True)):  # a bool will do
-        assert fp.update_scale(state, found).scale == 4.0
-        assert fp.select(found, torch.ones(1), torch.zeros(1)) == 1.0
+        assert fp.batches.update_scale(state, found).scale == 4.0
+        assert fp.batches.select(found, torch.ones(1), torch.zeros(1)) == 1.0
 
 
 # -- vjp ---------------------------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ def test_the_functions_of_loss_scaling_take_the_state_first():
 
 def forwards_first():
     _, stages, params = parts()
-    return fp.make_plan(stages, fp.fill_drain(2, 4), devices="cpu"), params, batch()[0]
+    return fp.make_plan(stages, fp.schedules.fill_drain(2, 4), devices="cpu"), params, batch()[0]
 
 
 def test_a_pullback_is_called_once_with_cotangents_like_the_outputs():

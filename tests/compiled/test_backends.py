@@ -30,18 +30,22 @@ def steps(stages, params, state, batch, schedule, **options):
 def test_a_backend_of_ones_own(kind):
     """It gets graphs of tensors only; the numbers are eager's; what draws is not given to it."""
     stages, params, state, batch = pair(kind)
-    made = [fp.compile(stage, backend=plain, fuse=False) for stage in stages]
-    for schedule in (fp.one_f_one_b(3, 4), fp.zero_bubble(3, 4), fp.remat(fp.fill_drain(3, 4))):
+    made = [fp.compile_stage(stage, backend=plain, fuse=False) for stage in stages]
+    for schedule in (
+        fp.schedules.one_f_one_b(3, 4),
+        fp.schedules.zero_bubble(3, 4),
+        fp.schedules.remat(fp.schedules.fill_drain(3, 4)),
+    ):
         assert_same_result(steps(stages, params, state, batch, schedule), steps(made, params, state, batch, schedule))
 
 
 def test_fused_products_and_merged_ones():
     """The products are made outside of the graph, one by one or together."""
     stages, params, state, batch = pair("block")
-    schedule = fp.delay(fp.one_f_one_b(3, 4), group=2)
+    schedule = fp.schedules.delay(fp.schedules.one_f_one_b(3, 4), group=2)
     eager = steps(stages, params, state, batch, schedule)
     for merge in (False, True):
-        made = [fp.compile(stage, backend=plain, merge=merge) for stage in stages]
+        made = [fp.compile_stage(stage, backend=plain, merge=merge) for stage in stages]
         for a, b in zip(
             fp.leaves(eager.grads), fp.leaves(steps(made, params, state, batch, schedule).grads), strict=True
         ):
@@ -57,9 +61,9 @@ def test_warmup_builds_what_a_step_needs():
     """F, and B or I and W, and F without a residual where there is remat; the step builds nothing."""
     stages, params, state, batch = pair("block")
     # Tanh and Softplus have no parameters: Tanh's B is empty, and so are the block's I and Softplus's W; see `pair`.
-    for schedule, expected in ((fp.one_f_one_b(3, 4), 5), (fp.zero_bubble(3, 4), 5), (fp.remat(fp.one_f_one_b(3, 4), keep=fp.never), 8)):  # fmt: skip
+    for schedule, expected in ((fp.schedules.one_f_one_b(3, 4), 5), (fp.schedules.zero_bubble(3, 4), 5), (fp.schedules.remat(fp.schedules.one_f_one_b(3, 4), keep=fp.schedules.never), 8)):  # fmt: skip
         built = []
-        made = [fp.compile(stage, backend=lambda graph, _: built.append(1) or graph.forward) for stage in stages]
+        made = [fp.compile_stage(stage, backend=lambda graph, _: built.append(1) or graph.forward) for stage in stages]
         plan = fp.make_plan(made, schedule, loss=F.mse_loss, devices="cpu")
         fp.warmup(plan, params, batch, state=state)
         count = len(built)
@@ -71,7 +75,7 @@ def test_warmup_builds_what_a_step_needs():
 def test_no_such_backend():
     stage = fp.stage(lambda p, x: x * p)
     with pytest.raises(fp.PlanError, match="cudagraphs.*graph.*inductor.*or a function"):
-        fp.compile(stage, backend="nope")
+        fp.compile_stage(stage, backend="nope")
 
 
 def test_a_backend_that_fails_is_located():
@@ -81,7 +85,9 @@ def test_a_backend_that_fails_is_located():
         raise RuntimeError("no compiler here")
 
     plan = fp.make_plan(
-        [fp.compile(fp.stage(lambda p, x: x * p), backend=broken)], fp.one_f_one_b(1, 2), loss=F.mse_loss
+        [fp.compile_stage(fp.stage(lambda p, x: x * p), backend=broken)],
+        fp.schedules.one_f_one_b(1, 2),
+        loss=F.mse_loss,
     )
     with pytest.raises(RuntimeError, match="no compiler here") as raised:
         fp.run(plan, (torch.ones(3),), (torch.ones(4, 3), torch.ones(4, 3)))
@@ -90,7 +96,7 @@ def test_a_backend_that_fails_is_located():
 
 def test_backends_are_pickled_by_name():
     stage, _, _ = fp.from_module(nn.Linear(2, 2), name="linear")
-    assert "inductor" == pickle.loads(pickle.dumps(fp.compile(stage, backend="inductor"))).program.backend
+    assert "inductor" == pickle.loads(pickle.dumps(fp.compile_stage(stage, backend="inductor"))).program.backend
 
 
 @pytest.mark.slow
@@ -100,8 +106,8 @@ def test_backends_are_pickled_by_name():
 def test_inductor():
     """Torch's compiler: eager's numbers to rounding, and a step after a warm-up builds nothing."""
     stages, params, state, batch = pair("block")
-    made = [fp.compile(stage, backend="inductor") for stage in stages]
-    schedule = fp.zero_bubble(3, 4)
+    made = [fp.compile_stage(stage, backend="inductor") for stage in stages]
+    schedule = fp.schedules.zero_bubble(3, 4)
     plan = fp.make_plan(made, schedule, loss=F.mse_loss, devices="cpu")
     assert 3 == fp.warmup(plan, params, batch, state=state)
     eager, fast = steps(stages, params, state, batch, schedule), steps(made, params, state, batch, schedule)

@@ -25,7 +25,7 @@ from funcpipe.compiled.residual import ProgramResidual
 
 
 def compiled(stages, **options):
-    return tuple(fp.compile(stage, **options) for stage in stages)
+    return tuple(fp.compile_stage(stage, **options) for stage in stages)
 
 
 def both(stages, params, batch, schedule, *, state=None, loss=F.mse_loss, fuse=False, executor="serial", **options):
@@ -46,7 +46,11 @@ def test_bits_of_the_zoo(kind, recompute):
     cheap values are computed again instead of kept."""
     stages, params, state, batch = pair(kind)
     made = compiled(stages, fuse=False, recompute=recompute)
-    for schedule in (fp.one_f_one_b(3, 4), fp.zero_bubble(3, 4), fp.remat(fp.fill_drain(3, 4))):
+    for schedule in (
+        fp.schedules.one_f_one_b(3, 4),
+        fp.schedules.zero_bubble(3, 4),
+        fp.schedules.remat(fp.schedules.fill_drain(3, 4)),
+    ):
         plans = [fp.make_plan(one, schedule, loss=F.mse_loss, outputs=True, devices="cpu") for one in (stages, made)]
         eager, programs = [fp.run(p, params, batch, state=state, seed=3, executor="serial", threads_per_lane=1) for p in plans]  # fmt: skip
         assert_same_result(eager, programs)
@@ -100,7 +104,7 @@ def test_bits_for_every_schedule(schedule, rows):
 def test_fused_sums_round_once():
     """A product that is added in one operation differs by rounding alone."""
     stages, params, state, batch = pair("block")
-    eager, programs = both(stages, params, batch, fp.zero_bubble(3, 4), state=state, fuse=True)
+    eager, programs = both(stages, params, batch, fp.schedules.zero_bubble(3, 4), state=state, fuse=True)
     for a, b in zip(fp.leaves(eager.grads), fp.leaves(programs.grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     assert same(eager.loss, programs.loss)
@@ -115,7 +119,7 @@ def test_no_operation_twice():
     torch.manual_seed(0)
     model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.ReLU())])
     stage, params, _ = fp.from_module(model)
-    programs = fp.programs(fp.compile(stage), params, torch.randn(8, 16, requires_grad=True))
+    programs = fp.make_programs(fp.compile_stage(stage), params, torch.randn(8, 16, requires_grad=True))
     assert 8 == programs.forward.operations - count(programs.forward, "torch.t(")
     products = [count(code, "torch.mm(") + count(code, "addmm_(") for code in (programs.backward, programs.backward_input, programs.backward_weight)]  # fmt: skip
     assert [8, 4, 4] == products
@@ -138,7 +142,7 @@ def test_sums_of_rows(rows, dtype, fuse, fused):
     params = tuple({"w": torch.randn(3, 3, dtype=dtype), "b": torch.randn(3, dtype=dtype)} for _ in stages)
     batch = torch.randn(2 * rows, 3, dtype=dtype), torch.randn(2 * rows, 3, dtype=dtype)
     made = compiled(stages, fuse=fuse)
-    eager, programs = [fp.run(fp.make_plan(one, fp.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu"), params, batch) for one in (stages, made)]  # fmt: skip
+    eager, programs = [fp.run(fp.make_plan(one, fp.schedules.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu"), params, batch) for one in (stages, made)]  # fmt: skip
     for a, b in zip(fp.leaves(eager.grads), fp.leaves(programs.grads), strict=True):
         assert same(a, b) if not fuse else torch.allclose(a, b, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
     for stage in made:
@@ -150,7 +154,7 @@ def test_sums_of_rows(rows, dtype, fuse, fused):
 def test_torch_s_own_bindings_make_the_same_call():
     """An operation is called through torch's binding; one whose binding has other defaults gets all it was called with."""
     options = {"loss": F.mse_loss, "target": torch.ones(2, 3)}
-    made = fp.programs(fp.compile(fp.stage(lambda p, x: x * p)), torch.ones(3), torch.ones(2, 3), **options)
+    made = fp.make_programs(fp.compile_stage(fp.stage(lambda p, x: x * p)), torch.ones(3), torch.ones(2, 3), **options)
     assert "torch.mul(x0, p0)" in made.forward.text
     assert "torch._C._nn.mse_loss(mul, x1" in made.forward.text
 
@@ -166,8 +170,8 @@ def test_sums_and_views():
         lambda p, x: x * p["w"].sum((0, -1), keepdim=True).view(()),
     ]
     for call in calls:
-        stages = fp.stage(call), fp.compile(fp.stage(call), fuse=False)
-        plans = [fp.make_plan([one], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu") for one in stages]
+        stages = fp.stage(call), fp.compile_stage(fp.stage(call), fuse=False)
+        plans = [fp.make_plan([one], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu") for one in stages]
         batch = torch.arange(12.0).view(4, 3), torch.ones(4, 3)
         params = {"w": torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.25, -1.0]])}
         assert_same_result(*(fp.run(plan, (params,), batch) for plan in plans))
@@ -176,7 +180,7 @@ def test_sums_and_views():
 def test_residuals_are_what_is_needed():
     """Between F and B lie the inputs of the products; between I and W these and the gradients of their outputs."""
     stage, params, _ = fp.from_module(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)))
-    programs = fp.programs(fp.compile(stage), params, torch.randn(8, 16, requires_grad=True))
+    programs = fp.make_programs(fp.compile_stage(stage), params, torch.randn(8, 16, requires_grad=True))
     one = 8 * 16 * 4
     assert 2 * one == programs.residual_bytes  # x, tanh
     assert 4 * one == programs.weight_residual_bytes  # and dy of both
@@ -184,13 +188,13 @@ def test_residuals_are_what_is_needed():
 
 def test_residuals_are_of_the_microbatch_alone():
     """Neither the batch around a microbatch nor that input and target lie in one memory is seen by a trace."""
-    stage = fp.compile(fp.stage(lambda p, x: x * p))
+    stage = fp.compile_stage(fp.stage(lambda p, x: x * p))
     one = 2 * 3 * 4
     for batch in (torch.randn(64, 3), torch.randn(2, 3)):
         row = batch[:2]
-        assert one == fp.programs(stage, torch.ones(3), row).residual_bytes  # x
+        assert one == fp.make_programs(stage, torch.ones(3), row).residual_bytes  # x
         assert (
-            3 * one == fp.programs(stage, torch.ones(3), row, loss=F.mse_loss, target=row).residual_bytes
+            3 * one == fp.make_programs(stage, torch.ones(3), row, loss=F.mse_loss, target=row).residual_bytes
         )  # x, y, target
 
 
@@ -203,7 +207,7 @@ def test_what_is_cheap_is_computed_again():
 
     stage, params, x = fp.stage(chain, name="chain"), torch.randn(16, 16), torch.randn(8, 16, requires_grad=True)
     one = 8 * 16 * 4
-    plain, least = (fp.programs(fp.compile(stage, recompute=again), params, x) for again in (False, True))
+    plain, least = (fp.make_programs(fp.compile_stage(stage, recompute=again), params, x) for again in (False, True))
     assert 2 * one == least.residual_bytes < plain.residual_bytes  # x, tanh: of all that is as little, what is nearest
     assert 2 == count(least.forward, "torch.mm(")
     assert 1 == count(least.backward, "gelu(")
@@ -212,13 +216,13 @@ def test_what_is_cheap_is_computed_again():
     assert 4 == count(least.backward, "torch.mm(") + count(least.backward, "addmm_(")
     # What is large and made of what is small is not kept, and the other way round.
     wide = fp.stage(lambda w, x: (x.expand(64, 8, 16) * w).sin().cos().sum(0), name="wide")
-    found = fp.programs(fp.compile(wide, recompute=True), torch.randn(16), x)
+    found = fp.make_programs(fp.compile_stage(wide, recompute=True), torch.randn(16), x)
     assert one == found.residual_bytes
     narrow = fp.stage(lambda w, x: ((x * 2).sum(1) * w).exp().sin(), name="narrow")
-    found = fp.programs(fp.compile(narrow, recompute=True), torch.randn(8), x)
+    found = fp.make_programs(fp.compile_stage(narrow, recompute=True), torch.randn(8), x)
     assert 8 * 4 == found.residual_bytes
     noisy = fp.stage(lambda w, x: F.dropout(x * w, 0.5).sin(), name="noisy")
-    found = fp.programs(fp.compile(noisy, recompute=True), torch.randn(16), x)
+    found = fp.make_programs(fp.compile_stage(noisy, recompute=True), torch.randn(16), x)
     assert "R.of(" in str(found.forward)
     assert "R.of(" not in str(found.backward)
 
@@ -229,7 +233,7 @@ def test_the_least_cut_is_no_more_than_what_is_kept_without(kind):
     kept = []
     for again in (False, True):
         made = compiled(stages, fuse=False, recompute=again)
-        plan = fp.make_plan(made, fp.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu")
+        plan = fp.make_plan(made, fp.schedules.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu")
         fp.run(plan, params, batch, state=state, seed=1, executor="serial")
         kept.append([one.residual_bytes for stage in made for one in stage.program.found.values()])
     assert all(b <= a for a, b in zip(*kept, strict=True))
@@ -237,7 +241,9 @@ def test_the_least_cut_is_no_more_than_what_is_kept_without(kind):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", [fp.one_f_one_b, fp.zero_bubble, fp.zb_h2, fp.fill_drain])
+@pytest.mark.parametrize(
+    "family", [fp.schedules.one_f_one_b, fp.schedules.zero_bubble, fp.schedules.zb_h2, fp.schedules.fill_drain]
+)
 @pytest.mark.parametrize("kind", ["block", "conv, batch norm", "linear", "dropout"])
 def test_peaks_are_as_simulated(kind, family, recompute, monkeypatch):
     """The most bytes that residuals hold on each device: what `simulate` says of the programs' own bytes, within 5 %."""
@@ -277,7 +283,7 @@ def test_peaks_are_as_simulated(kind, family, recompute, monkeypatch):
 def test_programs_print_as_python():
     """What is printed is what runs: functions that Python reads."""
     stage, params, _ = fp.from_module(nn.Linear(2, 2))
-    text = str(fp.programs(fp.compile(stage), params, torch.randn(3, 2, requires_grad=True)))
+    text = str(fp.make_programs(fp.compile_stage(stage), params, torch.randn(3, 2, requires_grad=True)))
     assert ["C(P)", "F(P, X)", "B(P, K, G, S)", "I(P, K, G)", "W(P, L, S)"] == [line[4:-1] for line in text.splitlines() if line.startswith("def ")]  # fmt: skip
     compile(text, "programs", "exec")
     assert "S[1].addmm_(t_2, x0)" in text.replace("k0", "x0").replace("l0", "x0")
@@ -295,7 +301,7 @@ def test_an_output_without_a_gradient():
     stages = (fp.stage(first), fp.stage(lambda p, x: x["used"] * p))
     params = ({name: torch.ones(3) for name in "abc"}, torch.ones(3))
     batch = torch.zeros(4, 3), torch.ones(4, 3)  # log(0): zeros instead of nothing would give nan
-    for schedule in (fp.one_f_one_b(2, 2), fp.zero_bubble(2, 2)):
+    for schedule in (fp.schedules.one_f_one_b(2, 2), fp.schedules.zero_bubble(2, 2)):
         eager, programs = both(stages, params, batch, schedule)
         assert_same_result(eager, programs)
         assert ((0, "b"), (0, "c")) == programs.unused
@@ -311,7 +317,7 @@ def test_an_output_with_a_gradient_beside_one_without():
 
     stages = (fp.stage(first), fp.stage(lambda p, x: x["used"] * p))
     params = ({name: torch.ones(3) for name in "ab"}, torch.ones(3))
-    eager, programs = both(stages, params, (torch.ones(4, 3), torch.ones(4, 3)), fp.zero_bubble(2, 2))
+    eager, programs = both(stages, params, (torch.ones(4, 3), torch.ones(4, 3)), fp.schedules.zero_bubble(2, 2))
     assert_same_result(eager, programs)
 
 
@@ -325,7 +331,7 @@ def test_a_microbatch_without_weight_adds_nothing():
         return ((y - target).pow(2) * keep).sum() / keep.sum()
 
     target = torch.tensor([[1.0, 2.0], [3.0, 4.0], [-1.0, -1.0], [-1.0, -1.0]])
-    plans = [fp.make_plan(one, fp.one_f_one_b(2, 2), loss=loss, weight=lambda t: float((t >= 0).sum()), devices="cpu") for one in (stages, compiled(stages, fuse=False))]  # fmt: skip
+    plans = [fp.make_plan(one, fp.schedules.one_f_one_b(2, 2), loss=loss, weight=lambda t: float((t >= 0).sum()), devices="cpu") for one in (stages, compiled(stages, fuse=False))]  # fmt: skip
     eager, programs = [fp.run(plan, params, (torch.ones(4, 2), target)) for plan in plans]
     assert_same_result(eager, programs)
     assert all(torch.isfinite(g).all() for g in fp.leaves(programs.grads))
@@ -338,12 +344,12 @@ def test_vjp_and_forward_only():
     x = torch.randn(4, 3)
     found = []
     for one in (stages, compiled(stages, fuse=False)):
-        plan = fp.make_plan(one, fp.fill_drain(2, 2), devices="cpu")
+        plan = fp.make_plan(one, fp.schedules.fill_drain(2, 2), devices="cpu")
         row = []
         for cotangents in ((torch.ones(1, 1).expand(4, 3), None), (torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).T, torch.ones(4, 3))):  # fmt: skip
             result, pull = fp.vjp(plan, params, x, input_grads=True)
             row.append((result.outputs, pull(cotangents)))
-        forward = fp.make_plan(one, fp.fill_drain(2, 2, backward=False), devices="cpu")
+        forward = fp.make_plan(one, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
         with torch.inference_mode():
             row.append(fp.run(forward, params, x).outputs)
         found.append(snapshot(row))
@@ -354,7 +360,7 @@ def test_trainable_leaves_decide_the_programs():
     """A frozen parameter has no gradient, and nothing is computed for it."""
     stages, params, state, batch = pair("linear")
     made = compiled(stages, fuse=False)
-    plan = fp.make_plan(made, fp.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(made, fp.schedules.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu")
     everything = fp.run(plan, params, batch, state=state, threads_per_lane=1)
     some = fp.run(plan, params, batch, state=state, threads_per_lane=1, trainable=lambda name, _: "bias" in name)
     assert some.grads[1]["0.weight"] is None
@@ -369,7 +375,7 @@ def test_autocast(kind):
     """Casts are in the programs, and are not made again when these run."""
     stages, params, state, batch = pair(kind)
     with torch.autocast("cpu", torch.bfloat16):
-        eager, programs = both(stages, params, batch, fp.zero_bubble(3, 4), state=state, executor="threads")
+        eager, programs = both(stages, params, batch, fp.schedules.zero_bubble(3, 4), state=state, executor="threads")
     assert_same_result(eager, programs)
 
 
@@ -383,14 +389,16 @@ def test_autocast_that_a_stage_switches_off():
 
     stages, params = (fp.stage(mixed), fp.stage(mixed)), (torch.randn(8, 8), torch.randn(8, 8))
     with torch.autocast("cpu", torch.bfloat16):
-        eager, programs = both(stages, params, (torch.randn(4, 8), torch.randn(4, 8)), fp.one_f_one_b(2, 2))
+        eager, programs = both(stages, params, (torch.randn(4, 8), torch.randn(4, 8)), fp.schedules.one_f_one_b(2, 2))
     assert_same_result(eager, programs)
 
 
 def test_residuals_on_the_host():
     """Offload moves a program's residuals, too."""
     stages, params, state, batch = pair("block")
-    eager, programs = both(stages, params, batch, fp.offload(fp.one_f_one_b(3, 4)), state=state, executor="threads")
+    eager, programs = both(
+        stages, params, batch, fp.schedules.offload(fp.schedules.one_f_one_b(3, 4)), state=state, executor="threads"
+    )
     assert_same_result(eager, programs)
 
 
@@ -401,7 +409,7 @@ def test_all_of_it_together():
     made = [fp.from_module(one, name=f"s{i}") for i, one in enumerate(net)]
     stages, params, state = zip(*made, strict=True)
     batch = torch.randn(14, 6), torch.randn(14, 6)
-    schedule = fp.remat(fp.zero_bubble(4, 4, num_devices=2))
+    schedule = fp.schedules.remat(fp.schedules.zero_bubble(4, 4, num_devices=2))
     found = []
     for one in (stages, compiled(stages, fuse=False)):
         plan = fp.make_plan(one, schedule, loss=F.mse_loss, devices="cpu")
@@ -421,7 +429,9 @@ def test_tied_parameters():
     params = ({"w": w}, {"w": w})
     found = []
     for one in (stages, compiled(stages, fuse=False)):
-        plan = fp.make_plan(one, fp.zero_bubble(2, 2), loss=F.mse_loss, ties=[[(0, "w"), (1, "w")]], devices="cpu")
+        plan = fp.make_plan(
+            one, fp.schedules.zero_bubble(2, 2), loss=F.mse_loss, ties=[[(0, "w"), (1, "w")]], devices="cpu"
+        )
         found.append(fp.run(plan, params, (torch.ones(4, 5), torch.ones(4, 5))))
     assert_same_result(*found)
 
@@ -430,10 +440,15 @@ def test_compositions():
     """A composition is compiled as a whole and draws as its parts would."""
     (a, pa, _), (b, pb, _) = (fp.from_module(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), name=name) for name in "ab")  # fmt: skip
     batch = torch.randn(4, 4), torch.randn(4, 4)
-    apart = fp.run(fp.make_plan((a, b), fp.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu"), (pa, pb), batch, seed=1)
-    whole = fp.compile(fp.compose(a, b), fuse=False)
+    apart = fp.run(
+        fp.make_plan((a, b), fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu"), (pa, pb), batch, seed=1
+    )
+    whole = fp.compile_stage(fp.compose(a, b), fuse=False)
     one = fp.run(
-        fp.make_plan((whole,), fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"), ((pa, pb),), batch, seed=1
+        fp.make_plan((whole,), fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"),
+        ((pa, pb),),
+        batch,
+        seed=1,
     )
     assert same(apart.loss, one.loss)
     assert same([*apart.grads], [*one.grads[0]])
@@ -502,7 +517,7 @@ def test_what_cannot_be_traced_says_why(function, reason):
     """By name and reason; with fallback=True it runs eagerly, with eager's numbers."""
     stage = fp.stage(function, name="odd")
     batch = torch.rand(4, 3) + 0.5, torch.ones(4, 3)
-    plan = fp.make_plan([fp.compile(stage)], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([fp.compile_stage(stage)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
     with pytest.raises(fp.PlanError, match=reason) as raised:
         fp.run(plan, (torch.ones(3),), batch, seed=0)
     assert "'odd'" in str(raised.value)
@@ -510,8 +525,8 @@ def test_what_cannot_be_traced_says_why(function, reason):
     if function in (counter, chance):
         return
     found = []
-    for one in (stage, fp.compile(stage, fallback=True)):
-        plan = fp.make_plan([one], fp.zero_bubble(1, 2), loss=F.mse_loss, devices="cpu")
+    for one in (stage, fp.compile_stage(stage, fallback=True)):
+        plan = fp.make_plan([one], fp.schedules.zero_bubble(1, 2), loss=F.mse_loss, devices="cpu")
         found.append(fp.run(plan, (torch.ones(3),), batch, seed=0))
     assert_same_result(*found)
 
@@ -523,8 +538,12 @@ def test_some_microbatches_are_programs_and_some_are_not():
         return x * p if len(x) > 1 else x * p * (1.0 if x.sum().item() > 0 else 2.0)
 
     stage, batch = fp.stage(odd), (torch.rand(5, 3), torch.ones(5, 3))
-    for schedule in (fp.one_f_one_b(1, 3), fp.zero_bubble(1, 3), fp.Schedule.parse("0F2 0B2 0F0 0B0 0F1 0B1")):
-        stages = stage, fp.compile(stage, fallback=True, fuse=False)
+    for schedule in (
+        fp.schedules.one_f_one_b(1, 3),
+        fp.schedules.zero_bubble(1, 3),
+        fp.Schedule.parse("0F2 0B2 0F0 0B0 0F1 0B1"),
+    ):
+        stages = stage, fp.compile_stage(stage, fallback=True, fuse=False)
         plans = [fp.make_plan([one], schedule, loss=F.mse_loss, devices="cpu") for one in stages]
         eager, mixed = [fp.run(plan, (torch.ones(3),), batch, executor="serial") for plan in plans]
         assert_same_result(eager, mixed)
@@ -533,7 +552,7 @@ def test_some_microbatches_are_programs_and_some_are_not():
 
 def test_a_stage_that_writes_into_its_parameters():
     plan = fp.make_plan(
-        [fp.compile(fp.stage(writes, name="odd"))], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"
+        [fp.compile_stage(fp.stage(writes, name="odd"))], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"
     )
     w = torch.ones(3)
     with pytest.raises(fp.PlanError):
@@ -543,13 +562,13 @@ def test_a_stage_that_writes_into_its_parameters():
 
 def test_mistakes_in_a_stage_are_its_own():
     """What fails in eager as well fails with the same error, at the same place, the loss included."""
-    shapes = fp.compile(fp.stage(lambda p, x: x @ p, name="shapes"))
-    plan = fp.make_plan([shapes], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    shapes = fp.compile_stage(fp.stage(lambda p, x: x @ p, name="shapes"))
+    plan = fp.make_plan([shapes], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
         fp.run(plan, (torch.ones(5, 5),), (torch.ones(4, 3), torch.ones(4, 3)))
     assert "0F0" == raised.value.funcpipe.action
-    fine = fp.compile(fp.stage(lambda p, x: x @ p))
-    plan = fp.make_plan([fine], fp.one_f_one_b(1, 2), loss=lambda y, t: y, devices="cpu")
+    fine = fp.compile_stage(fp.stage(lambda p, x: x @ p))
+    plan = fp.make_plan([fine], fp.schedules.one_f_one_b(1, 2), loss=lambda y, t: y, devices="cpu")
     with pytest.raises(fp.StageError, match="the loss is a floating number") as raised:
         fp.run(plan, (torch.ones(3, 3),), (torch.ones(4, 3), torch.ones(4, 3)))
     assert "0F0 (loss)" == raised.value.funcpipe.action
@@ -558,15 +577,15 @@ def test_mistakes_in_a_stage_are_its_own():
 def test_profile_measures_programs():
     """I and W are run, and the bytes that wait for them are those of the programs."""
     stage, params, _ = fp.from_module(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)))
-    stages = [fp.compile(stage), fp.compile(stage), stage]
+    stages = [fp.compile_stage(stage), fp.compile_stage(stage), stage]
     x = torch.randn(8, 16)
-    cost = fp.profile(stages, x, params=[params] * 3, repeats=2)
-    found = fp.programs(stages[1], params, x)
-    eager = fp.profile([stage] * 3, x, params=[params] * 3, repeats=1)
+    cost = fp.models.profile(stages, x, params=[params] * 3, repeats=2)
+    found = fp.make_programs(stages[1], params, x)
+    eager = fp.models.profile([stage] * 3, x, params=[params] * 3, repeats=1)
     assert (found.residual_bytes, found.weight_residual_bytes) == (cost.residual[1], cost.weight_residual[1])
     assert eager.residual[2] == cost.residual[2]
     assert min(cost.backward_weight[:2]) > 0
-    schedule = fp.zero_bubble(3, 4)
+    schedule = fp.schedules.zero_bubble(3, 4)
     timeline = fp.simulate(schedule, cost)
     assert max(timeline.peak) <= 4 * max(*cost.residual, *cost.weight_residual)
 
@@ -585,12 +604,12 @@ def test_a_buffer_that_is_no_buffer():
 
     stage, params, _ = fp.from_module(Net(), name="net")
     with pytest.raises(fp.PlanError, match="an attribute of a module that is no buffer"):
-        fp.programs(fp.compile(stage), params, torch.ones(2, 3))
+        fp.make_programs(fp.compile_stage(stage), params, torch.ones(2, 3))
 
 
 def test_draws_need_a_seed():
     stages, params, state, batch = pair("dropout")
-    plan = fp.make_plan(compiled(stages), fp.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(compiled(stages), fp.schedules.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu")
     before = torch.get_rng_state()
     with pytest.raises(fp.DrawError, match="seed="):
         fp.run(plan, params, batch, state=state)
@@ -600,11 +619,11 @@ def test_draws_need_a_seed():
 
 def test_compile_takes_stages():
     with pytest.raises(fp.PlanError, match="compile takes a stage"):
-        fp.compile(nn.Linear(2, 2))
+        fp.compile_stage(nn.Linear(2, 2))
     with pytest.raises(fp.PlanError, match="leave one out"):
-        fp.compile(fp.stage(lambda p, x: x), merge=True, fuse=False)
-    with pytest.raises(fp.PlanError, match="fp.compile"):
-        fp.programs(fp.stage(lambda p, x: x), (), torch.ones(2))
+        fp.compile_stage(fp.stage(lambda p, x: x), merge=True, fuse=False)
+    with pytest.raises(fp.PlanError, match="fp.compile_stage"):
+        fp.make_programs(fp.stage(lambda p, x: x), (), torch.ones(2))
 
 
 # -- the cache -----------------------------------------------------------------------------------------------------------
@@ -614,7 +633,7 @@ def test_a_signature_is_traced_once():
     """Runs, microbatches and threads share programs; another shape, mode or type is another signature."""
     stages, params, state, batch = pair("linear")
     made = compiled(stages)
-    plan = fp.make_plan(made, fp.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(made, fp.schedules.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu")
 
     def work():
         fp.run(plan, params, batch, state=state)
@@ -627,7 +646,7 @@ def test_a_signature_is_traced_once():
     assert [1, 1, 1] == [len(stage.program.found) for stage in made]
     fp.run(plan, params, (batch[0][:6], batch[1][:6]), state=state)
     assert [2, 2, 2] == [len(stage.program.found) for stage in made]
-    forward = fp.make_plan(made, fp.fill_drain(3, 4, backward=False), devices="cpu")
+    forward = fp.make_plan(made, fp.schedules.fill_drain(3, 4, backward=False), devices="cpu")
     fp.run(forward, params, batch[0], state=state)
     assert [3, 3, 3] == [len(stage.program.found) for stage in made]
 
@@ -637,7 +656,7 @@ def test_tracing_leaves_everything_as_it_was():
     stages, params, state, batch = pair("conv, batch norm")
     before = snapshot((params, state, batch)), torch.get_rng_state(), torch.is_grad_enabled()
     made = compiled(stages)
-    fp.programs(made[1], params[1], batch[0].tanh(), state=state[1])
+    fp.make_programs(made[1], params[1], batch[0].tanh(), state=state[1])
     assert same(before, (snapshot((params, state, batch)), torch.get_rng_state(), torch.is_grad_enabled()))
     assert all(leaf.grad is None for leaf in fp.leaves(params))
     y = made[1](params[1], batch[0], state=state[1])
@@ -647,7 +666,7 @@ def test_tracing_leaves_everything_as_it_was():
 def test_memory_is_free_after_a_run():
     """Residuals, sums and inputs are freed without a garbage collector."""
     stages, params, state, batch = pair("block")
-    plan = fp.make_plan(compiled(stages), fp.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(compiled(stages), fp.schedules.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu")
     fp.run(plan, params, batch, state=state)
     gc.collect()
     gc.disable()
@@ -663,8 +682,8 @@ def test_memory_is_free_after_a_run():
 
 def test_compiled_stages_are_copied_and_pickled_without_programs():
     stage, params, _ = fp.from_module(nn.Linear(2, 2), name="linear")
-    made = fp.compile(stage, fuse=False)
-    fp.programs(made, params, torch.ones(1, 2))
+    made = fp.compile_stage(stage, fuse=False)
+    fp.make_programs(made, params, torch.ones(1, 2))
     for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
         assert not other.program.found
         assert not other.program.fuse
@@ -673,7 +692,7 @@ def test_compiled_stages_are_copied_and_pickled_without_programs():
 
 def test_torch_func_goes_through():
     """Called directly, a compiled stage is the function that it was."""
-    made = fp.compile(fp.stage(lambda w, x: torch.sin(w * x).sum()))
+    made = fp.compile_stage(fp.stage(lambda w, x: torch.sin(w * x).sum()))
     x = torch.ones(3)
     torch.testing.assert_close(torch.func.grad(made)(torch.ones(3), x), torch.full((3,), math.cos(1.0)))
 
@@ -695,7 +714,9 @@ def test_branches_on_constants_are_taken_as_in_eager():
         return x * mask
 
     stages = (fp.stage(masked),)
-    eager, programs = both(stages, (torch.ones(6),), (torch.randn(4, 6), torch.randn(4, 6)), fp.one_f_one_b(1, 2))
+    eager, programs = both(
+        stages, (torch.ones(6),), (torch.randn(4, 6), torch.randn(4, 6)), fp.schedules.one_f_one_b(1, 2)
+    )
     assert_same_result(eager, programs)
 
 
@@ -707,7 +728,7 @@ def test_constants_that_inputs_are_written_into_are_none():
         return x * p if room.sum() > 0 else x
 
     with pytest.raises(fp.TraceError, match="depends on numbers in tensors"):
-        fp.programs(fp.compile(fp.stage(mixed)), torch.ones(6), torch.ones(2, 6))
+        fp.make_programs(fp.compile_stage(fp.stage(mixed)), torch.ones(6), torch.ones(2, 6))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -730,7 +751,7 @@ def test_models_of_transformers(kind):
 
     found = []
     for stages in (split.stages, compiled(split.stages, fuse=False)):
-        plan = fp.make_plan(stages, fp.zero_bubble(2, 2), loss=loss, ties=split.ties, devices="cpu")
+        plan = fp.make_plan(stages, fp.schedules.zero_bubble(2, 2), loss=loss, ties=split.ties, devices="cpu")
         found.append(fp.run(plan, split.params, (ids, ids), state=split.state, seed=1, threads_per_lane=1))
     assert_same_result(*found)
 
@@ -744,7 +765,7 @@ def test_merged_products(kind, rows):
     """W that stand next to each other add one product; what is no product is added as before."""
     stages, params, state, batch = pair(kind)
     batch = (batch[0][:rows], batch[1][:rows])
-    schedule = fp.delay(fp.one_f_one_b(3, 4), group=3)
+    schedule = fp.schedules.delay(fp.schedules.one_f_one_b(3, 4), group=3)
     found = []
     for made in (stages, compiled(stages, merge=True)):
         plan = fp.make_plan(made, schedule, loss=F.mse_loss, devices="cpu")
@@ -767,9 +788,9 @@ def test_products_are_merged_where_the_plan_has_them_adjacent():
 
     stage, params, _ = fp.from_module(nn.Linear(4, 4))
     batch = torch.randn(8, 4), torch.randn(8, 4)
-    schedule = fp.delay(fp.fill_drain(1, 4), group=3)
+    schedule = fp.schedules.delay(fp.schedules.fill_drain(1, 4), group=3)
     for merge in (False, True):
-        plan = fp.make_plan([fp.compile(stage, merge=merge)], schedule, loss=F.mse_loss, devices="cpu")
+        plan = fp.make_plan([fp.compile_stage(stage, merge=merge)], schedule, loss=F.mse_loss, devices="cpu")
         fp.run(plan, (params,), batch)
         with Products() as products:
             fp.run(plan, (params,), batch, executor="serial")
@@ -784,7 +805,7 @@ def test_warmup_makes_all_that_a_step_needs():
     stages, params, state, batch = pair("dropout")
     stages = (stages[0], *compiled(stages[1:]))
     batch = (batch[0][:7], batch[1][:7])
-    plan = fp.make_plan(stages, fp.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu")
     before, told = (snapshot((params, state, batch)), torch.get_rng_state()), []
     assert 4 == fp.warmup(plan, params, batch, state=state, progress=lambda *row: told.append(row))
     assert 0 == fp.warmup(plan, params, batch, state=state)
@@ -797,7 +818,9 @@ def test_warmup_makes_all_that_a_step_needs():
 
 
 def test_warmup_says_what_cannot_be_compiled():
-    plan = fp.make_plan([fp.compile(fp.stage(branch, name="odd"))], fp.one_f_one_b(1, 2), loss=F.mse_loss)
+    plan = fp.make_plan(
+        [fp.compile_stage(fp.stage(branch, name="odd"))], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss
+    )
     with pytest.raises(fp.TraceError, match="'odd' cannot be compiled"):
         fp.warmup(plan, (torch.ones(3),), (torch.ones(4, 3), torch.ones(4, 3)))
     with pytest.raises(fp.PlanError, match="warmup takes a plan"):
@@ -806,12 +829,12 @@ def test_warmup_says_what_cannot_be_compiled():
 
 def test_a_plan_hints_at_compile():
     """Where W of an eager stage would do nothing."""
-    eager, made = fp.stage(lambda p, x: x * p), fp.compile(fp.stage(lambda p, x: x * p))
-    mixed = fp.make_plan([eager, made], fp.zero_bubble(2, 2), loss=F.mse_loss)
+    eager, made = fp.stage(lambda p, x: x * p), fp.compile_stage(fp.stage(lambda p, x: x * p))
+    mixed = fp.make_plan([eager, made], fp.schedules.zero_bubble(2, 2), loss=F.mse_loss)
     assert "eager stages [0] do not split" in mixed.hints[0]
     assert mixed.hints[0] in str(mixed)
-    assert not fp.make_plan([made, made], fp.zero_bubble(2, 2), loss=F.mse_loss).hints
-    assert not fp.make_plan([eager, eager], fp.one_f_one_b(2, 2), loss=F.mse_loss).hints
+    assert not fp.make_plan([made, made], fp.schedules.zero_bubble(2, 2), loss=F.mse_loss).hints
+    assert not fp.make_plan([eager, eager], fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss).hints
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv, batch norm"])
@@ -824,16 +847,16 @@ def test_a_stage_is_copied_while_it_is_traced(kind):
 
     stages, params, state, batch = pair(kind)
     stages[1].fn._idle = Taken()
-    assert_same_result(*both(stages, params, batch, fp.one_f_one_b(3, 4), state=state))
+    assert_same_result(*both(stages, params, batch, fp.schedules.one_f_one_b(3, 4), state=state))
 
 
 @pytest.mark.parametrize("first", ["run", "vjp"])
 def test_gradients_of_inputs_are_asked_for_by_some(first):
     """One compiled stage, in a run that wants no gradients of the inputs and in a vjp that does: programs for each."""
-    part = fp.compile(fp.stage(lambda p, x: torch.tanh(x @ p["w"])))
+    part = fp.compile_stage(fp.stage(lambda p, x: torch.tanh(x @ p["w"])))
     params, x = ({"w": torch.eye(4)},), torch.randn(6, 4)
-    ran = fp.make_plan([part], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
-    halves = fp.make_plan([part], fp.fill_drain(1, 2), devices="cpu")
+    ran = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    halves = fp.make_plan([part], fp.schedules.fill_drain(1, 2), devices="cpu")
 
     def pulled(inputs):
         result, pullback = fp.vjp(halves, params, x, input_grads=inputs)
@@ -856,9 +879,9 @@ def test_where_a_microbatch_begins_is_seen_by_no_trace(fn, rows):
     """The first of its size lies in the middle of the batch where the rows do not divide."""
     params, x = ({"w": torch.ones(4)}, {"w": torch.ones(4)}), torch.randn(rows, 4)
     results = []
-    for make in (lambda one: one, lambda one: fp.compile(one, fuse=False)):
+    for make in (lambda one: one, lambda one: fp.compile_stage(one, fuse=False)):
         parts = [make(fp.stage(one, name=f"s{i}")) for i, one in enumerate([fn, lambda p, x: x * p["w"]])]
-        plan = fp.make_plan(parts, fp.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+        plan = fp.make_plan(parts, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
         results.append(fp.run(plan, params, (x, x * 2), threads_per_lane=1))
     assert same(results[0].grads, results[1].grads)
     assert torch.equal(results[0].loss, results[1].loss)
@@ -866,8 +889,8 @@ def test_where_a_microbatch_begins_is_seen_by_no_trace(fn, rows):
 
 def test_the_default_device_is_in_the_signature():
     """A stage that makes tensors on it makes them where it would."""
-    seen = fp.compile(fp.stage(lambda p, x: x + (2 if torch.ones(1).is_meta else 0)))
-    plan = fp.make_plan([seen], fp.fill_drain(1, 1, backward=False), devices="cpu", outputs=True)
+    seen = fp.compile_stage(fp.stage(lambda p, x: x + (2 if torch.ones(1).is_meta else 0)))
+    plan = fp.make_plan([seen], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu", outputs=True)
     x = torch.zeros(1, 2)
     for device, wanted in (("cpu", 0), ("meta", 2), ("cpu", 0)):
         with torch.device(device):

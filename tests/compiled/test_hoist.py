@@ -26,13 +26,13 @@ class Count(TorchDispatchMode):
 
 
 def made(fn, params, x, **options):
-    return fp.programs(fp.compile(fp.stage(fn)), params, x, **options)
+    return fp.make_programs(fp.compile_stage(fp.stage(fn)), params, x, **options)
 
 
 def both(fn, params, schedule, *, amp=False, x=X, target=T, **options):
     """Results of eager and of compiled stages."""
     out = []
-    for make in (lambda one: one, lambda one: fp.compile(one, fuse=False)):
+    for make in (lambda one: one, lambda one: fp.compile_stage(one, fuse=False)):
         stages = [make(fp.stage(fn, name=f"s{number}")) for number in range(schedule.num_stages)]
         plan = fp.make_plan(stages, schedule, loss=lambda y, t: F.mse_loss(y.float(), t), devices="cpu")  # fmt: skip
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
@@ -49,7 +49,7 @@ def weights(count=2):
     return tuple({"g": torch.randn(6), "v": torch.randn(6, 6)} for _ in range(count))
 
 
-@pytest.mark.parametrize("schedule", [fp.one_f_one_b(2, 4), fp.remat(fp.fill_drain(2, 4)), fp.zero_bubble(2, 4)], ids=lambda s: s.name)  # fmt: skip
+@pytest.mark.parametrize("schedule", [fp.schedules.one_f_one_b(2, 4), fp.schedules.remat(fp.schedules.fill_drain(2, 4)), fp.schedules.zero_bubble(2, 4)], ids=lambda s: s.name)  # fmt: skip
 @pytest.mark.parametrize("rows", [8, 7])
 def test_a_weight_that_is_computed(schedule, rows):
     """Once a run and shape, though every microbatch needs it; its gradient is added by each."""
@@ -57,13 +57,13 @@ def test_a_weight_that_is_computed(schedule, rows):
     eager, programs = both(normed, params, schedule, x=X[:rows], target=T[:rows])
     assert same(eager.loss, programs.loss)
     assert same(eager.grads, programs.grads)
-    stage = fp.compile(fp.stage(normed))
+    stage = fp.compile_stage(fp.stage(normed))
     plan = fp.make_plan([stage] * 2, schedule, loss=F.mse_loss, devices="cpu")
     fp.run(plan, params, (X, T))
     with Count() as count:
         fp.run(plan, params, (X, T), executor="serial")
     assert 2 == count.seen[aten.linalg_vector_norm.default]
-    assert "linalg_vector_norm" in str(fp.programs(stage, params[0], X).once)
+    assert "linalg_vector_norm" in str(fp.make_programs(stage, params[0], X).once)
     fp.run(plan, params, (X, T), executor="threads")
 
 
@@ -72,11 +72,11 @@ def test_casts_are_no_residuals():
     stage, params, _ = fp.from_module(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)))
     x = torch.randn(4, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        programs = fp.programs(fp.compile(stage), params, x)
+        programs = fp.make_programs(fp.compile_stage(stage), params, x)
     one = 4 * 32 * 2
     assert 3 * one == programs.residual_bytes  # x, the first product, gelu
     assert 2 * sum(leaf.numel() for leaf in fp.leaves(params)) == programs.once_bytes
-    plain = fp.programs(fp.compile(stage), params, x)
+    plain = fp.make_programs(fp.compile_stage(stage), params, x)
     assert 0 == plain.once_bytes  # views of parameters
 
 
@@ -87,10 +87,10 @@ def twice(p, x):
 def test_bits_under_autocast():
     """Of a weight that is used twice, too: each use has a cast of its own, so its gradients are added in full precision."""
     params = tuple({"w": torch.randn(6, 6), "b": torch.randn(6)} for _ in range(2))
-    eager, programs = both(twice, params, fp.zero_bubble(2, 4), amp=True)
+    eager, programs = both(twice, params, fp.schedules.zero_bubble(2, 4), amp=True)
     assert same(eager.grads, programs.grads)
     with torch.autocast("cpu", torch.bfloat16):  # with its cache, as outside of runs
-        assert fp.programs(fp.compile(fp.stage(twice)), params[0], X).once is not None
+        assert fp.make_programs(fp.compile_stage(fp.stage(twice)), params[0], X).once is not None
 
 
 def test_views_of_parameters_take_no_memory():
@@ -118,7 +118,7 @@ def test_small_masks_but_nothing_large():
     for fn, small, large in ((masked, 8, 600), (biased, 8, 600)):
         assert made(fn, params, torch.zeros(small, 6)).once_bytes >= small * small
         assert made(fn, params, torch.zeros(large, 6)).once_bytes < 2**20 < large * large * 4
-    eager, programs = both(masked, (params, {"w": torch.ones(6)}), fp.one_f_one_b(2, 2))
+    eager, programs = both(masked, (params, {"w": torch.ones(6)}), fp.schedules.one_f_one_b(2, 2))
     assert same(eager.grads, programs.grads)
 
 
@@ -149,7 +149,7 @@ def test_size_is_asked_of_what_stays():
         assert "torch.mm(p" in str(found.forward).replace("torch.mm(x", "")
     small = tuple({"w": torch.randn(6, 6), "a": torch.randn(6, 2), "b": torch.randn(2, 6)} for _ in range(2))
     for fn in (merged, apart, both_read):
-        eager, programs = both(fn, small, fp.one_f_one_b(2, 4))
+        eager, programs = both(fn, small, fp.schedules.one_f_one_b(2, 4))
         assert same(eager.loss, programs.loss)
         assert same(eager.grads, programs.grads)
 
@@ -169,7 +169,7 @@ def test_large_on_the_way_to_what_stays():
     x, other = torch.randn(8, n), {name: one.clone() for name, one in params.items()}
     for name, fn in forms.items():
         for amp in (False, True):
-            eager, programs = both(fn, (params, other), fp.zero_bubble(2, 3), amp=amp, x=x[:7], target=x[:7])
+            eager, programs = both(fn, (params, other), fp.schedules.zero_bubble(2, 3), amp=amp, x=x[:7], target=x[:7])
             assert same(eager.grads, programs.grads), (name, amp)
 
 
@@ -194,7 +194,7 @@ def test_what_draws_is_drawn_for_every_microbatch():
     assert "R.of(" in str(programs.forward)
     assert "normal" not in str(programs.once)
     assert "rand" not in str(programs.once)
-    eager, programs = both(noisy, tuple({"v": one["v"]} for one in weights()), fp.one_f_one_b(2, 4), seed=3)
+    eager, programs = both(noisy, tuple({"v": one["v"]} for one in weights()), fp.schedules.one_f_one_b(2, 4), seed=3)
     assert same(eager.grads, programs.grads)
 
 
@@ -209,9 +209,9 @@ def test_outputs_of_parameters_alone():
 
     params = ({"v": torch.randn(6, 6)}, {"g": torch.randn(6)})
     found = []
-    for make in (lambda one: one, lambda one: fp.compile(one, fuse=False)):
+    for make in (lambda one: one, lambda one: fp.compile_stage(one, fuse=False)):
         stages = [make(fp.stage(constant, stash=["c"])), make(fp.stage(late, pop=["c"]))]
-        plan = fp.make_plan(stages, fp.one_f_one_b(2, 4), loss=F.mse_loss, outputs=True, devices="cpu")
+        plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, outputs=True, devices="cpu")
         found.append(fp.run(plan, params, (X, T), executor="threads", threads_per_lane=1))
     assert same(found[0].grads, found[1].grads)
     assert same(found[0].outputs, found[1].outputs)
@@ -232,9 +232,9 @@ def test_what_is_handed_out_is_the_microbatchs_own(what):
         return state + total
 
     params, state, found = ({"w": torch.randn(6)},), (torch.ones(()),), []
-    for make in (lambda one: one, lambda one: fp.compile(one, fuse=False)):
+    for make in (lambda one: one, lambda one: fp.compile_stage(one, fuse=False)):
         stage = make(fp.stage(counting, state=True, commit=commit))
-        plan = fp.make_plan([stage], fp.one_f_one_b(1, 4), loss=F.mse_loss, devices="cpu")
+        plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 4), loss=F.mse_loss, devices="cpu")
         found.append(fp.run(plan, params, (X, T), state=state))
     assert same(found[0].state, found[1].state)
     assert same(found[0].grads, found[1].grads)
@@ -245,9 +245,9 @@ def test_state_that_is_only_read():
     norm, params, state = fp.from_module(
         nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6))
     )
-    programs = fp.programs(fp.compile(norm), params, X, state=state, train=False)
+    programs = fp.make_programs(fp.compile_stage(norm), params, X, state=state, train=False)
     assert programs.once is not None
-    plan = fp.make_plan([fp.compile(norm)], fp.fill_drain(1, 4, backward=False), devices="cpu")
+    plan = fp.make_plan([fp.compile_stage(norm)], fp.schedules.fill_drain(1, 4, backward=False), devices="cpu")
     expected = fp.run(fp.make_plan([norm], plan.schedule, devices="cpu"), (params,), X, state=(state,)).outputs
     assert same(expected, fp.run(plan, (params,), X, state=(state,)).outputs)
     assert programs.once_bytes < 2**10
@@ -255,12 +255,12 @@ def test_state_that_is_only_read():
 
 def test_parameters_that_changed_between_runs():
     """What is computed once is computed once a run."""
-    plan = fp.make_plan([fp.compile(fp.stage(normed), fuse=False)] * 2, fp.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")  # fmt: skip
+    plan = fp.make_plan([fp.compile_stage(fp.stage(normed), fuse=False)] * 2, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")  # fmt: skip
     params = weights()
     first = fp.run(plan, params, (X, T)).loss
     with torch.no_grad():
         params[0]["g"].mul_(2)
     second = fp.run(plan, params, (X, T)).loss
     assert not same(first, second)
-    eager = fp.make_plan([fp.stage(normed)] * 2, fp.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    eager = fp.make_plan([fp.stage(normed)] * 2, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
     assert same(fp.run(eager, params, (X, T)).loss, second)

@@ -43,8 +43,10 @@ def replica(rank, path):
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=WORLD)
     try:
         stages, params, state = parts()
-        schedule = fp.remat(fp.zero_bubble(4, 4, num_devices=2))
-        plan = fp.make_plan([fp.compile(one, fuse=False) for one in stages], schedule, loss=F.mse_loss, devices="cpu")
+        schedule = fp.schedules.remat(fp.schedules.zero_bubble(4, 4, num_devices=2))
+        plan = fp.make_plan(
+            [fp.compile_stage(one, fuse=False) for one in stages], schedule, loss=F.mse_loss, devices="cpu"
+        )
         for step in range(STEPS):
             result = fp.run(plan, params, batch(rank, step), state=state, seed=WORLD * step + rank, threads_per_lane=1)
             for grad in fp.leaves(result.grads):
@@ -58,7 +60,7 @@ def replica(rank, path):
 def alone():
     """The same by eager stages in one process, one replica after the other."""
     stages, params, state = parts()
-    plan = fp.make_plan(stages, fp.zero_bubble(4, 4, num_devices=2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.zero_bubble(4, 4, num_devices=2), loss=F.mse_loss, devices="cpu")
     states = [state] * WORLD
     for step in range(STEPS):
         results = [

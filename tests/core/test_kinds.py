@@ -72,7 +72,7 @@ def test_what_an_action_needs_is_what_the_table_of_effects_says(kind, stage, mic
     stages = tuple(Stage(lambda p, x: x) for _ in range(stage + 2))
     given = Context(stages, {}, loss=False, outputs=False)
     reads = set(effects(kind, stage, True, given)[0])
-    crossing = {wire for wire in reads if wire.role in (fp.Role.ACT, fp.Role.GRAD)}
+    crossing = {wire for wire in reads if wire.role in (fp.typing.Role.ACT, fp.typing.Role.GRAD)}
     if kind is Kind.R:
         assert crossing  # what F before it has waited for
         return

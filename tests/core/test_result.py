@@ -14,7 +14,7 @@ from funcpipe.core.errors import ScheduleError
 from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.families import one_f_one_b, zero_bubble
-from funcpipe.schedules.offload import offload
+from funcpipe.schedules.transforms import offload
 from funcpipe.view.simulate import simulate
 
 
@@ -134,7 +134,7 @@ def test_idle_is_what_the_bubble_does_not_say_of_devices_with_less_work() -> Non
     assert pytest.approx(2 / 194) == unequal.bubble
     assert pytest.approx(1 - 336 / (3 * 194)) == unequal.idle
     assert pytest.approx(1 - 112 / 192) == unequal.imbalance
-    says = "idle 42.3% of all device time; imbalance 41.7%, the most fp.balance wins at this bubble"
+    says = "idle 42.3% of all device time; imbalance 41.7%, the most fp.models.balance wins at this bubble"
     assert says in str(unequal)
     assert "imbalance" not in str(replace(unequal, lanes=("load", "decode", "step")))  # no stages to balance
 
@@ -228,7 +228,7 @@ def test_a_measured_timeline_is_traced_in_real_microseconds() -> None:
 def test_critical_path_of_spans_that_contradict_themselves():
     """1F0 before 0F0 on one device: from a file, perhaps; it ends."""
     first, second = fp.Action(fp.Kind.F, 1, 0), fp.Action(fp.Kind.F, 0, 0)
-    timeline = fp.Timeline((fp.Span(0, 0.0, 1.0, first), fp.Span(0, 1.0, 2.0, second)), 1)
+    timeline = fp.Timeline((fp.typing.Span(0, 0.0, 1.0, first), fp.typing.Span(0, 1.0, 2.0, second)), 1)
     assert timeline.critical_path == (first, second)
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from funcpipe.core.errors import FuncpipeError, ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.check import check
 from funcpipe.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
-from funcpipe.schedules.remat import remat
+from funcpipe.schedules.legal import check
+from funcpipe.schedules.transforms import remat
 
 random_sizes = settings(deadline=None, database=None, max_examples=80)
 

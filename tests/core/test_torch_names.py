@@ -615,7 +615,7 @@ with warnings.catch_warnings(record=True) as said:
         sys.exit()
     stages = [fp.stage(lambda w, x: F.dropout(torch.tanh(x @ w), 0.2), name=str(i)) for i in range(3)]
     params, batch = tuple(torch.randn(4, 4) for _ in stages), (torch.randn(8, 4), torch.randn(8, 4))
-    for schedule in (fp.one_f_one_b(3, 4), fp.zero_bubble(3, 4), fp.remat(fp.one_f_one_b(3, 4))):
+    for schedule in (fp.schedules.one_f_one_b(3, 4), fp.schedules.zero_bubble(3, 4), fp.schedules.remat(fp.schedules.one_f_one_b(3, 4))):
         plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
         expected = fp.run_sequential(plan, params, batch, seed=1)
         for executor in ("serial", "threads"):

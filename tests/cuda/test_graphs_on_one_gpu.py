@@ -36,7 +36,7 @@ def ready(schedule, *, compiled=False, devices=None, backend="graph"):
     nets = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True)) for _ in range(S)]
     stages, params, state = zip(*(fp.from_module(one, name=f"part{i}") for i, one in enumerate(nets)), strict=True)
     if compiled:
-        stages = [fp.compile(one, backend=backend) for one in stages]
+        stages = [fp.compile_stage(one, backend=backend) for one in stages]
     devices = devices or ["cuda:0"] * schedule.num_devices
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices=devices, outputs=True)
     return plan, fp.place(plan, params), fp.place(plan, state)
@@ -69,7 +69,7 @@ def test_played_runs_have_the_same_bits(schedule, compiled):
 
 def test_while_other_work_is_queued():
     """Nobody waits for the host: long work before and after, on two streams, results used and dropped at once."""
-    plan, params, state = ready(fp.one_f_one_b(S, M))
+    plan, params, state = ready(fp.schedules.one_f_one_b(S, M))
     given = tuple(one.cuda() for one in batch())
     expected = fp.run_sequential(plan, params, given, state=state)
     with fp.graphs(plan) as graphs:
@@ -103,7 +103,7 @@ def waits(y, target):
 @pytest.mark.parametrize("loss", [weighted, waits])
 def test_what_cannot_be_recorded_runs_all_the_same(loss):
     """Refused before it is recorded, or by the device meanwhile; that run, later ones and other graphs are as ever."""
-    plan, params, state = ready(fp.one_f_one_b(S, M))
+    plan, params, state = ready(fp.schedules.one_f_one_b(S, M))
     odd = fp.make_plan(plan.stages, plan.schedule, loss=loss, devices=plan.devices, outputs=True)
     with fp.graphs(odd) as graphs, fp.graphs(plan) as others:
         for _ in range(3):
@@ -122,7 +122,7 @@ def test_writes_at_borders_and_results_that_were_given(lanes):
     first = fp.stage(lambda p, x: torch.tanh(x.mul_(1.5) @ p["w"]))
     second = fp.stage(lambda p, x: x.add_(1) @ p["w"])
     loss = lambda y, t: fp.Loss(y.sub_(t).square().mean(), None, t)
-    schedule = fp.one_f_one_b(2, M, num_devices=lanes)
+    schedule = fp.schedules.one_f_one_b(2, M, num_devices=lanes)
     plan = fp.make_plan([first, second], schedule, loss=loss, devices=["cuda:0"] * lanes, outputs=True)
     params = fp.place(plan, tuple({"w": torch.eye(64)} for _ in range(2)))
     with fp.graphs(plan) as graphs:
@@ -137,7 +137,7 @@ def test_writes_at_borders_and_results_that_were_given(lanes):
 
 
 def test_memory_goes_back_when_graphs_are_closed():
-    plan, params, state = ready(fp.one_f_one_b(S, M))
+    plan, params, state = ready(fp.schedules.one_f_one_b(S, M))
     given = tuple(one.cuda() for one in batch())
 
     def once():
@@ -158,8 +158,8 @@ def test_memory_goes_back_when_graphs_are_closed():
 @pytest.mark.filterwarnings("ignore:backend .cudagraphs.")
 def test_programs_as_graphs(devices, executor):
     """Where a run cannot be one graph its programs can; those of CPU lanes run as they are."""
-    plan, params, state = ready(fp.one_f_one_b(S, M), compiled=True, backend="cudagraphs", devices=devices)
-    plain, *_ = ready(fp.one_f_one_b(S, M), compiled=True, devices=devices)
+    plan, params, state = ready(fp.schedules.one_f_one_b(S, M), compiled=True, backend="cudagraphs", devices=devices)
+    plain, *_ = ready(fp.schedules.one_f_one_b(S, M), compiled=True, devices=devices)
     fp.warmup(plan, params, batch(), state=state)
     for seed in range(3):
         expected = fp.run(plain, params, batch(seed), state=state, executor="serial")

@@ -104,7 +104,7 @@ def test_the_same_bits_as_the_oracle(schedule, executor):
 @pytest.mark.parametrize("devices", [["cuda:0"] * S, ["cuda:0", "cpu"] * 2, ["cpu", "cuda:0"] * 2], ids=str)
 def test_slow_producers(devices, slow, executor):
     """Whoever reads too early reads what is not there yet; poison shows who reads what was given away."""
-    schedule = fp.one_f_one_b(S, M)
+    schedule = fp.schedules.one_f_one_b(S, M)
     plan, params = ready(schedule, devices=devices)
     expected = fp.run_sequential(plan, params, batch())
     slowed, _ = ready(schedule, slow=slow, devices=devices)
@@ -117,7 +117,7 @@ def test_slow_producers(devices, slow, executor):
 
 def test_the_caller_may_go_on_at_once():
     """Inputs made, and results used and dropped, on the caller's stream without any synchronisation."""
-    plan, params = ready(fp.one_f_one_b(S, M), slow=3, outputs=True)
+    plan, params = ready(fp.schedules.one_f_one_b(S, M), slow=3, outputs=True)
     x, target = (t.cuda() for t in batch())
     expected = fp.run_sequential(plan, params, (x * 2, target))
     wanted = expected.outputs.sum(), expected.loss * 3
@@ -131,7 +131,7 @@ def test_the_caller_may_go_on_at_once():
 
 
 def test_on_a_stream_of_the_caller():
-    plan, params = ready(fp.one_f_one_b(S, M))
+    plan, params = ready(fp.schedules.one_f_one_b(S, M))
     expected = fp.run_sequential(plan, params, batch())
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -147,7 +147,7 @@ def test_on_a_stream_of_the_caller():
 def test_inside_of_an_outer_backward(executor):
     """As a module would use vjp: the engine calls the pullback on its own thread of the device. It must not lock up."""
     stages, params = net()
-    plan = fp.make_plan(stages, fp.remat(fp.fill_drain(S, M)), devices=["cuda:0"] * S)
+    plan = fp.make_plan(stages, fp.schedules.remat(fp.schedules.fill_drain(S, M)), devices=["cuda:0"] * S)
     placed = tuple({"w": p["w"].cuda().requires_grad_()} for p in params)
 
     class Pipe(torch.autograd.Function):
@@ -180,7 +180,9 @@ def test_modules_with_batch_norm_and_dropout():
         nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Dropout(0.2)) for _ in range(S)
     ]
     stages, params, state = zip(*(fp.from_module(one, name=str(i)) for i, one in enumerate(nets)), strict=True)
-    plan = fp.make_plan(stages, fp.remat(fp.one_f_one_b(S, M)), loss=F.mse_loss, devices=["cuda:0"] * S)
+    plan = fp.make_plan(
+        stages, fp.schedules.remat(fp.schedules.one_f_one_b(S, M)), loss=F.mse_loss, devices=["cuda:0"] * S
+    )
     params, state = fp.place(plan, params), fp.place(plan, state)
     expected = fp.run_sequential(plan, params, batch(), state=state, seed=3)
     for executor in ("serial", "threads"):
@@ -194,7 +196,11 @@ def test_peak_memory_is_the_schedules():
     params = tuple(torch.randn(width, width, device="cuda:0") / width**0.5 for _ in range(S))
     x = torch.randn(rows, width, device="cuda:0")
     peaks = {}
-    for schedule in (fp.fill_drain(S, count), fp.one_f_one_b(S, count), fp.remat(fp.one_f_one_b(S, count))):
+    for schedule in (
+        fp.schedules.fill_drain(S, count),
+        fp.schedules.one_f_one_b(S, count),
+        fp.schedules.remat(fp.schedules.one_f_one_b(S, count)),
+    ):
         plan = fp.make_plan([part] * S, schedule, loss=F.mse_loss, devices=["cuda:0"] * S)
         fp.run(plan, params, (x, x), executor="serial")
         torch.cuda.synchronize()
@@ -210,7 +216,7 @@ def test_peak_memory_is_the_schedules():
 
 
 def test_nothing_leaks():
-    plan, params = ready(fp.one_f_one_b(S, M))
+    plan, params = ready(fp.schedules.one_f_one_b(S, M))
     data = tuple(t.cuda() for t in batch())
     for _ in range(3):
         fp.run(plan, params, data)
@@ -224,10 +230,10 @@ def test_nothing_leaks():
 
 def test_out_of_memory_says_what_to_do():
     part = fp.stage(lambda p, x: x * p + torch.empty(1 << 50, device="cuda:0").sum(), name="huge")
-    plan = fp.make_plan([part], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cuda:0")
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cuda:0")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fp.run(plan, (torch.ones(4, device="cuda:0"),), (torch.ones(2, 4), torch.ones(2, 4)))
-    assert any("GiB are free" in note and "fp.remat" in note for note in caught.value.__notes__)
+    assert any("GiB are free" in note and "fp.schedules.remat" in note for note in caught.value.__notes__)
 
 
 def in_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -242,7 +248,7 @@ def test_torchs_own_sanitizer_finds_no_race():
     """TORCH_CUDA_SANITIZER watches every kernel's reads and writes over all streams; it must see a planted race."""
     run = """
     part = fp.stage(lambda p, x: torch.tanh(x @ p), name="part")
-    plan = fp.make_plan([part] * 4, fp.one_f_one_b(4, 4), loss=F.mse_loss, devices=["cuda:0"] * 4)
+    plan = fp.make_plan([part] * 4, fp.schedules.one_f_one_b(4, 4), loss=F.mse_loss, devices=["cuda:0"] * 4)
     params = tuple(torch.eye(8, device="cuda:0") for _ in range(4))
     x = torch.randn(8, 8)
     for _ in range(3):
@@ -265,7 +271,7 @@ def test_a_device_assert_ends_this_run():
     """An index out of range is an error of this run, not of the next; the process' CUDA context is lost."""
     done = in_process("""
     part = fp.stage(lambda p, x: (p[x.long() + 100].sum(-1, keepdim=True), print())[0], name="index")
-    plan = fp.make_plan([part], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cuda:0")
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cuda:0")
     try:
         result = fp.run(plan, (torch.ones(4, 4, device="cuda:0"),), (torch.zeros(2, 1), torch.zeros(2, 1, 1)))
         float(result.loss)

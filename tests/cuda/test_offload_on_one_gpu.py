@@ -16,7 +16,7 @@ from common import assert_same_result, ids
 import funcpipe as fp
 from funcpipe.runtime.residual import EagerResidual
 from funcpipe.runtime.stream import Backend
-from funcpipe.schedules.offload import offload
+from funcpipe.schedules.transforms import offload
 
 pytestmark = [
     pytest.mark.cuda,
@@ -26,7 +26,12 @@ pytestmark = [
 S, M, N = 4, 4, 64
 SLEEP = 20_000_000
 """Cycles: about 10 ms."""
-FAMILIES = [fp.one_f_one_b(S, M), fp.interleaved(S, M, num_devices=2), fp.zero_bubble(S, M), fp.fill_drain(S, M)]
+FAMILIES = [
+    fp.schedules.one_f_one_b(S, M),
+    fp.schedules.interleaved(S, M, num_devices=2),
+    fp.schedules.zero_bubble(S, M),
+    fp.schedules.fill_drain(S, M),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +77,7 @@ def test_the_same_bits_as_the_oracle(schedule, executor):
 @pytest.mark.parametrize("out", [True, False], ids=["out", "back"])
 def test_slow_copies(out, executor, monkeypatch):
     """Whoever does not wait for a copy reads what is not there yet, or overwrites what is still being read."""
-    plan, params, options = ready(offload(fp.one_f_one_b(S, M), ahead=0))
+    plan, params, options = ready(offload(fp.schedules.one_f_one_b(S, M), ahead=0))
     expected = fp.run_sequential(plan, params, batch(), **options)
     real = Backend.fill
 
@@ -110,7 +115,7 @@ def test_memory_is_page_locked_and_the_lane_goes_on(monkeypatch):
 
     monkeypatch.setattr(Backend, "fill", fill)
     monkeypatch.setattr(EagerResidual, "move", moved)
-    plan, params, options = ready(offload(fp.fill_drain(S, M)))
+    plan, params, options = ready(offload(fp.schedules.fill_drain(S, M)))
     fp.run(plan, params, batch(), executor="serial", **options)
     assert [False] == blocked
     assert pinned
@@ -124,7 +129,7 @@ def test_the_peak_is_lower():
     params = tuple(torch.randn(width, width, device="cuda:0") / width**0.5 for _ in range(2))
     x = torch.randn(rows, width, device="cuda:0")
     peaks = {}
-    for schedule in (fp.fill_drain(2, count), offload(fp.fill_drain(2, count))):
+    for schedule in (fp.schedules.fill_drain(2, count), offload(fp.schedules.fill_drain(2, count))):
         plan = fp.make_plan([part] * 2, schedule, loss=F.mse_loss, devices=["cuda:0"] * 2)
         fp.run(plan, params, (x, x), executor="serial")
         torch.cuda.synchronize()
@@ -138,7 +143,7 @@ def test_the_peak_is_lower():
 
 
 def test_nothing_leaks():
-    plan, params, options = ready(offload(fp.one_f_one_b(S, M)))
+    plan, params, options = ready(offload(fp.schedules.one_f_one_b(S, M)))
     data = tuple(t.cuda() for t in batch())
     for _ in range(3):
         fp.run(plan, params, data, **options)
@@ -151,7 +156,7 @@ def test_nothing_leaks():
 
 
 def test_a_run_that_fails_on_its_way_leaves_a_clean_next_one(monkeypatch):
-    plan, params, options = ready(offload(fp.fill_drain(S, M)))
+    plan, params, options = ready(offload(fp.schedules.fill_drain(S, M)))
     expected = fp.run_sequential(plan, params, batch(), **options)
     move = EagerResidual.move
 

@@ -45,11 +45,11 @@ def test_it_equals_the_loop(pinned, room, memory, depth):
     for batch in batches(9, pinned=False):
         state, loss = step(state, scale({key: value.to(DEVICE) for key, value in batch.items()}))
         want.append(loss)
-    stages = [fp.to_device(DEVICE, pin=not pinned, memory=room), scale, fp.Fold(step, init)]
-    run = fp.overlap(batches(9, pinned=pinned), stages, depth=depth, memory=memory)
+    stages = [fp.batches.to_device(DEVICE, pin=not pinned, memory=room), scale, fp.batches.Fold(step, init)]
+    run = fp.batches.overlap(batches(9, pinned=pinned), stages, depth=depth, memory=memory)
     assert same(list(run), want)
     assert same(run.state, state)
-    threaded = fp.overlap(batches(9, pinned=pinned), stages, depth=depth, memory=memory, thread=True)
+    threaded = fp.batches.overlap(batches(9, pinned=pinned), stages, depth=depth, memory=memory, thread=True)
     assert same(list(threaded), want)
 
 
@@ -58,7 +58,7 @@ def test_nobody_gets_memory_too_early(memory):
     """B6.14: blocks of a batch's size are taken and filled with NaN after each result, while a slow consumer still runs."""
     want = [(batch["x"] * 2 + batch["y"]).sum() for batch in batches(12, pinned=False)]
     got = []
-    for batch in fp.overlap(batches(12, pinned=True), [fp.to_device(DEVICE), scale], memory=memory):
+    for batch in fp.batches.overlap(batches(12, pinned=True), [fp.batches.to_device(DEVICE), scale], memory=memory):
         torch.cuda._sleep(2_000_000)
         got.append((batch["x"] + batch["y"]).sum())
         del batch
@@ -76,7 +76,7 @@ def test_the_peak_is_flat():
     before = torch.cuda.memory_reserved()
     peaks = []
     for number, batch in enumerate(
-        fp.overlap(batches(200, pinned=True), [fp.to_device(DEVICE), scale], depth=depth, memory="ring")
+        fp.batches.overlap(batches(200, pinned=True), [fp.batches.to_device(DEVICE), scale], depth=depth, memory="ring")
     ):
         batch["x"].sum()
         if number in (20, 199):

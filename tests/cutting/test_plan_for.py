@@ -21,7 +21,7 @@ def layers(count):
 def test_no_other_cut_is_better_under_the_published_schedules():
     """Against all partitions of six layers into three stages."""
     cost = fp.Cost([3.0, 1, 1, 2, 4, 1], [3.0, 1, 1, 2, 4, 1], [2.0, 1, 1, 2, 3, 1], comm=0.25)
-    choice = fp.plan_for(cost, num_devices=3, num_microbatches=6, stages_per_device=1, evaluations=300)
+    choice = fp.models.plan_for(cost, num_devices=3, num_microbatches=6, stages_per_device=1, evaluations=300)
     cuts = [(a, b - a, 6 - b) for a, b in itertools.combinations(range(1, 6), 2)]
     best = min(fp.search(cost.group(cut), num_devices=3, num_microbatches=6, evaluations=300).makespan for cut in cuts)
     assert choice.timeline.makespan == pytest.approx(best)
@@ -30,7 +30,7 @@ def test_no_other_cut_is_better_under_the_published_schedules():
 @pytest.mark.parametrize("limit", [None, 40.0, 16.0])
 def test_everything_that_is_chosen_fits_together(limit):
     """Sizes, stages, schedule, memory; the table has every way, best first."""
-    choice = fp.plan_for(
+    choice = fp.models.plan_for(
         layers, num_devices=4, num_microbatches=[4, 8, 16], memory_limit=limit, fixed=0.5, evaluations=150
     )
     assert (12, len(choice.sizes)) == (sum(choice.sizes), choice.schedule.num_stages)
@@ -56,8 +56,8 @@ def test_a_model_runs_as_chosen():
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)]).double()
     example = torch.randn(4, 8, dtype=torch.float64)
-    choice = fp.plan_for(
-        fp.profile(model, example, repeats=1, warmup=0), num_devices=2, num_microbatches=4, evaluations=60
+    choice = fp.models.plan_for(
+        fp.models.profile(model, example, repeats=1, warmup=0), num_devices=2, num_microbatches=4, evaluations=60
     )
     split = fp.split(model, balance=choice.sizes)
     plan = fp.make_plan(split.stages, choice.schedule, loss=nn.functional.mse_loss, devices="cpu")
@@ -86,14 +86,14 @@ def test_choices_that_cannot_be_made(options, says):
     given = {"cost": layers, "num_devices": 4, "num_microbatches": 8, "evaluations": 20, **options}
     cost = given.pop("cost")
     with pytest.raises(fp.FuncpipeError, match=says):
-        fp.plan_for(cost, **given)
+        fp.models.plan_for(cost, **given)
 
 
 def test_large_parameters_at_one_end():
     """Equal times would put all of them on one device; the cut goes where they fit."""
     cost = fp.Cost([1.0] * 16, residual=[0.01] * 16)
     fixed = [10.0] * 4 + [0.0] * 12
-    choice = fp.plan_for(cost, num_devices=2, num_microbatches=4, stages_per_device=2, memory_limit=25, fixed=fixed,
+    choice = fp.models.plan_for(cost, num_devices=2, num_microbatches=4, stages_per_device=2, memory_limit=25, fixed=fixed,
                          evaluations=60)  # fmt: skip
     homes = [device for device, size in zip(choice.schedule.device_of, choice.sizes, strict=True) for _ in range(size)]
     assert {20.0} == {
@@ -103,7 +103,7 @@ def test_large_parameters_at_one_end():
 
 def test_one_device_without_a_limit():
     """Infinity is a limit like any other."""
-    choice = fp.plan_for(
+    choice = fp.models.plan_for(
         fp.Cost([1.0] * 6), num_devices=2, num_microbatches=4, memory_limit=[3, float("inf")], evaluations=40
     )
     assert choice.timeline.peak[0] <= 3
@@ -114,6 +114,6 @@ def test_seconds_end_it():
     from time import perf_counter
 
     began = perf_counter()
-    choice = fp.plan_for(fp.Cost([1.0, 1.2, 0.9] * 10), num_devices=4, num_microbatches=16, seconds=0.2)
+    choice = fp.models.plan_for(fp.Cost([1.0, 1.2, 0.9] * 10), num_devices=4, num_microbatches=16, seconds=0.2)
     assert perf_counter() - began < 10
     assert sum(choice.sizes) == 30

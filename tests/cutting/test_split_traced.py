@@ -79,7 +79,7 @@ def same_as_eager(model, at=("b",), *, example=None, rows=ROWS, count=3, toleran
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
     batch = inputs(rows)
     loss, grads, _, _ = reference(model, batch, count, square)
-    for schedule in (fp.one_f_one_b, fp.zero_bubble):
+    for schedule in (fp.schedules.one_f_one_b, fp.schedules.zero_bubble):
         plan = fp.make_plan(made.stages, schedule(len(made), count), loss=square, ties=made.ties, devices="cpu")
         result = fp.run(plan, made.params, (batch, None), state=made.state, seed=0)
         assert float(result.loss) == pytest.approx(loss, abs=tolerance)
@@ -141,7 +141,7 @@ def test_autocast_around_the_run():
     """It is not part of the trace: the stages run under the caller's."""
     model = net(lambda s, x: s.b(s.a(x).relu())).float()
     made = fp.split(model, at=["b"], example=inputs().float())
-    plan = fp.make_plan(made.stages, fp.fill_drain(2, 2, backward=False), devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
     x = inputs().float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = fp.run(plan, made.params, x).outputs
@@ -199,7 +199,7 @@ def test_fixed_rows():
     """With any_rows=False the same loop is one microbatch's, and other sizes are refused by name."""
     model = net(lambda s, x: s.b(torch.stack([s.a(row) for row in x])))
     made = same_as_eager(model, example=inputs(2), rows=6, count=3, any_rows=False)
-    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=square, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu")
     with pytest.raises(fp.BatchError, match=r"dimension 0 is fixed"):
         fp.run(plan, made.params, (inputs(6), None))
 
@@ -303,7 +303,7 @@ def test_buffers_become_state():
     assert sorted(made.state[0]) == ["average", "steps"]
     assert sorted(made.state[1]) == ["table"]
     assert "table" not in made.state_dict()
-    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 3), loss=square, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 3), loss=square, devices="cpu")
     batch = inputs()
     result = fp.run(plan, made.params, (batch, None), state=made.state)
     assert int(result.state[0]["steps"]) == 1
@@ -338,7 +338,7 @@ def test_batch_norm_is_deferred(momentum):
     """Law 5: one update by the concatenation of what the layer saw."""
     model = net(lambda s, x: s.b(s.norm(s.a(x)).relu()), norm=nn.BatchNorm1d(8, momentum=momentum))
     made = same_as_eager(model, at=["norm"])
-    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 3), loss=square, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 3), loss=square, devices="cpu")
     batch = inputs()
     state = fp.run(plan, made.params, (batch, None), state=made.state).state[1]
     layer = nn.BatchNorm1d(8, momentum=momentum)
@@ -371,10 +371,10 @@ def test_dropout_is_keyed_by_layer():
     losses = set()
     for count in (1, 2, 3, 4):
         made = fp.split(model, count, example=inputs(3))
-        plan = fp.make_plan(made.stages, fp.one_f_one_b(count, 2), loss=square, devices="cpu")
+        plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(count, 2), loss=square, devices="cpu")
         losses.add(float(fp.run(plan, made.params, batch, seed=3).loss))
     stage, params, _ = fp.from_module(model)
-    plan = fp.make_plan([stage], fp.one_f_one_b(1, 2), loss=square, devices="cpu")
+    plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=square, devices="cpu")
     losses.add(float(fp.run(plan, (params,), batch, seed=3).loss))
     assert len(losses) == 1
 
@@ -385,7 +385,7 @@ def test_random_tensors_and_functional_dropout():
         return F.dropout(s.b(F.dropout(h, 0.5, s.training)), 0.5, s.training)
 
     made = fp.split(net(forward), at=["b"], example=inputs())
-    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=square, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu")
     batch = (inputs(), None)
     with pytest.raises(fp.DrawError, match="seed"):
         fp.run(plan, made.params, batch)
@@ -398,7 +398,7 @@ def test_evaluation_with_the_same_stages():
     """Traced in training, the stages evaluate too: dropout off, running statistics."""
     model = net(lambda s, x: s.b(s.drop(s.norm(s.a(x)))), norm=nn.BatchNorm1d(8), drop=nn.Dropout(0.5))
     made = fp.split(model, at=["norm"], example=inputs())
-    plan = fp.make_plan(made.stages, fp.fill_drain(2, 3, backward=False), devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 3, backward=False), devices="cpu")
     x = inputs()
     found = fp.run(plan, made.params, x, state=made.state).outputs
     torch.testing.assert_close(found, copy.deepcopy(model).eval()(x), rtol=1e-12, atol=1e-12)
@@ -407,7 +407,7 @@ def test_evaluation_with_the_same_stages():
 def test_other_mode_is_refused_where_it_differs():
     model = net(lambda s, x: s.b(s.a(x) * (2.0 if s.training else 1.0)))
     made = fp.split(model, at=["b"], example=inputs())
-    plan = fp.make_plan(made.stages, fp.fill_drain(2, 1, backward=False), devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 1, backward=False), devices="cpu")
     with pytest.raises(fp.PlanError, match=r"traced in training mode and cannot run in evaluation mode.*model.eval"):
         fp.run(plan, made.params, inputs())
 
@@ -439,7 +439,7 @@ def test_keywords_trees_and_dataclass_outputs():
         return {"x": {"left": inputs(rows), "right": [inputs(rows)]}, "bias": inputs(rows), "scale": 2.0}
 
     made = fp.split(model, at=["b"], example=batch(3))
-    plan = fp.make_plan(made.stages, fp.fill_drain(2, 2, backward=False), devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
     given = batch(5)
     found = fp.run(plan, made.params, given).outputs
     wanted = model(**given)
@@ -474,7 +474,7 @@ def _unet(s, x):
 def test_split_points():
     def forward(s, x):
         h = s.a(x)
-        fp.split_point()
+        fp.models.split_point()
         return s.b(h.relu())
 
     model = net(forward)
@@ -482,7 +482,7 @@ def test_split_points():
     made = fp.split(model, example=inputs())
     assert [sorted(tree) for tree in made.params] == [["a.bias", "a.weight"], ["b.bias", "b.weight"]]
     assert len(fp.split(model, example=inputs())) == 2
-    with pytest.raises(fp.PlanError, match="no fp.split_point"):
+    with pytest.raises(fp.PlanError, match="no fp.models.split_point"):
         fp.split(net(lambda s, x: s.b(s.a(x))), example=inputs())
 
 
@@ -516,10 +516,10 @@ def test_policies_and_sizes():
     of = lambda **options: [
         sorted({key[0] for key in tree}) for tree in fp.split(model, example=inputs(), **options).params
     ]
-    assert of(num_stages=2, policy=fp.by_parameters) == of(num_stages=2) == [["a", "b"], ["c", "d"]]
+    assert of(num_stages=2, policy=fp.models.by_parameters) == of(num_stages=2) == [["a", "b"], ["c", "d"]]
     assert of(balance=[1, 3]) == [["a"], ["b", "c", "d"]]
-    assert of(policy=fp.by_memory(288 * 8)) == [["a", "b"], ["c"], ["d"]]
-    assert len(of(num_stages=3, policy=fp.by_time)) == 3
+    assert of(policy=fp.models.by_memory(288 * 8)) == [["a", "b"], ["c"], ["d"]]
+    assert len(of(num_stages=3, policy=fp.models.by_time)) == 3
     assert of(policy=lambda units, count: [len(units) - 1, 1]) == [["a", "b", "c"], ["d"]]
     with pytest.raises(fp.PlanError, match="positive numbers that sum to the 4 units"):
         of(balance=[1, 1])
@@ -551,7 +551,7 @@ def test_tied_parameters(ties):
     batch = {"tokens": torch.randint(0, 11, (6, 3)), "labels": torch.randint(0, 11, (6, 3))}
     made = fp.split(model, at=["mid", "head"], example=batch, ties=ties)
     model(**batch)["loss"].backward()
-    for schedule in (fp.one_f_one_b(3, 3), fp.remat(fp.zero_bubble(3, 3))):
+    for schedule in (fp.schedules.one_f_one_b(3, 3), fp.schedules.remat(fp.schedules.zero_bubble(3, 3))):
         plan = fp.make_plan(made.stages, schedule, loss=made.loss, ties=made.ties, devices="cpu")
         result = fp.run(plan, made.params, (batch, None))
         torch.testing.assert_close(made.merge(result.grads)["head.weight"], model.table.weight.grad)
@@ -566,7 +566,7 @@ def test_replicas_never_drift():
     batch = {"tokens": torch.randint(0, 11, (6, 3)), "labels": torch.randint(0, 11, (6, 3))}
     made = fp.split(model, at=["mid", "head"], example=batch)
     params = tuple({k: v.detach().clone().requires_grad_() for k, v in tree.items()} for tree in made.params)
-    plan = fp.make_plan(made.stages, fp.one_f_one_b(3, 2), loss=made.loss, ties=made.ties, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(3, 2), loss=made.loss, ties=made.ties, devices="cpu")
     optimizer = torch.optim.Adam(fp.leaves(params), lr=0.1)
     for _ in range(3):
         fp.step(optimizer, params, fp.run(plan, params, (batch, None)).grads, ties=made.ties)
@@ -630,7 +630,7 @@ def test_meta_capture_runs_on_the_cpu():
     empty = copy.deepcopy(model).to("meta")
     made = fp.split(empty, at=["b"], example=torch.empty(4, 8, device="meta"))
     params = tuple({name: model.get_parameter(name) for name in tree} for tree in made.params)
-    plan = fp.make_plan(made.stages, fp.fill_drain(2, 2, backward=False), devices="cpu", train=True)
+    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", train=True)
     x = inputs()
     torch.testing.assert_close(fp.run(plan, params, x).outputs, model(x))
 
@@ -688,7 +688,7 @@ def test_example_that_does_not_fit():
 def test_inputs_unlike_the_example():
     """What export's guards would have caught; the bare graph computes something else in silence."""
     made = fp.split(net(lambda s, x: s.b(s.a(x))), 2, example=inputs())
-    plan = fp.make_plan(made.stages, fp.fill_drain(2, 1, backward=False), devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 1, backward=False), devices="cpu")
     for x, message in (
         (inputs().float(), r"x was float64 \[rows, 8\]; got torch.float32"),
         (torch.zeros(4, 9), "dimension 1 is fixed"),
@@ -718,7 +718,9 @@ def test_traced_stages_pickle_and_copy():
     batch = (inputs(), None)
     losses = set()
     for one in (made, pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
-        plan = fp.make_plan(one.stages, fp.remat(fp.one_f_one_b(2, 2)), loss=square, ties=one.ties, devices="cpu")
+        plan = fp.make_plan(
+            one.stages, fp.schedules.remat(fp.schedules.one_f_one_b(2, 2)), loss=square, ties=one.ties, devices="cpu"
+        )
         losses.add(float(fp.run(plan, one.params, batch, state=one.state, seed=1).loss))
         fp.testing.assert_matches_sequential(plan, one.params, batch, state=one.state, seed=1)
     assert len(losses) == 1
@@ -746,7 +748,7 @@ def test_batch_norm_by_hand_is_a_written_buffer():
     model = net(forward, mean=torch.zeros(8), var=torch.ones(8))
     made = fp.split(model, at=["b"], example=inputs())
     assert torch.equal(made.state[0]["mean"], model.mean)
-    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=square, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu")
     batch = inputs()
     state = fp.run(plan, made.params, (batch, None), state=made.state).state
     torch.testing.assert_close(state[0]["mean"], 0.1 * model.a(batch).mean(0))
@@ -762,7 +764,7 @@ def test_buffers_written_by_operations_that_do_not_say_so(kind):
     else:
         model = net(lambda s, x: s.b(s.n(s.a(x)[:, None]).flatten(1)), n=nn.InstanceNorm1d(1, track_running_stats=True))
     made = fp.split(model, at=["b"], example=inputs())
-    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=square, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu")
     result = fp.run(plan, made.params, (inputs(), None), state=made.state)
     assert any(not torch.equal(result.state[0][name], old) for name, old in made.state[0].items() if old.dim())
 
@@ -770,7 +772,7 @@ def test_buffers_written_by_operations_that_do_not_say_so(kind):
 def test_a_branch_on_one_row_is_refused_at_run_time():
     """Export takes one row for no number of rows."""
     made = fp.split(net(lambda s, x: s.b(s.a(x) * (2.0 if x.shape[0] == 1 else 1.0))), at=["b"], example=inputs())
-    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 3), loss=square, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 3), loss=square, devices="cpu")
     fp.run(plan, made.params, (inputs(6), None))
     with pytest.raises(fp.BatchError, match="the trace holds for 2 to"):
         fp.run(plan, made.params, (inputs(3), None))
@@ -795,7 +797,7 @@ def test_the_other_mode_is_compared_with_gradients_and_buffers():
 
     for model, same in ((net(counts, average=torch.zeros(8)), True), (net(detaches), False)):
         made = fp.split(model, at=["b"], example=inputs())
-        evaluate = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=square, train=False, devices="cpu")
+        evaluate = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, train=False, devices="cpu")
         if same:  # nothing is committed in evaluation, so the average stays, as the model's does
             result = fp.run(evaluate, made.params, (inputs(), None), state=made.state)
             assert not result.state[0]["average"].any()
@@ -803,7 +805,7 @@ def test_the_other_mode_is_compared_with_gradients_and_buffers():
             with pytest.raises(fp.PlanError, match="cannot run in evaluation mode"):
                 fp.run(evaluate, made.params, (inputs(), None), state=made.state)
         still = fp.split(model.eval(), at=["b"], example=inputs())
-        plan = fp.make_plan(still.stages, fp.one_f_one_b(2, 2), loss=square, devices="cpu")
+        plan = fp.make_plan(still.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu")
         x = inputs()
         result = fp.run(plan, still.params, (x, None), state=still.state)
         grads = torch.autograd.grad(square(model(x), None), list(model.parameters()), allow_unused=True)
@@ -839,7 +841,7 @@ def test_small_and_complex_gradients_are_compared():
 
 def test_outputs_that_are_words():
     made = fp.split(net(lambda s, x: {"y": s.b(s.a(x)), "kind": "linear"}), at=["b"], example=inputs(), check=False)
-    plan = fp.make_plan(made.stages, fp.fill_drain(2, 1, backward=False), devices="cpu", train=True)
+    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 1, backward=False), devices="cpu", train=True)
     assert fp.run(plan, made.params, inputs()).outputs["kind"] == "linear"
 
 
@@ -916,7 +918,7 @@ def test_frozen_parameters_have_no_gradient_to_merge():
     model = net(lambda s, x: s.b(s.a(x)))
     model.a.requires_grad_(False)
     made = fp.split(model, at=["b"], example=inputs())
-    plan = fp.make_plan(made.stages, fp.one_f_one_b(2, 2), loss=square, devices="cpu")
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu")
     grads = made.merge(fp.run(plan, made.params, (inputs(), None)).grads)
     assert sorted(grads) == ["b.bias", "b.weight"]
 
@@ -941,7 +943,7 @@ def test_reentrant_checkpoint_and_loose_parameters_are_named():
 
 
 def test_autocast_regions_follow_the_device():
-    from funcpipe.models.traced import retarget
+    from funcpipe.modules.traced import retarget
 
     def forward(s, x):
         with torch.autocast(x.device.type, dtype=torch.bfloat16):

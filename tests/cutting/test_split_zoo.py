@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.zoo import ZOO, batch, reference, zoo
 
 import funcpipe as fp
-from tests.models.zoo import ZOO, batch, reference, zoo
 
 PARTS = [2, 2, 2]
 TRACED_ONLY = {"t5"}
@@ -48,7 +48,7 @@ def test_loss_and_gradients_equal_the_model(name, way, ties):
     loss, grads = reference(zoo(name), given, PARTS)
     for count in (2, 3, 4):
         model, made = cut(name, way, count, ties=ties)
-        for family in (fp.one_f_one_b, fp.zero_bubble):
+        for family in (fp.schedules.one_f_one_b, fp.schedules.zero_bubble):
             plan = fp.make_plan(made.stages, family(count, len(PARTS)), loss=made.loss, ties=made.ties, devices="cpu")
             result = fp.run(plan, made.params, (given, None), state=made.state)
             torch.testing.assert_close(result.loss.double(), loss.double(), rtol=1e-10, atol=1e-10)
@@ -72,7 +72,9 @@ def test_dropout_does_not_depend_on_the_cuts(name, way):
     seen = {}
     for count in (2, 3, 4):
         _, made = cut(name, way, count, dropout=0.2)
-        plan = fp.make_plan(made.stages, fp.one_f_one_b(count, 2), loss=made.loss, ties=made.ties, devices="cpu")
+        plan = fp.make_plan(
+            made.stages, fp.schedules.one_f_one_b(count, 2), loss=made.loss, ties=made.ties, devices="cpu"
+        )
         result = fp.run(plan, made.params, (given, None), state=made.state, seed=5)
         merged = made.merge(result.grads, made.state)
         seen[count] = (float(result.loss), {key: one for key, one in merged.items() if key not in made.rest})

@@ -30,9 +30,9 @@ from funcpipe.testing.fault import running
 S, M, ROWS, WIDTH = 3, 3, 7, 4
 EXECUTORS = ("serial", "threads", "lanes")
 SCHEDULES = [
-    fp.one_f_one_b(S, M),
-    fp.remat(fp.fill_drain(S, M, num_devices=1)),
-    fp.zero_bubble(S, M),
+    fp.schedules.one_f_one_b(S, M),
+    fp.schedules.remat(fp.schedules.fill_drain(S, M, num_devices=1)),
+    fp.schedules.zero_bubble(S, M),
 ]
 """One with as many lanes as stages, one with remat on one lane, one with split backwards."""
 
@@ -46,7 +46,7 @@ class Executors:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._lanes: fp.Lanes | None = None
+        self._lanes: fp.typing.Lanes | None = None
 
     def __call__(self, plan: fp.Plan) -> Any:
         if self.name != "lanes":
@@ -97,11 +97,11 @@ class Rig:
         self.stages, self.params, self.state = (tuple(one) for one in zip(first, *parts[1:-1], last, strict=True))
         self.x, self.target = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
         self.optimizer = torch.optim.AdamW(fp.leaves(self.params), lr=1e-3)
-        self.expected = self.run_sequential(self.plan(fp.fill_drain(num_stages, M)))
+        self.expected = self.run_sequential(self.plan(fp.schedules.fill_drain(num_stages, M)))
         fp.step(self.optimizer, self.params, self.expected.grads)
         for leaf in fp.leaves(self.params):
             leaf.grad = torch.randn_like(leaf)
-        self.expected = self.run_sequential(self.plan(fp.fill_drain(num_stages, M)))
+        self.expected = self.run_sequential(self.plan(fp.schedules.fill_drain(num_stages, M)))
         self.forget()
 
     def _layer(self) -> nn.Module:

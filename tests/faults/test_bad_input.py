@@ -16,7 +16,13 @@ from fault_rig import SCHEDULES, WIDTH, M, Rig, S, assert_invariant
 
 import funcpipe as fp
 
-FAMILIES = [fp.fill_drain, fp.one_f_one_b, fp.looped_bfs, fp.interleaved, fp.zero_bubble]
+FAMILIES = [
+    fp.schedules.fill_drain,
+    fp.schedules.one_f_one_b,
+    fp.schedules.looped_bfs,
+    fp.schedules.interleaved,
+    fp.schedules.zero_bubble,
+]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +91,7 @@ def test_dicts_in_another_order(executor):
         return torch.tanh((x["a"] - 2 * x["b"]) @ p["w"] + p["c"])
 
     stages = [fp.stage(first), fp.stage(lambda p, x: x @ p["w"])]
-    plan = fp.make_plan(stages, fp.one_f_one_b(2, 2), loss=lambda y, t: F.mse_loss(y, t["y"]) + t["k"] * 0, devices="cpu")  # fmt: skip
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: F.mse_loss(y, t["y"]) + t["k"] * 0, devices="cpu")  # fmt: skip
     a, b = rows(4)
     w = weights(2)
     c = torch.ones(WIDTH, dtype=torch.float64)
@@ -122,7 +128,7 @@ def test_a_batch_without_numbers_is_refused(which):
         called.append(1)
         return x * feeds["f"]
 
-    plan = fp.make_plan([fp.stage(fn, feeds=["f"])], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([fp.stage(fn, feeds=["f"])], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
     given = {
         name: torch.ones(4, 2, device="meta" if name == which else "cpu") for name in ("inputs", "target", "feeds")
     }
@@ -137,7 +143,7 @@ def test_a_batch_without_numbers_is_refused(which):
 
 def test_shapes_without_numbers(executor):
     """Row 17: a plan on meta devices gives shapes; a real batch on it too."""
-    schedule = fp.one_f_one_b(S, M)
+    schedule = fp.schedules.one_f_one_b(S, M)
     plan = fp.make_plan([fp.stage(linear)] * S, schedule, loss=F.mse_loss, devices="meta")
     params = fp.place(plan, weights())
     for batch in (rows(7), tuple(one.to("meta") for one in rows(7))):
@@ -201,7 +207,7 @@ def test_keys_and_shapes_run_nothing(rig, executor):
         refused(rig, lambda params=params: rig.run(plan, executor(plan), params=params), fp.PlanError, *words)
 
 
-@pytest.mark.parametrize("schedule", [fp.one_f_one_b(2, M), fp.zero_bubble(2, M)], ids=ids)
+@pytest.mark.parametrize("schedule", [fp.schedules.one_f_one_b(2, M), fp.schedules.zero_bubble(2, M)], ids=ids)
 def test_parameters_that_share_memory(schedule, executor):
     """Row 18: slices of one buffer, overlapping ones, expanded, transposed: gradients of plain autograd, nothing written."""
     buffer = torch.randn(3 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -303,10 +309,10 @@ def test_no_wrong_schedule_gets_to_a_run(build):
 @pytest.mark.slow
 def test_a_million_actions_are_checked_in_seconds():
     """Row 21: a schedule of 10^6 actions, and a plan of it."""
-    schedule = fp.one_f_one_b(64, 7813)
+    schedule = fp.schedules.one_f_one_b(64, 7813)
     assert sum(map(len, schedule.orders)) >= 10**6
     began = time.monotonic()
-    fp.check(schedule)
+    fp.schedules.check(schedule)
     assert time.monotonic() - began < 20
     began = time.monotonic()
     plan = fp.make_plan([fp.stage(linear)] * 64, schedule, loss=F.mse_loss, devices="cpu")
@@ -319,6 +325,6 @@ def test_too_few_lanes_are_refused(rig, schedule):
     """Row 21: kept lanes of another number; names both and the call."""
     plan = rig.plan(schedule)
     with fp.lanes(plan) as lanes:
-        other = rig.plan(fp.fill_drain(S, M, num_devices=1 if plan.num_devices == S else S))
+        other = rig.plan(fp.schedules.fill_drain(S, M, num_devices=1 if plan.num_devices == S else S))
         go = functools.partial(rig.run, other, lanes)
         refused(rig, go, fp.PlanError, f"these lanes are {plan.num_devices}", f"the plan has {other.num_devices}", r"fp\.lanes\(plan\)")  # fmt: skip

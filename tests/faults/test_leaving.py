@@ -55,7 +55,7 @@ def stage(p, x):
     while time.monotonic() < end:
         time.sleep(30) if stuck == "in C" else torch.tanh(x)
     return x * p
-plan = fp.make_plan([fp.stage(stage, name=f"s{i}") for i in range(2)], fp.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+plan = fp.make_plan([fp.stage(stage, name=f"s{i}") for i in range(2)], fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
 params, x = (torch.ones(3), torch.ones(3)), torch.ones(4, 3)
 executor = fp.lanes(plan) if way == "lanes" else way
 def interrupt(*args):

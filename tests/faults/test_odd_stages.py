@@ -63,7 +63,9 @@ def test_a_stage_that_keeps_a_reference(rig, executor):
     assert 0 == rig.watch.alive
 
 
-@pytest.mark.parametrize("schedule", [fp.one_f_one_b(2, M), fp.remat(fp.fill_drain(2, M))], ids=ids)
+@pytest.mark.parametrize(
+    "schedule", [fp.schedules.one_f_one_b(2, M), fp.schedules.remat(fp.schedules.fill_drain(2, M))], ids=ids
+)
 def test_another_structure_in_each_microbatch(schedule, executor):
     """Row 19: legal between stages (each microbatch is its own graph), with the numbers of plain autograd."""
 
@@ -84,7 +86,7 @@ def test_another_structure_in_each_microbatch(schedule, executor):
 def test_outputs_of_another_structure_are_named_with_both(rig, executor):
     """Row 19: outputs are joined, so they must be alike: the microbatch and both structures."""
     fn = lambda p, x: {"a": x} if x[0, 0] > 0 else (x, x)
-    plan = fp.make_plan([fp.stage(fn)], fp.fill_drain(1, 2, backward=False), devices="cpu")
+    plan = fp.make_plan([fp.stage(fn)], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
     x = torch.tensor([[1.0], [-1.0]])
     go = lambda x=x: fp.run(plan, ((),), x, executor=executor(plan))
     go(x.abs())  # kept lanes start at the first run
@@ -98,13 +100,13 @@ def test_what_is_no_activation(rig, value, executor):
     """Row 19: a stage that returns a number: the stage or loss that cannot use it is named; None, a generator: itself."""
     make = (lambda: (i for i in range(3))) if value == "generator" else lambda: value
     middle = [fp.stage(lambda p, x: make(), name="odd"), fp.stage(linear, name="next")]
-    plan = fp.make_plan(middle, fp.one_f_one_b(2, M), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(middle, fp.schedules.one_f_one_b(2, M), loss=F.mse_loss, devices="cpu")
     params = ((), weights(1)[0])
     go = lambda: fp.run(plan, params, rows(7), executor=executor(plan))
     own = value in (None, "generator")
     user = {"at": "0F0", "stage": 0, "name": "odd"} if own else {"at": "1F0", "stage": 1, "name": "next"}
     assert_invariant(rig, go, kind=fp.PlanError if own else TypeError, microbatch=0, **user)
-    last = fp.make_plan(middle[::-1], fp.one_f_one_b(2, M), loss=F.mse_loss, devices="cpu")
+    last = fp.make_plan(middle[::-1], fp.schedules.one_f_one_b(2, M), loss=F.mse_loss, devices="cpu")
     go = lambda: fp.run(last, params[::-1], rows(7), executor=executor(plan))
     at = "1F0" if value is None else r"1F0 \(loss\)"
     assert_invariant(rig, go, kind=fp.StageError, at=at, stage=1, name="odd", microbatch=0)

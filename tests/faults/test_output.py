@@ -79,7 +79,7 @@ def test_the_watchdog_without_stderr(monkeypatch):
     """Row 29: its report is printed when code does not react; where that fails, the run still ends with RunTimeout."""
     libc = ctypes.CDLL(None)
     stuck = lambda p, x: (libc.usleep(1_600_000), x)[1] if x.any() else x
-    plan = fp.make_plan([fp.stage(stuck)], fp.fill_drain(1, 1, backward=False), devices="cpu")
+    plan = fp.make_plan([fp.stage(stuck)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
     fp.run(plan, ((),), torch.zeros(1), executor="serial")
     with nothing_unheard():
         monkeypatch.setattr(sys, "stderr", Broken())
@@ -93,7 +93,7 @@ def test_the_watchdog_without_stderr(monkeypatch):
 
 def test_a_file_that_may_not_grow(rig, tmp_path):
     """Row 29: a quota in the middle of a trace is an OSError too, not a trace that looks whole."""
-    plan = rig.plan(fp.fill_drain(S, M))
+    plan = rig.plan(fp.schedules.fill_drain(S, M))
     timeline = rig.run(plan, "serial", record=True).timeline
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))

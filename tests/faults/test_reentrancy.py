@@ -79,7 +79,7 @@ def test_a_thread_that_began_to_compute_during_a_run():
         return x
 
     def run(fn):
-        plan = fp.make_plan([fp.stage(fn)], fp.fill_drain(1, 1, backward=False), devices="cpu")
+        plan = fp.make_plan([fp.stage(fn)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
         return fp.run(plan, ((),), torch.ones(2), executor="serial", threads_per_lane=2)
 
     def late():
@@ -105,7 +105,7 @@ def test_a_thread_that_began_to_compute_during_a_run():
 @pytest.mark.parametrize(("mine", "others"), [(1, 2), (2, 1), (3, 1), (1, 3)])
 def test_a_caller_whose_number_is_not_that_of_new_threads(mine, others, monkeypatch):
     """Row 24: both are as before, whatever numbers this run and earlier ones had."""
-    plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.fill_drain(1, 1, backward=False), devices="cpu")
+    plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
     monkeypatch.setattr(context, "_outside", 0)  # nobody has asked yet
     torch.set_num_threads(mine)
     with ThreadPoolExecutor(1) as pool:
@@ -153,7 +153,7 @@ def test_lanes_for_each_of_two_runs(rig):
 @pytest.mark.parametrize("call", ["run", "run_sequential", "vjp"])
 def test_a_run_inside_of_a_stage(rig, call, executor):
     """Row 24: refused with the coordinates of the outer stage, in forward and backward; nothing is left behind."""
-    inner = rig.plan(fp.fill_drain(S, M), **({"loss": None} if call == "vjp" else {}))
+    inner = rig.plan(fp.schedules.fill_drain(S, M), **({"loss": None} if call == "vjp" else {}))
 
     def nested(tensor):
         if rig.armed:

@@ -188,7 +188,7 @@ def test_the_merge_of_state_fails(rig, make, executor):
     stages, trees = commits(rig, make)
     plan = fp.make_plan(stages, SCHEDULES[0], loss=F.mse_loss, devices="cpu")
     before = trees["state"][-1][1].clone()
-    kept = isinstance(executor(plan), fp.Lanes)
+    kept = isinstance(executor(plan), fp.typing.Lanes)
     if kept:
         fp.run(plan, **rig.given(plan, trees), executor=executor(plan))
     go = lambda: fp.run(plan, **rig.given(plan, trees), executor=executor(plan))
@@ -256,7 +256,7 @@ def test_two_lanes_fail_at_once(rig, kinds, monkeypatch):
         return fail
 
     faults = [FaultAt(0, 1, "F", error=together(kinds[0])), FaultAt(1, 0, "F", error=together(kinds[1]))]
-    plan = rig.plan(fp.fill_drain(S, M), *faults)
+    plan = rig.plan(fp.schedules.fill_drain(S, M), *faults)
     order = [str(plan.program.action(code)) for code in plan.program.order]
     first = min(("0F1", "1F0"), key=order.index)
     winner = kinds[("0F1", "1F0").index(first)]
@@ -313,14 +313,14 @@ MEMORY = {
 @pytest.mark.parametrize("kind", ["F", "B"])
 def test_out_of_memory_says_what_is_held(rig, kind, make, executor):
     """Row 8: residuals that live, their bytes, what to do; tried once."""
-    schedule = fp.fill_drain(S, M)
+    schedule = fp.schedules.fill_drain(S, M)
     microbatch = 2 if kind == "F" else 1  # two were kept before; two are left, the one in use among them
     plan = rig.plan(schedule, rig.fault(1, microbatch, kind, make))
     go = functools.partial(rig.run, plan, executor(plan))
     words = (
         rf"device 1 holds 2 residuals \(the schedule's most is {M}\) with \d+\.\d MiB",
         "more microbatches of fewer rows",
-        r"fp\.remat\(schedule\)",
+        r"fp\.schedules\.remat\(schedule\)",
         "one_f_one_b",
     )
     assert_invariant(rig, go, go, kind=type(make()), words=words, **place(plan, 1, microbatch))
@@ -388,7 +388,7 @@ def test_a_timeout_leaves_nothing_behind(rig, kind, executor):
 def test_both_halves_of_a_vjp(rig, make, executor):
     """Rows 1, 2, 4: a forward fails in the first half, a backward in the second; the pullback is spent, not broken."""
     for kind in "FB":
-        plan = rig.plan(fp.fill_drain(S, M), rig.fault(1, 1, kind, make), loss=None)
+        plan = rig.plan(fp.schedules.fill_drain(S, M), rig.fault(1, 1, kind, make), loss=None)
 
         def go(plan=plan):
             result, pullback = fp.vjp(plan, rig.params, rig.x, state=rig.state, seed=3, executor=executor(plan))

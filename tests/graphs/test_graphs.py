@@ -52,7 +52,11 @@ def stages(**options):
     parts = first, second, norm, last
     w = [{"w": torch.randn(4, 4)} for _ in range(3)]
     params = w[0], w[1], norm_params, w[2]
-    return tuple(fp.compile(one, **options) for one in parts) if options else parts, params, ((), (), norm_state, ())
+    return (
+        tuple(fp.compile_stage(one, **options) for one in parts) if options else parts,
+        params,
+        ((), (), norm_state, ()),
+    )
 
 
 def batches(count, rows=7):
@@ -60,7 +64,7 @@ def batches(count, rows=7):
     return [tuple(torch.randn(rows, 4, generator=g) for _ in range(3)) for _ in range(count)]
 
 
-def linear_plan(num=2, microbatches=2, schedule=fp.one_f_one_b, **options):
+def linear_plan(num=2, microbatches=2, schedule=fp.schedules.one_f_one_b, **options):
     part = fp.stage(lambda p, x: torch.tanh(x @ p["w"]), name="linear")
     g = torch.Generator().manual_seed(2)
     params = tuple({"w": torch.randn(4, 4, generator=g)} for _ in range(num))
@@ -117,7 +121,7 @@ def test_a_result_is_the_callers(tapes):
 
 def test_a_state_that_stays_is_the_callers_own(tapes):
     parts, params, state = stages()
-    plan = fp.make_plan(parts, fp.fill_drain(S, M, backward=False), devices="cpu", train=False, outputs=True)
+    plan = fp.make_plan(parts, fp.schedules.fill_drain(S, M, backward=False), devices="cpu", train=False, outputs=True)
     x, _, scale = batches(1)[0]
     with fp.graphs(plan) as graphs:
         for _ in range(2):
@@ -172,7 +176,7 @@ def test_wrapped_leaves(tapes):
         rows, table = x
         return rows @ (p["w"] + table)
 
-    plan = fp.make_plan([first], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu", outputs=True)
+    plan = fp.make_plan([first], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu", outputs=True)
     params = ({"w": torch.eye(4)},)
     with fp.graphs(plan) as graphs:
         for seed in (1, 2):
@@ -204,7 +208,11 @@ REASONS = {
     "weight": (lambda: linear_plan(weight=lambda t: t.square().sum()), {}, ": RuntimeError: operation not permitted"),
     "record": (linear_plan, {"record": True}, "record=True measures"),
     "timeout": (linear_plan, {"timeout": 50.0}, "timeout= watches"),
-    "offload": (lambda: linear_plan(schedule=lambda *_: fp.offload(fp.one_f_one_b(2, 4))), {}, "the host keeps step"),
+    "offload": (
+        lambda: linear_plan(schedule=lambda *_: fp.schedules.offload(fp.schedules.one_f_one_b(2, 4))),
+        {},
+        "the host keeps step",
+    ),
     "finite": (linear_plan, {"check": "finite"}, "check= looks"),
     "finite-op": (linear_plan, {"check": ["used", "finite-op"]}, "check= looks"),
 }
@@ -248,8 +256,8 @@ def test_draws_are_no_graph(tapes):
     """A graph would draw the same numbers; runs draw by their seeds, and without one they refuse."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     part, params, _ = fp.from_module(net, name="drops")
-    for one in (part, fp.compile(part)):
-        plan = fp.make_plan([one], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    for one in (part, fp.compile_stage(part)):
+        plan = fp.make_plan([one], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
         with fp.graphs(plan) as graphs:
             for seed in (1, 2):
                 result = fp.run(plan, (params,), data(), seed=seed, executor=graphs)
@@ -268,7 +276,9 @@ def test_where_there_are_none():
 
 
 def test_lanes_on_two_devices_are_no_graph(tapes):
-    plan, params = linear_plan(loss=None, schedule=partial(fp.fill_drain, backward=False), devices=["cpu", "meta"])
+    plan, params = linear_plan(
+        loss=None, schedule=partial(fp.schedules.fill_drain, backward=False), devices=["cpu", "meta"]
+    )
     meta = (params[0], {"w": params[1]["w"].to("meta")})
     with fp.graphs(plan) as graphs:
         result = fp.run(plan, meta, data()[0], executor=graphs)
@@ -294,7 +304,7 @@ class Unhashable:
 )
 def test_values_that_cannot_be_compared_are_no_graph(tapes, odd, words):
     part = fp.stage(lambda p, x: x * p["w"] * getattr(p["odd"], "factor", 1))
-    plan = fp.make_plan([part], fp.fill_drain(1, 2, backward=False), devices="cpu", outputs=True)
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu", outputs=True)
     with fp.graphs(plan) as graphs:
         for factor in (1, 2):
             odd.factor = factor
@@ -306,7 +316,7 @@ def test_values_that_cannot_be_compared_are_no_graph(tapes, odd, words):
 def test_values_that_can_be_compared(tapes):
     """Numbers, words, functions, types; -0.0 is no 0.0, and nan is nan."""
     part = fp.stage(lambda p, x: p["f"](x * p["w"]) / p["c"])
-    plan = fp.make_plan([part], fp.fill_drain(1, 2, backward=False), devices="cpu", outputs=True)
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu", outputs=True)
     with fp.graphs(plan) as graphs:
         for c in (0.0, -0.0, float("nan"), float("nan"), 2):
             params = ({"w": torch.ones(4), "c": c, "f": torch.tanh, "n": None, "t": torch.float32, "s": "word"},)
@@ -332,7 +342,7 @@ def test_functions_that_choose_what_is_trained(tapes):
 
 def test_a_grad_mode_is_a_form(tapes):
     part = fp.stage(lambda p, x: x * p["w"] * (1 if torch.is_grad_enabled() else 2))
-    plan = fp.make_plan([part], fp.fill_drain(1, 2, backward=False), devices="cpu", outputs=True)
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu", outputs=True)
     params, x = ({"w": torch.ones(4)},), data()[0]
     with fp.graphs(plan) as graphs:
         for _ in range(2):
@@ -349,7 +359,7 @@ def test_results_that_are_what_was_given(tapes, lanes):
     part = fp.stage(lambda p, x: (x, x * p["w"]))
     loss = lambda y, t: fp.Loss(F.mse_loss(y[1], t), None, (t, t[:1], y[0]))
     last = fp.stage(lambda p, x: (x[0], x[1] * p["w"]))
-    schedule = fp.one_f_one_b(2, 2, num_devices=lanes)
+    schedule = fp.schedules.one_f_one_b(2, 2, num_devices=lanes)
     plan = fp.make_plan([part, last], schedule, loss=loss, devices="cpu", outputs=True)
     params = ({"w": torch.ones(4)},) * 1 + ({"w": torch.ones(4)},)
     with fp.graphs(plan) as graphs:
@@ -373,7 +383,7 @@ def test_results_that_hide_tensors(tapes):
     """They would be the graph's own memory."""
     part = fp.stage(lambda p, x: x * p["w"])
     loss = lambda y, t: fp.Loss(F.mse_loss(y, t), None, (Metrics(y.detach().sum()), 3, "word", None))
-    plan = fp.make_plan([part], fp.one_f_one_b(1, 1), loss=loss, devices="cpu")
+    plan = fp.make_plan([part], fp.schedules.one_f_one_b(1, 1), loss=loss, devices="cpu")
     params = ({"w": torch.ones(4)},)
     with fp.graphs(plan) as graphs:
         results = [fp.run(plan, params, data(seed=seed), executor=graphs) for seed in range(3)]
@@ -390,7 +400,7 @@ def test_memory_with_gaps(tapes):
         seen.append((x[0].stride(), x[1].stride()))
         return x[0] * p["w"] + x[1]
 
-    plan = fp.make_plan([fp.stage(looks)], fp.fill_drain(1, 1, backward=False), devices="cpu", outputs=True)
+    plan = fp.make_plan([fp.stage(looks)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu", outputs=True)
     x = (torch.randn(6, 8)[:, ::2], torch.randn(6, 1).expand(6, 4))
     params = ({"w": torch.randn(8)[::2]},)
     with fp.graphs(plan) as graphs:
@@ -451,7 +461,7 @@ def test_a_run_inside_of_a_stage_or_a_transform_is_refused_as_ever(tapes):
     with fp.graphs(plan) as graphs:
         fp.run(plan, params, batch, executor=graphs)
         inner = fp.stage(lambda p, x: x + fp.run(plan, params, (x, x), executor=graphs).loss)
-        outer = fp.make_plan([inner], fp.fill_drain(1, 1, backward=False), devices="cpu")
+        outer = fp.make_plan([inner], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
         with pytest.raises(fp.FuncpipeError, match="inside of a stage"):
             fp.run(outer, ((),), data()[0])
         with pytest.raises(fp.FuncpipeError, match="torch.func"):
@@ -467,7 +477,7 @@ def test_whose_they_are(tapes):
         fp.run(plan, params, data(), executor=graphs)
     with pytest.raises(fp.PlanError, match="takes a plan; got a str"):
         fp.graphs("plan")
-    halves = fp.make_plan(plan.stages, fp.fill_drain(2, 2), devices="cpu")
+    halves = fp.make_plan(plan.stages, fp.schedules.fill_drain(2, 2), devices="cpu")
     with fp.graphs(halves) as graphs, pytest.raises(fp.PlanError, match=r"for fp\.run also fp\.graphs"):
         fp.vjp(halves, params, data()[0], executor=graphs)
 
@@ -481,7 +491,7 @@ def test_one_run_at_a_time(tapes):
             assert go.wait(20)
         return x @ p["w"]
 
-    plan = fp.make_plan([fp.stage(waits)], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([fp.stage(waits)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
     params = ({"w": torch.eye(4)},)
     with fp.graphs(plan) as graphs:
         found = []
@@ -503,7 +513,7 @@ def test_closed_while_they_record(tapes):
         held[0].close()
         return x @ p["w"]
 
-    plan = fp.make_plan([fp.stage(closes)], fp.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([fp.stage(closes)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
     graphs = fp.graphs(plan)
     held.append(graphs)
     fp.run(plan, ({"w": torch.eye(4)},), data(), executor=graphs)
@@ -542,7 +552,7 @@ def test_closed_graphs_hold_nothing(tapes):
 
 def test_programs_that_are_graphs_are_not_recorded_again(tapes):
     plan, params = linear_plan()
-    parts = [fp.compile(one, backend="cudagraphs") for one in plan.stages]
+    parts = [fp.compile_stage(one, backend="cudagraphs") for one in plan.stages]
     plan = fp.make_plan(parts, plan.schedule, loss=F.mse_loss, devices="cpu")
     with fp.graphs(plan) as graphs:
         result = fp.run(plan, params, data(), executor=graphs)
@@ -552,7 +562,9 @@ def test_programs_that_are_graphs_are_not_recorded_again(tapes):
 # -- backend="cudagraphs" ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", [fp.one_f_one_b(S, M), fp.remat(fp.zero_bubble(S, M))], ids=ids)
+@pytest.mark.parametrize(
+    "schedule", [fp.schedules.one_f_one_b(S, M), fp.schedules.remat(fp.schedules.zero_bubble(S, M))], ids=ids
+)
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_programs_as_graphs(tapes, schedule, executor):
     """Each program is recorded once, whatever the microbatches, and runs of other parameters are the oracle's."""
@@ -576,7 +588,7 @@ def test_programs_as_graphs(tapes, schedule, executor):
 
 def test_programs_are_recorded_by_warmup(tapes):
     plan, params = linear_plan()
-    parts = [fp.compile(one, backend="cudagraphs") for one in plan.stages]
+    parts = [fp.compile_stage(one, backend="cudagraphs") for one in plan.stages]
     plan = fp.make_plan(parts, plan.schedule, loss=F.mse_loss, devices="cpu")
     fp.warmup(plan, params, data())
     made = len(tapes.made)
@@ -588,7 +600,7 @@ def test_programs_are_recorded_by_warmup(tapes):
 def test_dropped_programs_hold_no_memory_of_the_device(tapes):
     """Their graphs go when they do, and do not wait for the garbage collector."""
     plan, params = linear_plan(num=1, microbatches=1)
-    part = fp.compile(plan.stages[0], backend="cudagraphs", max_programs=2)
+    part = fp.compile_stage(plan.stages[0], backend="cudagraphs", max_programs=2)
     plan = fp.make_plan([part], plan.schedule, loss=F.mse_loss, devices="cpu")
     fp.run(plan, params, data(), executor="serial")
     mark = weakref.ref(tapes.made.pop(0))
@@ -617,12 +629,12 @@ def test_what_is_on_while_programs_are_built(tapes, built):
     params = tuple({"w": torch.randn(4, 4, generator=g)} for _ in range(2))
     found = []
     for backend in ("graph", "cudagraphs"):
-        part = fp.compile(fp.stage(exact), backend=backend)
-        plan = fp.make_plan([part] * 2, fp.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu")
+        part = fp.compile_stage(fp.stage(exact), backend=backend)
+        plan = fp.make_plan([part] * 2, fp.schedules.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu")
         amp = torch.autocast("cpu", torch.bfloat16, enabled=built == "under autocast")
         with amp:
             if built == "in inference mode":
-                evaluated = fp.make_plan([part] * 2, fp.fill_drain(2, 2, backward=False), devices="cpu")
+                evaluated = fp.make_plan([part] * 2, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
                 with torch.inference_mode():
                     fp.run(evaluated, params, data()[0])
                 with torch.no_grad():
@@ -660,7 +672,7 @@ def test_weights_are_copied_once_a_run(tapes, monkeypatch):
 
 def test_programs_that_are_no_graphs_say_so():
     plan, params = linear_plan()
-    parts = [fp.compile(one, backend="cudagraphs") for one in plan.stages]
+    parts = [fp.compile_stage(one, backend="cudagraphs") for one in plan.stages]
     graphs = fp.make_plan(parts, plan.schedule, loss=F.mse_loss, devices="cpu")
     with pytest.warns(UserWarning, match=r"is not a graph \(cpu has none\) and runs as it is"):
         result = fp.run(graphs, params, data(), executor="serial")

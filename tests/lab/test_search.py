@@ -40,7 +40,7 @@ def searches(draw):
     """What to search for: counts, costs, a limit that some schedule keeps, options."""
     devices, share, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 6))
     cost = draw(costs(devices * share))
-    simplest = fp.simulate(fp.one_f_one_b(devices * share, microbatches, num_devices=devices), cost)
+    simplest = fp.simulate(fp.schedules.one_f_one_b(devices * share, microbatches, num_devices=devices), cost)
     limit = draw(st.sampled_from([None, *(factor * max(simplest.peak) for factor in (1.0, 1.5))]))
     return {
         "cost": cost, "num_devices": devices, "num_microbatches": microbatches, "memory_limit": limit,
@@ -78,9 +78,12 @@ def test_no_schedule_beats_the_bounds(data):
     )
     stages = devices * share
     cost = data.draw(costs(stages))
-    schedules = [family(stages, microbatches, num_devices=devices) for family in (fp.one_f_one_b, fp.zb_h2, fp.fill_drain, fp.interleaved, fp.zero_bubble)]  # fmt: skip
+    schedules = [family(stages, microbatches, num_devices=devices) for family in (fp.schedules.one_f_one_b, fp.schedules.zb_h2, fp.schedules.fill_drain, fp.schedules.interleaved, fp.schedules.zero_bubble)]  # fmt: skip
     if share == 2:
-        schedules += [family(stages, microbatches, num_devices=devices) for family in (fp.zbv, fp.v_half, fp.v_min)]
+        schedules += [
+            family(stages, microbatches, num_devices=devices)
+            for family in (fp.schedules.zbv, fp.schedules.v_half, fp.schedules.v_min)
+        ]
     for schedule, objective in itertools.product(schedules, ("makespan", "span")):
         timeline = fp.simulate(schedule, cost)
         limits = tuple(max(peak, 1e-9) for peak in timeline.peak)
@@ -122,7 +125,9 @@ def test_moving_actions_never_makes_it_longer_or_larger(data):
         data.draw(st.integers(0, 99)),
     )
     cost = data.draw(costs(devices).filter(lambda cost: not cost.skips and cost.bandwidth is None))
-    schedule = data.draw(st.sampled_from([fp.one_f_one_b, fp.zero_bubble, fp.zb_h2]))(devices, microbatches)
+    schedule = data.draw(st.sampled_from([fp.schedules.one_f_one_b, fp.schedules.zero_bubble, fp.schedules.zb_h2]))(
+        devices, microbatches
+    )
     before = fp.simulate(schedule, cost)
     problem = Problem(cost, schedule.device_of, microbatches, tuple(max(peak, 1.0) for peak in before.peak))
     lanes = [[(CODE[kind], stage, m) for kind, stage, m in order] for order in schedule.orders]
@@ -137,8 +142,8 @@ def test_moving_actions_never_makes_it_longer_or_larger(data):
 
 def test_an_action_moves_past_those_of_others_only():
     """Not past its own stage's of the same microbatch, nor past the same kind of its stage."""
-    lane = [(CODE[a.kind], a.stage, a.microbatch) for a in fp.zb_h2(2, 3).orders[1]]
-    assert "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2" == " ".join(map(str, fp.zb_h2(2, 3).orders[1]))
+    lane = [(CODE[a.kind], a.stage, a.microbatch) for a in fp.schedules.zb_h2(2, 3).orders[1]]
+    assert "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2" == " ".join(map(str, fp.schedules.zb_h2(2, 3).orders[1]))
     assert [(0, 0), (1, 2), (1, 2), (3, 4), (3, 4), (5, 7), (2, 6), (7, 7), (8, 8)] == [bounds_of(lane, at) for at in range(9)]  # fmt: skip
 
 
@@ -163,7 +168,7 @@ def test_stages_that_differ_and_torch_s_orders():
     """Unequal times on a V: beaten at equal or lower memory, as in no static order."""
     for times in ((1, 1.4, 0.6), (1, 2, 1), (1, 0.8, 1.2), (1, 1, 1)):
         cost = fp.Cost(*times, weight_residual=1.0)
-        for family in (fp.interleaved, fp.zero_bubble, fp.zbv, fp.dualpipe_v):
+        for family in (fp.schedules.interleaved, fp.schedules.zero_bubble, fp.schedules.zbv, fp.schedules.dualpipe_v):
             theirs = fp.simulate(family(16, 32, num_devices=8), cost)
             found = fp.search(cost, num_devices=8, num_microbatches=32, num_stages=16, memory_limit=max(theirs.peak),
                               evaluations=40, seconds=120)  # fmt: skip
@@ -197,7 +202,7 @@ def test_a_whole_backward_where_that_is_cheaper():
     cost = fp.Cost(1, 2, 0.5, backward=2)
     found = fp.search(cost, num_devices=3, num_microbatches=6, evaluations=200)
     assert any(action.kind is fp.Kind.B for order in found.schedule.orders for action in order)
-    assert found.makespan <= fp.simulate(fp.one_f_one_b(3, 6), cost).makespan
+    assert found.makespan <= fp.simulate(fp.schedules.one_f_one_b(3, 6), cost).makespan
 
 
 def test_a_found_schedule_runs():
@@ -270,7 +275,7 @@ def test_what_is_away_is_not_sent_away_again():
     """A schedule that moves residuals already keeps its moves, or is given up."""
     from funcpipe.lab.relieve import relieve
 
-    schedule = fp.offload(fp.fill_drain(2, 4), move=lambda action: action.microbatch == 1)
+    schedule = fp.schedules.offload(fp.schedules.fill_drain(2, 4), move=lambda action: action.microbatch == 1)
     problem = Problem(fp.Cost(), schedule.device_of, 4, (1.5, 1.5), offload=True)
     relieved = relieve(problem, schedule, lambda one: fp.simulate(one, problem.cost), Budget(10**6, 60))
     assert relieved is None or max(fp.simulate(relieved, problem.cost).peak) <= 1.5

@@ -139,7 +139,15 @@ def test_every_container_crosses_every_border(container):
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_anything_may_stand_beside_an_activation(extra):
     """Non-differentiable values in any position neither crash nor change a gradient."""
-    check("list", extra, [fp.one_f_one_b(3, 3), fp.remat(fp.zero_bubble(3, 3)), fp.interleaved(3, 3, num_devices=1)])
+    check(
+        "list",
+        extra,
+        [
+            fp.schedules.one_f_one_b(3, 3),
+            fp.schedules.remat(fp.schedules.zero_bubble(3, 3)),
+            fp.schedules.interleaved(3, 3, num_devices=1),
+        ],
+    )
 
 
 def test_two_threads_may_meet_a_mapping_at_the_same_time():
@@ -174,7 +182,7 @@ def test_parameters_are_any_tree():
     )
     one = fp.stage(lambda p, x: x * p["layers"][0].a * p["layers"][1].w, name="one")
     two = fp.stage(lambda p, x: x * p.h * p.n, name="two")
-    plan = fp.make_plan([one, two], fp.one_f_one_b(2, 2), loss=lambda y, t: y.sum(), devices="cpu")
+    plan = fp.make_plan([one, two], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.sum(), devices="cpu")
     grads = fp.run(plan, params, (torch.ones(2, 3), None)).grads
     assert same(
         map_leaves(lambda leaf: torch.full((3,), 4.0) if isinstance(leaf, torch.Tensor) else None, params), grads
@@ -193,7 +201,7 @@ def test_targets_feeds_and_outputs_are_trees():
         assert t["name"] == "task"
         return F.mse_loss(y.logits, t["goal"][0])
 
-    plan = fp.make_plan([part], fp.fill_drain(1, 2), loss=loss, outputs=True, devices="cpu")
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=loss, outputs=True, devices="cpu")
     x, bias, goal = torch.randn(3, 2), torch.randn(3, 2), torch.randn(3, 2)
     result = fp.run(
         plan,
@@ -233,7 +241,7 @@ def test_a_stage_that_stops_gradients():
     """Integers only between two stages: what comes before gets zeros and is called unused."""
     stages = (fp.stage(lambda p, x: (x * p).long(), name="0"), fp.stage(lambda p, x: x.double() * p, name="1"))
     x = torch.randn(4, 2, dtype=torch.float64) * 5
-    for schedule in (fp.one_f_one_b(2, 2), fp.remat(fp.zero_bubble(2, 2))):
+    for schedule in (fp.schedules.one_f_one_b(2, 2), fp.schedules.remat(fp.schedules.zero_bubble(2, 2))):
         plan = fp.make_plan(stages, schedule, loss=lambda y, t: y.sum(), devices="cpu")
         for executor in EXECUTORS:
             result = fp.run(

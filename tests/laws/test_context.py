@@ -29,11 +29,11 @@ def net(look=lambda: None):
 
 
 def train(look=lambda: None, schedule=None):
-    return fp.make_plan(net(look), schedule or fp.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+    return fp.make_plan(net(look), schedule or fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
 
 
 def evaluate(look=lambda: None, **options):
-    return fp.make_plan(net(look), fp.fill_drain(2, 3, backward=False), devices="cpu", **options)
+    return fp.make_plan(net(look), fp.schedules.fill_drain(2, 3, backward=False), devices="cpu", **options)
 
 
 def seen(ask, plan_of, executor, batch):
@@ -80,7 +80,7 @@ def test_modes_are_still_on_after_a_run(executor):
 def test_grad_mode(executor):
     """Autograd is on in plans with backwards, also where no residual is kept; off in others, whatever the caller has."""
     assert {True} == seen(torch.is_grad_enabled, train, executor, (X, X))
-    rematted = lambda look: train(look, fp.remat(fp.one_f_one_b(2, 3)))
+    rematted = lambda look: train(look, fp.schedules.remat(fp.schedules.one_f_one_b(2, 3)))
     assert {True} == seen(torch.is_grad_enabled, rematted, executor, (X, X))
     for mode in (torch.enable_grad, torch.no_grad):
         with mode():
@@ -105,7 +105,7 @@ def test_inference_mode(executor):
 def test_inference_mode_with_buffers(executor):
     """Modules with buffers too."""
     stage, params, state = fp.from_module(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), name="m")
-    plan = fp.make_plan([stage], fp.fill_drain(1, 3, backward=False), devices="cpu")
+    plan = fp.make_plan([stage], fp.schedules.fill_drain(1, 3, backward=False), devices="cpu")
     expected = fp.run(plan, (params,), X, state=(state,), executor=executor).outputs
     with torch.inference_mode():
         assert torch.equal(expected, fp.run(plan, (params,), X, state=(state,), executor=executor).outputs)
@@ -121,12 +121,16 @@ def by_autograd(stages, parts):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("base", [fp.one_f_one_b(2, 3), fp.zero_bubble(2, 3)], ids=ids)
+@pytest.mark.parametrize("base", [fp.schedules.one_f_one_b(2, 3), fp.schedules.zero_bubble(2, 3)], ids=ids)
 def test_autocast_with_remat(base, executor):
     """Same bits with and without remat, those of the oracle; gradients are full, in the parameters' dtype, and right."""
     with torch.autocast("cpu", torch.bfloat16):
         expected = fp.run_sequential(train(schedule=base), PARAMS, (X, X), threads_per_lane=1)
-        for schedule in (base, fp.remat(base), fp.remat(base, keep=lambda action: action.microbatch == 1)):
+        for schedule in (
+            base,
+            fp.schedules.remat(base),
+            fp.schedules.remat(base, keep=lambda action: action.microbatch == 1),
+        ):
             result = fp.run(train(schedule=schedule), PARAMS, (X, X), executor=executor, threads_per_lane=1)
             assert_same_result(expected, result)
     loss, grads = by_autograd(net(), 3)
@@ -146,7 +150,7 @@ def test_autocast_switched_off_inside_a_stage(executor):
             return torch.tanh(x.float() @ p["w"])
 
     stages = (fp.stage(full), fp.stage(full))
-    plan = fp.make_plan(stages, fp.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
     with torch.autocast("cpu", torch.bfloat16):
         result = fp.run(plan, PARAMS, (X, X), executor=executor)
     torch.testing.assert_close(by_autograd(stages, 3)[1], result.grads)
@@ -229,7 +233,7 @@ def test_two_runs_at_the_same_time(executor):
     """From two threads of the user's, same plan, same stages (modules with state and dropout), same parameters."""
     layers = lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
     stages, params, state = zip(*(fp.from_module(layers(), name=n) for n in "ab"), strict=True)
-    plan = fp.make_plan(stages, fp.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
     batches = [X, X * 2 + 1]
     options = {"state": state, "threads_per_lane": 1}
     expected = [fp.run_sequential(plan, params, (x, x), seed=i, **options) for i, x in enumerate(batches)]
@@ -309,6 +313,6 @@ def test_lanes_serve_many_runs():
             assert_same_result(expected, fp.run(plan, PARAMS, (X, X), executor=lanes, threads_per_lane=1))
         assert plan.num_devices == len(names())
     assert set() == names()
-    wrong = fp.make_plan(net(), fp.one_f_one_b(2, 2, num_devices=1), loss=F.mse_loss, devices="cpu")
+    wrong = fp.make_plan(net(), fp.schedules.one_f_one_b(2, 2, num_devices=1), loss=F.mse_loss, devices="cpu")
     with fp.lanes(plan) as lanes, pytest.raises(fp.PlanError, match=r"these lanes are 2, the plan has 1"):
         fp.run(wrong, PARAMS, (X, X), executor=lanes)

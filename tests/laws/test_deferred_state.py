@@ -88,7 +88,7 @@ def test_the_plain_average_over_several_steps(count):
     """momentum=None: the average of all batches so far, for any number of microbatches."""
     make = lambda: nn.Sequential(nn.BatchNorm1d(3, momentum=None)).double()
     part, params, state = fp.from_module(make())
-    plan = fp.make_plan([part], fp.fill_drain(1, count), loss=lambda y, t: y.sum(), devices="cpu")
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, count), loss=lambda y, t: y.sum(), devices="cpu")
     plain, states = make(), (state,)
     for step in range(4):
         x = torch.randn(10, 3, dtype=torch.float64) * (step + 1) + step
@@ -103,7 +103,7 @@ def test_a_large_mean_in_float32_keeps_its_variance(count):
     """Mean 1e4, deviation 1: 1e-5 relative; sums of squares would give noise."""
     x = torch.randn(64, 3) + torch.tensor([1e4, -1e4, 0.0])
     part, params, state = fp.from_module(nn.BatchNorm1d(3, momentum=1.0))
-    plan = fp.make_plan([part], fp.one_f_one_b(1, count), loss=lambda y, t: y.sum(), devices="cpu")
+    plan = fp.make_plan([part], fp.schedules.one_f_one_b(1, count), loss=lambda y, t: y.sum(), devices="cpu")
     new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
     torch.testing.assert_close(new["running_mean"].double(), x.double().mean(0), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(new["running_var"].double(), x.double().var(0), rtol=1e-5, atol=0)
@@ -114,7 +114,11 @@ def test_a_run_counts_once_whatever_is_computed_again(executor):
     """num_batches_tracked rises by 1 per run: 1, 4 microbatches, remat of all, planning, a second run."""
     part, params, state = fp.from_module(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), name="a")
     other, more, rest = fp.from_module(nn.BatchNorm1d(3), name="b")
-    for schedule in (fp.one_f_one_b(2, 1), fp.remat(fp.one_f_one_b(2, 4)), fp.remat(fp.zero_bubble(2, 4))):
+    for schedule in (
+        fp.schedules.one_f_one_b(2, 1),
+        fp.schedules.remat(fp.schedules.one_f_one_b(2, 4)),
+        fp.schedules.remat(fp.schedules.zero_bubble(2, 4)),
+    ):
         plan = fp.make_plan((part, other), schedule, loss=F.mse_loss, devices="cpu")
         states = (state, rest)
         for step in (1, 2):
@@ -127,7 +131,7 @@ def test_a_run_counts_once_whatever_is_computed_again(executor):
 def test_evaluation_leaves_the_very_same_state():
     """Forward-only plans use the running statistics and give back the objects that they got."""
     stages, params, state = cut(model, (0, 3, 8))
-    plan = fp.make_plan(stages, fp.fill_drain(2, 3, backward=False), devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 3, backward=False), devices="cpu")
     x = torch.randn(7, 1, 8, 8, dtype=torch.float64)
     result = fp.run(plan, params, x, state=state)
     assert all(mine is given for mine, given in zip(result.state, state, strict=True))
@@ -143,9 +147,9 @@ def test_a_frozen_layer_stays_as_it_was():
     plain[0].running_mean += 2
     plain[0].eval()
     part, params, state = fp.from_module(plain)
-    plan = fp.make_plan([part], fp.fill_drain(1, 1), loss=F.mse_loss, outputs=True, devices="cpu")
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, outputs=True, devices="cpu")
     x = torch.randn(6, 3, dtype=torch.float64)
-    evaluate = fp.make_plan([part], fp.fill_drain(1, 1, backward=False), devices="cpu")
+    evaluate = fp.make_plan([part], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
     fp.run(evaluate, (params,), x, state=(state,))  # the copy goes into evaluation and must come back as it was
     result = fp.run(plan, (params,), (x, x), state=(state,))
     for key in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
@@ -162,7 +166,7 @@ def test_gradients_are_those_of_batch_norm_microbatch_by_microbatch():
     for a, b in zip(x.tensor_split(4), t.tensor_split(4), strict=True):
         (F.mse_loss(plain(a), b) * len(a) / 10).backward()
     stages, params, state = cut(model, (0, 2, 5, 8))
-    plan = fp.make_plan(stages, fp.remat(fp.one_f_one_b(3, 4)), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.remat(fp.schedules.one_f_one_b(3, 4)), loss=F.mse_loss, devices="cpu")
     grads = flat(fp.run(plan, params, (x, t), state=state).grads)
     for key, parameter in plain.named_parameters():
         torch.testing.assert_close(grads[key], parameter.grad, rtol=1e-10, atol=1e-12)
@@ -185,7 +189,7 @@ def test_a_recomputation_inside_of_a_stage_does_not_count(use_reentrant):
     found = []
     for wrap in (False, True):
         (a, b), params, state = zip(fp.from_module(Block(False)), fp.from_module(Block(wrap)), strict=True)
-        plan = fp.make_plan([a, b], fp.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+        plan = fp.make_plan([a, b], fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
         batch = torch.linspace(-1, 1, 24).view(8, 3), torch.zeros(8, 3)
         found.append(fp.run(plan, params, batch, state=state))
     assert same(found[0].state, found[1].state)
@@ -206,7 +210,7 @@ def test_a_layer_used_twice_sees_both_inputs():
 
     x = torch.randn(7, 3, dtype=torch.float64)
     part, params, state = fp.from_module(Twice())
-    plan = fp.make_plan([part], fp.fill_drain(1, 3), loss=lambda y, t: y.sum(), devices="cpu")
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 3), loss=lambda y, t: y.sum(), devices="cpu")
     new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
     assert_states(expected_state(Twice, x.tensor_split(3)), new)
 
@@ -236,7 +240,7 @@ def test_other_written_buffers_are_refused_by_name():
         (nn.InstanceNorm1d(3, track_running_stats=True), "running_mean"),
     ):
         part, params, state = fp.from_module(module)
-        plan = fp.make_plan([part], fp.fill_drain(1, 2, backward=False), train=True, devices="cpu")
+        plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2, backward=False), train=True, devices="cpu")
         with pytest.raises(fp.PlanError, match=name) as caught:
             fp.run(plan, (params,), inputs if name == "calls" else inputs[..., None].expand(4, 3, 5), state=(state,))
         assert "table" not in str(caught.value)
@@ -246,7 +250,7 @@ def test_other_written_buffers_are_refused_by_name():
         state["seen"] += 1
         return x
 
-    plan = fp.make_plan([own], fp.fill_drain(1, 2, backward=False), devices="cpu")
+    plan = fp.make_plan([own], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
     state = ({"seen": torch.zeros(()), "fixed": torch.ones(3)},)
     with pytest.raises(fp.PlanError, match="seen"):
         fp.run(plan, ((),), inputs, state=state)
@@ -261,12 +265,16 @@ def counting(p, x, *, state, train):
 def test_a_function_stage_commits_once_in_microbatch_order():
     """commit gets the statistics of all microbatches by their number, in every schedule; not in evaluation."""
     x = torch.arange(6.0)[:, None]
-    for schedule in (fp.fill_drain(1, 3), fp.remat(fp.fill_drain(1, 3)), fp.Schedule.parse("0F2 0F0 0F1 0B1 0B2 0B0")):
+    for schedule in (
+        fp.schedules.fill_drain(1, 3),
+        fp.schedules.remat(fp.schedules.fill_drain(1, 3)),
+        fp.Schedule.parse("0F2 0F0 0F1 0B1 0B2 0B0"),
+    ):
         plan = fp.make_plan([counting], schedule, loss=lambda y, t: y.sum(), devices="cpu")
         state = fp.run(plan, (torch.ones(()),), (x, None), state=({"count": torch.tensor(5.0), "first": None},)).state
         assert {"count": 11.0, "first": 1.0} == {key: float(value) for key, value in state[0].items()}
     given = ({"count": torch.tensor(5.0), "first": None},)
-    plan = fp.make_plan([counting], fp.fill_drain(1, 3, backward=False), devices="cpu")
+    plan = fp.make_plan([counting], fp.schedules.fill_drain(1, 3, backward=False), devices="cpu")
     assert fp.run(plan, (torch.ones(()),), x, state=given).state[0] is given[0]
 
 
@@ -278,6 +286,6 @@ def test_a_state_that_is_rebound_is_refused():
         state["seen"] = state["seen"] + 1
         return x * state["seen"]
 
-    plan = fp.make_plan([own], fp.fill_drain(1, 2, backward=False), devices="cpu")
+    plan = fp.make_plan([own], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
     with pytest.raises(fp.PlanError, match="seen"):
         fp.run(plan, ((),), torch.ones(4, 3), state=({"seen": torch.zeros(())},))

@@ -23,12 +23,12 @@ from funcpipe.runtime.execute import raise_located
 
 EXECUTORS = ("serial", "threads", "lanes")
 SCHEDULES = [
-    fp.fill_drain(S, M),
-    fp.one_f_one_b(S, M),
-    fp.interleaved(S, M, num_devices=2),
-    fp.zero_bubble(S, M),
-    fp.remat(fp.one_f_one_b(S, M)),
-    fp.remat(fp.zero_bubble(S, M)),
+    fp.schedules.fill_drain(S, M),
+    fp.schedules.one_f_one_b(S, M),
+    fp.schedules.interleaved(S, M, num_devices=2),
+    fp.schedules.zero_bubble(S, M),
+    fp.schedules.remat(fp.schedules.one_f_one_b(S, M)),
+    fp.schedules.remat(fp.schedules.zero_bubble(S, M)),
 ]
 
 
@@ -84,7 +84,7 @@ def test_the_weight_half_fails(executor, monkeypatch):
         raise Boom("w")
 
     monkeypatch.setattr(EagerBound, "backward_weight", fail)
-    plan = make(fp.zero_bubble(1, 2), Faults())
+    plan = make(fp.schedules.zero_bubble(1, 2), Faults())
     error = caught(lambda: go(plan, executor(plan)))
     assert isinstance(error, Boom)
     assert Where(0, "part0", 0, "0W0", "0 (cpu)") == error.funcpipe
@@ -98,7 +98,7 @@ def test_weight_and_commit_fail_with_their_names(executor):
 
     plain = fp.stage(lambda p, x: x * p["w"])
     commits = fp.stage(lambda p, x, *, state: fp.Out(x * p["w"], stats=x.sum()), name="stats", commit=fail)
-    plan = fp.make_plan([plain, commits], fp.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([plain, commits], fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     run = lambda plan, **given: fp.run(plan, PARAMS[:2], (X, X), executor=executor(plan), **given)
     state = ((), torch.ones(2))
     error = caught(lambda: run(plan, state=state))
@@ -108,7 +108,7 @@ def test_weight_and_commit_fail_with_their_names(executor):
     assert ["in commit of stage 1 ('stats') on device 1 (cpu)"] == error.__notes__
     assert torch.equal(torch.ones(2), state[1])
 
-    weighs = fp.make_plan([plain, plain], fp.one_f_one_b(2, 2), loss=F.mse_loss, weight=fail, devices="cpu")
+    weighs = fp.make_plan([plain, plain], fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, weight=fail, devices="cpu")
     error = caught(lambda: run(weighs))
     assert isinstance(error, Boom)
     assert Where(None, "", 0, "weight", "") == error.funcpipe
@@ -117,7 +117,7 @@ def test_weight_and_commit_fail_with_their_names(executor):
 def test_a_wrong_loss_says_where(executor):
     """What funcpipe itself refuses inside a run has coordinates too."""
     plain = fp.stage(lambda p, x: x * p["w"])
-    plan = fp.make_plan([plain, plain], fp.one_f_one_b(2, 2), loss=lambda y, t: y, devices="cpu")
+    plan = fp.make_plan([plain, plain], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y, devices="cpu")
     error = caught(lambda: fp.run(plan, PARAMS[:2], (X, X), executor=executor(plan)))
     assert fp.StageError is type(error)
     assert "1F0 (loss)" == error.funcpipe.action
@@ -178,9 +178,9 @@ def test_odd_exceptions_survive(build, fields, executor):
 
 def slow_halt(monkeypatch, seconds):
     """The caller wakes late after a failure."""
-    halt = fp.Lanes._halt
+    halt = fp.typing.Lanes._halt
     monkeypatch.setattr(
-        fp.Lanes, "_halt", lambda self, execution, wait: (time.sleep(seconds), halt(self, execution, wait))
+        fp.typing.Lanes, "_halt", lambda self, execution, wait: (time.sleep(seconds), halt(self, execution, wait))
     )
 
 
@@ -195,7 +195,7 @@ def test_the_earliest_of_two_failures_wins(monkeypatch):
 
     first = fp.stage(lambda p, x: x if x.any() else fail(p, x), name="first")  # fails at microbatch 1
     second = fp.stage(fail, name="second")
-    plan = fp.make_plan([first, second], fp.fill_drain(2, 2, backward=False), devices="cpu")
+    plan = fp.make_plan([first, second], fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
     x = torch.tensor([[1.0], [0.0]])
     for _ in range(5):
         error = caught(lambda: fp.run(plan, ("a", "b"), x, executor="threads"))
@@ -226,8 +226,8 @@ def test_no_action_starts_after_a_failure(monkeypatch):
         return x
 
     first = fp.stage(lambda p, x: x if int(x) < 3 else 1 / 0)
-    plan = fp.make_plan([first, fp.stage(slow)], fp.fill_drain(2, 6, backward=False), devices="cpu")
-    assert 2 == next(pool.slots for pool in plan.program.pools if pool.role is fp.Role.ACT)
+    plan = fp.make_plan([first, fp.stage(slow)], fp.schedules.fill_drain(2, 6, backward=False), devices="cpu")
+    assert 2 == next(pool.slots for pool in plan.program.pools if pool.role is fp.typing.Role.ACT)
     error = caught(lambda: fp.run(plan, ((), ()), torch.arange(6), executor="threads"))
     assert "0F3" == error.funcpipe.action
     assert [0, 1] == calls  # 1F2 had all that it reads
@@ -251,7 +251,9 @@ def test_users_who_wrap_everything_do_not_hide_the_failure():
         inside.wait(5)
         raise Boom("first")
 
-    plan = fp.make_plan([fp.stage(wraps), fp.stage(fails)], fp.fill_drain(2, 2, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(wraps), fp.stage(fails)], fp.schedules.fill_drain(2, 2, backward=False), devices="cpu"
+    )
     error = caught(lambda: fp.run(plan, ((), ()), torch.tensor([0, 1]), executor="threads"))
     assert isinstance(error, Boom)
     assert 1 == len(error.__notes__)
@@ -295,7 +297,7 @@ def test_ctrl_c_while_the_caller_waits(executor):
         sent.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
-    plan = fp.make_plan([fp.stage(long)] * 2, fp.fill_drain(2, 2, backward=False), devices="cpu")
+    plan = fp.make_plan([fp.stage(long)] * 2, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
     timer = threading.Timer(0.05, press)
     timer.start()
     error = caught(lambda: fp.run(plan, ((), ()), X, executor=executor))
@@ -307,7 +309,7 @@ def test_ctrl_c_while_the_caller_waits(executor):
 def test_random_failures_never_hang():
     """Some hundred failures anywhere, on threads kept and fresh; each next run is right."""
     dice, faults = random.Random(0), Faults()
-    plan = make(fp.one_f_one_b(3, 3), faults)
+    plan = make(fp.schedules.one_f_one_b(3, 3), faults)
     expected = go(plan, run=fp.run_sequential)
     with fp.lanes(plan) as lanes:
         for _ in range(250):

@@ -16,12 +16,12 @@ import funcpipe as fp
 
 S, M = 4, 6
 HELD = [
-    (fp.fill_drain(S, M), lambda s: M),
-    (fp.one_f_one_b(S, M), lambda s: min(M, S - s)),
-    (fp.one_f_one_b(S, 2), lambda s: min(2, S - s)),
-    (fp.zero_bubble(S, M), lambda s: min(M, S - s)),
-    (fp.remat(fp.fill_drain(S, M)), lambda s: 1),
-    (fp.remat(fp.one_f_one_b(S, M)), lambda s: 1),
+    (fp.schedules.fill_drain(S, M), lambda s: M),
+    (fp.schedules.one_f_one_b(S, M), lambda s: min(M, S - s)),
+    (fp.schedules.one_f_one_b(S, 2), lambda s: min(2, S - s)),
+    (fp.schedules.zero_bubble(S, M), lambda s: min(M, S - s)),
+    (fp.schedules.remat(fp.schedules.fill_drain(S, M)), lambda s: 1),
+    (fp.schedules.remat(fp.schedules.one_f_one_b(S, M)), lambda s: 1),
 ]
 
 
@@ -62,7 +62,9 @@ def touched(modules):
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
 @pytest.mark.parametrize("executor", [*EXECUTORS, "oracle"])
 @pytest.mark.parametrize(
-    "schedule", [fp.one_f_one_b(2, 3), fp.remat(fp.fill_drain(2, 3)), fp.zero_bubble(2, 3)], ids=ids
+    "schedule",
+    [fp.schedules.one_f_one_b(2, 3), fp.schedules.remat(fp.schedules.fill_drain(2, 3)), fp.schedules.zero_bubble(2, 3)],
+    ids=ids,
 )
 def test_a_run_touches_nothing(schedule, executor, fails):
     """params, .grad, state, buffers, flags, batch and everything process-wide are the same after it."""
@@ -126,7 +128,11 @@ def test_in_place_stages_touch_their_own_copy(executor, backward):
     def loss(y, t):
         return (t.neg_() + y).square().mean()
 
-    schedule = fp.one_f_one_b(3, 2, num_devices=3) if backward else fp.fill_drain(3, 2, num_devices=3, backward=False)
+    schedule = (
+        fp.schedules.one_f_one_b(3, 2, num_devices=3)
+        if backward
+        else fp.schedules.fill_drain(3, 2, num_devices=3, backward=False)
+    )
     plan = fp.make_plan((first, second, third), schedule, loss=loss, outputs=True, devices="cpu")
     x, t, f = torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 3)
     params, state = tuple(torch.full((3,), 1.5 + i) for i in range(3)), ((), torch.ones(2), ())
@@ -162,7 +168,7 @@ def go(plan, executor):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("schedule", [*(s for s, _ in HELD), fp.fill_drain(S, M, backward=False)], ids=ids)
+@pytest.mark.parametrize("schedule", [*(s for s, _ in HELD), fp.schedules.fill_drain(S, M, backward=False)], ids=ids)
 def test_nothing_of_a_run_lives_after_its_result(schedule, executor):
     """All memory and graphs are gone with the result, without the garbage collector: no cycles."""
     watch = [Watch() for _ in range(schedule.num_stages)]
@@ -196,7 +202,7 @@ def test_module_stages_forget_a_run(executor):
             return self.norm(watch.layer(x, self.w))
 
     stages, params, state = zip(*(fp.from_module(Seen(), name=n) for n in "ab"), strict=True)
-    plan = fp.make_plan(stages, fp.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
     x = torch.randn(6, 3)
     with fp.lanes(plan) as lanes:
         go = lambda executor: fp.run(plan, params, (x, x), state=state, executor=executor)
@@ -244,13 +250,13 @@ def test_a_fast_producer_stays_within_its_slots():
         ahead.append(len(made) - len(ahead))  # made and not yet done with, the one here included
         return x.sum(-1)
 
-    schedule = fp.fill_drain(2, count, backward=False)
+    schedule = fp.schedules.fill_drain(2, count, backward=False)
     plan = fp.make_plan([fp.stage(fast), fp.stage(slow)], schedule, devices="cpu")
-    slots = {pool.role: pool.slots for pool in plan.program.pools}[fp.Role.ACT]
+    slots = {pool.role: pool.slots for pool in plan.program.pools}[fp.typing.Role.ACT]
     result = fp.run(plan, (torch.ones(3), ()), torch.randn(count, 3), executor="threads")
     assert slots + 1 == max(ahead)  # one more lies with its producer, who waits for a slot
     most = {pool.role: used for pool, used in zip(plan.program.pools, result.stats.slots, strict=True)}
-    assert slots == most[fp.Role.ACT]
+    assert slots == most[fp.typing.Role.ACT]
 
 
 @pytest.mark.parametrize("schedule", [s for s, _ in HELD], ids=ids)
@@ -267,9 +273,9 @@ def test_slots_hold_when_lanes_run_at_odd_speeds(schedule):
 @pytest.mark.slow
 def test_many_runs_leave_no_trace():
     """300 runs on fresh threads, kept threads and none: as many threads and objects as before."""
-    plan = watched(fp.one_f_one_b(2, 3), [Watch(), Watch()])
+    plan = watched(fp.schedules.one_f_one_b(2, 3), [Watch(), Watch()])
     stage, params, state = fp.from_module(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), name="m")
-    modules = fp.make_plan([stage], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    modules = fp.make_plan([stage], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
     x = torch.randn(6, 3)
 
     def several(count, lanes):

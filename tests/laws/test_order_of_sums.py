@@ -26,8 +26,8 @@ def odd(p, x):
 @functools.cache
 def kinds():
     """Stages of each kind, traced once for all schedules: eager, compiled, in part compiled."""
-    part = [fp.compile(fp.stage(odd), fuse=False, fallback=True) for _ in range(3)]
-    made = [fp.compile(fp.stage(plain), fuse=fuse) for fuse in (False, True, False)]
+    part = [fp.compile_stage(fp.stage(odd), fuse=False, fallback=True) for _ in range(3)]
+    made = [fp.compile_stage(fp.stage(plain), fuse=fuse) for fuse in (False, True, False)]
     return {"eager": [fp.stage(plain) for _ in range(3)], "compiled": made, "part": part}
 
 
@@ -108,9 +108,13 @@ def test_whole_and_split_backwards_have_the_same_bits():
     """Schedules that ascend agree, whether programs are B, or I and W; fused sums, too."""
     params, batch = data(3, 11)
     for fuse in (False, True):
-        stages = [fp.compile(fp.stage(plain), fuse=fuse) for _ in range(3)]
+        stages = [fp.compile_stage(fp.stage(plain), fuse=fuse) for _ in range(3)]
         found = []
-        for schedule in (fp.one_f_one_b(3, 4), fp.zero_bubble(3, 4), fp.delay(fp.fill_drain(3, 4), group=2)):
+        for schedule in (
+            fp.schedules.one_f_one_b(3, 4),
+            fp.schedules.zero_bubble(3, 4),
+            fp.schedules.delay(fp.schedules.fill_drain(3, 4), group=2),
+        ):
             assert schedule.is_ascending
             plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
             found.append(fp.run_sequential(plan, params, batch, threads_per_lane=1))

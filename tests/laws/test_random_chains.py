@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 import funcpipe as fp
 
 WIDTH = 3
-FAMILIES = (fp.fill_drain, fp.one_f_one_b, fp.looped_bfs, fp.interleaved, fp.zero_bubble)
+FAMILIES = (
+    fp.schedules.fill_drain,
+    fp.schedules.one_f_one_b,
+    fp.schedules.looped_bfs,
+    fp.schedules.interleaved,
+    fp.schedules.zero_bubble,
+)
 
 
 @dataclass
@@ -110,7 +116,7 @@ def legal_schedules(draw, num_stages):
     cells = [(s, m) for s in range(num_stages) for m in range(num_microbatches)]
     again = draw(st.one_of(st.just(None), st.sets(st.sampled_from(cells)), st.just(set(cells))))
     if again:
-        return fp.remat(schedule, keep=lambda action: (action.stage, action.microbatch) not in again)
+        return fp.schedules.remat(schedule, keep=lambda action: (action.stage, action.microbatch) not in again)
     return schedule
 
 
@@ -200,7 +206,7 @@ def test_any_chain_evaluates(data):
     feeds = feeds if any(spec.feed for spec in specs) else {}
     stages = [stage_of(index, spec) for index, spec in enumerate(specs)]
     plan = fp.make_plan(
-        stages, fp.fill_drain(len(specs), count, num_devices=2, backward=False), loss=loss_of, devices="cpu"
+        stages, fp.schedules.fill_drain(len(specs), count, num_devices=2, backward=False), loss=loss_of, devices="cpu"
     )
     loss, _ = plain(stages, params, inputs, target, feeds)
     y = fp.apply(stages, params, (inputs[0].clone(), None), feeds=feeds).y

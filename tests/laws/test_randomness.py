@@ -138,7 +138,7 @@ def test_draws_differ_by_microbatch_layer_draw_and_seed():
         fp.from_module(nn.Sequential(Noise()), name="b"),
         strict=True,
     )
-    plan = fp.make_plan(stages, fp.fill_drain(2, 2, backward=False), devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
     outputs = [fp.run(plan, params, torch.zeros(2, 0), seed=seed).outputs for seed in (0, 1)]
     assert (2, 6) == outputs[0].shape
     assert 24 == torch.cat(outputs).unique().numel()
@@ -148,7 +148,7 @@ def test_the_same_key_draws_the_same_again():
     """A run again, on the same plan or another of as many microbatches, repeats every number."""
     stages, params, _ = zip(fp.from_module(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), name="a"), strict=True)
     batch = torch.randn(4, 4), torch.zeros(4, 4)
-    plans = [fp.make_plan(stages, fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu") for _ in range(2)]
+    plans = [fp.make_plan(stages, fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu") for _ in range(2)]
     results = [fp.run(plan, params, batch, seed=9).grads for plan in (*plans, *plans)]
     assert all(same(results[0], one) for one in results)
 
@@ -157,7 +157,7 @@ def test_the_same_key_draws_the_same_again():
 @pytest.mark.parametrize("way", WAYS)
 def test_drawing_without_a_seed_names_the_argument(way, executor):
     """seed=None is an error as soon as something draws, and torch's generator has not moved."""
-    plan = fp.make_plan(functions(way, 2), fp.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(functions(way, 2), fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     before = torch.get_rng_state()
     with pytest.raises(fp.StageError, match=r"seed="):
         fp.run(plan, ones(2), (torch.randn(4, 4, generator=torch.Generator()), torch.zeros(4, 4)), executor=executor)
@@ -175,7 +175,9 @@ QUIET = {
 @pytest.mark.parametrize("way", QUIET)
 def test_nothing_drawn_needs_no_seed(way):
     """Operations that could draw but do not pass without a seed."""
-    plan = fp.make_plan([fp.stage(lambda p, x: QUIET[way](x * p))], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: QUIET[way](x * p))], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
+    )
     assert fp.run(plan, ones(1), (torch.randn(4, 4), torch.zeros(4, 4))).loss.isfinite()
 
 
@@ -184,11 +186,14 @@ def test_attention_without_dropout_needs_no_seed():
     for module in (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), nn.LSTM(8, 8, 2)):
         part, params, _ = fp.from_module(module)
         plan = fp.make_plan(
-            [part], fp.fill_drain(1, 2), loss=lambda y, t: (y if torch.is_tensor(y) else y[0]).sum(), devices="cpu"
+            [part],
+            fp.schedules.fill_drain(1, 2),
+            loss=lambda y, t: (y if torch.is_tensor(y) else y[0]).sum(),
+            devices="cpu",
         )
         assert fp.run(plan, (params,), (torch.randn(4, 3, 8), None)).loss.isfinite()
     part, params, _ = fp.from_module(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True))
-    plan = fp.make_plan([part], fp.fill_drain(1, 2, backward=False), devices="cpu")
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
     assert (4, 3, 8) == fp.run(plan, (params,), torch.randn(4, 3, 8)).outputs.shape
 
 
@@ -222,15 +227,15 @@ def dropouts(*names):
 def test_stages_whose_layers_clash_want_names():
     """Two modules with a drawing layer "0" are refused without names, and draw different masks with them."""
     stages, params, _ = dropouts("", "")
-    plan = fp.make_plan(stages, fp.fill_drain(2, 1, backward=False), train=True, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 1, backward=False), train=True, devices="cpu")
     with pytest.raises(fp.StageError, match=r"name="):
         fp.run(plan, params, torch.ones(2, 50), seed=0)
     stages, params, _ = dropouts("a", "a")
-    plan = fp.make_plan(stages, fp.fill_drain(2, 1, backward=False), train=True, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 1, backward=False), train=True, devices="cpu")
     with pytest.raises(fp.StageError, match=r"name="):
         fp.run(plan, params, torch.ones(2, 50), seed=0)
     stages, params, _ = dropouts("a", "b")
-    plan = fp.make_plan(stages, fp.fill_drain(2, 1, backward=False), train=True, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 1, backward=False), train=True, devices="cpu")
     y = fp.run(plan, params, torch.ones(2, 50), seed=0).outputs
     assert {0.0, 4.0} == set(y.unique().tolist())
     assert 10 < int((y == 4).sum()) < 40  # about a quarter; a half if the masks were one
@@ -240,7 +245,7 @@ def test_function_stages_draw_by_unique_names():
     """Two of one name are refused, one without a name too."""
     drop = lambda p, x: F.dropout(x, 0.5)
     for stages, reason in (([fp.stage(drop, name="d")] * 2, "'d'"), ([fp.stage(drop)], "name=")):
-        plan = fp.make_plan(stages, fp.fill_drain(len(stages), 1, backward=False), devices="cpu")
+        plan = fp.make_plan(stages, fp.schedules.fill_drain(len(stages), 1, backward=False), devices="cpu")
         with pytest.raises(fp.StageError, match=reason):
             fp.run(plan, ((),) * len(stages), torch.ones(4, 4), seed=0)
 
@@ -250,7 +255,7 @@ def test_a_generator_of_the_stages_own_is_refused():
     own = torch.Generator()
     plan = fp.make_plan(
         [fp.stage(lambda p, x: x + torch.rand(x.shape, generator=own), name="a")],
-        fp.fill_drain(1, 1, backward=False),
+        fp.schedules.fill_drain(1, 1, backward=False),
         devices="cpu",
     )
     with pytest.raises(fp.StageError, match="generator"):
@@ -330,7 +335,7 @@ def test_a_function_that_checkpoint_decorates_replays_its_draws():
     batch, found = (torch.randn(6, 4), torch.randn(6, 4)), []
     for body in (draw, curried):
         stages = [fp.stage(lambda p, x, body=body: body(x * p), name="a")]
-        plan = fp.make_plan(stages, fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+        plan = fp.make_plan(stages, fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
         found.append(fp.run(plan, ones(1), batch, seed=0))
     assert_same_result(*found)
 
@@ -345,6 +350,6 @@ def test_draws_inside_and_outside_of_a_region_are_refused():
         lambda p, x: region(region(x * p)),
         lambda p, x: checkpoint(draw, checkpoint(draw, x * p, use_reentrant=False), use_reentrant=False),
     ):
-        plan = fp.make_plan([fp.stage(body, name="a")], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+        plan = fp.make_plan([fp.stage(body, name="a")], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
         with pytest.raises(fp.StageError, match=r"checkpoint.*remat"):
             fp.run(plan, ones(1), (torch.randn(4, 4), torch.zeros(4, 4)), seed=0)

@@ -171,7 +171,7 @@ def test_batch_norm_and_dropout_do_not_see_the_cuts(cuts, rows):
     """Loss, gradients and state have the same bits with stages cut at 0, 1, 2 and 4 places, in every schedule."""
     x, target = torch.randn(rows, 1, 5, 5), torch.randint(0, 3, (rows,))
     stages, params, state = unet(())
-    plan = fp.make_plan(stages, fp.fill_drain(1, 4), loss=F.cross_entropy, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(1, 4), loss=F.cross_entropy, devices="cpu")
     whole_ = fp.run(plan, params, (x, target), state=state, seed=5, threads_per_lane=1)
     stages, params, state = unet(cuts)
     for schedule in schedules(len(stages), 4):

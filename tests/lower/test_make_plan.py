@@ -13,7 +13,7 @@ from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.core.stage import Stage, stage
 from funcpipe.lower.plan import make_plan, program_for
 from funcpipe.schedules.families import fill_drain, interleaved, one_f_one_b, zero_bubble
-from funcpipe.schedules.remat import remat
+from funcpipe.schedules.transforms import remat
 
 
 def keep(params: Any, x: Any) -> Any:
@@ -44,7 +44,7 @@ def test_things_of_the_wrong_kind_are_refused_all_at_once() -> None:
         "no such plan:",
         "stage 1 is a function; make it one with fp.stage(fn) or fp.from_module(module)",
         "stage 2 is a str; make it one with fp.stage(fn) or fp.from_module(module)",
-        "schedule is a str; make one with fp.one_f_one_b(...) or Schedule.parse(text)",
+        "schedule is a str; make one with fp.schedules.one_f_one_b(...) or Schedule.parse(text)",
         "loss is a int, not a function (y, target) -> loss; give the function itself, not its name or what it returned",
         "weight is a str, not a function (target) -> number; give the function itself, not its name or what it returned",
     ] == faults_of([Stage(keep), keep, "mlp"], "1F1B", loss=3, weight="rows")

@@ -12,7 +12,7 @@ from funcpipe.core.program import CALLER, Free, Receive, Role, Run, Send, Value
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.core.stage import Stage
 from funcpipe.lower.plan import make_plan
-from funcpipe.schedules.check import check
+from funcpipe.schedules.legal import check
 
 random_plans = settings(deadline=None, database=None, max_examples=250)
 

@@ -128,7 +128,7 @@ def test_cost_of_layers_goes_on():
     rows = memory(model, x)
     assert tuple(layer.activations for layer in rows) == cost.residual
     assert tuple(layer.weight_residual for layer in rows) == cost.weight_residual
-    assert fp.simulate(fp.one_f_one_b(4, 8), cost).makespan > 0
+    assert fp.simulate(fp.schedules.one_f_one_b(4, 8), cost).makespan > 0
     stages = profile(fp.split(model, balance=[3, 1]), x, repeats=1)
     assert tuple(layer.activations for layer in rows.group([3, 1])) == stages.residual
     assert fp.Cost().residual == profile(model, x, repeats=1, measure_memory=False).residual
@@ -163,7 +163,7 @@ def test_refusals():
     assert (1, "1") == (found.value.funcpipe.stage, found.value.funcpipe.name)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(fp.PlanError, match=r"layer '0' is on the meta device.*fp\.memory"):
+    with pytest.raises(fp.PlanError, match=r"layer '0' is on the meta device.*fp\.models\.memory"):
         profile(model, x)
     right = nn.Sequential(nn.Linear(4, 4))
     for options, said in (({"repeats": 0}, "repeats is an int from 1"), ({"warmup": -1}, "warmup"), ({"threads_per_lane": 10**6}, "cores"), ({"params": ()}, "own parameters")):  # fmt: skip

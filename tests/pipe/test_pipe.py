@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from common import same
 
 import funcpipe as fp
-from funcpipe.models.balance import evenly
+from funcpipe.modules.balance import evenly
 
 CHECKPOINTS = ("always", "except_last", "never")
 every_checkpoint = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -175,13 +175,13 @@ def test_a4_several_inputs_and_outputs():
         def forward(self, a, b):
             return a + b, a * b
 
-    model, x, y = fp.PipeSequential(Two(), Two(), Minus()), data().requires_grad_(), data() + 1
+    model, x, y = fp.models.PipeSequential(Two(), Two(), Minus()), data().requires_grad_(), data() + 1
     pipe = fp.Pipe(model, 3, balance=[1, 2], devices="cpu")
     assert same(pipe(x, y), model(x, y))
     pipe(x, y).sum().backward()
     expected = torch.autograd.grad(model(x, y).sum(), x)
     assert_close([x.grad], expected)
-    with pytest.raises(fp.BatchError, match=r"takes one input.*fp\.PipeSequential"):
+    with pytest.raises(fp.BatchError, match=r"takes one input.*fp\.models\.PipeSequential"):
         piped(net())(x, y)
 
 
@@ -288,7 +288,7 @@ def test_b4_inputs_that_are_cut_already():
     with pytest.raises(fp.BatchError, match="cut into 3 microbatches, the plan has 2"):
         piped(net(), 2)(parts)
     with pytest.raises(fp.BatchError, match="come as one"):
-        fp.Pipe(fp.PipeSequential(Minus()), 2, devices="cpu")(parts, x)
+        fp.Pipe(fp.models.PipeSequential(Minus()), 2, devices="cpu")(parts, x)
 
 
 def test_b5_no_rows_are_refused():

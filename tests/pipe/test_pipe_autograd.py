@@ -336,7 +336,7 @@ def test_only_what_is_asked_for_is_computed():
     assert seen == [(True, False)]
     assert torch.equal(a.grad, b)
     stage = fp.stage(lambda p, x: x["a"] * x["b"])
-    plan = fp.make_plan([stage], fp.fill_drain(1, 2), devices="cpu")
+    plan = fp.make_plan([stage], fp.schedules.fill_drain(1, 2), devices="cpu")
     _, pullback = fp.vjp(plan, ((),), {"a": a, "b": b}, input_grads={"a": True, "b": False})
     assert pullback.attached == ((True,), (True,))
     back = pullback(torch.ones_like(b))[1]

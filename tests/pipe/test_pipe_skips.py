@@ -16,21 +16,21 @@ CHECKPOINTS = ("always", "except_last", "never")
 every_checkpoint = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 
 
-@fp.skippable(stash=["skip"])
+@fp.models.skippable(stash=["skip"])
 class Stash(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4).double()
 
     def forward(self, x):
-        yield fp.stash("skip", x)
+        yield fp.models.stash("skip", x)
         return self.linear(x)
 
 
-@fp.skippable(pop=["skip"])
+@fp.models.skippable(pop=["skip"])
 class Pop(nn.Module):
     def forward(self, x):
-        skip = yield fp.pop("skip")
+        skip = yield fp.models.pop("skip")
         return x if skip is None else x * 2 + skip
 
 
@@ -58,23 +58,23 @@ def test_f1_right_wherever_it_is_cut(balance, checkpoint):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
 
 
-@fp.skippable(stash=["none", "int", "bool", "unused"])
+@fp.models.skippable(stash=["none", "int", "bool", "unused"])
 class Odd(nn.Module):
     def forward(self, x):
-        yield fp.stash("none", None)
-        yield fp.stash("int", (x > 0).long())
-        yield fp.stash("bool", True)
-        yield fp.stash("unused", x * 3)
+        yield fp.models.stash("none", None)
+        yield fp.models.stash("int", (x > 0).long())
+        yield fp.models.stash("bool", True)
+        yield fp.models.stash("unused", x * 3)
         return x * 2
 
 
-@fp.skippable(pop=["none", "int", "bool", "unused"])
+@fp.models.skippable(pop=["none", "int", "bool", "unused"])
 class Take(nn.Module):
     def forward(self, x):
-        none = yield fp.pop("none")
-        mask = yield fp.pop("int")
-        flag = yield fp.pop("bool")
-        yield fp.pop("unused")
+        none = yield fp.models.pop("none")
+        mask = yield fp.models.pop("int")
+        flag = yield fp.models.pop("bool")
+        yield fp.models.pop("unused")
         return x * mask if none is None and flag else x
 
 
@@ -101,18 +101,18 @@ def test_f3_freed_after_the_last_use(checkpoint, train):
     def alive():
         return sum(token() is not None for token in tokens)
 
-    @fp.skippable(stash=["skip"])
+    @fp.models.skippable(stash=["skip"])
     class Watch(nn.Module):
         def forward(self, x):
             token = Token()
             tokens.append(weakref.ref(token))
-            yield fp.stash("skip", (x.detach() + 1, token))
+            yield fp.models.stash("skip", (x.detach() + 1, token))
             return x * 1
 
-    @fp.skippable(pop=["skip"])
+    @fp.models.skippable(pop=["skip"])
     class Use(nn.Module):
         def forward(self, x):
-            skip, token = yield fp.pop("skip")
+            skip, token = yield fp.models.pop("skip")
             assert isinstance(token, Token)
             return x * skip
 
@@ -140,13 +140,13 @@ def test_f5_what_does_not_match_is_refused_at_once():
     assert text.count("but no layer pops it") == 4
     with pytest.raises(fp.PlanError, match="stashes 'skip' again"):
         fp.Pipe(nn.Sequential(Stash(), Stash(), Pop()), devices="cpu")
-    one, two = fp.Namespace(), fp.Namespace()
+    one, two = fp.models.Namespace(), fp.models.Namespace()
     layers = (Stash().isolate(one), Stash().isolate(two), Pop().isolate(two), Pop().isolate(one))
     fp.Pipe(nn.Sequential(*layers), devices="cpu")(data())
 
 
 def test_f6_a_layer_that_does_not_do_what_it_declares():
-    @fp.skippable(stash=["skip"])
+    @fp.models.skippable(stash=["skip"])
     class Forgets(nn.Module):
         def forward(self, x):
             return x

@@ -47,7 +47,9 @@ def spoil(value: float):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize(
-    "schedule", [fp.one_f_one_b(S, M), fp.remat(fp.fill_drain(S, M)), fp.zero_bubble(S, M)], ids=ids
+    "schedule",
+    [fp.schedules.one_f_one_b(S, M), fp.schedules.remat(fp.schedules.fill_drain(S, M)), fp.schedules.zero_bubble(S, M)],
+    ids=ids,
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("kind", "action"), [("F", r"1F2"), ("B", r"1[BI]2")])
@@ -76,7 +78,7 @@ def test_looking_changes_nothing(schedule):
 
 def test_where_it_came_from():
     """Numbers that were bad before the stage are no fault of its operations."""
-    plan = fp.make_plan(parts(), fp.one_f_one_b(S, M), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(parts(), fp.schedules.one_f_one_b(S, M), loss=F.mse_loss, devices="cpu")
     x, target = batch()
     x[5, 1] = math.nan
     with pytest.raises(fp.NotFiniteError, match=r"it came in with input has 1 NaN and 0 Inf among 6 numbers") as caught:
@@ -94,7 +96,7 @@ def test_the_operation_is_named(executor):
         mask = torch.zeros(3).masked_fill(torch.tensor([False, True, False]), -math.inf)  # legal: softmax takes it away
         return torch.softmax(x @ p["w"] + mask, -1).log1p() - torch.log(x.sum() * 0)
 
-    plan = fp.make_plan([fp.stage(fn)], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([fp.stage(fn)], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
     with pytest.raises(fp.NotFiniteError, match=r'aten\.log\.default, at ".*test_finite\.py", line \d+, in fn'):
         fp.run(plan, params()[:1], batch(), executor=executor, check="finite-op")
 
@@ -104,7 +106,7 @@ def test_the_operation_of_a_backward_is_named(executor):
     def fn(p, x):
         return (x * p["w"][0] * 0).abs().sqrt()  # finite, its derivative is not
 
-    plan = fp.make_plan([fp.stage(fn)], fp.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([fp.stage(fn)], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
     with pytest.raises(
         fp.NotFiniteError, match=r'in the backward of \w+Backward0: made by "?.*test_finite\.py'
     ) as caught:
@@ -113,7 +115,7 @@ def test_the_operation_of_a_backward_is_named(executor):
 
 
 def test_the_loss_is_looked_at():
-    plan = fp.make_plan(parts(), fp.fill_drain(S, M), loss=lambda y, t: (y - t).sum().log(), devices="cpu")
+    plan = fp.make_plan(parts(), fp.schedules.fill_drain(S, M), loss=lambda y, t: (y - t).sum().log(), devices="cpu")
     with pytest.raises(fp.NotFiniteError, match="the loss has 1 NaN") as caught:
         fp.run(plan, params(), (batch()[0], batch()[1] + 5), check="finite")
     assert caught.value.funcpipe.stage == S - 1
@@ -121,7 +123,7 @@ def test_the_loss_is_looked_at():
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_unused_leaves(executor):
-    plan = fp.make_plan(parts(), fp.fill_drain(S, M), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(parts(), fp.schedules.fill_drain(S, M), loss=F.mse_loss, devices="cpu")
     own = params()
     own[1]["spare"] = torch.ones(2)
     result = fp.run(plan, own, batch(), executor=executor)
@@ -133,7 +135,7 @@ def test_unused_leaves(executor):
 
 
 def test_words_that_are_no_checks():
-    plan = fp.make_plan(parts(), fp.fill_drain(S, M), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(parts(), fp.schedules.fill_drain(S, M), loss=F.mse_loss, devices="cpu")
     for bad in ("nan", ["finite", "x"], 3):
         with pytest.raises(fp.PlanError, match="check is any of"):
             fp.run(plan, params(), batch(), check=bad)
@@ -141,7 +143,7 @@ def test_words_that_are_no_checks():
 
 def test_vjp_checks_both_halves():
     stages = FaultAt(1, 2, "B", error=spoil(math.nan))(parts())
-    plan = fp.make_plan(stages, fp.fill_drain(S, M), devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(S, M), devices="cpu")
     result, pullback = fp.vjp(plan, params(), batch()[0], check="finite")
     with pytest.raises(fp.NotFiniteError) as caught:
         pullback(torch.ones_like(result.outputs))

@@ -16,7 +16,7 @@ SCALE = fp.stage(lambda p, x: x * p, name="scale")
 
 
 def plan_of(loss, stages=(SCALE,), count=4, **options):
-    return fp.make_plan(stages, fp.one_f_one_b(len(stages), count), loss=loss, devices="cpu", **options)
+    return fp.make_plan(stages, fp.schedules.one_f_one_b(len(stages), count), loss=loss, devices="cpu", **options)
 
 
 def run(loss, x, target=None, count=4, p=None, weight=None, **options):
@@ -89,7 +89,11 @@ def test_weight_0_adds_exactly_0(executor):
     torch.testing.assert_close(result.grads[0], gradient)
     stages = (SCALE, SCALE, SCALE)
     plan = fp.make_plan(
-        stages, fp.remat(fp.one_f_one_b(3, 4)), loss=F.cross_entropy, weight=lambda t: (t != -100).sum(), devices="cpu"
+        stages,
+        fp.schedules.remat(fp.schedules.one_f_one_b(3, 4)),
+        loss=F.cross_entropy,
+        weight=lambda t: (t != -100).sum(),
+        devices="cpu",
     )
     many = fp.run(plan, tuple(torch.ones((), dtype=torch.float64) for _ in stages), (logits, t), executor=executor)
     for one in many.grads:
@@ -125,7 +129,7 @@ def test_weights_are_checked_before_anything_runs():
     with pytest.raises(fp.BatchError, match="0 for every microbatch"):
         run(lambda y, t: (y.sum(), 0), f64(4, 2))
     with pytest.raises(fp.PlanError, match="no loss="):
-        fp.make_plan([SCALE], fp.fill_drain(1, 1), weight=len)
+        fp.make_plan([SCALE], fp.schedules.fill_drain(1, 1), weight=len)
 
 
 def test_one_form_for_all_microbatches():
@@ -168,7 +172,7 @@ def test_the_loss_is_called_once_per_microbatch(executor):
         fp.run(plan, (torch.ones(()), torch.ones(())), (torch.ones(rows, 1), None), executor=executor)
         assert expected == calls
     calls.clear()
-    keep = fp.remat(fp.one_f_one_b(2, 3), keep=lambda action: action.stage == 1)
+    keep = fp.schedules.remat(fp.schedules.one_f_one_b(2, 3), keep=lambda action: action.stage == 1)
     fp.run(
         fp.make_plan([SCALE] * 2, keep, loss=loss, devices="cpu"),
         (torch.ones(()), torch.ones(())),
@@ -207,7 +211,7 @@ def test_auxiliary_losses_count_by_their_microbatch(form, executor):
 
     loss, gradient = whole(total)
     fn, weight = FORMS[form]
-    for schedule in (fp.one_f_one_b(2, 4), fp.remat(fp.zero_bubble(2, 4))):
+    for schedule in (fp.schedules.one_f_one_b(2, 4), fp.schedules.remat(fp.schedules.zero_bubble(2, 4))):
         plan = fp.make_plan([side, last], schedule, loss=fn, weight=weight, devices="cpu")
         params = tuple(torch.ones((), dtype=torch.float64) for _ in range(2))
         result = fp.run(plan, params, (x, t), executor=executor)

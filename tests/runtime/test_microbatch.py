@@ -21,7 +21,7 @@ def look(num_microbatches, inputs, *, feeds=None, fn=None, names=(), executor="s
         return x if fn is None else fn(x)
 
     part = fp.stage(fn_, feeds=names, name="s")
-    plan = fp.make_plan([part], fp.fill_drain(1, num_microbatches, backward=False), devices="cpu")
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, num_microbatches, backward=False), devices="cpu")
     return seen, fp.run(plan, ((),), inputs, feeds=feeds, executor=executor)
 
 
@@ -58,7 +58,7 @@ def test_every_row_arrives_once(rows, count, expected):
 def test_absent_microbatches_do_not_run():
     """3 rows over 8: neither forwards nor backwards of the others are in the timeline."""
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p)] * 2, fp.one_f_one_b(2, 8), loss=lambda y, t: y.sum(), devices="cpu"
+        [fp.stage(lambda p, x: x * p)] * 2, fp.schedules.one_f_one_b(2, 8), loss=lambda y, t: y.sum(), devices="cpu"
     )
     result = fp.run(plan, (torch.ones(()), torch.ones(())), (torch.ones(3, 1), None), record=True)
     assert "0F0 0F1 0B0 0F2 0B1 0B2" == " ".join(str(s.action) for s in result.timeline.spans if s.device == 0)
@@ -117,7 +117,10 @@ def test_rows_that_do_not_match_are_refused_with_their_places():
     assert "no rows" in refused(2, torch.ones(0, 3))
     assert "has shape (4, 2) and no axis 2" in refused(2, fp.Axis(torch.ones(4, 2), 2))
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x)], fp.fill_drain(1, 2, backward=False), loss=lambda y, t: y.sum(), devices="cpu"
+        [fp.stage(lambda p, x: x)],
+        fp.schedules.fill_drain(1, 2, backward=False),
+        loss=lambda y, t: y.sum(),
+        devices="cpu",
     )
     with pytest.raises(fp.BatchError, match=r"target\['y'\] has 5"):
         fp.run(plan, ((),), (torch.ones(4), {"y": torch.ones(5)}))
@@ -139,7 +142,10 @@ def test_every_fault_of_a_batch_is_named():
 def test_a_batch_with_a_loss_is_a_pair(batch):
     """(inputs, target), where target may be None."""
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x)], fp.fill_drain(1, 2, backward=False), loss=lambda y, t: y.sum(), devices="cpu"
+        [fp.stage(lambda p, x: x)],
+        fp.schedules.fill_drain(1, 2, backward=False),
+        loss=lambda y, t: y.sum(),
+        devices="cpu",
     )
     with pytest.raises(fp.BatchError, match=r"\(inputs, target\).*target may be None"):
         fp.run(plan, ((),), batch)
@@ -176,7 +182,7 @@ def test_ready_made_microbatches_weigh_by_their_rows():
     """Means of 3 rows and of 1: the loss of all 4."""
     x, t = torch.randn(4, 2, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     loss = lambda y, t: (y - t).square().mean()
-    plan = fp.make_plan([fp.stage(lambda p, x: x * p)], fp.fill_drain(1, 2), loss=loss, devices="cpu")
+    plan = fp.make_plan([fp.stage(lambda p, x: x * p)], fp.schedules.fill_drain(1, 2), loss=loss, devices="cpu")
     whole = fp.run(plan, (torch.ones((), dtype=torch.float64),), (x, t))
     ragged = fp.run(plan, (torch.ones((), dtype=torch.float64),), (fp.Microbatches([x[:3], x[3:]]), t))
     torch.testing.assert_close(ragged.loss, loss(x, t), rtol=1e-12, atol=0)

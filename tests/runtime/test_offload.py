@@ -27,7 +27,7 @@ from funcpipe.runtime.residual import EagerResidual
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.slots import pieces, take_out
 from funcpipe.runtime.stream import Place
-from funcpipe.schedules.offload import offload
+from funcpipe.schedules.transforms import offload
 
 S, M, N = 4, 4, 8
 
@@ -115,14 +115,14 @@ def both(schedule, executor, *, reentrant=False, rows=12, **options):
 
 
 FAMILIES = [
-    fp.one_f_one_b(S, M),
-    fp.one_f_one_b(S, M, num_devices=2),
-    fp.interleaved(S, M, num_devices=2),
-    fp.zero_bubble(S, M),
-    fp.zbv(S, M),
-    fp.v_half(S, M),
-    fp.fill_drain(S, M),
-    fp.fill_drain(S, M, num_devices=1),
+    fp.schedules.one_f_one_b(S, M),
+    fp.schedules.one_f_one_b(S, M, num_devices=2),
+    fp.schedules.interleaved(S, M, num_devices=2),
+    fp.schedules.zero_bubble(S, M),
+    fp.schedules.zbv(S, M),
+    fp.schedules.v_half(S, M),
+    fp.schedules.fill_drain(S, M),
+    fp.schedules.fill_drain(S, M, num_devices=1),
 ]
 
 
@@ -142,7 +142,7 @@ def test_the_same_bits(schedule, ahead, executor):
 @pytest.mark.parametrize("rows", [3, 2])
 def test_fewer_rows_and_checks(rows, check):
     """Three rows make three microbatches of the four."""
-    assert_same_result(*both(offload(fp.fill_drain(S - 1, M), ahead=0), "threads", rows=rows, check=check))
+    assert_same_result(*both(offload(fp.schedules.fill_drain(S - 1, M), ahead=0), "threads", rows=rows, check=check))
 
 
 def test_the_reentrant_checkpoint():
@@ -150,7 +150,7 @@ def test_the_reentrant_checkpoint():
 
 
 def test_some_are_moved_and_some_computed_again():
-    schedule = fp.remat(fp.fill_drain(S, M), keep=lambda action: action.stage % 2 == 0)
+    schedule = fp.schedules.remat(fp.schedules.fill_drain(S, M), keep=lambda action: action.stage % 2 == 0)
     assert_same_result(*both(offload(schedule, move=lambda action: action.stage % 2 == 0), "threads"))
 
 
@@ -169,7 +169,7 @@ def test_a_vjp_waits_with_its_residuals_at_the_host(executor):
     stages, params, state = net()
     given, feeds = batch()
     found = []
-    for schedule in (fp.fill_drain(S, M), offload(fp.fill_drain(S, M), ahead=0)):
+    for schedule in (fp.schedules.fill_drain(S, M), offload(fp.schedules.fill_drain(S, M), ahead=0)):
         plan = fp.make_plan(stages, schedule, devices="cpu")
         result, pullback = fp.vjp(plan, params, given[0], state=state, feeds=feeds, seed=3, executor=executor, threads_per_lane=1)  # fmt: skip
         execution = pullback._execution
@@ -242,7 +242,7 @@ def test_what_was_saved_is_really_gone_while_it_is_away(num_stages, executor, mo
     monkeypatch.setattr(Runner, "advance", advance)
     monkeypatch.setattr(EagerBound, "forward", watched)
     monkeypatch.setattr(EagerResidual, "move", looked)
-    schedule = offload(fp.fill_drain(num_stages, 3), ahead=0)
+    schedule = offload(fp.schedules.fill_drain(num_stages, 3), ahead=0)
     plan = fp.make_plan(
         [fp.stage(deep, name=f"s{i}") for i in range(num_stages)], schedule, loss=F.mse_loss, devices="cpu"
     )
@@ -288,7 +288,7 @@ def test_devices_hold_as_many_residuals_as_simulate_says(schedule, ahead, execut
 
 def test_it_is_measured_and_drawn():
     """O and L have spans, and are no work of the device."""
-    moved = offload(fp.fill_drain(2, 4))
+    moved = offload(fp.schedules.fill_drain(2, 4))
     stages = [fp.stage(lambda p, x: torch.tanh(x @ p))] * 2
     plan = fp.make_plan(stages, moved, loss=F.mse_loss, devices="cpu")
     params = tuple(torch.randn(N, N) for _ in range(2))
@@ -306,7 +306,7 @@ def test_schedules_without_o_pay_nothing(monkeypatch):
 
     for where, name in ((Host, "__init__"), (Way, "copy"), (EagerResidual, "move")):
         monkeypatch.setattr(where, name, fail)
-    assert_same_result(*both(fp.one_f_one_b(S, M), "threads"))
+    assert_same_result(*both(fp.schedules.one_f_one_b(S, M), "threads"))
 
 
 # -- what moves -----------------------------------------------------------------------------------------------------
@@ -531,7 +531,7 @@ def test_what_is_away_cannot_be_modified():
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 def test_a_move_that_fails_is_located_and_leaves_nothing(out, late, executor, monkeypatch):
     stages, params, state = net()
-    plan = fp.make_plan(stages, offload(fp.fill_drain(S, M)), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, offload(fp.schedules.fill_drain(S, M)), loss=F.mse_loss, devices="cpu")
     given, feeds = batch()
     options = {"state": state, "feeds": feeds, "seed": 3, "threads_per_lane": 1}
     expected = fp.run_sequential(plan, params, given, **options)
@@ -570,7 +570,7 @@ def test_a_move_that_fails_is_located_and_leaves_nothing(out, late, executor, mo
 def test_nothing_is_left_after_a_run(executor):
     """Slots, pieces and graphs die with the run, without the garbage collector."""
     stages, params, state = net()
-    plan = fp.make_plan(stages, offload(fp.one_f_one_b(S, M)), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, offload(fp.schedules.one_f_one_b(S, M)), loss=F.mse_loss, devices="cpu")
     given, feeds = batch()
     options = {"state": state, "feeds": feeds, "seed": 3, "executor": executor}
     fp.run(plan, params, given, **options)

@@ -55,7 +55,7 @@ def test_steps_are_those_of_eager_training(make, max_norm):
         ):
             mine.copy_(theirs)
     optimizer, reference = make(fp.leaves(params)), make(plain.parameters())
-    plan = fp.make_plan(stages, fp.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
     for _ in range(3):
         x, t = torch.randn(7, 4, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
         grads = fp.run(plan, params, (x, t)).grads
@@ -119,7 +119,9 @@ def test_tied_parameters_step_together(replicas):
     w = torch.tensor([1.0, 2.0])
     times = fp.stage(lambda p, x: x * p["w"], name="times")
     ties = [[(0, "w"), (1, "w")]]
-    plan = fp.make_plan([times, times], fp.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties, devices="cpu")
+    plan = fp.make_plan(
+        [times, times], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties, devices="cpu"
+    )
     leaf = w.clone().requires_grad_()
     x = torch.randn(4, 2)
     (x * leaf * leaf).mean().backward()
@@ -136,7 +138,7 @@ def test_one_tensor_twice_in_a_stage_gets_both_gradients():
     """Two names of one tensor in one stage: each has a gradient of its own, and a step adds them."""
     w = torch.ones(2)
     part = fp.stage(lambda p, x: x * p["a"] + 2 * x * p["b"])
-    plan = fp.make_plan([part], fp.fill_drain(1, 2), loss=lambda y, t: y.mean(), devices="cpu")
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.mean(), devices="cpu")
     params = ({"a": w, "b": w},)
     grads = fp.run(plan, params, (torch.ones(4, 2), None)).grads
     assert ([0.5, 0.5], [1.0, 1.0]) == (grads[0]["a"].tolist(), grads[0]["b"].tolist())
@@ -150,7 +152,9 @@ def test_one_tensor_in_two_stages_is_stepped_once():
     w = torch.tensor([1.0, 2.0])
     times = fp.stage(lambda p, x: x * p["w"], name="times")
     ties = [[(0, "w"), (1, "w")]]
-    plan = fp.make_plan([times, times], fp.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties, devices="cpu")
+    plan = fp.make_plan(
+        [times, times], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties, devices="cpu"
+    )
     params = ({"w": w}, {"w": w})
     grads = fp.run(plan, params, (torch.ones(4, 2), None)).grads
     norm = fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, grads)
@@ -165,7 +169,9 @@ def test_every_place_of_a_tied_tensor_has_the_whole_sum(first):
     once = fp.stage(lambda p, x: x * p["w"])
     places = [(0, "a"), (0, "b"), (1, "w")]
     ties = [places[first:] + places[:first]]
-    plan = fp.make_plan([twice, once], fp.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties, devices="cpu")
+    plan = fp.make_plan(
+        [twice, once], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties, devices="cpu"
+    )
     params, leaf, x = ({"a": w, "b": w}, {"w": w}), w.clone().requires_grad_(), torch.randn(4, 2)
     (x * leaf * 2 * leaf).mean().backward()
     norm = fp.step(
@@ -186,7 +192,7 @@ def two_runs(cut, weight=None):
     )
     plan = fp.make_plan(
         stages,
-        fp.one_f_one_b(2, 3),
+        fp.schedules.one_f_one_b(2, 3),
         loss=F.cross_entropy if weight else lambda y, t: F.mse_loss(y, x[:1]),
         weight=weight,
         devices="cpu",
@@ -213,13 +219,13 @@ def test_accumulation_is_one_run_over_all(cut, weight):
 def scaled(params, **options):
     """A run of one stage that multiplies by its parameters."""
     part = fp.stage(lambda p, x: x * sum(p.values()))
-    plan = fp.make_plan([part], fp.fill_drain(1, 2), loss=lambda y, t: y.mean(), devices="cpu")
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.mean(), devices="cpu")
     return fp.run(plan, (params,), (torch.ones(4, 2), None), **options)
 
 
 def test_accumulation_takes_results_with_gradients():
     """Nothing, evaluations, one bare result and what is no result are refused; a generator is welcome."""
-    plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.fill_drain(1, 1, backward=False), devices="cpu")
+    plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
     evaluation = fp.run(plan, ((),), torch.ones(2))
     result = scaled({"w": torch.ones(2)})
     for results in ([], iter(()), [evaluation], result, None, 3, [result, None], [result.grads], (2 for _ in "ab")):
@@ -232,7 +238,7 @@ def test_accumulation_takes_results_with_gradients():
 def test_a_leaf_is_unused_if_no_part_used_it():
     """A branch that the data choose: unused in one run is not unused in the sum."""
     part = fp.stage(lambda p, x: x * p["a" if x.sum() > 0 else "b"] + 0 * p["a"])
-    plan = fp.make_plan([part], fp.fill_drain(1, 1), loss=lambda y, t: y.mean(), devices="cpu")
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 1), loss=lambda y, t: y.mean(), devices="cpu")
     params = ({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)},)
     results = [fp.run(plan, params, (x, None)) for x in (torch.ones(2, 1), -torch.ones(2, 1))]
     assert ((0, "b"), (0, "c")) == results[0].unused
@@ -293,17 +299,17 @@ def test_place_keeps_what_is_there():
     w = nn.Parameter(torch.ones(2), requires_grad=False)
     params = (OrderedDict(w=w, again=w, n=3), [nn.Parameter(torch.ones(1))])
     stages = [fp.stage(lambda p, x: x)] * 2
-    plan = fp.make_plan(stages, fp.fill_drain(2, 1), devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 1), devices="cpu")
     placed = fp.place(plan, params)
     assert placed[0]["w"] is w is placed[0]["again"]
     assert placed[1][0] is params[1][0]
-    plan = fp.make_plan(stages, fp.fill_drain(2, 1), devices=["cpu", "meta"])
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 1), devices=["cpu", "meta"])
     placed = fp.place(plan, params)
     assert placed[0]["w"] is w
     assert "meta" == placed[1][0].device.type
     assert nn.Parameter is type(placed[1][0])
     assert placed[1][0].requires_grad
-    plan = fp.make_plan(stages, fp.fill_drain(2, 1), devices="meta")
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 1), devices="meta")
     placed = fp.place(plan, params)
     assert placed[0]["w"] is placed[0]["again"]
     assert (nn.Parameter, False, OrderedDict, 3) == (
@@ -319,7 +325,7 @@ def test_place_keeps_what_is_there():
 def test_misplaced_tensors_are_all_named():
     """Parameters and state on another device than their stage's: every one, with the call that moves them."""
     stages = [fp.stage(lambda p, x: x)] * 2
-    plan = fp.make_plan(stages, fp.fill_drain(2, 1, backward=False), devices=["cpu", "meta"])
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 1, backward=False), devices=["cpu", "meta"])
     with pytest.raises(fp.PlacementError, match=r"fp\.place") as caught:
         fp.run(
             plan,
@@ -336,7 +342,7 @@ def test_devices():
     assert 3 == len(fp.devices(3))
     assert {"cuda" if torch.cuda.is_available() else "cpu"} == {device.type for device in fp.devices(3)}
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x)] * 2, fp.fill_drain(2, 1, backward=False), devices=["nonsense", "cuda:77"]
+        [fp.stage(lambda p, x: x)] * 2, fp.schedules.fill_drain(2, 1, backward=False), devices=["nonsense", "cuda:77"]
     )
     with pytest.raises(fp.PlacementError, match="device 0 is 'nonsense'") as caught:
         fp.run(plan, ((), ()), torch.ones(2))

@@ -9,7 +9,7 @@ torchgpipe; A<n>: the review's experiments. Those that other files invert alread
   P14 G9        laws/test_any_tree.py (dict targets; anything beside an activation; popped but unused)
   P18 G1 A7     laws/test_hygiene.py (nothing lives on; residuals of 1F1B; slots)
   A13           laws/test_hygiene.py, laws/test_random_chains.py (in-place first)
-  G2 A4         models/test_module.py (remat, inner checkpoint, weights of a bound copy)
+  G2 A4         modules/test_module.py (remat, inner checkpoint, weights of a bound copy)
   G7 A3         laws/test_context.py (contexts travel; transforms are refused)
   G8 A5 A9      laws/test_randomness.py (keyed draws, replayed in checkpoints, seed=None)
   G10 A11 A12   laws/test_failures.py (SystemExit, KeyboardInterrupt, joined lanes, types of exceptions)
@@ -45,8 +45,8 @@ def test_p2_switching_between_training_and_evaluation_costs_nothing():
     calls = []
     counted = fp.stage(lambda p, x: (calls.append(1), x)[1])
     part, params, state = fp.from_module(nn.BatchNorm1d(2))
-    train = fp.make_plan([counted, part], fp.one_f_one_b(2, 4), loss=lambda y, t: y.sum(), devices="cpu")
-    evaluate = fp.make_plan([counted, part], fp.fill_drain(2, 4, backward=False), devices="cpu")
+    train = fp.make_plan([counted, part], fp.schedules.one_f_one_b(2, 4), loss=lambda y, t: y.sum(), devices="cpu")
+    evaluate = fp.make_plan([counted, part], fp.schedules.fill_drain(2, 4, backward=False), devices="cpu")
     states = ((), state)
     for _ in range(3):
         states = fp.run(train, ((), params), (torch.randn(8, 2), None), state=states).state
@@ -62,7 +62,7 @@ def test_p3_integer_ids_go_between_stages(executor):
     embed = fp.stage(lambda p, x: (seen.append(x), F.embedding(x, p))[1], name="embed")
     plan = fp.make_plan(
         [fp.stage(lambda p, x: x + 1, name="ids"), embed],
-        fp.one_f_one_b(2, 3),
+        fp.schedules.one_f_one_b(2, 3),
         loss=lambda y, t: y.sum(),
         devices="cpu",
     )
@@ -81,7 +81,7 @@ def test_p5_an_interrupted_step_does_not_touch_the_next(executor):
             raise KeyboardInterrupt
         return y.sum()
 
-    plan = fp.make_plan([TIMES, TIMES], fp.fill_drain(2, 4), loss=loss, devices="cpu")
+    plan = fp.make_plan([TIMES, TIMES], fp.schedules.fill_drain(2, 4), loss=loss, devices="cpu")
     x, t = torch.randn(8, 1), torch.arange(8.0).div(2).floor()[:, None]
     with pytest.raises(KeyboardInterrupt):
         fp.run(plan, ones(2), (x * 100, t), executor=executor)
@@ -92,7 +92,7 @@ def test_p5_an_interrupted_step_does_not_touch_the_next(executor):
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_p8_batches_may_grow_and_shrink(executor):
     """One plan, other rows and widths in every step."""
-    plan = fp.make_plan([TIMES, TIMES], fp.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([TIMES, TIMES], fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
     for rows, width in ((8, 3), (3, 3), (17, 3), (4, 5), (1, 1)):
         x, t = torch.randn(rows, width), torch.randn(rows, width)
         result = fp.run(plan, ones(2), (x, t), executor=executor)
@@ -102,7 +102,7 @@ def test_p8_batches_may_grow_and_shrink(executor):
 
 def test_p9_the_places_of_crossing_values_do_not_grow_with_the_batch():
     """1F1B on 4 devices: as many slots for 64 microbatches as for 8."""
-    pools = [fp.make_plan([TIMES] * 4, fp.one_f_one_b(4, m), loss=F.mse_loss).program.pools for m in (8, 64)]
+    pools = [fp.make_plan([TIMES] * 4, fp.schedules.one_f_one_b(4, m), loss=F.mse_loss).program.pools for m in (8, 64)]
     assert [(p.role, p.source, p.lane, p.slots) for p in pools[0]] == [
         (p.role, p.source, p.lane, p.slots) for p in pools[1]
     ]
@@ -123,7 +123,7 @@ def test_p10_zero_bubble_computes_a_checkpointed_block_twice(k):
             return checkpoint(lambda h: (calls.append(1), self.layers(h))[1], x, use_reentrant=False)
 
     stages, params, _ = zip(*[fp.from_module(Block(), name=f"b{i}") for i in range(2)], strict=True)
-    plan = fp.make_plan(stages, fp.zero_bubble(2, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.zero_bubble(2, 4), loss=F.mse_loss, devices="cpu")
     fp.run(plan, params, (torch.randn(8, 2), torch.randn(8, 2)))
     assert 2 * 2 * 4 == len(calls)
 
@@ -133,7 +133,7 @@ def test_p11_the_two_halves_are_one_backward(monkeypatch):
     calls = []
     backward = eager.run_backward
     monkeypatch.setattr(eager, "run_backward", lambda *a, **k: (calls.append(1), backward(*a, **k))[1])
-    for schedule in (fp.one_f_one_b(2, 4), fp.zero_bubble(2, 4)):
+    for schedule in (fp.schedules.one_f_one_b(2, 4), fp.schedules.zero_bubble(2, 4)):
         calls.clear()
         fp.run(
             fp.make_plan([TIMES, TIMES], schedule, loss=F.mse_loss, devices="cpu"),
@@ -166,9 +166,9 @@ def test_g2_functional_call_with_remat_has_the_given_weights(executor):
     modules = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     bodies = [fp.stage(lambda p, x, m=m: torch.func.functional_call(m, p, x), name="body") for m in modules]
     for schedule in (
-        fp.fill_drain(2, 2),
-        fp.remat(fp.fill_drain(2, 2)),
-        fp.remat(fp.fill_drain(2, 2), keep=lambda a: a.microbatch == 1),
+        fp.schedules.fill_drain(2, 2),
+        fp.schedules.remat(fp.schedules.fill_drain(2, 2)),
+        fp.schedules.remat(fp.schedules.fill_drain(2, 2), keep=lambda a: a.microbatch == 1),
     ):
         plan = fp.make_plan(bodies, schedule, loss=lambda y, t: y.sum(), devices="cpu")
         params = ({"weight": torch.full((1, 1), 10.0)}, {"weight": torch.full((1, 1), 10.0)})
@@ -177,7 +177,7 @@ def test_g2_functional_call_with_remat_has_the_given_weights(executor):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("wrap", [lambda s: s, fp.remat])
+@pytest.mark.parametrize("wrap", [lambda s: s, fp.schedules.remat])
 def test_g3_a_weight_that_changes_during_a_run_is_noticed(wrap, executor):
     """Between forward and backward, with or without remat: refused, by the parameter's name."""
     params = ({"w": torch.ones(1)}, {"w": torch.ones(1)})
@@ -187,7 +187,7 @@ def test_g3_a_weight_that_changes_during_a_run_is_noticed(wrap, executor):
         params[0]["w"].mul_(5)
         return y.sum()
 
-    plan = fp.make_plan([part, part], wrap(fp.fill_drain(2, 2)), loss=loss, devices="cpu")
+    plan = fp.make_plan([part, part], wrap(fp.schedules.fill_drain(2, 2)), loss=loss, devices="cpu")
     with pytest.raises((fp.PlanError, RuntimeError), match=r"params\[0\]\['w'\]|modified by an inplace operation"):
         fp.run(plan, params, (torch.ones(2, 1), None), executor=executor)
 
@@ -195,7 +195,7 @@ def test_g3_a_weight_that_changes_during_a_run_is_noticed(wrap, executor):
 def test_g4_a_partial_batch_keeps_its_features():
     """10 rows over 8: the last microbatch is the one that is kept, and batch norm commits."""
     norm, params, state = fp.from_module(nn.BatchNorm2d(2), name="norm")
-    keep = fp.remat(fp.fill_drain(1, 8), keep=lambda action: action.microbatch == 7)
+    keep = fp.schedules.remat(fp.schedules.fill_drain(1, 8), keep=lambda action: action.microbatch == 7)
     plan = fp.make_plan([norm], keep, loss=lambda y, t: y.square().mean(), devices="cpu")
     for rows, count in ((10, 8), (3, 3), (16, 8)):
         result = fp.run(plan, (params,), (torch.randn(rows, 2, 3, 3), None), state=(state,), record=True)
@@ -204,12 +204,14 @@ def test_g4_a_partial_batch_keeps_its_features():
         assert 1 == int(result.state[0]["num_batches_tracked"])
 
 
-@pytest.mark.parametrize("wrap", [lambda s: s, fp.remat], ids=["plain", "remat"])
+@pytest.mark.parametrize("wrap", [lambda s: s, fp.schedules.remat], ids=["plain", "remat"])
 def test_g8_dropout_masks_are_those_of_the_recomputation(wrap):
     """100 dropouts in 2 stages on 2 threads, 5 times: zeros of the output are zeros of the gradient, and again so."""
     drop = lambda p, x: [x := F.dropout(x * p, 0.02) for _ in range(50)][-1]
     stages = fp.stage(drop, name="a"), fp.stage(drop, name="b")
-    plan = fp.make_plan(stages, wrap(fp.one_f_one_b(2, 4)), loss=lambda y, t: y.sum(), outputs=True, devices="cpu")
+    plan = fp.make_plan(
+        stages, wrap(fp.schedules.one_f_one_b(2, 4)), loss=lambda y, t: y.sum(), outputs=True, devices="cpu"
+    )
     whole = fp.Replicate
     params = torch.ones(1, 30), torch.ones(1, 30)
     results = [fp.run(plan, params, (torch.ones(4, 30), whole(None)), seed=1, executor="threads") for _ in range(5)]
@@ -239,7 +241,7 @@ def test_g10_two_cpu_devices_are_two_threads():
 
     stages = [fp.stage(lambda p, x, i=i: Look.apply(x * p, i), name=str(i)) for i in range(2)]
     fp.run(
-        fp.make_plan(stages, fp.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu"),
+        fp.make_plan(stages, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu"),
         ones(2),
         (torch.randn(4, 1), torch.randn(4, 1)),
         executor="threads",
@@ -265,7 +267,9 @@ def test_a6_user_backwards_stay_on_their_lanes_thread():
             return g * 1
 
     name.set("somebody")
-    plan = fp.make_plan([fp.stage(lambda p, x: Look.apply(x * p))], fp.fill_drain(1, 1), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: Look.apply(x * p))], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, devices="cpu"
+    )
     fp.run(plan, ones(1), (torch.randn(2, 1), torch.randn(2, 1)), executor="threads")
     assert [(seen[0][0], "somebody")] * 2 == seen
     assert threading.get_ident() != seen[0][0]
@@ -276,7 +280,7 @@ def test_a8_half_gradients_do_not_overflow_where_weights_are_known():
     x = torch.full((4000, 1), 100.0, dtype=torch.float16)
     p = torch.ones((), dtype=torch.float16)
     loss = lambda y, t: ((y.float()).sum(), len(y))
-    early = fp.make_plan([TIMES], fp.fill_drain(1, 2), loss=loss, weight=len, devices="cpu")
+    early = fp.make_plan([TIMES], fp.schedules.fill_drain(1, 2), loss=loss, weight=len, devices="cpu")
     result = fp.run(early, (p,), (x, x))
     assert 100.0 == pytest.approx(float(result.grads[0]), rel=1e-2)
 
@@ -300,7 +304,11 @@ def test_a10_layouts_do_not_depend_on_copies(form):
     results = [
         fp.run(
             fp.make_plan(
-                stages, fp.fill_drain(2, 2, num_devices=d), loss=lambda y, t: y.sum(), outputs=True, devices="cpu"
+                stages,
+                fp.schedules.fill_drain(2, 2, num_devices=d),
+                loss=lambda y, t: y.sum(),
+                outputs=True,
+                devices="cpu",
             ),
             ones(2),
             (x, None),
@@ -320,7 +328,7 @@ def test_a10_intra_op_threads_are_reported_and_restored(executor):
     seen, before = set(), torch.get_num_threads()
     plan = fp.make_plan(
         [fp.stage(lambda p, x: (seen.add(torch.get_num_threads()), x)[1])] * 2,
-        fp.fill_drain(2, 2, backward=False),
+        fp.schedules.fill_drain(2, 2, backward=False),
         devices="cpu",
     )
     for count in (1, 3):

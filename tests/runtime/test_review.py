@@ -14,7 +14,7 @@ SCALE = fp.stage(lambda p, x: x * p["w"], name="scale")
 
 
 def plan_of(*stages, **options):
-    return fp.make_plan(stages, fp.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu", **options)
+    return fp.make_plan(stages, fp.schedules.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu", **options)
 
 
 def test_a_tied_tensor_is_stepped_once():
@@ -65,7 +65,7 @@ def test_arrays_are_not_given_whole_to_every_microbatch():
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_weights_from_the_loss_are_checked(weight):
     """A (loss, something else) pair is not silently a (sum, weight)."""
-    plan = fp.make_plan([SCALE], fp.fill_drain(1, 2), loss=lambda y, t: (y.sum(), weight), devices="cpu")
+    plan = fp.make_plan([SCALE], fp.schedules.fill_drain(1, 2), loss=lambda y, t: (y.sum(), weight), devices="cpu")
     with pytest.raises(fp.BatchError, match="no numbers from 0"):
         fp.run(plan, ({"w": torch.ones(3)},), (torch.ones(4, 3), None))
 
@@ -136,16 +136,16 @@ def test_parts_of_a_composition_write_to_nobody():
         (lambda: fp.stage(torch.nn.Linear(2, 2)), r"Linear is a module.*fp\.from_module"),
         (lambda: fp.stage(3), "a stage is made of a function"),
         (
-            lambda: fp.remat(fp.make_plan([fp.stage(lambda p, x: x)], fp.fill_drain(1, 1))),
-            r"fp\.remat\(plan\.schedule\)",
+            lambda: fp.schedules.remat(fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1))),
+            r"fp\.schedules\.remat\(plan\.schedule\)",
         ),
-        (lambda: fp.remat(fp.fill_drain(1, 1), keep="0F0"), "keep is a function"),
+        (lambda: fp.schedules.remat(fp.schedules.fill_drain(1, 1), keep="0F0"), "keep is a function"),
         (
-            lambda: fp.make_plan([fp.stage(lambda p, x: x)], fp.fill_drain(1, 1), loss=torch.nn.MSELoss),
+            lambda: fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1), loss=torch.nn.MSELoss),
             r"loss=MSELoss\(\)",
         ),
         (
-            lambda: fp.make_plan([fp.stage(lambda p, x: x)], fp.fill_drain(3, 1)),
+            lambda: fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(3, 1)),
             "1 is given; make the schedule for as many",
         ),
     ],
@@ -165,7 +165,9 @@ def test_wrong_kinds_of_things_name_the_right_call(call, words):
     ],
 )
 def test_options_of_the_wrong_kind(option, words):
-    plan = fp.make_plan([fp.stage(lambda p, x: x * p)], fp.fill_drain(1, 1), loss=torch.nn.MSELoss(), devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x * p)], fp.schedules.fill_drain(1, 1), loss=torch.nn.MSELoss(), devices="cpu"
+    )
     with pytest.raises(fp.PlanError, match=words):
         fp.run(plan, (torch.ones(1),), (torch.ones(1), torch.ones(1)), **option)
 
@@ -174,7 +176,7 @@ def test_numpys_integers_are_seeds():
     import numpy as np
 
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: torch.dropout(x * p, 0.5, True), name="d")], fp.fill_drain(1, 1),
+        [fp.stage(lambda p, x: torch.dropout(x * p, 0.5, True), name="d")], fp.schedules.fill_drain(1, 1),
         loss=torch.nn.MSELoss(), devices="cpu",
     )  # fmt: skip
     batch = (torch.ones(64), torch.ones(64))

@@ -43,7 +43,9 @@ def test_a_step_runs_once_whoever_draws_meanwhile(executor):
         while not stop.is_set():
             torch.rand(3)
 
-    plan = fp.make_plan([late, fp.stage(lambda p, x: x * p)], fp.fill_drain(2, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [late, fp.stage(lambda p, x: x * p)], fp.schedules.fill_drain(2, 4), loss=F.mse_loss, devices="cpu"
+    )
     thread = threading.Thread(target=draw)
     thread.start()
     try:
@@ -76,7 +78,7 @@ def test_what_another_thread_draws_is_not_keyed():
 
     thread = threading.Thread(target=other)
     thread.start()
-    plan = fp.make_plan([waits], fp.fill_drain(1, 1, backward=False), devices="cpu")
+    plan = fp.make_plan([waits], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
     fp.run(plan, ones(1), torch.ones(2, 2), seed=0)
     thread.join()
     torch.manual_seed(5)
@@ -84,12 +86,12 @@ def test_what_another_thread_draws_is_not_keyed():
 
 
 @pytest.mark.parametrize("run", [fp.run_sequential, *(partial(fp.run, executor=e) for e in EXECUTORS)])
-@pytest.mark.parametrize("wrap", [lambda schedule: schedule, fp.remat])
+@pytest.mark.parametrize("wrap", [lambda schedule: schedule, fp.schedules.remat])
 def test_a_draw_that_comes_late_is_keyed(wrap, run):
     """A stage that draws only in some later microbatch, or later run, is exact all the same, with and without remat."""
     late = fp.stage(lambda p, x: x * p + (torch.rand(()) if x[0, 0] > 0 else 0.0), name="late")
     stages = [late, fp.stage(lambda p, x: x * p, name="b")]
-    plan = fp.make_plan(stages, wrap(fp.fill_drain(2, 2)), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, wrap(fp.schedules.fill_drain(2, 2)), loss=F.mse_loss, devices="cpu")
     quiet, loud = torch.tensor([[-1.0], [-1.0]]), torch.tensor([[-1.0], [1.0]])
     run(plan, ones(2), (quiet, torch.zeros(2, 1)), seed=0)
     before = torch.get_rng_state()
@@ -111,12 +113,14 @@ def test_a_draw_inside_of_a_conditional_is_keyed():
         def stage(p, x):
             return cond_op(x.sum() > 0, fn, fn, (x,))
 
-        return fp.make_plan([stage], fp.fill_drain(1, 1, backward=False), devices="cpu")
+        return fp.make_plan([stage], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
 
     x = torch.ones(2, 3)
     assert torch.equal(fp.run(make(lambda v: v + 1), ((),), x).outputs, x + 1)
     before = torch.get_rng_state()
     outside = fp.stage(lambda p, v: v + torch.rand(3), name="cond")
-    expected = fp.run(fp.make_plan([outside], fp.fill_drain(1, 1, backward=False), devices="cpu"), ((),), x, seed=0)
+    expected = fp.run(
+        fp.make_plan([outside], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu"), ((),), x, seed=0
+    )
     assert torch.equal(fp.run(make(lambda v: v + torch.rand(3)), ((),), x, seed=0).outputs, expected.outputs)
     assert torch.equal(before, torch.get_rng_state())

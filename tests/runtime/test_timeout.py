@@ -33,7 +33,7 @@ def sleeping(seconds: float):
 def plan_of(kind="F", stage=1, microbatch=0, error=None):
     parts = [fp.stage(lambda p, x: x * p, name=f"layer{i}") for i in range(S)]
     stages = FaultAt(stage, microbatch, kind, error=error or sleeping(60))(parts)
-    return fp.make_plan(stages, fp.one_f_one_b(S, M), loss=F.mse_loss, devices="cpu")
+    return fp.make_plan(stages, fp.schedules.one_f_one_b(S, M), loss=F.mse_loss, devices="cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_a_stage_that_never_returns(executor, kind, action):
 def test_slow_is_not_stuck(executor):
     """Every action takes less than the timeout, the run takes longer."""
     parts = [fp.stage(lambda p, x: (time.sleep(0.1), x * p)[1], name=f"layer{i}") for i in range(S)]
-    plan = fp.make_plan(parts, fp.one_f_one_b(S, 6), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(parts, fp.schedules.one_f_one_b(S, 6), loss=F.mse_loss, devices="cpu")
     x = torch.ones(6, 3)
     began = time.monotonic()
     fp.run(plan, PARAMS, (x, x), executor=executor, timeout=0.5)
@@ -123,7 +123,7 @@ def stuck(p, x):
     if x.sum():
         libc.sleep(4)
     return x * p
-plan = fp.make_plan([fp.stage(stuck)], fp.fill_drain(1, 1), loss=F.mse_loss, devices="cpu")
+plan = fp.make_plan([fp.stage(stuck)], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, devices="cpu")
 fp.run(plan, (torch.ones(3),), (torch.zeros(1, 3),) * 2)  # torch imports much at its first dispatch mode
 try:
     fp.run(plan, (torch.ones(3),), (torch.ones(1, 3),) * 2, executor="serial", timeout=0.5)
@@ -149,7 +149,7 @@ def test_bad_timeouts(bad):
 def test_vjp_has_it_in_both_halves():
     parts = [fp.stage(lambda p, x: x * p, name=f"layer{i}") for i in range(S)]
     stages = FaultAt(1, 0, "B", error=sleeping(60))(parts)
-    plan = fp.make_plan(stages, fp.fill_drain(S, M), devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(S, M), devices="cpu")
     result, pullback = fp.vjp(plan, PARAMS, X, timeout=0.3)
     with pytest.raises(fp.RunTimeout, match="is in 1B0"):
         pullback(torch.ones_like(result.outputs))
@@ -172,7 +172,9 @@ def test_a_failure_while_another_lane_cannot_be_interrupted():
             raise ValueError("mine")
         return x * p
 
-    plan = fp.make_plan([fp.stage(fails), fp.stage(stuck)], fp.fill_drain(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(fails), fp.stage(stuck)], fp.schedules.fill_drain(2, 2), loss=F.mse_loss, devices="cpu"
+    )
     x = torch.tensor([[1.0], [9.0]])
     began = time.monotonic()
     with pytest.raises(ValueError, match="mine"):

@@ -105,7 +105,7 @@ def test_adapters_train_on_a_frozen_base(chosen):
     for leaf in fp.leaves([tree["lora"] for tree in own]):
         leaf.requires_grad_()
     frozen = snapshot([tree["base"] for tree in params])
-    plan = fp.make_plan([adapted, adapted], fp.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([adapted, adapted], fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
     mine = torch.optim.AdamW(fp.leaves([tree["lora"] for tree in params]), lr=0.05)
     theirs = torch.optim.AdamW(fp.leaves([tree["lora"] for tree in own]), lr=0.05)
     for _ in range(STEPS):
@@ -165,7 +165,7 @@ def test_tied_weights_are_clipped_once(replicas):
     if replicas:
         params[1]["3.weight"] = nn.Parameter(params[1]["3.weight"].detach().clone())
     ties = [[(0, "0.weight"), (1, "3.weight")]]
-    plan = fp.make_plan(stages, fp.one_f_one_b(2, 3), loss=F.cross_entropy, ties=ties, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=F.cross_entropy, ties=ties, devices="cpu")
     mine, theirs = torch.optim.AdamW(fp.leaves(params), lr=0.1), torch.optim.AdamW(plain.parameters(), lr=0.1)
     assert (4 if replicas else 3) == len(mine.param_groups[0]["params"])
     for _ in range(STEPS):
@@ -258,9 +258,9 @@ def train(made, first, last):
 
 def test_training_resumes_bit_for_bit():
     """Saved after three steps, loaded into freshly made trees and optimizer, on another schedule: the bits of six."""
-    straight = training(fp.one_f_one_b(2, 4))
+    straight = training(fp.schedules.one_f_one_b(2, 4))
     expected = train(straight, 0, 6)
-    made = training(fp.one_f_one_b(2, 4))
+    made = training(fp.schedules.one_f_one_b(2, 4))
     state = train(made, 0, 3)
     file = io.BytesIO()
     names = ("optimizer", "rates", "scaler")
@@ -269,7 +269,7 @@ def test_training_resumes_bit_for_bit():
     torch.save(saved, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
-    again = training(fp.fill_drain(2, 4))
+    again = training(fp.schedules.fill_drain(2, 4))
     with torch.no_grad():
         for what, tree in (("params", again[1]), ("state", again[2])):
             assert set(loaded[what]) == {name for name, _ in fp.named_leaves(tree)}

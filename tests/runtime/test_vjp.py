@@ -80,8 +80,8 @@ def test_modules_with_state_and_dropout(executor, remat):
     stages, params, state = zip(
         *(fp.from_module(part.double(), name=str(i)) for i, part in enumerate(parts)), strict=True
     )
-    schedule = fp.fill_drain(2, 4)
-    schedule = fp.remat(schedule) if remat else schedule
+    schedule = fp.schedules.fill_drain(2, 4)
+    schedule = fp.schedules.remat(schedule) if remat else schedule
     x, c = torch.randn(2, 10, 6, dtype=torch.float64)
     expected = with_loss(stages, schedule, params, x, c, state=state, seed=7)
     plan = fp.make_plan(stages, schedule, devices="cpu")
@@ -104,7 +104,7 @@ def test_a_schedule_without_halves_is_refused(schedule):
 
 def linear_plan(stages=2, microbatches=2, **options):
     part = fp.stage(lambda p, x: torch.tanh(x @ p), name="part")
-    return fp.make_plan([part] * stages, fp.fill_drain(stages, microbatches), devices="cpu", **options)
+    return fp.make_plan([part] * stages, fp.schedules.fill_drain(stages, microbatches), devices="cpu", **options)
 
 
 PARAMS = (torch.eye(3, dtype=torch.float64), torch.ones(3, 3, dtype=torch.float64))
@@ -114,7 +114,7 @@ X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
 def test_plans_that_have_no_pullback():
     with pytest.raises(fp.PlanError, match=r"fp\.run"):
         fp.vjp(linear_plan(loss=F.mse_loss), PARAMS, X)
-    forward = fp.make_plan(linear_plan().stages, fp.fill_drain(2, 2, backward=False), devices="cpu")
+    forward = fp.make_plan(linear_plan().stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
     with pytest.raises(fp.PlanError, match="no backwards"):
         fp.vjp(forward, PARAMS, X)
     with torch.inference_mode(), pytest.raises(fp.PlanError, match="inference_mode"):
@@ -125,7 +125,7 @@ def test_plans_that_have_no_pullback():
 
 def test_an_auxiliary_loss_is_refused():
     part = fp.stage(lambda p, x: fp.Out(x * p, loss=((x * p).sum(), 1.0)), name="moe")
-    plan = fp.make_plan([part], fp.fill_drain(1, 1), devices="cpu")
+    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 1), devices="cpu")
     with pytest.raises(fp.PlanError, match=r"stage 0 returned an auxiliary loss"):
         fp.vjp(plan, (torch.ones(3, dtype=torch.float64),), X)
 
@@ -176,7 +176,7 @@ def test_trees_of_outputs_and_inputs():
     def second(p, x):
         return x["h"] * p, x["n"], x["h"].sum()
 
-    plan = fp.make_plan([first, second], fp.fill_drain(2, 2), devices="cpu")
+    plan = fp.make_plan([first, second], fp.schedules.fill_drain(2, 2), devices="cpu")
     params = (torch.tensor(2.0), torch.tensor(3.0))
     inputs = {
         "a": fp.Axis(torch.arange(6.0).reshape(3, 2), 1),
@@ -236,7 +236,7 @@ def test_no_cotangent_at_all_gives_zeros():
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_inside_of_an_outer_backward(executor):
     """As a module would use it: both halves in an autograd Function, under no_grad and on the engine's own terms."""
-    plan = fp.make_plan(linear_plan().stages, fp.remat(fp.fill_drain(2, 2)), devices="cpu")
+    plan = fp.make_plan(linear_plan().stages, fp.schedules.remat(fp.schedules.fill_drain(2, 2)), devices="cpu")
 
     class Pipe(torch.autograd.Function):
         @staticmethod
@@ -264,7 +264,7 @@ def test_inside_of_an_outer_backward(executor):
 def test_what_was_switched_on_holds_in_the_second_half(executor):
     """R runs under the autocast of the forwards, though the pullback is called outside of it."""
     part = fp.stage(lambda p, x: torch.tanh(F.linear(x, p)), name="part")
-    plan = fp.make_plan([part] * 2, fp.remat(fp.fill_drain(2, 2)), devices="cpu")
+    plan = fp.make_plan([part] * 2, fp.schedules.remat(fp.schedules.fill_drain(2, 2)), devices="cpu")
     params, x = (torch.rand(3, 3), torch.rand(3, 3)), torch.rand(4, 3)
     with torch.autocast("cpu", torch.bfloat16):
         result, pullback = fp.vjp(plan, params, x, executor=executor)
@@ -279,7 +279,7 @@ def test_dropped_it_frees_everything(executor):
     """No cycle keeps residuals alive: without any garbage collection they die with the pullback."""
     watch = Watch()
     part = fp.stage(lambda p, x: watch.layer(x, p), name="part")
-    plan = fp.make_plan([part] * 2, fp.fill_drain(2, 2), devices="cpu")
+    plan = fp.make_plan([part] * 2, fp.schedules.fill_drain(2, 2), devices="cpu")
     params = (torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64))
     gc.collect()
     gc.disable()
@@ -308,7 +308,7 @@ def test_a_failing_backward_spends_it(executor):
             raise KeyError("boom")
 
     parts = [fp.stage(lambda p, x: Boom.apply(x * p), name="bad"), fp.stage(lambda p, x: x * p, name="good")]
-    plan = fp.make_plan(parts, fp.fill_drain(2, 2), devices="cpu")
+    plan = fp.make_plan(parts, fp.schedules.fill_drain(2, 2), devices="cpu")
     _, pullback = fp.vjp(plan, (torch.ones(3), torch.ones(3)), X.float(), executor=executor)
     with pytest.raises(KeyError, match="boom") as caught:
         pullback(torch.ones(4, 3))
@@ -341,8 +341,8 @@ def test_ties_are_summed():
 def test_a_batch_that_is_used_again_for_the_next(executor, remat):
     """A loader that fills the same buffers: what R reads is what F read."""
     part = fp.stage(lambda p, x, *, feeds: x * p * feeds["m"], name="part", feeds=["m"])
-    schedule = fp.fill_drain(2, 2)
-    plan = fp.make_plan([part] * 2, fp.remat(schedule) if remat else schedule, devices="cpu")
+    schedule = fp.schedules.fill_drain(2, 2)
+    plan = fp.make_plan([part] * 2, fp.schedules.remat(schedule) if remat else schedule, devices="cpu")
     params = (torch.tensor(2.0), torch.tensor(3.0))
     x, m = torch.arange(1.0, 5.0), torch.full((4,), 2.0)
     _, pullback = fp.vjp(plan, params, x.clone(), feeds={"m": m.clone()}, executor=executor)
@@ -361,8 +361,8 @@ def test_a_batch_that_is_used_again_for_the_next(executor, remat):
 )
 def test_what_is_on_at_the_pullback_alone_changes_nothing(around, remat, executor):
     part = fp.stage(lambda p, x: torch.tanh(F.linear(x, p) + torch.ones(3)), name="part")
-    schedule = fp.fill_drain(2, 2)
-    plan = fp.make_plan([part] * 2, fp.remat(schedule) if remat else schedule, devices="cpu")
+    schedule = fp.schedules.fill_drain(2, 2)
+    plan = fp.make_plan([part] * 2, fp.schedules.remat(schedule) if remat else schedule, devices="cpu")
     params, x, c = (torch.rand(3, 3), torch.rand(3, 3)), torch.rand(4, 3), torch.ones(4, 3)
     _, pullback = fp.vjp(plan, params, x, executor=executor)
     expected = pullback(c)

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.check import _incomplete, _plain, check, examine
 from funcpipe.schedules.clock import CODE, F
 from funcpipe.schedules.families import interleaved, one_f_one_b, zero_bubble
-from funcpipe.schedules.remat import remat
+from funcpipe.schedules.legal import _incomplete, _plain, check, examine
+from funcpipe.schedules.transforms import remat
 from funcpipe.schedules.v_shape import dualpipe_v, zbv
 
 

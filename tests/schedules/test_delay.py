@@ -13,8 +13,8 @@ from funcpipe import Kind
 @pytest.mark.parametrize("schedule", schedules(4, 4), ids=ids)
 def test_every_backward_is_split_and_legal(schedule, group):
     """The same forwards, each I where the backward was, each W after it; legal as before."""
-    delayed = fp.delay(schedule, group=group)
-    fp.check(delayed)
+    delayed = fp.schedules.delay(schedule, group=group)
+    fp.schedules.check(delayed)
     for before, after in zip(schedule.orders, delayed.orders, strict=True):
         chain = [(a.kind is Kind.F, a.stage, a.microbatch) for a in before if a.kind in (Kind.F, Kind.B, Kind.I)]
         assert chain == [(a.kind is Kind.F, a.stage, a.microbatch) for a in after if a.kind in (Kind.F, Kind.I)]
@@ -24,7 +24,7 @@ def test_every_backward_is_split_and_legal(schedule, group):
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4))
 def test_groups_stand_together(stages, microbatches, group):
     """So many W of a stage in a row, but for the last."""
-    for order in fp.delay(fp.one_f_one_b(stages, microbatches), group=group).orders:
+    for order in fp.schedules.delay(fp.schedules.one_f_one_b(stages, microbatches), group=group).orders:
         runs, length = [], 0
         for action in (*order, None):
             if action is not None and action.kind is Kind.W:
@@ -38,20 +38,20 @@ def test_groups_stand_together(stages, microbatches, group):
 
 def test_splitting_fills_the_bubble():
     """I goes back at once, so a stage waits for less than with whole backwards."""
-    base = fp.one_f_one_b(4, 8)
+    base = fp.schedules.one_f_one_b(4, 8)
     cost = fp.Cost(backward=2)
-    assert fp.simulate(fp.delay(base), cost).makespan < fp.simulate(base, cost).makespan
+    assert fp.simulate(fp.schedules.delay(base), cost).makespan < fp.simulate(base, cost).makespan
 
 
 @pytest.mark.parametrize(
     ("schedule", "options", "message"),
     [
         ("1F1B", {}, "takes a schedule"),
-        (fp.one_f_one_b(2, 2), {"group": 0}, "from 1"),
-        (fp.one_f_one_b(2, 2), {"group": True}, "from 1"),
-        (fp.fill_drain(2, 2, backward=False), {}, "no backwards"),
+        (fp.schedules.one_f_one_b(2, 2), {"group": 0}, "from 1"),
+        (fp.schedules.one_f_one_b(2, 2), {"group": True}, "from 1"),
+        (fp.schedules.fill_drain(2, 2, backward=False), {}, "no backwards"),
     ],
 )
 def test_what_is_refused(schedule, options, message):
     with pytest.raises(fp.ScheduleError, match=message):
-        fp.delay(schedule, **options)
+        fp.schedules.delay(schedule, **options)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.check import check
 from funcpipe.schedules.families import (
     eager_one_f_one_b,
     fill_drain,
@@ -24,7 +23,8 @@ from funcpipe.schedules.families import (
     zb_h2,
     zero_bubble,
 )
-from funcpipe.schedules.remat import remat
+from funcpipe.schedules.legal import check
+from funcpipe.schedules.transforms import remat
 from funcpipe.view.simulate import simulate
 
 random_sizes = settings(deadline=None, database=None, max_examples=60)

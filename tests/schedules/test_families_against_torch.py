@@ -8,8 +8,8 @@ from torch.distributed.pipelining import schedules as theirs
 
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Schedule
-from funcpipe.schedules.check import check
 from funcpipe.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
+from funcpipe.schedules.legal import check
 
 
 def torch_rows(cls: type, devices: int, chunks: int, microbatches: int) -> list[str]:

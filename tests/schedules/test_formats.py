@@ -13,22 +13,22 @@ from torch.distributed.pipelining import schedules as theirs
 
 import funcpipe as fp
 
-V_SHAPES = (fp.zbv, fp.v_half, fp.v_min, fp.dualpipe_v)
+V_SHAPES = (fp.schedules.zbv, fp.schedules.v_half, fp.schedules.v_min, fp.schedules.dualpipe_v)
 FAMILIES = (
-    fp.fill_drain,
-    fp.one_f_one_b,
-    fp.eager_one_f_one_b,
-    fp.looped_bfs,
-    fp.interleaved,
-    fp.zero_bubble,
-    fp.zb_h2,
+    fp.schedules.fill_drain,
+    fp.schedules.one_f_one_b,
+    fp.schedules.eager_one_f_one_b,
+    fp.schedules.looped_bfs,
+    fp.schedules.interleaved,
+    fp.schedules.zero_bubble,
+    fp.schedules.zb_h2,
 )
 HEAD = {"funcpipe": "schedule", "version": 1}
 
 
 def refused(text: Any) -> str:
     with pytest.raises(fp.ScheduleError) as caught:
-        fp.from_json(text)
+        fp.schedules.from_json(text)
     return str(caught.value)
 
 
@@ -37,8 +37,8 @@ def refused(text: Any) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES + V_SHAPES)
 def test_a_schedule_comes_back_with_its_name(family):
-    for schedule in (family(4, 5), fp.remat(family(4, 5, num_devices=2))):
-        found = fp.from_json(fp.to_json(schedule))
+    for schedule in (family(4, 5), fp.schedules.remat(family(4, 5, num_devices=2))):
+        found = fp.schedules.from_json(fp.schedules.to_json(schedule))
         assert schedule == found
         assert schedule.name == found.name
         assert all(type(action) is fp.Action for order in found.orders for action in order)
@@ -53,17 +53,17 @@ def test_a_schedule_comes_back_with_its_name(family):
     ],
 )
 def test_a_cost_comes_back(cost):
-    assert cost == fp.from_json(fp.to_json(cost))
+    assert cost == fp.schedules.from_json(fp.schedules.to_json(cost))
 
 
 @pytest.mark.parametrize("comm", [0, 0.1, 1 / 3])
 def test_a_timeline_comes_back_to_the_last_bit(comm):
-    timeline = fp.simulate(fp.remat(fp.interleaved(4, 3)), fp.Cost(1 / 3, 0.7, 0.1, comm=comm))
-    found = fp.from_json(fp.to_json(timeline))
+    timeline = fp.simulate(fp.schedules.remat(fp.schedules.interleaved(4, 3)), fp.Cost(1 / 3, 0.7, 0.1, comm=comm))
+    found = fp.schedules.from_json(fp.schedules.to_json(timeline))
     assert timeline == found
     assert timeline.makespan == found.makespan
     assert timeline.critical_path == found.critical_path
-    assert fp.Timeline((), 2) == fp.from_json(fp.to_json(fp.Timeline((), 2)))
+    assert fp.Timeline((), 2) == fp.schedules.from_json(fp.schedules.to_json(fp.Timeline((), 2)))
 
 
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
@@ -76,15 +76,15 @@ def test_any_json_is_read_or_refused(data, kind):
     """Nothing but a ScheduleError comes out, and what is read can be written."""
     for one in (data, {**data, "funcpipe": kind, "version": 1} if isinstance(data, dict) else [data]):
         try:
-            found = fp.from_json(json.dumps(one))
+            found = fp.schedules.from_json(json.dumps(one))
         except fp.ScheduleError:
             continue
-        assert found == fp.from_json(fp.to_json(found))
+        assert found == fp.schedules.from_json(fp.schedules.to_json(found))
 
 
 def test_devices_stand_on_lines():
     """A file in a repository shows a change in one device as one line."""
-    lines = fp.to_json(fp.one_f_one_b(2, 2)).split("\n")
+    lines = fp.schedules.to_json(fp.schedules.one_f_one_b(2, 2)).split("\n")
     assert '  "0F0 0F1 0B0 0B1",' in lines
     assert '  "1F0 1B0 1F1 1B1"' in lines
 
@@ -200,43 +200,43 @@ def test_all_faults_at_once_but_not_a_book():
 
 def test_illegal_schedules_are_read_and_refused_where_they_would_run():
     """As with the text form: `check` is what knows, with every fault and the picture of who waits."""
-    found = fp.from_json(json.dumps({**HEAD, "orders": ["0B0 0F0", "1F0 1F0 1B0", "7F3"]}))
+    found = fp.schedules.from_json(json.dumps({**HEAD, "orders": ["0B0 0F0", "1F0 1F0 1B0", "7F3"]}))
     with pytest.raises(fp.ScheduleError, match="stage 2 is missing"):
         fp.simulate(found)
-    ahead = fp.from_json(json.dumps({**HEAD, "orders": ["0F999999", "999999F0"]}))
+    ahead = fp.schedules.from_json(json.dumps({**HEAD, "orders": ["0F999999", "999999F0"]}))
     with pytest.raises(fp.ScheduleError, match="is missing"):
-        fp.check(ahead)
+        fp.schedules.check(ahead)
 
 
 @pytest.mark.slow
 def test_a_million_actions():
     """Fault row 21: written and read in seconds."""
-    schedule = fp.zero_bubble(64, 5210, num_devices=64)
+    schedule = fp.schedules.zero_bubble(64, 5210, num_devices=64)
     assert sum(map(len, schedule.orders)) > 10**6
-    assert schedule == fp.from_json(fp.to_json(schedule))
+    assert schedule == fp.schedules.from_json(fp.schedules.to_json(schedule))
 
 
 @pytest.mark.parametrize("thing", [3, None, "0F0"])
 def test_what_cannot_be_written(thing):
     with pytest.raises(fp.ScheduleError, match="takes a Schedule, a Cost or a Timeline"):
-        fp.to_json(thing)
+        fp.schedules.to_json(thing)
 
 
 def test_a_plan_is_refused_with_its_schedule():
-    plan = fp.make_plan([fp.stage(lambda params, x: x)], fp.fill_drain(1, 1, backward=False), devices="cpu")
-    with pytest.raises(fp.ScheduleError, match=r"fp\.to_json\(plan\.schedule\)"):
-        fp.to_json(plan)
+    plan = fp.make_plan([fp.stage(lambda params, x: x)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
+    with pytest.raises(fp.ScheduleError, match=r"fp\.schedules\.to_json\(plan\.schedule\)"):
+        fp.schedules.to_json(plan)
 
 
 def test_what_would_not_be_read_is_not_written():
     bad = fp.Schedule(((fp.Action(fp.Kind.F, -1, 0),),))
     with pytest.raises(fp.ScheduleError, match="'-1F0' is no action"):
-        fp.to_json(bad)
-    span = fp.Span(0, 0.0, float("nan"), fp.Action(fp.Kind.F, 0, 0))
+        fp.schedules.to_json(bad)
+    span = fp.typing.Span(0, 0.0, float("nan"), fp.Action(fp.Kind.F, 0, 0))
     with pytest.raises(fp.ScheduleError, match="has no JSON"):
-        fp.to_json(fp.Timeline((span,), 1))
+        fp.schedules.to_json(fp.Timeline((span,), 1))
     with pytest.raises(fp.ScheduleError, match="letters that print"):
-        fp.to_json(fp.Schedule(((fp.Action(fp.Kind.F, 0, 0),),), "a\nb"))
+        fp.schedules.to_json(fp.Schedule(((fp.Action(fp.Kind.F, 0, 0),),), "a\nb"))
 
 
 # torch's CSV, by torch's own loader
@@ -264,7 +264,7 @@ CASES = [
     (family, stages, microbatches, devices)
     for family in FAMILIES
     for stages, microbatches, devices in [(2, 3, 2), (4, 5, 2), (6, 6, 3), (4, 8, 4)]
-] + [(fp.one_f_one_b, 3, 4, 2)]
+] + [(fp.schedules.one_f_one_b, 3, 4, 2)]
 CASES += [(family, 2 * devices, microbatches, devices) for family in V_SHAPES for devices, microbatches in [(2, 5), (4, 8)]]  # fmt: skip
 
 
@@ -273,7 +273,7 @@ def test_torch_loads_ours_and_adds_its_messages(family, stages, microbatches, de
     """The loader validates, lowers to sends and receives, and finds the order that we wrote."""
     schedule = family(stages, microbatches, num_devices=devices)
     file = tmp_path / "ours.csv"
-    file.write_text(fp.to_torch_csv(schedule))
+    file.write_text(fp.schedules.to_torch_csv(schedule))
     runtime = torch_made(theirs._PipelineScheduleRuntime, schedule)
     runtime._load_csv(str(file), format="compute_only")
     rows = [" ".join(map(str, runtime.pipeline_order[rank])) for rank in range(devices)]
@@ -284,9 +284,9 @@ def test_torch_loads_ours_and_adds_its_messages(family, stages, microbatches, de
     # Its dump with the messages in it, read here, is the schedule again.
     runtime._dump_csv(str(file), format="compute_comms")
     assert "RECV_B" in file.read_text()
-    assert schedule == fp.from_torch_csv(file.read_text())
+    assert schedule == fp.schedules.from_torch_csv(file.read_text())
     runtime._dump_csv(str(file), format="compute_only")
-    assert schedule == fp.from_torch_csv(file.read_text())
+    assert schedule == fp.schedules.from_torch_csv(file.read_text())
 
 
 @pytest.mark.parametrize(
@@ -311,11 +311,11 @@ def test_torchs_own_schedules_are_read_and_legal(name, chunks, devices, tmp_path
     file = tmp_path / "theirs.csv"
     theirs.PipelineScheduleMulti._dump_csv(made, str(file))
     text = file.read_text()
-    schedule = fp.from_torch_csv(text, name=name)
-    fp.check(schedule)
+    schedule = fp.schedules.from_torch_csv(text, name=name)
+    fp.schedules.check(schedule)
     assert (chunks * devices, count, devices) == (schedule.num_stages, schedule.num_microbatches, schedule.num_devices)
     assert ("OVERLAP_F_B" in text) == (name == "ScheduleDualPipeV")
-    file.write_text(fp.to_torch_csv(schedule))
+    file.write_text(fp.schedules.to_torch_csv(schedule))
     runtime = torch_made(theirs._PipelineScheduleRuntime, schedule)
     runtime._load_csv(str(file))
     assert dict(enumerate(schedule.device_of)) == runtime.stage_index_to_group_rank
@@ -323,18 +323,18 @@ def test_torchs_own_schedules_are_read_and_legal(name, chunks, devices, tmp_path
 
 def test_what_torch_cannot_run_is_refused_with_the_reason():
     cases = {
-        "no backwards": fp.fill_drain(2, 2, backward=False),
-        "torch's schedules have no remat": fp.remat(fp.one_f_one_b(2, 2)),
+        "no backwards": fp.schedules.fill_drain(2, 2, backward=False),
+        "torch's schedules have no remat": fp.schedules.remat(fp.schedules.one_f_one_b(2, 2)),
         "is missing": fp.Schedule.parse("0F0 0B0\n1F0"),
     }
     for says, schedule in cases.items():
         with pytest.raises(fp.ScheduleError, match=says):
-            fp.to_torch_csv(schedule)
+            fp.schedules.to_torch_csv(schedule)
 
 
 def test_torch_refuses_what_we_say_that_it_refuses(tmp_path):
     """The reasons above are torch's, not ours."""
-    evaluates = fp.fill_drain(2, 2, backward=False)
+    evaluates = fp.schedules.fill_drain(2, 2, backward=False)
     runtime = torch_made(theirs._PipelineScheduleRuntime, evaluates)
     file = tmp_path / "forwards.csv"
     file.write_text(str(evaluates).replace(" ", ","))
@@ -359,7 +359,7 @@ def test_torch_refuses_what_we_say_that_it_refuses(tmp_path):
 )
 def test_cells_that_are_no_actions(text, says):
     with pytest.raises(fp.ScheduleError) as caught:
-        fp.from_torch_csv(text)
+        fp.schedules.from_torch_csv(text)
     assert says in str(caught.value)
     assert len(str(caught.value)) < 400
 
@@ -368,17 +368,17 @@ def test_messages_reductions_and_waits_of_any_torch_are_left_out():
     """Every action of torch 2.15 that computes nothing; an older torch does not write all of them."""
     words = "0UNSHARD 0F0 0SEND_F0 0WAIT_SEND_F0 1RECV_F0 1F0 1B0 1SEND_B0 1WAIT_SEND_B0 0RECV_B0 0B0"
     words += " 0REDUCE_GRAD 0WAIT_REDUCE_GRAD 0RESHARD"
-    assert "0F0 1F0 1B0 0B0" == str(fp.from_torch_csv(words.replace(" ", ",")))
+    assert "0F0 1F0 1B0 0B0" == str(fp.schedules.from_torch_csv(words.replace(" ", ",")))
 
 
 def test_every_action_of_this_torch_is_known():
     """A torch with new ones is met here, not by users."""
     for kind in theirs._ComputationType:
         if kind.value != "OVERLAP_F_B":
-            fp.from_torch_csv(f"0{kind.value}0")
+            fp.schedules.from_torch_csv(f"0{kind.value}0")
 
 
 def test_csv_of_other_systems_line_endings_and_waits():
-    assert "0F0 0B0\n1F0 1B0" == str(fp.from_torch_csv("0F0,,0B0\r\n,1F0, 1B0 ,\r\n\r\n"))
+    assert "0F0 0B0\n1F0 1B0" == str(fp.schedules.from_torch_csv("0F0,,0B0\r\n,1F0, 1B0 ,\r\n\r\n"))
     with pytest.raises(fp.ScheduleError, match="takes text"):
-        fp.from_torch_csv(b"0F0")  # pyright: ignore
+        fp.schedules.from_torch_csv(b"0F0")  # pyright: ignore

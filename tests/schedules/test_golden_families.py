@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from funcpipe.core.schedule import Schedule
-from funcpipe.schedules.check import check
 from funcpipe.schedules.families import (
     eager_one_f_one_b,
     fill_drain,
@@ -21,7 +20,8 @@ from funcpipe.schedules.families import (
     zb_h2,
     zero_bubble,
 )
-from funcpipe.schedules.remat import remat
+from funcpipe.schedules.legal import check
+from funcpipe.schedules.transforms import remat
 from funcpipe.schedules.v_shape import dualpipe_v, v_adaptive, v_half, v_min, zbv
 
 FOLDER = Path(__file__).parents[1] / "golden"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import funcpipe as fp
 from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.offload import offload
+from funcpipe.schedules.transforms import offload
 
 S, M = 4, 4
 PLAIN = [one for one in schedules(S, M) if not {"R", "O"} & set(str(one))]
@@ -17,7 +17,7 @@ NO_TIME = fp.Cost(offload=0, weight_residual=0)
 
 
 def test_o_follows_its_forward_and_l_stands_one_action_before_the_backward() -> None:
-    assert "0F0 0O0 0F1 0O1 0L0 0F2 0O2 0L1 0B0 0L2 0B1 0B2" == str(offload(fp.fill_drain(1, 3)))
+    assert "0F0 0O0 0F1 0O1 0L0 0F2 0O2 0L1 0B0 0L2 0B1 0B2" == str(offload(fp.schedules.fill_drain(1, 3)))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_it_moves_what_it_is_told_to() -> None:
         asked.append(str(action))
         return action.microbatch == 1
 
-    assert "0F0 0F1 0O1 0F2 0L1 0B0 0B1 0B2" == str(offload(fp.fill_drain(1, 3), move=move))
+    assert "0F0 0F1 0O1 0F2 0L1 0B0 0B1 0B2" == str(offload(fp.schedules.fill_drain(1, 3), move=move))
     assert ["0F0", "0F1", "0F2"] == asked
 
 
@@ -52,10 +52,10 @@ def test_a_split_backward_needs_the_residual_at_i() -> None:
 
 def test_other_residuals_may_be_computed_again() -> None:
     """R counts as an action that computes."""
-    schedule = fp.remat(fp.fill_drain(1, 3), keep=lambda action: action.microbatch == 0)
+    schedule = fp.schedules.remat(fp.schedules.fill_drain(1, 3), keep=lambda action: action.microbatch == 0)
     found = offload(schedule, move=lambda action: action.microbatch == 0)
     assert "0F0 0O0 0F1 0L0 0F2 0B0 0R1 0B1 0R2 0B2" == str(found)
-    fp.check(found)
+    fp.schedules.check(found)
 
 
 @pytest.mark.parametrize("schedule", PLAIN, ids=ids)
@@ -63,7 +63,7 @@ def test_other_residuals_may_be_computed_again() -> None:
 def test_every_family_stays_legal_and_holds_no_more(schedule: Schedule, ahead: int) -> None:
     """Without O and L it is the schedule that was given; where copies take no time no device holds more than before."""
     found = offload(schedule, ahead=ahead)
-    fp.check(found)
+    fp.schedules.check(found)
     assert f"{schedule.name}+offload" == found.name
     kept = tuple(tuple(a for a in order if a.kind not in (Kind.O, Kind.L)) for order in found.orders)
     assert schedule.orders == kept
@@ -81,7 +81,7 @@ def test_any_choice(data: st.DataObject) -> None:
     ahead = data.draw(st.integers(0, 4))
     chosen = {(s, m) for s in range(S) for m in range(M) if data.draw(st.booleans())}
     found = offload(schedule, move=lambda a: (a.stage, a.microbatch) in chosen, ahead=ahead)
-    fp.check(found)
+    fp.schedules.check(found)
     for order in found.orders:
         counted = [sum(a.kind not in (Kind.O, Kind.L) for a in order[:at]) for at in range(len(order))]
         at = {action: position for position, action in enumerate(order)}
@@ -97,9 +97,11 @@ def test_any_choice(data: st.DataObject) -> None:
 
 
 def test_what_it_refuses() -> None:
-    schedule = fp.one_f_one_b(2, 3)
+    schedule = fp.schedules.one_f_one_b(2, 3)
     plan = fp.make_plan([fp.stage(lambda p, x: x)] * 2, schedule, loss=lambda y, t: y)
-    with pytest.raises(fp.ScheduleError, match=r"offload takes a schedule; got a Plan \(of a plan: fp.offload"):
+    with pytest.raises(
+        fp.ScheduleError, match=r"offload takes a schedule; got a Plan \(of a plan: fp.schedules.offload"
+    ):
         offload(plan)  # pyright: ignore[reportArgumentType]
     with pytest.raises(fp.ScheduleError, match="move is a function .* got 3"):
         offload(schedule, move=3)  # pyright: ignore[reportArgumentType]
@@ -114,7 +116,7 @@ def test_what_it_refuses() -> None:
 
 def test_a_residual_is_computed_again_or_moved_not_both() -> None:
     """Every such residual is named."""
-    schedule = fp.remat(fp.fill_drain(1, 30), keep=lambda action: action.microbatch > 24)
+    schedule = fp.schedules.remat(fp.schedules.fill_drain(1, 30), keep=lambda action: action.microbatch > 24)
     with pytest.raises(fp.ScheduleError) as caught:
         offload(schedule)
     assert "0F3, but its residual is computed again by 0R3" in str(caught.value)

@@ -19,7 +19,7 @@ from funcpipe.core.program import CALLER
 from funcpipe.runtime.host import Way
 from funcpipe.runtime.stream import Place
 from funcpipe.runtime.transport import Local
-from funcpipe.schedules.offload import offload
+from funcpipe.schedules.transforms import offload
 
 sys.path.insert(0, str(Path(__file__).parent))
 from recorder import Recorder
@@ -109,12 +109,12 @@ def backend(monkeypatch):
 
 
 SCHEDULES = [
-    fp.one_f_one_b(S, M, num_devices=2),
-    fp.remat(fp.fill_drain(S, M, num_devices=2)),
-    fp.interleaved(S, M, num_devices=2),
-    fp.zero_bubble(S, M),
-    offload(fp.one_f_one_b(S, M, num_devices=2)),
-    offload(fp.zero_bubble(S, M), move=lambda action: action.microbatch != 1, ahead=0),
+    fp.schedules.one_f_one_b(S, M, num_devices=2),
+    fp.schedules.remat(fp.schedules.fill_drain(S, M, num_devices=2)),
+    fp.schedules.interleaved(S, M, num_devices=2),
+    fp.schedules.zero_bubble(S, M),
+    offload(fp.schedules.one_f_one_b(S, M, num_devices=2)),
+    offload(fp.schedules.zero_bubble(S, M), move=lambda action: action.microbatch != 1, ahead=0),
 ]
 PLACES = {
     "two devices": lambda lane: f"cpu:{lane % 2}",
@@ -172,10 +172,10 @@ def test_everything_is_in_order(net, schedule, place, executor, backend):
     assert len(recorder.points) > 10
 
 
-@pytest.mark.parametrize("change", [fp.remat, offload])
+@pytest.mark.parametrize("change", [fp.schedules.remat, offload])
 @pytest.mark.parametrize("place", PLACES)
 def test_both_halves_of_a_vjp(place, change, backend):
-    schedule = change(fp.fill_drain(S, M, num_devices=2))
+    schedule = change(fp.schedules.fill_drain(S, M, num_devices=2))
     recorder = backend()
     result = go(recorder, stages, schedule, PLACES[place], half=True)
     assert recorder.finish() == []
@@ -204,7 +204,7 @@ def test_runs_of_a_thread_have_the_same_streams(place, executor, schedule, backe
 def used_by_the_caller(recorder, where):
     """The caller computes with what he got, and drops it."""
     parts, params, _ = stages()
-    schedule = fp.one_f_one_b(S, M, num_devices=2)
+    schedule = fp.schedules.one_f_one_b(S, M, num_devices=2)
     devices = [where(lane) for lane in range(2)]
     for stage, tree in enumerate(params):
         recorder.put(tree, torch.device(devices[schedule.device_of[stage]]))

@@ -57,7 +57,7 @@ def test_faults_strike_at_their_action(schedule):
 @pytest.mark.parametrize("executor", [*EXECUTORS, "sequential"])
 def test_b_is_the_backward_also_where_it_is_split(executor):
     stages, params, state = net()
-    split, whole = fp.zero_bubble(3, 4), fp.one_f_one_b(3, 4)
+    split, whole = fp.schedules.zero_bubble(3, 4), fp.schedules.one_f_one_b(3, 4)
     failing = FaultAt(1, 2, fp.Kind.B)(stages)
     for schedule in (split, whole):
         with pytest.raises(Fault) as error:
@@ -71,7 +71,7 @@ def test_b_is_the_backward_also_where_it_is_split(executor):
 def test_coordinates_and_objects():
     """The error is the user's, with its coordinates; an instance arrives as itself, every time."""
     stages, params, state = net()
-    schedule = fp.one_f_one_b(3, 4)
+    schedule = fp.schedules.one_f_one_b(3, 4)
     with pytest.raises(Fault) as error:
         attempt(FaultAt(2, 1, "B")(stages), params, state, schedule, "threads")
     assert Where(2, "last", 1, "2B1", "2 (cpu)") == error.value.funcpipe
@@ -92,7 +92,7 @@ def test_coordinates_and_objects():
 def test_functions_change_what_is_there(executor):
     """NaN in an activation or a gradient, a stage that takes long; None changes nothing."""
     stages, params, state = net()
-    schedule = fp.remat(fp.one_f_one_b(3, 4))
+    schedule = fp.schedules.remat(fp.schedules.one_f_one_b(3, 4))
     expected = attempt(stages, params, state, schedule)
     nan = lambda t: t * float("nan")
     result = attempt(FaultAt(1, 2, "F", error=nan)(stages), params, state, schedule, executor)
@@ -118,7 +118,7 @@ def test_nothing_of_a_failed_run_is_reachable(kind):
     """A fault that is a type keeps nothing."""
     stages, params, state = net()
     failing = FaultAt(1, 2, kind, error=Boom)(stages)
-    schedule = fp.one_f_one_b(3, 4)
+    schedule = fp.schedules.one_f_one_b(3, 4)
     for executor in EXECUTORS:
         counted = []
         for _ in range(3):
@@ -147,7 +147,9 @@ def test_a_composition_of_faulty_stages_still_fails():
     failing = FaultAt(2, 1, "B")(stages)
     made = [failing[0], fp.compose(failing[1], failing[2]), failing[3]]
     with pytest.raises(Fault) as error:
-        attempt(made, (params[0], params[1:3], params[3]), (state[0], ((), ()), state[3]), fp.one_f_one_b(3, 4))
+        attempt(
+            made, (params[0], params[1:3], params[3]), (state[0], ((), ()), state[3]), fp.schedules.one_f_one_b(3, 4)
+        )
     assert "1B1" == error.value.funcpipe.action
 
 
@@ -160,10 +162,10 @@ def test_a_tensor_that_stands_twice_stays_one():
 
     use = fp.stage(lambda p, x, *, skips: x["h"] + 2 * skips["s"] + x["c"][:, None], pop=["s"])
     stages, seen = [fp.stage(fn, stash=["s"]), use], []
-    plan = fp.make_plan(stages, fp.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     expected = fp.run(plan, (P, ()), (X, X))
     made = FaultAt(0, 1, "B", error=lambda t: seen.append(t))(stages)
-    again = fp.make_plan(made, fp.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    again = fp.make_plan(made, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     assert_same_result(expected, fp.run(again, (P, ()), (X, X)))
     assert 1 == len(seen)
 

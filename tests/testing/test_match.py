@@ -18,7 +18,9 @@ from funcpipe.testing.match import differences
 
 def test_what_is_right_passes():
     stages, params, state = net()
-    plan = fp.make_plan(stages, fp.remat(fp.one_f_one_b(3, 4)), loss=F.mse_loss, devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        stages, fp.schedules.remat(fp.schedules.one_f_one_b(3, 4)), loss=F.mse_loss, devices="cpu", outputs=True
+    )
     with fp.lanes(plan) as lanes:
         executors = (*EXECUTORS, lanes)
         result = assert_matches_sequential(plan, params, (X, X), state=state, seed=1, executors=executors)
@@ -28,7 +30,7 @@ def test_what_is_right_passes():
 
 def test_plans_without_a_loss():
     stages, params, state = net()
-    plan = fp.make_plan(stages, fp.fill_drain(3, 2, backward=False), devices="cpu", train=True)
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(3, 2, backward=False), devices="cpu", train=True)
     assert assert_matches_sequential(plan, params, X, state=state, seed=1).loss is None
 
 
@@ -40,7 +42,7 @@ def differs_by_thread(p, x):
 def test_what_differs_is_named():
     """The leaf that is first made wrong, how many numbers, by how much; all that differ are listed."""
     stages = [fp.stage(differs_by_thread, name="odd"), fp.stage(plain)]
-    plan = fp.make_plan(stages, fp.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu", outputs=True)
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu", outputs=True)
     with pytest.raises(AssertionError) as error:
         assert_matches_sequential(plan, (P, Q), (X, X))
     title, *lines = str(error.value).splitlines()
@@ -83,17 +85,17 @@ def test_the_whole_batch():
     stages = [fp.stage(plain), fp.stage(plain)]
     x = torch.cat([X, X, X[:2]])
     for loss in (F.mse_loss, lambda y, t: (F.mse_loss(y, t, reduction="sum"), y.numel())):
-        plan = fp.make_plan(stages, fp.one_f_one_b(2, 4), loss=loss, devices="cpu", outputs=True)
+        plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 4), loss=loss, devices="cpu", outputs=True)
         assert_matches_sequential(plan, (P, Q), (x, x.flip(0)), whole_batch=1e-12)
     plan = fp.make_plan(
-        stages, fp.one_f_one_b(2, 4), loss=lambda y, t: F.mse_loss(y, t, reduction="sum"), devices="cpu"
+        stages, fp.schedules.one_f_one_b(2, 4), loss=lambda y, t: F.mse_loss(y, t, reduction="sum"), devices="cpu"
     )
     with pytest.raises(AssertionError, match="4 microbatches differs from one microbatch of all rows in 3 of 3 leaves"):
         assert_matches_sequential(plan, (P, Q), (x, x.flip(0)), whole_batch=1e-12)
 
 
 def test_executors_must_be_some():
-    plan = fp.make_plan([fp.stage(plain)], fp.fill_drain(1, 1), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([fp.stage(plain)], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, devices="cpu")
     for executors in ((), "serial"):
         with pytest.raises(fp.PlanError, match="executors is a sequence"):
             assert_matches_sequential(plan, (P,), (X, X), executors=executors)

@@ -19,20 +19,22 @@ def cases(draw):
     devices, share, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 5))
     stages = devices * share
     families = [
-        fp.one_f_one_b,
-        fp.fill_drain,
-        fp.zb_h2,
-        fp.interleaved,
-        fp.zero_bubble,
-        *([fp.zbv, fp.v_min] * (share == 2)),
+        fp.schedules.one_f_one_b,
+        fp.schedules.fill_drain,
+        fp.schedules.zb_h2,
+        fp.schedules.interleaved,
+        fp.schedules.zero_bubble,
+        *([fp.schedules.zbv, fp.schedules.v_min] * (share == 2)),
     ]
     schedule = draw(st.sampled_from(families))(stages, microbatches, num_devices=devices)
     some = draw(st.sets(st.tuples(st.integers(0, stages - 1), st.integers(0, microbatches - 1))))
     change = draw(st.sampled_from(["no", "remat", "offload", "forwards"]))
     if change == "remat":
-        schedule = fp.remat(schedule, keep=lambda a: (a.stage, a.microbatch) not in some)
+        schedule = fp.schedules.remat(schedule, keep=lambda a: (a.stage, a.microbatch) not in some)
     elif change == "offload":
-        schedule = fp.offload(schedule, move=lambda a: (a.stage, a.microbatch) in some, ahead=draw(st.integers(0, 2)))
+        schedule = fp.schedules.offload(
+            schedule, move=lambda a: (a.stage, a.microbatch) in some, ahead=draw(st.integers(0, 2))
+        )
     elif change == "forwards":
         schedule = schedule.forwards()
     row = st.lists(TIMES, min_size=stages, max_size=stages)
@@ -153,7 +155,7 @@ def test_times_and_peaks_are_those_of_a_plainer_simulator(case):
 def test_values_wait_for_each_other_on_a_link():
     """Two microbatches of 3 over a link of 1 take 3 each, the second after the first; then the latency."""
     cost = fp.Cost(1, 1, 1, bandwidth=1, output=3, comm=0.5)
-    timeline = fp.simulate(fp.fill_drain(2, 2, backward=False), cost)
+    timeline = fp.simulate(fp.schedules.fill_drain(2, 2, backward=False), cost)
     starts = {str(span.action): span.start for span in timeline.spans}
     assert {"0F0": 0, "0F1": 1, "1F0": 4.5, "1F1": 7.5} == starts
 
@@ -171,15 +173,15 @@ def test_a_device_works_while_residuals_move():
 def test_what_is_sent_lies_at_its_reader():
     """An output from its arrival to the forward that reads it; a rematted one until it is computed again."""
     cost = fp.Cost([1, 2], 2, 2, output=10, residual=1, weight_residual=1)
-    drained = fp.fill_drain(2, 3)
-    plain, again = fp.simulate(drained, cost), fp.simulate(fp.remat(drained), cost)
+    drained = fp.schedules.fill_drain(2, 3)
+    plain, again = fp.simulate(drained, cost), fp.simulate(fp.schedules.remat(drained), cost)
     assert 2 + 10 == plain.peak[1]  # two ran, the third waits while the second runs
     assert 30 == again.peak[1]  # all three wait until they are computed again
 
 
 def test_a_skip_takes_room_on_the_way_and_its_gradient_on_the_way_back():
     """At the popper from its arrival to its forward; at the stasher from its arrival to the end of its backward."""
-    none, some = (fp.simulate(fp.one_f_one_b(3, 3), fp.Cost(skips=skips)) for skips in ([], [(0, 2, 5.0)]))
+    none, some = (fp.simulate(fp.schedules.one_f_one_b(3, 3), fp.Cost(skips=skips)) for skips in ([], [(0, 2, 5.0)]))
     assert (3.0, 2.0, 1.0) == none.peak
     assert (3.0 + 2 * 5, 2.0, 1.0 + 2 * 5) == some.peak
 
@@ -188,4 +190,4 @@ def test_what_comes_and_goes_at_one_time_is_not_held_twice():
     """A value that has crossed just when another is taken, at times that floats cannot hold (1/7): latency is not in them."""
     quarters = (0.25,) * 8
     cost = fp.Cost((0.25, 0.5, *quarters[2:]), quarters, quarters, comm=1.0, bandwidth=1.75, output=quarters)
-    assert (0.25, 0.5, 0.5, 0.5) == fp.simulate(fp.one_f_one_b(8, 4, num_devices=4).forwards(), cost).peak
+    assert (0.25, 0.5, 0.5, 0.5) == fp.simulate(fp.schedules.one_f_one_b(8, 4, num_devices=4).forwards(), cost).peak

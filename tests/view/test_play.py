@@ -14,8 +14,8 @@ import funcpipe as fp
 from funcpipe.core.program import Role
 from funcpipe.core.stage import Stage
 from funcpipe.runtime.execute import run_by
-from funcpipe.schedules.check import examine
 from funcpipe.schedules.clock import clock, durations_of, edges_of
+from funcpipe.schedules.legal import examine
 from funcpipe.schedules.memory import residual_peak
 from funcpipe.testing import assert_matches_sequential
 from funcpipe.view.play import Play
@@ -188,7 +188,7 @@ def test_what_is_simulated_can_be_run(data):
     schedule = data.draw(schedules())
     kinds = {action.kind for order in schedule.orders for action in order}
     if kinds > {fp.Kind.F} and fp.Kind.R not in kinds and data.draw(st.booleans()):
-        schedule = fp.offload(schedule, ahead=data.draw(st.integers(0, 2)))
+        schedule = fp.schedules.offload(schedule, ahead=data.draw(st.integers(0, 2)))
     count = schedule.num_stages
     cost = data.draw(costs(count, least=1))
     cost = replace(cost, output=0.0, residual=1.0, weight_residual=0.0)  # eager stages do not split

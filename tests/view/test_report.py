@@ -41,7 +41,7 @@ def pretended(plan: fp.Plan, cost: fp.Cost, **stats: Any) -> fp.Result:
     return fp.Result(torch.tensor(0.5), 1.0, (), (), None, (), (), None, timeline, known)
 
 
-def table(report: fp.Report, title: str) -> list[dict[str, str]]:
+def table(report: fp.typing.Report, title: str) -> list[dict[str, str]]:
     """The rows of a table by heading."""
     (found,) = [one for one in report.findings.tables if one.title == title]
     return [dict(zip(found.heads, row, strict=True)) for row in found.rows]
@@ -77,7 +77,7 @@ class Page(HTMLParser):
 
 def test_text_of_a_report() -> None:
     """Golden: every number of it follows from the schedule, F 1 ms, B 2 ms, 0.5 ms for a hop."""
-    plan, params = plan_and_params(fp.one_f_one_b(2, 3))
+    plan, params = plan_and_params(fp.schedules.one_f_one_b(2, 3))
     made = fp.report(plan, pretended(plan, fp.Cost(0.001, backward=0.002, comm=0.0005)), params=params, title="golden")
     assert (
         made.text(110)
@@ -142,11 +142,11 @@ difference is hand-over, waiting, and the spread of the measured times."""
 @pytest.mark.parametrize(
     "schedule",
     [
-        fp.one_f_one_b(2, 4),
-        fp.interleaved(4, 4, num_devices=2),
-        fp.remat(fp.fill_drain(3, 4, num_devices=2)),
-        fp.zero_bubble(2, 5),
-        fp.fill_drain(1, 2),
+        fp.schedules.one_f_one_b(2, 4),
+        fp.schedules.interleaved(4, 4, num_devices=2),
+        fp.schedules.remat(fp.schedules.fill_drain(3, 4, num_devices=2)),
+        fp.schedules.zero_bubble(2, 5),
+        fp.schedules.fill_drain(1, 2),
     ],
     ids=lambda schedule: f"{schedule.name}-{schedule.num_stages}",
 )
@@ -193,7 +193,7 @@ def test_numbers_are_those_of_the_run(schedule: fp.Schedule, executor: str) -> N
 
 def test_the_simulated_timeline_is_the_schedule_with_the_mean_times() -> None:
     """The same actions in the same order on each lane, each as long as the mean of its kind and stage."""
-    plan, params = plan_and_params(fp.zero_bubble(2, 4))
+    plan, params = plan_and_params(fp.schedules.zero_bubble(2, 4))
     made = fp.report(plan, recorded(plan, params))
     means: dict[tuple[fp.Kind, int], float] = {key: fmean(times) for key, times in made.measured.by_kind.items()}
     assert made.simulated.unit == made.measured.unit == "s"
@@ -206,7 +206,12 @@ def test_the_simulated_timeline_is_the_schedule_with_the_mean_times() -> None:
 
 @pytest.mark.parametrize(
     "schedule",
-    [fp.one_f_one_b(3, 6), fp.remat(fp.interleaved(4, 4, num_devices=2)), fp.zero_bubble(3, 5), fp.fill_drain(2, 3)],
+    [
+        fp.schedules.one_f_one_b(3, 6),
+        fp.schedules.remat(fp.schedules.interleaved(4, 4, num_devices=2)),
+        fp.schedules.zero_bubble(3, 5),
+        fp.schedules.fill_drain(2, 3),
+    ],
     ids=lambda schedule: schedule.name,
 )
 def test_levels_are_the_residuals_alive_and_their_most_is_the_peak(schedule: fp.Schedule) -> None:
@@ -235,7 +240,7 @@ def scales(page: str) -> list[float]:
 
 def test_both_timelines_and_the_memory_have_one_scale() -> None:
     """The pixel of a time is the same in the three pictures."""
-    plan, _ = plan_and_params(fp.one_f_one_b(2, 4))
+    plan, _ = plan_and_params(fp.schedules.one_f_one_b(2, 4))
     page = fp.report(plan, pretended(plan, fp.Cost(0.001, 0.002, 0.001, comm=0.004)))._repr_html_()
     charts = re.findall(r"<svg.*?</svg>", page, re.S)
     assert [16, 16] == [chart.count("<rect") for chart in charts[:2]]
@@ -251,9 +256,9 @@ def test_both_timelines_and_the_memory_have_one_scale() -> None:
 
 def test_a_simulated_timeline_may_be_longer_than_the_measured_one() -> None:
     """Where slow actions met fast ones the mean times take longer; the longer timeline gives the scale."""
-    plan, _ = plan_and_params(fp.fill_drain(2, 2, backward=False))
+    plan, _ = plan_and_params(fp.schedules.fill_drain(2, 2, backward=False))
     spans = [(0, 0.0, 1.0, "0F0"), (0, 1.0, 4.0, "0F1"), (1, 1.0, 4.0, "1F0"), (1, 4.0, 5.0, "1F1")]
-    slow = tuple(fp.Span(lane, a * 1e-2, b * 1e-2, fp.Action.parse(text)) for lane, a, b, text in spans)
+    slow = tuple(fp.typing.Span(lane, a * 1e-2, b * 1e-2, fp.Action.parse(text)) for lane, a, b, text in spans)
     result = replace(pretended(plan, fp.Cost()), timeline=fp.Timeline(slow, 2, unit="s"))
     made = fp.report(plan, result)
     assert (0.05, 0.06) == (made.measured.makespan, pytest.approx(made.simulated.makespan))
@@ -266,7 +271,7 @@ def test_a_simulated_timeline_may_be_longer_than_the_measured_one() -> None:
 
 def test_a_batch_with_fewer_microbatches_is_simulated_with_as_many() -> None:
     """The schedule's first ones."""
-    plan, params = plan_and_params(fp.one_f_one_b(2, 8))
+    plan, params = plan_and_params(fp.schedules.one_f_one_b(2, 8))
     made = fp.report(plan, recorded(plan, params, rows=3))
     assert dict(made.findings.headline)["microbatches"] == "3 of 8"
     assert {span.action for span in made.simulated.spans} == {span.action for span in made.measured.spans}
@@ -279,7 +284,7 @@ def test_forwards_alone_hold_no_residuals() -> None:
     """No memory chart, and no kind that did not run."""
     made = [fp.from_module(nn.Linear(8, 8)) for _ in range(2)]
     stages, params, _ = zip(*made, strict=True)
-    plan = fp.make_plan(stages, fp.fill_drain(2, 3, backward=False), devices="cpu")
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 3, backward=False), devices="cpu")
     report = fp.report(plan, fp.run(plan, params, torch.ones(6, 8), record=True))
     assert report.findings.held == ()
     assert report._repr_html_().count("<svg") == 2
@@ -289,14 +294,14 @@ def test_forwards_alone_hold_no_residuals() -> None:
 
 def test_remarks_name_what_is_worth_a_look() -> None:
     """Each where it holds, none where it does not."""
-    plan, _ = plan_and_params(fp.one_f_one_b(2, 3))
+    plan, _ = plan_and_params(fp.schedules.one_f_one_b(2, 3))
     even = pretended(plan, fp.Cost(0.001, backward=0.002))
     assert fp.report(plan, even).findings.remarks == ()
     nearly = pretended(plan, fp.Cost((0.001, 0.00118), backward=(0.002, 0.00238)))
     assert fp.report(plan, nearly).findings.remarks == ()
     (uneven,) = fp.report(plan, pretended(plan, fp.Cost((0.001, 0.002), backward=(0.002, 0.004)))).findings.remarks
     assert uneven.startswith("Lane 1 works 100% longer than lane 0")
-    assert "takes 18 ms instead of 21 ms (-14.3%), simulated: fp.balance" in uneven
+    assert "takes 18 ms instead of 21 ms (-14.3%), simulated: fp.models.balance" in uneven
     (short,) = fp.report(plan, pretended(plan, fp.Cost((0.00009, 0.001), backward=(0.00291, 0.002)))).findings.remarks
     assert short.startswith("3 of 12 actions take less than 100 us on average (F of stage 0)")
     (serial,) = fp.report(
@@ -309,27 +314,30 @@ def test_remarks_name_what_is_worth_a_look() -> None:
 
 def test_what_balance_would_win_is_simulated() -> None:
     """Between the bubble, which hardly shows unequal stages, and the imbalance, which stands for the same bubble."""
-    plan, _ = plan_and_params(fp.one_f_one_b(3, 8))
+    plan, _ = plan_and_params(fp.schedules.one_f_one_b(3, 8))
     report = fp.report(plan, pretended(plan, fp.Cost([0.008, 0.003, 0.003], backward=[0.016, 0.006, 0.006])))
     shown = dict(report.findings.headline)
     assert ("1.0%", "42.3%", "41.7%") == tuple(shown[f"{name}, measured"] for name in ("bubble", "idle", "imbalance"))
     (remark,) = report.findings.remarks
-    assert "takes 140 ms instead of 194 ms (-27.8%), simulated: fp.balance with the times of fp.profile" in remark
+    assert (
+        "takes 140 ms instead of 194 ms (-27.8%), simulated: fp.models.balance with the times of fp.models.profile"
+        in remark
+    )
     for picture in (report._repr_html_(), report.text(100)):
-        assert "imbalance 41.7%, the most fp.balance wins at this bubble" in " ".join(picture.split())
-    plan, _ = plan_and_params(fp.one_f_one_b(3, 1))  # one microbatch: nobody ever works beside another
+        assert "imbalance 41.7%, the most fp.models.balance wins at this bubble" in " ".join(picture.split())
+    plan, _ = plan_and_params(fp.schedules.one_f_one_b(3, 1))  # one microbatch: nobody ever works beside another
     (remark,) = fp.report(
         plan, pretended(plan, fp.Cost((0.008, 0.003, 0.003), backward=(0.016, 0.006, 0.006)))
     ).findings.remarks
     assert remark.endswith("(+0.0%), simulated.")
-    plan, _ = plan_and_params(fp.one_f_one_b(2, 3))
+    plan, _ = plan_and_params(fp.schedules.one_f_one_b(2, 3))
     _, remark = fp.report(plan, pretended(plan, fp.Cost((0.001, 0), backward=(0.002, 0)))).findings.remarks
     assert remark.startswith("Lane 0 works while nothing is done by lane 1, and the others wait for it.")
 
 
 def test_a_backward_that_is_not_split_is_told_and_its_w_is_not_called_short() -> None:
     """Eager stages do the whole backward in I; more rows would not make their W longer."""
-    plan, _ = plan_and_params(fp.zero_bubble(2, 3))
+    plan, _ = plan_and_params(fp.schedules.zero_bubble(2, 3))
     (remark,) = fp.report(plan, pretended(plan, fp.Cost(0.001, 0.002, 1e-6))).findings.remarks
     assert remark.startswith("W takes no time: stages 0-1 do the whole backward in I")
     assert fp.report(plan, pretended(plan, fp.Cost(0.001, 0.002, 0.001))).findings.remarks == ()
@@ -337,7 +345,9 @@ def test_a_backward_that_is_not_split_is_told_and_its_w_is_not_called_short() ->
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 @pytest.mark.parametrize(
-    "schedule", [fp.one_f_one_b(2, 4), fp.remat(fp.zero_bubble(16, 20))], ids=lambda schedule: schedule.name
+    "schedule",
+    [fp.schedules.one_f_one_b(2, 4), fp.schedules.remat(fp.schedules.zero_bubble(16, 20))],
+    ids=lambda schedule: schedule.name,
 )
 def test_text_is_never_wider_than_asked(schedule: fp.Schedule, width: int) -> None:
     """Tables leave columns out, but not what the rows are; sentences wrap."""
@@ -355,14 +365,14 @@ def test_text_is_never_wider_than_asked(schedule: fp.Schedule, width: int) -> No
 
 def test_devices_that_the_run_chose_are_those_of_the_gradients() -> None:
     """A plan without devices= still says where its lanes were."""
-    plan, params = plan_and_params(fp.one_f_one_b(2, 3))
+    plan, params = plan_and_params(fp.schedules.one_f_one_b(2, 3))
     free = replace(plan, devices=None)
     assert [row["device"] for row in table(fp.report(free, recorded(free, params)), "Lanes")] == ["cpu", "cpu"]
 
 
 def test_huge_pages_stay_small() -> None:
     """8256 actions: those too narrow to see are joined, and every action is in one shape of each picture."""
-    plan, _ = plan_and_params(fp.zero_bubble(32, 86))
+    plan, _ = plan_and_params(fp.schedules.zero_bubble(32, 86))
     content = fp.report(plan, pretended(plan, fp.Cost(0.001, 0.001, 0.001)))._repr_html_()
     assert len(content.encode()) < 2_000_000
     joined = re.findall(r'<g class="mix"><title>([^,]*),', content)
@@ -380,7 +390,7 @@ def test_unused_parameters_of_a_real_run_are_named() -> None:
     def careless(params: Any, x: Any) -> Any:
         return x * params["used"]
 
-    plan = fp.make_plan([careless], fp.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu")
+    plan = fp.make_plan([careless], fp.schedules.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu")
     params = ({"used": torch.ones(8), "idle": torch.ones(8)},)
     remarks = fp.report(plan, recorded(plan, params)).findings.remarks
     assert any("'idle' of stage 0 ('careless')" in remark for remark in remarks)
@@ -389,7 +399,7 @@ def test_unused_parameters_of_a_real_run_are_named() -> None:
 @pytest.mark.parametrize("name", ["<script>alert('x')</script> & \"co\"", "a\x00b\x1b[31m\ud800\uffff\n\nc", "名" * 40])
 def test_names_are_escaped(name: str, tmp_path: Path) -> None:
     """Titles, stages, schedules and reasons."""
-    schedule = fp.Schedule(fp.one_f_one_b(2, 3).orders, name)
+    schedule = fp.Schedule(fp.schedules.one_f_one_b(2, 3).orders, name)
     plan, params = plan_and_params(schedule, name=name)
     result = pretended(plan, fp.Cost(0.001, 0.002), reason=name)
     made = fp.report(plan, replace(result, unused=((0, name),)), params=params, title=name)
@@ -404,7 +414,7 @@ def test_names_are_escaped(name: str, tmp_path: Path) -> None:
 
 def test_a_page_needs_nothing_else_and_follows_dark_mode(tmp_path: Path) -> None:
     """No script, no address, no id that could clash; colours of the viewer's mode."""
-    plan, params = plan_and_params(fp.one_f_one_b(2, 3))
+    plan, params = plan_and_params(fp.schedules.one_f_one_b(2, 3))
     made = fp.report(plan, recorded(plan, params), params=params)
     made.save(tmp_path / "x.html")
     content = (tmp_path / "x.html").read_text(encoding="utf-8")
@@ -428,7 +438,7 @@ def test_a_page_needs_nothing_else_and_follows_dark_mode(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("schedule", "most"),
-    [(fp.one_f_one_b(2, 4), 40_000), (fp.interleaved(32, 64, num_devices=16), 2_000_000), (fp.zero_bubble(16, 64), 2_000_000)],
+    [(fp.schedules.one_f_one_b(2, 4), 40_000), (fp.schedules.interleaved(32, 64, num_devices=16), 2_000_000), (fp.schedules.zero_bubble(16, 64), 2_000_000)],
     ids=["2x4", "32x64 on 16", "ZB 16x64"],
 )  # fmt: skip
 def test_pages_stay_small(schedule: fp.Schedule, most: int) -> None:
@@ -442,12 +452,12 @@ def test_pages_stay_small(schedule: fp.Schedule, most: int) -> None:
 
 def test_what_cannot_be_reported_is_refused() -> None:
     """With the call that mends it."""
-    plan, params = plan_and_params(fp.one_f_one_b(2, 3))
+    plan, params = plan_and_params(fp.schedules.one_f_one_b(2, 3))
     x = torch.ones(6, 8)
     with pytest.raises(fp.PlanError, match="record=True"):
         fp.report(plan, fp.run(plan, params, (x, x)))
     result = recorded(plan, params)
-    other, _ = plan_and_params(fp.fill_drain(2, 3))
+    other, _ = plan_and_params(fp.schedules.fill_drain(2, 3))
     with pytest.raises(fp.PlanError, match="another plan's"):
         fp.report(other, result)
     with pytest.raises(fp.PlanError, match="params has 1 trees, the plan has 2 stages"):
@@ -457,7 +467,7 @@ def test_what_cannot_be_reported_is_refused() -> None:
 @pytest.mark.parametrize("swapped", [True, False])
 def test_other_things_are_refused(swapped: bool) -> None:
     """Arguments in the wrong order, a timeline for a result."""
-    plan, params = plan_and_params(fp.one_f_one_b(2, 3))
+    plan, params = plan_and_params(fp.schedules.one_f_one_b(2, 3))
     result = recorded(plan, params)
     wrong: Any = (result, plan) if swapped else (plan, result.timeline)
     with pytest.raises(
@@ -468,7 +478,7 @@ def test_other_things_are_refused(swapped: bool) -> None:
 
 def test_save_replaces_the_whole_file_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that was there stays when writing fails, and no part of a new one is left."""
-    plan, params = plan_and_params(fp.one_f_one_b(2, 3))
+    plan, params = plan_and_params(fp.schedules.one_f_one_b(2, 3))
     made = fp.report(plan, recorded(plan, params))
     file = tmp_path / "report.html"
     file.write_text("old")
@@ -494,7 +504,7 @@ def test_save_replaces_the_whole_file_or_nothing(tmp_path: Path, monkeypatch: py
 
 def test_a_report_is_data() -> None:
     """Compares, hashes, pickles, and keeps no tensor alive."""
-    plan, params = plan_and_params(fp.one_f_one_b(2, 3))
+    plan, params = plan_and_params(fp.schedules.one_f_one_b(2, 3))
     made = fp.report(plan, recorded(plan, params), params=params)
     copy = pickle.loads(pickle.dumps(made))
     assert copy == made
@@ -505,7 +515,11 @@ def test_a_report_is_data() -> None:
 
 @pytest.mark.parametrize(
     "schedule",
-    [fp.one_f_one_b(3, 5), fp.zero_bubble(3, 5), fp.remat(fp.interleaved(4, 4, num_devices=2))],
+    [
+        fp.schedules.one_f_one_b(3, 5),
+        fp.schedules.zero_bubble(3, 5),
+        fp.schedules.remat(fp.schedules.interleaved(4, 4, num_devices=2)),
+    ],
     ids=lambda schedule: schedule.name,
 )
 def test_the_cost_of_a_timeline_simulates_to_itself(schedule: fp.Schedule) -> None:
@@ -519,10 +533,12 @@ def test_the_cost_of_a_timeline_simulates_to_itself(schedule: fp.Schedule) -> No
 
 def test_the_cost_of_a_timeline_fills_in_what_did_not_run() -> None:
     """B is I and W; I and W are half of B each; R is F; of a mean each run counts once."""
-    whole = fp.simulate(fp.one_f_one_b(2, 4), fp.Cost(3.0, backward=(8.0, 4.0))).cost()
+    whole = fp.simulate(fp.schedules.one_f_one_b(2, 4), fp.Cost(3.0, backward=(8.0, 4.0))).cost()
     assert (whole.backward_input, whole.backward_weight, whole.remat) == ((4.0, 2.0), (4.0, 2.0), (3.0, 3.0))
-    halves = fp.simulate(fp.zero_bubble(2, 4), fp.Cost(1.0, 2.0, 0.5)).cost()
+    halves = fp.simulate(fp.schedules.zero_bubble(2, 4), fp.Cost(1.0, 2.0, 0.5)).cost()
     assert halves.backward == (2.5, 2.5)
-    spans = tuple(fp.Span(0, t, t + d, fp.Action(fp.Kind.F, 0, m)) for m, (t, d) in enumerate([(0.0, 1.0), (2.0, 4.0)]))
+    spans = tuple(
+        fp.typing.Span(0, t, t + d, fp.Action(fp.Kind.F, 0, m)) for m, (t, d) in enumerate([(0.0, 1.0), (2.0, 4.0)])
+    )
     assert fp.Timeline(spans, 1).cost().forward == (2.5,)
     assert fp.Timeline((), 0).cost().forward == ()

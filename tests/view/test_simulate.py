@@ -13,9 +13,9 @@ from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.core.stage import stage
 from funcpipe.lower.plan import make_plan
-from funcpipe.schedules.check import check
 from funcpipe.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
-from funcpipe.schedules.remat import remat
+from funcpipe.schedules.legal import check
+from funcpipe.schedules.transforms import remat
 from funcpipe.view.simulate import simulate
 
 TIMES = [(1, 1, 1), (2, 3, 1), (10, 12, 8), (5, 5, 5)]

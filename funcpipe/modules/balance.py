@@ -1,0 +1,359 @@
+"""Contiguous parts of a chain of layers whose slowest part is as fast as it can be, exactly."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from math import floor, inf, lcm, nextafter
+from operator import index
+from typing import Any, Literal, NamedTuple, cast
+
+from funcpipe.core.cost import Cost, per_stage
+from funcpipe.core.errors import PlanError, ScheduleError, bullets, raise_all
+from funcpipe.core.schedule import Kind
+
+Numbers = Sequence[int]
+
+
+class Balance(tuple[int, ...]):
+    """Layers of each part: a tuple of ints that knows how good it is.
+
+    Attributes:
+        bottleneck: time of the slowest part.
+        bound: a lower bound of the bottleneck: all work over all speeds, and the largest layer on the fastest device.
+        times: time of each part, its borders included.
+        memory: of each part.
+        remat: does the part run its forward again in the backward.
+    """
+
+    bottleneck: float
+    bound: float
+    times: tuple[float, ...]
+    memory: tuple[float, ...]
+    remat: tuple[bool, ...]
+
+    def __str__(self) -> str:
+        return f"{list(self)}: bottleneck {self.bottleneck:.6g}, lower bound {self.bound:.6g}"
+
+
+class _Way(NamedTuple):
+    """One way to run a part on one device, in prefix sums; ``largest``: one layer's most work and most memory."""
+
+    remat: bool
+    work: Numbers
+    memory: Numbers
+    largest: tuple[int, int]
+
+
+class _Problem(NamedTuple):
+    """What to divide, in whole numbers: ``unit`` is the time of one, ``byte`` the memory of one."""
+
+    ways: Sequence[Sequence[_Way]]
+    speeds: Sequence[Fraction]
+    limits: Sequence[int | None]
+    comm: Numbers
+    unit: Fraction
+    byte: Fraction
+
+    def time(self, part: int, way: _Way, ends: tuple[int, int]) -> Fraction:
+        start, end = ends
+        work = way.work[end] - way.work[start] + self.comm[start] + self.comm[end]
+        return work * self.unit / self.speeds[part]
+
+    def room(self, part: int, most: Fraction | None) -> int | None:
+        """Work that a part may have."""
+        return None if most is None else floor(most * self.speeds[part] / self.unit)
+
+
+def balance(
+    costs: Sequence[float] | Cost,
+    num_parts: int,
+    *,
+    comm: float | Sequence[float] = 0.0,
+    memory: float | Sequence[float] = 0.0,
+    fixed: float | Sequence[float] = 0.0,
+    limit: float | Sequence[float] | None = None,
+    in_flight: int | Sequence[int] = 1,
+    speeds: float | Sequence[float] = 1.0,
+    remat: bool | Literal["auto"] = False,
+) -> Balance:
+    """Cut layers into contiguous, non-empty parts with the least bottleneck.
+
+    Exact: sums are rational numbers, and the search ends where no double lies between a bottleneck that can be had and
+    one that cannot. Of equal ones it takes the partition whose first parts have the most layers.
+
+    >>> print(balance([1, 1, 1, 1, 3, 3], 5))
+    [2, 1, 1, 1, 1]: bottleneck 3, lower bound 3
+
+    Args:
+        costs: time of each layer, or a `Cost` with one number per layer: forward and backward count.
+        num_parts: how many parts; part s runs on device s.
+        comm: of the border after each layer but the last, one number or one for each; both its parts pay it.
+        memory: each layer's residual of one microbatch; left out with a `Cost`, its ``residual`` is taken.
+        fixed: each layer's memory whatever runs: parameters, gradients, optimizer.
+        limit: memory of a device, one number or one for each.
+        in_flight: microbatches whose residuals a part holds at a time; for 1F1B ``min(M, S - s)``.
+        speeds: of the devices; a part's time is its work and borders over this.
+        remat: run forward again in the backward, so that one microbatch's residuals are held. "auto": each part only
+            where it needs to, to fit the limit. Needs a `Cost`. The inputs that are kept are not counted.
+
+    Raises:
+        PlanError: numbers that are none, wrong lengths; no partition fits the limit.
+    """
+    problem = _problem(costs, num_parts, comm, memory, fixed, limit, in_flight, speeds, remat)
+    ends = _search(problem)
+    if ends is None:
+        raise PlanError(_too_small(problem, remat))
+    chosen = [_fastest(problem, part, ends[part : part + 2]) for part in range(num_parts)]
+    found = Balance(b - a for a, b in pairwise(ends))
+    found.times = tuple(float(time) for time, _ in chosen)
+    found.bottleneck, found.bound = max(found.times), float(_bound(problem))
+    found.memory = tuple(
+        float((way.memory[ends[part + 1]] - way.memory[ends[part]]) * problem.byte)
+        for part, (_, way) in enumerate(chosen)
+    )
+    found.remat = tuple(way.remat for _, way in chosen)
+    return found
+
+
+def evenly(costs: Sequence[float], num_parts: int) -> list[int]:
+    """`balance` of costs that may all be 0: then every layer counts the same.
+
+    >>> evenly([1, 2, 3, 4, 5, 6], 2), evenly([0, 0, 0], 2)
+    ([4, 2], [2, 1])
+    """
+    return list(balance(costs if any(costs) else [1] * len(costs), num_parts))
+
+
+def checked_sizes(sizes: Any, total: int, what: str, num_stages: int | None = None) -> list[int]:
+    """The number of layers of each stage, by whatever name: each has at least one, and together they are all.
+
+    Args:
+        sizes: as the caller or a policy gives them.
+        total: how many there are.
+        what: is divided.
+        num_stages: how many sizes there must be; None: any number.
+
+    Raises:
+        PlanError: they are none.
+    """
+    try:
+        counts = [index(size) for size in sizes]
+    except TypeError:
+        raise PlanError(f"sizes are how many of the {total} {what} each stage gets; got {sizes!r}") from None
+    if not counts or min(counts) < 1 or sum(counts) != total or num_stages not in (None, len(counts)):
+        number = "" if num_stages is None else f"{num_stages} "
+        example = evenly([1] * total, min(num_stages or max(len(counts), 1), total))
+        raise PlanError(
+            f"the sizes are {number}positive numbers that sum to the {total} {what}; got {counts}, which sum to "
+            f"{sum(counts)}; e.g. {example}"
+        )
+    return counts
+
+
+def _problem(
+    costs: Any, count: int, comm: Any, memory: Any, fixed: Any, limit: Any, in_flight: Any, speeds: Any, remat: Any
+) -> _Problem:
+    faults: list[str] = []
+    again: Any = 0.0
+    if isinstance(costs, Cost):
+        try:
+            layers = costs.num_stages or 0
+            costs.check_stages(layers)
+        except ScheduleError:
+            layers = 0
+        if not layers:
+            raise PlanError(
+                "a Cost to balance has one number per layer, the same count in each field, as fp.models.profile gives"
+            )
+        work = [costs.of(Kind.F, i) + costs.of(Kind.B, i) for i in range(layers)]
+        again = [costs.of(Kind.R, i) for i in range(layers)]
+        memory = per_stage(costs.residual, layers) if memory == 0.0 else memory
+    else:
+        if not isinstance(costs, Iterable) or hasattr(costs, "named_parameters"):
+            raise PlanError(
+                "balance takes the time of each layer, [1.0, 2.0, ...], or the Cost that fp.models.profile(model, "
+                "example) "
+                f"measures; got a {type(costs).__name__}"
+            )
+        work = list(cast("Iterable[Any]", costs))
+        layers = len(work)
+        if remat is not False:
+            faults.append("remat needs a Cost: plain numbers do not tell what a forward takes; pass remat=False")
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= layers:
+        faults.append(f"num_parts is from 1 to the number of layers, {layers}; got {count!r}")
+        raise PlanError(bullets("nothing to balance:", faults))
+
+    def numbers(name: str, value: Any, length: int) -> list[Fraction]:
+        values: list[Any] = list(value) if isinstance(value, Sequence) else [value] * length
+        if len(values) != length:
+            faults.append(f"{name} has {len(values)} numbers, not {length}")
+        bad = [v for v in values if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 <= v < inf]
+        if bad or (name in ("speeds", "limit") and 0 in values):
+            faults.append(
+                f"{name}: numbers {'over' if name in ('speeds', 'limit') else 'from'} 0; got {(bad or [0])[0]!r}"
+            )
+        if bad:
+            return []
+        return [Fraction(v) for v in values] if isinstance(value, Sequence) else [Fraction(value)] * length
+
+    time, redo = numbers("costs", work, layers), numbers("remat", again, layers)
+    borders = numbers("comm", comm, layers - 1)
+    held, always = numbers("memory", memory, layers), numbers("fixed", fixed, layers)
+    flying, fast = numbers("in_flight", in_flight, count), numbers("speeds", speeds, count)
+    limits = [None] * count if limit is None else numbers("limit", limit, count)
+    if remat not in (False, True, "auto"):
+        faults.append(f"remat is False, True or 'auto'; got {remat!r}")
+    raise_all("nothing to balance:", faults)
+
+    unit, (time, redo, borders) = _whole(time, redo, borders)
+    by_flight = dict.fromkeys(flying)
+    byte, (always, held, *rows) = _whole(always, held, *([one * times for one in held] for times in by_flight))
+    flights = dict(zip(by_flight, rows, strict=True))
+
+    def sums(values: Any) -> list[int]:
+        return list(accumulate(values, initial=0))
+
+    def way(light: bool, times: Fraction) -> _Way:
+        kept = held if light and times > 1 else flights[times]
+        memory = [a + b for a, b in zip(always, kept, strict=True)]
+        work = [a + b for a, b in zip(time, redo, strict=True)] if light else time
+        return _Way(light, sums(work), sums(memory), (max(work), max(memory)))
+
+    kinds = (False, True) if remat == "auto" else (bool(remat),)
+    ways = {times: [way(light, times) for light in kinds] for times in flights}
+    room = [None if one is None else floor(one / byte) for one in limits]
+    return _Problem([ways[times] for times in flying], fast, room, [0, *borders, 0], unit, byte)
+
+
+def _whole(*rows: Sequence[Fraction]) -> tuple[Fraction, list[list[int]]]:
+    """Rational numbers as whole multiples of one unit."""
+    scale = lcm(*(one.denominator for row in rows for one in row))
+    return Fraction(1, scale), [[int(one * scale) for one in row] for row in rows]
+
+
+def _bound(problem: _Problem) -> Fraction:
+    work = problem.ways[0][0].work
+    largest = max(b - a for a, b in pairwise(work))
+    return max(work[-1] * problem.unit / sum(problem.speeds), largest * problem.unit / max(problem.speeds))
+
+
+def _fastest(problem: _Problem, part: int, ends: Any) -> tuple[Fraction, _Way]:
+    limit = problem.limits[part]
+    fitting = [w for w in problem.ways[part] if limit is None or w.memory[ends[1]] - w.memory[ends[0]] <= limit]
+    return min(((problem.time(part, way, ends), way) for way in fitting), key=lambda one: one[0])
+
+
+def _search(problem: _Problem) -> list[int] | None:
+    """Bisect the bottleneck: ``low`` cannot be had, ``ends`` has ``high``."""
+    ends = _fill(problem, None)
+    if ends is None:
+        return None
+    bound = _bound(problem)
+    low = nextafter(float(bound), -inf)
+    while True:
+        high = float(max(_fastest(problem, s, ends[s : s + 2])[0] for s in range(len(problem.speeds))))
+        better = None
+        while better is None:
+            middle = low + (high - low) / 2
+            if not low < middle < high:
+                return _fill(problem, Fraction(high)) or ends
+            better = _fill(problem, Fraction(middle))
+            low = middle if better is None else low
+        ends = better
+
+
+def _fill(problem: _Problem, most: Fraction | None) -> list[int] | None:
+    """Borders of parts that each take at most this time, the longest first; None: there are none."""
+    count, last = len(problem.speeds), len(problem.comm) - 1
+    free = not any(problem.comm) and _all_alone(problem, most)  # then a part that ends later is never worse
+    covered = None if free else _covered(problem, most)
+    if covered is not None and not covered[0][0]:
+        return None
+    ends = [0]
+    for part in range(count):
+        start, furthest = ends[-1], last - (count - 1 - part)  # a layer is left for each later part
+        end = max(_furthest(problem, part, way, (start, furthest), most) for way in problem.ways[part])
+        if covered is not None:
+            while not (covered[part + 1][end] and _fits(problem, part, (start, end), most)):
+                end -= 1
+        ends.append(end)
+    return ends if ends[-1] == last else None
+
+
+def _furthest(problem: _Problem, part: int, way: _Way, span: tuple[int, int], most: Fraction | None) -> int:
+    """Where a part that starts at the span's start must end, its last border not counted."""
+    start, end = span
+    for sums, room in ((way.work, problem.room(part, most)), (way.memory, problem.limits[part])):
+        if room is not None:
+            end = min(end, bisect_right(sums, sums[start] + room, lo=start, hi=span[1] + 1) - 1)
+    return end
+
+
+def _fits(problem: _Problem, part: int, span: tuple[int, int], most: Fraction | None) -> bool:
+    start, end = span
+    room, limit = problem.room(part, most), problem.limits[part]
+    return end > start and any(
+        (room is None or way.work[end] - way.work[start] + problem.comm[start] + problem.comm[end] <= room)
+        and (limit is None or way.memory[end] - way.memory[start] <= limit)
+        for way in problem.ways[part]
+    )
+
+
+def _covered(problem: _Problem, most: Fraction | None) -> list[list[bool]]:
+    """``[part][start]``: can this part and those after it hold all layers from there on.
+
+    From the last part back. For each start, the ends that memory allows are a window that only moves down, and the
+    cheapest of them is at the front of a queue.
+    """
+    last = len(problem.comm) - 1
+    tables = [[end == last for end in range(last + 1)]]
+    for part in reversed(range(len(problem.speeds))):
+        room, limit = problem.room(part, most), problem.limits[part]
+        here = [False] * (last + 1)
+        for way in problem.ways[part]:
+            window: deque[int] = deque()
+            load = [work + border for work, border in zip(way.work, problem.comm, strict=True)]
+            for start in reversed(range(last)):
+                if tables[-1][start + 1]:
+                    while window and load[window[-1]] >= load[start + 1]:
+                        window.pop()
+                    window.append(start + 1)
+                while window and limit is not None and way.memory[window[0]] - way.memory[start] > limit:
+                    window.popleft()
+                if window and (room is None or load[window[0]] - way.work[start] + problem.comm[start] <= room):
+                    here[start] = True
+        tables.append(here)
+    return tables[::-1]
+
+
+def _all_alone(problem: _Problem, most: Fraction | None) -> bool:
+    """Does each layer alone fit on each device."""
+    rooms = [problem.room(part, most) for part in range(len(problem.speeds))]
+    return all(
+        any((room is None or way.largest[0] <= room) and (limit is None or way.largest[1] <= limit) for way in ways)
+        for ways, room, limit in zip(problem.ways, rooms, problem.limits, strict=True)
+    )
+
+
+def _too_small(problem: _Problem, remat: Any) -> str:
+    """What to say when nothing fits: the same search, with memory for time and limits for speeds."""
+    limits = [Fraction(limit or 1) * problem.byte for limit in problem.limits]
+    ways = [[way._replace(work=way.memory, largest=way.largest[::-1]) for way in ways[-1:]] for ways in problem.ways]
+    free = [0] * len(problem.comm)
+    least = problem._replace(ways=ways, speeds=limits, limits=[None] * len(limits), comm=free, unit=problem.byte)
+    ends = _search(least)
+    assert ends is not None
+    times = max(_fastest(least, s, ends[s : s + 2])[0] for s in range(len(limits)))
+    need = (
+        f"limit={float(times * limits[0]):.17g}"
+        if len(set(limits)) == 1
+        else f"limits {float(times):.17g} times as large"
+    )
+    hint = "more parts" if remat else "more parts, or remat='auto' with a Cost"
+    return (
+        f"no {len(limits)} parts of these layers fit the memory limit; the least that would do: {need}; or take {hint}"
+    )

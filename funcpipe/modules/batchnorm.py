@@ -1,0 +1,371 @@
+"""Batch norm whose statistics are handed back instead of written: deferred state.
+
+A forward normalises by its own microbatch, as ``nn.BatchNorm`` would, and gives its size, mean and variance. Once per
+batch the statistics of all microbatches are merged (Chan, Golub, LeVeque 1979) and committed: the new state is that of
+``nn.BatchNorm``'s own update applied once to all inputs that the layer saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial, reduce
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from funcpipe.core.errors import BatchError, PlanError
+from funcpipe.core.torch_names import BatchNorm as AnyBatchNorm
+from funcpipe.core.torch_names import buffers_of, check_dimensions
+from funcpipe.core.tree import Tree
+from funcpipe.modules.hearing import BATCH_NORMS, Hearing, NormCall, refuse_writes, version
+
+
+class Moments(NamedTuple):
+    """Statistics of some values per channel.
+
+    Attributes:
+        size: how many values.
+        mean: [C], float64 where the device has it.
+        var: [C], unbiased.
+    """
+
+    size: int
+    mean: Tensor
+    var: Tensor
+
+
+class BatchNorm:
+    """``batch_norm``: the function, with ``init`` and ``commit`` for its state beside it."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        state: dict[str, Tensor],
+        *,
+        train: bool = True,
+        eps: float = 1e-5,
+    ) -> tuple[Tensor, tuple[Moments, ...]]:
+        """Normalise over every dimension but the second, 1d, 2d and 3d alike; nothing is written.
+
+        >>> import torch
+        >>> state = batch_norm.init(3)
+        >>> y, stats = batch_norm(torch.randn(8, 3), None, None, state)
+        >>> batch_norm.commit(state, (stats,))["num_batches_tracked"]
+        tensor(1)
+
+        Args:
+            x: [N, C, ...].
+            weight: [C], or None.
+            bias: [C], or None.
+            state: ``running_mean`` and ``running_var``, each [C]; see `init`.
+            train: by the microbatch's statistics (True) or by the running ones.
+            eps: added to the variance.
+
+        Returns:
+            The output, and the statistics to give to `commit` (empty in evaluation).
+
+        Raises:
+            BatchError: training with one value per channel, which has no variance.
+        """
+        mean, var = state["running_mean"], state["running_var"]
+        if not train:
+            return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps), ()
+        count = x.numel() // x.shape[1]
+        if count <= 1:
+            raise BatchError(
+                f"batch norm in training needs more than one value per channel, but a microbatch has shape "
+                f"{tuple(x.shape)}; use fewer microbatches, or a larger batch"
+            )
+        # torch's own kernel fills these: momentum 1 makes the running statistics those of the microbatch.
+        # Made from x, they are batched where vmap batches x.
+        own_mean, own_var = (x.new_zeros(old.shape, dtype=old.dtype) for old in (mean, var))
+        y = F.batch_norm(x, own_mean, own_var, weight, bias, True, 1.0, eps)
+        # Its float32 mean is too coarse to merge means of 1e4 that differ by 0.1. The rest waits for the commit: small
+        # operations cost a lane more than they cost there, where one serves all microbatches.
+        dtype = wide(x)
+        exact = x.detach().mean([0, *range(2, x.dim())], dtype=dtype) if dtype != own_mean.dtype else own_mean
+        return y, (Moments(count, exact, own_var),)
+
+    def init(self, num_features: int, *, device: Any = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The state of a fresh layer: mean 0, variance 1, no batches seen."""
+        return {
+            "running_mean": torch.zeros(num_features, device=device, dtype=dtype),
+            "running_var": torch.ones(num_features, device=device, dtype=dtype),
+            "num_batches_tracked": torch.zeros((), device=device, dtype=torch.long),
+        }
+
+    def commit(
+        self, state: dict[str, Tensor], stats: Sequence[Sequence[Moments]], *, momentum: float | None = 0.1
+    ) -> dict[str, Tensor]:
+        """The state after one batch.
+
+        Args:
+            state: before.
+            stats: what each microbatch gave, in their order.
+            momentum: of the running averages; None: the plain average of all batches.
+        """
+        moments = [one for microbatch in stats for one in microbatch]
+        if not moments:
+            return state
+        merged = merge(moments)
+        tracked = state.get("num_batches_tracked")
+        new = dict(state)
+        if tracked is not None:
+            tracked = new["num_batches_tracked"] = tracked + 1
+        if momentum is None and tracked is None:
+            raise PlanError("momentum=None averages over all batches and needs num_batches_tracked in the state")
+        share = momentum if momentum is not None else 1.0 / float(tracked or 1)
+        for name, value in (("running_mean", merged.mean), ("running_var", merged.var)):
+            old = state[name]
+            new[name] = ((1.0 - share) * old.to(value.dtype) + share * value).to(old.dtype)
+        return new
+
+
+batch_norm = BatchNorm()
+
+
+def merge(moments: Sequence[Moments]) -> Moments:
+    """The statistics of all values together.
+
+    >>> import torch
+    >>> parts = [Moments(2, torch.tensor([0.5]), torch.tensor([0.5])), Moments(1, torch.tensor([2.0]), torch.zeros(1))]
+    >>> merge(parts)
+    Moments(size=3, mean=tensor([1.]), var=tensor([1.]))
+    """
+    if len(moments) == 1:
+        return moments[0]._replace(var=moments[0].var.to(moments[0].mean.dtype))
+    by_size = groupby(sorted(moments, key=itemgetter(0)), itemgetter(0))
+    total, mean, squares = reduce(_together, [_of_one_size(size, list(group)) for size, group in by_size])
+    return Moments(total, mean, squares / (total - 1))
+
+
+_Sums: TypeAlias = tuple[int, Tensor, Tensor]
+"""How many values, their mean, and the sum of squared distances from it. Counts stay Python's: one in a tensor would have to
+be copied to a device."""
+
+
+def _of_one_size(size: int, moments: Sequence[Moments]) -> _Sums:
+    means = torch.stack([one.mean for one in moments])
+    variances = torch.stack([one.var for one in moments]).to(means.dtype)
+    mean = means.mean(0)
+    return size * len(moments), mean, (size - 1) * variances.sum(0) + size * (means - mean).square().sum(0)
+
+
+def _together(first: _Sums, second: _Sums) -> _Sums:
+    """Of two sets of values, by Chan, Golub, LeVeque 1979."""
+    count, other = first[0], second[0]
+    total, delta = count + other, second[1] - first[1]
+    return total, first[1] + delta * (other / total), first[2] + second[2] + delta * delta * (count * other / total)
+
+
+class Running(NamedTuple):
+    """The names of the buffers that one batch norm updates.
+
+    Attributes:
+        mean, var: of the running statistics.
+        tracked: of the number of batches; None: nobody counts them.
+    """
+
+    mean: str
+    var: str
+    tracked: str | None
+
+    @classmethod
+    def of(cls, layer: AnyBatchNorm, path: str) -> Running:
+        """Those of a layer at this path."""
+        start = f"{path}." if path else ""
+        tracked = None if layer.num_batches_tracked is None else f"{start}num_batches_tracked"
+        return cls(f"{start}running_mean", f"{start}running_var", tracked)
+
+
+class NormStats(NamedTuple):
+    """What one batch norm saw in one microbatch, and what is to become of it.
+
+    Attributes:
+        moments: of each of its calls.
+        momentum: of the running averages; None: the plain average of all batches.
+        counted: is the batch counted.
+    """
+
+    moments: tuple[Moments, ...]
+    momentum: float | None
+    counted: bool = True
+
+
+@dataclass
+class Deferral:
+    """What a deferred layer knows besides what it was; one attribute, so that none of the layer's own is hidden.
+
+    Attributes:
+        path: of the layer.
+        kind: its class.
+        momentum: by which its statistics move.
+        counted: does it count batches.
+        collected: the statistics of this microbatch; None: they do not count.
+    """
+
+    path: str
+    kind: type[AnyBatchNorm]
+    momentum: float | None
+    counted: bool = True
+    collected: list[Moments] | None = None
+
+    def take(self) -> NormStats:
+        """What was collected in one microbatch; what comes later, in a backward, does not count."""
+        found, self.collected = tuple(self.collected or ()), None
+        return NormStats(found, self.momentum, self.counted)
+
+
+class DeferredBatchNorm(AnyBatchNorm):
+    """A batch norm layer of a stage's private copy: collects statistics instead of writing its buffers.
+
+    Its class is this one before the layer's own, so that what a user's subclass brings stays.
+    """
+
+    deferral: Deferral
+
+    @classmethod
+    def convert(cls, layer: AnyBatchNorm, path: str) -> None:
+        """Turn a layer of a private copy into a deferred one, in place."""
+        vars(layer)["deferral"] = Deferral(path, type(layer), layer.momentum)
+        layer.__class__ = _deferred(type(layer))
+
+    @staticmethod
+    def converts(layer: nn.Module) -> TypeGuard[AnyBatchNorm]:
+        """Is this a layer whose running statistics can be deferred."""
+        return isinstance(layer, AnyBatchNorm) and layer.track_running_stats and layer.running_mean is not None
+
+    @staticmethod
+    def has_own_forward(kind: type[nn.Module]) -> bool:
+        """Has a class another forward than torch's."""
+        return kind.forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A class made at run time cannot be found by pickle: it is made again.
+        return (_blank, (self.deferral.kind,), self.__dict__)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As ``nn.BatchNorm`` does, without touching a buffer."""
+        check_dimensions(self, input)
+        if self.training and isinstance(self, nn.SyncBatchNorm):
+            refuse_processes(self)
+        return _normalise(
+            self, NormCall(input, weight=self.weight, bias=self.bias, training=self.training, eps=self.eps)
+        )
+
+
+class _OwnForward(DeferredBatchNorm):
+    """Around a layer whose class has a forward of its own: what it gives to torch's batch norm is deferred.
+
+    It counts batches on a counter that is dropped.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The layer's own forward, heard."""
+        counter = buffers_of(self).get("num_batches_tracked")
+        mine = buffers_of(self)["num_batches_tracked"] = None if counter is None else counter.clone()
+        begun = version(mine)
+        try:
+            with Hearing({id(self.running_mean), id(self.running_var)}, BATCH_NORMS, partial(_hear, self)):
+                y = self.deferral.kind.forward(self, *args, **kwargs)
+            now = buffers_of(self)["num_batches_tracked"]
+            self.deferral.counted = now is not mine or version(now) != begun or _moved(now, counter)
+        finally:
+            buffers_of(self)["num_batches_tracked"] = counter
+        return y
+
+
+def _hear(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
+    """The answer to a batch norm in training on buffers of a layer."""
+    own = layer.deferral
+    if call.running_mean is not layer.running_mean or call.running_var is not layer.running_var:
+        refuse_writes(own.kind.__name__, [f"{own.path}.running_mean", f"{own.path}.running_var"])
+    if layer.momentum is not None:  # else it asks for what its counter says
+        own.momentum = call.momentum
+    return _normalise(layer, call)
+
+
+def _normalise(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
+    mean, var = layer.running_mean, layer.running_var
+    assert mean is not None
+    assert var is not None
+    state, own = {"running_mean": mean, "running_var": var}, layer.deferral
+    try:
+        y, stats = batch_norm(call.input, call.weight, call.bias, state, train=call.training, eps=call.eps)
+    except BatchError as error:
+        raise BatchError(f"layer {own.path!r}: {error}") from None
+    if own.collected is not None:
+        own.collected += stats
+    return y
+
+
+def _moved(now: Tensor | None, before: Tensor | None) -> bool:
+    """Was a counter written to under inference mode, where torch counts no versions."""
+    return now is not None and before is not None and now.is_inference() and not torch.equal(now, before)
+
+
+def refuse_processes(layer: nn.SyncBatchNorm) -> None:
+    """Raises PlanError where statistics would be shared with other processes."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if there and torch.distributed.get_world_size(layer.process_group) > 1:
+        raise PlanError(
+            "SyncBatchNorm shares the statistics of each microbatch with other processes, whose lanes may be "
+            "elsewhere in their schedules; use nn.BatchNorm"
+        )
+
+
+@lru_cache(maxsize=256)
+def _deferred(kind: type[AnyBatchNorm]) -> type[DeferredBatchNorm]:
+    around = _OwnForward if DeferredBatchNorm.has_own_forward(kind) else DeferredBatchNorm
+    made: Any = type(f"Deferred{kind.__name__}", (around, kind), {})
+    return made
+
+
+def _blank(kind: type[AnyBatchNorm]) -> DeferredBatchNorm:
+    made = _deferred(kind)
+    return made.__new__(made)
+
+
+class CommitLayers:
+    """The commit of a module stage: each of its batch norm layers by its own momentum.
+
+    State is the flat dict of the module's buffers; statistics are ``{path: NormStats}`` per microbatch. With
+    ``deferred`` those of all microbatches make one update; without, every call of a layer makes its own, in their
+    order, as plain batch norm does.
+    """
+
+    def __init__(self, norms: Mapping[str, Running], *, deferred: bool = True) -> None:
+        self.norms, self.deferred = dict(norms), deferred
+
+    def written(self) -> list[str]:
+        """The names of the buffers that it may change."""
+        return [name for one in self.norms.values() for name in one if name is not None]
+
+    def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
+        """The module's buffers after one batch."""
+        new = dict(state)
+        for path, names in self.norms.items():
+            seen: list[NormStats] = [one[path] for one in stats if path in one and one[path].moments]
+            if not seen:
+                continue
+            last = seen[-1]
+            tracked = names.tracked if last.counted else None
+            keys = {"running_mean": names.mean, "running_var": names.var, "num_batches_tracked": tracked}
+            own = {name: state[key] for name, key in keys.items() if key in state}
+            each = [one.moments for one in seen]
+            for update in [each] if self.deferred else [[(moments,)] for call in each for moments in call]:
+                own = batch_norm.commit(own, update, momentum=last.momentum)
+            new.update({str(keys[name]): value for name, value in own.items()})
+        return new
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The type in which sums are made, on the device of a tensor."""
+    return torch.float32 if x.device.type == "mps" else torch.float64

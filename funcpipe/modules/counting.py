@@ -1,0 +1,149 @@
+"""What a transformers model's own loss counts: the labels that its mean is divided by, known before any forward."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from funcpipe.core.errors import BatchError
+from funcpipe.core.tree import Tree
+from funcpipe.modules.signature import as_call
+
+IGNORED = -100
+"""The label that losses leave out, by torch's convention."""
+
+Counter = Callable[[Mapping[str, Any]], Any]
+"""Inputs by name -> how many labels count; None: as much as there are rows."""
+
+
+class Labels:
+    """How much a microbatch counts in a model's own loss, from the labels among the model's inputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.name, self.names = type(model).__name__, tuple(inspect.signature(model.forward).parameters)
+        self.counter = counter(model)
+
+    def __call__(self, inputs: Tree) -> Any:
+        """The number of labels that count; None: as much as there are rows.
+
+        Raises:
+            BatchError: the loss has no such number, or there is one but it is not known.
+        """
+        args, kwargs = as_call(inputs)
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if self.counter is not None:
+            if given.get("num_items_in_batch") is not None:
+                raise BatchError(
+                    "the inputs have 'num_items_in_batch', but a plan counts the labels of all microbatches itself; "
+                    "leave it out"
+                )
+            return self.counter(given)
+        for name, value in given.items():
+            if ("label" in name or "target" in name) and _ignores(value):
+                raise BatchError(
+                    f"the inputs have {name!r} of {IGNORED}, which losses leave out, and it is not known what the loss "
+                    f"of {self.name} is divided by; say it in make_plan(loss=), by a loss with a method "
+                    f"weigh(self, inputs, target) -> number (docs/howto/padding.md)"
+                )
+        return None
+
+
+def _ignores(value: Any) -> bool:
+    known = isinstance(value, Tensor) and value.dtype == torch.long and not value.is_meta
+    return known and bool((value == IGNORED).any())
+
+
+def counter(model: Any) -> Counter | None:
+    """What the model's own loss counts; None: it is not known.
+
+    The loss of a transformers model is ``model.loss_function`` of its labels, or a cross entropy of them in its
+    forward. Its forward is read for which of them, so that a model that does anything else with its labels is not
+    known.
+    """
+    base: Any = getattr(model, "get_base_model", None)
+    if callable(base) and not getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", True):
+        model = base()  # of peft, which hands labels on
+    library: Any = sys.modules.get("transformers")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return None
+    match _loss_of_labels(type(model).forward):
+        case "function":
+            from transformers.loss import loss_utils as known  # pyright: ignore  # nothing is known of its types
+
+            found: Any = getattr(model, "loss_function", None)
+            table: dict[Any, Counter] = {
+                known.ForCausalLMLoss: _next_tokens,
+                known.ForMaskedLMLoss: _tokens,
+                known.ForTokenClassification: _tokens,
+                known.ForSequenceClassificationLoss: _Classes(model),
+            }
+            return table.get(found)
+        case "cross entropy":
+            return _tokens
+        case _:
+            return None
+
+
+def _tokens(given: Mapping[str, Any]) -> Any:
+    labels = given.get("labels")
+    return (labels != IGNORED).sum() if isinstance(labels, Tensor) else None
+
+
+def _next_tokens(given: Mapping[str, Any]) -> Any:
+    """Labels are compared with what was written before them, so nobody is asked for the first."""
+    shifted, labels = given.get("shift_labels"), given.get("labels")
+    if isinstance(shifted, Tensor):
+        return (shifted != IGNORED).sum()
+    return (labels[..., 1:] != IGNORED).sum() if isinstance(labels, Tensor) else None
+
+
+class _Classes:
+    """A class for each row, or numbers for each row."""
+
+    def __init__(self, model: Any) -> None:
+        self.config: Any = model.config
+
+    def __call__(self, given: Mapping[str, Any]) -> Any:
+        labels, problem = given.get("labels"), self.config.problem_type
+        if problem is None and self.config.num_labels > 1:
+            problem = "single_label_classification"
+        whole = isinstance(labels, Tensor) and labels.dtype in (torch.long, torch.int)
+        return _tokens(given) if whole and problem == "single_label_classification" else None
+
+
+def _loss_of_labels(forward: Callable[..., Any]) -> str:
+    """How a forward makes its loss of its ``labels`` as they are: "function", "cross entropy"; "": otherwise."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, TypeError, SyntaxError):  # no source
+        return ""
+    nodes = list(ast.walk(tree))
+    written = [node for node in nodes if isinstance(node, ast.Name) and node.id == "labels" and _is_store(node)]
+    assigned = [ast.unparse(node) for node in nodes if isinstance(node, ast.Assign)]
+    moved = [one for one in assigned if one.startswith("labels = labels.to(")]
+    if len(written) > len(moved):
+        return ""
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    functions = [call for call in calls if ast.unparse(call.func) == "self.loss_function"]
+    entropies = [call for call in calls if ast.unparse(call.func).split(".")[-1] == "CrossEntropyLoss"]
+    if len(functions) == 1 and not entropies:
+        keywords = {str(one.arg): ast.unparse(one.value) for one in functions[0].keywords}
+        given = [*map(ast.unparse, functions[0].args), keywords.get("labels", "")]
+        return "function" if given.count("labels") == 1 and "shift_labels" not in keywords else ""
+    if len(entropies) == 1 and not functions:
+        options = [ast.unparse(one) for one in (*entropies[0].args, *entropies[0].keywords)]
+        last = [ast.unparse(call.args[-1]) for call in calls if "loss" in ast.unparse(call.func) and call.args]
+        flat = last in (["labels.view(-1)"], ["labels.reshape(-1)"])
+        return "cross entropy" if flat and options in ([], [f"ignore_index={IGNORED}"]) else ""
+    return ""
+
+
+def _is_store(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Store)

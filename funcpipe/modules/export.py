@@ -1,0 +1,399 @@
+"""A whole forward as one graph, by ``torch.export``: every tensor of the model an input, nothing of the model touched.
+
+The non-strict training IR is taken as it is. Its functionalised twin would be purer, but drops ``no_grad`` and autocast
+regions, and with them the right gradients; purity comes back at the borders of the stages (`graph`). What export gets
+wrong in silence is refused here, with the way out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from funcpipe.core.errors import PlanError, raise_all
+from funcpipe.core.torch_names import rename
+from funcpipe.core.tree import Spec, flatten, is_differentiable, paths, unflatten
+from funcpipe.modules import custom_functions
+from funcpipe.modules.batchnorm import DeferredBatchNorm, Running, refuse_processes
+from funcpipe.modules.configs import without_cache
+from funcpipe.modules.module import all_tensors, copied, first_names
+from funcpipe.modules.nodes import layer_of, norms_of, writes_of
+from funcpipe.modules.signature import Guard, Signature
+from funcpipe.modules.traced import Norm, refit
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model's forward as one graph over flat values.
+
+    Attributes:
+        module: the graph; its placeholders are parameters, buffers, constants and the leaves of the inputs.
+        sources: placeholder -> ("param" | "buffer", its first name in the model) or ("const", the placeholder); inputs
+            are not in it.
+        consts: placeholder -> a tensor that the forward uses and nobody registered.
+        outputs: for each leaf of the output ("value", a node's name) or ("constant", itself).
+        signature: how inputs become values, and values the output.
+        written: buffers (first names) that the forward writes, batch norm's apart.
+        evaluation: was all of the model in evaluation mode.
+    """
+
+    module: fx.GraphModule
+    sources: Mapping[str, tuple[str, str]]
+    consts: Mapping[str, Tensor]
+    outputs: tuple[tuple[str, Any], ...]
+    signature: Signature
+    written: frozenset[str]
+    evaluation: bool
+
+    def sample_output(self) -> Any:
+        """The model's output on the example, its tensors without numbers."""
+        nodes = {node.name: node for node in self.module.graph.nodes}
+        found = [nodes[one].meta.get("val") if kind == "value" else one for kind, one in self.outputs]
+        return self.signature.output(found)
+
+    @property
+    def body(self) -> list[fx.Node]:
+        """The nodes that compute, in order."""
+        return [n for n in self.module.graph.nodes if n.op in ("call_function", "call_module")]
+
+
+def split_point() -> None:
+    """Mark a place in a model's forward where `split` cuts it; does nothing anywhere else.
+
+    Only a trace sees it: give ``example=``. ``at``, ``balance`` and ``policy`` say otherwise where to cut, and win.
+
+    >>> from torch import nn
+    >>> class Net(nn.Module):
+    ...     def forward(self, x):
+    ...         x = x + 1
+    ...         split_point()
+    ...         return x * 2
+    >>> Net()(1)
+    4
+    """
+    if _capturing.on:
+        _marker()()
+
+
+class _Capturing(threading.local):
+    on = False
+
+
+_capturing = _Capturing()
+_library: list[Any] = []
+
+
+def _marker() -> Any:
+    """The operation that stands for a mark in a graph; made when it is first needed."""
+    if not _library:
+        library = torch.library.Library("funcpipe", "FRAGMENT")
+        library.define("split_point() -> ()")
+        library.impl("split_point", lambda: None, "CompositeExplicitAutograd")
+        fx.has_side_effect(torch.ops.funcpipe.split_point.default)
+        _library.append(library)
+    return torch.ops.funcpipe.split_point.default
+
+
+def is_marker(node: fx.Node) -> bool:
+    """Is this node a `split_point`."""
+    return bool(_library) and node.target is torch.ops.funcpipe.split_point.default
+
+
+def callers(model: nn.Module) -> list[str]:
+    """The classes of a model whose forward names `split_point`."""
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    codes = {kind.__name__: getattr(kind.forward, "__code__", None) for kind in kinds}
+    return [name for name, code in codes.items() if code is not None and split_point.__name__ in code.co_names]
+
+
+def shell(model: nn.Module) -> nn.Module:
+    """A copy of the model's structure around the very same tensors: writing attributes on it leaves the model alone.
+
+    Where its configuration asks for a cache of keys and values it does so no more: a cache is for generating, is no
+    value that can leave a stage, and would be filled anew by every microbatch.
+    """
+    own = copied(model)
+    without_cache(own, model)
+    return own
+
+
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, axes: Sequence[int | None] | None = None
+) -> Captured:
+    """Trace a model on an example.
+
+    Args:
+        model: in the mode in which it shall run; untouched.
+        args, kwargs: of its forward.
+        axes: for each leaf of (args, kwargs) the dimension that is its number of rows, which is kept open, or None;
+            None: trace for just the rows of the example.
+
+    Raises:
+        PlanError: with the reason and the way out.
+    """
+    from torch.export.graph_signature import InputKind
+
+    canonical = first_names(all_tensors(model))
+    own = shell(model)
+    opened = _open_norms(own)
+    flat = _Flat(own, args, kwargs, axes)
+    flat.check_rows()
+    program = _export(own, flat)
+    sources: dict[str, tuple[str, str]] = {}
+    consts: dict[str, Tensor] = {}
+    inputs: list[str] = []
+    faults: list[str] = []
+    for spec in program.graph_signature.input_specs:
+        name, target = spec.arg.name, spec.target
+        match spec.kind:
+            case InputKind.PARAMETER:
+                sources[name] = "param", canonical[target]
+            case InputKind.BUFFER:
+                sources[name] = "buffer", canonical[target]
+            case InputKind.CONSTANT_TENSOR:
+                sources[name], consts[name] = ("const", name), program.constants[target]
+            case InputKind.USER_INPUT:
+                inputs.append(name)
+            case _:
+                faults.append(f"{target or name} is a {spec.kind.name.lower().replace('_', ' ')}, which cannot be cut")
+    raise_all("the traced model uses what stages cannot hold:", faults)
+    nodes = {node.name: node for node in program.graph.nodes}
+    named = {number: nodes[name] for number, name in zip(flat.tensors, inputs, strict=True)}
+    for number, node in named.items():
+        rename(node, flat.names[number])
+    guards = tuple(
+        Guard.of(named[number], program.range_constraints)
+        if number in named
+        else Guard(flat.names[number], leaf, None, ())
+        for number, leaf in enumerate(flat.leaves)
+    )
+    assert flat.out_spec is not None
+    signature = Signature(guards, tuple(kwargs), flat.spec, flat.out_spec)
+    module = program.graph_module
+    norms = _norms(module, sources, opened)
+    written = _written(module, {**sources, **{node.name: ("input", node.name) for node in named.values()}}, norms)
+    _refuse_views(model, written)
+    refit(module, norms)
+    results: Any = module.graph.output_node().args[0]
+    outputs = tuple(("value", one.name) if isinstance(one, fx.Node) else ("constant", one) for one in results)
+    evaluation = not any(layer.training for layer in model.modules())
+    return Captured(module, sources, consts, outputs, signature, written, evaluation)
+
+
+def _open_norms(own: nn.Module) -> dict[str, tuple[Running, float | None]]:
+    """Torch's batch norm layers trace as one operation; what they would update, and by which momentum, at every path.
+
+    So do layers with a forward of their own that average over all batches.
+    """
+    found: dict[str, tuple[Running, float | None]] = {}
+    first: dict[int, tuple[Running, float | None]] = {}
+    for path, layer in own.named_modules(remove_duplicate=False):
+        plain = not DeferredBatchNorm.has_own_forward(type(layer))
+        if DeferredBatchNorm.converts(layer) and id(layer) not in first and (plain or layer.momentum is None):
+            first[id(layer)] = Running.of(layer, path), layer.momentum
+            layer.momentum = 0.1  # None would read the counter's number, which a graph cannot
+            layer.num_batches_tracked = None  # the commit counts
+            if plain and isinstance(layer, nn.SyncBatchNorm):  # alone in its process it is a plain one
+                refuse_processes(layer)
+                vars(layer)["forward"] = MethodType(nn.BatchNorm1d.forward, layer)
+        if id(layer) in first:
+            found[path] = first[id(layer)]
+    return found
+
+
+def _norms(
+    module: fx.GraphModule,
+    sources: Mapping[str, tuple[str, str]],
+    opened: Mapping[str, tuple[Running, float | None]],
+) -> dict[fx.Node, Norm]:
+    """What takes the place of each batch norm that updates buffers. Raises PlanError."""
+    norms: dict[fx.Node, Norm] = {}
+    known: dict[str, tuple[Running, float | None]] = {}
+    faults: list[str] = []
+    for node, given in norms_of(module).items():
+        kinds = [sources.get(one.name, ("", "")) if isinstance(one, fx.Node) else ("", "") for one in given]
+        if any(kind != "buffer" for kind, _ in kinds):
+            continue
+        mean, var = (name for _, name in kinds)
+        asked: Any = Running(mean, var, None), node.args[6]
+        layers = opened.get(layer_of(node).partition("@")[0])
+        running, momentum = layers if layers is not None and layers[0].mean == mean else asked
+        if known.setdefault(mean, (running, momentum)) != (running, momentum):
+            faults.append(f"{mean!r} is updated in several ways, in {node.name}")
+        norms[node] = Norm(running, momentum, float(node.args[7]))  # pyright: ignore[reportArgumentType]
+    raise_all("the running statistics of the model cannot be deferred:", faults)
+    return norms
+
+
+def _refuse_views(model: nn.Module, written: frozenset[str]) -> None:
+    """Buffers that are written must not share their memory: each stage has its own. Raises PlanError."""
+    buffers = {name: one for name, one in model.named_buffers() if not one.is_meta}
+    where: dict[int, list[str]] = {}
+    for name, one in buffers.items():
+        where.setdefault(one.untyped_storage().data_ptr(), []).append(name)
+    for names in where.values():
+        if len(names) > 1 and written & set(names):
+            raise PlanError(f"the buffers {names} share memory and the forward writes into it; make them one buffer")
+
+
+class _Flat:
+    """A forward over the tensors of its inputs alone, and its output's leaves: export sees no container of the user's.
+
+    Our trees know more containers than export's, and what is no tensor is a constant of the trace in any case.
+
+    Attributes:
+        leaves, spec: of the example, (args, kwargs).
+        axes: for each leaf the dimension of its rows, None for none.
+        names: of the leaves.
+        out_spec: of the output, after the trace.
+        functions: Python autograd.Functions between the inputs and the output, after the trace.
+    """
+
+    def __init__(
+        self, own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Sequence[int | None] | None
+    ) -> None:
+        self.forward = own.forward
+        try:
+            bound = inspect.signature(own.forward).bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise PlanError(f"the example does not fit the forward of {type(own).__name__}: {error}") from None
+        self.leaves, self.spec = flatten((args, kwargs))
+        self.axes = [None] * len(self.leaves) if axes is None else list(axes)
+        parameters = list(bound)
+        self.names = [_leaf_name(path, parameters) for path in paths((args, kwargs))]
+        for number, name in enumerate(self.names):
+            while name in self.names[:number]:
+                name += "_"
+            self.names[number] = name
+        self.tensors = [number for number, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        self.out_spec: Spec | None = None
+        self.functions: set[str] = set()
+
+    def check_rows(self) -> None:
+        """An example for any number of rows has two rows or more. Raises PlanError."""
+        for name, leaf, axis in zip(self.names, self.leaves, self.axes, strict=True):
+            if axis is not None and leaf.shape[axis] < 2:
+                raise PlanError(
+                    f"{name} of the example has {leaf.shape[axis]} rows; give an example with two rows or more, so "
+                    "that the number of rows stays open, or any_rows=False"
+                )
+
+    def rows(self) -> list[str]:
+        """What has rows, with the dimension where that is not the first."""
+        pairs = zip(self.names, self.axes, strict=True)
+        return [f"dimension {axis} of {name}" if axis else name for name, axis in pairs if axis is not None]
+
+    def open_rows(self) -> Any:
+        """For ``torch.export``: the number of rows of every tensor is one symbol; None where none has rows."""
+        batch = torch.export.Dim("batch")
+        opened = [None if self.axes[number] is None else {self.axes[number]: batch} for number in self.tensors]
+        return tuple(opened) if any(opened) else None
+
+    def call(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """The forward with these tensors in the places of the example's."""
+        given = list(self.leaves)
+        for number, tensor in zip(self.tensors, tensors, strict=True):
+            given[number] = tensor
+        args, kwargs = unflatten(self.spec, given)
+        leaves, self.out_spec = flatten(self.forward(*args, **kwargs))
+        self.functions = custom_functions.on_the_way_to(leaves)
+        return tuple(leaves)
+
+
+def _leaf_name(path: tuple[Any, ...], parameters: Sequence[str]) -> str:
+    """A leaf of (args, kwargs) by the name of its parameter and its own keys."""
+    side, first, *rest = path
+    if side == 0:
+        first = parameters[first] if first < len(parameters) else f"argument{first}"
+    return re.sub(r"\W", "_", "_".join(map(str, (first, *rest))))
+
+
+def _export(own: nn.Module, flat: _Flat) -> Any:
+    """The program of the forward. Its inputs require gradients, so that custom functions on them are seen too."""
+    plain = tuple(flat.leaves[number] for number in flat.tensors)
+    opened = flat.open_rows()
+    shapes = None if opened is None else {"tensors": opened}
+    own.forward = lambda *tensors: flat.call(*tensors)  # noqa: PLW0108  export wants a plain function
+    _marker()
+    _capturing.on = True
+    try:
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                program = torch.export.export(own, _requiring_grad(plain), dynamic_shapes=shapes, strict=False)
+            except RuntimeError as error:
+                if "leaf Variable that requires grad" not in str(error):
+                    raise
+                # It writes into an input: the graph names it, and `_written` refuses it.
+                program = torch.export.export(own, plain, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        raise PlanError(_reason(error, flat.rows())) from error
+    finally:
+        _capturing.on = False
+    custom_functions.refuse(flat.functions, program.graph_module)
+    return program
+
+
+def _requiring_grad(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The same numbers; what may have a gradient asks for one."""
+    return tuple(one.detach().requires_grad_() if is_differentiable(one) else one for one in tensors)
+
+
+def _reason(error: Exception, rows: Sequence[str]) -> str:
+    """What torch said, shortened, and what to do."""
+    text = str(error).strip()
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    out = "cut without tracing: split(model, num_stages) without example=, or write the stages yourself with fp.stage"
+    if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or "Could not guard" in text:
+        why = (
+            "its Python code branches on the numbers in a tensor, so one graph cannot stand for it; use torch.where "
+            "or torch.cond"
+        )
+    elif "Constraints violated" in text or "specialized" in text or "ConstraintViolation" in type(error).__name__:
+        why = (
+            "its code fixes the number of rows (a Python branch, loop or reshape on the batch size); make it "
+            f"independent of the batch size (taken for rows: {', '.join(rows) or 'nothing'}), or give an example with "
+            "the rows of one microbatch and any_rows=False"
+        )
+    else:
+        why = "torch.export does not take it"
+    return f"the model cannot be traced: {why}. torch says: {type(error).__name__}: {first[:300]}. Else {out}"
+
+
+def _written(
+    module: fx.GraphModule, sources: Mapping[str, tuple[str, str]], norms: Mapping[fx.Node, Norm]
+) -> frozenset[str]:
+    """The buffers that the forward writes. Raises PlanError for writes to anything else that is given."""
+    written: set[str] = set()
+    faults: list[str] = []
+    apart = {name for norm in norms.values() for name in norm.running[:2]}
+    for node, root in writes_of(module, norms):
+        kind, name = sources.get(root.name, ("", ""))
+        fault = ""
+        match kind:
+            case "buffer":
+                written.add(name)
+                if name in apart:
+                    fault = f"it writes into {name!r}, which a batch norm updates"
+                elif node in norms_of(module):
+                    fault = f"batch norm updates a part of {name!r}, or after another write"
+            case "param":
+                fault = f"it writes into its parameter {name!r}"
+            case "const":
+                fault = f"it writes into the tensor {name!r}, which no register_buffer made its state"
+            case "input":
+                fault = f"it writes into its input {name!r}; clone it first"
+            case _:  # its own
+                pass
+        faults += [f"{fault}, in {node.name}"] if fault else []
+    raise_all("the model's forward is not pure:", faults)
+    return frozenset(written)

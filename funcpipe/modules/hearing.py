@@ -1,0 +1,135 @@
+"""Which buffers a module's forward writes, also by operations that do not say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.torch_names import FakeTensor, FunctionalTensor, was_written
+from funcpipe.core.torch_names import version as writes_into
+from funcpipe.core.tree import under_transform
+
+T = TypeVar("T")
+
+
+class NormCall(NamedTuple):
+    """What is given to one of torch's norms that writes running statistics; named as torch does."""
+
+    input: Tensor
+    running_mean: Tensor | None = None
+    running_var: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+    @property
+    def tensors(self) -> set[int]:
+        """The ids of what it writes."""
+        return {id(self.running_mean), id(self.running_var)} if self.training else set()
+
+
+_HIGH = ["input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"]
+_LOW = ["input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"]
+BATCH_NORMS: Mapping[Any, Sequence[str]] = {F.batch_norm: _HIGH, torch.batch_norm: _LOW}
+"""The arguments of the functions that write running statistics of a batch; torch counts no version for these writes."""
+
+NORMS: Mapping[Any, Sequence[str]] = {**BATCH_NORMS, F.instance_norm: _HIGH, torch.instance_norm: _LOW}
+_DEFAULTS = {F.instance_norm: {"training": True}}
+
+
+class Hearing(TorchFunctionMode):
+    """While it is on, who gives one of these tensors to a norm as running statistics gets ``answer`` instead.
+
+    Args:
+        tensors: what to listen for, by id.
+        norms: the functions, with the names of their arguments.
+        answer: called with the arguments; its result is that of the call.
+    """
+
+    def __init__(
+        self, tensors: Set[int], norms: Mapping[Any, Sequence[str]], answer: Callable[[NormCall], Any]
+    ) -> None:
+        super().__init__()
+        self.tensors, self.norms, self.answer = tensors, norms, answer
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func not in self.norms:
+            return func(*args, **given)
+        named: dict[str, Any] = {**_DEFAULTS.get(func, {}), **dict(zip(self.norms[func], args, strict=False)), **given}
+        named["training"] = named.pop("use_input_stats", named.get("training", False))
+        call = NormCall(**{name: named[name] for name in NormCall._fields if name in named})
+        return self.answer(call) if call.tensors & self.tensors else func(*args, **given)
+
+
+def looked_at(forward: Callable[[], T], buffers: Mapping[str, Tensor], who: str) -> tuple[T, bool]:
+    """What a forward returns, whose buffers have the same bits afterwards; and could these be seen.
+
+    For once: torch's norms, and whoever writes into ``.data``, count no version.
+
+    Raises:
+        PlanError: it wrote; a norm is refused before it does.
+    """
+
+    def refuse(call: NormCall) -> Any:
+        refuse_writes(who, [name for name, buffer in buffers.items() if id(buffer) in call.tensors])
+
+    before = _bits(buffers)
+    with Hearing({id(buffer) for buffer in buffers.values()}, NORMS, refuse):
+        out = forward()
+    if before is None:
+        return out, False
+    after = _bits(buffers) or before
+    refuse_writes(who, [name for name, old, new in zip(buffers, before, after, strict=True) if old != new])
+    return out, True
+
+
+def refuse_writes(who: str, names: Sequence[str]) -> None:
+    """Raises PlanError if there are any names of buffers that a forward writes."""
+    if names:
+        raise PlanError(
+            f"the forward of {who} writes into its buffers {list(names)}, and the order of microbatches must not "
+            "matter; only batch norm layers (nn.BatchNorm and what inherits from it) are deferred by themselves. "
+            "Make it a function stage that returns its statistics in Out(stats=...) and folds them in commit=... "
+            "(fp.models.batch_norm is one), or put the layer in evaluation mode"
+        )
+
+
+def version(tensor: Tensor | None) -> int:
+    """How often a tensor was written to; under inference mode torch does not count."""
+    return 0 if tensor is None or tensor.is_inference() else writes_into(tensor)
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Is it no tensor of a trace."""
+    return not (isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta)
+
+
+def _bits(buffers: Mapping[str, Tensor]) -> list[int] | None:
+    """A number for each that a write changes; None where there is none to see."""
+    if under_transform() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return None
+    if all(map(has_numbers, buffers.values())):
+        return [_sum(buffer) for buffer in buffers.values()]
+    if all(isinstance(buffer, FunctionalTensor) for buffer in buffers.values()):  # while a stage is compiled
+        return [was_written(buffer) for buffer in buffers.values()]
+    return None
+
+
+def _sum(buffer: Tensor) -> int:
+    """Of its bits, for NaN equals nothing."""
+    if type(buffer) not in (Tensor, nn.Parameter) or buffer.layout is not torch.strided or buffer.is_quantized:
+        return 0
+    flat = buffer.detach().resolve_conj().resolve_neg().reshape(-1)
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
+    return int(flat.view(whole).sum(dtype=torch.int64))

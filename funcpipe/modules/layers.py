@@ -1,0 +1,133 @@
+"""A model cut between the blocks of its stack, without a trace: each stage gets its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from funcpipe.core.errors import PlanError, raise_all
+from funcpipe.core.stage import Stage
+from funcpipe.modules.balance import checked_sizes
+from funcpipe.modules.batchnorm import CommitLayers
+from funcpipe.modules.configs import configs, without_cache
+from funcpipe.modules.layers_find import TRACED, Layers, find_layers
+from funcpipe.modules.layers_look import asks
+from funcpipe.modules.layers_stage import INPUTS, LayersFn
+from funcpipe.modules.module import Skeleton, refuse_lazy
+from funcpipe.modules.skippable import skips_of
+
+
+def cut_layers(
+    model: nn.Module, sizes: Sequence[int], *, layers: Layers | str | None = None
+) -> tuple[tuple[Stage, dict[str, Any], Any], ...]:
+    """Cut a model between the blocks of its stack; nothing is traced, control flow and custom kernels stay.
+
+    Each stage runs the model's own forward on a copy without numbers, in which what another stage computes is left out:
+    entries and earlier blocks give back what arrived, and the forward is left after the stage's last block. Masks and
+    rotary tables are computed again in each stage from the model's inputs, which travel as a skip. Between stages goes
+    what the last block returned, the last stage returns the model's output.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> [(stage.name, sorted(params)) for stage, params, _ in cut_layers(net, [1, 2])]
+    [('[0:1]', ['0.bias', '0.weight']), ('[1:3]', ['1.bias', '1.weight', '2.bias', '2.weight'])]
+
+    Args:
+        model: on one device, or on meta as a whole.
+        sizes: blocks of each stage.
+        layers: from `find_layers`, or the path of the list.
+
+    Returns:
+        For each stage the stage, the model's own parameters by the model's names, and copies of its buffers (() for
+        none). A parameter that several stages need is in each of them: tie them.
+
+    Raises:
+        PlanError: sizes or model do not fit; everything that is wrong is listed.
+    """
+    refuse_lazy(model)
+    skips = skips_of(model)
+    found = layers if isinstance(layers, Layers) else find_layers(model, layers)
+    counts: list[int] = []
+    faults: list[str] = []
+    try:
+        counts = checked_sizes(sizes, len(found), f"blocks of {found.path!r}")
+    except PlanError as error:  # said with all else that is wrong
+        faults.append(str(error))
+    faults += _model_faults(model, found, split=counts != [len(found)])
+    if skips.inside:
+        faults.append(
+            "it has skippable layers, whose values do not follow the stack; make an nn.Sequential of it, or stages "
+            "with fp.from_module"
+        )
+    raise_all(f"{type(model).__name__} cannot be cut so:", faults)
+    shape = Skeleton(model)
+    without_cache(shape.module, model)
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    out: list[tuple[Stage, dict[str, Any], Any]] = []
+    for first, last in zip([0, *accumulate(counts)], accumulate(counts), strict=False):
+        fn = LayersFn(shape, skips, found, first, last)
+        state = {name: buffers[name].detach().clone() for name in fn.buffer_shapes}
+        made = Stage(
+            fn,
+            f"{found.path}[{first}:{last}]",
+            stash=(INPUTS,) if first == 0 and last < len(found) else (),
+            pop=(INPUTS,) if first else (),
+            state=bool(state),
+            commit=CommitLayers(fn.norms) if fn.norms else None,
+            takes_train=True,
+            evaluation=fn.evaluation,
+        )
+        out.append((made, {name: params[name] for name in fn.param_shapes}, state or ()))
+    return tuple(out)
+
+
+def _model_faults(model: nn.Module, found: Layers, *, split: bool) -> list[str]:
+    blocks = [model.get_submodule(name) for name in found.names]
+    first = {id(block): name for block, name in reversed(list(zip(blocks, found.names, strict=True)))}
+    faults = [
+        f"{name} and {first[id(block)]} are one module that runs twice; {TRACED}"
+        for block, name in zip(blocks, found.names, strict=True)
+        if first[id(block)] != name
+    ]
+    named = [*model.named_parameters(), *model.named_buffers()]
+    faults += [
+        f"{name} is a {type(one).__name__} of {one.dtype}, not a plain floating parameter (quantized?); convert it "
+        "first"
+        for name, one in model.named_parameters()
+        if not (one.is_floating_point() or one.is_complex())
+    ]
+    where = {str(one.device): name for name, one in reversed(named)}
+    if len(where) > 1:
+        listed = ", ".join(f"{name} on {device}" for device, name in sorted(where.items()))
+        faults.append(
+            f"it lies on several devices ({listed}); "
+            + (
+                "give numbers to all of it first, or to none"
+                if "meta" in where
+                else "cut it on one, then fp.place(plan, params)"
+            )
+        )
+    if split:
+        faults += _configured(model)
+    return faults
+
+
+def _configured(model: nn.Module) -> list[str]:
+    """What the model is set to do across its blocks."""
+    faults: list[str] = []
+    for config in configs(model):
+        for name, value in vars(config).items():
+            if asks(name, value):
+                faults.append(
+                    f"config.{name.lstrip('_')} is {value}: it collects something of every block, and a stage sees "
+                    f"its own only; set it to False, or {TRACED}"
+                )
+            elif "layerdrop" in name and isinstance(value, float) and value > 0 and model.training:
+                faults.append(
+                    f"config.{name} is {value}: which blocks are left out is drawn in the loop over all of them; set "
+                    "it to 0"
+                )
+    return list(dict.fromkeys(faults))

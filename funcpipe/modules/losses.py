@@ -1,0 +1,84 @@
+"""A model's own loss, taken out of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.tree import flatten, locations
+from funcpipe.modules.counting import Labels
+
+
+class ModelLoss:
+    """``(output, target) -> loss`` for a model that computes its loss itself; the target is not looked at.
+
+    Attributes:
+        path: the keys or attributes that lead to the loss; None: the output itself, its ``.loss`` or its ``["loss"]``.
+        labels: what a microbatch counts, by the model's inputs; None: its rows.
+    """
+
+    def __init__(self, path: tuple[Any, ...] | None = None, labels: Callable[[Any], Any] | None = None) -> None:
+        self.path, self.labels = path, labels
+
+    def __call__(self, y: Any, target: Any = None) -> Any:
+        """The loss. Raises PlanError where there is none."""
+        found = self.find(y)
+        if found is None:
+            asked = "a loss" if self.path is None else f"a loss at {'.'.join(map(str, self.path))}"
+            raise PlanError(
+                f"the model's output has no {asked.removeprefix('a ')}; its scalars are {scalars(y) or 'none'}; give "
+                "split(..., loss=path or function), or a loss of your own to make_plan(loss=)"
+            )
+        return found
+
+    def weigh(self, inputs: Any, target: Any) -> Any:
+        """How much a microbatch counts: the labels that the model's loss is the mean of; None: its rows."""
+        return None if self.labels is None else self.labels(inputs)
+
+    def find(self, y: Any) -> Any:
+        """The loss, None where there is none."""
+        if self.path is not None:
+            for key in self.path:
+                y = _step(y, key)
+            return y if _is_loss(y) else None
+        return next((one for one in (y, _step(y, "loss")) if _is_loss(one)), None)
+
+    def __repr__(self) -> str:
+        return f"ModelLoss({'' if self.path is None else '.'.join(map(str, self.path))})"
+
+
+def as_loss(given: Any, model: nn.Module) -> Callable[[Any, Any], Any]:
+    """What ``split(loss=)`` takes, as a plan's loss. Raises PlanError."""
+    if given is None:
+        return ModelLoss(None, Labels(model))
+    if isinstance(given, (str, int)):
+        given = tuple(given.split(".")) if isinstance(given, str) else (given,)
+    if isinstance(given, tuple):
+        return ModelLoss(given, Labels(model))  # pyright: ignore[reportUnknownArgumentType]
+    if callable(given):
+        return lambda y, target: given(y)
+    raise PlanError(
+        "loss is a path into the model's output ('loss', 0, ('head', 'loss')) or a function of it; got a "
+        f"{type(given).__name__}"
+    )
+
+
+def scalars(y: Any) -> list[str]:
+    """Where an output has floating scalars."""
+    return [name for name, leaf in zip(locations(y, "output"), flatten(y)[0], strict=True) if _is_loss(leaf)]
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.dim() and value.is_floating_point()
+
+
+def _step(y: Any, key: Any) -> Any:
+    if isinstance(y, Mapping):
+        return y.get(key)  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(y, (tuple, list)) and not hasattr(y, "_fields"):
+        number = int(key) if str(key).isdigit() else -1
+        return y[number] if 0 <= number < len(y) else None  # pyright: ignore[reportUnknownVariableType]
+    return getattr(y, str(key), None)

@@ -1,0 +1,352 @@
+"""One nn.Module as one stage: a parameter-free copy of it, and its parameters and buffers as flat dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from copy import deepcopy
+from typing import Any, Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from funcpipe.core.errors import PlanError, raise_all
+from funcpipe.core.stage import Bindable, Stage, checked_names, normalise
+from funcpipe.core.torch_names import FLAT_WEIGHTS, buffers_of, list_weights, parameters_of, without_modes
+from funcpipe.core.tree import Tree
+from funcpipe.core.words import similar
+from funcpipe.modules.batchnorm import CommitLayers, DeferredBatchNorm, Running
+from funcpipe.modules.hearing import has_numbers, looked_at, refuse_writes, version
+from funcpipe.modules.scripted import scripted
+from funcpipe.modules.skip_scope import carrying
+from funcpipe.modules.skippable import Skips, skips_of
+
+Params: TypeAlias = dict[str, Tensor]
+State: TypeAlias = Any
+
+
+def from_module(
+    module: nn.Module, *, name: str = "", feeds: Sequence[str] = (), deferred: bool = True
+) -> tuple[Stage, Params, State]:
+    """A module as a stage, with its parameters and state.
+
+    The stage owns a copy of the module without its numbers; the module itself is never touched. Batch norm layers
+    become deferred ones (`batch_norm`). What its `skippable` layers, at any depth, exchange with other stages the stage
+    stashes and pops. A layer of the copy trains where the plan trains and the layer was in training mode when the stage
+    was made: a frozen batch norm stays frozen, and after ``module.eval()`` the whole stage stays in evaluation mode.
+
+    >>> from torch import nn
+    >>> block, params, state = from_module(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
+    >>> sorted(params), sorted(state)[0]
+    (['0.bias', '0.weight', '1.bias', '1.weight'], '1.num_batches_tracked')
+
+    Args:
+        module: any module. Its input is the stage's input; exactly a ``tuple`` is spread over its arguments.
+        name: what errors call the stage.
+        feeds: names of values of the batch that its forward takes as keywords.
+        deferred: batch norm layers update their running statistics once per batch (True), or once per microbatch, as
+            the module itself would if it were called on one microbatch after the other.
+
+    Returns:
+        The stage; the module's own parameters by the module's own names; copies of its buffers by name, or ``()``.
+
+    Raises:
+        PlanError: not a module, not initialised, one that cannot be copied, or one whose layers stash and pop what does
+            not match.
+    """
+    if not isinstance(module, nn.Module):
+        raise PlanError(f"from_module takes an nn.Module; got a {type(module).__name__} (for a function: fp.stage(fn))")
+    refuse_lazy(module)
+    return stage_of(module, skips_of(module), name=name, feeds=feeds, deferred=deferred)
+
+
+def stage_of(
+    module: nn.Module,
+    skips: Skips,
+    *,
+    name: str = "",
+    feeds: Sequence[str] = (),
+    deferred: bool = True,
+    spread: bool = True,
+) -> tuple[Stage, Params, State]:
+    """`from_module` with these skips; without ``spread`` a tuple is one argument too."""
+    params: Params = dict(module.named_parameters())
+    state = {key: buffer.detach().clone() for key, buffer in module.named_buffers()}
+    shape = Skeleton(module)
+    fn = ModuleFn(shape, skips, set(shape.canonical), spread=spread)
+    made = Stage(
+        fn,
+        name,
+        stash=tuple(skips.stash),
+        pop=tuple(skips.pop),
+        feeds=checked_names(feeds, "feeds"),
+        state=bool(state),
+        commit=CommitLayers(fn.norms, deferred=deferred) if fn.norms else None,
+        offers=tuple(skips.offers),
+        takes_train=True,
+        evaluation=fn.evaluation,
+    )
+    return made, params, state or ()
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Raises PlanError where parameters or buffers have no shape yet, or are TorchScript's."""
+    raise_all(f"this {type(module).__name__} cannot be a stage:", scripted(module))
+    lazy = [name for name, tensor in all_tensors(module).items() if nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise PlanError(f"parameters {lazy} are not initialised yet; call the module once on an example first")
+
+
+def all_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under every name that they have."""
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return dict(named)
+
+
+def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Every name of a tensor -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+
+
+def copied(module: nn.Module, change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> nn.Module:
+    """A copy of a module's structure around its very tensors, or around what takes their places. Raises PlanError."""
+    try:
+        return deepcopy(module, {id(tensor): change(tensor) for tensor in all_tensors(module).values()})
+    except Exception as error:
+        raise PlanError(
+            f"the module cannot be copied ({error}); stages have a copy of its structure, so tensors that a forward "
+            "computed must not be kept as attributes (instead of torch.nn.utils.weight_norm use "
+            "torch.nn.utils.parametrizations.weight_norm)"
+        ) from error
+
+
+class Skeleton:
+    """A copy of a module without its numbers, with deferred norms; nobody runs it, so stages share it.
+
+    Attributes:
+        module: the copy.
+        canonical: every name of a parameter or buffer -> the first name of the same tensor.
+        shapes: of the tensors, by these first names.
+        buffers: the first names of buffers.
+        norms: for the path of each layer whose statistics are deferred, its buffers.
+        frozen: the paths of layers that stay in evaluation mode.
+        evaluation: do all of them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        tensors = all_tensors(module)
+        self.canonical = first_names(tensors)
+        self.shapes = {name: tuple(tensors[name].shape) for name in self.canonical.values()}
+        self.buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        self.module = copied(module, _placeholder)
+        self.norms: dict[str, Running] = {}
+        for path, layer in self.module.named_modules():
+            if DeferredBatchNorm.converts(layer):
+                self.norms[path] = Running.of(layer, path)
+                DeferredBatchNorm.convert(layer, path)
+        self.frozen = [path for path, layer in self.module.named_modules() if not layer.training]
+        self.evaluation = all(not layer.training for layer in self.module.modules())
+
+
+class ModuleFn(Bindable):
+    """A module as a function of its parameters: ``fn(params, x, skips=, feeds=, state=, train=)``.
+
+    Attributes:
+        held: the names (all of them, of tied ones too) of the tensors that the stage has.
+        norms: for the path of each layer whose statistics are deferred, its buffers.
+        looked: the modes (training or not) in which a forward was looked at for writes into buffers.
+    """
+
+    def __init__(self, shape: Skeleton, skips: Skips, held: Set[str], *, spread: bool) -> None:
+        self.shape, self.skeleton, self.evaluation = shape, shape.module, shape.evaluation
+        self.skips, self.held, self.spread = skips, held, spread
+        first = {shape.canonical[alias] for alias in held}
+        shapes = {name: size for name, size in shape.shapes.items() if name in first}
+        self.param_shapes = {name: size for name, size in shapes.items() if name not in shape.buffers}
+        self.buffer_shapes = {name: size for name, size in shapes.items() if name in shape.buffers}
+        self.norms = {path: running for path, running in shape.norms.items() if running.mean in held}
+        self.looked: set[bool] = set()
+        self._idle: list[ModuleCopy] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_idle": []}
+
+    def copy(self) -> ModuleCopy:
+        """A copy to run."""
+        return ModuleCopy(self)
+
+    def __call__(self, params: Params, x: Tree, **extras: Any) -> Any:
+        """Call on a copy of its own: safe under torch.func and from any thread."""
+        return self.copy().install(params, extras.get("state", ()))(x, **extras)
+
+    def bind(self, params: Params, state: State) -> ModuleCopy:
+        """A copy with these tensors as its parameters, kept for the next run when released."""
+        try:
+            idle = self._idle.pop()
+        except IndexError:
+            idle = self.copy()
+        return idle.install(params, state)
+
+    def give_back(self, idle: ModuleCopy) -> None:
+        """Keep a copy whose run went well."""
+        self._idle.append(idle)
+
+    def layers(self) -> list[str]:
+        """The paths of all submodules without children."""
+        return [path for path, layer in self.skeleton.named_modules() if path and not any(layer.children())]
+
+    def check(self, params: Any, state: Any) -> None:
+        """Refuse parameters and buffers that are not exactly those of the stage. Raises PlanError."""
+        wanted = {"params": self.param_shapes, "state": self.buffer_shapes}
+        refuse_other_tensors(type(self.skeleton).__name__, wanted, {"params": params, "state": state or {}})
+
+
+class ModuleCopy:
+    """A private copy of the module with tensors in the places of its parameters."""
+
+    def __init__(self, owner: ModuleFn) -> None:
+        self.owner = owner
+        with without_modes():  # a stage may be traced on fake tensors; its skeleton has none
+            self.module = deepcopy(owner.skeleton)
+        self.train = not owner.evaluation  # as the layers were when the stage was made
+        self.attributes = [(vars(layer), dict(vars(layer))) for layer in self.module.modules()]
+        self.places = {id(layer): path for path, layer in self.module.named_modules()}
+        norms = [layer for layer in self.module.modules() if isinstance(layer, DeferredBatchNorm)]
+        self.norms = [layer for layer in norms if layer.deferral.path in owner.norms]
+        self.recurrent = [layer for layer in self.module.modules() if isinstance(layer, nn.RNNBase)]
+        self.slots: list[tuple[dict[str, Any], str, str]] = []  # where tensors go, and by which name
+        self.absent: list[tuple[dict[str, Any], str, Tensor]] = []  # where those of other stages would
+        for path, layer in self.module.named_modules(remove_duplicate=False):
+            for table in (parameters_of(layer), buffers_of(layer)):
+                for local, tensor in table.items():
+                    alias = f"{path}.{local}" if path else local
+                    if tensor is not None and alias in owner.held:
+                        self.slots.append((table, local, owner.shape.canonical[alias]))
+                    elif tensor is not None:
+                        self.absent.append((table, local, tensor))
+        self.buffers: list[tuple[tuple[dict[str, Any], str, str], Tensor]] = []
+        self.numbers = True
+
+    def install(self, params: Params, state: State) -> Self:
+        """Put tensors in the places of parameters and buffers."""
+        self.owner.check(params, state)
+        given = {**params, **(state or {})}
+        for table, local, key in self.slots:
+            table[local] = given[key]
+        for layer in self.recurrent:  # they keep a second list of their weights
+            list_weights(layer)
+        self.buffers = [(slot, given[slot[2]]) for slot in self.slots if slot[2] in self.owner.buffer_shapes]
+        self.numbers = all(has_numbers(buffer) for _, buffer in self.buffers)
+        return self
+
+    def __call__(self, x: Tree, **extras: Any) -> Any:
+        """Run on one microbatch."""
+        asked = bool(extras.get("train", False))
+        train = asked and not self.owner.evaluation
+        if train is not self.train:
+            self._set_train(train)
+        collects = asked and bool(self.norms)  # a norm in evaluation mode may insist on statistics of the batch
+        for layer in self.norms:
+            layer.deferral.collected = [] if collects else None
+        before = [version(buffer) for _, buffer in self.buffers]
+        if not self.buffers or (self.numbers and train in self.owner.looked):
+            y, stash = self._run(x, extras)
+        else:
+            y, stash = self._look(x, extras)
+        self._refuse_writes(before)
+        if not collects and not stash:
+            return y
+        stats: dict[str, Any] = {}
+        for layer in self.norms if collects else ():
+            stats[layer.deferral.path] = layer.deferral.take()
+        out = normalise(y)
+        return out._replace(stash={**out.stash, **stash}, stats=stats or out.stats)
+
+    def _run(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
+        """The output, and what the layers stashed for other stages."""
+        # Exactly a tuple is spread; a named tuple is one argument.
+        arguments = x if self.owner.spread and type(x) is tuple else (x,)
+        feeds = extras.get("feeds", {})
+        skips = self.owner.skips
+        if not skips.inside:
+            return self.module(*arguments, **feeds), {}
+        taken = extras.get("skips", {})
+        store = {key: taken[name] for name, key in skips.pop.items()}
+        with carrying(store):
+            y = self.module(*arguments, **feeds)
+        given = {**skips.stash, **skips.offers}
+        return y, {name: store[key] for name, key in given.items() if key in store}
+
+    def _look(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
+        """`_run`, the first time in a mode: nothing may write into buffers without saying so."""
+        buffers = {key: buffer for (_, _, key), buffer in self.buffers}
+        found, seen = looked_at(lambda: self._run(x, extras), buffers, type(self.module).__name__)
+        if seen:
+            self.owner.looked.add(self.train)
+        return found
+
+    def _set_train(self, train: bool) -> None:
+        self.module.train(train)
+        for path in self.owner.shape.frozen:
+            self.module.get_submodule(path).training = False
+        self.train = train
+
+    def _refuse_writes(self, before: list[int]) -> None:
+        written = [
+            key
+            for ((table, local, key), buffer), old in zip(self.buffers, before, strict=True)
+            if table.get(local) is not buffer or version(buffer) != old
+        ]
+        refuse_writes(type(self.module).__name__, written)
+
+    def release(self) -> None:
+        """Forget the tensors and be ready for another run."""
+        for table, local, _ in self.slots:
+            table[local] = None
+        for layer in self.recurrent:
+            vars(layer)[FLAT_WEIGHTS] = []
+        self.buffers = []
+        if self._unchanged():  # what a forward kept on the module (an attention map) goes with the copy
+            self.owner.give_back(self)
+
+    def _unchanged(self) -> bool:
+        moving = {"training", FLAT_WEIGHTS}
+        return all(
+            now.keys() == then.keys() and all(now[key] is then[key] for key in then if key not in moving)
+            for now, then in self.attributes
+        )
+
+
+def _placeholder(tensor: Tensor) -> Tensor:
+    """As much of a tensor as a copy without numbers needs."""
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def refuse_other_tensors(
+    owner: str, wanted: Mapping[str, Mapping[str, tuple[int, ...]]], given: Mapping[str, Any]
+) -> None:
+    """Refuse trees of tensors that a module stage cannot run with. Raises PlanError.
+
+    Args:
+        owner: whose tensors they should be.
+        wanted: the shapes by name, for params and for state.
+        given: the trees, likewise.
+    """
+    faults: list[str] = []
+    for what, tree in given.items():
+        shapes = wanted[what]
+        if not isinstance(tree, Mapping):
+            faults.append(f"{what} is a {type(tree).__name__}, not a dict by the module's names")
+            continue
+        strange = [str(name) for name in tree if name not in shapes]  # pyright: ignore[reportUnknownVariableType]
+        faults += [f"{what} has {name!r}, which the module does not{similar(name, shapes)}" for name in strange]
+        for name, shape in shapes.items():
+            tensor: Any = tree.get(name)  # pyright: ignore[reportUnknownVariableType]
+            if name not in tree:
+                faults.append(f"{what} lacks {name!r}{similar(name, strange, '; is it {!r}?')}")
+            elif not isinstance(tensor, Tensor):
+                faults.append(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+            elif tuple(tensor.shape) != shape:
+                faults.append(f"{name!r} has shape {tuple(tensor.shape)}, the module wants {shape}")
+    raise_all(f"these are not the tensors of {owner}:", faults)

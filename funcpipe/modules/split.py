@@ -1,0 +1,240 @@
+"""A model as stages: `Split`, its numbers by the model's own names, and the way back to a ``state_dict``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from funcpipe.core.errors import PlanError, raise_all
+from funcpipe.core.plan import Ties
+from funcpipe.core.stage import Stage
+from funcpipe.core.tree import Tree
+from funcpipe.core.words import similar, size_of
+from funcpipe.modules.graph import Edge
+from funcpipe.modules.module import all_tensors
+from funcpipe.modules.ties import Home, Owner, groups, innermost, mark, transmit
+from funcpipe.modules.traced import GraphFn
+
+Part = tuple[Stage, Any, Any]
+"""A stage with its params and state."""
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A model as pure stages and explicit numbers. Made by ``split``; plain data, nothing of it changes.
+
+    Attributes:
+        stages: in order.
+        params: for each stage the model's parameters that it uses, by the model's names; the very same tensors.
+        state: for each stage copies of the buffers that it uses, by the model's names; () for none.
+        ties: groups of (stage, name) that are one parameter; the stages know them, so a plan has them by itself.
+        loss: ``(output, target) -> loss`` that takes the model's own loss out of its output, and knows what a
+            transformers model's counts; None if it has none.
+        edges: the values between stages, where a trace told them.
+    """
+
+    stages: tuple[Stage, ...]
+    params: tuple[Any, ...]
+    state: tuple[Any, ...]
+    ties: Ties = ()
+    loss: Callable[[Any, Any], Any] | None = None
+    edges: tuple[Edge, ...] = ()
+    homes: Mapping[str, Home] = field(default_factory=dict, repr=False)
+    rest: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        """``stages, params, state, ties, loss = fp.split(...)``."""
+        return iter((self.stages, self.params, self.state, self.ties, self.loss))
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def merge(self, params: Sequence[Tree], state: Sequence[Tree] | None = None) -> dict[str, Tensor]:
+        """Numbers of the stages as the model's ``state_dict``: its names, its order, tied names too.
+
+        Args:
+            params: one dict per stage, like ``self.params``; or gradients, where None is left out.
+            state: one per stage; None: as it was split.
+
+        Raises:
+            PlanError: these are not the trees of this split.
+        """
+        states = self.state if state is None else state
+        if not isinstance(params, (tuple, list)):
+            raise PlanError(
+                f"merge takes one tree for each stage: merge(params, result.state); got a {type(params).__name__}"
+            )
+        if len(params) != len(self) or len(states) != len(self):
+            raise PlanError(
+                f"merge takes one tree for each of {len(self)} stages; got {len(params)} params and {len(states)} "
+                "states"
+            )
+        trees = {"params": params, "state": states}
+        out: dict[str, Tensor] = {}
+        faults: list[str] = []
+        for name, home in self.homes.items():
+            if not home.saved:
+                continue
+            if not home.owners:
+                out[name] = self.rest[name]
+                continue
+            kind, stage, key = home.owners[0]
+            tree = trees[kind][stage]
+            if not isinstance(tree, Mapping) or key not in tree:
+                faults.append(f"{kind}[{stage}] lacks {key!r}")
+            elif tree[key] is not None:  # gradients have none where nothing is trained
+                out[name] = tree[key].detach()
+        raise_all("these are not the trees of this split:", faults)
+        return out
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's ``state_dict`` with the numbers of this split."""
+        return self.merge(self.params, self.state)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> Split:
+        """A split with other numbers: a plain ``state_dict`` of the model, whatever the number of stages.
+
+        Args:
+            state_dict: by the model's names.
+            strict: refuse missing and unknown names.
+
+        Returns:
+            A new split; this one, and the model, keep theirs. Types, devices and requires_grad stay.
+
+        Raises:
+            PlanError: names or shapes do not fit; all of them are listed.
+        """
+        faults = self._faults(state_dict, strict)
+        raise_all("this state_dict does not fit the split:", faults)
+        trees = {
+            "params": [dict(tree) for tree in self.params],
+            "state": [dict(tree) if tree else () for tree in self.state],
+        }
+        rest = dict(self.rest)
+        made: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for name, home in self.homes.items():
+                given = state_dict.get(name)
+                if given is None:
+                    continue
+                if not home.owners and name in rest:
+                    rest[name] = _like(rest[name], given, made)
+                for kind, stage, key in home.owners:
+                    tree: Any = trees[kind][stage]
+                    tree[key] = _like({"params": self.params, "state": self.state}[kind][stage][key], given, made)
+        return replace(self, params=tuple(trees["params"]), state=tuple(trees["state"]), rest=rest)
+
+    def _faults(self, given: Mapping[str, Tensor], strict: bool) -> list[str]:
+        faults: list[str] = []
+        saved = [name for name, home in self.homes.items() if home.saved]
+        if strict:
+            for name in given:
+                if name not in self.homes:
+                    faults.append(f"{name!r} is no name of the model{similar(name, saved)}")
+            faults += [f"{name!r} is missing" for name in saved if name not in given]
+        for name, home in self.homes.items():
+            if name in given and tuple(given[name].shape) != home.shape:
+                faults.append(f"{name!r} has shape {tuple(given[name].shape)}, the model wants {home.shape}")
+        return faults
+
+    def code(self, stage: int) -> str:
+        """The source of one stage: of a traced one its graph as Python, of others what they are made of."""
+        inner = innermost(self.stages[stage])
+        return inner.code if isinstance(inner, GraphFn) else str(getattr(inner, "skeleton", inner))
+
+    def __str__(self) -> str:
+        lines = [f"{len(self)} stages"]
+        for index, (stage, params, state) in enumerate(zip(self.stages, self.params, self.state, strict=True)):
+            numel, size = _count(params)
+            lines.append(
+                f"stage {index} {stage.name}: {len(params)} parameters, {numel:,} numbers, {size_of(size)}"
+                + (f"; {len(state)} buffers, {size_of(_count(state)[1])}" if state else "")
+            )
+            lines += [f"  {line}" for line in self._borders(index)]
+        lines += ["tied: " + ", ".join(f"{key} of stage {stage}" for stage, key in group) for group in self.ties]
+        lines += [f"in no stage: {name}" for name in self.rest]
+        if self.loss is not None:
+            path = getattr(self.loss, "path", None)
+            lines.append(f"loss: the model's own{'' if path is None else ' at ' + '.'.join(map(str, path))}")
+        return "\n".join(lines)
+
+    def _borders(self, index: int) -> list[str]:
+        stage = self.stages[index]
+        if not self.edges:
+            return [
+                f"{word} {', '.join(names)}" for word, names in (("stash", stage.stash), ("pop", stage.pop)) if names
+            ]
+        out: list[str] = []
+        for edge in self.edges:
+            if edge.source == index:
+                shape = f" [{', '.join(map(str, edge.shape))}]" if edge.shape else ""
+                way = "skip to " if edge.skip else "to "
+                out.append(
+                    f"{edge.name}: {edge.dtype}{shape}, {size_of(edge.row_bytes)} a row -> "
+                    f"{way}{', '.join(map(str, edge.targets))}"
+                )
+        return out
+
+
+def assemble(
+    model: nn.Module,
+    parts: Sequence[Part],
+    *,
+    ties: Any = "replicate",
+    loss: Any = None,
+    edges: Sequence[Edge] = (),
+) -> Split:
+    """A split of stages that were cut from a model.
+
+    Raises:
+        PlanError: ``ties`` names what is not tied, or is no way.
+    """
+    stages, params, state = (tuple(column) for column in zip(*parts, strict=True))
+    homes = _homes(model, params, state)
+    found = groups(params)
+    stages, params, found = transmit(stages, params, found, ties)
+    stages = mark(stages, found)
+    homes = {name: home.among(params) for name, home in homes.items()}
+    tensors = all_tensors(model)
+    rest = {name: tensors[name].detach() for name, home in homes.items() if not home.owners}
+    return Split(stages, params, state, found, loss, tuple(edges), homes, rest)
+
+
+def _homes(model: nn.Module, params: Sequence[Any], state: Sequence[Any]) -> dict[str, Home]:
+    """For every name in the model, the stages that hold it."""
+    owners: dict[int, list[Owner]] = {}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for stage, tree in enumerate(params):
+        for key, tensor in tree.items():
+            owners.setdefault(id(tensor), []).append(Owner("params", stage, key))
+    for stage, tree in enumerate(state):
+        for key in tree or {}:
+            owners.setdefault(id(buffers[key]), []).append(Owner("state", stage, key))
+    saved = set(model.state_dict())
+    named = [*model.named_parameters(remove_duplicate=False), *buffers.items()]
+    order = {name: number for number, name in enumerate(model.state_dict())}
+    homes = {
+        name: Home(tuple(owners.get(id(tensor), ())), tuple(tensor.shape), name in saved) for name, tensor in named
+    }
+    return dict(sorted(homes.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _like(old: Tensor, given: Tensor, made: dict[int, Tensor]) -> Tensor:
+    """Numbers in the place of others: a tensor that stands in several places stays one."""
+    found = made.get(id(old))
+    if found is None:
+        found = torch.empty_like(old.detach())
+        found.copy_(given)
+        if isinstance(old, nn.Parameter):
+            found = nn.Parameter(found, old.requires_grad)
+        made[id(old)] = found
+    return found
+
+
+def _count(tree: Mapping[str, Tensor]) -> tuple[int, int]:
+    tensors = list(tree.values())
+    return sum(one.numel() for one in tensors), sum(one.numel() * one.element_size() for one in tensors)

@@ -1,0 +1,330 @@
+"""One traced stage: a graph over flat values as a stage function; its draws, its statistics, its devices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from funcpipe.core.errors import BatchError, PlanError
+from funcpipe.core.stage import Bindable, Out
+from funcpipe.core.torch_names import OpOverload, schema
+from funcpipe.core.tree import Tree
+from funcpipe.modules.batchnorm import CommitLayers, NormStats, Running, batch_norm, wide
+from funcpipe.modules.module import refuse_other_tensors
+from funcpipe.modules.nodes import layer_of, regions_of
+from funcpipe.modules.signature import Signature
+
+
+class _Mode(threading.local):
+    """What the modules of a graph must know about the call that runs them."""
+
+    train = True
+    norms: dict[str, NormStats] | None = None
+
+
+_mode = _Mode()
+
+
+class Draw(nn.Module):
+    """An operation that draws random numbers, or behaves otherwise in training: it follows the run's ``train``.
+
+    A module, so that keyed randomness finds it on the stack: draws are keyed by the path of the layer that drew in the
+    model.
+    """
+
+    def __init__(self, op: Any, path: str, flag: int | None, rate: int | None) -> None:
+        super().__init__()
+        self.op, self.path, self.flag, self.rate = op, path, flag, rate
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "op": str(self.op)}  # torch's operations do not pickle
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        found: Any = torch.ops
+        for name in state["op"].split("."):
+            found = getattr(found, name)
+        super().__setstate__({**state, "op": found})
+
+    def __deepcopy__(self, memo: Any) -> Draw:
+        return Draw(self.op, self.path, self.flag, self.rate)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the operation; in evaluation with its training switched off."""
+        if _mode.train:
+            return self.op(*args, **kwargs)
+        given = list(args)
+        if self.flag is not None:
+            given[self.flag] = False
+        if self.rate is not None:
+            given[self.rate] = 0.0
+        return self.op(*given, **kwargs)
+
+
+class Norm(nn.Module):
+    """Batch norm in training whose statistics are handed back: deferred state.
+
+    Attributes:
+        path: of its layer; of the buffer with its running mean, if that has a name of its own.
+        running: the buffers that it would update.
+        momentum: by which it would; None: the plain average of all batches.
+        eps: added to the variance.
+    """
+
+    def __init__(self, running: Running, momentum: float | None, eps: float) -> None:
+        super().__init__()
+        self.path = running.mean.removesuffix(".running_mean")
+        self.running, self.momentum, self.eps = running, momentum, eps
+
+    def forward(self, x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *rest: Any) -> Tensor:
+        """As ``nn.BatchNorm`` does, without touching a buffer."""
+        state = {"running_mean": mean, "running_var": var}
+        try:
+            y, stats = batch_norm(x, weight, bias, state, train=_mode.train, eps=self.eps)
+        except BatchError as error:
+            raise BatchError(f"layer {self.path!r}: {error}") from None
+        if _mode.norms is not None:
+            before = _mode.norms.get(self.path, NormStats((), self.momentum))
+            _mode.norms[self.path] = before._replace(moments=before.moments + stats)
+        return y
+
+
+def refit(module: fx.GraphModule, norms: Mapping[fx.Node, Norm]) -> None:
+    """Put `Draw` and `Norm` in the places of their operations, in regions too, and take out what export asserts.
+
+    Args:
+        module: the graph.
+        norms: what takes the places of batch norms.
+    """
+    drawn: dict[str, int] = {}
+
+    def visit(graph_module: fx.GraphModule) -> None:
+        for node in list(graph_module.graph.nodes):
+            for body, _ in regions_of(graph_module, node):
+                visit(body)
+            if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                graph_module.graph.erase_node(node)  # device and type of the example; guards say it better
+                continue
+            made = norms.get(node) or _draw(node, layer_of(node), drawn)
+            if made is not None:
+                name = (
+                    f"{node.name}_of_{made.path or 'model'}".replace(".", "_").replace("@", "_call_").replace("#", "_")
+                )
+                graph_module.add_module(name, made)
+                with graph_module.graph.inserting_before(node):
+                    new = graph_module.graph.call_module(name, node.args, node.kwargs)
+                new.meta = dict(node.meta)
+                node.replace_all_uses_with(new)
+                graph_module.graph.erase_node(node)
+        graph_module.recompile()
+
+    visit(module)
+
+
+def _draw(node: fx.Node, path: str, drawn: dict[str, int]) -> Draw | None:
+    op = node.target
+    if not isinstance(op, OpOverload) or op is torch.ops.aten.batch_norm.default:
+        return None
+    names = [argument.name for argument in schema(op).arguments]
+    flag = next((names.index(n) for n in ("train", "training") if n in names), None)
+    trains = flag is not None and flag < len(node.args) and node.args[flag] is True
+    rate = names.index("dropout_p") if "dropout_p" in names else None
+    rate = rate if rate is not None and rate < len(node.args) and node.args[rate] else None
+    if not (trains or torch.Tag.nondeterministic_seeded in op.tags):
+        return None
+    path = path or "forward"  # of the model itself: a draw without a path would be keyed by its stage
+    nth = drawn[path] = drawn.get(path, -1) + 1
+    return Draw(op, f"{path}#{nth}" if nth else path, flag if trains else None, rate)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the flat values of a traced stage are.
+
+    Attributes:
+        takes: for each argument of the graph where it comes from: ("x" | "skip" | "param" | "buffer" | "const", name).
+        x: names of the values that come from the stage before; one alone comes bare, several as a dict.
+        y: names of the values that only the next stage reads.
+        stash: names of the values that later stages read.
+        writes: buffers that it writes.
+        norms: the batch norms in it whose statistics are deferred.
+        rows: the value, of those that it takes, whose axis tells how many rows a microbatch has; None: all have as
+            many.
+        ends: for the last stage, where each leaf of the model's output is: ("value", number) or ("constant", itself).
+        results: names of what the graph returns.
+    """
+
+    takes: tuple[tuple[str, str], ...]
+    x: tuple[str, ...]
+    y: tuple[str, ...]
+    stash: tuple[str, ...]
+    writes: tuple[str, ...]
+    norms: Mapping[str, Running]
+    rows: tuple[str, int] | None
+    results: tuple[str, ...]
+    ends: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(eq=False)
+class GraphFn(Bindable):
+    """A part of a traced model as a function of its parameters: ``fn(params, x, skips=, state=, train=)``.
+
+    It names no layers: each draw has its own path in the model, wherever the cuts are.
+
+    Attributes:
+        evaluation: it was traced with all of the model in evaluation mode, and is always run as it was traced.
+        evaluates: does it compute in evaluation mode what the model does; of others that is looked at first.
+    """
+
+    module: fx.GraphModule
+    layout: Layout
+    signature: Signature
+    first: bool
+    last: bool
+    param_shapes: Mapping[str, tuple[int, ...]]
+    buffer_shapes: Mapping[str, tuple[int, ...]]
+    consts: Mapping[str, Tensor]
+    evaluation: bool
+    evaluates: bool
+    device: torch.device
+    _moved: dict[torch.device, tuple[fx.GraphModule, dict[str, Tensor]]] = field(default_factory=dict, repr=False)
+
+    def bind(self, params: Any, state: Any) -> BoundGraph:
+        """The function with its parameters; the graph itself keeps nothing, so all runs share it."""
+        self.check(params, state)
+        return BoundGraph(self, params)
+
+    @property
+    def code(self) -> str:
+        """The stage as Python."""
+        return self.module.code
+
+    def places(self) -> dict[int, str]:
+        """The layers that draw, by the id of their module."""
+        return {id(one): one.path for one in self.module.modules() if isinstance(one, Draw)}
+
+    def check(self, params: Any, state: Any) -> None:
+        """Refuse parameters and buffers that are not those of this part of the model. Raises PlanError."""
+        wanted = {"params": self.param_shapes, "state": self.buffer_shapes}
+        refuse_other_tensors("this stage", wanted, {"params": params, "state": state or {}})
+
+    def run(self, params: Mapping[str, Tensor], x: Tree, extras: Mapping[str, Any]) -> Any:
+        """Put the values in, run the graph, sort what comes out."""
+        train = bool(extras.get("train", False))
+        if not (train or self.evaluates):
+            raise PlanError(
+                "this stage was traced in training mode and cannot run in evaluation mode: the model does something "
+                "else there; split it again after model.eval()"
+            )
+        layout, state = self.layout, extras.get("state") or {}
+        fresh = {name: state[name].clone() for name in layout.writes}
+        module, consts = self._on(params, state, x)
+        given = self.signature.values(x) if self.first else _named(layout.x, x)
+        given = {**given, **extras.get("skips", {})}
+        sources: dict[str, Mapping[str, Any]] = {"param": params, "buffer": {**state, **fresh}, "const": consts}
+        collected: dict[str, NormStats] | None = {} if train and layout.norms else None
+        before = _mode.train, _mode.norms
+        _mode.train, _mode.norms = train or self.evaluation, collected
+        try:
+            results = module(*[sources.get(source, given)[name] for source, name in layout.takes])
+        finally:
+            _mode.train, _mode.norms = before
+        found = {**given, **dict(zip(layout.results, results, strict=True))}
+        if self.last:
+            y = self.signature.output([found[value] if kind == "value" else value for kind, value in layout.ends])
+        else:
+            y = found[layout.y[0]] if len(layout.y) == 1 else {name: found[name] for name in layout.y}
+        stash = {name: found[name] for name in layout.stash}
+        stats: Tree = ()
+        if collected is not None or fresh:
+            rows = given[layout.rows[0]].shape[layout.rows[1]] if layout.rows else 1
+            written = {name: value.detach() for name, value in fresh.items()}
+            stats = {"norms": collected or {}, "written": written, "rows": rows}
+        return Out(y, stash, stats) if stash or stats else y
+
+    def _on(self, params: Mapping[str, Tensor], state: Mapping[str, Tensor], x: Tree) -> tuple[fx.GraphModule, Any]:
+        """The graph for the device that the stage lies on: devices in it are those of the trace."""
+        tensors = [one for one in (*params.values(), *state.values()) if isinstance(one, Tensor)]
+        if not tensors:
+            found = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else (x,)
+            tensors = [one for one in found if isinstance(one, Tensor)]
+        device = tensors[0].device if tensors else self.device
+        if device == self.device:
+            return self.module, self.consts
+        made = self._moved.get(device)
+        if made is None:
+            consts = {name: one.to(device) for name, one in self.consts.items()}
+            made = self._moved[device] = (retarget(self.module, self.device, device), consts)
+        return made
+
+
+def _named(names: Sequence[str], x: Tree) -> Mapping[str, Any]:
+    return {names[0]: x} if len(names) == 1 else x
+
+
+class BoundGraph:
+    """A traced stage with its parameters."""
+
+    def __init__(self, owner: GraphFn, params: Mapping[str, Tensor]) -> None:
+        self.owner, self.params = owner, params
+        self.places = owner.places()
+
+    def __call__(self, x: Tree, **extras: Any) -> Any:
+        """Run this part of the model on one microbatch."""
+        return self.owner.run(self.params, x, extras)
+
+    def release(self) -> None:
+        """Forget the parameters."""
+        self.params = {}
+
+
+class CommitGraph:
+    """The commit of a traced stage: batch norm layers as always, other buffers as one update by the whole batch.
+
+    A buffer that the forward writes (a counter, an average) was written by each microbatch from the same old state. The
+    new one is the mean of what they wrote, each by its rows, which for averages over rows is one update by the whole
+    batch; of whole numbers the last.
+    """
+
+    def __init__(self, norms: Mapping[str, Running], written: Sequence[str]) -> None:
+        self.norms, self.written = CommitLayers(norms), tuple(written)
+
+    def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
+        """The buffers after one batch."""
+        seen = [one for one in stats if one]
+        if not seen:
+            return state
+        new = self.norms(state, tuple(one["norms"] for one in seen))
+        total = sum(one["rows"] for one in seen)
+        for name in self.written:
+            values = [one["written"][name] for one in seen]
+            if values[0].is_floating_point():
+                parts = [value.to(wide(value)) * (one["rows"] / total) for value, one in zip(values, seen, strict=True)]
+                new[name] = torch.stack(parts).sum(0).to(values[0].dtype)
+            else:
+                new[name] = values[-1]
+        return new
+
+
+def retarget(module: fx.GraphModule, old: torch.device, new: torch.device) -> fx.GraphModule:
+    """A copy of a graph, its regions too, that makes its tensors on another device."""
+    import copy
+
+    def swap(value: Any) -> Any:
+        return new if isinstance(value, torch.device) and value.type == old.type else value
+
+    made = copy.deepcopy(module)
+    for part in made.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                node.args = map_aggregate(node.args, swap)
+                node.kwargs = map_aggregate(node.kwargs, swap)
+                if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[0] == old.type:
+                    node.args = (new.type, *node.args[1:])
+            part.recompile()
+    return made

@@ -1,0 +1,198 @@
+"""Schedules made from schedules: remat (R), split and delayed weight backwards (I, W), offload (O, L)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Mapping, Sequence
+
+from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.schedule import Action, Kind, Schedule
+
+_MOST_FAULTS = 20
+
+
+def _refuse(name: str, schedule: object, *, because: str) -> None:
+    """Refuse what is no schedule, and one without backwards; ``because`` says what these would be for."""
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            f"{name} takes a schedule; got a {type(schedule).__name__} (of a plan: fp.schedules.{name}(plan.schedule))"
+        )
+    if not schedule.has_backward:
+        raise ScheduleError(f"schedule {schedule.name!r} has no backwards, so {because}")
+
+
+def _refuse_choice(name: str, choose: object) -> None:
+    if not callable(choose):
+        raise ScheduleError(
+            f"{name} is a function (action) -> bool; got {choose!r}; e.g. {name}=lambda action: action.stage == 1"
+        )
+
+
+def never(action: Action) -> bool:
+    """Keep no residual: every microbatch of every stage is computed again."""
+    return False
+
+
+def remat(schedule: Schedule, *, keep: Callable[[Action], bool] = never) -> Schedule:
+    """Compute residuals again instead of holding them: insert ``R`` just before the first backward.
+
+    A device then holds the inputs of its stages and one residual at a time. ``R`` writes nothing but the residual, so
+    statistics are never counted twice.
+
+    >>> from funcpipe.schedules import one_f_one_b
+    >>> print(remat(one_f_one_b(2, 2), keep=lambda action: action.stage == 1))
+    0F0 0F1 0R0 0B0 0R1 0B1
+    1F0 1B0 1F1 1B1
+
+    Args:
+        schedule: a schedule with backwards.
+        keep: given the forward of a (stage, microbatch), should its residual be kept. GPipe's ``except_last`` is
+            ``keep=lambda action: action.microbatch == last``.
+
+    Raises:
+        ScheduleError: this is no schedule, it has no backwards, or it has ``R`` already.
+    """
+    _refuse("remat", schedule, because="there is nothing to compute again")
+    _refuse_choice("keep", keep)
+    if any(action.kind is Kind.R for order in schedule.orders for action in order):
+        raise ScheduleError(f"schedule {schedule.name!r} has R already; apply remat once, with keep=")
+
+    def rows(order: tuple[Action, ...]) -> list[Action]:
+        out: list[Action] = []
+        for action in order:
+            kind, stage, microbatch = action
+            if (kind is Kind.B or kind is Kind.I) and not keep(Action(Kind.F, stage, microbatch)):
+                out.append(Action(Kind.R, stage, microbatch))
+            out.append(action)
+        return out
+
+    return Schedule(tuple(tuple(rows(order)) for order in schedule.orders), f"{schedule.name}+remat")
+
+
+def delay(schedule: Schedule, *, group: int = 1) -> Schedule:
+    """Split every backward into I and W, and run W in groups: when so many of a stage wait, or at the end.
+
+    The gradient of the input then goes back as early as it can, as in the zero-bubble schedules (arXiv 2401.10241), and
+    W of one stage stand next to each other, so that compiled stages can merge them (``compile_stage(merge=True)``). Up to
+    ``group`` more microbatches of a stage hold what their W needs.
+
+    >>> from funcpipe.schedules import one_f_one_b
+    >>> print(delay(one_f_one_b(2, 4), group=2))
+    0F0 0F1 0I0 0F2 0I1 0W0 0W1 0F3 0I2 0I3 0W2 0W3
+    1F0 1I0 1F1 1I1 1W0 1W1 1F2 1I2 1F3 1I3 1W2 1W3
+
+    Args:
+        schedule: a schedule with backwards, whole or split.
+        group: how many W of a stage run one after the other, from 1.
+
+    Raises:
+        ScheduleError: this is no schedule, it has no backwards, or the group is no positive int.
+    """
+    _refuse("delay", schedule, because="there is no W to delay")
+    if type(group) is not int or group < 1:
+        raise ScheduleError(f"group is how many W run one after the other, from 1; got {group!r}")
+    return Schedule(tuple(_delayed(order, group) for order in schedule.orders), f"{schedule.name}+delay")
+
+
+def _delayed(order: tuple[Action, ...], group: int) -> tuple[Action, ...]:
+    out: list[Action] = []
+    waiting: dict[int, list[Action]] = {}
+    for kind, stage, microbatch in order:
+        if kind is Kind.W:
+            continue
+        if kind not in (Kind.B, Kind.I):
+            out.append(Action(kind, stage, microbatch))
+            continue
+        out.append(Action(Kind.I, stage, microbatch))
+        own = waiting.setdefault(stage, [])
+        own.append(Action(Kind.W, stage, microbatch))
+        if len(own) == group:
+            out += own
+            own.clear()
+    return tuple(out + [action for own in waiting.values() for action in own])
+
+
+def always(action: Action) -> bool:
+    """Move every residual."""
+    return True
+
+
+def offload(schedule: Schedule, *, move: Callable[[Action], bool] = always, ahead: int = 1) -> Schedule:
+    """Let residuals wait in host memory: insert ``O`` straight after a forward, ``L`` in time for its backward.
+
+    Between the two the residual occupies no memory of the device, which goes on meanwhile. Where the backward follows
+    so soon that ``L`` would stand next to ``O``, nothing is gained and the residual stays. PipeOffload (arXiv
+    2503.01328) moves those that wait for longest: ``move`` picks them, such as the first chunks of `interleaved`.
+
+    >>> from funcpipe.schedules import one_f_one_b
+    >>> print(offload(one_f_one_b(3, 3)))
+    0F0 0O0 0F1 0O1 0L0 0F2 0O2 0L1 0B0 0L2 0B1 0B2
+    1F0 1F1 1O1 1B0 1L1 1F2 1B1 1B2
+    2F0 2B0 2F1 2B1 2F2 2B2
+
+    Args:
+        schedule: a schedule with backwards.
+        move: given the forward of a (stage, microbatch), should its residual be moved.
+        ahead: how many computing actions (F, B, I, W, R) of the device run between ``L`` and the backward; while they
+            do, the residual is on its way back. 0: the device waits for it.
+
+    Raises:
+        ScheduleError: this is no schedule, it has no backwards, it has ``O`` already, or a residual that is picked is
+            computed again by ``R``.
+    """
+    _refuse("offload", schedule, because="no residual waits for one")
+    _refuse_choice("move", move)
+    if type(ahead) is not int or ahead < 0:
+        raise ScheduleError(
+            f"ahead is how many computing actions stand between L and the backward, from 0; got {ahead!r}"
+        )
+    if any(action.kind in (Kind.O, Kind.L) for order in schedule.orders for action in order):
+        raise ScheduleError(f"schedule {schedule.name!r} has O or L already; apply offload once, with move=")
+    orders = tuple(_moved(order, move, ahead) for order in schedule.orders)
+    faults = [
+        f"{stage}F{microbatch}, but its residual is computed again by {stage}R{microbatch}"
+        for order in orders
+        for stage, microbatch in sorted(_of(order, Kind.O) & _of(order, Kind.R))
+    ]
+    if faults:
+        more = len(faults) - _MOST_FAULTS
+        faults = faults[:_MOST_FAULTS] + ([f"and {more} more"] if more > 0 else [])
+        raise ScheduleError(
+            bullets(
+                f"a residual of {schedule.name!r} is computed again or moved, not both; let move= leave these out. It "
+                "picked",
+                faults,
+            )
+        )
+    return Schedule(orders, f"{schedule.name}+offload")
+
+
+def _of(order: tuple[Action, ...], kind: Kind) -> set[tuple[int, int]]:
+    return {(action.stage, action.microbatch) for action in order if action.kind is kind}
+
+
+def _moved(order: tuple[Action, ...], move: Callable[[Action], bool], ahead: int) -> tuple[Action, ...]:
+    """The order of one device with its O and L."""
+    forwards = {(stage, m): at for at, (kind, stage, m) in enumerate(order) if kind is Kind.F}
+    away: set[int] = set()
+    loads: dict[int, list[Action]] = defaultdict(list)  # what to bring back before each position
+    for at, (kind, stage, m) in enumerate(order):
+        made = forwards.get((stage, m))
+        if kind not in (Kind.B, Kind.I) or made is None or at - ahead <= made + 1 or not move(order[made]):
+            continue
+        away.add(made)
+        loads[at - ahead].append(Action(Kind.L, stage, m))
+    return with_moves(order, away, loads)
+
+
+def with_moves(
+    order: Sequence[Action], away: Container[int], loads: Mapping[int, Sequence[Action]]
+) -> tuple[Action, ...]:
+    """An order with an O after each forward at a position in ``away``, and the L of ``loads`` before their positions."""
+    out: list[Action] = []
+    for at, action in enumerate(order):
+        out += loads.get(at, [])
+        out.append(action)
+        if at in away:
+            out.append(Action(Kind.O, action.stage, action.microbatch))
+    return tuple(out)
