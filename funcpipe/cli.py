@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
         ("search", _search, "search a schedule: short, for your costs, within a memory limit", _SEARCH_HELP, _SEARCH),
         ("convert", _convert, "write a schedule in another format", _CONVERT_HELP, _CONVERT),
-        ("demo", lambda **words: demo.main(demo.Options(**words)), about_demo, "", demo.OPTIONS),
+        ("demo", lambda **words: demo.main(demo.DemoOptions(**words)), about_demo, "", demo.OPTIONS),
     ):
         command = commands.add_parser(
             name,
@@ -157,25 +157,27 @@ examples:
   funcpipe convert torch.csv schedule.json
 """
 
-Options: TypeAlias = Mapping[str, Mapping[str, Any]]
+OptionTable: TypeAlias = Mapping[str, Mapping[str, Any]]
 """What `argparse` is told of each option."""
 
-_SCHEDULE: Options = {"schedule": {"metavar": "SCHEDULE", "help": "a family or a file; see below"}}
-_COUNTS: Options = {
+_SCHEDULE: OptionTable = {"schedule": {"metavar": "SCHEDULE", "help": "a family or a file; see below"}}
+_COUNTS: OptionTable = {
     "--stages": {"type": as_count, "metavar": "S", "help": "how many stages"},
     "--microbatches": {"type": as_count, "metavar": "M", "help": "how many microbatches"},
     "--devices": {"type": as_count, "metavar": "D", "help": "how many devices"},
     "--remat": {"action": "store_true", "help": "compute every residual again instead of holding it"},
 }
-_COST: Options = {
+_COST: OptionTable = {
     "--cost": {
         "type": as_cost,
         "metavar": "COST",
         "help": "what actions cost: name=number,... or a JSON file; see below",
     }
 }
-_WIDTH: Options = {"--width": {"type": as_count, "metavar": "COLUMNS", "help": "of the text; default: the terminal's"}}
-_DRAW: Options = {
+_WIDTH: OptionTable = {
+    "--width": {"type": as_count, "metavar": "COLUMNS", "help": "of the text; default: the terminal's"}
+}
+_DRAW: OptionTable = {
     **_SCHEDULE,
     **_COUNTS,
     **_COST,
@@ -183,7 +185,7 @@ _DRAW: Options = {
     "--output": {"metavar": "FILE", "help": "write the picture instead: .svg or .txt"},
     "--trace": {"metavar": "FILE", "help": "also write a .json trace, to zoom into at ui.perfetto.dev"},
 }
-_COMPARE: Options = {
+_COMPARE: OptionTable = {
     "files": {"nargs": "*", "metavar": "FILE", "help": f"more schedules: {SUFFIXES}"},
     "--stages": {**_COUNTS["--stages"], "required": True},
     "--microbatches": {**_COUNTS["--microbatches"], "required": True},
@@ -198,7 +200,7 @@ _COMPARE: Options = {
         "always do",
     },
 }
-_SEARCH: Options = {
+_SEARCH: OptionTable = {
     "--devices": {**_COUNTS["--devices"], "required": True, "dest": "num_devices"},
     "--microbatches": {**_COUNTS["--microbatches"], "required": True, "dest": "num_microbatches"},
     "--stages": {
@@ -242,7 +244,7 @@ _SEARCH: Options = {
         "help": "also write the schedule (.json, .csv of torch.distributed.pipelining, .txt) or the picture (.svg)",
     },
 }
-_CONVERT: Options = {
+_CONVERT: OptionTable = {
     **_SCHEDULE,
     "file": {"metavar": "FILE", "help": "what to write: .json, .csv or .txt"},
     **_COUNTS,

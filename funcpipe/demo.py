@@ -33,12 +33,12 @@ FAMILIES: dict[str, Callable[..., fp.Schedule]] = {
 
 
 def option(default: Any, help: str = "default: %(default)s", **how: Any) -> Any:
-    """A field of `Options`, and what `argparse` is told of it."""
+    """A field of `DemoOptions`, and what `argparse` is told of it."""
     return field(default=default, metadata={"default": default, "help": help, **how})
 
 
 @dataclass(frozen=True)
-class Options:
+class DemoOptions:
     """What the demo can be told; see ``python -m funcpipe demo --help``."""
 
     schedule: str = option("interleaved", choices=list(FAMILIES))
@@ -60,7 +60,7 @@ class Options:
     report: str | None = option(None, "write a report of the last step as an HTML page", metavar="FILE")
 
 
-OPTIONS: Mapping[str, Mapping[str, Any]] = {f"--{field.name}": field.metadata for field in fields(Options)}
+OPTIONS: Mapping[str, Mapping[str, Any]] = {f"--{field.name}": field.metadata for field in fields(DemoOptions)}
 """The demo's options for a parser."""
 
 
@@ -124,7 +124,7 @@ def digits(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (images[train], labels[train]), (images[test], labels[test])
 
 
-def refuse(options: Options) -> None:
+def refuse(options: DemoOptions) -> None:
     """Say all that is wrong with the options, before any work. Raises FuncpipeError."""
     counts = {name: getattr(options, name) for name in ("devices", "microbatches", "epochs", "batch")}
     faults = [f"--{name} is a whole number from 1; got {value}" for name, value in counts.items() if value < 1]
@@ -150,7 +150,7 @@ def refuse(options: Options) -> None:
         raise fp.FuncpipeError(faults[0] if len(faults) == 1 else bullets("the demo cannot run:", faults))
 
 
-def main(options: Options) -> float:
+def main(options: DemoOptions) -> float:
     """Train, test, draw, prove. Returns the accuracy on the test images."""
     refuse(options)
     devices = tuple(options.device for _ in range(options.devices))
@@ -205,7 +205,7 @@ def main(options: Options) -> float:
     return accuracy
 
 
-def batches(count: int, options: Options, steps: int) -> Iterator[Tensor]:
+def batches(count: int, options: DemoOptions, steps: int) -> Iterator[Tensor]:
     """Indices of the rows of each step, shuffled anew each epoch."""
     generator = torch.Generator().manual_seed(options.seed)
     done = 0

@@ -15,7 +15,7 @@ MOVED = {
         ),
         "batches": (
             "accumulate_grads Accumulated agree awaited BatchStage Fold loss_scale LossScale Overlap overlap "
-            "Progress select StageStats Ticks to_device unscale update_scale windows"
+            "Progress select StageStats to_device unscale update_scale windows"
         ),
         "models": (
             "Balance balance batch_norm by_memory by_parameters by_time Choice find_layers LayerMemory Layers "
@@ -24,7 +24,7 @@ MOVED = {
         "typing": ("Drawing Found Graphs Lanes Programs Pullback Report Role Span Value Where"),
     }.items()
     for name in names.split()
-} | {"compile": "compile_stage", "programs": "make_programs"}
+} | {"compile": "compile_stage", "programs": "make_programs", "Ticks": "batches.TickPlan"}
 """The new name of each old one, both without ``funcpipe.``."""
 
 

@@ -438,7 +438,7 @@ def test_a_mistake_is_one_message(words, says, capsys, monkeypatch):
 
 
 def test_the_demos_mistakes_come_all_at_once():
-    options = demo.Options(epochs=0, batch=0, remat=(9,), report="no/a.html")
+    options = demo.DemoOptions(epochs=0, batch=0, remat=(9,), report="no/a.html")
     with pytest.raises(fp.FuncpipeError) as caught:
         demo.main(options)
     assert 4 == str(caught.value).count("  * ")
@@ -447,7 +447,7 @@ def test_the_demos_mistakes_come_all_at_once():
 def test_the_demos_own_options_are_sound():
     """With any number of stages."""
     for stages in (1, 2, 4):
-        demo.refuse(demo.Options(stages=stages))
+        demo.refuse(demo.DemoOptions(stages=stages))
 
 
 # help, pipes, pages

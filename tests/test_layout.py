@@ -204,6 +204,18 @@ def test_files_have_one_idea(path):
     assert len(first.splitlines()[0]) <= 120
 
 
+def test_a_class_has_a_name_of_its_own():
+    """One word for one thing: no two classes or type aliases of the package share a name, hidden or not."""
+    where: dict[str, list[str]] = collections.defaultdict(list)
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                where[node.name.lstrip("_")].append(path.name)
+            elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+                where[ast.unparse(node.target).lstrip("_")].append(path.name)
+    assert {} == {name: files for name, files in where.items() if len(files) > 1}
+
+
 FACES = [fp, fp.schedules, fp.batches, fp.models, fp.typing]
 
 

@@ -22,4 +22,4 @@ from funcpipe.batches.stage import BatchStage as BatchStage
 from funcpipe.batches.stage import Fold as Fold
 from funcpipe.batches.stats import Progress as Progress
 from funcpipe.batches.stats import StageStats as StageStats
-from funcpipe.batches.ticks import Ticks as Ticks
+from funcpipe.batches.ticks import TickPlan as TickPlan

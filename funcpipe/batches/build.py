@@ -9,30 +9,30 @@ import torch
 
 from funcpipe.batches.device import ToDevice, numbered
 from funcpipe.batches.loop import Overlap
-from funcpipe.batches.stage import BatchStage, Given, named
+from funcpipe.batches.stage import BatchStage, StageLike, named
 from funcpipe.batches.stats import Progress, reporter
 from funcpipe.batches.ticks import ticks
 from funcpipe.core.errors import FuncpipeError, PlanError
 from funcpipe.runtime.context import not_carried, refuse_transforms
 from funcpipe.runtime.stream import Place
 
-Memory: TypeAlias = Literal["record", "ring"]
-Report: TypeAlias = bool | Callable[[Progress], None]
+StreamMemory: TypeAlias = Literal["record", "ring"]
+ProgressReport: TypeAlias = bool | Callable[[Progress], None]
 
 
 def overlap(
     source: Iterable[Any],
-    stages: Sequence[Given],
+    stages: Sequence[StageLike],
     *,
     depth: int = 2,
     order: Sequence[int | str] | None = None,
     start_index: int = 0,
     thread: bool | None = None,
-    memory: Memory = "record",
+    memory: StreamMemory = "record",
     devices: Sequence[Any] = (),
     snapshot: Callable[[], Any] | None = None,
     record: bool = False,
-    progress: Report = False,
+    progress: ProgressReport = False,
 ) -> Overlap:
     """Batches through stages: while batch i is trained on, i+1 exchanges its inputs and i+2 is copied to the device.
 

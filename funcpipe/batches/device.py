@@ -19,7 +19,7 @@ from funcpipe.core.tree import Tree, flatten, locations, map_leaves, spread, unf
 from funcpipe.runtime.stream import Place
 
 Pin: TypeAlias = Literal["auto"] | bool
-Memory: TypeAlias = Literal["side", "consumer"]
+CopyMemory: TypeAlias = Literal["side", "consumer"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class ToDevice:
 
     devices: Tree
     pin: Pin = "auto"
-    memory: Memory = "side"
+    memory: CopyMemory = "side"
     _warned: list[str] = field(default_factory=list[str], repr=False)
 
     @property
@@ -124,7 +124,7 @@ class ToDevice:
         return leaf
 
 
-def to_device(devices: Any, *, pin: Pin = "auto", memory: Memory = "side") -> ToDevice:
+def to_device(devices: Any, *, pin: Pin = "auto", memory: CopyMemory = "side") -> ToDevice:
     """A stage that copies batches to a device, beside the computation.
 
     >>> batch = to_device({"x": "cpu", "y": None})({"x": torch.ones(2), "y": "a label"})

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from funcpipe.core.torch_names import storage_number
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves
-from funcpipe.runtime.plain import solid
-from funcpipe.runtime.stream import Backend
+from funcpipe.runtime.plain_tensors import materialized
+from funcpipe.runtime.stream import StreamBackend
 
 
 def moves(leaf: Any) -> bool:
@@ -29,7 +29,7 @@ def recordable(tree: Tree) -> Iterator[Any]:
     return filter(_records, flatten(tree)[0])
 
 
-def streamed(backend: Backend, tree: Tree) -> bool:
+def streamed(backend: StreamBackend, tree: Tree) -> bool:
     """May some leaf lie on a device with streams, where work on it may still be under way."""
     for leaf in recordable(tree):
         if isinstance(leaf, Tensor):
@@ -43,10 +43,10 @@ def streamed(backend: Backend, tree: Tree) -> bool:
     return False
 
 
-def firm(tree: Tree) -> Tree:
+def materialized_tree(tree: Tree) -> Tree:
     """The tree without memory that is shared copy-on-write, on which no stream could be recorded."""
-    if any(isinstance(leaf, Tensor) and solid(leaf) is not leaf for leaf in flatten(tree)[0]):
-        return map_leaves(lambda leaf: solid(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+    if any(isinstance(leaf, Tensor) and materialized(leaf) is not leaf for leaf in flatten(tree)[0]):
+        return map_leaves(lambda leaf: materialized(leaf) if isinstance(leaf, Tensor) else leaf, tree)
     return tree
 
 

@@ -16,12 +16,12 @@ from typing import Any, Self
 
 import torch
 
-from funcpipe.batches.leaves import firm, sharing
+from funcpipe.batches.leaves import materialized_tree, sharing
 from funcpipe.batches.stage import BatchStage, Fold
-from funcpipe.batches.stage_worker import Around, StageWorker, call, failed
+from funcpipe.batches.stage_worker import CallerModes, StageWorker, call, failed
 from funcpipe.batches.stats import Bar, Progress, StageStats, measured, stats
 from funcpipe.batches.streams import StreamSet
-from funcpipe.batches.ticks import Ticks
+from funcpipe.batches.ticks import TickPlan
 from funcpipe.batches.workers import PATIENCE, Item, Meter, States, Workers
 from funcpipe.core.errors import FuncpipeError, PlanError
 from funcpipe.core.result import Timeline
@@ -42,7 +42,7 @@ class Overlap(Iterator[Any]):
         source: Iterable[Any],
         stages: Sequence[BatchStage],
         fold: Fold | None,
-        plan: Ticks,
+        plan: TickPlan,
         devices: Sequence[torch.device],
         *,
         start: int,
@@ -57,7 +57,7 @@ class Overlap(Iterator[Any]):
         self._fold = fold and replace(fold, init=None, earlier=())  # the first state is not kept
         self._report, self._record = report, record
         self._snapshot = snapshot
-        self._around = Around()
+        self._around = CallerModes()
         self._here = StreamSet(devices)
         meters = [Meter(spans=[] if record else None) for _ in range(len(stages) + 2)]
         states = States(fold, start, max((stage.lag or 0 for stage in stages), default=0), self._here)
@@ -254,7 +254,7 @@ class Overlap(Iterator[Any]):
             return item
         if here.devices:
             here.wait(item.marks)
-            item = item._replace(value=firm(item.value))
+            item = item._replace(value=materialized_tree(item.value))
             if workers.ring:
                 workers.lend(item)
             else:

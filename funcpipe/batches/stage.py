@@ -71,10 +71,10 @@ class Fold:
     autocast: torch.dtype | None = None
 
 
-Given: TypeAlias = BatchStage | Fold | Callable[..., Any]
+StageLike: TypeAlias = BatchStage | Fold | Callable[..., Any]
 
 
-def named(stages: Iterable[Given]) -> tuple[tuple[BatchStage, ...], Fold | None]:
+def named(stages: Iterable[StageLike]) -> tuple[tuple[BatchStage, ...], Fold | None]:
     """The stages with names that differ, and the fold.
 
     Raises:
@@ -94,7 +94,7 @@ def named(stages: Iterable[Given]) -> tuple[tuple[BatchStage, ...], Fold | None]
     return tuple(stage for stage in unlike if isinstance(stage, BatchStage)), last if isinstance(last, Fold) else None
 
 
-def _faults(at: int, entry: Given, fold: Fold | None) -> Iterable[str]:
+def _faults(at: int, entry: StageLike, fold: Fold | None) -> Iterable[str]:
     """What is wrong with a stage; ``fold`` is the last."""
     fn: Any = entry.fn if isinstance(entry, BatchStage | Fold) else entry
     if not callable(fn):

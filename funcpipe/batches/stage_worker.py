@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from funcpipe.batches.device import ToDevice
-from funcpipe.batches.leaves import firm, streamed
+from funcpipe.batches.leaves import materialized_tree, streamed
 from funcpipe.batches.stage import BatchStage, Fold
 from funcpipe.batches.streams import StreamSet
 from funcpipe.batches.ticks import TickRow
 from funcpipe.batches.workers import Item, Meter, Queue, Release, Workers
 from funcpipe.core.errors import Where, at_batch
 from funcpipe.core.tree import Tree
-from funcpipe.runtime.context import Context
-from funcpipe.runtime.rng import Keyed, Keys
+from funcpipe.runtime.context import CallerContext
+from funcpipe.runtime.rng import KeyedDraws, Keys
 from funcpipe.runtime.stream import Place
 from funcpipe.runtime.transport import Stop
 from funcpipe.runtime.worker import compute_with
@@ -43,11 +43,11 @@ class BatchKeys(Keys):
         """Names of stages differ, and there is a seed."""
 
 
-class Around:
+class CallerModes:
     """What was switched on where `overlap` was called, for all but the fold."""
 
     def __init__(self) -> None:
-        self.context = Context()
+        self.context = CallerContext()
         self.grad = torch.is_grad_enabled()
         self.threads = torch.get_num_threads()
         self.stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
@@ -71,7 +71,7 @@ class StageWorker:
     shared: Workers
     number: int
     row: TickRow
-    around: Around
+    around: CallerModes
     streams: StreamSet
     readers: StreamSet
     stage: BatchStage | None
@@ -165,7 +165,7 @@ class StageWorker:
                 if not shared.ring or self.number == 1:  # what the source made is no worker's to take back
                     streams.use(item.value, item.marks)
                 value = self._call(stage, batch, item.value)
-                value = firm(value) if streams.devices else value
+                value = materialized_tree(value) if streams.devices else value
                 marks = streams.marks()
             if shared.ring and streams.devices:
                 shared.give_back(self.number, Release(marks, item.value))
@@ -187,7 +187,7 @@ class StageWorker:
             if stage.grad is not None:
                 stack.enter_context(torch.set_grad_enabled(stage.grad))
             if stage.seed is not None:
-                stack.enter_context(Keyed(BatchKeys(stage.seed, stage.name), 0, {}, batch))
+                stack.enter_context(KeyedDraws(BatchKeys(stage.seed, stage.name), 0, {}, batch))
             return call(stage, self.streams, batch, *arguments)
 
     def _copy(self, fn: ToDevice, batch: Tree) -> Tree:

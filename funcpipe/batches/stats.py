@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple, TextIO
 
-from funcpipe.batches.ticks import Ticks
+from funcpipe.batches.ticks import TickPlan
 from funcpipe.batches.workers import Meter
 from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Action, Kind
@@ -41,7 +41,7 @@ class StageStats(NamedTuple):
         )
 
 
-def stats(plan: Ticks, meters: Sequence[Meter]) -> tuple[StageStats, ...]:
+def stats(plan: TickPlan, meters: Sequence[Meter]) -> tuple[StageStats, ...]:
     """The statistics of all rows."""
     names = [*(row.name for row in plan.rows), "loop"]
     return tuple(
@@ -50,7 +50,7 @@ def stats(plan: Ticks, meters: Sequence[Meter]) -> tuple[StageStats, ...]:
     )
 
 
-def measured(plan: Ticks, meters: Sequence[Meter]) -> Timeline:
+def measured(plan: TickPlan, meters: Sequence[Meter]) -> Timeline:
     """What every row did when, from the first draw."""
     kept = [(row, at, span) for at, row in enumerate(plan.rows) for span in list(meters[at].spans or ())]
     zero = min((start for _, _, (start, _, _) in kept), default=0.0)

@@ -18,7 +18,7 @@ class TickRow(NamedTuple):
     Attributes:
         name: of the stage.
         lead: at tick t it works on batch ``t + lead`` (in a thread: on batches up to that one).
-        lane: which of `Ticks.lanes` does the work.
+        lane: which of `TickPlan.lanes` does the work.
         thread: has it a thread of its own.
         lag: of the stage.
     """
@@ -31,7 +31,7 @@ class TickRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ticks:
+class TickPlan:
     """What happens at tick t, while batch t is made ready to be handed out. Compares, hashes, pickles and prints.
 
     Attributes:
@@ -121,7 +121,7 @@ def ticks(
     threads: Sequence[bool],
     streamed: bool,
     order: Sequence[int | str] | None = None,
-) -> Ticks:
+) -> TickPlan:
     """The plan of an overlap.
 
     Args:
@@ -151,7 +151,7 @@ def ticks(
     rows = tuple(TickRow(name, lead, lanes.index(lane), thread, lag) for name, lead, lane, thread, lag in works)
     places = _order(rows, order)
     _check(rows, places)
-    return Ticks(rows, places, lanes)
+    return TickPlan(rows, places, lanes)
 
 
 def _leads(stages: Sequence[BatchStage], depth: int) -> list[int]:

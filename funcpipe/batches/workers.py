@@ -79,7 +79,7 @@ class Meter:
             self.spans.append((start, end, batch))
 
 
-class State(NamedTuple):
+class FoldState(NamedTuple):
     """A state of the fold, there after some points; its tensors with their counts of in-place writes at first."""
 
     tree: Tree
@@ -96,7 +96,7 @@ class States:
         self._first = start - len(known) + 1
         self._kept = {self._first + at: self._made(tree) for at, tree in enumerate(known)}
 
-    def read(self, batch: int, lag: int) -> State:
+    def read(self, batch: int, lag: int) -> FoldState:
         """The state that a stage with this lag reads for a batch; its lead is no larger, so it is there."""
         return self._kept[max(batch - lag, self._first)]
 
@@ -120,11 +120,11 @@ class States:
         self._kept[self._newest] = new
         self._kept.pop(self._newest - self._lag - 1, None)
 
-    def _made(self, tree: Tree) -> State:
+    def _made(self, tree: Tree) -> FoldState:
         """A state as the fold left it. Only an older one that is read must not be written into."""
         pairs = zip(flatten(tree)[0], locations(tree, "state"), strict=True) if self._lag else ()
         tensors = [(place, leaf) for leaf, place in pairs if isinstance(leaf, Tensor) and not leaf.is_inference()]
-        return State(tree, self._here.marks(), tuple((place, leaf, written(leaf)) for place, leaf in tensors))
+        return FoldState(tree, self._here.marks(), tuple((place, leaf, written(leaf)) for place, leaf in tensors))
 
 
 class Workers:

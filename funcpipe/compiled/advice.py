@@ -6,8 +6,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from funcpipe.core.tree import flatten, locations, unflatten
+from funcpipe.runtime.bound import StageArgs
 from funcpipe.runtime.eager import EagerBound
-from funcpipe.runtime.program import StageArgs
 
 _VALUES = 4
 """So many values of a number are no accident; two may be training and evaluation."""

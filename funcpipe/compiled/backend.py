@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from funcpipe.compiled.cut import is_view
 from funcpipe.compiled.joint import tracing
 from funcpipe.core import torch_names
+from funcpipe.runtime.device_graph import Recorded, Unrecordable
 from funcpipe.runtime.eager import no_autocast
-from funcpipe.runtime.recorded import Recorded, Unrecordable
 from funcpipe.runtime.stream import Place
 
 Backend: TypeAlias = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from funcpipe.core.torch_names import BINDINGS, OpOverload, WatchingMode, pytree, schema
 
 
-class _Seen(WatchingMode):
+class _CallLog(WatchingMode):
     """Notes what reaches the dispatcher."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def binding(node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any], Mapping[s
 
 def _makes(candidate: Any, target: Any, args: Any, kwargs: Mapping[str, Any], mode: Any) -> bool:
     """Does a call of the candidate run the target, with the same arguments and nothing else."""
-    seen = _Seen()
+    seen = _CallLog()
     try:
         with torch.no_grad(), mode, seen:
             candidate(*args, **kwargs)

@@ -16,15 +16,15 @@ from funcpipe.core.errors import TraceError
 from funcpipe.core.result import Loss
 from funcpipe.core.tree import unflatten
 from funcpipe.runtime.border import LEAF, Border, add_gradients, dense
+from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, StageArgs, StageOut
+from funcpipe.runtime.cache_key import border_key, border_key_or_none, leaf_key, switches_key
 from funcpipe.runtime.eager import EagerBound, no_autocast
-from funcpipe.runtime.program import Cotangents, Gradients, Report, StageArgs, StageOut
 from funcpipe.runtime.residual import EagerResidual
-from funcpipe.runtime.signature import look, said, switches, word
 
 if TYPE_CHECKING:
     from funcpipe.compiled.compile import Compiled
 
-_NOTHING = Report((), None, None)
+_NOTHING = ForwardReport((), None, None)
 _ALL_THERE: frozenset[int] = frozenset()
 """No root lacks its gradient."""
 
@@ -102,7 +102,7 @@ class CompiledBound:
         outs, kept = given if keep else (given, [])
         y, report, stash = _close(joint.spec, outs)
         if program.gives is None:
-            program.gives = look(y)
+            program.gives = border_key_or_none(y)
         y.words = program.gives  # a program lays out what it gives the same way each time
         if not keep:
             return StageOut(y, report, None, stash)
@@ -144,7 +144,7 @@ class CompiledBound:
         eager = self.eager
         flags = (eager.train, eager.backwards, tuple(eager.trainable), eager.loss)
         leaves = (*eager.leaves, *eager.state_leaves)
-        return (flags, switches(), eager.spec, eager.state_spec, *map(word, leaves))
+        return (flags, switches_key(), eager.spec, eager.state_spec, *map(leaf_key, leaves))
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -230,10 +230,10 @@ class CompiledBound:
         return self._ends[key]
 
 
-def _close(spec: OutputSpec, outs: Sequence[Tensor]) -> tuple[Border, Report, dict[str, Border]]:
+def _close(spec: OutputSpec, outs: Sequence[Tensor]) -> tuple[Border, ForwardReport, dict[str, Border]]:
     """What a forward hands out, from the program's tensors."""
     if spec.plain:  # most of the time
-        report = _NOTHING if spec.report is None else Report((), Loss(outs[1]), None)
+        report = _NOTHING if spec.report is None else ForwardReport((), Loss(outs[1]), None)
         return Border([dense(outs[0])], LEAF, spec.y[1]), report, {}
     leaves = list(spec.leaves)
     for slot, out in zip(spec.slots, outs, strict=True):
@@ -245,7 +245,7 @@ def _close(spec: OutputSpec, outs: Sequence[Tensor]) -> tuple[Border, Report, di
         return Border([dense(leaf) if isinstance(leaf, Tensor) else leaf for leaf in part], structure, flags)
 
     y, stash = border(*spec.y), {name: border(*part) for name, part in spec.stash.items()}
-    return y, _NOTHING if spec.report is None else Report(*unflatten(spec.report, list(rest))), stash
+    return y, _NOTHING if spec.report is None else ForwardReport(*unflatten(spec.report, list(rest))), stash
 
 
 def _read(args: StageArgs) -> tuple[list[Tensor], list[Hashable]]:
@@ -256,7 +256,7 @@ def _read(args: StageArgs) -> tuple[list[Tensor], list[Hashable]]:
     if args.target is not None:
         borders.append(args.target)
     for border in borders:
-        words.append(said(border))
+        words.append(border_key(border))
         for leaf in border.leaves:
             if isinstance(leaf, Tensor):
                 found.append(leaf)

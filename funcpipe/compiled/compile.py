@@ -19,8 +19,8 @@ from funcpipe.core.errors import PlanError, TraceError
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.runtime.border import Border
+from funcpipe.runtime.bound import StageArgs
 from funcpipe.runtime.eager import EagerBound
-from funcpipe.runtime.program import StageArgs
 from funcpipe.runtime.rng import Keys
 from funcpipe.runtime.trainable import Trainable, trainable_leaves
 

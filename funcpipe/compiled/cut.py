@@ -75,7 +75,7 @@ class Product(NamedTuple):
 Program = TypeVar("Program")
 
 
-class Backward(NamedTuple, Generic[Program]):
+class CutBackward(NamedTuple, Generic[Program]):
     """The backward of a stage in one piece and in two: as parts of the graph, or as what was written of these.
 
     Attributes:
@@ -133,7 +133,7 @@ class Cut:
         params = {*self.joint.params}
         return own, [node for node in reads if node not in params]
 
-    def backward(self, missing: frozenset[int]) -> Backward[Part]:
+    def backward(self, missing: frozenset[int]) -> CutBackward[Part]:
         """The backward where some roots (by number) have no gradient: what depends on these alone has none either.
 
         As in autograd, which does not go where no gradient comes from, and adds nothing to what has none.
@@ -152,7 +152,7 @@ class Cut:
         fused = [*products, *_columns(sums, {*weights.nodes})] if self.fuse else []
         factors = [one.left for one in products.values()], [one.right for one in products.values()]
         rest = [None if number in products else node for number, node in enumerate(sums)]
-        return Backward(
+        return CutBackward(
             _part("B", takes, wanted, sums, fused),
             _part("I", takes, (wanted, left)),
             replace(weights, fused=fused),

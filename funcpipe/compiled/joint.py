@@ -16,9 +16,9 @@ from funcpipe.core.errors import TraceError
 from funcpipe.core.torch_names import FakeTensorMode, FunctionalTensorMode, NumbersWanted, functionalized
 from funcpipe.core.tree import Spec, flatten, unflatten
 from funcpipe.runtime.border import LEAF, Border
+from funcpipe.runtime.bound import StageArgs, StageOut
 from funcpipe.runtime.context import no_autocast_cache
 from funcpipe.runtime.eager import EagerBound, no_autocast
-from funcpipe.runtime.program import StageArgs, StageOut
 from funcpipe.runtime.rng import Keys
 
 
@@ -133,14 +133,14 @@ def _trace(real: EagerBound, args: StageArgs) -> Joint:
         # Where a microbatch begins in the memory of the batch, and how large that is, is in no signature: no trace sees it.
         fakes += [torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=one.device) for one in given]
     with mode, torch.set_grad_enabled(real.backwards):
-        first = _Call(real, args, fakes)
-        again = _Call(real, args, fakes, first.bound)
+        first = _TracedForward(real, args, fakes)
+        again = _TracedForward(real, args, fakes, first.bound)
     _refuse_changes(first, again)
     cotangents = [mode.from_tensor(torch.empty_like(root)) for root in first.ends] if first.ends else []
-    kept: list[_Call] = []
+    kept: list[_TracedForward] = []
 
     def joint(*flat: Tensor) -> Any:
-        call = _Call(real, args, flat[: len(fakes)])
+        call = _TracedForward(real, args, flat[: len(fakes)])
         kept[:] = [call]
         return call.outs, *call.gradients(flat[len(fakes) :])
 
@@ -166,7 +166,7 @@ def _trace(real: EagerBound, args: StageArgs) -> Joint:
     return Joint(module, params, inputs, ends, outs, wanted, sums, first.spec, first.roots, call.watch.draws)
 
 
-class _Call:
+class _TracedForward:
     """One forward of the stage on given tensors, with its graph."""
 
     def __init__(
@@ -260,7 +260,7 @@ def _output(out: StageOut) -> tuple[OutputSpec, list[Tensor]]:
     return spec, [leaves[number] for number in slots]
 
 
-def _refuse_changes(first: _Call, again: _Call) -> None:
+def _refuse_changes(first: _TracedForward, again: _TracedForward) -> None:
     """A second call must do what the first did, or Python state would be frozen into the program."""
     if first.watch.steps == again.watch.steps and first.spec == again.spec:
         return

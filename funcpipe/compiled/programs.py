@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.compiled.backend import Backend
-from funcpipe.compiled.cut import Backward, Cut, Part, Product
+from funcpipe.compiled.cut import Cut, CutBackward, Part, Product
 from funcpipe.compiled.joint import Joint, tracing
 from funcpipe.compiled.recompute import memory_of
 from funcpipe.compiled.source import Code
@@ -23,7 +23,7 @@ def add_products(
     """Add products to their sums, of several microbatches at once: one larger product for each sum.
 
     Args:
-        products: as of `Backward`.
+        products: as of `CutBackward`.
         factors: what V gave for each microbatch.
         sums: of all trainable leaves.
     """
@@ -52,7 +52,7 @@ class Programs:
 
     def __init__(self, joint: Joint, *, fuse: bool, backend: Backend | None = None) -> None:
         self.joint, self._backend, self._cut = joint, backend, Cut(joint, fuse=fuse)
-        self._backwards: dict[frozenset[int], Backward[Code]] = {}
+        self._backwards: dict[frozenset[int], CutBackward[Code]] = {}
         self.residual_bytes = sum(memory_of(self._cut.kept).values())
         once = self._cut.once
         self.once = None if once is None else Code(once, joint.module)  # it runs once: nobody builds it
@@ -97,13 +97,13 @@ class Programs:
         """Bytes of L: what lies in memory between I and W."""
         return sum(memory_of(self.half().left).values())
 
-    def half(self, missing: frozenset[int] = frozenset()) -> Backward[Code]:
+    def half(self, missing: frozenset[int] = frozenset()) -> CutBackward[Code]:
         """The backward where the roots with these numbers have no gradient."""
         found = self._backwards.get(missing)
         if found is None:
             with tracing:
                 *parts, left, products = self._cut.backward(missing)
-                written = Backward(*map(self._code, parts), left=left, products=products)
+                written = CutBackward(*map(self._code, parts), left=left, products=products)
                 found = self._backwards.setdefault(missing, written)
         return found
 

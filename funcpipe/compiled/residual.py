@@ -9,8 +9,8 @@ from torch import Tensor
 
 from funcpipe.compiled.programs import Programs
 from funcpipe.core.result import Loss
-from funcpipe.runtime.host import Way
-from funcpipe.runtime.plain import address, plain
+from funcpipe.runtime.host_link import HostStream
+from funcpipe.runtime.plain_tensors import address, is_plain
 
 
 class ProgramResidual:
@@ -46,7 +46,7 @@ class ProgramResidual:
         here = [tensor for number, tensor in enumerate(self.values) if number not in self._away]
         return sum({address(tensor): tensor.untyped_storage().nbytes() for tensor in here}.values())
 
-    def move(self, to: Way, *, fixed: frozenset[int] = frozenset()) -> Any:
+    def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
         """Move them to the host, or back, but for memory at the fixed addresses.
 
         Returns:
@@ -71,4 +71,4 @@ class ProgramResidual:
 
 
 def _movable(tensor: Tensor) -> bool:
-    return plain(tensor) and tensor.numel() > 0 and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+    return is_plain(tensor) and tensor.numel() > 0 and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

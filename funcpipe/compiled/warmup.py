@@ -12,12 +12,12 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree
+from funcpipe.runtime.cache_key import leaf_key
 from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache
 from funcpipe.runtime.finish import release
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.sequential import Loop
-from funcpipe.runtime.signature import word
 from funcpipe.runtime.trainable import Trainable
 
 
@@ -90,5 +90,5 @@ def _one_of_each(ready: Prepared) -> list[int]:
     rows = [batch.inputs, *batch.feeds.values(), *([batch.target] if batch.target is not None else [])]
     shapes: dict[Hashable, int] = {}
     for microbatch in range(batch.num_microbatches):
-        shapes.setdefault(tuple(word(leaf) for row in rows for leaf in row[microbatch].leaves), microbatch)
+        shapes.setdefault(tuple(leaf_key(leaf) for row in rows for leaf in row[microbatch].leaves), microbatch)
     return list(shapes.values())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.stage import Bindable, BoundFn, Out, Stage, normalise, refuse_others, scope, side_loss
-from funcpipe.core.tree import Tree, map_leaves, own
+from funcpipe.core.tree import Tree, cow_clone, map_leaves
 
 
 def compose(*stages: Stage, name: str = "") -> Stage:
@@ -98,7 +98,7 @@ def chain(
 
 
 def _own_tree(tree: Tree) -> Tree:
-    return map_leaves(lambda leaf: own(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+    return map_leaves(lambda leaf: cow_clone(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 class _Composition(Bindable):

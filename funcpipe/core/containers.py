@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from funcpipe.core.torch_names import pytree
 
-Way: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
+FlattenFns: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
 """How a container is taken apart (children, structure, entries), and how it is put together of structure and children."""
 
 _OF_ALL_ROWS = ("_encodings", "_n_sequences")
@@ -28,7 +28,7 @@ class Attribute(str):
     __slots__ = ()
 
 
-def way_of(leaf: Any) -> Way | None:
+def flatten_fns_of(leaf: Any) -> FlattenFns | None:
     """How to take things of this kind apart; None: they are leaves."""
     kind = type(leaf)
     if issubclass(kind, (dict, UserDict)):
@@ -76,7 +76,7 @@ class _Attributes:
                 thing.__dict__[name] = value
 
 
-def _record(kind: Any) -> Way:
+def _record(kind: Any) -> FlattenFns:
     """The fields of a dataclass, and what else its instance holds; rebuilt without its ``__init__``, which may check."""
     fields = [field.name for field in dataclasses.fields(kind)]
     attributes = _Attributes(kind)
@@ -99,7 +99,7 @@ def _record(kind: Any) -> Way:
     return take, give
 
 
-def _mapping(kind: Any) -> Way:
+def _mapping(kind: Any) -> FlattenFns:
     """The items of a mapping in sorted order, then its attributes; rebuilt without its ``__init__``, which may compute."""
     native, user = _native(kind), issubclass(kind, UserDict)
     attributes = _Attributes(kind)
@@ -144,7 +144,7 @@ def _fields_that_are_items(kind: Any, native: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def _torch_node(kind: type) -> Way:
+def _torch_node(kind: type) -> FlattenFns:
     """A class as torch's own registry takes it apart."""
     node = pytree.SUPPORTED_NODES[kind]
     keyed = node.flatten_with_keys_fn
@@ -152,10 +152,10 @@ def _torch_node(kind: type) -> Way:
     def take(value: Any) -> Any:
         children, context = node.flatten_fn(value)
         if keyed is None:
-            return children, _Context(context)
-        return children, _Context(context), [_entry(key) for key, _ in keyed(value)[0]]
+            return children, _ContainerKey(context)
+        return children, _ContainerKey(context), [_entry(key) for key, _ in keyed(value)[0]]
 
-    def give(context: _Context, values: Iterable[Any]) -> Any:
+    def give(context: _ContainerKey, values: Iterable[Any]) -> Any:
         new = node.unflatten_fn(list(values), context.value)
         if type(new) is not kind:  # a TensorDict with None in it becomes None
             raise TypeError(f"what should be a {kind.__name__} became a {type(new).__name__}")
@@ -171,7 +171,7 @@ def _entry(key: Any) -> Any:
     return getattr(key, "key", getattr(key, "idx", key))
 
 
-class _Context:
+class _ContainerKey:
     """What torch's registry keeps of a container besides its children, in a form that every structure can have."""
 
     def __init__(self, value: Any) -> None:
@@ -179,9 +179,9 @@ class _Context:
 
     def __eq__(self, other: object) -> bool:
         try:
-            return isinstance(other, _Context) and bool(self.value == other.value)
+            return isinstance(other, _ContainerKey) and bool(self.value == other.value)
         except Exception:  # it holds what cannot be compared
-            return self.value is other.value if isinstance(other, _Context) else False
+            return self.value is other.value if isinstance(other, _ContainerKey) else False
 
     def __hash__(self) -> int:
         return hash(type(self.value))

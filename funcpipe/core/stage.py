@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, overload, runtime_checkable
 
-from funcpipe.core.closed import held
+from funcpipe.core.captured import captured_values
 from funcpipe.core.declared import check_declaration, check_function, checked_names, keywords_of
 from funcpipe.core.errors import PlanError
 from funcpipe.core.tree import Tree
@@ -125,7 +125,7 @@ class Shared:
 
 
 @dataclass(eq=False)
-class Seen:
+class StageFacts:
     """What runs found out about a stage, so that they look once: it belongs to the stage and is not copied with it.
 
     Attributes:
@@ -178,7 +178,7 @@ class Stage:
     shares: tuple[tuple[Any, Shared], ...] = field(default=(), repr=False)
     evaluation: bool = field(default=False, repr=False)
     closed: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
-    seen: Seen = field(default_factory=Seen, init=False, repr=False)
+    seen: StageFacts = field(default_factory=StageFacts, init=False, repr=False)
 
     def __call__(
         self,
@@ -355,7 +355,7 @@ def stage(
         state or commit is not None or "state" in keywords,
         commit,
         takes_train="train" in keywords,
-        closed=held(fn),
+        closed=captured_values(fn),
     )
     check_declaration(fn, made.name, stash=made.stash, pop=made.pop, feeds=made.feeds, state=made.state)
     return made

@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from funcpipe.core.containers import Attribute, way_of
+from funcpipe.core.containers import Attribute, flatten_fns_of
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.hidden import ATOMS, fault_of, hides_tensors, only_plain
 from funcpipe.core.torch_names import FakeTensor, FunctionalTensor, lazy_clone, transforms
@@ -152,18 +152,18 @@ def under_transform() -> bool:
     return transforms() is not None
 
 
-def own(tensor: Tensor) -> Tensor:
+def cow_clone(tensor: Tensor) -> Tensor:
     """A copy of one's own that is made only when someone writes (differentiable).
 
     In-place layers at a border then work and touch nobody else's tensor.
     """
     if under_transform():  # torch.func has no rule for the lazy kind
         return tensor.clone()
-    return lazy(tensor)
+    return cow_clone_unchecked(tensor)
 
 
-def lazy(tensor: Tensor) -> Tensor:
-    """`own` where no transform of torch.func can be on.
+def cow_clone_unchecked(tensor: Tensor) -> Tensor:
+    """`cow_clone` where no transform of torch.func can be on.
 
     On devices with streams the copy is made at once. Torch makes a late one on the legacy default stream, which lanes
     do not wait for; its allocator forgets streams recorded on shared memory; and no graph of the device has it.
@@ -181,7 +181,7 @@ def is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-class _Step(optree.PyTreeEntry):
+class _PathEntry(optree.PyTreeEntry):
     """A step into a container that is registered here."""
 
     def __call__(self, obj: Any) -> Any:
@@ -193,7 +193,7 @@ class _Step(optree.PyTreeEntry):
 
 def _register(leaf: Any) -> bool:
     """Make the type of a leaf a container, if it is a kind that can be one. Returns whether it is one now."""
-    kind, way = type(leaf), way_of(leaf)
+    kind, way = type(leaf), flatten_fns_of(leaf)
     if way is None:
         return False
     with _registering:
@@ -201,7 +201,7 @@ def _register(leaf: Any) -> bool:
             if optree.tree_is_leaf(leaf, namespace=_NAMESPACE):
                 raise TypeError(f"cannot flatten {kind.__name__}: optree sees its instances as leaves")
             return True  # another thread was faster
-        optree.register_pytree_node(kind, *way, path_entry_type=_Step, namespace=_NAMESPACE)
+        optree.register_pytree_node(kind, *way, path_entry_type=_PathEntry, namespace=_NAMESPACE)
         _registered.add(kind)
     return True
 

@@ -137,7 +137,7 @@ def plan_for(
     options: dict[str, Any] = {"objective": objective, "remat": remat, "offload": offload, "seed": seed}
     limits = limits_of(memory_limit, num_devices)
     ends = perf_counter() + seconds * _SHARE
-    looks: list[_Look] = []
+    looks: list[_Candidate] = []
     for count, layers in counts.items():
         case = _Case(layers, count, limits, per_stage(fixed, _num_layers(layers)), options)
         for share in shares:
@@ -152,7 +152,7 @@ def plan_for(
             for one in (look.tried for look in looks)
         ]
         raise PlanError(bullets("no way to run these layers fits:", reasons or ["there are fewer layers than devices"]))
-    finalists: list[tuple[float, _Look, Found]] = []
+    finalists: list[tuple[float, _Candidate, Found]] = []
     for look in fitting[:_FINALISTS]:
         quick = look.found
         assert quick is not None
@@ -183,7 +183,7 @@ def plan_for(
     )
 
 
-class _Look(NamedTuple):
+class _Candidate(NamedTuple):
     """A partition on a placement, and how it does with what is quickly found; ``over``: how much memory it lacks."""
 
     tried: Tried
@@ -192,12 +192,12 @@ class _Look(NamedTuple):
     over: float
     found: Found | None = None
 
-    def without(self, reason: str) -> _Look:
+    def without(self, reason: str) -> _Candidate:
         """The same, for which nothing fits."""
         return self._replace(tried=self.tried._replace(reason=reason))
 
 
-def _rank(look: _Look) -> tuple[float, float]:
+def _rank(look: _Candidate) -> tuple[float, float]:
     """Small is good: the objective, and where nothing fits the memory that is lacking."""
     return look.tried.value, look.over
 
@@ -251,13 +251,15 @@ class _Case(NamedTuple):
     weights: tuple[float, ...]
     options: dict[str, Any]
 
-    def look(self, sizes: tuple[int, ...], shape: str) -> _Look:
+    def look(self, sizes: tuple[int, ...], shape: str) -> _Candidate:
         """What is quickly found for a partition on a placement."""
         cost, room = self.layers.group(sizes), list(self.limits)
         home = placed(shape, len(sizes), len(room))
         for stage, (begin, end) in enumerate(pairwise([0, *accumulate(sizes)])):
             room[home[stage]] -= sum(self.weights[begin:end])
-        nothing = _Look(Tried(self.num_microbatches, sizes, shape, inf, ""), cost, tuple(room), _over(cost, home, room))
+        nothing = _Candidate(
+            Tried(self.num_microbatches, sizes, shape, inf, ""), cost, tuple(room), _over(cost, home, room)
+        )
         if min(room) <= 0:
             return nothing.without(f"device {room.index(min(room))} has no room beside parameters")
         try:
@@ -276,7 +278,7 @@ class _Case(NamedTuple):
         return nothing._replace(tried=tried, found=found)
 
 
-def _looks(case: _Case, share: int, ends: float) -> Iterator[_Look]:
+def _looks(case: _Case, share: int, ends: float) -> Iterator[_Candidate]:
     """Every placement of ``share * devices`` stages, its cuts improved while single layers can be moved to advantage."""
     stages = share * len(case.limits)
     if stages > len(case.weights):
@@ -290,7 +292,7 @@ def _looks(case: _Case, share: int, ends: float) -> Iterator[_Look]:
         yield best
 
 
-def _better(best: _Look, look: Callable[[tuple[int, ...]], _Look], ends: float) -> _Look | None:
+def _better(best: _Candidate, look: Callable[[tuple[int, ...]], _Candidate], ends: float) -> _Candidate | None:
     """The first neighbour that is better, if there is one and it is found in time."""
     for sizes in _neighbours(best.tried.sizes):
         if perf_counter() < ends and _rank(look(sizes)) < _rank(best):

@@ -287,7 +287,7 @@ def _time(captured: Captured, model: nn.Module, example: Any, bounds: list[int])
     numbers = {node: number for number, node in enumerate(captured.body)}
     sweeps: list[list[float]] = []
 
-    class Clock(fx.Interpreter):
+    class TimedInterpreter(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             began = time.perf_counter()
             out = super().run_node(n)
@@ -304,7 +304,7 @@ def _time(captured: Captured, model: nn.Module, example: Any, bounds: list[int])
     with torch.no_grad(), torch.random.fork_rng(devices=cuda):
         for _ in range(6):
             sweeps.append([0.0] * len(numbers))
-            Clock(captured.module).run(*values)
+            TimedInterpreter(captured.module).run(*values)
     columns = [median(column) for column in zip(*sweeps[1:], strict=True)]
     return [sum(columns[a:b]) for a, b in pairwise(bounds)]
 

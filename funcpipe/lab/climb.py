@@ -9,7 +9,7 @@ from random import Random
 from typing import NamedTuple
 
 from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.lab.listing import Listed, Rule, run
+from funcpipe.lab.listing import DeviceRule, Listed, run
 from funcpipe.lab.problem import ROUNDING, Budget, Problem
 from funcpipe.schedules.clock import F, I
 
@@ -26,7 +26,7 @@ class _Try(NamedTuple):
     value: float
     total: float
     age: int
-    rules: list[Rule]
+    rules: list[DeviceRule]
     listed: Listed
 
 
@@ -36,7 +36,7 @@ def climb(
     """Ever better orders, until the budget is spent or one is as good as ``good``; ``like``: a schedule to begin near."""
     ages = iter(range(10**12))
 
-    def attempt(rules: list[Rule]) -> _Try | None:
+    def attempt(rules: list[DeviceRule]) -> _Try | None:
         budget.spend()
         listed = run(problem, rules)
         if listed is None:
@@ -69,7 +69,7 @@ def climb(
                 yield found.listed
 
 
-def near(problem: Problem, schedule: Schedule) -> Iterator[list[Rule]]:
+def near(problem: Problem, schedule: Schedule) -> Iterator[list[DeviceRule]]:
     """Rules that have as many microbatches under way as a schedule has."""
     windows = [_windows(problem.local[device], order) for device, order in enumerate(schedule.orders)]
     count = problem.num_microbatches
@@ -77,7 +77,7 @@ def near(problem: Problem, schedule: Schedule) -> Iterator[list[Rule]]:
     for worth, first, whole in product((0.0, 0.5, 1.0), range(len(ranks(1))), wholes):
         orders = [ranks(len(mine)) for mine in problem.local]
         rows = zip(orders, windows, strict=True)
-        yield [Rule(order[first % len(order)], window, 0, worth, count, whole=whole) for order, window in rows]
+        yield [DeviceRule(order[first % len(order)], window, 0, worth, count, whole=whole) for order, window in rows]
 
 
 def _windows(mine: Sequence[int], order: Sequence[Action]) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ def _windows(mine: Sequence[int], order: Sequence[Action]) -> tuple[int, ...]:
     return tuple(most.values())
 
 
-def seeds(problem: Problem) -> Iterator[list[Rule]]:
+def seeds(problem: Problem) -> Iterator[list[DeviceRule]]:
     """Rules to begin with: how steeply the microbatches under way fall from device to device, and what goes first."""
     devices, count, local = problem.num_devices, problem.num_microbatches, problem.local
     rooms = [_room(problem, device) for device in range(devices)]
@@ -107,12 +107,12 @@ def seeds(problem: Problem) -> Iterator[list[Rule]]:
     for slope, offset, worth, first, reserve, keep, whole in product(
         steep, (0.0, 0.5, 1.0), (0.0, 0.5, 1.0), range(len(ranks(1))), reserves, keeps, wholes
     ):
-        rules: list[Rule] = []
+        rules: list[DeviceRule] = []
         for device, mine in enumerate(local):
             window = max(1, min(count, rooms[device], round((devices - device) * slope - offset)))
             windows = (*[max(1, window + device * (slope > 1))] * (len(mine) - 1), count if several else window)
             orders = ranks(len(mine))
-            rules.append(Rule(orders[first % len(orders)], windows, reserve, worth, count, keep, whole))
+            rules.append(DeviceRule(orders[first % len(orders)], windows, reserve, worth, count, keep, whole))
         yield rules
 
 
@@ -148,7 +148,7 @@ def _room(problem: Problem, device: int) -> int:
     return int(problem.limits[device] * (1 + ROUNDING) / mean) if mean else problem.num_microbatches
 
 
-def _changed(problem: Problem, rules: list[Rule], rng: Random) -> list[Rule]:
+def _changed(problem: Problem, rules: list[DeviceRule], rng: Random) -> list[DeviceRule]:
     """The rules with one to three changes, of one device or of several neighbours."""
     rules = list(rules)
     devices, count = len(rules), problem.num_microbatches

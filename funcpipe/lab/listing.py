@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from funcpipe.lab.problem import ROUNDING, Problem, Step
+from funcpipe.lab.problem import ROUNDING, CodedAction, Problem
 from funcpipe.schedules.clock import B, F, I, R, W
 
 _NEVER = float("inf")
@@ -20,7 +20,7 @@ _ALL = 10**9
 
 
 @dataclass(frozen=True)
-class Rule:
+class DeviceRule:
     """How one device decides.
 
     Attributes:
@@ -56,7 +56,7 @@ class Listed(NamedTuple):
     makespan: float
     span: float
     total: float
-    lanes: list[list[Step]]
+    lanes: list[list[CodedAction]]
 
 
 class _Device:
@@ -78,7 +78,7 @@ class _Device:
         "rule",
     )
 
-    def __init__(self, problem: Problem, device: int, rule: Rule) -> None:
+    def __init__(self, problem: Problem, device: int, rule: DeviceRule) -> None:
         mine = problem.local[device]
         self.rule, self.limit = rule, problem.limits[device] * (1 + ROUNDING)
         next_stage = dict(pairwise(mine))
@@ -89,14 +89,14 @@ class _Device:
         self.dropped: set[tuple[int, int]] = set()
         self.again: set[tuple[int, int]] = set()
         self.idle = False
-        self.lane: list[Step] = []
+        self.lane: list[CodedAction] = []
 
 
-_Choice: TypeAlias = tuple[int, int, bool, float]
+_Decision: TypeAlias = tuple[int, int, bool, float]
 """What a device does now: (code, stage, whether a forward drops its residual, 0); (-1, .., .., until when it waits)."""
 
 
-def run(problem: Problem, rules: Sequence[Rule]) -> Listed | None:
+def run(problem: Problem, rules: Sequence[DeviceRule]) -> Listed | None:
     """Follow the rules; None where they come to a standstill."""
     floor = _Floor(problem, rules)
     if not floor.run():
@@ -110,7 +110,7 @@ def run(problem: Problem, rules: Sequence[Rule]) -> Listed | None:
 class _Floor:
     """All devices, and when what they wait for arrives."""
 
-    def __init__(self, problem: Problem, rules: Sequence[Rule]) -> None:
+    def __init__(self, problem: Problem, rules: Sequence[DeviceRule]) -> None:
         self.problem, self.count, self.last = problem, problem.num_microbatches, problem.num_stages - 1
         stages = problem.num_stages
         self.f_at = [[_NEVER] * self.count for _ in range(stages)]
@@ -140,7 +140,7 @@ class _Floor:
             self.begin(number, me, now, choice)
         return not todo
 
-    def choose(self, me: _Device, now: float) -> _Choice:
+    def choose(self, me: _Device, now: float) -> _Decision:
         """The first in the device's order that can start; W where it fills a wait that is worth it."""
         waiting, rule = len(me.owed) - me.paid, me.rule
         if waiting > rule.owed:
@@ -189,7 +189,7 @@ class _Floor:
             return W, -1, False, 0.0
         return -1, -1, False, soonest
 
-    def begin(self, number: int, me: _Device, now: float, choice: _Choice) -> None:
+    def begin(self, number: int, me: _Device, now: float, choice: _Decision) -> None:
         """Run an action: what it takes and frees, when it ends, who learns of it."""
         problem, (code, stage, drop, _) = self.problem, choice
         other = number

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
-from funcpipe.lab.problem import ROUNDING, Budget, Problem, Step
+from funcpipe.lab.problem import ROUNDING, Budget, CodedAction, Problem
 from funcpipe.schedules.clock import CODED, B, F, I, L, O, R, W, clock, durations_of, edges_of
 from funcpipe.schedules.memory import residual_table
 
@@ -36,7 +36,7 @@ class Bench:
         self.takes = [table[kind][0] for kind in CODED]
         self.frees = [table[kind][1] for kind in CODED]
 
-    def score(self, lanes: Sequence[Sequence[Step]]) -> Score | None:
+    def score(self, lanes: Sequence[Sequence[CodedAction]]) -> Score | None:
         """The times of some orders; None where they cannot come to their end."""
         problem = self.problem
         ticks = clock(lanes, problem.device_of, problem.num_microbatches, self.durations, self.edges)
@@ -50,7 +50,7 @@ class Bench:
             return Score(max(ends), sum(ends))
         return Score(max(spans), sum(spans))
 
-    def fits(self, device: int, lane: Sequence[Step]) -> bool:
+    def fits(self, device: int, lane: Sequence[CodedAction]) -> bool:
         """Does a device hold no more residuals than it may."""
         limit = self.problem.limits[device] * (1 + ROUNDING)
         again = {(stage, m) for code, stage, m in lane if code == R}
@@ -65,7 +65,7 @@ class Bench:
         return True
 
 
-def bounds_of(lane: Sequence[Step], at: int) -> tuple[int, int]:
+def bounds_of(lane: Sequence[CodedAction], at: int) -> tuple[int, int]:
     """The first and last place that the action at a place can move to, past those that it must not cross."""
     code, stage, microbatch = lane[at]
     kind = _CLASS[code]
@@ -81,8 +81,8 @@ def bounds_of(lane: Sequence[Step], at: int) -> tuple[int, int]:
 
 
 def polish(
-    bench: Bench, lanes: Sequence[Sequence[Step]], rng: Random, budget: Budget, *, good: float
-) -> Iterator[list[list[Step]]]:
+    bench: Bench, lanes: Sequence[Sequence[CodedAction]], rng: Random, budget: Budget, *, good: float
+) -> Iterator[list[list[CodedAction]]]:
     """Move one action after the other, as long as that makes nothing longer; yields what is shorter than all before.
 
     Args:

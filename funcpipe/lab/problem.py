@@ -20,7 +20,7 @@ Objective: TypeAlias = Literal["makespan", "span"]
 Orders: TypeAlias = list[list[Action]]
 """For each device what it runs."""
 
-Step: TypeAlias = tuple[int, int, int]
+CodedAction: TypeAlias = tuple[int, int, int]
 """An action as (code, stage, microbatch), for those that walk over all of them again and again."""
 
 ROUNDING = 1e-9

@@ -16,11 +16,11 @@ from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.lab.bounds import lower_bound
 from funcpipe.lab.climb import climb
 from funcpipe.lab.exact import solve
-from funcpipe.lab.known import fused, known
+from funcpipe.lab.offload_to_fit import offload_to_fit
 from funcpipe.lab.placement import placed, shapes_for
 from funcpipe.lab.polish import Bench, polish
 from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule, limits_of
-from funcpipe.lab.relieve import relieve
+from funcpipe.lab.starting_points import fused, starting_points
 from funcpipe.schedules.clock import CODE, CODED
 from funcpipe.schedules.memory import residual_peak
 from funcpipe.view.simulate import simulate
@@ -159,7 +159,7 @@ def search(
     budget = Budget(evaluations, seconds)
     best = _Best(list(map(lower_bound, problems)), budget)
     for problem in problems:
-        for source, schedule in known(problem):
+        for source, schedule in starting_points(problem):
             best.offer(problem, schedule, source)
             if best.done or budget.late:
                 break
@@ -226,7 +226,7 @@ class _Best:
             over = max(peak - limit for peak, limit in zip(timeline.peak, problem.limits, strict=True))
             self.least = min(self.least, over)
             relieved = (
-                relieve(problem, schedule, lambda one: self._time(problem, one), self.budget)
+                offload_to_fit(problem, schedule, lambda one: self._time(problem, one), self.budget)
                 if problem.offload
                 else None
             )

@@ -13,7 +13,7 @@ from funcpipe.lower.skips import Route
 
 
 @dataclass(frozen=True)
-class Context:
+class EffectContext:
     """What the table depends on besides the action.
 
     Attributes:
@@ -31,7 +31,7 @@ class Context:
     inputs: bool = False
 
 
-def effects(kind: Kind, stage: int, keeps: bool, given: Context) -> tuple[list[Wire], list[Wire]]:
+def effects(kind: Kind, stage: int, keeps: bool, given: EffectContext) -> tuple[list[Wire], list[Wire]]:
     """The wires that an action reads and writes.
 
     Args:

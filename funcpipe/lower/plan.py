@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
-from funcpipe.core.closed import moved
+from funcpipe.core.captured import rebound_names
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.losses import BY_ROWS, counts_of
 from funcpipe.core.lowered import Lowered
@@ -174,7 +174,7 @@ def _moved(stages: Sequence[Stage]) -> list[str]:
         "hold it in a default, lambda params, x, k=k: ..., or by functools.partial"
         for label, part in parts
         if part.closed and len(made[getattr(part.fn, "__code__", None)]) > 1
-        for found in [moved(part.closed, part.fn)]
+        for found in [rebound_names(part.closed, part.fn)]
         if found
     ]
     if not faults:

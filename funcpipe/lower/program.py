@@ -16,7 +16,7 @@ from funcpipe.core.lowered import TAKEN, Lowered, read_again
 from funcpipe.core.program import CALLER, Call, Pool, Role, Wire
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Stage
-from funcpipe.lower.effects import Context, effects
+from funcpipe.lower.effects import EffectContext, effects
 from funcpipe.lower.skips import routes
 from funcpipe.schedules.clock import CODED, F
 from funcpipe.schedules.legal import Legal, examine
@@ -48,7 +48,7 @@ def lower(stages: Sequence[Stage], schedule: Schedule, *, loss: bool, outputs: b
         raise PlanError(f"the schedule has {schedule.num_stages} stages, but {count}; {mend}")
     if halves:
         _refuse_mixed(schedule)
-    calls = _Calls(Context(stages, routes(stages), loss, outputs or halves, halves), schedule, legal)
+    calls = _Calls(EffectContext(stages, routes(stages), loss, outputs or halves, halves), schedule, legal)
     order = calls.order()
     if halves:  # no lane's own order changes: what belongs to the first half is first already
         order = _forwards_first(order, calls.made, schedule)
@@ -95,7 +95,7 @@ def _forwards_first(order: list[int], calls: list[Call], schedule: Schedule) -> 
 class _Calls:
     """Numbers wires, pools and calls, each when it is first met."""
 
-    def __init__(self, given: Context, schedule: Schedule, legal: Legal) -> None:
+    def __init__(self, given: EffectContext, schedule: Schedule, legal: Legal) -> None:
         self.given, self.schedule, self.legal = given, schedule, legal
         self.wires: dict[Wire, int] = {}
         self.pools: dict[tuple[int, int, Role], int] = {}

@@ -64,7 +64,7 @@ def peaks(rows: Sequence[Measured], schedule: Schedule) -> list[int]:
         for number, row in enumerate(rows)
     ]
     program = lower(stages, schedule, loss=schedule.has_backward, outputs=False)
-    lanes = [_Lane() for _ in range(schedule.num_devices)]
+    lanes = [_DeviceMemory() for _ in range(schedule.num_devices)]
     for number, instruction, held in program.walk():
         lane, see = lanes[number], program.value
         match instruction:
@@ -86,7 +86,7 @@ def peaks(rows: Sequence[Measured], schedule: Schedule) -> list[int]:
     return [lane.peak for lane in lanes]
 
 
-class _Lane:
+class _DeviceMemory:
     """What lies on one device."""
 
     def __init__(self) -> None:

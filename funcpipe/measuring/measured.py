@@ -18,7 +18,16 @@ from torch import Tensor
 
 from funcpipe.core.stage import Out, normalise, side_loss
 from funcpipe.core.torch_names import FakeTensorMode, storage_number
-from funcpipe.core.tree import Spec, Tree, flatten, is_differentiable, lazy, leaves, map_leaves, unflatten
+from funcpipe.core.tree import (
+    Spec,
+    Tree,
+    cow_clone_unchecked,
+    flatten,
+    is_differentiable,
+    leaves,
+    map_leaves,
+    unflatten,
+)
 from funcpipe.measuring.live import Live
 from funcpipe.measuring.row import Layer, blame
 from funcpipe.measuring.weights import Edge, edge_of, for_weights
@@ -63,7 +72,7 @@ class Measured(NamedTuple):
         return merged((self.kept, self.inputs, self.outputs, *self.stash.values(), *self.pops.values()))
 
 
-class _Place(NamedTuple):
+class _TensorSpec(NamedTuple):
     """A tensor between layers, without the tensor."""
 
     value: int
@@ -75,14 +84,14 @@ class _Place(NamedTuple):
     grad: bool
 
 
-class _Held(NamedTuple):
+class _PlacedTree(NamedTuple):
     """A tree between layers: places, and other leaves as they are."""
 
     leaves: list[Any]
     spec: Spec
 
-    def places(self) -> list[_Place]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, _Place)]
+    def places(self) -> list[_TensorSpec]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, _TensorSpec)]
 
     def bytes(self) -> Bytes:
         return {place.value: place.nbytes for place in self.places()}
@@ -115,7 +124,7 @@ class Pass:
         self.fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
         self.live = Live()
         self.numbers = itertools.count()
-        self.skips: dict[str, _Held] = {}
+        self.skips: dict[str, _PlacedTree] = {}
         self.arrived: list[Any] = []
 
     def run(
@@ -139,7 +148,9 @@ class Pass:
 
     # -- one layer -----------------------------------------------------------------------------------------------------
 
-    def _layer(self, layer: Layer, x: _Held, feeds: dict[str, _Held], flags: Sequence[bool]) -> tuple[Measured, _Held]:
+    def _layer(
+        self, layer: Layer, x: _PlacedTree, feeds: dict[str, _PlacedTree], flags: Sequence[bool]
+    ) -> tuple[Measured, _PlacedTree]:
         stage, memo = layer.stage, dict[int, Tensor]()
         values, spec = flatten(layer.params)
         params = [self._parameter(leaf, flag and self.train, memo) for leaf, flag in zip(values, flags, strict=True)]
@@ -171,8 +182,14 @@ class Pass:
         return found, y
 
     def _forward(
-        self, stage: Any, fn: Callable[..., Any], x: _Held, pops: dict[str, _Held], feeds: dict[str, _Held], state: Tree
-    ) -> tuple[dict[int, tuple[int, int]], _Held, dict[str, _Held], list[tuple[Edge, _Place]], int]:
+        self,
+        stage: Any,
+        fn: Callable[..., Any],
+        x: _PlacedTree,
+        pops: dict[str, _PlacedTree],
+        feeds: dict[str, _PlacedTree],
+        state: Tree,
+    ) -> tuple[dict[int, tuple[int, int]], _PlacedTree, dict[str, _PlacedTree], list[tuple[Edge, _TensorSpec]], int]:
         """Call the layer; only numbers of what it gets and gives, and its graph, come out."""
         storages: dict[int, Tensor] = {}
         handle = torch.empty(0, device=self.device, requires_grad=True)
@@ -193,7 +210,7 @@ class Pass:
         held = {value: (key, sizes[value]) for key, value in keys.items() if value in sizes}
         return held, y, stash, roots, work
 
-    def _backward(self, roots: list[tuple[Edge, _Place]]) -> int:
+    def _backward(self, roots: list[tuple[Edge, _TensorSpec]]) -> int:
         """Run the backward; the most that was alive besides what is kept."""
         if not roots:
             return 0
@@ -233,19 +250,19 @@ class Pass:
                 made.grad = self._like(leaf)
         return memo[id(leaf)]
 
-    def _held(self, tree: Tree, keys: dict[int, int]) -> _Held:
+    def _held(self, tree: Tree, keys: dict[int, int]) -> _PlacedTree:
         """A tree as places; ``keys`` numbers the storages that are known, and gets the new ones."""
         values, spec = flatten(tree)
-        return _Held([self._place(leaf, keys) if isinstance(leaf, Tensor) else leaf for leaf in values], spec)
+        return _PlacedTree([self._place(leaf, keys) if isinstance(leaf, Tensor) else leaf for leaf in values], spec)
 
-    def _place(self, tensor: Tensor, keys: dict[int, int]) -> _Place:
+    def _place(self, tensor: Tensor, keys: dict[int, int]) -> _TensorSpec:
         tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
         storage = tensor.untyped_storage()
         number = storage_number(storage)
         if number not in keys:
             keys[number] = next(self.numbers)
         value, grad = keys[number], tensor.requires_grad
-        return _Place(
+        return _TensorSpec(
             value,
             storage.nbytes(),
             tuple(tensor.shape),
@@ -255,11 +272,11 @@ class Pass:
             grad,
         )
 
-    def _tensors(self, held: _Held, handle: Tensor | None, storages: dict[int, Tensor]) -> list[Any]:
+    def _tensors(self, held: _PlacedTree, handle: Tensor | None, storages: dict[int, Tensor]) -> list[Any]:
         """The leaves again, on memory that does not count; those of one storage share one."""
         out: list[Any] = []
         for leaf in held.leaves:
-            if not isinstance(leaf, _Place):
+            if not isinstance(leaf, _TensorSpec):
                 out.append(leaf)
                 continue
             if leaf.value not in storages:
@@ -269,5 +286,5 @@ class Pass:
             tensor = flat.as_strided(leaf.size, leaf.stride, leaf.offset)
             if leaf.grad and handle is not None and is_differentiable(tensor):
                 tensor = _Source.apply(handle, tensor, self.arrived)
-            out.append(lazy(tensor) if handle is not None else tensor)  # pyright: ignore[reportArgumentType]
+            out.append(cow_clone_unchecked(tensor) if handle is not None else tensor)  # pyright: ignore[reportArgumentType]
         return out

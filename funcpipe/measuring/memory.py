@@ -16,7 +16,7 @@ from funcpipe.core.words import size_of
 from funcpipe.cutting.example import unmarked
 from funcpipe.measuring.join import join, peaks
 from funcpipe.measuring.measured import Measured, Pass, merged
-from funcpipe.measuring.optimizer_state import State, optimizer_state
+from funcpipe.measuring.optimizer_state import StateSize, optimizer_state
 from funcpipe.measuring.row import Layer, known_device, layers_of
 from funcpipe.modules.balance import checked_sizes
 from funcpipe.runtime.trainable import Trainable, trainable_leaves
@@ -238,7 +238,7 @@ def memory(
     return Memory(tuple(out), name if train else "no optimizer", train)
 
 
-def _numbers(layer: Layer, flags: Sequence[bool], state: State, seen: set[int]) -> tuple[int, int, int, int]:
+def _numbers(layer: Layer, flags: Sequence[bool], state: StateSize, seen: set[int]) -> tuple[int, int, int, int]:
     """Bytes of parameters, buffers, gradients and optimizer state that were not seen before."""
     parameters = gradients = optimizer = 0
     for leaf, trains in zip(flatten(layer.params)[0], flags, strict=True):

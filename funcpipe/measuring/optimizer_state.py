@@ -11,11 +11,11 @@ import torch
 from funcpipe.core.errors import PlanError
 from funcpipe.core.words import similar
 
-State: TypeAlias = Callable[[tuple[int, ...]], float]
+StateSize: TypeAlias = Callable[[tuple[int, ...]], float]
 """How many numbers of state there are for a parameter of a shape."""
 
 
-def _copies(count: float) -> State:
+def _copies(count: float) -> StateSize:
     def numbers(shape: tuple[int, ...]) -> float:
         return count * torch.Size(shape).numel()
 
@@ -30,7 +30,7 @@ def _factored(shape: tuple[int, ...]) -> float:
     return float(stacked * (shape[-2] + shape[-1]))
 
 
-_TABLE: dict[str, State] = {
+_TABLE: dict[str, StateSize] = {
     "sgd": _copies(0),
     "momentum": _copies(1),
     "adam": _copies(2),
@@ -60,7 +60,7 @@ _EXTRA: dict[str, tuple[str, ...]] = {
 """Options that take one more number for each number of the parameter."""
 
 
-def optimizer_state(optimizer: Any) -> tuple[str, State]:
+def optimizer_state(optimizer: Any) -> tuple[str, StateSize]:
     """The name of an optimizer, and how much state it keeps.
 
     >>> [optimizer_state(one)[1]((8, 4)) for one in ("sgd", "adamw", "adafactor", torch.optim.RMSprop, 1.5)]

@@ -20,9 +20,9 @@ from funcpipe.cutting.example import unmarked
 from funcpipe.measuring.memory import memory
 from funcpipe.measuring.row import Layer, blame, known_device, layers_of
 from funcpipe.runtime.border import Border, given
-from funcpipe.runtime.context import Context, cores, intra_op_threads, no_autocast_cache, pin, refuse_transforms
+from funcpipe.runtime.bound import Bound, Program, StageArgs
+from funcpipe.runtime.context import CallerContext, cores, intra_op_threads, no_autocast_cache, pin, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
-from funcpipe.runtime.program import Bound, Program, StageArgs
 from funcpipe.runtime.rng import Keys
 from funcpipe.runtime.trainable import Trainable, trainable_leaves
 
@@ -99,7 +99,7 @@ def profile(
     clock = _Clock(known_device(device))
     _check_lanes(lanes, row, clock.device)
     sweep = _Sweep(row, flags, clock, train=train, seed=seed)
-    context, threads, available = Context(), threads_per_lane or torch.get_num_threads(), cores()
+    context, threads, available = CallerContext(), threads_per_lane or torch.get_num_threads(), cores()
 
     def sweep_often(lane: int) -> list[list[_Times]]:
         if lanes > 1:

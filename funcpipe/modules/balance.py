@@ -39,7 +39,7 @@ class Balance(tuple[int, ...]):
         return f"{list(self)}: bottleneck {self.bottleneck:.6g}, lower bound {self.bound:.6g}"
 
 
-class _Way(NamedTuple):
+class _PartCost(NamedTuple):
     """One way to run a part on one device, in prefix sums; ``largest``: one layer's most work and most memory."""
 
     remat: bool
@@ -48,17 +48,17 @@ class _Way(NamedTuple):
     largest: tuple[int, int]
 
 
-class _Problem(NamedTuple):
+class _Division(NamedTuple):
     """What to divide, in whole numbers: ``unit`` is the time of one, ``byte`` the memory of one."""
 
-    ways: Sequence[Sequence[_Way]]
+    ways: Sequence[Sequence[_PartCost]]
     speeds: Sequence[Fraction]
     limits: Sequence[int | None]
     comm: Numbers
     unit: Fraction
     byte: Fraction
 
-    def time(self, part: int, way: _Way, ends: tuple[int, int]) -> Fraction:
+    def time(self, part: int, way: _PartCost, ends: tuple[int, int]) -> Fraction:
         start, end = ends
         work = way.work[end] - way.work[start] + self.comm[start] + self.comm[end]
         return work * self.unit / self.speeds[part]
@@ -156,7 +156,7 @@ def checked_sizes(sizes: Any, total: int, what: str, num_stages: int | None = No
 
 def _problem(
     costs: Any, count: int, comm: Any, memory: Any, fixed: Any, limit: Any, in_flight: Any, speeds: Any, remat: Any
-) -> _Problem:
+) -> _Division:
     faults: list[str] = []
     again: Any = 0.0
     if isinstance(costs, Cost):
@@ -217,16 +217,16 @@ def _problem(
     def sums(values: Any) -> list[int]:
         return list(accumulate(values, initial=0))
 
-    def way(light: bool, times: Fraction) -> _Way:
+    def way(light: bool, times: Fraction) -> _PartCost:
         kept = held if light and times > 1 else flights[times]
         memory = [a + b for a, b in zip(always, kept, strict=True)]
         work = [a + b for a, b in zip(time, redo, strict=True)] if light else time
-        return _Way(light, sums(work), sums(memory), (max(work), max(memory)))
+        return _PartCost(light, sums(work), sums(memory), (max(work), max(memory)))
 
     kinds = (False, True) if remat == "auto" else (bool(remat),)
     ways = {times: [way(light, times) for light in kinds] for times in flights}
     room = [None if one is None else floor(one / byte) for one in limits]
-    return _Problem([ways[times] for times in flying], fast, room, [0, *borders, 0], unit, byte)
+    return _Division([ways[times] for times in flying], fast, room, [0, *borders, 0], unit, byte)
 
 
 def _whole(*rows: Sequence[Fraction]) -> tuple[Fraction, list[list[int]]]:
@@ -235,19 +235,19 @@ def _whole(*rows: Sequence[Fraction]) -> tuple[Fraction, list[list[int]]]:
     return Fraction(1, scale), [[int(one * scale) for one in row] for row in rows]
 
 
-def _bound(problem: _Problem) -> Fraction:
+def _bound(problem: _Division) -> Fraction:
     work = problem.ways[0][0].work
     largest = max(b - a for a, b in pairwise(work))
     return max(work[-1] * problem.unit / sum(problem.speeds), largest * problem.unit / max(problem.speeds))
 
 
-def _fastest(problem: _Problem, part: int, ends: Any) -> tuple[Fraction, _Way]:
+def _fastest(problem: _Division, part: int, ends: Any) -> tuple[Fraction, _PartCost]:
     limit = problem.limits[part]
     fitting = [w for w in problem.ways[part] if limit is None or w.memory[ends[1]] - w.memory[ends[0]] <= limit]
     return min(((problem.time(part, way, ends), way) for way in fitting), key=lambda one: one[0])
 
 
-def _search(problem: _Problem) -> list[int] | None:
+def _search(problem: _Division) -> list[int] | None:
     """Bisect the bottleneck: ``low`` cannot be had, ``ends`` has ``high``."""
     ends = _fill(problem, None)
     if ends is None:
@@ -266,7 +266,7 @@ def _search(problem: _Problem) -> list[int] | None:
         ends = better
 
 
-def _fill(problem: _Problem, most: Fraction | None) -> list[int] | None:
+def _fill(problem: _Division, most: Fraction | None) -> list[int] | None:
     """Borders of parts that each take at most this time, the longest first; None: there are none."""
     count, last = len(problem.speeds), len(problem.comm) - 1
     free = not any(problem.comm) and _all_alone(problem, most)  # then a part that ends later is never worse
@@ -284,7 +284,7 @@ def _fill(problem: _Problem, most: Fraction | None) -> list[int] | None:
     return ends if ends[-1] == last else None
 
 
-def _furthest(problem: _Problem, part: int, way: _Way, span: tuple[int, int], most: Fraction | None) -> int:
+def _furthest(problem: _Division, part: int, way: _PartCost, span: tuple[int, int], most: Fraction | None) -> int:
     """Where a part that starts at the span's start must end, its last border not counted."""
     start, end = span
     for sums, room in ((way.work, problem.room(part, most)), (way.memory, problem.limits[part])):
@@ -293,7 +293,7 @@ def _furthest(problem: _Problem, part: int, way: _Way, span: tuple[int, int], mo
     return end
 
 
-def _fits(problem: _Problem, part: int, span: tuple[int, int], most: Fraction | None) -> bool:
+def _fits(problem: _Division, part: int, span: tuple[int, int], most: Fraction | None) -> bool:
     start, end = span
     room, limit = problem.room(part, most), problem.limits[part]
     return end > start and any(
@@ -303,7 +303,7 @@ def _fits(problem: _Problem, part: int, span: tuple[int, int], most: Fraction | 
     )
 
 
-def _covered(problem: _Problem, most: Fraction | None) -> list[list[bool]]:
+def _covered(problem: _Division, most: Fraction | None) -> list[list[bool]]:
     """``[part][start]``: can this part and those after it hold all layers from there on.
 
     From the last part back. For each start, the ends that memory allows are a window that only moves down, and the
@@ -330,7 +330,7 @@ def _covered(problem: _Problem, most: Fraction | None) -> list[list[bool]]:
     return tables[::-1]
 
 
-def _all_alone(problem: _Problem, most: Fraction | None) -> bool:
+def _all_alone(problem: _Division, most: Fraction | None) -> bool:
     """Does each layer alone fit on each device."""
     rooms = [problem.room(part, most) for part in range(len(problem.speeds))]
     return all(
@@ -339,7 +339,7 @@ def _all_alone(problem: _Problem, most: Fraction | None) -> bool:
     )
 
 
-def _too_small(problem: _Problem, remat: Any) -> str:
+def _too_small(problem: _Division, remat: Any) -> str:
     """What to say when nothing fits: the same search, with memory for time and limits for speeds."""
     limits = [Fraction(limit or 1) * problem.byte for limit in problem.limits]
     ways = [[way._replace(work=way.memory, largest=way.largest[::-1]) for way in ways[-1:]] for ways in problem.ways]

@@ -22,7 +22,7 @@ from funcpipe.core.errors import BatchError, PlanError
 from funcpipe.core.torch_names import BatchNorm as AnyBatchNorm
 from funcpipe.core.torch_names import buffers_of, check_dimensions
 from funcpipe.core.tree import Tree
-from funcpipe.modules.hearing import BATCH_NORMS, Hearing, NormCall, refuse_writes, version
+from funcpipe.modules.written_buffers import BATCH_NORMS, Hearing, NormCall, refuse_writes, version
 
 
 class Moments(NamedTuple):

@@ -16,10 +16,10 @@ from funcpipe.core.words import similar
 from funcpipe.modules.bonds import bonds
 from funcpipe.modules.export import Captured, is_marker
 from funcpipe.modules.nodes import layer_of, layers_of, regions_of
-from funcpipe.modules.traced import CommitGraph, GraphFn, Layout, Norm
+from funcpipe.modules.traced import CommitGraph, GraphFn, Norm, TracedLayout
 
 
-class Edge(NamedTuple):
+class CutEdge(NamedTuple):
     """A value on its way between stages.
 
     Attributes:
@@ -144,7 +144,9 @@ class _Cutter:
         return out
 
 
-def cut(captured: Captured, starts: Sequence[int], model: nn.Module) -> tuple[list[tuple[Stage, Any, Any]], list[Edge]]:
+def cut(
+    captured: Captured, starts: Sequence[int], model: nn.Module
+) -> tuple[list[tuple[Stage, Any, Any]], list[CutEdge]]:
     """The stages of a captured model.
 
     Args:
@@ -166,7 +168,9 @@ def cut(captured: Captured, starts: Sequence[int], model: nn.Module) -> tuple[li
     return parts, edges
 
 
-def _part(cutter: _Cutter, stage: int, edges: Sequence[Edge], tensors: Mapping[str, Tensor]) -> tuple[Stage, Any, Any]:
+def _part(
+    cutter: _Cutter, stage: int, edges: Sequence[CutEdge], tensors: Mapping[str, Tensor]
+) -> tuple[Stage, Any, Any]:
     captured = cutter.captured
     last = stage == cutter.last
     received = [edge for edge in edges if stage in edge.targets]
@@ -180,7 +184,7 @@ def _part(cutter: _Cutter, stage: int, edges: Sequence[Edge], tensors: Mapping[s
     buffers = [name for kind, name in takes if kind == "buffer"]
     buffers += [one.tracked for one in norms.values() if one.tracked is not None]
     state = {name: tensors[name].detach().clone() for name in dict.fromkeys(buffers)}
-    layout = Layout(
+    layout = TracedLayout(
         tuple(takes),
         straight,
         () if last else tuple(edge.name for edge in leaving if not edge.skip),
@@ -267,12 +271,12 @@ def _title(cutter: _Cutter, stage: int) -> str:
     return f"{named[0]}..{named[-1]}" if named else f"part {stage}"
 
 
-def _edge(value: fx.Node, source: int, targets: tuple[int, ...]) -> Edge:
+def _edge(value: fx.Node, source: int, targets: tuple[int, ...]) -> CutEdge:
     sample = value.meta.get("val")
     if not isinstance(sample, Tensor):
-        return Edge(value.name, source, targets, "int", (), 0)
+        return CutEdge(value.name, source, targets, "int", (), 0)
     shape = tuple(size if isinstance(size, int) else "rows" for size in sample.shape)
-    return Edge(value.name, source, targets, str(sample.dtype).removeprefix("torch."), shape, row_bytes(sample))
+    return CutEdge(value.name, source, targets, str(sample.dtype).removeprefix("torch."), shape, row_bytes(sample))
 
 
 def row_bytes(sample: Any) -> int:

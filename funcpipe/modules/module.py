@@ -15,10 +15,10 @@ from funcpipe.core.torch_names import FLAT_WEIGHTS, buffers_of, list_weights, pa
 from funcpipe.core.tree import Tree
 from funcpipe.core.words import similar
 from funcpipe.modules.batchnorm import CommitLayers, DeferredBatchNorm, Running
-from funcpipe.modules.hearing import has_numbers, looked_at, refuse_writes, version
 from funcpipe.modules.scripted import scripted
 from funcpipe.modules.skip_scope import carrying
 from funcpipe.modules.skippable import Skips, skips_of
+from funcpipe.modules.written_buffers import has_numbers, looked_at, refuse_writes, version
 
 Params: TypeAlias = dict[str, Tensor]
 State: TypeAlias = Any

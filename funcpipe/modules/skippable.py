@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Out
 from funcpipe.core.torch_names import backward_number, children_of
-from funcpipe.core.tree import Tree, map_leaves, own
+from funcpipe.core.tree import Tree, cow_clone, map_leaves
 from funcpipe.modules.skip_scope import Key, Namespace, Store, current, label
 
 _Class = TypeVar("_Class", bound=type[nn.Module])
@@ -127,7 +127,7 @@ def _install(cls: type[nn.Module], stash: tuple[str, ...], pop: tuple[str, ...],
         declared: Declared = type(self)._skips  # pyright: ignore
         if declared.forward is not forward:  # a subclass calls super().forward
             return raw(self, *args, **kwargs)
-        call = _Call(self, declared, current())
+        call = _LayerCall(self, declared, current())
         if takes_skips:
             kwargs["skips"] = {name: call.pop(name) for name in declared.pop}
         result = raw(self, *args, **kwargs)
@@ -182,7 +182,7 @@ def _key(layer: nn.Module, name: str) -> Key:
 # -- one call of a layer ----------------------------------------------------------------------------------------------
 
 
-class _Call:
+class _LayerCall:
     """One call of a skippable layer: does what its forward commands, and sees that it commands what it declares."""
 
     def __init__(self, layer: nn.Module, declared: Declared, store: Store) -> None:
@@ -275,10 +275,10 @@ class _Call:
 
 
 def _own(tree: Tree) -> Tree:
-    """What a layer stashes or gets is its own, whether a border lies between or not; see `own`."""
+    """What a layer stashes or gets is its own, whether a border lies between or not; see `cow_clone`."""
     if isinstance(tree, Tensor):
-        return own(tree)
-    return map_leaves(lambda leaf: own(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+        return cow_clone(tree)
+    return map_leaves(lambda leaf: cow_clone(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 # -- what a whole module stashes and pops ------------------------------------------------------------------------------

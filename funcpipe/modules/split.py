@@ -14,7 +14,7 @@ from funcpipe.core.plan import Ties
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree
 from funcpipe.core.words import similar, size_of
-from funcpipe.modules.graph import Edge
+from funcpipe.modules.graph import CutEdge
 from funcpipe.modules.module import all_tensors
 from funcpipe.modules.ties import Home, Owner, groups, innermost, mark, transmit
 from funcpipe.modules.traced import GraphFn
@@ -42,7 +42,7 @@ class Split:
     state: tuple[Any, ...]
     ties: Ties = ()
     loss: Callable[[Any, Any], Any] | None = None
-    edges: tuple[Edge, ...] = ()
+    edges: tuple[CutEdge, ...] = ()
     homes: Mapping[str, Home] = field(default_factory=dict, repr=False)
     rest: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
@@ -186,7 +186,7 @@ def assemble(
     *,
     ties: Any = "replicate",
     loss: Any = None,
-    edges: Sequence[Edge] = (),
+    edges: Sequence[CutEdge] = (),
 ) -> Split:
     """A split of stages that were cut from a model.
 

@@ -143,7 +143,7 @@ def _draw(node: fx.Node, path: str, drawn: dict[str, int]) -> Draw | None:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TracedLayout:
     """What the flat values of a traced stage are.
 
     Attributes:
@@ -182,7 +182,7 @@ class GraphFn(Bindable):
     """
 
     module: fx.GraphModule
-    layout: Layout
+    layout: TracedLayout
     signature: Signature
     first: bool
     last: bool

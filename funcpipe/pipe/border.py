@@ -119,7 +119,7 @@ def _attached(outputs: Tree, pullback: Pullback) -> list[bool]:
 # -- the node ---------------------------------------------------------------------------------------------------------
 
 
-class Way:
+class PipeBackward:
     """The way back through a pipe: what its node keeps between the forwards and the backwards.
 
     Args:
@@ -164,7 +164,7 @@ class _Node(torch.autograd.Function):
     """Outputs that were computed already, attached to the parameters and inputs that they depend on."""
 
     @staticmethod
-    def forward(ctx: Any, way: Way, outputs: list[Tensor], detached: list[Tensor], *_: Tensor) -> Any:
+    def forward(ctx: Any, way: PipeBackward, outputs: list[Tensor], detached: list[Tensor], *_: Tensor) -> Any:
         ctx.way = way
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*detached)
@@ -193,7 +193,7 @@ def attach(
     detached = [one for one, flag in zip(tensors, _attached(outputs, pullback), strict=True) if not flag]
     leaves = input_leaves(inputs)
     wanted = [_requires_grad(leaf) for leaf in leaves]
-    way = Way(pullback, _form(outputs), [place for place, _ in params], wanted)
+    way = PipeBackward(pullback, _form(outputs), [place for place, _ in params], wanted)
     roots = [*(param for _, param in params), *(leaf for leaf, flag in zip(leaves, wanted, strict=True) if flag)]
     attached = iter(_Node.apply(way, tensors, detached, *roots))
     return _replaced(outputs, attached)

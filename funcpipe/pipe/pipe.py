@@ -26,7 +26,7 @@ from funcpipe.pipe.border import (
     without_saved_tensor_hooks,
 )
 from funcpipe.pipe.layout import lay_out
-from funcpipe.pipe.stages import CHECKPOINTS, Look, Stages
+from funcpipe.pipe.stages import CHECKPOINTS, ModuleSnapshot, Stages
 from funcpipe.runtime import microbatch
 from funcpipe.runtime.context import RUNNING, refuse_transforms
 from funcpipe.runtime.microbatch import Microbatches
@@ -118,7 +118,7 @@ class Pipe(Anchored):
         self.training = sequential.training
         self._layout = lay_out(self._layers(), balance, devices)
         self._views: tuple[nn.Sequential, ...] = ()  # the same ones each time, so that hooks on them are seen
-        self._known: tuple[Look, dict[tuple[bool, ...], Stages]] | None = None
+        self._known: tuple[ModuleSnapshot, dict[tuple[bool, ...], Stages]] | None = None
         if len(self):
             self._stages()  # what is wrong with the layers shows before they are moved
         # Backwards, so that a tensor that several stages hold lives where it is used first.
@@ -285,7 +285,7 @@ class Pipe(Anchored):
                 "them again: fp.Pipe(nn.Sequential(*pipe), ...)"
             )
         model = self[:]
-        look = Look(model)
+        look = ModuleSnapshot(model)
         if self._known is None or not look.same(self._known[0]):
             self._known = (look, {})
         kept = self._known[1]

@@ -24,7 +24,7 @@ from funcpipe.runtime.place import same_device
 from funcpipe.schedules.families import fill_drain
 from funcpipe.schedules.transforms import remat
 
-Slot: TypeAlias = tuple[nn.Module, str]
+TensorHome: TypeAlias = tuple[nn.Module, str]
 """Where a tensor lives: its layer, and its name there."""
 
 CHECKPOINTS = ("always", "except_last", "never")
@@ -45,7 +45,7 @@ class Stages:
         self.layout, self.merge = layout, merge
         self.train = any(one.training for layer in model for one in layer.modules())
         parts = cut_sequential(model, layout.balance, deferred=deferred)
-        slots: dict[str, Slot] = {}
+        slots: dict[str, TensorHome] = {}
         for path, layer in model.named_modules(remove_duplicate=False):
             slots |= {
                 f"{path}.{name}" if path else name: (layer, name)
@@ -127,7 +127,7 @@ class Stages:
                             _read(own[name]).copy_(state[name])
 
 
-def _read(slot: Slot) -> Tensor:
+def _read(slot: TensorHome) -> Tensor:
     layer, name = slot
     own = parameters_of(layer)
     tensor = own[name] if name in own else buffers_of(layer)[name]
@@ -138,7 +138,7 @@ def _read(slot: Slot) -> Tensor:
 # -- have the layers changed ----------------------------------------------------------------------------------------
 
 
-class Look:
+class ModuleSnapshot:
     """What stages depend on besides the numbers in tensors: layers, their attributes and hooks, which tensors are one.
 
     Attributes that are containers are looked at one level deep, tensors by how often they were written to. Training
@@ -165,7 +165,7 @@ class Look:
         self.tensors = _pattern(modules)
         self.flags = tuple(one.training for one in modules)
 
-    def same(self, other: Look) -> bool:
+    def same(self, other: ModuleSnapshot) -> bool:
         """Nothing but training flags differs."""
         if self.tensors != other.tensors or len(self.held) != len(other.held):
             return False

@@ -13,7 +13,7 @@ from funcpipe.core.errors import PlanError
 from funcpipe.core.torch_names import version
 from funcpipe.core.tree import Spec, Tree, flatten, locations, unflatten
 from funcpipe.runtime.border import share
-from funcpipe.runtime.plain import address
+from funcpipe.runtime.plain_tensors import address
 
 
 def alias_of(leaf: Any, trainable: bool) -> Any:

@@ -10,7 +10,7 @@ from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.stage import BoundFn, Out, Stage, names_of, refuse_others
 from funcpipe.core.tree import Tree
 from funcpipe.lower.skips import routes
-from funcpipe.runtime.rng import Keyed, Keys
+from funcpipe.runtime.rng import KeyedDraws, Keys
 
 
 def apply(
@@ -80,7 +80,7 @@ def _keyed(keys: Keys, index: int, call: BoundFn) -> Callable[..., Any]:
     """The stage's function, its random numbers keyed as in microbatch 0 of a run."""
 
     def keyed(x: Tree, **extras: Any) -> Any:
-        with Keyed(keys, index, call.places, 0):
+        with KeyedDraws(keys, index, call.places, 0):
             return call(x, **extras)
 
     return keyed

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.tree import Spec, Tree, flatten, lazy, own, refuse_hidden, unflatten
+from funcpipe.core.tree import Spec, Tree, cow_clone, cow_clone_unchecked, flatten, refuse_hidden, unflatten
 
 LEAF: Spec = flatten(None)[1]
 """The structure of a tree that is one leaf."""
@@ -19,7 +19,7 @@ LEAF: Spec = flatten(None)[1]
 class Border:
     """A tree between stages: its leaves, its structure, and which leaves carry gradients back.
 
-    Tensors are detached and dense. They and the border are immutable by agreement: whoever may write gets `own` copies.
+    Tensors are detached and dense. They and the border are immutable by agreement: whoever may write gets `cow_clone` copies.
     A border of gradients has no flags. ``words`` is what programs depend on in it (`signature.said`), once somebody has
     looked.
     """
@@ -64,17 +64,17 @@ def fills(tensor: Tensor) -> bool:
 
 
 def share(leaves: Iterable[Any]) -> list[Any]:
-    """Own copies of what the caller gives; `own` of the same memory is safe from any thread while they live.
+    """Own copies of what the caller gives; `cow_clone` of the same memory is safe from any thread while they live.
 
     Turning memory into copy-on-write is not safe from two threads at once, and two runs may be given the same tensors.
     """
     with _sharing:
-        return [apart(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return [caller_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def apart(tensor: Tensor) -> Tensor:
+def caller_copy(tensor: Tensor) -> Tensor:
     """A copy, for or from the caller: made when someone writes on the CPU, at once on devices with streams."""
-    return own(tensor.detach())
+    return cow_clone(tensor.detach())
 
 
 _sharing = threading.Lock()
@@ -85,16 +85,16 @@ def open_border(border: Border, *, grad: bool) -> tuple[Tree, dict[int, Tensor]]
     if border.spec is LEAF and isinstance(border.leaves[0], Tensor):  # most of the time
         tensor = border.leaves[0]
         if not (grad and border.flags[0]):
-            return lazy(tensor), {}
+            return cow_clone_unchecked(tensor), {}
         leaf = tensor.detach().requires_grad_()
-        return lazy(leaf), {0: leaf}
+        return cow_clone_unchecked(leaf), {0: leaf}
     held: dict[int, Tensor] = {}
     out: list[Any] = []
     for index, value in enumerate(border.leaves):
         if isinstance(value, Tensor):
             if grad and border.flags[index]:
                 value = held[index] = value.detach().requires_grad_()
-            value = lazy(value)  # a run refuses transforms
+            value = cow_clone_unchecked(value)  # a run refuses transforms
         out.append(value)
     return unflatten(border.spec, out), held
 

@@ -66,7 +66,7 @@ def saved_tensors_are_hooked() -> bool:
         return True
 
 
-class Context:
+class CallerContext:
     """What the caller of a run has switched on, to be entered on every thread that works for it."""
 
     def __init__(self) -> None:

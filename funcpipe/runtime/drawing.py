@@ -33,7 +33,7 @@ _CHANCES = ("dropout_p", "dropout", "p")
 _SWITCHES = ("train", "training")
 
 
-class Catching:
+class CatchDraws:
     """Inside of ``with`` every operation that may draw on this thread goes to `caught`; the innermost one has it.
 
     The outermost one asks torch for the draws of this thread, and that costs more than all that the inner ones do. So
@@ -64,7 +64,7 @@ class Catching:
 class _Thread(threading.local):
     """Who catches on this thread."""
 
-    catcher: Catching | None = None
+    catcher: CatchDraws | None = None
 
 
 _thread = _Thread()

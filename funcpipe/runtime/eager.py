@@ -1,7 +1,6 @@
 """One stage for one run by plain autograd: forward on detached leaves, backward into sums of its own.
 
-The parameters' aliases have their ``.grad`` from the start, so that sums grow in place and nothing of the caller's is
-touched.
+Aliases of the parameters have their ``.grad`` from the start: sums grow in place, nothing of the caller's is touched.
 """
 
 from __future__ import annotations
@@ -20,16 +19,24 @@ from funcpipe.core.losses import check_weight
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Out, Stage, side_loss
 from funcpipe.core.torch_names import run_backward, version
-from funcpipe.core.tree import Tree, flatten, is_differentiable, lazy, locations, refuse_hidden, unflatten
+from funcpipe.core.tree import (
+    Tree,
+    cow_clone_unchecked,
+    flatten,
+    is_differentiable,
+    locations,
+    refuse_hidden,
+    unflatten,
+)
 from funcpipe.runtime.aliases import alias_of, differ, guarded, refuse_rebinding, versions
 from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, dense, open_border, share
+from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, Shares, StageArgs, StageOut
 from funcpipe.runtime.explain import explain
 from funcpipe.runtime.foreign import nodes_of, refuse_around, refuse_backward, refuse_foreign
-from funcpipe.runtime.program import Cotangents, Gradients, Report, Shares, StageArgs, StageOut
-from funcpipe.runtime.residual import EagerResidual, Held
-from funcpipe.runtime.rng import Keyed, Keys
+from funcpipe.runtime.residual import EagerResidual, GradientLeaves
+from funcpipe.runtime.rng import KeyedDraws, Keys
 
-_NOTHING = Report((), None, None)
+_NOTHING = ForwardReport((), None, None)
 """What most forwards have to report."""
 
 
@@ -74,7 +81,7 @@ class EagerBound:
         self.params, self.state = unflatten(self.spec, self.aliases), unflatten(self.state_spec, self.state_leaves)
         self.fn = stage.bind(self.params, self.state)
         self.places = self.fn.places
-        self.drawing = Keyed(keys, index, self.places, 0)  # of whichever microbatch runs
+        self.drawing = KeyedDraws(keys, index, self.places, 0)  # of whichever microbatch runs
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +135,7 @@ class EagerBound:
     def evaluate(self, args: StageArgs, *, keep: bool) -> StageOut:
         """A forward by itself, in the grad mode that it finds; `compile` traces it."""
         x, held = open_border(args.x, grad=self.backwards)
-        skip_leaves: list[tuple[int, Held]] = []
+        skip_leaves: list[tuple[int, GradientLeaves]] = []
         try:
             returned = self._call(x, args, skip_leaves) if self.declares else self.fn(x)
         except Exception as error:
@@ -152,17 +159,17 @@ class EagerBound:
         y, graph = close_border(returned, "y", stays=self.loss is not None)
         if self.loss is not None:
             loss = self._loss(self.loss, args.target, y, graph)
-            report = Report(_kept(stats), Loss(*map(_detached, loss)), _side(side))
+            report = ForwardReport(_kept(stats), Loss(*map(_detached, loss)), _side(side))
         elif side is None and _empty(stats):
             report = _NOTHING
         else:
-            report = Report(_kept(stats), None, _side(side))
+            report = ForwardReport(_kept(stats), None, _side(side))
         if not keep:
             return StageOut(y, report, None, stash)
         residual = EagerResidual(args.microbatch, graph, graphs, loss, side, len(args.x.leaves), held, skip_leaves)
         return StageOut(y, report, residual, stash)
 
-    def _call(self, x: Tree, args: StageArgs, skip_leaves: list[tuple[int, Held]]) -> Any:
+    def _call(self, x: Tree, args: StageArgs, skip_leaves: list[tuple[int, GradientLeaves]]) -> Any:
         """Call a stage that declares skips, feeds, state or train."""
         stage = self.stage
         skips: dict[str, Tree] = {}
@@ -181,7 +188,7 @@ class EagerBound:
         assert target is not None
         self.phase = "loss"
         # The output may be handed out as well, so an in-place loss gets its own.
-        leaves = [lazy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in graph]
+        leaves = [cow_clone_unchecked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in graph]
         tree = leaves[0] if y.spec is LEAF else unflatten(y.spec, leaves)
         try:
             loss = as_loss(fn(tree, open_border(target, grad=False)[0]))
@@ -239,7 +246,9 @@ class EagerBound:
             if residual.draws or self.autocast:
                 draws = residual.draws
                 replay = (
-                    Keyed(self.keys, self.index, self.places, residual.microbatch, draws) if draws else nullcontext()
+                    KeyedDraws(self.keys, self.index, self.places, residual.microbatch, draws)
+                    if draws
+                    else nullcontext()
                 )
                 with replay, no_autocast():
                     _walk(roots, cotangents, only)
@@ -411,7 +420,7 @@ def _detached(tree: Tree) -> Tree:
     return unflatten(spec, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
-def _gradients(count: int, held: Held) -> Gradients:
+def _gradients(count: int, held: GradientLeaves) -> Gradients:
     out: Gradients = [None] * count
     for index, leaf in held.items():
         if leaf.grad is not None:

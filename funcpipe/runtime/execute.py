@@ -18,17 +18,17 @@ from funcpipe.core.result import Result, RunStats, Span, Timeline
 from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree, map_leaves
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.context import RUNNING, Context, intra_op_threads
-from funcpipe.runtime.drawing import Catching
+from funcpipe.runtime.context import RUNNING, CallerContext, intra_op_threads
+from funcpipe.runtime.drawing import CatchDraws
 from funcpipe.runtime.finish import finish, release
-from funcpipe.runtime.host import Host
+from funcpipe.runtime.host_link import HostLink
 from funcpipe.runtime.options import Executor, RunOptions
-from funcpipe.runtime.plain import addresses
+from funcpipe.runtime.plain_tensors import addresses
 from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.steps import make_step
-from funcpipe.runtime.stream import Channel, Edge, Place
-from funcpipe.runtime.transport import Inbox, Level, Local, Mailbox
+from funcpipe.runtime.stream import Channel, CopyEdge, Place
+from funcpipe.runtime.transport import Inbox, Local, Mailbox, PoolLevel
 from funcpipe.schedules.memory import residual_peak
 
 
@@ -70,7 +70,7 @@ class Execution:
 
     def __init__(self, ready: Prepared, executor: LaneExecutor) -> None:
         executor.check(ready.plan)
-        self.ready, self.executor, self.context = ready, executor, Context()
+        self.ready, self.executor, self.context = ready, executor, CallerContext()
         program = ready.program
         self.part = (0, len(program.order))
         self.turn = 0
@@ -81,7 +81,7 @@ class Execution:
             Place(device, alone=ready.where.count(device) == 1, lane=lane) for lane, device in enumerate(ready.where)
         ]
         self.boxes: list[Mailbox] = [Inbox() if executor.threaded else Mailbox() for _ in places]
-        self.levels = [Level() for _ in program.pools]
+        self.levels = [PoolLevel() for _ in program.pools]
         transports = self._transports(places)
         self.lanes = [
             self._runner(lane, place, transport)
@@ -94,7 +94,7 @@ class Execution:
 
         def edge(pool: Pool) -> Channel:
             source = None if pool.source == CALLER else places[pool.source]
-            return Edge(source, places[pool.lane], threaded=self.executor.threaded)
+            return CopyEdge(source, places[pool.lane], threaded=self.executor.threaded)
 
         edges = {(pool.source, pool.lane): edge(pool) for pool in pools}
         levels = {
@@ -109,7 +109,7 @@ class Execution:
         host = None
         if any(call.kind is Kind.O for call in lane.calls):
             fixed = addresses([leaf for value in self.caller.values() for leaf in value.leaves])
-            host = Host(place, coming, fixed)
+            host = HostLink(place, coming, fixed)
         stages, bounds = self.ready.plan.stages, self.ready.bounds
         steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], host) for call in lane.calls]
         return Runner(lane, steps, place, transport, coming, timed=self.ready.options.record)
@@ -149,7 +149,7 @@ class Execution:
     def listening(self) -> AbstractContextManager[Any]:
         """What a walk is inside of: eager stages catch their draws, and each forward would else ask for them anew."""
         eager = any(stage.program is None for stage in self.ready.plan.stages)
-        return Catching() if eager else nullcontext()
+        return CatchDraws() if eager else nullcontext()
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
 

@@ -13,10 +13,10 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.result import Loss, Result, RunStats, Timeline
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves, paths, unflatten
-from funcpipe.runtime.border import Border, apart
+from funcpipe.runtime.border import Border, caller_copy
+from funcpipe.runtime.bound import ForwardReport, Shares
+from funcpipe.runtime.joining import merge
 from funcpipe.runtime.prepare import Prepared
-from funcpipe.runtime.program import Report, Shares
-from funcpipe.runtime.seam import merge
 from funcpipe.runtime.trainable import key_of
 
 ByPlace = Mapping[tuple[int, int], Any]
@@ -141,7 +141,7 @@ def _add_sides(ready: Prepared, reports: ByPlace, total: Any, late: bool) -> Any
     """The auxiliary losses of all stages, each microbatch's mean by the microbatch's share."""
     for stage in range(ready.plan.num_stages):
         for m in range(ready.batch.num_microbatches):
-            report: Report = reports[stage, m]
+            report: ForwardReport = reports[stage, m]
             if report.side is None:
                 continue
             if late or ready.shares.total is None:
@@ -207,7 +207,7 @@ def _commit(ready: Prepared, stage: int, reports: ByPlace) -> Tree:
     try:
         with torch.no_grad():
             # Its own copy: a commit that updates in place must not reach the caller's state.
-            mine = map_leaves(lambda leaf: apart(leaf) if isinstance(leaf, Tensor) else leaf, state)
+            mine = map_leaves(lambda leaf: caller_copy(leaf) if isinstance(leaf, Tensor) else leaf, state)
             return part.commit(mine, stats)
     except BaseException as error:
         device = plan.schedule.device_of[stage]

@@ -20,14 +20,14 @@ from funcpipe.core.result import Result
 from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree, flatten, structure, unflatten
 from funcpipe.runtime import microbatch
+from funcpipe.runtime.cache_key import leaf_key, switches_key
 from funcpipe.runtime.context import RUNNING, checked_plan, not_carried, refuse_transforms
+from funcpipe.runtime.device_graph import Recorded, Unrecordable
 from funcpipe.runtime.executors import Serial, suiting
 from funcpipe.runtime.microbatch import Axis, Microbatches, Replicate
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.place import plan_devices, same_device
 from funcpipe.runtime.prepare import checked_seed, split_batch
-from funcpipe.runtime.recorded import Recorded, Unrecordable
-from funcpipe.runtime.signature import switches, word
 from funcpipe.runtime.stream import Place
 from funcpipe.runtime.trainable import trainable_leaves
 
@@ -40,7 +40,7 @@ _FIELDS = ("loss", "losses", "aux", "grads", "state", "outputs")
 """Where a result has tensors."""
 
 
-class _Step(NamedTuple):
+class _RecordedRun(NamedTuple):
     """A run that is recorded: its tensors, how to make trees of them, and the rest of its result."""
 
     recorded: Recorded
@@ -62,7 +62,7 @@ class Graphs:
         self.plan = plan
         self.closed = False
         self._obstacle: str | None = None
-        self._found: dict[Hashable, _Step | str] = {}
+        self._found: dict[Hashable, _RecordedRun | str] = {}
         self._busy = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -79,8 +79,8 @@ class Graphs:
             self._busy.release()
 
     @property
-    def _steps(self) -> list[_Step]:
-        return [one for one in self._found.values() if isinstance(one, _Step)]
+    def _steps(self) -> list[_RecordedRun]:
+        return [one for one in self._found.values() if isinstance(one, _RecordedRun)]
 
     @property
     def count(self) -> int:
@@ -139,7 +139,9 @@ class Graphs:
             return "check= looks at its values"
         return ", ".join(f"{one} is on" for one in not_carried())
 
-    def _step(self, plan: Plan, params: Any, batch: Any, options: RunOptions) -> tuple[_Step, list[Tensor]] | str:
+    def _step(
+        self, plan: Plan, params: Any, batch: Any, options: RunOptions
+    ) -> tuple[_RecordedRun, list[Tensor]] | str:
         """The recorded run for such input (recorded now if it is the first) and its tensors; or why there is none."""
         if not isinstance(params, (tuple, list)) or len(params) != self.plan.num_stages:  # pyright: ignore
             return "params are not one tree for each stage"
@@ -148,7 +150,7 @@ class Graphs:
         rest = {name: getattr(options, name) for name in names}
         flags = trainable_leaves(params, options.trainable)  # pyright: ignore
         rest["trainable"] = tuple(unflatten(structure(tree), own) for tree, own in zip(params, flags, strict=True))  # pyright: ignore
-        taken = _Taken(words=[switches(), _kernels(), RUNNING.get() is not None])
+        taken = _Taken(words=[switches_key(), _kernels(), RUNNING.get() is not None])
         try:
             held = taken.take((params, options.state))
             count = len(taken.tensors)
@@ -168,7 +170,7 @@ class Graphs:
             found = self._found[key] = self._record(plan, lambda own: (*held(own), *given(own)), taken.tensors)
         return found if isinstance(found, str) else (found, taken.tensors)
 
-    def _record(self, plan: Plan, make: _Make, tensors: list[Tensor]) -> _Step | str:
+    def _record(self, plan: Plan, make: _Make, tensors: list[Tensor]) -> _RecordedRun | str:
         device = plan_devices(self.plan)[0]
         graph = Place.backend.graph(device)
         assert graph is not None
@@ -182,7 +184,7 @@ class Graphs:
             return out.tensors
 
         try:
-            return _Step(Recorded(graph, device, tensors, step), *made)
+            return _RecordedRun(Recorded(graph, device, tensors, step), *made)
         except DrawError:
             return "a stage draws random numbers, and a graph would draw the same ones each time"
         except Unrecordable as error:
@@ -208,7 +210,7 @@ def _obstacle(plan: Plan) -> str:
 
 
 def _kernels() -> Hashable:
-    """What else than `switches` picks kernels and is frozen by a recording."""
+    """What else than `switches_key` picks kernels and is frozen by a recording."""
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     found: list[Hashable] = [torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()]
     for where, flag in _FLAGS:
@@ -256,7 +258,7 @@ def _by_rows(plan: Plan, batch: Any, feeds: Any) -> tuple[Plan | None, float | N
     return None, None
 
 
-def _played(step: _Step, tensors: list[Tensor], began: float, weight: float | None) -> Result:
+def _played(step: _RecordedRun, tensors: list[Tensor], began: float, weight: float | None) -> Result:
     """The result of a recorded run for these tensors."""
     fields = step.make(step.recorded(tensors))
     stats = replace(step.like.stats, executor="graph", reason="asked for", seconds=perf_counter() - began)
@@ -332,7 +334,7 @@ class _Taken:
         for value in values:
             if type(value).__eq__ is object.__eq__ and not isinstance(value, _FIXED):
                 raise TraceError(f"it gets a {type(value).__name__}, which may change and stays equal to itself")
-        self.words.append(tuple(map(word, values)))
+        self.words.append(tuple(map(leaf_key, values)))
 
 
 def _wrapping(leaf: Replicate | Axis | Microbatches) -> tuple[Any, ...]:

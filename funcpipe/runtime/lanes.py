@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from funcpipe.core.closed import lent
+from funcpipe.core.captured import lent_modules
 from funcpipe.core.errors import FuncpipeError, PlanError, RunTimeout
 from funcpipe.core.plan import Plan
 from funcpipe.core.remembered import Remembered
@@ -286,7 +286,7 @@ def _find_lent_twice(plan: Plan) -> list[str]:
     names: dict[int, str] = {}
     for stage, whole in enumerate(plan.stages):
         for part in whole.simple():
-            for key, (name, _) in ({} if bindable(part.fn) else lent(part.fn)).items():
+            for key, (name, _) in ({} if bindable(part.fn) else lent_modules(part.fn)).items():
                 lanes.setdefault(key, set()).add(plan.schedule.device_of[stage])
                 names[key] = name
     return [

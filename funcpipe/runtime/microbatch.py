@@ -14,8 +14,8 @@ from funcpipe.core.errors import BatchError, Where, bullets, fail
 from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Path, Tree, at, flatten, locations, map_leaves, paths, refuse_hidden, unflatten
 from funcpipe.runtime.border import LEAF, Border, given, open_border, share
-from funcpipe.runtime.program import Shares
-from funcpipe.runtime.signature import look
+from funcpipe.runtime.bound import Shares
+from funcpipe.runtime.cache_key import border_key_or_none
 
 
 class Replicate:
@@ -123,7 +123,7 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
     ]
     faults += [f"feeds has {name!r}, which no stage declares" for name in feeds or {} if name not in wanted]
     trees.update({f"feeds[{name!r}]": (feeds or {})[name] for name in wanted if name in (feeds or {})})
-    leaves = [_Leaves(name, tree) for name, tree in trees.items()]
+    leaves = [_BatchTree(name, tree) for name, tree in trees.items()]
     rows, found = _rows(leaves)
     faults += found or [fault for one in leaves for fault in one.listed(rows)]
     ready = {one.name: len(one.ready) for one in leaves if one.ready is not None}
@@ -163,7 +163,7 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
     return Batch(pieces["inputs"], pieces.get("target"), by_feed, tuple(parts), "inputs" not in ready, axes, handles)
 
 
-class _Leaves:
+class _BatchTree:
     """One tree of the batch, its leaves with their places and axes."""
 
     def __init__(self, name: str, tree: Tree) -> None:
@@ -258,7 +258,7 @@ class _Leaves:
             ]
             border = Border(piece, self.spec, flags)
             if size not in words:
-                words[size] = look(border)
+                words[size] = border_key_or_none(border)
             border.words = words[size]
             out.append(border)
             start += size
@@ -300,7 +300,7 @@ def _marked(leaves: Iterable[Any]) -> list[Any]:
     return share(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cpu)
 
 
-def _rows(leaves: Sequence[_Leaves]) -> tuple[int | None, list[str]]:
+def _rows(leaves: Sequence[_BatchTree]) -> tuple[int | None, list[str]]:
     """The number of rows of a batch, None if nothing has any; and what is wrong with it."""
     faults = [fault for one in leaves for fault in one.faults]
     rows = {place: count for one in leaves for place, count in one.rows.items()}

@@ -177,7 +177,7 @@ def accumulate(results: Iterable[Result]) -> Result:
 
 
 @dataclass
-class _Found:
+class _LeafGradient:
     """A leaf of the parameters with its gradient.
 
     Attributes:
@@ -195,7 +195,7 @@ class _Found:
     counts: bool
 
 
-def _by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[_Found]:
+def _by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[_LeafGradient]:
     """Each leaf that has a gradient, once.
 
     One tensor at two places of a stage: its gradient is the sum. In two stages it is tied (a run refuses it otherwise),
@@ -203,7 +203,7 @@ def _by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[_Found]:
     """
     sums = _sums(grads, ties)
     counted: set[int] = set()
-    found: dict[int, _Found] = {}
+    found: dict[int, _LeafGradient] = {}
     stages = isinstance(params, (tuple, list))
     for stage, (own, theirs) in enumerate(zip(params, grads, strict=True) if stages else [(params, grads)]):
         for leaf, gradient in zip(flatten(own)[0], flatten(theirs)[0], strict=True):
@@ -212,7 +212,7 @@ def _by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[_Found]:
             key = sums.get(id(gradient), id(gradient))
             one = found.get(id(leaf))
             if one is None:
-                found[id(leaf)] = _Found(leaf, gradient, stage, {key}, key not in counted)
+                found[id(leaf)] = _LeafGradient(leaf, gradient, stage, {key}, key not in counted)
             elif one.stage == stage and key not in one.sums:
                 one.gradient = one.gradient + gradient
                 one.sums.add(key)
@@ -236,7 +236,7 @@ def _sums(grads: Tree, ties: Ties) -> dict[int, int]:
     return out
 
 
-def _held(optimizer: torch.optim.Optimizer, found: list[_Found]) -> list[_Found]:
+def _held(optimizer: torch.optim.Optimizer, found: list[_LeafGradient]) -> list[_LeafGradient]:
     """What this optimizer holds. Refuses a step that could change nothing."""
     if not found:
         raise PlanError(
@@ -254,7 +254,10 @@ def _held(optimizer: torch.optim.Optimizer, found: list[_Found]) -> list[_Found]
 
 
 def _unscale(
-    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found: list[_Found], held: list[_Found]
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    found: list[_LeafGradient],
+    held: list[_LeafGradient],
 ) -> None:
     """Divide all gradients by the scale; those that the optimizer holds in place, in their leaves' ``.grad``.
 

@@ -18,12 +18,12 @@ from funcpipe.core.torch_names import has_gradient_hooks
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.lower.plan import program_for
 from funcpipe.runtime import microbatch
+from funcpipe.runtime.bound import Bound, Program, Shares
+from funcpipe.runtime.check_finite import FiniteBound
 from funcpipe.runtime.context import RUNNING, checked_plan, cores, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
-from funcpipe.runtime.finite import FiniteBound
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.place import misplaced, place, plan_devices
-from funcpipe.runtime.program import Bound, Program, Shares
 from funcpipe.runtime.rng import Keys
 from funcpipe.runtime.trainable import Trainable, refuse_undeclared_ties, resolve_ties, trainable_leaves
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from funcpipe.core.result import Loss
-from funcpipe.runtime.host import Way
-from funcpipe.runtime.plain import address, plain
-from funcpipe.runtime.slots import pieces, take_out
+from funcpipe.runtime.host_link import HostStream
+from funcpipe.runtime.plain_tensors import address, is_plain
+from funcpipe.runtime.saved_tensors import saved_pieces, take_out
 
-Held: TypeAlias = dict[int, Tensor]
+GradientLeaves: TypeAlias = dict[int, Tensor]
 """The leaves of a border that hold its gradients, by their numbers among all."""
 
 
@@ -44,8 +44,8 @@ class EagerResidual:
         loss: Loss | None,
         side: tuple[Any, Any] | None,
         x_count: int,
-        x: Held,
-        skips: list[tuple[int, Held]],
+        x: GradientLeaves,
+        skips: list[tuple[int, GradientLeaves]],
     ) -> None:
         self.microbatch, self.y, self.stash, self.loss, self.side = microbatch, y, stash, loss, side
         self.x_count, self.x, self.skips = x_count, x, skips
@@ -61,7 +61,7 @@ class EagerResidual:
         named += [leaf for _, held in self.skips for leaf in held.values()]
         return sum(leaf.nbytes for leaf in named if isinstance(leaf, Tensor))
 
-    def move(self, to: Way, *, fixed: frozenset[int] = frozenset()) -> Any:
+    def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
         """Move what autograd saved to the host, or back; see `slots` for what stays.
 
         Of the outputs only their places in the graph are kept, of the leaves at the inputs only their shapes: a
@@ -81,7 +81,7 @@ class EagerResidual:
         with torch.no_grad():
             return self._leave(to, fixed) if to.out else self._return(to)
 
-    def _leave(self, to: Way, fixed: frozenset[int]) -> Any:
+    def _leave(self, to: HostStream, fixed: frozenset[int]) -> Any:
         self.y = _edges(self.y)
         self.stash = {name: _edges(leaves) for name, leaves in self.stash.items()}
         ends = [
@@ -95,19 +95,19 @@ class EagerResidual:
             for edge in row
             if isinstance(edge, (Tensor, GradientEdge))
         ]
-        self._pieces = pieces(take_out(nodes, to, fixed))
+        self._pieces = saved_pieces(take_out(nodes, to, fixed))
         copies, self._event = to.copy([piece.flat for piece in self._pieces])
         for piece, copy in zip(self._pieces, copies, strict=True):
             piece.empty()
             piece.flat = copy
         for held in (self.x, *(held for _, held in self.skips)):
             for leaf in held.values():
-                if plain(leaf) and leaf.numel() and to.takes(leaf) and address(leaf) not in fixed:
+                if is_plain(leaf) and leaf.numel() and to.takes(leaf) and address(leaf) not in fixed:
                     leaf.data = to.hollow(leaf)
         self._moved = 0
         return self._event
 
-    def _return(self, to: Way) -> Any:
+    def _return(self, to: HostStream) -> Any:
         alive = [piece for piece in self._pieces if piece.alive]
         copies, event = to.copy([piece.flat for piece in alive], self._event)
         for piece, copy in zip(alive, copies, strict=True):

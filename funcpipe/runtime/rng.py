@@ -22,7 +22,7 @@ from funcpipe.core.errors import DrawError, PlanError
 from funcpipe.core.frames import REGIONS, frames, own_dict
 from funcpipe.core.stage import Stage, current_scope
 from funcpipe.core.torch_names import schema
-from funcpipe.runtime.drawing import Catching
+from funcpipe.runtime.drawing import CatchDraws
 
 _global_draw = threading.Lock()
 
@@ -118,7 +118,7 @@ def _clashing(stages: Sequence[Stage]) -> set[int]:
     return {id(part) for part in parts if any(counts[path] > 1 for path in part.layers())}
 
 
-class Keyed(Catching):
+class KeyedDraws(CatchDraws):
     """Inside of it, random operations of one task draw from generators seeded by their keys.
 
     Attributes:

@@ -16,12 +16,12 @@ from funcpipe.core.schedule import Action, Kind
 from funcpipe.core.tree import Tree
 from funcpipe.lower.skips import routes
 from funcpipe.runtime.border import Border
+from funcpipe.runtime.bound import Gradients, StageArgs
 from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache, outside_of_graphs
 from funcpipe.runtime.finish import finish, release
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.prepare import Prepared, prepare
-from funcpipe.runtime.program import Gradients, StageArgs
-from funcpipe.runtime.stream import Edge, Place
+from funcpipe.runtime.stream import CopyEdge, Place
 from funcpipe.runtime.trainable import Trainable
 
 
@@ -122,7 +122,7 @@ class Loop:
         place = Place(self.ready.where[self.plan.schedule.device_of[stage]], alone=True)
         if not place.asynchronous and all(getattr(leaf, "device", place.device).type == "cpu" for leaf in value.leaves):
             return value
-        ticket = Edge(None, place).send(value)
+        ticket = CopyEdge(None, place).send(value)
         place.wait(ticket.event)
         return ticket.value
 

@@ -10,15 +10,15 @@ from funcpipe.core.program import Call, LaneProgram, Role, Run, Wire
 from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import Stage
 from funcpipe.runtime.border import LEAF, Border
-from funcpipe.runtime.host import Host
-from funcpipe.runtime.plain import addresses
-from funcpipe.runtime.program import Bound, StageArgs, StageOut
+from funcpipe.runtime.bound import Bound, StageArgs, StageOut
+from funcpipe.runtime.host_link import HostLink
+from funcpipe.runtime.plain_tensors import addresses
 
 Step: TypeAlias = Callable[[list[Any], Run], Sequence[Any]]
 """(values read, instruction) -> values written."""
 
 
-def make_step(call: Call, program: LaneProgram, stage: Stage, bound: Bound, host: Host | None) -> Step:
+def make_step(call: Call, program: LaneProgram, stage: Stage, bound: Bound, host: HostLink | None) -> Step:
     """The step of a call; everything that is the same for all microbatches is worked out here, once a run.
 
     Args:
@@ -104,7 +104,7 @@ def _backward(call: Call, wires: Sequence[Wire], bound: Bound) -> Step:
     return step
 
 
-def _move(call: Call, bound: Bound, host: Host) -> Step:
+def _move(call: Call, bound: Bound, host: HostLink) -> Step:
     if call.kind is Kind.O:
         fixed = host.fixed | addresses(bound.fixed())
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from funcpipe.core.program import CALLER
 from funcpipe.runtime.border import Border, fills
+from funcpipe.runtime.device_graph import DeviceGraph, Graph
 from funcpipe.runtime.place import same_device
-from funcpipe.runtime.plain import solid
-from funcpipe.runtime.recorded import DeviceGraph, Graph
+from funcpipe.runtime.plain_tensors import materialized
 
 
-class Backend:
+class StreamBackend:
     """Streams, events, copies and allocator of real devices; tests put a recording one in its place."""
 
     def asynchronous(self, device: torch.device) -> bool:
@@ -48,7 +48,7 @@ class Backend:
     def record(self, tensor: Tensor, stream: Any) -> None:
         """Tell the allocator that a stream uses the tensor.
 
-        The allocator passes over memory that is shared copy-on-write (it does not know its deleter): see `solid`.
+        The allocator passes over memory that is shared copy-on-write (it does not know its deleter): see `materialized`.
         """
         tensor.record_stream(stream)
 
@@ -137,7 +137,7 @@ class Place:
         lane: its number.
     """
 
-    backend: ClassVar[Backend] = Backend()
+    backend: ClassVar[StreamBackend] = StreamBackend()
 
     def __init__(self, device: torch.device, *, alone: bool, lane: int = -1) -> None:
         self.device, self.lane = device, lane
@@ -186,7 +186,7 @@ class Place:
         """A leaf of the lane's, for the caller, who may use and free it as his own."""
         if not self.asynchronous or self.stream == self.caller or not isinstance(leaf, Tensor):
             return leaf
-        leaf = solid(leaf)
+        leaf = materialized(leaf)
         self.backend.record(leaf, self.caller)
         return leaf
 
@@ -216,7 +216,7 @@ class Channel(Protocol):
         ...
 
 
-class Edge:
+class CopyEdge:
     """The channel within a process: copies from one lane (or the caller, None) to another."""
 
     def __init__(self, source: Place | None, target: Place, *, threaded: bool = False) -> None:
@@ -244,7 +244,7 @@ class Edge:
     def _hand_over(self, source: Place, value: Border, free: Any) -> Ticket:
         """Two lanes of one device: the same memory, in order."""
         value = _apart(value) if self.threaded else value
-        leaves = [solid(leaf) if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
+        leaves = [materialized(leaf) if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
         event = source.event()
         for leaf in leaves:
             if isinstance(leaf, Tensor):
@@ -266,7 +266,9 @@ class Edge:
                 if place.device in given:
                     self._stream(place).wait_stream(place.caller)
         elif source.asynchronous:
-            value = Border([solid(x) if isinstance(x, Tensor) else x for x in value.leaves], value.spec, value.flags)
+            value = Border(
+                [materialized(x) if isinstance(x, Tensor) else x for x in value.leaves], value.spec, value.flags
+            )
             ends.append(source)
             self._stream(source).wait_event(source.event())
         if free is not None:

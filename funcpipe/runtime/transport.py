@@ -83,7 +83,7 @@ class Inbox(Mailbox):
         self.messages.put(None)
 
 
-class Level:
+class PoolLevel:
     """How many values lie in a pool. One lane writes ``sent``, another ``freed``."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Local:
         boxes: Sequence[Mailbox],
         edges: Mapping[tuple[int, int], Channel],
         caller: Mapping[int, Border],
-        levels: Mapping[tuple[int, int], Level],
+        levels: Mapping[tuple[int, int], PoolLevel],
     ) -> None:
         self.lane, self.box, self.boxes, self.caller = program.lane, boxes[program.lane], boxes, caller
         self.given = edges.get((CALLER, program.lane))

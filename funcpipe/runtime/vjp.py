@@ -18,10 +18,10 @@ from funcpipe.runtime.context import intra_op_threads, not_carried, refuse_trans
 from funcpipe.runtime.execute import Execution, LaneExecutor
 from funcpipe.runtime.executors import executor_for
 from funcpipe.runtime.finish import finish, gradients, refuse_writes, release
+from funcpipe.runtime.joining import OutputJoin, join_input_grads
 from funcpipe.runtime.microbatch import Microbatches
 from funcpipe.runtime.options import ExecutorLike, RunOptions
 from funcpipe.runtime.prepare import Prepared, prepare
-from funcpipe.runtime.seam import Seam, join_input_grads
 from funcpipe.runtime.trainable import Trainable
 
 
@@ -128,7 +128,7 @@ def _forwards(ready: Prepared, execution: Execution) -> tuple[Result, Pullback]:
     with intra_op_threads(ready.threads):
         result = finish(ready, reports, outputs, None, execution.stats(), backward=False)
     execution.settle()
-    return result, Pullback(execution, Seam(pieces, ready.batch, ready.plan.merge))
+    return result, Pullback(execution, OutputJoin(pieces, ready.batch, ready.plan.merge))
 
 
 def _middle(program: Lowered) -> int:
@@ -147,7 +147,7 @@ class Pullback:
     first half, and what the caller had switched on then (autocast, default device) holds again.
     """
 
-    def __init__(self, execution: Execution, seam: Seam) -> None:
+    def __init__(self, execution: Execution, seam: OutputJoin) -> None:
         self._execution: Execution | None = execution
         self._seam = seam
         self._lock = threading.Lock()

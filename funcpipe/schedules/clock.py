@@ -15,7 +15,7 @@ F, B, I, W, R, O, L, *_ = range(len(CODED))
 _LINKS = (Resource.TO_HOST, Resource.FROM_HOST)
 
 
-class Edge(NamedTuple):
+class Dependency(NamedTuple):
     """A value that one stage hands to another, every microbatch.
 
     Attributes:
@@ -33,7 +33,7 @@ class Edge(NamedTuple):
     latency: float = 0.0
 
 
-class Ticks(NamedTuple):
+class ClockResult(NamedTuple):
     """What the clock showed.
 
     Attributes:
@@ -45,22 +45,25 @@ class Ticks(NamedTuple):
     stuck: list[int]
 
 
-def chain(num_stages: int) -> list[Edge]:
+def chain(num_stages: int) -> list[Dependency]:
     """The activations and gradients between neighbours, each in no time."""
-    forward = [Edge(Flow.FORWARD, stage, stage + 1) for stage in range(num_stages - 1)]
-    return forward + [Edge(Flow.BACKWARD, edge.to, edge.source) for edge in forward]
+    forward = [Dependency(Flow.FORWARD, stage, stage + 1) for stage in range(num_stages - 1)]
+    return forward + [Dependency(Flow.BACKWARD, edge.to, edge.source) for edge in forward]
 
 
-def edges_of(cost: Cost, device_of: Sequence[int]) -> list[Edge]:
+def edges_of(cost: Cost, device_of: Sequence[int]) -> list[Dependency]:
     """Everything that crosses from stage to stage, with its times; the skips come after the chain."""
     bandwidth, sizes = cost.bandwidth or float("inf"), per_stage(cost.output, len(device_of))
     pairs = [(stage, stage + 1, sizes[stage]) for stage in range(len(device_of) - 1)]
     pairs += [(skip.stash, skip.pop, skip.size) for skip in cost.skips]
-    out: list[Edge] = []
+    out: list[Dependency] = []
     for stash, pop, size in pairs:
         away = device_of[stash] != device_of[pop]
         link, latency = (size / bandwidth, cost.latency(stash, pop)) if away else (0.0, 0.0)
-        out += [Edge(Flow.FORWARD, stash, pop, link, latency), Edge(Flow.BACKWARD, pop, stash, link, latency)]
+        out += [
+            Dependency(Flow.FORWARD, stash, pop, link, latency),
+            Dependency(Flow.BACKWARD, pop, stash, link, latency),
+        ]
     return out
 
 
@@ -74,8 +77,8 @@ def clock(
     device_of: Sequence[int],
     microbatches: int,
     durations: Sequence[Sequence[float]],
-    edges: Sequence[Edge],
-) -> Ticks:
+    edges: Sequence[Dependency],
+) -> ClockResult:
     """When each action starts.
 
     What flows (`KindRow.flow`: F; B and I) waits for what flows from other stages to its own, and for the residual that
@@ -145,4 +148,4 @@ def clock(
             break
         now[device] = time
     stuck = [len(row) if len(row) < len(lane) else -1 for lane, row in zip(lanes, starts, strict=True)]
-    return Ticks(starts, stuck if any(position >= 0 for position in stuck) else [])
+    return ClockResult(starts, stuck if any(position >= 0 for position in stuck) else [])

@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 from funcpipe.core.stage import Bindable, BoundFn, Stage, bindable
 from funcpipe.core.tree import Tree
 
-Call: TypeAlias = Callable[[Tree, Tree, dict[str, Any]], Any]
+StageCall: TypeAlias = Callable[[Tree, Tree, dict[str, Any]], Any]
 """(params, input, extras) -> what the stage returns; a stage that is bound has its own params."""
 
-Hook: TypeAlias = Callable[[Call, Tree, Tree, dict[str, Any]], Any]
+Hook: TypeAlias = Callable[[StageCall, Tree, Tree, dict[str, Any]], Any]
 """(call, params, input, extras) -> what the stage returns."""
 
 
-class Around(Bindable):
+class HookedFn(Bindable):
     """The function of a stage with a hook around it; what it declares, draws and is made of stays the same."""
 
     def __init__(self, stage: Stage, hook: Hook) -> None:
@@ -43,7 +43,7 @@ class Around(Bindable):
 
 
 class _BoundAround:
-    def __init__(self, around: Around, params: Tree, state: Tree) -> None:
+    def __init__(self, around: HookedFn, params: Tree, state: Tree) -> None:
         self.around, self.params = around, params
         self.fn = around.stage.bind(params, state)
         self.places = self.fn.places

@@ -12,7 +12,7 @@ from funcpipe.core.errors import FuncpipeError, PlanError, bullets
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, refuse_hidden
 from funcpipe.testing.observe import generators_kept
-from funcpipe.testing.probe import Given, Probe
+from funcpipe.testing.probe import Arguments, Probe
 
 FAULTS = {
     "output": "returns None, an iterator, tensors in an unregistered container, or another stash than it declares",
@@ -135,7 +135,9 @@ def check_stage(
     """
     _check_arguments(stage, skips, feeds, state, allow)
     _check_trees(stage, {"params": params, "x": x, "skips": skips, "feeds": feeds, "state": state})
-    probe = Probe(stage, Given(params, x, skips or {}, feeds or {}, state), train=train, seed=seed, trainable=trainable)
+    probe = Probe(
+        stage, Arguments(params, x, skips or {}, feeds or {}, state), train=train, seed=seed, trainable=trainable
+    )
     with torch.enable_grad(), generators_kept():
         cause = probe.run(independent_rows=independent_rows)
     left = [fault for fault in probe.faults if fault[0] not in allow]

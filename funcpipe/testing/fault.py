@@ -14,7 +14,7 @@ from funcpipe.core.schedule import Action, Kind
 from funcpipe.core.stage import Out, Stage, normalise, side_loss
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, unflatten
 from funcpipe.runtime.context import RUNNING
-from funcpipe.testing.around import Around, Call
+from funcpipe.testing.around import HookedFn, StageCall
 
 Strike: TypeAlias = BaseException | type[BaseException] | Callable[[Tensor], Tensor | None]
 
@@ -95,10 +95,10 @@ class FaultAt:
             raise PlanError(
                 f"FaultAt(stage={self.stage}) was given {len(given)} stages; the last is stage {len(given) - 1}"
             )
-        failing = replace(given[self.stage], fn=Around(given[self.stage], self._around))
+        failing = replace(given[self.stage], fn=HookedFn(given[self.stage], self._around))
         return (*given[: self.stage], failing, *given[self.stage + 1 :])
 
-    def _around(self, call: Call, params: Tree, x: Tree, extras: dict[str, Any]) -> Any:
+    def _around(self, call: StageCall, params: Tree, x: Tree, extras: dict[str, Any]) -> Any:
         out = call(params, x, extras)
         action = running()
         if action is None or action.microbatch != self.microbatch:
@@ -109,7 +109,7 @@ class FaultAt:
                     f"{self} can never strike: nothing that the stage returns requires a gradient, so its backward is "
                     "empty; make its parameters trainable (trainable=True)"
                 )
-            return _over(out, lambda leaf: leaf.requires_grad, lambda tensors: _Backward.apply(self, *tensors))
+            return _over(out, lambda leaf: leaf.requires_grad, lambda tensors: _FailingBackward.apply(self, *tensors))
         return _over(out, is_differentiable, self._strike) if action.kind is self.kind else out
 
     def _strike(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -125,7 +125,7 @@ class FaultAt:
         return new
 
 
-class _Backward(torch.autograd.Function):
+class _FailingBackward(torch.autograd.Function):
     """The identity on the outputs of a stage; the fault strikes when their gradients are there.
 
     One node for all of them: with one for each, or hooks, a backward that raises keeps tensors of its run.

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from funcpipe.core.stage import Out, Stage, bindable, normalise, side_loss
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves, refuse_hidden
 from funcpipe.runtime.foreign import nodes_of
-from funcpipe.testing.around import Around, Call
+from funcpipe.testing.around import HookedFn, StageCall
 from funcpipe.testing.snapshot import Snapshot, named
 
 Fault = tuple[str, str]
@@ -48,9 +48,9 @@ class Observer:
 
     def watched(self) -> Stage:
         """The stage with this around it. What runs find out about it is not to change."""
-        return replace(self.stage, fn=Around(self.stage, self._observe))
+        return replace(self.stage, fn=HookedFn(self.stage, self._observe))
 
-    def _observe(self, call: Call, params: Tree, x: Tree, extras: dict[str, Any]) -> Out:
+    def _observe(self, call: StageCall, params: Tree, x: Tree, extras: dict[str, Any]) -> Out:
         """Make a call; note what else it does."""
         params = map_leaves(lambda leaf: leaf, params)  # new containers, so that one fault is not many
         if self.stage.state:

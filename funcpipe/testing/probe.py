@@ -15,8 +15,8 @@ from funcpipe.core.stage import Stage
 from funcpipe.core.torch_names import storage_number
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves
 from funcpipe.runtime.border import Border, dense
+from funcpipe.runtime.bound import Gradients, Shares, StageArgs, StageOut
 from funcpipe.runtime.eager import EagerBound
-from funcpipe.runtime.program import Gradients, Shares, StageArgs, StageOut
 from funcpipe.runtime.reached import Reached
 from funcpipe.runtime.rng import Keys
 from funcpipe.runtime.trainable import Trainable, trainable_leaves
@@ -25,7 +25,7 @@ from funcpipe.testing.observe import Observer
 from funcpipe.testing.snapshot import Snapshot, named
 
 
-class Given:
+class Arguments:
     """What a stage is called with: copies, laid out as values between stages are."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Probe:
         draws, in_place, unused, rows: see `StageReport`.
     """
 
-    def __init__(self, stage: Stage, given: Given, *, train: bool, seed: int, trainable: Any) -> None:
+    def __init__(self, stage: Stage, given: Arguments, *, train: bool, seed: int, trainable: Any) -> None:
         self.stage, self.given, self.train, self.seed = stage, given, train, seed
         self.wanted = trainable_leaves([given.params], _of_one(trainable))[0]
         self.names = locations(given.params, "params")

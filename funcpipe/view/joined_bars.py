@@ -28,7 +28,7 @@ class ActionBar(NamedTuple):
     spans: Sequence[Span]
 
 
-class _Run(NamedTuple):
+class _OpenBar(NamedTuple):
     """A bar while it is made: the spans from ``first`` to ``last`` of a track, and its shares when it began."""
 
     start: float
@@ -64,9 +64,9 @@ def joined_bars(
         least *= 2
 
 
-def _runs(spans: Sequence[Span], least: float, key: Callable[[Span], Hashable]) -> list[_Run]:
+def _runs(spans: Sequence[Span], least: float, key: Callable[[Span], Hashable]) -> list[_OpenBar]:
     """The track's actions and bars: a bar begins and ends with an action, and no long idle time is in it."""
-    runs: list[_Run] = []
+    runs: list[_OpenBar] = []
     at = 0
     while at < len(spans):
         first, start, end = at, spans[at].start, spans[at].end
@@ -81,7 +81,7 @@ def _runs(spans: Sequence[Span], least: float, key: Callable[[Span], Hashable]) 
             if length >= least:
                 break
         whole = end - start
-        run = _Run(start, end, first, at - 1, {name: time / whole for name, time in times.items()} if whole else {})
+        run = _OpenBar(start, end, first, at - 1, {name: time / whole for name, time in times.items()} if whole else {})
         if runs and at - first > 1 and _alike(runs[-1], run, least):
             before = runs.pop()
             run = run._replace(start=before.start, first=before.first, shares=before.shares)
@@ -89,7 +89,7 @@ def _runs(spans: Sequence[Span], least: float, key: Callable[[Span], Hashable]) 
     return runs
 
 
-def _alike(before: _Run, after: _Run, least: float) -> bool:
+def _alike(before: _OpenBar, after: _OpenBar, least: float) -> bool:
     """Can they become one: both are joined, they touch, and look the same."""
     if before.last == before.first or after.start - before.end >= least:
         return False

@@ -32,7 +32,7 @@ BEGIN = Since(0.0, None)
 
 
 @dataclass
-class Lane:
+class LaneState:
     """How far a lane is.
 
     Attributes:
@@ -74,7 +74,7 @@ class Play:
 
     def __init__(self, lowered: Lowered, cost: Cost, *, bounded: bool) -> None:
         self.lowered, self.cost, self.bounded = lowered, cost, bounded
-        self.lanes = [Lane(program) for program in lowered.lanes]
+        self.lanes = [LaneState(program) for program in lowered.lanes]
         self.causes: dict[Action, Action | None] = {}
         self.backward = any(call.kind is not Kind.F for call in lowered.calls)
         self.durations = {(call.kind, call.stage): cost.of(call.kind, call.stage) for call in lowered.calls}
@@ -115,7 +115,7 @@ class Play:
             action = self.causes[action]
         return tuple(reversed(path))
 
-    def _step(self, number: int, lane: Lane, awake: list[int]) -> Hashable:
+    def _step(self, number: int, lane: LaneState, awake: list[int]) -> Hashable:
         """Do the next instruction of a lane, or return what it has to wait for. Lanes that waited for it are awake."""
         instruction = lane.program.instructions[lane.at]
         if type(instruction) is Run:
@@ -148,7 +148,7 @@ class Play:
         if waiter is not None:
             awake.append(waiter)
 
-    def _run(self, number: int, lane: Lane, run: Run) -> None:
+    def _run(self, number: int, lane: LaneState, run: Run) -> None:
         """One action: when it starts, what it takes and frees."""
         call = lane.program.calls[run.call]
         kind, stage = call.kind, call.stage
@@ -181,7 +181,7 @@ class Play:
             if size:
                 lane.changes.append((end, float("inf"), size))
 
-    def _send(self, number: int, lane: Lane, send: Send) -> None:
+    def _send(self, number: int, lane: LaneState, send: Send) -> None:
         slot, to, into = send
         size, latency = self._crossing(lane.wires[slot], to)
         crossed = lane.now.time
@@ -191,7 +191,7 @@ class Play:
         if size:
             self.lanes[to].changes.append((crossed, float("inf"), size))
 
-    def _leave(self, number: int, lane: Lane, slot: int) -> None:
+    def _leave(self, number: int, lane: LaneState, slot: int) -> None:
         """What one stage handed to another goes: into the residual, or when the action that read it ends."""
         size, _ = self._crossing(lane.wires[slot], number)
         if size:

@@ -11,7 +11,7 @@ import funcpipe as fp
 from funcpipe.core.kinds import KINDS, Flow, Kind, Resource, flowing
 from funcpipe.core.schedule import Action
 from funcpipe.core.stage import Stage
-from funcpipe.lower.effects import Context, effects
+from funcpipe.lower.effects import EffectContext, effects
 from funcpipe.schedules.clock import CODE, CODED
 from funcpipe.schedules.memory import residual_table
 
@@ -44,7 +44,7 @@ def test_every_place_knows_every_kind(kind):
     assert isinstance(fp.Cost(forward=2.0).of(kind, 0), float)
     assert kind in residual_table(fp.Cost(), 1)
     stages = (Stage(lambda p, x: x), Stage(lambda p, x: x))
-    reads, writes = effects(kind, 0, True, Context(stages, {}, loss=True, outputs=False))
+    reads, writes = effects(kind, 0, True, EffectContext(stages, {}, loss=True, outputs=False))
     assert reads or writes
 
 
@@ -70,7 +70,7 @@ def test_what_an_action_needs_is_what_the_table_of_effects_says(kind, stage, mic
     needs = Action(kind, stage, microbatch).needs()
     assert all(need.microbatch == microbatch for need in needs)
     stages = tuple(Stage(lambda p, x: x) for _ in range(stage + 2))
-    given = Context(stages, {}, loss=False, outputs=False)
+    given = EffectContext(stages, {}, loss=False, outputs=False)
     reads = set(effects(kind, stage, True, given)[0])
     crossing = {wire for wire in reads if wire.role in (fp.typing.Role.ACT, fp.typing.Role.GRAD)}
     if kind is Kind.R:

@@ -291,11 +291,11 @@ def operations_that_call_functions() -> None:
 @probe("dispatch_key", "include_key", "operations_with")
 def kernels_of_ours() -> None:
     """draws are caught by a dispatch mode, which costs some microseconds at every operation of a run."""
-    from funcpipe.runtime.drawing import Catching
+    from funcpipe.runtime.drawing import CatchDraws
 
     seen: list[object] = []
 
-    class Seen(Catching):
+    class Seen(CatchDraws):
         __slots__ = ()
 
         def caught(self, func, args, kwargs):

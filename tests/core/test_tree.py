@@ -6,12 +6,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcpipe.core.tree import lazy
+from funcpipe.core.tree import cow_clone_unchecked
 
 
 def test_a_lazy_copy_is_made_when_somebody_writes():
     tensor = torch.ones(3)
-    copy = lazy(tensor)
+    copy = cow_clone_unchecked(tensor)
     assert torch._C._is_cow_tensor(copy)
     copy.mul_(2)
     assert tensor.tolist() == [1, 1, 1]
@@ -27,7 +27,7 @@ class Streamed(torch.Tensor):
 def test_with_streams_it_is_made_at_once():
     """The late one would be made on a stream that no lane waits for."""
     tensor = torch.ones(3).as_subclass(Streamed)
-    copy = lazy(tensor)
+    copy = cow_clone_unchecked(tensor)
     assert not torch._C._is_cow_tensor(copy)
     assert copy.data_ptr() != tensor.data_ptr()
 
@@ -37,5 +37,5 @@ def test_a_trace_sees_a_lazy_one_on_any_device(device):
     """It is no operation of the program: `compile` takes it out."""
     with FakeTensorMode():
         tensor = torch.empty(3, device=device)
-    graph = make_fx(dispatch_functionalize(lazy, FunctionalTensorMode()), tracing_mode="fake")(tensor)
+    graph = make_fx(dispatch_functionalize(cow_clone_unchecked, FunctionalTensorMode()), tracing_mode="fake")(tensor)
     assert "_lazy_clone" in graph.code

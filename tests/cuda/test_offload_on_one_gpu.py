@@ -15,7 +15,7 @@ from common import assert_same_result, ids
 
 import funcpipe as fp
 from funcpipe.runtime.residual import EagerResidual
-from funcpipe.runtime.stream import Backend
+from funcpipe.runtime.stream import StreamBackend
 from funcpipe.schedules.transforms import offload
 
 pytestmark = [
@@ -79,14 +79,14 @@ def test_slow_copies(out, executor, monkeypatch):
     """Whoever does not wait for a copy reads what is not there yet, or overwrites what is still being read."""
     plan, params, options = ready(offload(fp.schedules.one_f_one_b(S, M), ahead=0))
     expected = fp.run_sequential(plan, params, batch(), **options)
-    real = Backend.fill
+    real = StreamBackend.fill
 
     def fill(self, target, source):
         if source.is_cuda is out:
             torch.cuda._sleep(SLEEP)
         real(self, target, source)
 
-    monkeypatch.setattr(Backend, "fill", fill)
+    monkeypatch.setattr(StreamBackend, "fill", fill)
     for _ in range(5):
         poison()
         assert_same_result(expected, fp.run(plan, params, batch(), executor=executor, **options))
@@ -96,7 +96,7 @@ def test_memory_is_page_locked_and_the_lane_goes_on(monkeypatch):
     """O comes back before its copy has ended, and the lane's stream does not wait for it either."""
     blocked: list[bool] = []
     pinned: list[bool] = []
-    move, real = EagerResidual.move, Backend.fill
+    move, real = EagerResidual.move, StreamBackend.fill
 
     def fill(self, target, source):
         if source.is_cuda:
@@ -113,7 +113,7 @@ def test_memory_is_page_locked_and_the_lane_goes_on(monkeypatch):
             blocked.append(to._last.query())
         return found
 
-    monkeypatch.setattr(Backend, "fill", fill)
+    monkeypatch.setattr(StreamBackend, "fill", fill)
     monkeypatch.setattr(EagerResidual, "move", moved)
     plan, params, options = ready(offload(fp.schedules.fill_drain(S, M)))
     fp.run(plan, params, batch(), executor="serial", **options)

@@ -13,8 +13,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcpipe.runtime.plain import address
-from funcpipe.runtime.stream import Backend
+from funcpipe.runtime.plain_tensors import address
+from funcpipe.runtime.stream import StreamBackend
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
 """Operations that give numbers to Python."""
@@ -41,7 +41,7 @@ class _Recording(TorchDispatchMode):
 
 
 class Tape:
-    """See `funcpipe.runtime.recorded.Graph`."""
+    """See `funcpipe.runtime.device_graph.Graph`."""
 
     def __init__(self) -> None:
         self.operations = []
@@ -78,7 +78,7 @@ class Tape:
         return nullcontext()
 
 
-class Tapes(Backend):
+class Tapes(StreamBackend):
     """The CPU, with graphs."""
 
     def __init__(self) -> None:

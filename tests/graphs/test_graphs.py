@@ -646,18 +646,18 @@ def test_what_is_on_while_programs_are_built(tapes, built):
 
 def test_weights_are_copied_once_a_run(tapes, monkeypatch):
     """Three microbatches read them; only what was written to or is new is copied."""
-    from funcpipe.runtime import recorded
+    from funcpipe.runtime import device_graph
 
     w, x = torch.ones(2, 2), torch.ones(2, 2)
-    found = recorded.Recorded(tapes.graph(w.device), w.device, [w, x], lambda own: [own[0] @ own[1]], steady=True)
+    found = device_graph.Recorded(tapes.graph(w.device), w.device, [w, x], lambda own: [own[0] @ own[1]], steady=True)
     copied = []
-    real = recorded.copy_all
+    real = device_graph.copy_all
 
     def counting(into, given):
         copied.append(len(into))
         return real(into, given)
 
-    monkeypatch.setattr(recorded, "copy_all", counting)
+    monkeypatch.setattr(device_graph, "copy_all", counting)
     assert float(found([w, x])[0].sum()) == 8
     assert float(found([w, torch.ones(2, 2) * 2])[0].sum()) == 16
     w.mul_(2)

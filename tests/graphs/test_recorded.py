@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import funcpipe as fp
-from funcpipe.runtime.recorded import DeviceGraph, Recorded, Rehearsal, Unrecordable
+from funcpipe.runtime.device_graph import DeviceGraph, Recorded, Rehearsal, Unrecordable
 from funcpipe.runtime.stream import Place
 
 sys.path.insert(0, str(Path(__file__).parent))

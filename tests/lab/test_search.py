@@ -273,9 +273,9 @@ def test_a_skip_between_neighbours_hides_nothing():
 
 def test_what_is_away_is_not_sent_away_again():
     """A schedule that moves residuals already keeps its moves, or is given up."""
-    from funcpipe.lab.relieve import relieve
+    from funcpipe.lab.offload_to_fit import offload_to_fit
 
     schedule = fp.schedules.offload(fp.schedules.fill_drain(2, 4), move=lambda action: action.microbatch == 1)
     problem = Problem(fp.Cost(), schedule.device_of, 4, (1.5, 1.5), offload=True)
-    relieved = relieve(problem, schedule, lambda one: fp.simulate(one, problem.cost), Budget(10**6, 60))
+    relieved = offload_to_fit(problem, schedule, lambda one: fp.simulate(one, problem.cost), Budget(10**6, 60))
     assert relieved is None or max(fp.simulate(relieved, problem.cost).peak) <= 1.5

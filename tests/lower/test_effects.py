@@ -6,7 +6,7 @@ from funcpipe.core.compose import compose
 from funcpipe.core.program import Role, Wire
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.stage import Stage, stage
-from funcpipe.lower.effects import Context, effects
+from funcpipe.lower.effects import EffectContext, effects
 from funcpipe.lower.plan import make_plan
 from funcpipe.lower.program import lower
 from funcpipe.lower.skips import routes
@@ -23,7 +23,7 @@ def net() -> list[Stage]:
 
 def table(stages: list[Stage], *, loss: bool, outputs: bool) -> dict[str, str]:
     """``reads -> writes`` for each kind of each stage; ``F-`` is a forward that keeps nothing."""
-    given = Context(stages, routes(stages), loss, outputs)
+    given = EffectContext(stages, routes(stages), loss, outputs)
     out: dict[str, str] = {}
     for s in range(len(stages)):
         rows = [("F-", Kind.F, False), *((kind.name, kind, True) for kind in Kind)]
@@ -86,7 +86,7 @@ def test_outputs_come_only_from_the_last_stage() -> None:
 @pytest.mark.parametrize("kind", [Kind.R, Kind.W, Kind.O, Kind.L])
 def test_remat_the_weights_and_moves_write_nothing_that_others_see(kind: Kind) -> None:
     """R and L write the residual only, so statistics cannot count twice; W ends in the parameters."""
-    given = Context(net(), routes(net()), True, False)
+    given = EffectContext(net(), routes(net()), True, False)
     expected = {Kind.R: [Role.RESIDUAL], Kind.W: [], Kind.O: [Role.OFFLOADED], Kind.L: [Role.RESIDUAL]}[kind]
     assert [expected] * 3 == [[wire.role for wire in effects(kind, s, True, given)[1]] for s in range(3)]
 

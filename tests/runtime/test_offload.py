@@ -21,11 +21,11 @@ import funcpipe as fp
 from funcpipe.core.program import Role
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.runtime.eager import EagerBound
-from funcpipe.runtime.host import Host, Way
-from funcpipe.runtime.plain import address
+from funcpipe.runtime.host_link import HostLink, HostStream
+from funcpipe.runtime.plain_tensors import address
 from funcpipe.runtime.residual import EagerResidual
 from funcpipe.runtime.runner import Runner
-from funcpipe.runtime.slots import pieces, take_out
+from funcpipe.runtime.saved_tensors import saved_pieces, take_out
 from funcpipe.runtime.stream import Place
 from funcpipe.schedules.transforms import offload
 
@@ -304,7 +304,7 @@ def test_schedules_without_o_pay_nothing(monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError
 
-    for where, name in ((Host, "__init__"), (Way, "copy"), (EagerResidual, "move")):
+    for where, name in ((HostLink, "__init__"), (HostStream, "copy"), (EagerResidual, "move")):
         monkeypatch.setattr(where, name, fail)
     assert_same_result(*both(fp.schedules.one_f_one_b(S, M), "threads"))
 
@@ -312,9 +312,9 @@ def test_schedules_without_o_pay_nothing(monkeypatch):
 # -- what moves -----------------------------------------------------------------------------------------------------
 
 
-def ways() -> tuple[Way, Way]:
+def ways() -> tuple[HostStream, HostStream]:
     place = Place(torch.device("cpu"), alone=True)
-    return Way(place, out=True), Way(place, out=False)
+    return HostStream(place, out=True), HostStream(place, out=False)
 
 
 def there_and_back(y: torch.Tensor, fixed: frozenset[int] = frozenset()):
@@ -323,7 +323,7 @@ def there_and_back(y: torch.Tensor, fixed: frozenset[int] = frozenset()):
     slots = take_out([y.grad_fn], out, fixed)
     before = [slot.tensor.clone() for slot in slots]
     looks = [(s.tensor.dtype, s.tensor.size(), s.tensor.stride(), s.tensor.storage_offset()) for s in slots]
-    found = pieces(slots)
+    found = saved_pieces(slots)
     for way in (out, back):
         copies, event = way.copy([piece.flat for piece in found])
         assert event is None
@@ -448,14 +448,14 @@ def test_parameters_state_and_batch_stay():
     copied: list[int] = []
     block, params, state = fp.from_module(nn.Sequential(nn.Linear(N, N), nn.BatchNorm1d(N), nn.Linear(N, 1)).eval())
     plan = fp.make_plan([block], Schedule.parse("0F0 0O0 0F1 0L0 0B0 0B1"), loss=F.mse_loss, devices="cpu", train=False)
-    real = Way.copy
+    real = HostStream.copy
 
     def copy(self, tensors, after=None):
         copied.extend(one.numel() for one in tensors)
         return real(self, tensors, after)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Way, "copy", copy)
+        patch.setattr(HostStream, "copy", copy)
         fp.run(plan, (params,), (torch.randn(64, N), torch.randn(64, 1)), state=(state,), executor="serial")
     # Each way: what goes into the norm and what comes out of it, the statistics that it saved, the loss's two arguments.
     big = [size for size in copied if size >= 32]

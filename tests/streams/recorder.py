@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcpipe.core.tree import flatten
-from funcpipe.runtime.stream import Backend
+from funcpipe.runtime.stream import StreamBackend
 
 Clock = dict[str, int]
 
@@ -110,7 +110,7 @@ class Block:
     recorded: set[str] = field(default_factory=set)
 
 
-class Recorder(Backend):
+class Recorder(StreamBackend):
     """A backend for devices "cpu:0", "cpu:1", ...; "cpu" stays a device without streams.
 
     Attributes:

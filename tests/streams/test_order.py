@@ -16,7 +16,7 @@ from common import assert_same_result, ids, same
 
 import funcpipe as fp
 from funcpipe.core.program import CALLER
-from funcpipe.runtime.host import Way
+from funcpipe.runtime.host_link import HostStream
 from funcpipe.runtime.stream import Place
 from funcpipe.runtime.transport import Local
 from funcpipe.schedules.transforms import offload
@@ -261,9 +261,9 @@ def test_moves_go_beside_the_lane(backend, monkeypatch):
     plain = backend()
     go(plain, stages, SCHEDULES[0], PLACES["two devices"])
     recorder = backend()
-    ways: list[Way] = []
-    real = Way.copy
-    monkeypatch.setattr(Way, "copy", lambda self, *rest: (ways.append(self), real(self, *rest))[1])
+    ways: list[HostStream] = []
+    real = HostStream.copy
+    monkeypatch.setattr(HostStream, "copy", lambda self, *rest: (ways.append(self), real(self, *rest))[1])
     schedule = SCHEDULES[4]
     go(recorder, stages, schedule, PLACES["two devices"])
     loads = sum(action.kind is fp.Kind.L for order in schedule.orders for action in order)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 
-def held(fn: Any) -> dict[str, Any]:
+def captured_values(fn: Any) -> dict[str, Any]:
     """The values of the names that a function takes from around it: of the function that it stands in, and global ones."""
     if not isinstance(fn, FunctionType):
         return {}
@@ -24,9 +24,9 @@ def held(fn: Any) -> dict[str, Any]:
     return found | {name: fn.__globals__[name] for name in _globals(fn.__code__) if name in fn.__globals__}
 
 
-def moved(before: Mapping[str, Any], fn: Any) -> list[str]:
+def rebound_names(before: Mapping[str, Any], fn: Any) -> list[str]:
     """The names that hold something else now than they did, with both values."""
-    now = held(fn)
+    now = captured_values(fn)
     return [
         f"{name!r} was {_short(value)} when the stage was made, and is {_short(now[name])} now"
         for name, value in before.items()
@@ -34,19 +34,19 @@ def moved(before: Mapping[str, Any], fn: Any) -> list[str]:
     ]
 
 
-def lent(fn: Any) -> dict[int, tuple[str, nn.Module]]:
+def lent_modules(fn: Any) -> dict[int, tuple[str, nn.Module]]:
     """Modules that a function calls with parameters of its own, by id, with their names.
 
     ``torch.func.functional_call(module, params, x)`` puts the parameters into the module for as long as the call takes.
     One whose own parameters are frozen is called as it is.
     """
-    values = dict(held(fn))
+    values = dict(captured_values(fn))
     if isinstance(fn, FunctionType):
         names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
         values |= dict(zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)) | (fn.__kwdefaults__ or {})
     elif isinstance(fn, partial):
         values |= dict(enumerate(fn.args)) | fn.keywords
-        return {id(one): (str(name), one) for name, one in values.items() if _lends(one)} | lent(fn.func)
+        return {id(one): (str(name), one) for name, one in values.items() if _lends(one)} | lent_modules(fn.func)
     elif not isinstance(fn, nn.Module) and callable(fn):
         values |= getattr(getattr(fn, "__self__", fn), "__dict__", {})
     return {id(one): (str(name), one) for name, one in values.items() if _lends(one)}

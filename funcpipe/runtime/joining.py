@@ -10,11 +10,11 @@ from torch import Tensor
 
 from funcpipe.core.errors import BatchError, bullets
 from funcpipe.core.tree import Spec, Tree, flatten, is_differentiable, locations, refuse_hidden, spread, unflatten
-from funcpipe.runtime.border import LEAF, Border, apart, dense, share
+from funcpipe.runtime.border import LEAF, Border, caller_copy, dense, share
+from funcpipe.runtime.bound import Gradients
 from funcpipe.runtime.microbatch import Batch, Microbatches
-from funcpipe.runtime.program import Gradients
 
-Rule: TypeAlias = int | str | None
+MergeRule: TypeAlias = int | str | None
 """How one leaf of the outputs is joined over microbatches; see ``make_plan(merge=)``."""
 
 
@@ -45,10 +45,10 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
     return unflatten(pieces[0].spec, [_join(values, one, batch.rows) for values, one in pairs])
 
 
-def _rules(rule: Tree, piece: Border) -> list[Rule]:
+def _rules(rule: Tree, piece: Border) -> list[MergeRule]:
     """The rule of each leaf of the outputs. Raises BatchError where rules and outputs branch in other ways."""
     try:
-        found: list[Rule] = spread(rule, piece.tree())
+        found: list[MergeRule] = spread(rule, piece.tree())
     except ValueError as error:
         raise BatchError(f"merge= has another structure than the outputs: {error}") from None
     return [
@@ -57,7 +57,7 @@ def _rules(rule: Tree, piece: Border) -> list[Rule]:
     ]
 
 
-def _misfit(place: str, values: Sequence[Any], rule: Rule, rows: Sequence[int]) -> str:
+def _misfit(place: str, values: Sequence[Any], rule: MergeRule, rows: Sequence[int]) -> str:
     """Why the values of a leaf cannot be joined by their rule; "": they can."""
     if rule == "each" or not all(isinstance(one, Tensor) for one in values):
         return "" if rule in ("each", 0) else f"{place} is no tensor in every microbatch; its rule is 'each'"
@@ -80,15 +80,15 @@ def _misfit(place: str, values: Sequence[Any], rule: Rule, rows: Sequence[int]) 
     return ""
 
 
-def _join(values: Sequence[Any], rule: Rule, rows: Sequence[int]) -> Any:
+def _join(values: Sequence[Any], rule: MergeRule, rows: Sequence[int]) -> Any:
     if all(isinstance(one, Tensor) for one in values) and rule != "each":
         if isinstance(rule, int):
-            return torch.cat(list(values), rule) if len(values) > 1 else apart(values[0])
+            return torch.cat(list(values), rule) if len(values) > 1 else caller_copy(values[0])
         total: Tensor | None = None
         for value, size in zip(values, rows, strict=True):
             part = value * (size / sum(rows)) if rule == "mean" else value
             total = part if total is None else total + part
-        return total if len(values) > 1 or rule == "mean" else apart(values[0])
+        return total if len(values) > 1 or rule == "mean" else caller_copy(values[0])
     if isinstance(values[0], Tensor):
         return Microbatches(_copies(values))
     try:
@@ -99,7 +99,7 @@ def _join(values: Sequence[Any], rule: Rule, rows: Sequence[int]) -> Any:
 
 
 def _copies(leaves: Sequence[Any]) -> list[Any]:
-    return [apart(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return [caller_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 class _Shape(NamedTuple):
@@ -112,7 +112,7 @@ class _Shape(NamedTuple):
         return f"{self.dtype} {self.size}"
 
 
-class Seam:
+class OutputJoin:
     """The shapes of outputs that were merged, and so of their cotangents. Holds no tensor of them.
 
     Args:

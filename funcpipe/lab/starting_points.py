@@ -17,7 +17,7 @@ _SMALL = 16
 """Devices; building an adaptive V for more takes seconds."""
 
 
-def known(problem: Problem) -> Iterator[tuple[str, Schedule]]:
+def starting_points(problem: Problem) -> Iterator[tuple[str, Schedule]]:
     """The published schedules on this placement, and the greedy ones; the best guesses first."""
     stages, microbatches, devices = problem.num_stages, problem.num_microbatches, problem.num_devices
     makers: list[Callable[..., Schedule]] = [

@@ -12,7 +12,7 @@ from funcpipe.schedules.transforms import with_moves
 Timed = Callable[[Schedule], Timeline]
 
 
-def relieve(problem: Problem, schedule: Schedule, time: Timed, budget: Budget) -> Schedule | None:
+def offload_to_fit(problem: Problem, schedule: Schedule, time: Timed, budget: Budget) -> Schedule | None:
     """Offload residuals until every device stays within its limit; None where that does not succeed.
 
     Each round looks at the highest level of every device that holds too much, and sends away the residual that lies

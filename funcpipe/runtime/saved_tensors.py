@@ -24,8 +24,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from funcpipe.core.torch_names import inputs_of_region, saved_names
-from funcpipe.runtime.host import Way
-from funcpipe.runtime.plain import address, plain
+from funcpipe.runtime.host_link import HostStream
+from funcpipe.runtime.plain_tensors import address, is_plain
 
 _ALIGNED = 64
 """Torch's allocations on the CPU begin at a multiple of so many bytes."""
@@ -35,7 +35,7 @@ _BLOCK = 512
 _names: WeakKeyDictionary[type, tuple[tuple[str, str], ...]] = WeakKeyDictionary()
 
 
-class Slot:
+class SavedSlot:
     """The place of one saved tensor: autograd holds the slot, the slot the tensor while that is on the device."""
 
     __slots__ = ("__weakref__", "tensor")
@@ -43,19 +43,19 @@ class Slot:
     def __init__(self) -> None:
         self.tensor: Tensor | None = None
 
-    def pack(self, tensor: Tensor) -> Slot:
+    def pack(self, tensor: Tensor) -> SavedSlot:
         """Take the tensor; called by autograd."""
         self.tensor = tensor.detach()  # of an output, else it would hold the graph that holds it
         return self
 
 
-def _unpack(slot: Slot) -> Tensor:
+def _unpack(slot: SavedSlot) -> Tensor:
     if slot.tensor is None:
         raise RuntimeError("internal error: a backward needs a residual that is in host memory")
     return slot.tensor
 
 
-def take_out(nodes: Iterable[Any], to: Way, fixed: frozenset[int]) -> list[Slot]:
+def take_out(nodes: Iterable[Any], to: HostStream, fixed: frozenset[int]) -> list[SavedSlot]:
     """Put every saved tensor that can be moved, in the graph behind some nodes, into a slot.
 
     Args:
@@ -66,7 +66,7 @@ def take_out(nodes: Iterable[Any], to: Way, fixed: frozenset[int]) -> list[Slot]
     Raises:
         RuntimeError: autograd's own, where a saved tensor was modified in place.
     """
-    todo, seen, slots = list(nodes), set[Any](), list[Slot]()
+    todo, seen, slots = list(nodes), set[Any](), list[SavedSlot]()
     while todo:
         node = todo.pop()
         if node is None or node in seen:
@@ -75,7 +75,7 @@ def take_out(nodes: Iterable[Any], to: Way, fixed: frozenset[int]) -> list[Slot]
         todo += [after for after, _ in node.next_functions]
         for raw, tensor in _saved_by(node):
             if isinstance(tensor, Tensor) and _moves(tensor, to, fixed):
-                slot = Slot()
+                slot = SavedSlot()
                 raw.register_hooks(slot.pack, _unpack)
                 slots.append(slot)
     return slots
@@ -109,24 +109,24 @@ def _many(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else (value,)  # pyright: ignore[reportUnknownVariableType]
 
 
-def _moves(tensor: Tensor, to: Way, fixed: frozenset[int]) -> bool:
-    if not tensor.dim() or not tensor.numel() or not plain(tensor) or not to.takes(tensor):
+def _moves(tensor: Tensor, to: HostStream, fixed: frozenset[int]) -> bool:
+    if not tensor.dim() or not tensor.numel() or not is_plain(tensor) or not to.takes(tensor):
         return False
     at = address(tensor)
     return at not in fixed and at % _ALIGNED == 0
 
 
-class View(NamedTuple):
+class SavedView(NamedTuple):
     """How a slot's tensor lies in its piece."""
 
-    slot: weakref.ref[Slot]
+    slot: weakref.ref[SavedSlot]
     dtype: Any
     size: Sequence[int]
     stride: Sequence[int]
     offset: int
 
 
-class Piece:
+class SavedPiece:
     """A stretch of memory with all slots that lie in it; copied once, and then all of them are views of the copy.
 
     Attributes:
@@ -134,7 +134,7 @@ class Piece:
         views: of the slots.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[SavedSlot]) -> None:
         tensors = [slot.tensor for slot in slots if slot.tensor is not None]
         least = min(tensors, key=lambda one: one.itemsize)
         low = min(_offset(one) * one.itemsize for one in tensors) // _BLOCK * _BLOCK
@@ -142,7 +142,7 @@ class Piece:
         size = least.itemsize
         self.flat = least.as_strided(((high - low) // size,), (1,), low // size)
         self.views = [
-            View(weakref.ref(slot), one.dtype, one.size(), one.stride(), _offset(one) - low // one.itemsize)
+            SavedView(weakref.ref(slot), one.dtype, one.size(), one.stride(), _offset(one) - low // one.itemsize)
             for slot, one in zip(slots, tensors, strict=True)
         ]
 
@@ -176,10 +176,10 @@ def _end(tensor: Tensor) -> int:
     return (_offset(tensor) + last + 1) * tensor.itemsize
 
 
-def pieces(slots: Sequence[Slot]) -> list[Piece]:
+def saved_pieces(slots: Sequence[SavedSlot]) -> list[SavedPiece]:
     """One piece for all slots that share memory."""
-    groups: dict[tuple[int, int], list[Slot]] = {}
+    groups: dict[tuple[int, int], list[SavedSlot]] = {}
     for slot in slots:
         if slot.tensor is not None:
             groups.setdefault((address(slot.tensor), slot.tensor.untyped_storage().nbytes()), []).append(slot)
-    return [Piece(group) for group in groups.values()]
+    return [SavedPiece(group) for group in groups.values()]

@@ -15,7 +15,7 @@ from funcpipe.core.result import Loss
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.host import Way
+from funcpipe.runtime.host_link import HostStream
 from funcpipe.runtime.rng import Keys
 
 Gradients = list[Tensor | None]
@@ -40,7 +40,7 @@ class StageArgs(NamedTuple):
     microbatch: int
 
 
-class Report(NamedTuple):
+class ForwardReport(NamedTuple):
     """What a forward has for the end of the batch; tensors are detached.
 
     Attributes:
@@ -65,7 +65,7 @@ class StageOut(NamedTuple):
     """
 
     y: Border
-    report: Report
+    report: ForwardReport
     residual: Any
     stash: dict[str, Border]
 
@@ -85,7 +85,7 @@ class Residual(Protocol):
         """Bytes of the tensors at the borders that it holds."""
         ...
 
-    def move(self, to: Way, *, fixed: frozenset[int] = frozenset()) -> Any:
+    def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
         """Move it to the host or back, but for memory at the fixed addresses. Returns the event after which it is there."""
         ...
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from funcpipe.runtime.plain import solid
+from funcpipe.runtime.plain_tensors import materialized
 from funcpipe.runtime.stream import Place
 
 _LEAST = 16
 """Bytes of which what comes back is a multiple, so that it can be seen as numbers of any type."""
 
 
-class Way:
+class HostStream:
     """One way between a lane's device and its host. On the CPU a copy is made at once.
 
     Args:
@@ -45,7 +45,7 @@ class Way:
             if self._last is not None:
                 # The host is far ahead of the device; without this, memory that waits for its copy would heap up.
                 backend.pace(self._last)
-            tensors = [solid(tensor) for tensor in tensors]
+            tensors = [materialized(tensor) for tensor in tensors]
         rooms = [backend.room(one, self._count(one), None if self.out else place.device) for one in tensors]
         pairs = [(room[: one.numel()], one) for room, one in zip(rooms, tensors, strict=True)]
         if not place.asynchronous:
@@ -87,7 +87,7 @@ class Way:
         return self.place.backend.hollow(tensor)
 
 
-class Host:
+class HostLink:
     """Both ways of a lane, and what stays where it is.
 
     Args:
@@ -97,5 +97,5 @@ class Host:
     """
 
     def __init__(self, place: Place, coming: dict[int, Any], fixed: frozenset[int]) -> None:
-        self.out, self.back = Way(place, out=True), Way(place, out=False)
+        self.out, self.back = HostStream(place, out=True), HostStream(place, out=False)
         self.coming, self.fixed = coming, fixed

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from funcpipe.core.errors import TraceError
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.plain import plain
+from funcpipe.runtime.plain_tensors import is_plain
 
 
-def word(leaf: Any) -> Hashable:
+def leaf_key(leaf: Any) -> Hashable:
     """What a program depends on in a leaf: layout and type of a tensor, anything else by its value.
 
     Raises:
         TraceError: the value cannot be compared, or the tensor is no plain one.
     """
     if isinstance(leaf, Tensor):
-        if not (plain(leaf) or leaf.is_meta):
+        if not (is_plain(leaf) or leaf.is_meta):
             raise TraceError(f"it gets a {type(leaf).__name__} ({leaf.layout}), which is no plain tensor")
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
     try:
@@ -33,26 +33,26 @@ def word(leaf: Any) -> Hashable:
     return (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
 
 
-def said(border: Border) -> Hashable:
+def border_key(border: Border) -> Hashable:
     """What a program depends on in all that a border holds; looked up once.
 
     Raises:
-        TraceError: see `word`.
+        TraceError: see `leaf_key`.
     """
     if border.words is None:
-        border.words = (border.spec, tuple(border.flags), *map(word, border.leaves))
+        border.words = (border.spec, tuple(border.flags), *map(leaf_key, border.leaves))
     return border.words
 
 
-def look(border: Border) -> Hashable:
-    """What `said` says, for others that are laid out the same; None where it raises."""
+def border_key_or_none(border: Border) -> Hashable:
+    """What `border_key` says, for others that are laid out the same; None where it raises."""
     try:
-        return said(border)
+        return border_key(border)
     except TraceError:
         return None
 
 
-def switches() -> Hashable:
+def switches_key() -> Hashable:
     """What torch has switched on that picks other operations or kernels."""
     autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
     kernels = tuple([enabled() for enabled in _KERNELS])

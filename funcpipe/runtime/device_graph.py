@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcpipe.core.errors import FuncpipeError
 from funcpipe.core.torch_names import TorchDispatchMode, clear_workspaces, copy_all, pytree, version
-from funcpipe.runtime.plain import address, plain, solid
+from funcpipe.runtime.plain_tensors import address, is_plain, materialized
 
 T = TypeVar("T")
 
@@ -183,11 +183,11 @@ class Recorded:
         """Results that can be copied out, and that share no memory with own tensors which calls write into."""
         own = {id(one) for one in self._own}
         for one in results:
-            if one.device.type != device.type or not plain(one):
+            if one.device.type != device.type or not is_plain(one):
                 raise Unrecordable(
                     f"it gives a {type(one).__name__} on {one.device}, where a plain tensor on {device} is wanted"
                 )
-        return [one if id(one) in own else solid(one) for one in results]
+        return [one if id(one) in own else materialized(one) for one in results]
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
         """The function's results for these tensors; what it hands on as it came is what was given."""

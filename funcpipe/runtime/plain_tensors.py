@@ -18,10 +18,10 @@ def address(tensor: Tensor) -> int:
 
 def addresses(leaves: Sequence[Any]) -> frozenset[int]:
     """The addresses of all plain tensors among some leaves."""
-    return frozenset(address(leaf) for leaf in leaves if isinstance(leaf, Tensor) and plain(leaf))
+    return frozenset(address(leaf) for leaf in leaves if isinstance(leaf, Tensor) and is_plain(leaf))
 
 
-def plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Is this torch's own dense tensor, without a wrapper or a lazy bit, with memory that can be taken as it is."""
     kind = type(tensor)
     odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested
@@ -30,6 +30,6 @@ def plain(tensor: Tensor) -> bool:
     return not (tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor))
 
 
-def solid(tensor: Tensor) -> Tensor:
+def materialized(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it where its memory is shared copy-on-write so that no stream could be recorded on it."""
     return tensor.clone() if is_shared_lazily(tensor) else tensor

@@ -15,7 +15,7 @@ from funcpipe.core.errors import NotFiniteError, bullets
 from funcpipe.core.torch_names import TorchDispatchMode, made_at, running_node
 from funcpipe.core.tree import Tree, flatten, is_differentiable, locations
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.program import Bound, Cotangents, Gradients, Shares, StageArgs, StageOut
+from funcpipe.runtime.bound import Bound, Cotangents, Gradients, Shares, StageArgs, StageOut
 
 _MOST = 5
 """How many operations are told."""
