@@ -121,8 +121,8 @@ the interleaved families need several. The best makespan comes first.
   bubble       share of the makespan in which the busiest device waits: what the schedule loses
   span bubble  the same where batches follow each other: of the longest time from a device's first start to its last end
   idle         share of all device time of one batch: what the schedule and unequal work lose together
-  imbalance    1 - mean work / most work of a device, shown where it is not negligible: the most that fp.models.balance wins at
-               the same bubble; 1 - idle = (1 - bubble) (1 - imbalance)
+  imbalance    1 - mean work / most work of a device, shown where it is not negligible: the most that balancing wins at
+               the same bubble (fp.models.balance); 1 - idle = (1 - bubble) (1 - imbalance)
   peak memory  the most that any device holds, in the unit of `residual`
 
 {COST}
@@ -327,7 +327,7 @@ def _compare(
     ]
     print(_table([("schedule", *columns, "legal"), *cells]))
     if unequal:
-        print("\nimbalance: the most that fp.models.balance wins at the same bubble")
+        print("\nimbalance: the most that balancing wins at the same bubble (fp.models.balance)")
 
 
 def _timed(made: fp.Schedule | fp.Timeline, counts: Mapping[str, int], remat: bool, cost: fp.Cost) -> fp.Timeline:

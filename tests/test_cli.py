@@ -113,9 +113,9 @@ def test_compare_says_what_unequal_stages_lose(capsys):
     heads, *rows = (re.split("  +", line) for line in table.splitlines())
     (found,) = [dict(zip(heads, row, strict=True)) for row in rows if row[0] == "1f1b"]
     assert ("1.0%", "42.3%", "41.7%") == (found["bubble"], found["idle"], found["imbalance"])
-    assert "imbalance: the most that fp.models.balance wins at the same bubble\n" == note
+    assert "imbalance: the most that balancing wins at the same bubble (fp.models.balance)\n" == note
     said = facts(shown(capsys, "search --devices 3 --microbatches 4 --cost cost.json --evaluations 30"))
-    assert "imbalance 33.3%, the most fp.models.balance wins at this bubble" == said["idle"].partition(", ")[2]
+    assert "imbalance 33.3%, the most balancing wins at this bubble" == said["idle"].partition(", ")[2]
 
 
 def test_compare_says_why_not(capsys):

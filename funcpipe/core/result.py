@@ -233,7 +233,7 @@ def imbalance_of(timeline: Timeline) -> str:
     """The imbalance and what it is worth, in words; empty where it is negligible, or where lanes are not devices."""
     if timeline.lanes or timeline.imbalance < NEGLIGIBLE:
         return ""
-    return f"imbalance {percent(timeline.imbalance)}, the most fp.models.balance wins at this bubble"
+    return f"imbalance {percent(timeline.imbalance)}, the most balancing wins at this bubble"
 
 
 def shares(timeline: Timeline) -> str:

@@ -32,7 +32,7 @@ def test_no_text_has_a_bubble_without_idle(tmp_path, capsys):
         report._repr_html_(),
         capsys.readouterr().out,
     ):
-        for word in ("bubble", "1.0%", "idle", "42.3%", "imbalance", "41.7%", "fp.models.balance wins at"):
+        for word in ("bubble", "1.0%", "idle", "42.3%", "imbalance", "41.7%", "balancing wins at"):
             assert word in text.replace("\n", " "), (word, text)
 
 

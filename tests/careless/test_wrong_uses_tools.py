@@ -137,7 +137,7 @@ def test_from_module_takes_a_module_that_is_there():
 def test_compile_and_programs_take_stages():
     whole, plan, params = setup()
     for strange in (whole, plan, list(plan.stages), lambda params, x: x):
-        with pytest.raises(fp.PlanError, match="compile takes a stage; got a"):
+        with pytest.raises(fp.PlanError, match="compile_stage takes a stage; got a"):
             fp.compile_stage(strange)
     for strange in (plan.stages[0], plan):
         with pytest.raises(fp.PlanError, match=r"programs takes a compiled stage: fp.compile_stage\(stage\)"):

@@ -618,7 +618,7 @@ def test_draws_need_a_seed():
 
 
 def test_compile_takes_stages():
-    with pytest.raises(fp.PlanError, match="compile takes a stage"):
+    with pytest.raises(fp.PlanError, match="compile_stage takes a stage"):
         fp.compile_stage(nn.Linear(2, 2))
     with pytest.raises(fp.PlanError, match="leave one out"):
         fp.compile_stage(fp.stage(lambda p, x: x), merge=True, fuse=False)

@@ -134,7 +134,7 @@ def test_idle_is_what_the_bubble_does_not_say_of_devices_with_less_work() -> Non
     assert pytest.approx(2 / 194) == unequal.bubble
     assert pytest.approx(1 - 336 / (3 * 194)) == unequal.idle
     assert pytest.approx(1 - 112 / 192) == unequal.imbalance
-    says = "idle 42.3% of all device time; imbalance 41.7%, the most fp.models.balance wins at this bubble"
+    says = "idle 42.3% of all device time; imbalance 41.7%, the most balancing wins at this bubble"
     assert says in str(unequal)
     assert "imbalance" not in str(replace(unequal, lanes=("load", "decode", "step")))  # no stages to balance
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.zoo import ZOO, batch, reference, zoo
 
 import funcpipe as fp
+from tests.modules.zoo import ZOO, batch, reference, zoo
 
 PARTS = [2, 2, 2]
 TRACED_ONLY = {"t5"}

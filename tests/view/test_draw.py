@@ -90,7 +90,7 @@ W backward of weights  · idle
 def test_unequal_devices_are_told_of_whatever_the_width(width: int) -> None:
     """The bubble alone would hide that two of three devices wait for most of the time; wrapped, never cut."""
     unequal = simulate(one_f_one_b(3, 8), Cost(forward=[8, 3, 3], backward=[16, 6, 6]))
-    words = "bubble 1.0%, span bubble 1.0%, idle 42.3%, imbalance 41.7%, the most fp.models.balance wins at this bubble"
+    words = "bubble 1.0%, span bubble 1.0%, idle 42.3%, imbalance 41.7%, the most balancing wins at this bubble"
     assert words in " ".join(draw(unequal).text(width).split())
     shown = " · ".join("".join(text.itertext()) for text in ET.fromstring(draw(unequal).svg()).iter(f"{SVG}text"))
     assert words.replace(", ", " · ", 3) in shown

@@ -324,7 +324,7 @@ def test_what_balance_would_win_is_simulated() -> None:
         in remark
     )
     for picture in (report._repr_html_(), report.text(100)):
-        assert "imbalance 41.7%, the most fp.models.balance wins at this bubble" in " ".join(picture.split())
+        assert "imbalance 41.7%, the most balancing wins at this bubble" in " ".join(picture.split())
     plan, _ = plan_and_params(fp.schedules.one_f_one_b(3, 1))  # one microbatch: nobody ever works beside another
     (remark,) = fp.report(
         plan, pretended(plan, fp.Cost((0.008, 0.003, 0.003), backward=(0.016, 0.006, 0.006)))
