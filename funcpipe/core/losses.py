@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, StageError
-from funcpipe.core.tree import Tree
+from funcpipe.core.result import Loss
+from funcpipe.core.tree import Tree, is_differentiable
 
 Weigh = Callable[[Tree, Tree], Any]
 """``(inputs, target) -> number``: how much a microbatch counts, before any forward; None: as much as it has rows."""
@@ -167,3 +168,24 @@ def check_weight(weight: Any) -> None:
         "a pair from the loss is (sum, weight), and the weight is a number without a gradient, how much the "
         f"microbatch counts; got {found}. What comes back beside the loss goes into fp.Loss(loss, aux=...)"
     )
+
+
+def as_loss(value: Any) -> Loss:
+    """What a loss function returned, as a Loss whose ``weight`` is None for a mean. Raises StageError."""
+    if isinstance(value, Loss):
+        loss = value
+    elif isinstance(value, tuple) and len(value) == 2:  # pyright: ignore[reportUnknownArgumentType]
+        loss = Loss(*value)
+    else:
+        loss = Loss(value)
+    total = loss.sum
+    check_weight(loss.weight)
+    if not isinstance(total, Tensor) or total.numel() != 1 or not is_differentiable(total):
+        got = f"a {type(total).__name__}"
+        if isinstance(total, Tensor):
+            got = f"a tensor of shape {tuple(total.shape)}, {total.dtype}"
+        raise StageError(
+            "the loss is a floating number in a tensor: the mean over the microbatch, (sum, weight), or fp.Loss(sum, "
+            f"weight, aux); got {got}"
+        )
+    return loss

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from funcpipe.core.errors import PlanError, StageError, bullets
-from funcpipe.core.losses import check_weight
+from funcpipe.core.losses import as_loss
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Out, Stage, side_loss
 from funcpipe.core.torch_names import run_backward, version
@@ -23,7 +23,6 @@ from funcpipe.core.tree import (
     Tree,
     cow_clone_unchecked,
     flatten,
-    is_differentiable,
     locations,
     refuse_hidden,
     unflatten,
@@ -68,7 +67,7 @@ class EagerBound:
         self.guarded = train not in stage.seen.kept
         self.memory = [guarded(leaf) for leaf in self.leaves] if self.guarded else self.leaves
         self.watched = [self.leaves, self.memory] if self.guarded else [self.leaves]
-        self.versions = [versions(own) for own in self.watched]
+        self.versions = [versions(leaves) for leaves in self.watched]
         self.aliases = [alias_of(leaf, want) for leaf, want in zip(self.memory, trainable, strict=True)]
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.fresh: list[int] | None = None
@@ -118,13 +117,13 @@ class EagerBound:
         refuse_rebinding(self.params, self.spec, self.aliases)
         refuse_backward([alias.grad for alias in self.inputs], self.fresh)
         graphs = [residual.y, *residual.stash.values(), residual.side or ()]
-        roots = [one for row in graphs for one in row if isinstance(one, Tensor) and one.requires_grad]
+        roots = [root for graph in graphs for root in graph if isinstance(root, Tensor) and root.requires_grad]
         nodes = list(nodes_of(roots))  # not the loss's: a critic there that others train is no mistake
-        leaves = [one for one in (getattr(node, "variable", None) for node in nodes) if one is not None]
-        leaves += [one for one in roots if one.is_leaf]
-        borders = (residual.x, *(held for _, held in residual.skips))
-        own = {*map(id, self.aliases), *(id(leaf) for held in borders for leaf in held.values())}
-        self.looked = refuse_foreign(self.stage, [leaf for leaf in leaves if id(leaf) not in own])
+        leaves = [leaf for node in nodes if (leaf := getattr(node, "variable", None)) is not None]
+        leaves += [root for root in roots if root.is_leaf]
+        borders = (residual.x, *(leaves_of_skip for _, leaves_of_skip in residual.skips))
+        of_the_run = {*map(id, self.aliases), *(id(leaf) for border in borders for leaf in border.values())}
+        self.looked = refuse_foreign(self.stage, [leaf for leaf in leaves if id(leaf) not in of_the_run])
         if residual.loss is not None:
             nodes = list(nodes_of([residual.loss.sum, *roots]))
             refuse_around(nodes, self.leaves)
@@ -134,13 +133,13 @@ class EagerBound:
 
     def evaluate(self, args: StageArgs, *, keep: bool) -> StageOut:
         """A forward by itself, in the grad mode that it finds; `compile` traces it."""
-        x, held = open_border(args.x, grad=self.backwards)
+        x, x_leaves = open_border(args.x, grad=self.backwards)
         skip_leaves: list[tuple[int, GradientLeaves]] = []
         try:
             returned = self._call(x, args, skip_leaves) if self.declares else self.fn(x)
         except Exception as error:
-            popped = {f"skips[{name!r}]": one.tree() for name, one in zip(self.stage.pop, args.skips, strict=True)}
-            explain(error, {"x": args.x.tree(), **popped, "params": unflatten(self.spec, self.leaves)})
+            skips = {f"skips[{name!r}]": skip.tree() for name, skip in zip(self.stage.pop, args.skips, strict=True)}
+            explain(error, {"x": args.x.tree(), **skips, "params": unflatten(self.spec, self.leaves)})
             raise
         if returned is None:
             raise PlanError("the stage returned None: is a `return` missing? A stage that hands nothing on returns ()")
@@ -150,10 +149,10 @@ class EagerBound:
         graphs: dict[str, list[Any]] = {}
         if isinstance(returned, Out):
             side = side_loss(returned)
-            returned, given, stats, _ = returned
-            self._check_stash(given)
-            for name in given:
-                stash[name], graphs[name] = close_border(given[name], f"stash[{name!r}]")
+            returned, stashed, stats, _ = returned
+            self._check_stash(stashed)
+            for name in stashed:
+                stash[name], graphs[name] = close_border(stashed[name], f"stash[{name!r}]")
         elif self.stage.stash:
             self._check_stash({})
         y, graph = close_border(returned, "y", stays=self.loss is not None)
@@ -166,7 +165,7 @@ class EagerBound:
             report = ForwardReport(_kept(stats), None, _side(side))
         if not keep:
             return StageOut(y, report, None, stash)
-        residual = EagerResidual(args.microbatch, graph, graphs, loss, side, len(args.x.leaves), held, skip_leaves)
+        residual = EagerResidual(args.microbatch, graph, graphs, loss, side, len(args.x.leaves), x_leaves, skip_leaves)
         return StageOut(y, report, residual, stash)
 
     def _call(self, x: Tree, args: StageArgs, skip_leaves: list[tuple[int, GradientLeaves]]) -> Any:
@@ -174,8 +173,8 @@ class EagerBound:
         stage = self.stage
         skips: dict[str, Tree] = {}
         for name, border in zip(stage.pop, args.skips, strict=True):
-            skips[name], held = open_border(border, grad=self.backwards)
-            skip_leaves.append((len(border.leaves), held))
+            skips[name], leaves = open_border(border, grad=self.backwards)
+            skip_leaves.append((len(border.leaves), leaves))
         feeds = {name: open_border(b, grad=False)[0] for name, b in zip(stage.feeds, args.feeds, strict=True)}
         before = versions(self.state_leaves)
         returned = self.fn(x, **stage.extras(skips, feeds, self.state, self.train))
@@ -200,10 +199,10 @@ class EagerBound:
 
     def _check_stash(self, stash: Any) -> None:
         allowed = {*self.stage.stash, *self.stage.offers}
-        wanted = [name for name in self.stage.stash if name not in stash]
-        faults = [f"declares stash {name!r} but did not return it in Out(stash=...)" for name in wanted]
-        more = [name for name in stash if name not in allowed]
-        faults += [f"returned stash {name!r} without declaring it; add stash=[{name!r}]" for name in more]
+        missing = [name for name in self.stage.stash if name not in stash]
+        faults = [f"declares stash {name!r} but did not return it in Out(stash=...)" for name in missing]
+        extra = [name for name in stash if name not in allowed]
+        faults += [f"returned stash {name!r} without declaring it; add stash=[{name!r}]" for name in extra]
         if faults:
             raise PlanError(bullets("what the stage returned is not what it declares: it", faults))
 
@@ -237,24 +236,21 @@ class EagerBound:
                     roots.append(total)
                     cotangents.append(cotangent)
         inputs = [*self.inputs, *residual.x.values()]
-        for _, held in residual.skips:
-            inputs += held.values()
+        for _, leaves in residual.skips:
+            inputs += leaves.values()
         if roots and inputs:
             # The reentrant torch.utils.checkpoint refuses a backward for some leaves only. Every leaf that requires a
             # gradient is one of ours, unless the stage holds parameters of its own; inputs= leaves those alone.
             only = () if self.reentrant else tuple(inputs)
             if residual.draws or self.autocast:
-                draws = residual.draws
-                replay = (
-                    KeyedDraws(self.keys, self.index, self.places, residual.microbatch, draws)
-                    if draws
-                    else nullcontext()
-                )
+                replay: AbstractContextManager[Any] = nullcontext()
+                if residual.draws:
+                    replay = KeyedDraws(self.keys, self.index, self.places, residual.microbatch, residual.draws)
                 with replay, no_autocast():
                     _walk(roots, cotangents, only)
             else:
                 _walk(roots, cotangents, only)
-        skips = [_gradients(count, held) for count, held in residual.skips]
+        skips = [_gradients(count, leaves) for count, leaves in residual.skips]
         return Cotangents(_gradients(residual.x_count, residual.x), skips)
 
     def _begun(self) -> list[int]:
@@ -320,10 +316,12 @@ class EagerBound:
     def written(self) -> list[int]:
         """Parameter leaves (by number) that the stage wrote into, which it must not."""
         now, counts = flatten(self.params)[0], zip(self.versions, self.watched, strict=True)
-        moved = [[old != new for old, new in zip(before, versions(own), strict=True)] for before, own in counts]
+        moved = [[old != new for old, new in zip(before, versions(row), strict=True)] for before, row in counts]
         rows = zip(*moved, self.aliases, now, self.memory, self.leaves, strict=False)
         return [
-            n for n, (*m, a, leaf, mine, given) in enumerate(rows) if any(m) or a is not leaf or differ(mine, given)
+            number
+            for number, (*written, alias, leaf, copy, original) in enumerate(rows)
+            if any(written) or alias is not leaf or differ(copy, original)
         ]
 
     def release(self) -> None:
@@ -336,29 +334,6 @@ class EagerBound:
         self.stage.seen.kept.add(self.train)
 
 
-def as_loss(value: Any) -> Loss:
-    """What a loss function returned, as a Loss whose ``weight`` is None for a mean. Raises StageError."""
-    if isinstance(value, Loss):
-        loss = value
-    elif isinstance(value, tuple) and len(value) == 2:  # pyright: ignore[reportUnknownArgumentType]
-        loss = Loss(*value)
-    else:
-        loss = Loss(value)
-    total = loss.sum
-    check_weight(loss.weight)
-    if not isinstance(total, Tensor) or total.numel() != 1 or not is_differentiable(total):
-        found = (
-            f"a tensor of shape {tuple(total.shape)}, {total.dtype}"
-            if isinstance(total, Tensor)
-            else f"a {type(total).__name__}"
-        )
-        raise StageError(
-            "the loss is a floating number in a tensor: the mean over the microbatch, (sum, weight), or fp.Loss(sum, "
-            f"weight, aux); got {found}"
-        )
-    return loss
-
-
 def _side(side: Any) -> tuple[Any, Any] | None:
     if side is None:
         return None
@@ -368,14 +343,14 @@ def _side(side: Any) -> tuple[Any, Any] | None:
     return (_detached(total), _detached(weight))
 
 
-def _root(graph: Sequence[Any], gradients: Sequence[Tensor | None], roots: list[Any], out: list[Tensor]) -> None:
+def _root(graph: list[Any], gradients: Sequence[Tensor | None], roots: list[Any], cotangents: list[Tensor]) -> None:
     """Add the tensors (or what is left of moved ones: edges) that have a gradient to the roots of a backward."""
     for tensor, gradient in zip(graph, gradients, strict=True):
         if gradient is None:
             continue
         if (isinstance(tensor, Tensor) and tensor.requires_grad) or isinstance(tensor, GradientEdge):
             roots.append(tensor)
-            out.append(gradient)
+            cotangents.append(gradient)
 
 
 def _walk(roots: list[Tensor | GradientEdge], cotangents: list[Tensor], inputs: tuple[Tensor, ...]) -> None:
@@ -420,9 +395,9 @@ def _detached(tree: Tree) -> Tree:
     return unflatten(spec, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
-def _gradients(count: int, held: GradientLeaves) -> Gradients:
-    out: Gradients = [None] * count
-    for index, leaf in held.items():
+def _gradients(count: int, leaves: GradientLeaves) -> Gradients:
+    gradients: Gradients = [None] * count
+    for index, leaf in leaves.items():
         if leaf.grad is not None:
-            out[index] = dense(leaf.grad)
-    return out
+            gradients[index] = dense(leaf.grad)
+    return gradients
