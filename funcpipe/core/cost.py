@@ -78,8 +78,8 @@ class Cost:
             if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and name != "bandwidth":
                 value = tuple(value)
                 object.__setattr__(self, name, value)
-            for one in value if isinstance(value, tuple) and name != "bandwidth" else (value,):
-                if not isinstance(one, (int, float)) or not 0 <= one < float("inf"):
+            for number in value if isinstance(value, tuple) and name != "bandwidth" else (value,):
+                if not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
                     faults.append(
                         f"{name} is a number from 0{', or a sequence of them' * (name != 'bandwidth')}; got {value!r}"
                     )
@@ -89,11 +89,11 @@ class Cost:
         if faults:
             raise ScheduleError(bullets("no such cost:", faults))
 
-    def _take_skips(self, given: Any) -> list[str]:
+    def _take_skips(self, skips: Any) -> list[str]:
         """Keep the skips as a tuple of `Skip`; returns what is wrong with them."""
-        if isinstance(given, str) or not isinstance(given, Sequence):
-            return [f"skips is a sequence of (stash, pop, size); got {given!r}"]
-        rows = [tuple(row) if isinstance(row, (tuple, list)) else (row,) for row in cast("Sequence[Any]", given)]
+        if isinstance(skips, str) or not isinstance(skips, Sequence):
+            return [f"skips is a sequence of (stash, pop, size); got {skips!r}"]
+        rows = [tuple(row) if isinstance(row, (tuple, list)) else (row,) for row in cast("Sequence[Any]", skips)]
         bad = [row for row in rows if not _is_skip(row)]
         if not bad:
             object.__setattr__(self, "skips", tuple(Skip(*row) for row in rows))
@@ -152,7 +152,7 @@ class Cost:
             ends_at = stage_of[stash], stage_of[pop]
             if ends_at[0] != ends_at[1]:
                 skips[ends_at] = skips.get(ends_at, 0.0) + size
-        given = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         summed = (
             "forward",
             "backward_input",
@@ -163,12 +163,12 @@ class Cost:
             "residual",
             "weight_residual",
         )
-        given |= {name: sums(given[name]) for name in summed}
-        given["output"] = tuple(per_stage(self.output, layers)[end - 1] for end in ends)
+        fields |= {name: sums(fields[name]) for name in summed}
+        fields["output"] = tuple(per_stage(self.output, layers)[end - 1] for end in ends)
         if isinstance(self.comm, Sequence):
-            given["comm"] = tuple(self.comm[end - 1] for end in ends[:-1])
-        given["skips"] = tuple(Skip(*places, size) for places, size in skips.items())
-        return Cost(**given)
+            fields["comm"] = tuple(self.comm[end - 1] for end in ends[:-1])
+        fields["skips"] = tuple(Skip(*places, size) for places, size in skips.items())
+        return Cost(**fields)
 
     def latency(self, stage: int, to: int) -> float:
         """Of a value that goes from one device to another; of a skip over several hops, that of the slowest."""

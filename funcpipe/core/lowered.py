@@ -220,7 +220,7 @@ class _Writer:
     def _form(self, number: int) -> _Form:
         """A call with everything that is the same for all its microbatches."""
         call, wires, count = self.lowered.calls[number], self.lowered.wires, self.lowered.num_microbatches
-        here = {wire for one in self.lowered.calls if one.lane == self.lane for wire, _ in one.reads}
+        here = {wire for call in self.lowered.calls if call.lane == self.lane for wire, _ in call.reads}
         sources = [self.lane if pool < 0 else self.lowered.pools[pool].source for _, pool in call.reads]
         reads = [
             (wire, wire * count, source, Slot(source, wires[wire].role))

@@ -261,41 +261,41 @@ class LaneProgram:
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """Its actions, in order."""
-        return tuple(one for one in self.instructions if type(one) is Run)
+        return tuple(instruction for instruction in self.instructions if type(instruction) is Run)
 
     @cached_property
     def followed(self) -> dict[int, frozenset[int]]:
         """For each stage the microbatches whose W is followed at once by another W of the stage."""
-        found: dict[int, set[int]] = {}
+        microbatches_of: dict[int, set[int]] = {}
         for run, after in pairwise(self.runs):
             call = self.calls[run.call]
             if call.kind is Kind.W and run.call == after.call:
-                found.setdefault(call.stage, set()).add(run.microbatch)
-        return {stage: frozenset(microbatches) for stage, microbatches in found.items()}
+                microbatches_of.setdefault(call.stage, set()).add(run.microbatch)
+        return {stage: frozenset(microbatches) for stage, microbatches in microbatches_of.items()}
 
     def contents(self) -> Iterator[tuple[Instruction, dict[int, int]]]:
         """Each instruction with what lies in the slots when it begins: value numbers by slot. The dict is reused."""
-        held: dict[int, int] = {}
+        value_of: dict[int, int] = {}
         for instruction in self.instructions:
             if type(instruction) is Receive:
-                held[instruction.slot] = instruction.value
-                yield instruction, held
+                value_of[instruction.slot] = instruction.value
+                yield instruction, value_of
                 continue
             if type(instruction) is Run:
                 call = self.calls[instruction.call]
                 for wire, slot in zip(call.writes, instruction.writes, strict=True):
-                    held[slot] = wire * self.num_microbatches + instruction.microbatch
-            yield instruction, held
+                    value_of[slot] = wire * self.num_microbatches + instruction.microbatch
+            yield instruction, value_of
             if type(instruction) is Free:
                 for slot in instruction.slots:
-                    del held[slot]
+                    del value_of[slot]
 
     def lines(self) -> Iterator[str]:
         """Each instruction in words; a value is followed by the slot where it lies."""
-        for instruction, held in self.contents():
+        for instruction, value_of in self.contents():
 
-            def see(*slots: int, held: dict[int, int] = held) -> str:
-                return " ".join(f"{self.value(held[slot])}@{slot}" for slot in slots)
+            def see(*slots: int, value_of: dict[int, int] = value_of) -> str:
+                return " ".join(f"{self.value(value_of[slot])}@{slot}" for slot in slots)
 
             match instruction:
                 case Receive(_, source, slot):

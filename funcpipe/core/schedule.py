@@ -33,10 +33,10 @@ class Action(NamedTuple):
         Raises:
             ScheduleError: the text is anything else than stage, letter, microbatch.
         """
-        found = _ACTION.fullmatch(text)
-        if found is None:
+        match = _ACTION.fullmatch(text)
+        if match is None:
             raise ScheduleError(f"{text!r} is no action: write stage, one of {LETTERS}, microbatch, as in 2F0")
-        stage, kind, microbatch = found.groups()
+        stage, kind, microbatch = match.groups()
         return cls(Kind(kind), int(stage), int(microbatch))
 
     def needs(self) -> list[Action]:
@@ -47,11 +47,11 @@ class Action(NamedTuple):
         """
         kind, stage, microbatch = self
         row = KINDS[kind]
-        found = [Action(row.after, stage, microbatch)] if row.after is not None else []
+        awaited = [Action(row.after, stage, microbatch)] if row.after is not None else []
         if row.flow is not None:
             source = stage - 1 if row.flow is Flow.FORWARD else stage + 1
-            found += [Action(other, source, microbatch) for other in flowing(row.flow)]
-        return found
+            awaited += [Action(other, source, microbatch) for other in flowing(row.flow)]
+        return awaited
 
 
 _ACTION = re.compile(rf"([0-9]{{1,9}})([{''.join(LETTERS.split())}])([0-9]{{1,9}})")
@@ -132,11 +132,11 @@ class Schedule:
     @cached_property
     def device_of(self) -> tuple[int, ...]:
         """The device of each stage, by stage index; -1 for a stage without actions."""
-        found = [-1] * self.num_stages
+        devices = [-1] * self.num_stages
         for device, order in enumerate(self.orders):
             for action in order:
-                found[action[1]] = device
-        return tuple(found)
+                devices[action[1]] = device
+        return tuple(devices)
 
     @cached_property
     def has_backward(self) -> bool:

@@ -31,31 +31,31 @@ class EffectContext:
     inputs: bool = False
 
 
-def effects(kind: Kind, stage: int, keeps: bool, given: EffectContext) -> tuple[list[Wire], list[Wire]]:
+def effects(kind: Kind, stage: int, keeps: bool, context: EffectContext) -> tuple[list[Wire], list[Wire]]:
     """The wires that an action reads and writes.
 
     Args:
         kind: what it does.
         stage: on which stage.
         keeps: does a forward keep its residual (False where it is computed again, or never needed).
-        given: stages, skips, loss.
+        context: stages, skips, loss.
 
     Returns:
         Reads, writes. Gradients of one skip from several pops are read in descending order of the popper: plain
         autograd adds them in that order.
     """
-    this, last = given.stages[stage], len(given.stages) - 1
-    ends_in_loss = stage == last and given.loss
+    this, last = context.stages[stage], len(context.stages) - 1
+    ends_in_loss = stage == last and context.loss
     residual = Wire(Role.RESIDUAL, stage)
     arguments = [Wire(Role.ACT, stage - 1) if stage else Wire(Role.INPUT, 0)]
-    arguments += [Wire(Role.SKIP, given.routes[name].stash, name) for name in this.pop]
+    arguments += [Wire(Role.SKIP, context.routes[name].stash, name) for name in this.pop]
     arguments += [Wire(Role.FEED, 0, name) for name in this.feeds]
     arguments += [Wire(Role.TARGET, stage)] if ends_in_loss else []
-    stashes = [name for name in (*this.stash, *this.offers) if name in given.routes]
+    stashes = [name for name in (*this.stash, *this.offers) if name in context.routes]
     match kind:
         case Kind.F:
             results = [Wire(Role.ACT, stage)] if stage < last else []
-            results += [Wire(Role.OUTPUT, stage)] if stage == last and given.outputs else []
+            results += [Wire(Role.OUTPUT, stage)] if stage == last and context.outputs else []
             results += [Wire(Role.SKIP, stage, name) for name in stashes]
             results += [Wire(Role.REPORT, stage)]
             results += [residual] if keeps else []
@@ -65,10 +65,10 @@ def effects(kind: Kind, stage: int, keeps: bool, given: EffectContext) -> tuple[
         case Kind.B | Kind.I:
             cotangents = [] if ends_in_loss else [Wire(Role.GRAD, stage)]
             for name in stashes:
-                poppers = sorted(given.routes[name].pops, reverse=True)
+                poppers = sorted(context.routes[name].pops, reverse=True)
                 cotangents += [Wire(Role.SKIP_GRAD, stage, name, popper) for popper in poppers]
-            gradients = [Wire(Role.GRAD, stage - 1)] if stage else [Wire(Role.INPUT_GRAD, 0)] if given.inputs else []
-            gradients += [Wire(Role.SKIP_GRAD, given.routes[name].stash, name, stage) for name in this.pop]
+            gradients = [Wire(Role.GRAD, stage - 1)] if stage else [Wire(Role.INPUT_GRAD, 0)] if context.inputs else []
+            gradients += [Wire(Role.SKIP_GRAD, context.routes[name].stash, name, stage) for name in this.pop]
             gradients += [Wire(Role.WEIGHT_RESIDUAL, stage)] if kind is Kind.I else []
             return [residual, *cotangents], gradients
         case Kind.O:

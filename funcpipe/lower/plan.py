@@ -88,9 +88,9 @@ def make_plan(
         if flag not in (None, True, False):
             faults.append(f"{name}= is True, False or None; got {flag!r}")
     faults += [
-        f"merge= is an axis, 'mean', 'sum' or 'each', or a tree of these; got {one!r}"
-        for one in flatten(merge)[0]
-        if not _is_rule(one)
+        f"merge= is an axis, 'mean', 'sum' or 'each', or a tree of these; got {rule!r}"
+        for rule in flatten(merge)[0]
+        if not _is_rule(rule)
     ]
     counts = BY_ROWS
     if loss is not None and not faults:
@@ -125,12 +125,12 @@ def program_for(plan: Plan, num_microbatches: int, *, halves: bool = False) -> L
     if num_microbatches >= plan.num_microbatches and not halves:
         return plan.program
     cache = _programs(plan)
-    found = cache.get((num_microbatches, halves))
-    if found is None:
+    program = cache.get((num_microbatches, halves))
+    if program is None:
         schedule = plan.schedule.first(num_microbatches)
-        found = lower(plan.stages, schedule, loss=plan.loss is not None, outputs=plan.outputs, halves=halves)
-        cache[num_microbatches, halves] = found
-    return found
+        program = lower(plan.stages, schedule, loss=plan.loss is not None, outputs=plan.outputs, halves=halves)
+        cache[num_microbatches, halves] = program
+    return program
 
 
 def _none_yet(_: Plan) -> dict[tuple[int, bool], Lowered]:
@@ -141,19 +141,19 @@ _programs = Remembered(_none_yet)
 """Of each plan, by number of microbatches and halves."""
 
 
-def _stages(given: Any) -> tuple[tuple[Stage, ...], list[str]]:
+def _stages(stages: Any) -> tuple[tuple[Stage, ...], list[str]]:
     """The stages, and what is wrong with them."""
-    if isinstance(given, Schedule):
+    if isinstance(stages, Schedule):
         return (), ["stages is a Schedule; the stages come first: make_plan(stages, schedule)"]
-    if not isinstance(given, Stage | Iterable):
-        return (), [f"stages is a {type(given).__name__}; give a sequence of stages, or what fp.split returns"]
-    if hasattr(given, "named_parameters"):
-        kind = type(given).__name__
+    if not isinstance(stages, Stage | Iterable):
+        return (), [f"stages is a {type(stages).__name__}; give a sequence of stages, or what fp.split returns"]
+    if hasattr(stages, "named_parameters"):
+        kind = type(stages).__name__
         return (), [
             f"stages is a {kind}, a model in one piece: fp.split(model, num_stages) cuts it, and make_plan takes what "
             "it returns"
         ]
-    stages = (given,) if isinstance(given, Stage) else tuple(cast("Iterable[Any]", given))
+    stages = (stages,) if isinstance(stages, Stage) else tuple(cast("Iterable[Any]", stages))
     faults = [
         f"stage {index} is a {type(part).__name__}; make it one with fp.stage(fn) or "
         f"fp.from_module(module){_unpacked(part)}"
@@ -165,17 +165,17 @@ def _stages(given: Any) -> tuple[tuple[Stage, ...], list[str]]:
 
 def _moved(stages: Sequence[Stage]) -> list[str]:
     """Functions that a loop made, which all read its variable as it was at the end."""
-    parts = [(label, part) for label, one in zip(names_of(stages), stages, strict=True) for part in one.simple()]
-    made: dict[Any, set[int]] = {}
+    parts = [(label, part) for label, stage in zip(names_of(stages), stages, strict=True) for part in stage.simple()]
+    functions_of: dict[Any, set[int]] = {}
     for _, part in parts:
-        made.setdefault(getattr(part.fn, "__code__", None), set()).add(id(part.fn))
+        functions_of.setdefault(getattr(part.fn, "__code__", None), set()).add(id(part.fn))
     faults = [
-        f"{label} and others are one function, made in a loop, that reads a variable when it runs: {', '.join(found)}; "
+        f"{label} and others are one function, made in a loop, that reads a variable when it runs: {', '.join(names)}; "
         "hold it in a default, lambda params, x, k=k: ..., or by functools.partial"
         for label, part in parts
-        if part.closed and len(made[getattr(part.fn, "__code__", None)]) > 1
-        for found in [rebound_names(part.closed, part.fn)]
-        if found
+        if part.closed and len(functions_of[getattr(part.fn, "__code__", None)]) > 1
+        for names in [rebound_names(part.closed, part.fn)]
+        if names
     ]
     if not faults:
         for _, part in parts:
@@ -188,9 +188,9 @@ def _function(name: str, fn: Any, form: str) -> list[str]:
     if fn is None:
         return []
     if not callable(fn):
-        found = type(fn).__name__
+        kind = type(fn).__name__
         return [
-            f"{name} is a {found}, not a function {form}; give the function itself, not its name or what it returned"
+            f"{name} is a {kind}, not a function {form}; give the function itself, not its name or what it returned"
         ]
     if isinstance(fn, type):
         return [f"{name} is the class {fn.__name__}, not a function; make an instance: {name}={fn.__name__}()"]
@@ -217,13 +217,13 @@ def _devices(devices: Any, count: int) -> tuple[Any, ...] | None:
         return None
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         return (devices,) * count
-    given = tuple(cast("Iterable[Any]", devices))
-    if len(given) != count:
+    named = tuple(cast("Iterable[Any]", devices))
+    if len(named) != count:
         raise PlanError(
-            f"the schedule has {count} devices, but devices= names {len(given)}; give one for each (the same may "
+            f"the schedule has {count} devices, but devices= names {len(named)}; give one for each (the same may "
             f"stand many times), or fp.devices({count})"
         )
-    return given
+    return named
 
 
 def _ties(ties: Sequence[Sequence[tuple[int, Any]]], stages: Sequence[Stage]) -> Ties:
@@ -262,10 +262,10 @@ def _with_shared(ties: Ties, stages: Sequence[Stage]) -> Ties:
     named = {member: number for number, group in enumerate(ties) for member in group}
     out, faults = list(ties), list[str]()
     for shared, members in groups.items():
-        found = {named.get(member) for member in members}
-        if found == {None} and len(members) > 1:
+        numbers = {named.get(member) for member in members}
+        if numbers == {None} and len(members) > 1:
             out.append(tuple(members))
-        elif len(found) > 1:
+        elif len(numbers) > 1:
             faults.append(f"{members} are one parameter ({shared.name!r}), and ties= names only some of them")
     if faults:
         raise PlanError(
@@ -280,8 +280,12 @@ def _is_rule(rule: Any) -> bool:
 
 def _unpacked(part: Any) -> str:
     """What to say of (stage, params, state)."""
-    made = isinstance(part, tuple) and any(isinstance(one, Stage) for one in part)  # pyright: ignore[reportUnknownVariableType]
-    return ", which returns (stage, params, state): stages, params, state = zip(fp.from_module(a), ...)" if made else ""
+    unpacked = isinstance(part, tuple) and any(isinstance(item, Stage) for item in part)  # pyright: ignore[reportUnknownVariableType]
+    return (
+        ", which returns (stage, params, state): stages, params, state = zip(fp.from_module(a), ...)"
+        if unpacked
+        else ""
+    )
 
 
 def _is_place(member: tuple[Any, ...], num_stages: int) -> bool:

@@ -51,11 +51,11 @@ def lower(stages: Sequence[Stage], schedule: Schedule, *, loss: bool, outputs: b
     calls = _Calls(EffectContext(stages, routes(stages), loss, outputs or halves, halves), schedule, legal)
     order = calls.order()
     if halves:  # no lane's own order changes: what belongs to the first half is first already
-        order = _forwards_first(order, calls.made, schedule)
-    most = _levels(calls.made, order, schedule.num_microbatches, [*calls.pools])
+        order = _forwards_first(order, calls.calls, schedule)
+    most = _levels(calls.calls, order, schedule.num_microbatches, [*calls.pools])
     pools = tuple(Pool(*key, slots) for key, slots in zip(calls.pools, most, strict=True))
     counts = (schedule.num_stages, schedule.num_microbatches, schedule.num_devices)
-    return Lowered(*counts, tuple(calls.wires), tuple(calls.made), tuple(order), pools)
+    return Lowered(*counts, tuple(calls.wires), tuple(calls.calls), tuple(order), pools)
 
 
 def _refuse_mixed(schedule: Schedule) -> None:
@@ -95,17 +95,17 @@ def _forwards_first(order: list[int], calls: list[Call], schedule: Schedule) -> 
 class _Calls:
     """Numbers wires, pools and calls, each when it is first met."""
 
-    def __init__(self, given: EffectContext, schedule: Schedule, legal: Legal) -> None:
-        self.given, self.schedule, self.legal = given, schedule, legal
+    def __init__(self, context: EffectContext, schedule: Schedule, legal: Legal) -> None:
+        self.context, self.schedule, self.legal = context, schedule, legal
         self.wires: dict[Wire, int] = {}
         self.pools: dict[tuple[int, int, Role], int] = {}
-        self.made: list[Call] = []
+        self.calls: list[Call] = []
         self.readers: dict[Wire, set[int]] = defaultdict(set)
         """The lanes that read each wire."""
         kinds = self._kinds()
         for stage in range(schedule.num_stages):
             for kind in kinds[stage]:
-                for wire in effects(kind, stage, True, given)[0]:
+                for wire in effects(kind, stage, True, context)[0]:
                     self.readers[wire].add(schedule.device_of[stage])
 
     def _kinds(self) -> list[set[Kind]]:
@@ -115,8 +115,8 @@ class _Calls:
             for code, stage, _ in lane:
                 flags[code][stage] = True
         for code, row in enumerate(flags):
-            for stage, one in enumerate(row):
-                if one:
+            for stage, crosses in enumerate(row):
+                if crosses:
                     present[stage].add(CODED[code])
         return present
 
@@ -134,8 +134,8 @@ class _Calls:
                 code = bare
             base = table[code][stage]
             if base < 0:
-                base = table[code][stage] = count * len(self.made)
-                self.made.append(self._call(CODED[code % bare], stage, device, code != bare))
+                base = table[code][stage] = count * len(self.calls)
+                self.calls.append(self._call(CODED[code % bare], stage, device, code != bare))
             out.append(base + microbatch)
         return out
 
@@ -155,7 +155,7 @@ class _Calls:
         return device_of[wire.peer if wire.role is Role.SKIP_GRAD else wire.stage]
 
     def _call(self, kind: Kind, stage: int, lane: int, keeps: bool) -> Call:
-        reads, writes = effects(kind, stage, keeps, self.given)
+        reads, writes = effects(kind, stage, keeps, self.context)
         read: list[tuple[int, int]] = []
         for wire in reads:
             home = self._home(wire)
@@ -190,7 +190,7 @@ def _levels(calls: list[Call], order: list[int], count: int, pools: Sequence[tup
         steps = moves[number]
         if shared[number]:
             read = [(wire * count + code % count, pool) for wire, pool in shared[number]]
-            come = [one for one in read if pools[one[1]][0] == CALLER and one not in there]
+            come = [arrival for arrival in read if pools[arrival[1]][0] == CALLER and arrival not in there]
             there.update(come)
             gone = [(pool, -1) for wire, pool in shared[number] if (position, wire) not in again]
             steps = [*comes[number], *((pool, 1) for _, pool in come), *gone, *goes[number]]

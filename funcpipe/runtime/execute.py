@@ -174,20 +174,20 @@ class Execution:
 
     def failure(self, lane: Runner, error: BaseException) -> BaseException:
         """What the run raises for an error of a lane: it knows where, and (out of memory) what to do."""
-        found = located(error, self.where(lane))
+        failure = located(error, self.where(lane))
         if _out_of_memory(error):
             kinds = zip(lane.program.slots, lane.slots, strict=True)
             held = [value for kind, value in kinds if kind.role is Role.RESIDUAL and value is not None]
             schedule = self.ready.plan.schedule.first(self.ready.program.num_microbatches)
             most = residual_peak(schedule.orders[lane.program.lane], schedule)
             size = sum(value.nbytes for value in held) / 2**20
-            found.__dict__.setdefault("__notes__", []).append(
+            failure.__dict__.setdefault("__notes__", []).append(
                 f"device {lane.program.lane} holds {len(held)} residuals (the schedule's most is {most:g}) with "
                 f"{size:.1f} MiB at their borders{_free(lane.place.device)}; to hold less: more microbatches of fewer "
                 "rows, fp.schedules.remat(schedule) or fp.schedules.offload(schedule), or a schedule that holds "
                 "fewer (fp.schedules.one_f_one_b)"
             )
-        return found
+        return failure
 
     # -- after the run -----------------------------------------------------------------------------------------------
 

@@ -131,11 +131,11 @@ def _loads(text: str) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"field {shown(next(key for key in keys if keys.count(key) > 1))} stands twice")
-    return found
+    return fields
 
 
 def _integer(text: str) -> int:
@@ -176,12 +176,13 @@ def _cost(data: dict[str, Any], fault: Fault) -> Cost | None:
             ]
             fields[name] = tuple(tuple(row) for row in rows if _is_skip(row))
             continue
-        one = name == "bandwidth"
-        values = value if isinstance(value, list) and not one else [value]
+        is_single = name == "bandwidth"
+        values = value if isinstance(value, list) and not is_single else [value]
         if not (value is None and name in ("backward", "remat", "bandwidth")):
             bad = [number for number in values if not _is_number(number)]
             faults += [
-                f"{name}: a number from 0{', or a list of them' * (not one)}; got {shown(number)}" for number in bad[:1]
+                f"{name}: a number from 0{', or a list of them' * (not is_single)}; got {shown(number)}"
+                for number in bad[:1]
             ]
         fields[name] = tuple(value) if isinstance(value, list) else value
     if not faults:
@@ -189,8 +190,8 @@ def _cost(data: dict[str, Any], fault: Fault) -> Cost | None:
             return Cost(**fields)
         except ScheduleError as error:  # what only the cost itself knows, as that a skip goes forward
             faults += [line.strip(" *") for line in str(error).split("\n")[1:]]
-    for one in faults:
-        fault(one)
+    for text in faults:
+        fault(text)
     return None
 
 
@@ -233,7 +234,7 @@ def _timeline(data: dict[str, Any], fault: Fault) -> Timeline | None:
     name, unit = (_label(data.get(key, default), key, fault) for key, default in (("name", ""), ("unit", "units")))
     comm = tuple(comm) if isinstance(comm, list) else comm
     lanes = _list(data.get("lanes", []), "lanes", fault)
-    if not all(isinstance(one, str) for one in lanes) or len(lanes) not in (0, devices):
+    if not all(isinstance(lane, str) for lane in lanes) or len(lanes) not in (0, devices):
         fault(f"lanes: a name for each of {devices} devices, or []; got {shown(lanes)}")
     memory = _memory(data.get("memory", []), devices, fault)
     path = _path(data.get("path", []), known, seen, fault)
@@ -290,7 +291,7 @@ def _fields(data: dict[str, Any], *, need: Sequence[str], may: Sequence[str], fa
 
 def read_actions(words: Sequence[str], place: str, *, known: dict[str, Action], fault: Fault) -> tuple[Action, ...]:
     """The actions that the words are. A file repeats few words often; each is read once."""
-    found: list[Action] = []
+    actions: list[Action] = []
     for word in words:
         action = known.get(word)
         if action is None:
@@ -303,8 +304,8 @@ def read_actions(words: Sequence[str], place: str, *, known: dict[str, Action], 
                 fault(f"{place}: {word}: stages and microbatches are below {_MOST}")
                 continue
             known[word] = action
-        found.append(action)
-    return tuple(found)
+        actions.append(action)
+    return tuple(actions)
 
 
 def _list(value: Any, place: str, fault: Fault) -> list[Any]:
@@ -334,7 +335,7 @@ def shown(value: Any) -> str:
     """The start of a value, on one line. Of a list or an object only its kind: its repr may be as long as the file."""
     if isinstance(value, (list, dict)):
         value = value[:4] if isinstance(value, list) else list(value)[:4]
-        flat = [type(one).__name__ if isinstance(one, (list, dict)) else shown(one) for one in value]
+        flat = [type(item).__name__ if isinstance(item, (list, dict)) else shown(item) for item in value]
         return f"[{', '.join(flat)}, ...]"
     text = repr(value[:40] if isinstance(value, str) else value)
     return text if len(text) <= 44 else text[:40] + "..."

@@ -121,12 +121,12 @@ def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatc
     counts: set[int] = set()
     for lane in lanes:
         owed: set[tuple[int, int]] = set()
-        own: set[int] = set()
+        stages_here: set[int] = set()
         for position, (code, stage, microbatch) in enumerate(lane):
             if code == F:
                 row = forwards[stage]
-                own.add(stage)
-            elif code in (B, I) and stage in own:
+                stages_here.add(stage)
+            elif code in (B, I) and stage in stages_here:
                 row = backwards[stage]
                 if code == I:
                     owed.add((stage, microbatch))
@@ -138,9 +138,9 @@ def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatc
             if len(row) != microbatch:
                 return False
             row.append(position)
-        if owed or any(len(forwards[stage]) != microbatches for stage in own):
+        if owed or any(len(forwards[stage]) != microbatches for stage in stages_here):
             return False
-        for stage in own:
+        for stage in stages_here:
             back = backwards[stage]
             counts.add(len(back))
             if back and not all(map(int.__lt__, forwards[stage], back)):
@@ -230,7 +230,7 @@ def _gaps(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatch
     seen = [sorted({action[column] for lane in lanes for action in lane}) for column in (1, 2)]
     faults: list[str] = []
     for what, present, count in (("stage", seen[0], stages), ("microbatch", seen[1], microbatches)):
-        missing = next((n for n, found in enumerate(present) if n != found), None)
+        missing = next((expected for expected, number in enumerate(present) if expected != number), None)
         if missing is not None:
             faults.append(f"{what} {missing} is missing, but {what} {count - 1} stands; number them without gaps")
     return faults or ["most of its actions are missing"]

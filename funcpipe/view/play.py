@@ -98,9 +98,9 @@ class Play:
             lane = self.lanes[number]
             instructions = lane.program.instructions
             while lane.at < len(instructions):
-                wanted = self._step(number, lane, awake)
-                if wanted is not None:
-                    self.waits[wanted] = number
+                awaited = self._step(number, lane, awake)
+                if awaited is not None:
+                    self.waits[awaited] = number
                     break
                 lane.at += 1
 
@@ -143,8 +143,8 @@ class Play:
                     self._wake(("free", number, slot), awake)
         return None
 
-    def _wake(self, thing: Hashable, awake: list[int]) -> None:
-        waiter = self.waits.pop(thing, None)
+    def _wake(self, event: Hashable, awake: list[int]) -> None:
+        waiter = self.waits.pop(event, None)
         if waiter is not None:
             awake.append(waiter)
 
