@@ -1,4 +1,4 @@
-"""What a function takes from around it: values that a loop has moved on since, modules that it shares with others."""
+"""The values that a function captures, those that were rebound since, and the modules that it calls."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import nn
 
 
 def captured_values(fn: Any) -> dict[str, Any]:
-    """The values of the names that a function takes from around it: of the function that it stands in, and global ones."""
+    """The values of the names that a function takes from around it: of enclosing functions, and global ones."""
     if not isinstance(fn, FunctionType):
         return {}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
-            found[name] = cell.cell_contents
+            values[name] = cell.cell_contents
         except ValueError:  # it is assigned later
             continue
-    return found | {name: fn.__globals__[name] for name in _globals(fn.__code__) if name in fn.__globals__}
+    return values | {name: fn.__globals__[name] for name in _globals(fn.__code__) if name in fn.__globals__}
 
 
 def rebound_names(before: Mapping[str, Any], fn: Any) -> list[str]:
     """The names that hold something else now than they did, with both values."""
-    now = captured_values(fn)
+    current = captured_values(fn)
     return [
-        f"{name!r} was {_short(value)} when the stage was made, and is {_short(now[name])} now"
+        f"{name!r} was {_short(value)} when the stage was made, and is {_short(current[name])} now"
         for name, value in before.items()
-        if name in now and not _same(value, now[name])
+        if name in current and not _same(value, current[name])
     ]
 
 
@@ -46,32 +46,32 @@ def lent_modules(fn: Any) -> dict[int, tuple[str, nn.Module]]:
         values |= dict(zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)) | (fn.__kwdefaults__ or {})
     elif isinstance(fn, partial):
         values |= dict(enumerate(fn.args)) | fn.keywords
-        return {id(one): (str(name), one) for name, one in values.items() if _lends(one)} | lent_modules(fn.func)
+        return {id(net): (str(name), net) for name, net in values.items() if _lends(net)} | lent_modules(fn.func)
     elif not isinstance(fn, nn.Module) and callable(fn):
         values |= getattr(getattr(fn, "__self__", fn), "__dict__", {})
-    return {id(one): (str(name), one) for name, one in values.items() if _lends(one)}
+    return {id(net): (str(name), net) for name, net in values.items() if _lends(net)}
 
 
 def _lends(value: Any) -> bool:
-    return isinstance(value, nn.Module) and any(own.requires_grad or own.is_meta for own in value.parameters())
+    return isinstance(value, nn.Module) and any(leaf.requires_grad or leaf.is_meta for leaf in value.parameters())
 
 
 def _globals(code: CodeType) -> Iterator[str]:
-    yield from (one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL")
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _globals(inner)
+    yield from (instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL")
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals(constant)
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Does a function compute the same with one as with the other."""
+    """Does a function compute the same with either value."""
     if a is b:
         return True
-    if isinstance(a, nn.Module) and not list(a.parameters()):  # what it is besides is in its text
+    if isinstance(a, nn.Module) and not list(a.parameters()):  # its options are in its repr
         return type(a) is type(b) and repr(a) == repr(b)
     try:
         return type(a) is type(b) and bool(a == b)
-    except Exception:  # tensors, and what else does not say yes or no
+    except Exception:  # tensors, and others whose == is no bool
         return False
 
 

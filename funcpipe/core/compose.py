@@ -1,4 +1,4 @@
-"""Neighbouring stages as one stage."""
+"""Composition: neighbouring stages as one stage."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def compose(*stages: Stage, name: str = "") -> Stage:
         commit=_CommitEach(stages) if any(part.commit for part in stages) else None,
         offers=tuple(n for part in stages for n in (*part.stash, *part.offers) if n in offered),
         takes_train=any(part.takes_train for part in stages),
-        shares=tuple((_inside(n, path), one) for n, part in enumerate(stages) for path, one in part.shares),
+        shares=tuple((_inside(n, path), shared) for n, part in enumerate(stages) for path, shared in part.shares),
         evaluation=all(part.evaluation for part in stages),
     )
 
 
 def _inside(part: int, path: Any) -> tuple[Any, ...]:
-    """The path in the params of a composition."""
+    """The path in the params of a composition of a leaf of this part."""
     return (part, *(path if isinstance(path, tuple) else (path,)))
 
 
@@ -158,8 +158,8 @@ class _CommitEach:
     def __call__(self, state: Tree, stats: tuple[Tree, ...]) -> Tree:
         new: list[Tree] = []
         for index, part in enumerate(self.stages):
-            own = state[index]
-            new.append(own if part.commit is None else part.commit(own, tuple(one[index] for one in stats)))
+            old = state[index]
+            new.append(old if part.commit is None else part.commit(old, tuple(row[index] for row in stats)))
         return tuple(new)
 
 
@@ -167,10 +167,10 @@ def _with_params(part: Stage, params: Tree) -> Callable[..., Any]:
     return lambda x, **extras: part.fn(params, x, **extras)
 
 
-def _check_length(what: str, trees: Any, stages: Sequence[Stage]) -> None:
+def _check_length(label: str, trees: Any, stages: Sequence[Stage]) -> None:
     if not isinstance(trees, (tuple, list)) or len(trees) != len(stages):  # pyright: ignore[reportUnknownArgumentType]
-        found = f"a {type(trees).__name__}" + (f" of {len(trees)}" if isinstance(trees, Sequence) else "")
+        kind = f"a {type(trees).__name__}" + (f" of {len(trees)}" if isinstance(trees, Sequence) else "")
         names = ", ".join(part.name or "?" for part in stages)
         raise PlanError(
-            f"{what} of a composition of {len(stages)} stages ({names}) is a tuple with one tree per stage; got {found}"
+            f"{label} of a composition of {len(stages)} stages ({names}) is a tuple with one tree per stage; got {kind}"
         )

@@ -1,4 +1,4 @@
-"""Classes that are containers though nobody said so to optree: how each is taken apart, and put together again."""
+"""Containers that optree does not know by itself: how each is taken apart, and put together again."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from funcpipe.core.torch_names import pytree
 
 FlattenFns: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
-"""How a container is taken apart (children, structure, entries), and how it is put together of structure and children."""
+"""How a container is taken apart (children, structure, entries), and put together of structure and children."""
 
 _OF_ALL_ROWS = ("_encodings", "_n_sequences")
-"""What transformers' BatchEncoding knows of a batch in one piece; cut, it does without."""
+"""Attributes of transformers' BatchEncoding that hold for the whole batch; in a microbatch they are None."""
 
 
 class Attribute(str):
@@ -29,7 +29,7 @@ class Attribute(str):
 
 
 def flatten_fns_of(leaf: Any) -> FlattenFns | None:
-    """How to take things of this kind apart; None: they are leaves."""
+    """How to take apart a value of this type; None: it is a leaf."""
     kind = type(leaf)
     if issubclass(kind, (dict, UserDict)):
         return _mapping(kind)
@@ -61,35 +61,35 @@ class _Attributes:
         self.slots = {name: value for name, value in members.items() if isinstance(value, MemberDescriptorType)}
         self.computed = {name for name, value in members.items() if isinstance(value, functools.cached_property)}
 
-    def of(self, thing: Any) -> dict[str, Any]:
+    def of(self, instance: Any) -> dict[str, Any]:
         """All attributes by name, without those that are computed again when asked for."""
-        out = {name: slot.__get__(thing) for name, slot in self.slots.items() if hasattr(thing, name)}
-        out |= getattr(thing, "__dict__", {})
+        out = {name: slot.__get__(instance) for name, slot in self.slots.items() if hasattr(instance, name)}
+        out |= getattr(instance, "__dict__", {})
         return {name: value for name, value in out.items() if name not in self.computed and not name.startswith("__")}
 
-    def put(self, thing: Any, names: Iterable[str], values: Iterable[Any]) -> None:
+    def put(self, instance: Any, names: Iterable[str], values: Iterable[Any]) -> None:
         """Give a new instance its attributes."""
         for name, value in zip(names, values, strict=True):
             if name in self.slots:
-                self.slots[name].__set__(thing, value)
+                self.slots[name].__set__(instance, value)
             else:
-                thing.__dict__[name] = value
+                instance.__dict__[name] = value
 
 
 def _record(kind: Any) -> FlattenFns:
-    """The fields of a dataclass, and what else its instance holds; rebuilt without its ``__init__``, which may check."""
+    """For a dataclass: its fields and other attributes; rebuilt without its ``__init__``, which may check."""
     fields = [field.name for field in dataclasses.fields(kind)]
     attributes = _Attributes(kind)
     # Never set on the instance, so the class has it: init=False with a default.
-    of_class = {
+    defaults = {
         name: value for name in fields if not hasattr(value := inspect.getattr_static(kind, name, kind), "__get__")
     }
 
-    def take(thing: Any) -> tuple[list[Any], tuple[str, ...], tuple[Attribute, ...]]:
-        held = {**of_class, **attributes.of(thing)}
-        names = [name for name in fields if name in held]
-        names = (*names, *sorted(held.keys() - names))
-        return [held[name] for name in names], names, tuple(map(Attribute, names))
+    def take(instance: Any) -> tuple[list[Any], tuple[str, ...], tuple[Attribute, ...]]:
+        values = {**defaults, **attributes.of(instance)}
+        names = [name for name in fields if name in values]
+        names = (*names, *sorted(values.keys() - names))
+        return [values[name] for name in names], names, tuple(map(Attribute, names))
 
     def give(names: tuple[str, ...], values: Iterable[Any]) -> Any:
         new = object.__new__(kind)
@@ -100,23 +100,23 @@ def _record(kind: Any) -> FlattenFns:
 
 
 def _mapping(kind: Any) -> FlattenFns:
-    """The items of a mapping in sorted order, then its attributes; rebuilt without its ``__init__``, which may compute."""
+    """For a mapping: its sorted items, then its attributes; rebuilt without its ``__init__``, which may compute."""
     native, user = _native(kind), issubclass(kind, UserDict)
     attributes = _Attributes(kind)
     fields = _fields_that_are_items(kind, native)
-    lost = _OF_ALL_ROWS if any(base.__name__ == "BatchEncoding" for base in kind.__mro__) else ()
+    dropped = _OF_ALL_ROWS if any(base.__name__ == "BatchEncoding" for base in kind.__mro__) else ()
 
     def take(mapping: Any) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]]:
-        held = attributes.of(mapping)
+        extras = attributes.of(mapping)
         items: dict[Any, Any] = (
-            dict(held.pop("data"))
+            dict(extras.pop("data"))
             if user
             else {key: dict.__getitem__(mapping, key) for key in native.__iter__(mapping)}
         )
         keys = tuple(sorted(items, key=lambda key: (type(key).__name__, str(key))))
-        same = {*lost, *(name for name in fields if held.get(name) is items.get(name))}
-        names = tuple(sorted(held.keys() - same))
-        values = [items[key] for key in keys] + [held[name] for name in names]
+        omitted = {*dropped, *(name for name in fields if extras.get(name) is items.get(name))}
+        names = tuple(sorted(extras.keys() - omitted))
+        values = [items[key] for key in keys] + [extras[name] for name in names]
         return values, (keys, tuple(items), names), (*keys, *map(Attribute, names))
 
     def give(structure: tuple[Any, ...], values: Iterable[Any]) -> Any:
@@ -130,7 +130,7 @@ def _mapping(kind: Any) -> FlattenFns:
         else:
             for key, value in items.items():
                 native.__setitem__(new, key, value)
-        attributes.put(new, (*fields, *lost), [*map(items.get, fields), *[None] * len(lost)])
+        attributes.put(new, (*fields, *dropped), [*map(items.get, fields), *[None] * len(dropped)])
         attributes.put(new, names, values[len(keys) :])
         return new
 
@@ -138,14 +138,14 @@ def _mapping(kind: Any) -> FlattenFns:
 
 
 def _fields_that_are_items(kind: Any, native: Any) -> tuple[str, ...]:
-    """The fields of a class that writes each both as an attribute and as an item (ModelOutput); None where it has no item."""
+    """The fields of a class that keeps each as an attribute and as an item (ModelOutput); None where it has no item."""
     if not dataclasses.is_dataclass(kind) or getattr(kind, "__setitem__") is native.__setitem__:  # noqa: B009
         return ()
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _torch_node(kind: type) -> FlattenFns:
-    """A class as torch's own registry takes it apart."""
+    """For a class of torch's own registry: as it is registered there."""
     node = pytree.SUPPORTED_NODES[kind]
     keyed = node.flatten_with_keys_fn
 
@@ -165,7 +165,7 @@ def _torch_node(kind: type) -> FlattenFns:
 
 
 def _entry(key: Any) -> Any:
-    """A key of torch's registry as a step of ours."""
+    """A key of torch's registry as a step of a path."""
     if isinstance(key, pytree.GetAttrKey):
         return Attribute(key.name)
     return getattr(key, "key", getattr(key, "idx", key))
@@ -180,7 +180,7 @@ class _ContainerKey:
     def __eq__(self, other: object) -> bool:
         try:
             return isinstance(other, _ContainerKey) and bool(self.value == other.value)
-        except Exception:  # it holds what cannot be compared
+        except Exception:  # values that cannot be compared
             return self.value is other.value if isinstance(other, _ContainerKey) else False
 
     def __hash__(self) -> int:

@@ -1,4 +1,4 @@
-"""What a stage declares of its function, and what does not fit there."""
+"""Checks that what a stage declares fits its function."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from funcpipe.core.errors import PlanError, bullets
 
 
-def checked_names(names: Sequence[str], what: str) -> tuple[str, ...]:
+def checked_names(names: Sequence[str], option: str) -> tuple[str, ...]:
     """Names as a tuple. Raises PlanError where they are one string, whose letters would be the names."""
     if isinstance(names, str):
-        raise PlanError(f"{what}={names!r}: give a sequence of names, {what}=[{names!r}]")
+        raise PlanError(f"{option}={names!r}: give a sequence of names, {option}=[{names!r}]")
     return tuple(names)
 
 
 def check_function(fn: Any) -> None:
     """Refuse what cannot be the function of a stage. Raises PlanError."""
     if isinstance(fn, type):
-        made = (
+        example = (
             f"fp.from_module({fn.__name__}(...))"
             if hasattr(fn, "named_parameters")
             else f"fp.stage({fn.__name__}(...))"
         )
-        raise PlanError(f"{fn.__name__} is a class, and a stage is made of an instance: {made}")
+        raise PlanError(f"{fn.__name__} is a class, and a stage is made of an instance: {example}")
     if hasattr(fn, "named_parameters"):
         raise PlanError(
             f"{type(fn).__name__} is a module: its parameters are inside of it, and a stage is a function of them; "
@@ -33,21 +33,21 @@ def check_function(fn: Any) -> None:
     if not callable(fn):
         raise PlanError(f"a stage is made of a function (params, x) -> y; got a {type(fn).__name__}")
     if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
-        what = "yields" if inspect.isgeneratorfunction(fn) else "is async"
+        verb = "yields" if inspect.isgeneratorfunction(fn) else "is async"
         raise PlanError(
-            f"{fn.__name__!r} {what}, so a call of it computes nothing; a stage is an ordinary function that returns "
+            f"{fn.__name__!r} {verb}, so a call of it computes nothing; a stage is an ordinary function that returns "
             "its output, and what it hands to later stages in fp.Out(y, stash={...})"
         )
 
 
 def keywords_of(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """What a function takes besides params and x, by name."""
+    """The parameters of a function besides params and x, by name."""
     try:
-        found = inspect.signature(fn).parameters.values()
+        parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # built-ins without a signature
         return {}
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return {p.name: p for p in list(found)[2:] if p.kind in kinds}
+    return {p.name: p for p in list(parameters)[2:] if p.kind in kinds}
 
 
 def check_declaration(
@@ -62,40 +62,40 @@ def check_declaration(
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     declared = {"skips": pop, "feeds": feeds, "state": state}
     faults = _positional(list(parameters))
-    for keyword, given in declared.items():
+    for keyword, declaration in declared.items():
         option = "pop" if keyword == "skips" else keyword
-        if given and keyword not in keywords and not takes_all:
+        if declaration and keyword not in keywords and not takes_all:
             faults.append(f"declares {option} but its function takes no keyword {keyword!r}")
         needed = keyword in keywords and keywords[keyword].default is inspect.Parameter.empty
-        if not given and needed:
+        if not declaration and needed:
             faults.append(f"takes the keyword {keyword!r} but declares no {option}; add {option}=[...]")
     faults += [
-        f"names {name!r} twice in {what}"
-        for what, names in (("stash", stash), ("pop", pop), ("feeds", feeds))
-        for name in sorted({n for n in names if names.count(n) > 1})
+        f"names {repeated!r} twice in {label}"
+        for label, names in (("stash", stash), ("pop", pop), ("feeds", feeds))
+        for repeated in sorted({n for n in names if names.count(n) > 1})
     ]
-    faults += [f"both stashes and pops {one!r}" for one in stash if one in pop]
+    faults += [f"both stashes and pops {skip!r}" for skip in stash if skip in pop]
     if faults:
         raise PlanError(bullets(f"stage {name!r} and its function do not fit:", faults))
 
 
 def _positional(parameters: list[inspect.Parameter]) -> list[str]:
-    """What is wrong with the arguments besides the keywords that stages declare: there are two, params and x."""
+    """The faults of the arguments besides the keywords that stages declare: there are two, params and x."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    places = [p for p in parameters if p.kind in kinds]
+    positional = [p for p in parameters if p.kind in kinds]
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return []
-    if len(places) < 2:
+    if len(positional) < 2:
         return [
-            f"takes {len(places)} arguments by position, and is called with two, fn(params, x); without parameters "
+            f"takes {len(positional)} arguments by position, and is called with two, fn(params, x); without parameters "
             "params is ()"
         ]
-    if places[0].name == "self":
+    if positional[0].name == "self":
         return ["takes self: give the method of an instance, fp.stage(net.method)"]
     known = ("skips", "feeds", "state", "train")
     return [
         f"needs {p.name!r} besides params and x, which nobody gives: bind it, functools.partial(fn, {p.name}=...), or "
         "declare it as a feed of the batch (feeds=[...])"
         for p in parameters
-        if p not in places[:2] and p.name not in known and p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        if p not in positional[:2] and p.name not in known and p.default is p.empty and p.kind is not p.VAR_KEYWORD
     ]

@@ -1,4 +1,4 @@
-"""What funcpipe raises: bad data is refused with every fault, a failing stage says where it was."""
+"""The exceptions of funcpipe: refusals list every fault, failures of stages say where they happened."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class Where(NamedTuple):
 
 
 class _StageErrors(type):
-    """The class of StageError and of the classes made of it and of another, which pickle finds by what they are made of."""
+    """The metaclass of StageError and of those that `_both` makes; pickle finds these by the classes they combine."""
 
 
 def _recipe(kind: type) -> str | tuple[Any, ...]:
-    made = "[" in kind.__name__
-    return (_both, kind.__bases__[1:]) if made else kind.__qualname__
+    combined = "[" in kind.__name__
+    return (_both, kind.__bases__[1:]) if combined else kind.__qualname__
 
 
 def _found_by_recipe(metaclass: type[_StageErrors]) -> type[_StageErrors]:
@@ -130,7 +130,7 @@ def located(error: BaseException, where: Where) -> BaseException:
     very object, with the coordinates attached.
     """
     if isinstance(error, StageError) and "funcpipe" in error.__dict__:
-        return error  # it says already where it was
+        return error  # it has its coordinates
     if isinstance(error, StageError) or not isinstance(error, Exception):
         _attach(error, where)
         return error
@@ -191,7 +191,7 @@ def _both(kind: type[Exception]) -> type[StageError] | None:
     body = {"__module__": kind.__module__, "__str__": text, "__reduce__": reduce, "__doc__": StageError.__doc__}
     try:
         metaclass = _StageErrors
-        if not issubclass(metaclass, type(kind)):  # the user's has a metaclass: pickle goes by the very one
+        if not issubclass(metaclass, type(kind)):  # a metaclass of the user's; copyreg goes by exact types
             metaclass = _found_by_recipe(type(type(kind).__name__, (_StageErrors, type(kind)), {}))
         return metaclass(f"StageError[{kind.__name__}]", (StageError, kind), body)
     except TypeError:
@@ -210,7 +210,7 @@ def _blank(kind: type[StageError], source: Exception) -> StageError:
         new = kind.__new__(kind, *source.args)
     except TypeError:  # MemoryError's own is refused where MemoryError is not the first base
         new = BaseException.__new__(kind, *source.args)
-    native = next(k for k in type(source).__mro__ if not k.__flags__ & (1 << 9))  # the nearest class made in C
+    native = next(base for base in type(source).__mro__ if not base.__flags__ & (1 << 9))  # the nearest class made in C
     try:
         native.__init__(new, *source.args)
     except TypeError:

@@ -1,7 +1,7 @@
-"""What this thread is inside of: calls of modules and regions of ``torch.utils.checkpoint``, read from the Python stack.
+"""The calls of modules and regions of ``torch.utils.checkpoint`` that this thread is in, read from the Python stack.
 
-Nobody tells when a model's call begins and ends that is not ours. Functions are told by their code, which torch shows
-in public, and not by the names of files or of what stands in them. One call is told from another by the dict of its
+Torch does not say when a call of a module that is not ours begins or ends. Functions are known by their code objects,
+which are public, and not by the names of files or functions. One call is told from another by the dict of its
 ``**kwargs``, which Python makes anew for every call.
 """
 
@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 MODULE_CALL: CodeType = nn.Module.__call__.__code__
-"""Of a module's call."""
+"""The code of a module's call."""
 
 
 def _region_codes() -> frozenset[CodeType]:
@@ -32,7 +32,7 @@ def _region_codes() -> frozenset[CodeType]:
 
 
 REGIONS = _region_codes()
-"""Of a call of ``checkpoint(function, ...)``, and of what ``checkpoint(...)(function)`` makes."""
+"""The codes of ``checkpoint(function, ...)``, and of the callable that ``checkpoint(...)`` returns."""
 
 
 def frames() -> Iterator[FrameType]:
@@ -44,7 +44,7 @@ def frames() -> Iterator[FrameType]:
 
 
 def own_dict(frame: FrameType) -> dict[Any, Any]:
-    """The ``**kwargs`` of a call, which are this call's alone."""
+    """The dict of a call's ``**kwargs``, which no other call has."""
     call = inspect.getargvalues(frame)
     assert call.keywords is not None
     return call.locals[call.keywords]

@@ -1,4 +1,4 @@
-"""Tensors that a thing holds without showing them: in attributes, closures, sets, wherever Python keeps references."""
+"""Tensors that an object hides from a tree: in attributes, closures, sets, wherever Python keeps references."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ ATOMS: frozenset[type] = _PLAIN | {Tensor, nn.Parameter, FakeTensor}
 _CONTAINERS: frozenset[type] = frozenset({list, tuple, dict, set, frozenset})
 
 _ELSEWHERE = (type, ModuleType, Enum, CodeType, FrameType, TracebackType, logging.Filterer)
-"""What a thing refers to without holding it: a logger knows all others, and what their handlers have kept."""
+"""Types of what objects refer to and do not hold: a logger knows all others, and what their handlers have kept."""
 
 _ENOUGH = 10_000
-"""How many things are opened, the nearest first; who has more in a leaf (an index, a trie) gets no slower run for it."""
+"""How many objects are looked into, the nearest first: a leaf with more (an index, a trie) makes no run slower."""
 
 
 def fault_of(leaf: Any) -> str:
@@ -53,47 +53,47 @@ def fault_of(leaf: Any) -> str:
     )
 
 
-def hides_tensors(things: Iterable[Any]) -> bool:
-    """Do some things that are no tensors hold any, at any depth: in attributes, entries, closures, bound arguments."""
+def hides_tensors(values: Iterable[Any]) -> bool:
+    """Do values that are no tensors hold any, at any depth: in attributes, entries, closures, bound arguments."""
     # By type alone: isinstance asks proxies what they stand for.
-    todo = [one for one in things if not issubclass(type(one), (Tensor, *_ELSEWHERE))]
-    seen = set(map(id, todo))
-    for thing in todo:  # which grows
-        held = _held(thing)
-        kinds = set(map(type, held)) - _PLAIN  # quick also for a vocabulary
+    todo = [value for value in values if not issubclass(type(value), (Tensor, *_ELSEWHERE))]
+    visited = set(map(id, todo))
+    for holder in todo:  # which grows
+        referents = _held(holder)
+        kinds = set(map(type, referents)) - _PLAIN  # quick also for a vocabulary
         if any(issubclass(kind, Tensor) for kind in kinds):
             return True
         kinds = {kind for kind in kinds if not issubclass(kind, _ELSEWHERE)}
-        for one in held if kinds else ():
-            if len(seen) >= _ENOUGH:
+        for referent in referents if kinds else ():
+            if len(visited) >= _ENOUGH:
                 break
-            if type(one) in kinds and id(one) not in seen:
-                seen.add(id(one))
-                todo.append(one)
+            if type(referent) in kinds and id(referent) not in visited:
+                visited.add(id(referent))
+                todo.append(referent)
     return False
 
 
 def only_plain(containers: list[Any]) -> bool:
     """Are these containers of Python with nothing but numbers, words and the like in them; a quick look."""
-    for one in containers:
-        if type(one) not in _CONTAINERS:
+    for value in containers:
+        if type(value) not in _CONTAINERS:
             return False
-    for one in gc.get_referents(*containers):  # noqa: SIM110 - all(...) takes twice as long, at every border
-        if type(one) not in _PLAIN:
+    for value in gc.get_referents(*containers):  # noqa: SIM110 - all(...) takes twice as long, at every border
+        if type(value) not in _PLAIN:
             return False
     return True
 
 
-def _held(thing: Any) -> list[Any]:
-    """What a thing keeps alive, as far as it is its own."""
-    kind = type(thing)
+def _held(value: Any) -> list[Any]:
+    """The objects that a value holds, without what it shares with the rest of the program."""
+    kind = type(value)
     if kind is FunctionType:  # not its globals
-        return [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]
-    held = gc.get_referents(thing)
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
+    referents = gc.get_referents(value)
     if issubclass(kind, nn.Module):  # a scripted one has its parameters elsewhere
-        held += [*thing.parameters(), *thing.buffers()]
+        referents += [*value.parameters(), *value.buffers()]
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and issubclass(kind, numpy.ndarray):
-        array: Any = thing
-        held += array.ravel().tolist() if array.dtype.hasobject else []
-    return held
+        array: Any = value
+        referents += array.ravel().tolist() if array.dtype.hasobject else []
+    return referents

@@ -1,4 +1,4 @@
-"""How losses count: what a loss says of itself, and what is known of torch's own."""
+"""How losses weigh microbatches: by what a loss says of itself, or what is known of torch's own."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Counts:
 
 
 BY_ROWS = Counts()
-"""Means that count by rows: what is assumed of a loss of which nothing is known."""
+"""Means that count by rows: assumed of a loss that is not known."""
 
 
 _MODULES = tuple(
@@ -82,7 +82,7 @@ def counts_of(loss: Callable[..., Any] | None) -> Counts:
     _refuse_other_arguments(loss)
     body = _body(loss)
     if body not in _KNOWN:
-        # What a module of somebody's own returns is not known; that it calls it a sum is taken at its word.
+        # What a module of the user's returns is not known; where its reduction says sum, that is believed.
         summed = isinstance(loss, nn.Module) and getattr(loss, "reduction", None) == "sum"
         return Counts(loss.weigh if isinstance(loss, Weighing) else None, summed)
     reduction = _reduction(loss)
@@ -110,13 +110,13 @@ class CountedTargets:
         weights: Tensor | None = _option(self.loss, "weight", None)
         if weights is None:
             return counted.sum()
-        # A class that is none is refused by the loss itself, which says where.
+        # A class out of range is refused by the loss itself, which says where.
         classes = target.clamp(0, len(weights) - 1)
         return weights.detach().to(target.device)[classes].mul(counted).sum()
 
 
 def _body(loss: Any) -> Any:
-    """The function that a loss comes down to; None where positional arguments are bound."""
+    """The function that a loss calls in the end; None where positional arguments are bound."""
     if isinstance(loss, partial):
         return None if loss.args else loss.func  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return type(loss).forward if isinstance(loss, nn.Module) else loss
@@ -139,21 +139,21 @@ def _reduction(loss: Any) -> Any:
 def _refuse_other_arguments(loss: Any) -> None:
     call = loss.forward if isinstance(loss, nn.Module) else loss
     try:
-        found = inspect.signature(call)
-    except (TypeError, ValueError):  # not everything has one
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):  # some built-ins have none
         return
     try:
-        found.bind(None, None)
+        signature.bind(None, None)
     except TypeError:
         raise PlanError(
-            f"loss is called with (y, target), but {_name(loss)} takes ({', '.join(found.parameters)}); give a "
+            f"loss is called with (y, target), but {_name(loss)} takes ({', '.join(signature.parameters)}); give a "
             f"function of the two: loss=lambda y, target: {_name(loss)}(...)"
         ) from None
 
 
 def _name(loss: Any) -> str:
-    found = loss.func if isinstance(loss, partial) else loss  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return str(getattr(found, "__name__", type(found).__name__))  # pyright: ignore[reportUnknownArgumentType]
+    function = loss.func if isinstance(loss, partial) else loss  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return str(getattr(function, "__name__", type(function).__name__))  # pyright: ignore[reportUnknownArgumentType]
 
 
 def check_weight(weight: Any) -> None:
@@ -161,12 +161,12 @@ def check_weight(weight: Any) -> None:
     tensor = isinstance(weight, Tensor) and weight.numel() == 1 and not weight.requires_grad
     if weight is None or tensor or isinstance(weight, (int, float)):
         return
-    found = f"a {type(weight).__name__}"
+    kind = f"a {type(weight).__name__}"
     if isinstance(weight, Tensor):
-        found += f" of shape {tuple(weight.shape)}" + ", which requires a gradient" * weight.requires_grad
+        kind += f" of shape {tuple(weight.shape)}" + ", which requires a gradient" * weight.requires_grad
     raise StageError(
         "a pair from the loss is (sum, weight), and the weight is a number without a gradient, how much the "
-        f"microbatch counts; got {found}. What comes back beside the loss goes into fp.Loss(loss, aux=...)"
+        f"microbatch counts; got {kind}. What comes back beside the loss goes into fp.Loss(loss, aux=...)"
     )
 
 

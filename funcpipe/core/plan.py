@@ -80,10 +80,10 @@ class Plan:
         stages = self.stages
         split = [call.stage for call in self.program.calls if call.kind is Kind.W]
         eager = sorted(stage for stage in split if stages[stage].program is None)
-        whole = f"eager stages {eager} do not split: I runs the whole backward, W nothing; fp.compile_stage(stage)"
-        still = "stage {} stays in evaluation mode, as its module was: model.train() before it is made a stage"
-        modes = [still.format(number) for number, one in enumerate(stages) if self.train and one.evaluation]
-        return (whole, *modes) if eager else tuple(modes)
+        unsplit = f"eager stages {eager} do not split: I runs the whole backward, W nothing; fp.compile_stage(stage)"
+        evaluating = "stage {} stays in evaluation mode, as its module was: model.train() before it is made a stage"
+        modes = [evaluating.format(number) for number, stage in enumerate(stages) if self.train and stage.evaluation]
+        return (unsplit, *modes) if eager else tuple(modes)
 
     def __str__(self) -> str:
         devices = "unbound" if self.devices is None else ", ".join(map(str, self.devices))

@@ -1,4 +1,4 @@
-"""What was worked out of an object, kept for as long as that lives. The only caches of frozen data."""
+"""A cache of values computed of objects, each kept as long as its object lives. The only caches of frozen data."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ V = TypeVar("V")
 
 
 class Remembered(Generic[T, V]):
-    """A function of one object that is worked out once for each; objects are told by identity, not compared.
+    """A function of one object that is called once for each; objects are told by identity, not compared.
 
-    What it gives must not hold the object, or that would live for ever. Two threads that ask at once may both work it
-    out.
+    The value must not hold the object, or both would live for ever. Two threads that ask at once may both call the
+    function.
 
     >>> class Thing: pass
     >>> size = Remembered(lambda thing: [])
@@ -30,15 +30,15 @@ class Remembered(Generic[T, V]):
         self._work_out = work_out
         self._found: dict[int, tuple[weakref.ref[Any], V]] = {}
 
-    def __call__(self, thing: T) -> V:
+    def __call__(self, subject: T) -> V:
         """The value for an object."""
-        found = self._found.get(id(thing))
-        if found is None or found[0]() is not thing:
-            found = self._found[id(thing)] = weakref.ref(thing, self._forget(id(thing))), self._work_out(thing)
-        return found[1]
+        entry = self._found.get(id(subject))
+        if entry is None or entry[0]() is not subject:
+            entry = self._found[id(subject)] = weakref.ref(subject, self._forget(id(subject))), self._work_out(subject)
+        return entry[1]
 
     def _forget(self, key: int) -> Callable[[weakref.ref[Any]], None]:
-        """What drops the value when its object ends, unless another with this identity has come meanwhile."""
+        """A callback that drops the value when its object ends, unless a newer object has this identity by then."""
 
         def forget(ended: weakref.ref[Any]) -> None:
             if key in self._found and self._found[key][0] is ended:

@@ -1,4 +1,4 @@
-"""What comes back: timelines of simulated and measured runs, and the result of a run."""
+"""Timelines, simulated or measured, and the result of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from funcpipe.core.trace import chrome_trace
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 
 NEGLIGIBLE = 0.01
-"""A smaller imbalance is worth no word."""
+"""Smaller imbalances are not mentioned."""
 
 
 class Span(NamedTuple):
@@ -123,8 +123,8 @@ class Timeline:
         >>> timeline.bubble, timeline.idle, timeline.imbalance
         (0.5, 0.625, 0.25)
         """
-        most = max(self.busy, default=0.0)
-        return max(0.0, 1.0 - fmean(self.busy) / most) if most else 0.0
+        longest = max(self.busy, default=0.0)
+        return max(0.0, 1.0 - fmean(self.busy) / longest) if longest else 0.0
 
     @cached_property
     def critical_path(self) -> tuple[Action, ...]:
@@ -135,31 +135,31 @@ class Timeline:
         """
         if self.path or not self.spans:
             return self.path
-        at = {span.action: span for span in self.spans}
+        spans = {span.action: span for span in self.spans}
         before: dict[Action, Span | None] = {}
         last_on: dict[int, Span] = {}
         for span in self.spans:
             before[span.action] = last_on.get(span.device)
             if span.action.kind not in MOVES:
                 last_on[span.device] = span
-        span: Span | None = max(self.spans, key=lambda one: one.end)
+        span: Span | None = max(self.spans, key=lambda last: last.end)
         path: list[Action] = []
-        seen: set[Action] = set()  # spans from a file may contradict themselves
+        visited: set[Action] = set()  # spans from a file may contradict themselves
         while span is not None:
             path.append(span.action)
-            seen.add(span.action)
+            visited.add(span.action)
             previous = before[span.action]
-            needs = [other for need in span.action.needs() if (other := at.get(need)) is not None]
+            needs = [other for need in span.action.needs() if (other := spans.get(need)) is not None]
             choices = [(previous.end, previous)] if previous is not None else []
             choices += [(other.end + self._latency(other, span), other) for other in needs]
-            choices = [one for one in choices if one[1].action not in seen]
-            span = max(choices, key=lambda one: one[0])[1] if choices else None
+            choices = [choice for choice in choices if choice[1].action not in visited]
+            span = max(choices, key=lambda choice: choice[0])[1] if choices else None
         return tuple(reversed(path))
 
-    def _latency(self, source: Span, to: Span) -> float:
-        if source.device == to.device:
+    def _latency(self, source: Span, target: Span) -> float:
+        if source.device == target.device:
             return 0.0
-        return Cost(comm=self.comm).latency(source.action.stage, to.action.stage)
+        return Cost(comm=self.comm).latency(source.action.stage, target.action.stage)
 
     @cached_property
     def by_kind(self) -> Mapping[tuple[Kind, int], tuple[float, ...]]:
@@ -183,15 +183,15 @@ class Timeline:
         stages = range(1 + max((stage for _, stage in self.by_kind), default=-1))
 
         def mean(kind: Kind, otherwise: Sequence[float]) -> tuple[float, ...]:
-            found = (self.by_kind.get((kind, stage)) for stage in stages)
-            return tuple(fmean(times) if times else other for times, other in zip(found, otherwise, strict=True))
+            durations = (self.by_kind.get((kind, stage)) for stage in stages)
+            return tuple(fmean(times) if times else other for times, other in zip(durations, otherwise, strict=True))
 
         forward = mean(Kind.F, [0.0] * len(stages))
         half = [time / 2 for time in mean(Kind.B, [0.0] * len(stages))]
         first, second = mean(Kind.I, half), mean(Kind.W, half)
         backward = mean(Kind.B, [a + b for a, b in zip(first, second, strict=True)])
         moves = [self.by_kind.get((kind, stage), ()) for stage in stages for kind in MOVES]
-        both = [(*out, *back) for out, back in zip(moves[::2], moves[1::2], strict=True)]
+        both = [(*offloads, *loads) for offloads, loads in zip(moves[::2], moves[1::2], strict=True)]
         offload = tuple(fmean(times) if times else 0.0 for times in both)
         return Cost(
             forward, first, second, backward=backward, remat=mean(Kind.R, forward), offload=offload, comm=self.comm
@@ -218,7 +218,7 @@ class Timeline:
     def __str__(self) -> str:
         head = f"{self.name or 'timeline'}: {len(self.spans)} actions on {self.num_devices} devices"
         times = f"makespan {self.makespan:.6g} {self.unit}, span {self.span:.6g} {self.unit}"
-        peak = f"peak {', '.join(f'{one:g}' for one in self.peak)} residuals" if self.peak else ""
+        peak = f"peak {', '.join(f'{amount:g}' for amount in self.peak)} residuals" if self.peak else ""
         return "; ".join(part for part in (head, times, shares(self), peak) if part)
 
     __repr__ = __str__
@@ -230,14 +230,14 @@ def percent(share: float) -> str:
 
 
 def imbalance_of(timeline: Timeline) -> str:
-    """The imbalance and what it is worth, in words; empty where it is negligible, or where lanes are not devices."""
+    """The imbalance and what balancing wins, in words; "" where it is negligible, or where lanes are not devices."""
     if timeline.lanes or timeline.imbalance < NEGLIGIBLE:
         return ""
     return f"imbalance {percent(timeline.imbalance)}, the most balancing wins at this bubble"
 
 
 def shares(timeline: Timeline) -> str:
-    """The time that devices wait, in a line."""
+    """The bubble, the idle share and the imbalance, in a line."""
     bubbles = f"bubble {percent(timeline.bubble)} of the makespan, {percent(timeline.span_bubble)} of the span"
     idle = f"idle {percent(timeline.idle)} of all device time"
     return "; ".join(part for part in (bubbles, idle, imbalance_of(timeline)) if part)
@@ -245,10 +245,10 @@ def shares(timeline: Timeline) -> str:
 
 @runtime_checkable
 class Simulated(Protocol):
-    """What is not a schedule and knows when it would do what."""
+    """What has a timeline of its own, though it is no schedule."""
 
     def simulate(self) -> Timeline:
-        """When, in units."""
+        """The timeline, in units of a cost."""
         ...
 
 

@@ -76,7 +76,7 @@ class Bindable(ABC):
 
 
 def bindable(fn: Any) -> TypeGuard[Bindable]:
-    """Is a stage's function one of these."""
+    """Is a stage's function a `Bindable`."""
     return isinstance(fn, Bindable)
 
 
@@ -85,11 +85,11 @@ class _Plain(partial[Any]):
 
     @property
     def places(self) -> Mapping[int, str]:
-        """It has no layers that are known."""
+        """Empty: a function has no layers that are known."""
         return {}
 
     def release(self) -> None:
-        """Nothing to do: who drops this drops the parameters."""
+        """Do nothing: the parameters go with this object."""
 
 
 _SCOPE: ContextVar[Stage | None] = ContextVar("funcpipe_scope", default=None)
@@ -115,7 +115,7 @@ def current_scope() -> Stage | None:
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """One parameter that several stages hold. It is told from others by being this very object.
+    """One parameter that several stages hold, told from others by identity.
 
     Attributes:
         name: what the model calls it.
@@ -126,7 +126,7 @@ class Shared:
 
 @dataclass(eq=False)
 class StageFacts:
-    """What runs found out about a stage, so that they look once: it belongs to the stage and is not copied with it.
+    """What runs found out about a stage, kept so that they look once; not copied with the stage.
 
     Attributes:
         draws: in which modes (training or not) it drew random numbers.
@@ -232,12 +232,12 @@ class Stage:
     def simple(self) -> list[Stage]:
         """The stages that this one is made of, itself if it is no composition."""
         inner = list(self.fn.parts()) if bindable(self.fn) else []
-        return [leaf for part in inner for leaf in part.simple()] or [self]
+        return [simple for part in inner for simple in part.simple()] or [self]
 
     def __reduce__(self) -> Any:
-        found = _importable(self)
-        if found is not None:
-            return (_import, found)
+        location = _importable(self)
+        if location is not None:
+            return (_import, location)
         fields = (self.fn, self.name, self.stash, self.pop, self.feeds, self.state, self.commit)
         if inspect.isfunction(self.fn) and _importable(self.fn) is None:
             raise PlanError(
@@ -253,17 +253,17 @@ class Divided(Protocol):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """In order."""
+        """The stages in order."""
         ...
 
     @property
     def state(self) -> tuple[Tree, ...]:
-        """As it was in the model, one tree per stage."""
+        """The state as it was in the model, one tree per stage."""
         ...
 
     @property
     def loss(self) -> Callable[..., Any] | None:
-        """The model's own."""
+        """The model's own loss, None for none."""
         ...
 
 
@@ -346,7 +346,7 @@ def stage(
     check_function(fn)
     label = name or getattr(fn, "__name__", "")
     keywords = keywords_of(fn)
-    made = Stage(
+    new = Stage(
         fn,
         "" if label == "<lambda>" else label,
         checked_names(stash, "stash"),
@@ -357,38 +357,38 @@ def stage(
         takes_train="train" in keywords,
         closed=captured_values(fn),
     )
-    check_declaration(fn, made.name, stash=made.stash, pop=made.pop, feeds=made.feeds, state=made.state)
-    return made
+    check_declaration(fn, new.name, stash=new.stash, pop=new.pop, feeds=new.feeds, state=new.state)
+    return new
 
 
-def _importable(thing: Any) -> tuple[str, str] | None:
+def _importable(value: Any) -> tuple[str, str] | None:
     """(module, qualified name) under which pickle finds this very object, or None."""
-    fn = thing.fn if isinstance(thing, Stage) else thing
+    fn = value.fn if isinstance(value, Stage) else value
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or "<" in name:
         return None
     try:
-        found = _import(module, name)
+        imported = _import(module, name)
     except (AttributeError, KeyError):
         return None
-    return (module, name) if found is thing else None
+    return (module, name) if imported is value else None
 
 
 def _import(module: str, name: str) -> Any:
     if module not in sys.modules:
         __import__(module)
-    found: Any = sys.modules[module]
+    value: Any = sys.modules[module]
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
-def refuse_others(name: str, stages: Iterable[Any], how: str) -> None:
-    """Everything here is a stage. Raises PlanError."""
-    strange = [type(one).__name__ for one in stages if not isinstance(one, Stage)]
-    if strange:
+def refuse_others(name: str, stages: Iterable[Any], usage: str) -> None:
+    """Refuse what is no stage among stages. Raises PlanError."""
+    kinds = [type(entry).__name__ for entry in stages if not isinstance(entry, Stage)]
+    if kinds:
         raise PlanError(
-            f"{name} takes stages, {how}; among them came: {', '.join(strange)}; make them with fp.stage(fn), "
+            f"{name} takes stages, {usage}; among them came: {', '.join(kinds)}; make them with fp.stage(fn), "
             "fp.from_module(module), or fp.split(model, n).stages"
         )
 

@@ -1,4 +1,4 @@
-"""A private name of torch that may not be there: something else takes its place, or using it says what is lost."""
+"""Look-ups of private names of torch: where one is missing, a substitute takes its place, or its use raises."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _REQUIRED: Any = object()
 
 
 class MissingName(FuncpipeError, AttributeError):
-    """This torch lacks a private name that cannot be done without."""
+    """This torch lacks a private name that has no substitute."""
 
 
 class _Missing(type):
-    """The class of what stands for a missing name: whatever is done with it says so."""
+    """The metaclass of what stands for a missing name: every use of it raises `MissingName`."""
 
     told: str
 
@@ -35,7 +35,7 @@ class _Missing(type):
 
 
 class Nothing:
-    """The class of no thing: takes the place of a class where nothing can be one of its instances."""
+    """A class without instances: takes the place of a missing class, of which nothing can be an instance."""
 
 
 def private(name: str, *, instead: Any = _REQUIRED, lost: str) -> Any:
@@ -47,7 +47,7 @@ def private(name: str, *, instead: Any = _REQUIRED, lost: str) -> Any:
         lost: what is lost without it: in a RuntimeWarning, once per name and process, or in the error.
 
     Returns:
-        What has the name, or ``instead``.
+        The object of that name, or ``instead``.
     """
     try:
         return pkgutil.resolve_name(name)
@@ -56,16 +56,16 @@ def private(name: str, *, instead: Any = _REQUIRED, lost: str) -> Any:
 
 
 def attribute(of: Any, name: str, *, instead: Any = _REQUIRED, lost: str) -> Any:
-    """Look up a private attribute of the things of a kind.
+    """Look up a private attribute of the instances of a class.
 
     Args:
-        of: the kind, or one such thing.
+        of: the class, or an instance.
         name: of the attribute.
-        instead: see `private`; takes the thing.
+        instead: see `private`; takes the instance.
         lost: see `private`.
 
     Returns:
-        A function of a thing that reads the attribute.
+        A function of an instance that reads the attribute.
     """
     if hasattr(of, name):
         return attrgetter(name)
@@ -74,10 +74,10 @@ def attribute(of: Any, name: str, *, instead: Any = _REQUIRED, lost: str) -> Any
 
 
 def _without(name: str, instead: Any, lost: str) -> Any:
-    told = f"torch {torch.__version__} has no {name}, which funcpipe would use: {lost}"
+    message = f"torch {torch.__version__} has no {name}, which funcpipe would use: {lost}"
     if instead is _REQUIRED:
-        return _Missing("Missing", (), {"told": told})
+        return _Missing("Missing", (), {"told": message})
     if name not in _told:
         _told.add(name)
-        warnings.warn(told, RuntimeWarning, stacklevel=3)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
     return instead

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 version: Callable[[Tensor], int] = attribute(Tensor, "_version", lost="writes in place would not be seen")
-"""How often a tensor was written to; nothing public says so. Not of tensors of inference mode, for which torch has no count."""
+"""How often a tensor was written to; nothing public says so. Tensors of inference mode have no count."""
 
 is_zero_tensor: Callable[[Tensor], bool] = private(
     "torch.Tensor._is_zerotensor", instead=lambda _: False, lost="zeros without memory are taken for ordinary tensors"
 )
-"""Is it one of autograd's zeros that have no memory to be moved. Without it: none is."""
+"""Is a tensor one of autograd's zeros, which have no memory to move. Without it: none is."""
 
 data_address: Callable[[Tensor], int] = private(
     "torch._C._data_address", instead=Tensor.data_ptr, lost="memory shared copy-on-write is copied at the first look"
@@ -42,7 +42,7 @@ data_address: Callable[[Tensor], int] = private(
 is_shared_lazily: Callable[[Tensor], bool] = private(
     "torch._C._is_cow_tensor", instead=lambda _: True, lost="what crosses streams, or moves, is copied once more"
 )
-"""Is its memory shared copy-on-write: no stream can be recorded on such memory. Without it: as if it always were."""
+"""Is a tensor's memory shared copy-on-write: no stream can be recorded on it. Without it: as if it always were."""
 
 lazy_clone: Callable[[Tensor], Tensor] = private(
     "torch._lazy_clone", instead=torch.clone, lost="stages get copies of what they are handed, at once"
@@ -68,7 +68,7 @@ _gradient_hooks: list[Callable[[Tensor], Any]] = [
 
 
 def has_gradient_hooks(leaf: Tensor) -> bool:
-    """Are there hooks on a leaf's gradient; they can be put on and taken off, not asked for. Without it: there are none."""
+    """Are there hooks on a leaf's gradient; no public function says so. Without it: there are none."""
     return any(hooks(leaf) for hooks in _gradient_hooks)
 
 
@@ -89,7 +89,7 @@ run_backward: Callable[..., Any] = private(
     instead=lambda roots, cotangents, _, __, inputs, **___: torch.autograd.backward(roots, cotangents, inputs=inputs),
     lost="backwards of small stages take longer",
 )
-"""``torch.autograd.backward`` without its looks at arguments, which a small stage would feel. Without it: that function."""
+"""``torch.autograd.backward`` without its checks of arguments, which slow a small stage. Without it: that function."""
 
 backward_number: Callable[[], int] = private(
     "torch._C._current_graph_task_id",
@@ -166,23 +166,23 @@ def inputs_of_region(unpack_hook: Any) -> Iterator[tuple[Any, Tensor]]:
 
 top_saved_hooks, pop_saved_hooks, push_saved_hooks = (
     private(
-        f"torch._C._autograd._{what}_saved_tensors_default_hooks",
+        f"torch._C._autograd._{verb}_saved_tensors_default_hooks",
         instead=None,
         lost="fp.Pipe cannot be called under hooks on saved tensors, as in torch.utils.checkpoint",
     )
-    for what in ("top", "pop", "push")
+    for verb in ("top", "pop", "push")
 )
-"""The stack of hooks on what autograd saves, to put the caller's aside. Without it: None; under hooks a pipe is refused."""
+"""The stack of hooks on what autograd saves, to set the caller's aside. Without it: None; a pipe is refused under hooks."""
 
 # -- modes, dispatcher, operations -------------------------------------------------------------------------------------
 
 if not TYPE_CHECKING:
     TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", lost="operations would not be seen")
-"""What torch's pages on extending it tell to inherit from; they import it by this path."""
+"""The base class of dispatch modes; torch's pages on extending it import it by this path."""
 
 
 class WatchingMode(TorchDispatchMode):
-    """A dispatch mode that is no matter of torch's compiler; else the first one that is entered imports that, for seconds."""
+    """A dispatch mode that torch's compiler ignores; else the first one entered imports the compiler, for seconds."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -206,21 +206,21 @@ _modes: dict[str, tuple[Callable[[], int], Callable[[int], Any]]] = {
 
 def modes_on(kind: str) -> list[Any]:
     """The modes of this thread, which no other has: on each "function" or on each "dispatch". Without it: none."""
-    count, at = _modes[kind]
-    return [at(place) for place in range(count())]
+    count, mode_at = _modes[kind]
+    return [mode_at(place) for place in range(count())]
 
 
 DeviceContext: type[Any] = private(
     "torch.utils._device.DeviceContext", instead=Nothing, lost="runs inside of `with torch.device(...)` are refused"
 )
-"""The mode of a default device, which a run does take along. Without it: no mode is one."""
+"""The mode of a default device, which a run hands to its threads. Without it: no mode is one."""
 
 transforms: Callable[[], Any] = private(
     "torch._C._functorch.peek_interpreter_stack",
     instead=lambda: None,
     lost="runs are not refused under torch.func, and stages may be slower there",
 )
-"""The innermost transform of torch.func that this call is in, or None; it is asked for every value. Without it: None."""
+"""The innermost transform of torch.func that this call is in, or None; asked for every value. Without it: None."""
 
 if not TYPE_CHECKING:
     OpOverload = type(torch.ops.aten.alias.default)
@@ -235,7 +235,7 @@ schema: Callable[[Any], Any] = attribute(
 """What an operation takes, returns and writes; public only as text."""
 
 dispatch_key: Callable[[str], Any] = private("torch._C._dispatch_key_parse", lost="draws are caught by a mode")
-"""A dispatch key by its name. Without it, or any of the next three: draws are caught by a dispatch mode (runtime/drawing.py)."""
+"""A dispatch key by its name. Without it, or any of the next three: draws are caught by a mode (runtime/drawing.py)."""
 
 include_key: Callable[[Any, bool], None] = private(
     "torch._C._dispatch_tls_set_dispatch_key_included", lost="draws are caught by a mode"
@@ -251,12 +251,12 @@ _has_kernel: Any = private("torch._C._dispatch_has_kernel_for_dispatch_key", los
 
 
 def operations_with(tag: torch.Tag) -> Iterator[Any]:
-    """Torch's operations with a tag, without those that only call others: ``torch.ops`` lists none that nobody has used."""
+    """Torch's operations with a tag, without those that only call others: ``torch.ops`` lists none that is not used."""
     for name in _operation_names():
         space, _, rest = name.partition("::")
         base, _, overload = rest.partition(".")
-        found = _overload(f"aten::{base}", overload) if space == "aten" else None
-        if found is None or tag not in found[2]:
+        entry = _overload(f"aten::{base}", overload) if space == "aten" else None
+        if entry is None or tag not in entry[2]:
             continue
         if not _has_kernel(name, "CompositeImplicitAutograd"):
             yield getattr(getattr(torch.ops.aten, base), overload or "default")
@@ -267,7 +267,7 @@ BINDINGS: Sequence[tuple[str, Any]] = [
     ("torch.Tensor", Tensor),
     ("torch._C._nn", private("torch._C._nn", instead=Nothing, lost="programs call a few operations more slowly")),
 ]
-"""Where torch has its own bindings of operations, as texts of programs name it. Without the last: the operation itself."""
+"""Where torch has its own bindings of operations, as programs' texts name it. Without the last: the operation itself."""
 
 # -- tensors without numbers, and torch's compiler ---------------------------------------------------------------------
 
@@ -326,7 +326,7 @@ HOOK_FUNCTION = "torch.nn.modules._functions.BackwardHookFunction"
 """What hooks on a module's backward are in a graph. Without it: they are refused by that other name."""
 
 TRACED_FUNCTION = "torch/_functorch/autograd_function.py"
-"""In the stack of a node that came of a custom function in ``torch.cond``. Without it: such a function is not refused."""
+"""In the stack of a node of a custom function in ``torch.cond``. Without it: such a function is not refused."""
 
 
 def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
@@ -336,7 +336,7 @@ def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any
 
 
 def clear_workspaces() -> None:
-    """Give back the memory in which cuBLAS works: a recording would keep it. Without it, as on a CPU build: nothing to give."""
+    """Free the memory in which cuBLAS works: a recording would keep it. Without it, as on a CPU build: nothing."""
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
@@ -345,7 +345,7 @@ def clear_workspaces() -> None:
 _module = nn.Module()
 _TABLES = "tensors could not be put into modules"
 parameters_of: Callable[[nn.Module], dict[str, Tensor | None]] = attribute(_module, "_parameters", lost=_TABLES)
-"""A layer's own parameters, to be changed: public are only ``nn.Parameter``s, and a run puts aliases in their places."""
+"""A layer's own parameters, to be changed: public are only ``nn.Parameter``s, and a run puts aliases there."""
 
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attribute(_module, "_buffers", lost=_TABLES)
 """A layer's own buffers, to be changed."""
@@ -380,7 +380,7 @@ else:
 
 
 def check_dimensions(layer: BatchNorm, input: Tensor) -> None:
-    """Refuse an input of a wrong number of dimensions in the layer's own words. Without it: torch's function does later."""
+    """Refuse an input of a wrong number of dimensions in the layer's words. Without it: torch's function does later."""
     getattr(layer, "_check_input_dim", lambda _: None)(input)
 
 
@@ -389,21 +389,21 @@ FLAT_WEIGHTS = "_flat_weights"
 
 
 def list_weights(layer: nn.RNNBase) -> None:
-    """Have a recurrent layer's second list name the weights that it has now; it is renewed for ``nn.Parameter``s only."""
+    """Have a recurrent layer's second list name its present weights; it is renewed for ``nn.Parameter``s only."""
     names: Sequence[str] = layer._flat_weights_names  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
     layer._flat_weights = [getattr(layer, name, None) for name in names]
 
 
 def device_asked(*args: Any, **kwargs: Any) -> Any:
-    """The device in the arguments of ``nn.Module.to``, None for none: it has four forms, and only this reads them all."""
+    """The device in the arguments of ``nn.Module.to``, or None: it has four forms, and only this reads them all."""
     parse = private("torch._C._nn._parse_to", lost="Pipe.to cannot tell a device from a dtype")
     return parse(*args, **kwargs)[0]
 
 
 class Anchored(nn.Module):
-    """A module that is asked before its tensors are changed: by `to`, `cuda`, `half` or the like, of it or of one around it.
+    """A module that may refuse a change of its tensors: by `to`, `cuda`, `half` or the like, of it or of one around it.
 
-    There is no hook for this. Without ``_apply``: it is not asked.
+    There is no hook for this. Without ``_apply``: it cannot refuse.
     """
 
     def before_change(self, change: Callable[[Tensor], Tensor]) -> None:

@@ -45,8 +45,8 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         )
     for device, steps in enumerate(timeline.memory):
         # Of several at one time a counter shows the last.
-        for (time, amount), after in zip(steps, [*steps[1:], None], strict=True):
-            if after is None or after[0] != time:
+        for (time, amount), following in zip(steps, [*steps[1:], None], strict=True):
+            if following is None or following[0] != time:
                 events.append(
                     {
                         "ph": "C",

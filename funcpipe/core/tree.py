@@ -68,15 +68,15 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
 
 
 def structure(tree: Tree) -> Spec:
-    """The structure of a tree alone."""
+    """The structure of a tree."""
     return flatten(tree)[1]
 
 
-def map_leaves(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+def map_leaves(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     """Apply ``fn`` to the leaves of ``tree`` (and of trees of the same structure), keeping the structure."""
     leaves, spec = flatten(tree)
-    others = [flatten(other)[0] for other in rest]
-    return unflatten(spec, [fn(*row) for row in zip(leaves, *others, strict=True)])
+    columns = [flatten(other)[0] for other in others]
+    return unflatten(spec, [fn(*row) for row in zip(leaves, *columns, strict=True)])
 
 
 def paths(tree: Tree) -> list[Path]:
@@ -91,8 +91,8 @@ def locations(tree: Tree, root: str) -> list[str]:
 
 def spread(prefix: Tree, tree: Tree, whole: Callable[[Any], bool] | None = None) -> Leaves:
     """For each leaf of ``tree`` the leaf of ``prefix`` above it. Raises ValueError where they branch in other ways."""
-    for one in (prefix, tree):
-        flatten(one, whole)  # registers mappings that are met for the first time
+    for root in (prefix, tree):
+        flatten(root, whole)  # registers mappings that are met for the first time
     return optree.broadcast_prefix(prefix, tree, is_leaf=whole, none_is_leaf=True, namespace=_NAMESPACE)
 
 
@@ -116,11 +116,11 @@ def named_leaves(tree: Tree) -> list[tuple[str, Tensor]]:
                 faults,
             )
         )
-    seen: set[int] = set()
+    named: set[int] = set()
     out: list[tuple[str, Tensor]] = []
     for path, leaf in zip(optree.treespec_paths(spec), values, strict=True):
-        if isinstance(leaf, Tensor) and id(leaf) not in seen:
-            seen.add(id(leaf))
+        if isinstance(leaf, Tensor) and id(leaf) not in named:
+            named.add(id(leaf))
             out.append((".".join(map(str, path)), leaf))
     return out
 
@@ -153,9 +153,9 @@ def under_transform() -> bool:
 
 
 def cow_clone(tensor: Tensor) -> Tensor:
-    """A copy of one's own that is made only when someone writes (differentiable).
+    """A copy of a tensor that takes memory only when somebody writes (differentiable).
 
-    In-place layers at a border then work and touch nobody else's tensor.
+    So layers that write in place at a border write to no tensor but their own.
     """
     if under_transform():  # torch.func has no rule for the lazy kind
         return tensor.clone()
@@ -182,7 +182,7 @@ def is_differentiable(leaf: Any) -> bool:
 
 
 class _PathEntry(optree.PyTreeEntry):
-    """A step into a container that is registered here."""
+    """A step into a container that `_register` registered."""
 
     def __call__(self, obj: Any) -> Any:
         return at(obj, (self.entry,))
@@ -192,25 +192,25 @@ class _PathEntry(optree.PyTreeEntry):
 
 
 def _register(leaf: Any) -> bool:
-    """Make the type of a leaf a container, if it is a kind that can be one. Returns whether it is one now."""
-    kind, way = type(leaf), flatten_fns_of(leaf)
-    if way is None:
+    """Register the type of a leaf as a container where it can be one. Returns whether it is one now."""
+    kind, functions = type(leaf), flatten_fns_of(leaf)
+    if functions is None:
         return False
     with _registering:
         if kind in _registered:
             if optree.tree_is_leaf(leaf, namespace=_NAMESPACE):
                 raise TypeError(f"cannot flatten {kind.__name__}: optree sees its instances as leaves")
             return True  # another thread was faster
-        optree.register_pytree_node(kind, *way, path_entry_type=_PathEntry, namespace=_NAMESPACE)
+        optree.register_pytree_node(kind, *functions, path_entry_type=_PathEntry, namespace=_NAMESPACE)
         _registered.add(kind)
     return True
 
 
-# -- what is no tree ---------------------------------------------------------------------------------------------------
+# -- trees that hide tensors, or end nowhere ---------------------------------------------------------------------------
 
 
 def refuse_hidden(tree: Tree, root: str, leaves: Leaves, spec: Spec) -> list[str]:
-    """What is wrong with a tree that hides tensors: nobody would cut, move, detach or train these.
+    """The faults of a tree that hides tensors: nobody would cut, move, detach or train these.
 
     Args:
         tree: the tree.
@@ -232,12 +232,12 @@ def refuse_hidden(tree: Tree, root: str, leaves: Leaves, spec: Spec) -> list[str
 
 def _odd(spec: Spec) -> bool:
     """May a structure hold tensors: as keys, as what classes keep besides children, as attributes of a named tuple."""
-    first, *held = gc.get_referents(spec)
-    if first is Spec and only_plain(held):  # mostly
+    first, *referents = gc.get_referents(spec)
+    if first is Spec and only_plain(referents):  # mostly
         return False
-    held.append(first)
-    tuples = any(isinstance(one, type) and issubclass(one, tuple) and one.__dictoffset__ for one in held)
-    return tuples or hides_tensors(held)
+    referents.append(first)
+    tuples = any(isinstance(kind, type) and issubclass(kind, tuple) and kind.__dictoffset__ for kind in referents)
+    return tuples or hides_tensors(referents)
 
 
 def _fault_of_node(node: Any) -> str:
@@ -281,7 +281,7 @@ def _nodes(tree: Tree, root: str) -> Iterator[tuple[str, Any]]:
 
 
 def _endless(tree: Tree) -> str:
-    """Why a tree cannot be walked to its end."""
+    """Why a tree cannot be walked to its end: it contains itself, or is nested too deep."""
     todo: list[tuple[str, Any, tuple[int, ...]]] = [("tree", tree, ())]
     while todo and len(todo[-1][2]) < 2000:
         place, node, above = todo.pop()

@@ -1,4 +1,4 @@
-"""How messages and tables put things: sizes for people, names that are near."""
+"""Words for messages and tables: sizes in units, and the nearest known name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def size_of(count: int) -> str:
-    """``"1.5 MiB"``."""
+    """A number of bytes in the largest unit that it fills: ``"1.5 MiB"``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -20,5 +20,5 @@ def similar(name: object, names: Iterable[object], words: str = "; did you mean 
     >>> similar("layer.0", ["layers.0", "head"])
     "; did you mean 'layers.0'?"
     """
-    near = difflib.get_close_matches(str(name), [str(known) for known in names], 1)
-    return words.format(near[0]) if near else ""
+    matches = difflib.get_close_matches(str(name), [str(known) for known in names], 1)
+    return words.format(matches[0]) if matches else ""

@@ -1,4 +1,4 @@
-"""From gradients to a step: torch.optim over explicit trees."""
+"""Steps of torch.optim, norms and accumulation of gradients, over explicit trees."""
 
 from __future__ import annotations
 
@@ -60,35 +60,35 @@ def step(
     scale = 1.0
     if isinstance(grads, Result):
         grads, ties, scale = _of_result(grads, ties, scaler)
-    every = leaves(params)
+    tensors = leaves(params)
     if structure(params) != structure(grads):
         raise PlanError(
             bullets("params and grads differ in structure; give both of the same run:", _apart(params, grads))
         )
-    found = _by_leaf(params, grads, ties)
-    held = _held(optimizer, found)
-    for leaf in every:
+    entries = _by_leaf(params, grads, ties)
+    stepped = _held(optimizer, entries)
+    for leaf in tensors:
         leaf.grad = None  # what an earlier backward left there is not stepped
     try:
-        for one in held:
-            if max_norm is not None or scaler is not None:
-                one.gradient = one.gradient.clone()  # clipping and unscaling write, and the caller's are the caller's
+        for entry in stepped:
+            if max_norm is not None or scaler is not None:  # clipping and unscaling write into them
+                entry.gradient = entry.gradient.clone()
         if scale != 1.0:
-            for one in found:
-                one.gradient = one.gradient / scale
-        for one in held:
-            one.leaf.grad = one.gradient
+            for entry in entries:
+                entry.gradient = entry.gradient / scale
+        for entry in stepped:
+            entry.leaf.grad = entry.gradient
         if scaler is not None:
-            _unscale(scaler, optimizer, found, held)
-        norm = get_total_norm([one.gradient for one in found if one.counts])
+            _unscale(scaler, optimizer, entries, stepped)
+        norm = get_total_norm([entry.gradient for entry in entries if entry.counts])
         if max_norm is not None:
-            clip_grads_with_norm_(every, max_norm, norm)
+            clip_grads_with_norm_(tensors, max_norm, norm)
         if scaler is not None:
             scaler.step(optimizer)
         elif scale == 1.0 or bool(norm.isfinite()):
             optimizer.step()
     finally:
-        for leaf in every:
+        for leaf in tensors:
             leaf.grad = None
     return norm
 
@@ -115,11 +115,11 @@ def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
         grads, ties, scale = _of_result(grads, ties, None)
         return global_norm(grads, ties=ties) / scale
     sums = _sums(grads, ties)
-    found: dict[int, Tensor] = {}
+    distinct: dict[int, Tensor] = {}
     for gradient in leaves(grads):
         if isinstance(gradient, Tensor):
-            found.setdefault(sums.get(id(gradient), id(gradient)), gradient)
-    return get_total_norm(list(found.values()))
+            distinct.setdefault(sums.get(id(gradient), id(gradient)), gradient)
+    return get_total_norm(list(distinct.values()))
 
 
 def accumulate(results: Iterable[Result]) -> Result:
@@ -136,9 +136,9 @@ def accumulate(results: Iterable[Result]) -> Result:
     Raises:
         PlanError: no results, some that are none, without gradients, or of other params.
     """
-    given = _results(results)
-    last = given[-1]
-    weights = [one.weight for one in given if one.weight is not None]
+    runs = _results(results)
+    last = runs[-1]
+    weights = [run.weight for run in runs if run.weight is not None]
     total = sum(weights) if weights else None
 
     def add(values: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
@@ -147,29 +147,29 @@ def accumulate(results: Iterable[Result]) -> Result:
             out.add_(value, alpha=factor)
         return out
 
-    parts = [weight / total for weight in weights] if total else [1.0] * len(given)
-    scaled = [part * last.loss_scale / one.loss_scale for part, one in zip(parts, given, strict=True)]
+    parts = [weight / total for weight in weights] if total else [1.0] * len(runs)
+    scaled = [part * last.loss_scale / run.loss_scale for part, run in zip(parts, runs, strict=True)]
     with torch.no_grad():
-        loss = add([one.loss for one in given], parts)
-        grads = map_leaves(lambda *row: None if row[0] is None else add(row, scaled), *(one.grads for one in given))
-    unused = set(given[0].unused).intersection(*(one.unused for one in given[1:]))
-    first = given[0].stats
+        loss = add([run.loss for run in runs], parts)
+        grads = map_leaves(lambda *row: None if row[0] is None else add(row, scaled), *(run.grads for run in runs))
+    unused = set(runs[0].unused).intersection(*(run.unused for run in runs[1:]))
+    first = runs[0].stats
     stats = RunStats(
         first.executor,
         first.reason,
         first.threads_per_lane,
-        sum(one.stats.num_microbatches for one in given),
-        sum(one.stats.seconds for one in given),
-        tuple(max(column) for column in zip(*(one.stats.slots for one in given), strict=False)),
+        sum(run.stats.num_microbatches for run in runs),
+        sum(run.stats.seconds for run in runs),
+        tuple(max(column) for column in zip(*(run.stats.slots for run in runs), strict=False)),
     )
     return replace(
         last,
         loss=loss,
         weight=total,
-        losses=tuple(value for one in given for value in one.losses),
-        aux=tuple(value for one in given for value in one.aux),
+        losses=tuple(value for run in runs for value in run.losses),
+        aux=tuple(value for run in runs for value in run.aux),
         grads=grads,
-        unused=tuple(place for place in given[0].unused if place in unused),
+        unused=tuple(place for place in runs[0].unused if place in unused),
         outputs=None,
         timeline=None,
         stats=stats,
@@ -182,10 +182,10 @@ class _LeafGradient:
 
     Attributes:
         leaf: the tensor that the optimizer may hold.
-        gradient: of all its places.
-        stage: where it was met first.
+        gradient: the sum over all its places.
+        stage: the first that has the leaf.
         sums: which gradients are in it already, see `_sums`.
-        counts: in the norm; not so the replicas of a tied parameter.
+        counts: does it count in the norm; replicas of a tied parameter do not.
     """
 
     leaf: Tensor
@@ -196,32 +196,32 @@ class _LeafGradient:
 
 
 def _by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[_LeafGradient]:
-    """Each leaf that has a gradient, once.
+    """The leaves that have a gradient, each once.
 
     One tensor at two places of a stage: its gradient is the sum. In two stages it is tied (a run refuses it otherwise),
     and every place was given the whole sum already.
     """
     sums = _sums(grads, ties)
     counted: set[int] = set()
-    found: dict[int, _LeafGradient] = {}
-    stages = isinstance(params, (tuple, list))
-    for stage, (own, theirs) in enumerate(zip(params, grads, strict=True) if stages else [(params, grads)]):
-        for leaf, gradient in zip(flatten(own)[0], flatten(theirs)[0], strict=True):
+    entries: dict[int, _LeafGradient] = {}
+    per_stage = isinstance(params, (tuple, list))
+    for stage, (tree, grad_tree) in enumerate(zip(params, grads, strict=True) if per_stage else [(params, grads)]):
+        for leaf, gradient in zip(flatten(tree)[0], flatten(grad_tree)[0], strict=True):
             if not isinstance(leaf, Tensor) or gradient is None:
                 continue
             key = sums.get(id(gradient), id(gradient))
-            one = found.get(id(leaf))
-            if one is None:
-                found[id(leaf)] = _LeafGradient(leaf, gradient, stage, {key}, key not in counted)
-            elif one.stage == stage and key not in one.sums:
-                one.gradient = one.gradient + gradient
-                one.sums.add(key)
+            entry = entries.get(id(leaf))
+            if entry is None:
+                entries[id(leaf)] = _LeafGradient(leaf, gradient, stage, {key}, key not in counted)
+            elif entry.stage == stage and key not in entry.sums:
+                entry.gradient = entry.gradient + gradient
+                entry.sums.add(key)
             counted.add(key)
-    return list(found.values())
+    return list(entries.values())
 
 
 def _sums(grads: Tree, ties: Ties) -> dict[int, int]:
-    """Gradients (by id) that are the same sum as others: one number for each tie."""
+    """For each tied gradient (by id) one number of its tie: tied gradients are the same sum."""
     out: dict[int, int] = {}
     for group in ties:
         members: list[Any] = []
@@ -236,43 +236,43 @@ def _sums(grads: Tree, ties: Ties) -> dict[int, int]:
     return out
 
 
-def _held(optimizer: torch.optim.Optimizer, found: list[_LeafGradient]) -> list[_LeafGradient]:
-    """What this optimizer holds. Refuses a step that could change nothing."""
-    if not found:
+def _held(optimizer: torch.optim.Optimizer, entries: list[_LeafGradient]) -> list[_LeafGradient]:
+    """The entries whose leaves this optimizer holds. Raises PlanError where a step could change nothing."""
+    if not entries:
         raise PlanError(
             "no leaf has a gradient, so there is nothing to step; run with trainable=True, or set requires_grad on "
             "leaves"
         )
-    mine = {id(leaf) for group in optimizer.param_groups for leaf in group["params"]}
-    held = [one for one in found if id(one.leaf) in mine]
-    if not held:
+    ids = {id(leaf) for group in optimizer.param_groups for leaf in group["params"]}
+    stepped = [entry for entry in entries if id(entry.leaf) in ids]
+    if not stepped:
         raise PlanError(
             "the optimizer holds none of the leaves that have a gradient; make it after fp.place, over the very "
             "params that are run: torch.optim.AdamW(fp.leaves(params))"
         )
-    return held
+    return stepped
 
 
 def _unscale(
     scaler: torch.amp.GradScaler,
     optimizer: torch.optim.Optimizer,
-    found: list[_LeafGradient],
-    held: list[_LeafGradient],
+    entries: list[_LeafGradient],
+    stepped: list[_LeafGradient],
 ) -> None:
     """Divide all gradients by the scale; those that the optimizer holds in place, in their leaves' ``.grad``.
 
     A scaler looks for inf and NaN only at what the optimizer holds. It is all stages or none, so what is not finite
     elsewhere is brought before it as a NaN (a finite norm times 0 adds nothing).
     """
-    mine = {id(one) for one in held}
-    others = [one for one in found if id(one) not in mine]
-    first = held[0].gradient
+    ids = {id(entry) for entry in stepped}
+    others = [entry for entry in entries if id(entry) not in ids]
+    first = stepped[0].gradient
     if others and scaler.is_enabled():
         factor = 1.0 / scaler.get_scale()
-        for one in others:
-            one.gradient = one.gradient * factor
-        first.add_(get_total_norm([one.gradient for one in others]).to(first.device) * 0)
-    scaler.scale(torch.zeros((), device=first.device))  # its scale becomes a tensor with the first thing it scales
+        for entry in others:
+            entry.gradient = entry.gradient * factor
+        first.add_(get_total_norm([entry.gradient for entry in others]).to(first.device) * 0)
+    scaler.scale(torch.zeros((), device=first.device))  # its scale becomes a tensor when it first scales one
     scaler.unscale_(optimizer)
 
 
@@ -293,10 +293,10 @@ def _of_result(result: Result, ties: Ties, scaler: Any) -> tuple[tuple[Tree, ...
 
 
 def _apart(params: Tree, grads: Tree) -> list[str]:
-    """Where two trees differ, in words."""
-    named = [dict.fromkeys(locations(tree, "")) for tree in (params, grads)]
-    lines = [f"params{place} has no gradient: grads have no leaf there" for place in named[0] if place not in named[1]]
-    lines += [f"grads{place} belongs to no leaf of params" for place in named[1] if place not in named[0]]
+    """Where params and grads differ, a line for each leaf."""
+    paths = [dict.fromkeys(locations(tree, "")) for tree in (params, grads)]
+    lines = [f"params{place} has no gradient: grads have no leaf there" for place in paths[0] if place not in paths[1]]
+    lines += [f"grads{place} belongs to no leaf of params" for place in paths[1] if place not in paths[0]]
     kinds = [type(tree).__name__ for tree in (params, grads)]
     return lines[:8] or [f"params is a {kinds[0]}, grads a {kinds[1]}, with the same leaves in other containers"]
 
@@ -325,24 +325,24 @@ def _check_options(optimizer: torch.optim.Optimizer, max_norm: Any, scaler: Any)
 
 
 def _results(results: Any) -> list[Result]:
-    """Results that may be added. Raises PlanError."""
+    """The results as a list. Raises PlanError where they cannot be added."""
     if not isinstance(results, Iterable):
         raise PlanError(
             f"accumulate takes results one after the other, accumulate([first, second]); got a {type(results).__name__}"
         )
-    given = list(cast("Iterable[Any]", results))
-    strange = sorted({type(one).__name__ for one in given if not isinstance(one, Result)})
-    if strange:
-        raise PlanError(f"accumulate takes results of fp.run; among them came: {', '.join(strange)}")
-    if not given or any(one.grads is None for one in given):
+    runs = list(cast("Iterable[Any]", results))
+    kinds = sorted({type(run).__name__ for run in runs if not isinstance(run, Result)})
+    if kinds:
+        raise PlanError(f"accumulate takes results of fp.run; among them came: {', '.join(kinds)}")
+    if not runs or any(run.grads is None for run in runs):
         raise PlanError("accumulate takes one or more results of runs with backwards")
-    if len({one.weight is None for one in given}) > 1:
+    if len({run.weight is None for run in runs}) > 1:
         raise PlanError("accumulate takes results of one plan; among these are means and sums (reduction='sum')")
-    trained = [[leaf is not None and leaf.shape for leaf in flatten(one.grads)[0]] for one in given]
-    for number, one in enumerate(given):
-        if structure(one.grads) != structure(given[0].grads) or trained[number] != trained[0]:
+    trained = [[leaf is not None and leaf.shape for leaf in flatten(run.grads)[0]] for run in runs]
+    for number, run in enumerate(runs):
+        if structure(run.grads) != structure(runs[0].grads) or trained[number] != trained[0]:
             raise PlanError(
                 f"result {number} has gradients of other leaves than result 0; accumulate runs of one plan with the "
                 "same params and trainable="
             )
-    return given
+    return runs
