@@ -272,7 +272,7 @@ def _fill_the_v(builder: Builder) -> None:
 
 
 def _next_backwards(builder: Builder) -> tuple[list[int], list[int]]:
-    """The devices whose next backward is of the stage on the way down, and those whose next is of the one on the way up."""
+    """The devices whose next backward is of their stage on the way down, and those with that of their other stage."""
     problem, done = builder.problem, builder.done[Kind.I]
     last, count = problem.num_stages - 1, problem.num_microbatches
     down: list[int] = []

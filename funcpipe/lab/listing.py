@@ -95,7 +95,7 @@ class _Device:
 
 
 _Decision: TypeAlias = tuple[int, int, bool, float]
-"""What a device does next: (code, stage, whether a forward drops its residual, 0), or (-1, .., .., until when it waits)."""
+"""A device's next action: (code, stage, whether a forward drops its residual, 0); (-1, .., .., until when it waits)."""
 
 
 def run(problem: Problem, rules: Sequence[DeviceRule]) -> Listed | None:

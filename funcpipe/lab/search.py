@@ -252,7 +252,7 @@ class _Best:
         return replace(problem, limits=limits, offload=False)
 
     def variants(self, problem: Problem) -> list[Problem]:
-        """The problems that rules are searched for: without remat too, and without limits where residuals can be offloaded."""
+        """The problems that rules are searched for: without remat too, and without limits where offload is allowed."""
         tight = self.tight(problem)
         without_remat = [replace(tight, remat=False)] if problem.remat else []
         without_limits = [replace(tight, limits=(float("inf"),) * problem.num_devices)] if problem.offload else []

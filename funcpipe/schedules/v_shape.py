@@ -260,7 +260,7 @@ def _min_block(device: int, devices: int) -> Block:
 
 
 def _adaptive_block(device: int, devices: int, slow: int, gap: int) -> Block:
-    """A block where from each of the first ``slow`` devices to the next is one slot, from the others three, both ways."""
+    """A block with one slot from each of the first ``slow`` devices to the next, three from the others, both ways."""
 
     def slots(hops: int) -> int:
         return min(hops, slow) + 3 * max(0, hops - slow)
