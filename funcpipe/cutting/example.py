@@ -1,4 +1,4 @@
-"""An example with its marks: what `Replicate` and `Axis` hold in it, and along which axis each leaf has its rows."""
+"""Marked examples: their leaves without `Replicate` and `Axis`, and the axis along which each leaf has its rows."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def row_axes(example: Tree) -> list[int | None]:
         lambda leaf: map_leaves(Replicate, leaf.value) if isinstance(leaf, Replicate) else leaf, example
     )
     faults: list[str] = []
-    found: list[int | None] = []
+    axes: list[int | None] = []
     rows: int | None = None
     call = as_input(*as_call(marked))
     for place, leaf in zip(locations(call, "example"), flatten(call)[0], strict=True):
         value, axis = (leaf.value, leaf.axis) if isinstance(leaf, Axis) else (leaf, 0)
-        found.append(None)
+        axes.append(None)
         if isinstance(leaf, Axis) and not (isinstance(value, Tensor) and -value.dim() <= axis < value.dim()):
             faults.append(f"{place} is a {type(value).__name__} without an axis {axis}")
         elif isinstance(value, Tensor) and value.dim():
             size = value.shape[axis]
             rows = size if rows is None else rows
             if size == rows:
-                found[-1] = axis % value.dim()
+                axes[-1] = axis % value.dim()
             elif isinstance(leaf, Axis):
                 faults.append(f"{place} has {size} rows along axis {axis}, and what comes before it has {rows}")
     raise_all("the marks of this example do not fit it:", faults, BatchError)
-    return found
+    return axes

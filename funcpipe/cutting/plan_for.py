@@ -22,7 +22,7 @@ from funcpipe.modules.balance import balance
 
 _FINALISTS = 3
 _SHARE = 0.5
-"""Of the seconds, for the quick looks; the rest is for the finalists."""
+"""The share of the seconds for the short searches of all candidates; the rest is for the finalists."""
 
 
 class Tried(NamedTuple):
@@ -81,9 +81,9 @@ class Choice:
             "microbatches"
         )
         rows = [
-            f"  {one.num_microbatches:>4} microbatches  {len(one.sizes):>3} stages  {one.placement:<5} "
-            f"{'-' if one.value == inf else f'{one.value:.6g}':>12}  {one.reason}"
-            for one in self.tried
+            f"  {tried.num_microbatches:>4} microbatches  {len(tried.sizes):>3} stages  {tried.placement:<5} "
+            f"{'-' if tried.value == inf else f'{tried.value:.6g}':>12}  {tried.reason}"
+            for tried in self.tried
         ]
         return "\n".join([f"{head}: {self.found}", *rows])
 
@@ -136,55 +136,55 @@ def plan_for(
     counts, shares = _counts(cost, num_devices, num_microbatches, stages_per_device)
     options: dict[str, Any] = {"objective": objective, "remat": remat, "offload": offload, "seed": seed}
     limits = limits_of(memory_limit, num_devices)
-    ends = perf_counter() + seconds * _SHARE
-    looks: list[_Candidate] = []
+    deadline = perf_counter() + seconds * _SHARE
+    candidates: list[_Candidate] = []
     for count, layers in counts.items():
         case = _Case(layers, count, limits, per_stage(fixed, _num_layers(layers)), options)
         for share in shares:
-            if perf_counter() > ends and any(look.found for look in looks):
+            if perf_counter() > deadline and any(candidate.found for candidate in candidates):
                 break
-            looks += _looks(case, share, ends)
-    looks.sort(key=_rank)
-    fitting = [look for look in looks if look.tried.value < inf]
+            candidates += _looks(case, share, deadline)
+    candidates.sort(key=_rank)
+    fitting = [candidate for candidate in candidates if candidate.tried.value < inf]
     if not fitting:
         reasons = [
-            f"{one.num_microbatches} microbatches, {len(one.sizes)} stages, {one.placement}: {one.reason}"
-            for one in (look.tried for look in looks)
+            f"{tried.num_microbatches} microbatches, {len(tried.sizes)} stages, {tried.placement}: {tried.reason}"
+            for tried in (candidate.tried for candidate in candidates)
         ]
         raise PlanError(bullets("no way to run these layers fits:", reasons or ["there are fewer layers than devices"]))
     finalists: list[tuple[float, _Candidate, Found]] = []
-    for look in fitting[:_FINALISTS]:
-        quick = look.found
-        assert quick is not None
+    for candidate in fitting[:_FINALISTS]:
+        first = candidate.found
+        assert first is not None
         try:
-            more = search(
-                look.cost,
+            longer = search(
+                candidate.cost,
                 num_devices=num_devices,
-                num_microbatches=look.tried.num_microbatches,
-                placement=look.tried.placement,
-                memory_limit=look.limits,
+                num_microbatches=candidate.tried.num_microbatches,
+                placement=candidate.tried.placement,
+                memory_limit=candidate.limits,
                 evaluations=evaluations,
                 seconds=seconds * (1 - _SHARE) / _FINALISTS,
                 **options,
             )
-        except ScheduleError:  # cut short before it came to what the first look found
-            more = quick
-        finalists += [(_value(found, options), look, found) for found in (quick, more)]
-    value, look, found = min(finalists, key=itemgetter(0))
-    chosen = look.tried._replace(value=value, reason=f"{found.schedule.name}, {found.source}")
+        except ScheduleError:  # cut short before it came to what the first search found
+            longer = first
+        finalists += [(_value(result, options), candidate, result) for result in (first, longer)]
+    value, candidate, result = min(finalists, key=itemgetter(0))
+    chosen = candidate.tried._replace(value=value, reason=f"{result.schedule.name}, {result.source}")
     return Choice(
         sizes=chosen.sizes,
-        schedule=found.schedule,
+        schedule=result.schedule,
         num_microbatches=chosen.num_microbatches,
         placement=chosen.placement,
-        cost=look.cost,
-        found=found,
-        tried=(chosen, *(other.tried for other in looks if other is not look)),
+        cost=candidate.cost,
+        found=result,
+        tried=(chosen, *(other.tried for other in candidates if other is not candidate)),
     )
 
 
 class _Candidate(NamedTuple):
-    """A partition on a placement, and how it does with what is quickly found; ``over``: how much memory it lacks."""
+    """A partition on a placement, with the result of a short search; ``over``: how much memory it lacks."""
 
     tried: Tried
     cost: Cost
@@ -193,13 +193,13 @@ class _Candidate(NamedTuple):
     found: Found | None = None
 
     def without(self, reason: str) -> _Candidate:
-        """The same, for which nothing fits."""
+        """The same candidate, for which nothing fits."""
         return self._replace(tried=self.tried._replace(reason=reason))
 
 
-def _rank(look: _Candidate) -> tuple[float, float]:
-    """Small is good: the objective, and where nothing fits the memory that is lacking."""
-    return look.tried.value, look.over
+def _rank(candidate: _Candidate) -> tuple[float, float]:
+    """The key that candidates compare by, smaller is better: the objective, then the memory that is lacking."""
+    return candidate.tried.value, candidate.over
 
 
 def _counts(
@@ -210,14 +210,14 @@ def _counts(
 
     def numbers(name: str, value: Any) -> tuple[int, ...]:
         several = isinstance(value, Sequence) and not isinstance(value, str) and name != "num_devices"
-        given: tuple[Any, ...] = tuple(cast("Sequence[Any]", value)) if several else (value,)
+        values: tuple[Any, ...] = tuple(cast("Sequence[Any]", value)) if several else (value,)
         try:
-            found = tuple(dict.fromkeys(map(index, given)))
+            counts = tuple(dict.fromkeys(map(index, values)))
         except TypeError:
-            found = ()
-        if not found or min(found) < 1:
+            counts = ()
+        if not counts or min(counts) < 1:
             faults.append(f"{name} is a positive whole number, or several; got {value!r}")
-        return found
+        return counts
 
     numbers("num_devices", num_devices)
     microbatches, shares = (
@@ -236,14 +236,14 @@ def _counts(
             f"{type(cost).__name__}"
         )
     raise_all("no such choice:", faults)
-    made = [cost if isinstance(cost, Cost) else cost(count) for count in microbatches]
-    if not all(isinstance(one, Cost) for one in made):
-        raise PlanError(f"cost is a function that gives a Cost for a number of microbatches; it gave {made}")
-    return dict(zip(microbatches, cast("list[Cost]", made), strict=True)), shares
+    costs = [cost if isinstance(cost, Cost) else cost(count) for count in microbatches]
+    if not all(isinstance(layers, Cost) for layers in costs):
+        raise PlanError(f"cost is a function that gives a Cost for a number of microbatches; it gave {costs}")
+    return dict(zip(microbatches, cast("list[Cost]", costs), strict=True)), shares
 
 
 class _Case(NamedTuple):
-    """Layers and a number of microbatches, to be cut."""
+    """Layers to be cut, for one number of microbatches."""
 
     layers: Cost
     num_microbatches: int
@@ -252,18 +252,18 @@ class _Case(NamedTuple):
     options: dict[str, Any]
 
     def look(self, sizes: tuple[int, ...], shape: str) -> _Candidate:
-        """What is quickly found for a partition on a placement."""
+        """The candidate that a short search finds for a partition on a placement."""
         cost, room = self.layers.group(sizes), list(self.limits)
-        home = placed(shape, len(sizes), len(room))
+        device_of = placed(shape, len(sizes), len(room))
         for stage, (begin, end) in enumerate(pairwise([0, *accumulate(sizes)])):
-            room[home[stage]] -= sum(self.weights[begin:end])
-        nothing = _Candidate(
-            Tried(self.num_microbatches, sizes, shape, inf, ""), cost, tuple(room), _over(cost, home, room)
+            room[device_of[stage]] -= sum(self.weights[begin:end])
+        candidate = _Candidate(
+            Tried(self.num_microbatches, sizes, shape, inf, ""), cost, tuple(room), _over(cost, device_of, room)
         )
         if min(room) <= 0:
-            return nothing.without(f"device {room.index(min(room))} has no room beside parameters")
+            return candidate.without(f"device {room.index(min(room))} has no room beside parameters")
         try:
-            found = search(
+            result = search(
                 cost,
                 num_devices=len(room),
                 num_microbatches=self.num_microbatches,
@@ -273,13 +273,13 @@ class _Case(NamedTuple):
                 **self.options,
             )
         except ScheduleError as error:
-            return nothing.without(str(error))
-        tried = nothing.tried._replace(value=_value(found, self.options), reason=found.schedule.name)
-        return nothing._replace(tried=tried, found=found)
+            return candidate.without(str(error))
+        tried = candidate.tried._replace(value=_value(result, self.options), reason=result.schedule.name)
+        return candidate._replace(tried=tried, found=result)
 
 
-def _looks(case: _Case, share: int, ends: float) -> Iterator[_Candidate]:
-    """Every placement of ``share * devices`` stages, its cuts improved while single layers can be moved to advantage."""
+def _looks(case: _Case, share: int, deadline: float) -> Iterator[_Candidate]:
+    """The best candidate of each placement of ``share * devices`` stages, improved by moves of single layers."""
     stages = share * len(case.limits)
     if stages > len(case.weights):
         return
@@ -287,21 +287,21 @@ def _looks(case: _Case, share: int, ends: float) -> Iterator[_Candidate]:
     for shape in shapes_for(stages, len(case.limits)):
         look = cache(partial(case.look, shape=shape))
         best = min(map(look, starts), key=_rank)
-        while (better := _better(best, look, ends)) is not None:
-            best = better
+        while (next_best := _better(best, look, deadline)) is not None:
+            best = next_best
         yield best
 
 
-def _better(best: _Candidate, look: Callable[[tuple[int, ...]], _Candidate], ends: float) -> _Candidate | None:
-    """The first neighbour that is better, if there is one and it is found in time."""
+def _better(best: _Candidate, look: Callable[[tuple[int, ...]], _Candidate], deadline: float) -> _Candidate | None:
+    """The first neighbour that is better; None where there is none or the time is over."""
     for sizes in _neighbours(best.tried.sizes):
-        if perf_counter() < ends and _rank(look(sizes)) < _rank(best):
+        if perf_counter() < deadline and _rank(look(sizes)) < _rank(best):
             return look(sizes)
     return None
 
 
-def _value(found: Found, options: dict[str, Any]) -> float:
-    return found.makespan if options["objective"] == "makespan" else found.span
+def _value(result: Found, options: dict[str, Any]) -> float:
+    return result.makespan if options["objective"] == "makespan" else result.span
 
 
 def _num_layers(layers: Cost) -> int:
@@ -317,20 +317,20 @@ def _cuts(case: _Case, stages: int) -> Iterator[Sequence[int]]:
     """Partitions to begin with: equal in time, and where memory is short with what each stage holds counted."""
     layers, count, limits, weights, _ = case
     times = [
-        layers.of(Kind.F, at) + min(layers.of(Kind.B, at), layers.of(Kind.I, at) + layers.of(Kind.W, at))
-        for at in range(len(weights))
+        layers.of(Kind.F, layer) + min(layers.of(Kind.B, layer), layers.of(Kind.I, layer) + layers.of(Kind.W, layer))
+        for layer in range(len(weights))
     ]
     memory = per_stage(layers.residual, len(weights))
     yield balance(times, stages)
     if min(limits) == inf:
         return
-    yield balance([one + more for one, more in zip(memory, weights, strict=True)], stages)
+    yield balance([residual + weight for residual, weight in zip(memory, weights, strict=True)], stages)
     if stages > len(limits):
         return
-    all_of_it = sum(weights) + count * sum(memory)  # as good as no limit, and a number
-    finite = [min(limit, all_of_it) for limit in limits]
-    for most in (lambda stage: stages - stage, lambda stage: 2 * (stages - stage) - 1, lambda stage: 1):
-        in_flight = [min(count, most(stage)) for stage in range(stages)]
+    total = sum(weights) + count * sum(memory)  # stands for no limit, as a finite number
+    finite = [min(limit, total) for limit in limits]
+    for window in (lambda stage: stages - stage, lambda stage: 2 * (stages - stage) - 1, lambda stage: 1):
+        in_flight = [min(count, window(stage)) for stage in range(stages)]
         try:
             yield balance(times, stages, memory=memory, fixed=weights, limit=finite, in_flight=in_flight)
         except PlanError:
@@ -338,16 +338,16 @@ def _cuts(case: _Case, stages: int) -> Iterator[Sequence[int]]:
 
 
 def _neighbours(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The same with one layer moved to the next stage or the one before."""
-    for at, (one, other) in enumerate(pairwise(sizes)):
+    """The partitions with one layer moved to the next stage or the one before."""
+    for stage, (size, next_size) in enumerate(pairwise(sizes)):
         for move in (1, -1):
-            if one + move > 0 and other - move > 0:
-                yield (*sizes[:at], one + move, other - move, *sizes[at + 2 :])
+            if size + move > 0 and next_size - move > 0:
+                yield (*sizes[:stage], size + move, next_size - move, *sizes[stage + 2 :])
 
 
-def _over(cost: Cost, home: tuple[int, ...], limits: Sequence[float]) -> float:
-    """What the devices lack together for one microbatch at a time."""
-    needs = [0.0] * len(limits)
-    for stage, residual in enumerate(per_stage(cost.residual, len(home))):
-        needs[home[stage]] += residual
-    return sum(max(0.0, need - limit) for need, limit in zip(needs, limits, strict=True))
+def _over(cost: Cost, device_of: tuple[int, ...], limits: Sequence[float]) -> float:
+    """The memory that all devices together lack for one microbatch at a time."""
+    needed = [0.0] * len(limits)
+    for stage, residual in enumerate(per_stage(cost.residual, len(device_of))):
+        needed[device_of[stage]] += residual
+    return sum(max(0.0, memory - limit) for memory, limit in zip(needed, limits, strict=True))

@@ -93,31 +93,31 @@ def split(
         PlanError: the model, the cuts or the example do not fit; the model is untouched.
     """
     _check_model(model)
-    wanted = _Wanted(num_stages, _names(at), balance, policy)
-    wanted.check()
+    cuts = _Wanted(num_stages, _names(at), balance, policy)
+    cuts.check()
     if example is not None:
         with _tracing:
-            return _traced(model, wanted, example, ties, loss, any_rows, check)
-    if wanted.open and policy is None and (marked := callers(model)):
+            return _traced(model, cuts, example, ties, loss, any_rows, check)
+    if cuts.open and policy is None and (marked := callers(model)):
         raise PlanError(
             f"the forward of {' and '.join(marked)} calls fp.models.split_point(), which only a trace sees; give "
             "example= "
             "to cut there, or say where to cut: at=, balance=, policy="
         )
     if isinstance(model, nn.Sequential) and layers is None:
-        return _sequential(model, wanted, ties, loss)
-    return _layered(model, wanted, layers, ties, loss)
+        return _sequential(model, cuts, ties, loss)
+    return _layered(model, cuts, layers, ties, loss)
 
 
 _tracing = threading.RLock()
-"""Export, and what is looked at around it, change things of the whole process for a while: one at a time."""
+"""One trace at a time: export, and the checks around it, change state of the whole process for a while."""
 
 
 # -- where to cut ------------------------------------------------------------------------------------------------------
 
 
 class _Wanted(NamedTuple):
-    """Where the caller wants the cuts, as `split` was told."""
+    """The arguments of `split` that say where to cut."""
 
     num_stages: int | None
     at: dict[str, str]
@@ -126,17 +126,17 @@ class _Wanted(NamedTuple):
 
     @property
     def open(self) -> bool:
-        """Neither names nor sizes say where."""
+        """Do neither names nor sizes say where to cut."""
         return not self.at and self.balance is None
 
     def check(self) -> None:
-        """Raises PlanError where that is not one way to say it."""
+        """Raises PlanError where an argument is wrong, or several say where to cut."""
         count = self.num_stages
         faults: list[str] = []
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             faults.append(f"num_stages is a positive int or None; got {count!r}")
-        said = (("at", self.at), ("balance", self.balance is not None), ("policy", self.policy))
-        chosen = [name for name, given in said if given]
+        arguments = (("at", self.at), ("balance", self.balance is not None), ("policy", self.policy))
+        chosen = [name for name, value in arguments if value]
         if len(chosen) > 1:
             faults.append(f"{' and '.join(chosen)} each say where to cut; give one of them")
         if self.policy is not None and not callable(self.policy):
@@ -190,26 +190,24 @@ def _by_names(units: Units, cuts: dict[str, str], num_stages: int | None) -> lis
 # -- the three ways ----------------------------------------------------------------------------------------------------
 
 
-def _sequential(model: nn.Sequential, wanted: _Wanted, ties: Any, loss: Any) -> Split:
-    sizes = wanted.balance
+def _sequential(model: nn.Sequential, cuts: _Wanted, ties: Any, loss: Any) -> Split:
+    sizes = cuts.balance
     total = sum(size for size in sizes if isinstance(size, int)) if isinstance(sizes, Sequence) else None
     flat = total != len(model)
     units = _module_units(units_of(model, flat=flat))
-    parts = cut_sequential(model, wanted.sizes(units), flat=flat)
+    parts = cut_sequential(model, cuts.sizes(units), flat=flat)
     return assemble(model, parts, ties=ties, loss=None if loss is None else as_loss(loss, model))
 
 
-def _layered(model: nn.Module, wanted: _Wanted, layers: Any, ties: Any, loss: Any) -> Split:
+def _layered(model: nn.Module, cuts: _Wanted, layers: Any, ties: Any, loss: Any) -> Split:
     stack = layers if isinstance(layers, Layers) else find_layers(model, layers)
     named = [(name, model.get_submodule(name)) for name in stack.names]
     sides = ([model.get_submodule(name) for name in side] for side in (stack.entry, stack.exit))
-    sizes = wanted.sizes(_module_units(named, *sides))
+    sizes = cuts.sizes(_module_units(named, *sides))
     return assemble(model, cut_layers(model, sizes, layers=stack), ties=ties, loss=as_loss(loss, model))
 
 
-def _traced(
-    model: nn.Module, wanted: _Wanted, example: Any, ties: Any, loss: Any, any_rows: bool, check: bool
-) -> Split:
+def _traced(model: nn.Module, cuts: _Wanted, example: Any, ties: Any, loss: Any, any_rows: bool, check: bool) -> Split:
     axes = row_axes(example) if any_rows else None
     example = unmarked(example)
     args, kwargs = as_call(example)
@@ -223,25 +221,25 @@ def _traced(
             )
         try_once(model, example)
     captured = capture(model, args, kwargs, axes=axes)
-    parts, edges = traced_graph.cut(captured, _places(captured, model, wanted, example), model)
-    own = as_loss(loss, model)
+    parts, edges = traced_graph.cut(captured, _places(captured, model, cuts, example), model)
+    model_loss = as_loss(loss, model)
     if loss is None and ModelLoss().find(captured.sample_output()) is None:
-        own = None
-    made = assemble(model, parts, ties=ties, loss=own, edges=edges)
+        model_loss = None
+    result = assemble(model, parts, ties=ties, loss=model_loss, edges=edges)
     if check and not empty:
-        verify(model, made, example, train=True)
+        verify(model, result, example, train=True)
         if not captured.evaluation:
-            verify_evaluation(model, made, example)
-    return made
+            verify_evaluation(model, result, example)
+    return result
 
 
-def _places(captured: Captured, model: nn.Module, wanted: _Wanted, example: Any) -> list[int]:
-    """The numbers of the operations that begin a stage, the first one's left out."""
-    count = wanted.num_stages
+def _places(captured: Captured, model: nn.Module, cuts: _Wanted, example: Any) -> list[int]:
+    """The positions of the operations that begin each stage but the first."""
+    count = cuts.num_stages
     places: list[int] = []
-    if wanted.at:
-        places = traced_graph.positions(captured, wanted.at, model)
-    elif wanted.open and wanted.policy is None:
+    if cuts.at:
+        places = traced_graph.positions(captured, cuts.at, model)
+    elif cuts.open and cuts.policy is None:
         places = traced_graph.marked(captured)
         if not places and count is None:
             raise PlanError(
@@ -251,28 +249,28 @@ def _places(captured: Captured, model: nn.Module, wanted: _Wanted, example: Any)
     if places:
         if count not in (None, len(places) + 1):
             times = "once" if len(places) == 1 else f"{len(places)} times"
-            what = "the cuts of at= make" if wanted.at else f"its forward calls split_point() {times}, which makes"
-            raise PlanError(f"num_stages is {count}, but {what} {len(places) + 1} stages; leave one of them out")
+            origin = "the cuts of at= make" if cuts.at else f"its forward calls split_point() {times}, which makes"
+            raise PlanError(f"num_stages is {count}, but {origin} {len(places) + 1} stages; leave one of them out")
         return places
     measure = partial(_time, captured, model, example)
-    units, starts = units_of_graph(captured, model, count, measure, movable=wanted.balance is None)
-    sizes = wanted.sizes(units)
+    units, starts = units_of_graph(captured, model, count, measure, movable=cuts.balance is None)
+    sizes = cuts.sizes(units)
     return [starts[sum(sizes[:n])] for n in range(1, len(sizes))]
 
 
 def _module_units(
     named: Sequence[tuple[str, nn.Module]], before: Sequence[nn.Module] = (), after: Sequence[nn.Module] = ()
 ) -> Units:
-    """Modules as units; what runs before the first and after the last one counts for them."""
-    seen: set[int] = set()
+    """Modules as units; what runs before the first counts as part of it, what runs after the last as part of that."""
+    counted: set[int] = set()
     rows: list[list[nn.Module]] = [[module] for _, module in named]
     rows[0][:0] = before
     rows[-1].extend(after)
     sizes: list[int] = []
     for row in rows:
-        own = {id(one): one for module in row for one in module.parameters() if id(one) not in seen}
-        seen |= set(own)
-        sizes.append(sum(one.numel() * one.element_size() for one in own.values()))
+        params = {id(param): param for module in row for param in module.parameters() if id(param) not in counted}
+        counted |= set(params)
+        sizes.append(sum(param.numel() * param.element_size() for param in params.values()))
 
     def measure() -> Sequence[float]:
         raise PlanError("by_time measures the model on an example; give example=")
@@ -282,25 +280,25 @@ def _module_units(
 
 def _time(captured: Captured, model: nn.Module, example: Any, bounds: list[int]) -> list[float]:
     """Seconds of the forward of each unit: the graph run node by node, medians of five sweeps after one."""
-    tensors = {name: one.detach() for name, one in [*model.named_parameters(), *model.named_buffers()]}
-    given = captured.signature.values(example)
+    tensors = {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    inputs = captured.signature.values(example)
     numbers = {node: number for number, node in enumerate(captured.body)}
     sweeps: list[list[float]] = []
 
     class TimedInterpreter(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
-            began = time.perf_counter()
-            out = super().run_node(n)
+            start = time.perf_counter()
+            output = super().run_node(n)
             if n in numbers:
-                sweeps[-1][numbers[n]] += time.perf_counter() - began
-            return out
+                sweeps[-1][numbers[n]] += time.perf_counter() - start
+            return output
 
     values: list[Any] = []
     for node in captured.module.graph.find_nodes(op="placeholder"):
         kind, key = captured.sources.get(node.name, ("input", node.name))
-        table = {"input": given, "const": captured.consts}.get(kind)
+        table = {"input": inputs, "const": captured.consts}.get(kind)
         values.append(tensors[key].clone() if table is None else table.get(key))
-    cuda = sorted({one.device for one in tensors.values() if one.device.type == "cuda"}, key=str)
+    cuda = sorted({tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}, key=str)
     with torch.no_grad(), torch.random.fork_rng(devices=cuda):
         for _ in range(6):
             sweeps.append([0.0] * len(numbers))
@@ -309,7 +307,7 @@ def _time(captured: Captured, model: nn.Module, example: Any, bounds: list[int])
     return [sum(columns[a:b]) for a, b in pairwise(bounds)]
 
 
-# -- what is given -----------------------------------------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------------------------------------------
 
 
 def _names(at: Any) -> dict[str, str]:
@@ -323,27 +321,29 @@ def _names(at: Any) -> dict[str, str]:
 
 
 def _check_model(model: Any) -> None:
-    """What no way can cut. Raises PlanError."""
+    """Raises PlanError for a model that cannot be cut in any way."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"split takes an nn.Module; got a {type(model).__name__} (stages of functions: fp.stage)")
     raise_all("this model cannot be split:", scripted(model))
     named = [*model.named_parameters(), *model.named_buffers()]
     faults = [
-        f"{name} is not initialised yet; call the model once on an example first" for name, one in named if is_lazy(one)
+        f"{name} is not initialised yet; call the model once on an example first"
+        for name, tensor in named
+        if is_lazy(tensor)
     ]
-    known = [(name, one) for name, one in named if not is_lazy(one)]
+    known = [(name, tensor) for name, tensor in named if not is_lazy(tensor)]
     faults += [
-        f"{name} is {'quantized' if one.is_quantized else one.layout}, not a plain dense tensor; convert it first"
-        for name, one in known
-        if one.is_quantized or one.layout is not torch.strided
+        f"{name} is {'quantized' if tensor.is_quantized else tensor.layout}, not a plain dense tensor; convert it first"
+        for name, tensor in known
+        if tensor.is_quantized or tensor.layout is not torch.strided
     ]
     faults += [
         f"{name} has hooks on its gradient, which a run does not call; apply them to result.grads"
-        for name, one in known
-        if has_gradient_hooks(one)
+        for name, tensor in known
+        if has_gradient_hooks(tensor)
     ]
-    faults += _loose(model, {id(one) for _, one in named})
-    where = {one.device: name for name, one in reversed(known)}
+    faults += _loose(model, {id(tensor) for _, tensor in named})
+    where = {tensor.device: name for name, tensor in reversed(known)}
     if len(where) > 1:
         faults.append(
             "it lies on several devices ("
@@ -354,16 +354,16 @@ def _check_model(model: Any) -> None:
 
 
 def _loose(model: nn.Module, known: set[int]) -> list[str]:
-    """Parameters in plain lists, which nobody would train."""
-    found: list[str] = []
+    """The faults of parameters that lie in plain lists: no step would train them."""
+    faults: list[str] = []
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
                 continue
             if any(isinstance(leaf, nn.Parameter) and id(leaf) not in known for leaf in flatten(value)[0]):
                 place = f"{path}.{name}" if path else name
-                found.append(
+                faults.append(
                     f"{place} holds parameters that the model does not know, so nobody would train them; use "
                     "nn.ParameterList or nn.ModuleList"
                 )
-    return found
+    return faults

@@ -24,7 +24,7 @@ from funcpipe.modules.traced import GraphFn, Norm
 from funcpipe.runtime.apply import apply
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Relative to the largest number of a tensor: rounding differs, the mathematics must not."""
+"""The error that rounding may make, relative to the largest number of a tensor."""
 
 
 def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bool = False) -> None:
@@ -36,22 +36,22 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
     Raises:
         PlanError: with every value that differs.
     """
-    own = shell(model) if train else shell(model).eval()
+    module = shell(model) if train else shell(model).eval()
     canonical = first_names(all_tensors(model))
-    buffers = {name: one.detach().clone() for name, one in model.named_buffers() if canonical[name] == name}
-    params = {name: one.detach().requires_grad_(one.requires_grad) for name, one in model.named_parameters()}
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers() if canonical[name] == name}
+    params = {name: param.detach().requires_grad_(param.requires_grad) for name, param in model.named_parameters()}
     state: Any = split.state
     for number, x in enumerate((inputs,) if once else (inputs, other_inputs(inputs, functions(split)[0].signature))):
-        kept = {name: one.clone() for name, one in buffers.items()}
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
         try:
-            wanted = _eager(own, params, buffers, x, split.loss)
+            expected = _eager(module, params, buffers, x, split.loss)
         except Exception as error:
             if not number:
                 raise PlanError(f"the model itself fails on the example: {type(error).__name__}: {error}") from error
-            buffers, x = kept, inputs  # what we made of the example is no input of this model
-            wanted = _eager(own, params, buffers, x, split.loss)
-        found, state = _staged(split, x, state, train=train)
-        faults = _faults(split, wanted, found, buffers, state, kept)
+            buffers, x = before, inputs  # the changed example is no input of this model
+            expected = _eager(module, params, buffers, x, split.loss)
+        actual, state = _staged(split, x, state, train=train)
+        faults = _faults(split, expected, actual, buffers, state, before)
         if faults:
             which = (
                 "the example"
@@ -71,7 +71,7 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
 
 
 def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) -> None:
-    """Where the stages do not do with one row what the model does, they shall refuse it."""
+    """Compare stages and model on one row; where they differ, the stages refuse one row from now on."""
     signature = functions(split)[0].signature
     leaves, spec = flatten(as_call(inputs))
     rows = [guard.rows for guard in signature.guards]
@@ -79,17 +79,17 @@ def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) ->
         return
     pairs = zip(leaves, rows, strict=True)
     single = as_input(*unflatten(spec, [leaf if axis is None else leaf.narrow(axis, 0, 1) for leaf, axis in pairs]))
-    own = shell(model) if train else shell(model).eval()
-    tensors = {name: one.detach().clone() for name, one in [*model.named_parameters(), *model.named_buffers()]}
+    module = shell(model) if train else shell(model).eval()
+    tensors = {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     try:
         with torch.no_grad():
-            wanted = _call(own, tensors, single)
+            expected = _call(module, tensors, single)
     except Exception:
         return  # the model wants more rows, and says so itself
     try:
         with torch.no_grad(), _seeded(single):
-            found = apply(split.stages, split.params, single, state=_copied(split.state), train=train).y
-        differs = bool(_differences([("output", wanted, found)]))
+            actual = apply(split.stages, split.params, single, state=_copied(split.state), train=train).y
+        differs = bool(_differences([("output", expected, actual)]))
     except Exception:
         differs = True
     if differs:
@@ -99,7 +99,7 @@ def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) ->
 
 
 def verify_evaluation(model: nn.Module, split: Split, inputs: Any) -> None:
-    """Do the traced stages compute what the model computes in evaluation mode as well; else they refuse it from now on."""
+    """Compare traced stages and model in evaluation mode; where they differ, the stages refuse it from now on."""
     for fn in functions(split):
         fn.evaluates = True
     try:
@@ -110,25 +110,25 @@ def verify_evaluation(model: nn.Module, split: Split, inputs: Any) -> None:
 
 
 def functions(split: Split) -> list[GraphFn]:
-    """The graphs of a traced split."""
+    """The functions of a traced split's stages."""
     return [fn for fn in map(innermost, split.stages) if isinstance(fn, GraphFn)]
 
 
 def try_once(model: nn.Module, inputs: Any) -> None:
     """Run the model on the example before anything is traced.
 
-    What its code caches (tables, masks) is then made of numbers, not by the trace; and what no trace can hold is named.
+    What its code caches (tables, masks) is then computed from numbers, not by the trace; what no trace can hold is named.
 
     Raises:
         PlanError: the model fails on the example, or draws with generators that are not torch's.
     """
-    others = [("random", random.getstate, random.setstate)]
+    generators = [("random", random.getstate, random.setstate)]
     if "numpy" in sys.modules:
         numpy: Any = sys.modules["numpy"]
-        others.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
-    before = [get() for _, get, _ in others]
-    tensors = {name: one.detach().clone() for name, one in [*model.named_parameters(), *model.named_buffers()]}
-    drew: list[str] = []
+        generators.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
+    states = [get() for _, get, _ in generators]
+    tensors = {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    drawn: list[str] = []
     try:
         with torch.no_grad():
             _call(shell(model), tensors, inputs)
@@ -137,53 +137,55 @@ def try_once(model: nn.Module, inputs: Any) -> None:
     except Exception as error:
         raise PlanError(f"the model itself fails on the example: {type(error).__name__}: {error}") from error
     finally:
-        for (name, get, put), old in zip(others, before, strict=True):
-            if str(get()) != str(old):
-                drew.append(name)
-                put(old)
-    if drew:
+        for (name, get, put), state in zip(generators, states, strict=True):
+            if str(get()) != str(state):
+                drawn.append(name)
+                put(state)
+    if drawn:
         raise PlanError(
-            f"the forward draws with {' and '.join(drew)}, which a trace would take for a constant; draw with torch"
+            f"the forward draws with {' and '.join(drawn)}, which a trace would take for a constant; draw with torch"
         )
 
 
 def _faults(
-    split: Split, wanted: Any, found: Any, buffers: Mapping[str, Tensor], state: Any, kept: Mapping[str, Tensor]
+    split: Split, expected: Any, actual: Any, buffers: Mapping[str, Tensor], state: Any, before: Mapping[str, Tensor]
 ) -> list[str]:
-    """What differs: outputs, gradients, buffers."""
-    faults = _differences([("output", wanted[0], found[0])])
-    names = {**wanted[1], **found[1]}
-    faults += _differences([(f"gradient of {name}", wanted[1].get(name), found[1].get(name)) for name in names])
-    norms = Counter(one.running for fn in functions(split) for one in fn.module.modules() if isinstance(one, Norm))
+    """The outputs, gradients and buffers that differ, in words."""
+    faults = _differences([("output", expected[0], actual[0])])
+    names = {**expected[1], **actual[1]}
+    faults += _differences([(f"gradient of {name}", expected[1].get(name), actual[1].get(name)) for name in names])
+    norms = Counter(
+        module.running for fn in functions(split) for module in fn.module.modules() if isinstance(module, Norm)
+    )
     # A batch norm that runs twice is updated once, by all that it saw.
     twice = {name for running, count in norms.items() if count > 1 for name in running}
     for name, value in buffers.items():
-        held = [tree[name] for tree in state if tree and name in tree] or [kept[name]]
+        copies = [tree[name] for tree in state if tree and name in tree] or [before[name]]
         if name not in twice:
-            faults += [fault for one in held for fault in _differences([(f"buffer {name}", value, one)])]
+            faults += [fault for copy in copies for fault in _differences([(f"buffer {name}", value, copy)])]
     return faults
 
 
 def other_inputs(inputs: Any, signature: Signature) -> Any:
     """Inputs of the same kind with other numbers: rows turned by one, floating numbers scaled."""
 
-    def one(leaf: Any, axis: int | None) -> Any:
+    def changed(leaf: Any, axis: int | None) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf.detach() if isinstance(leaf, Tensor) else leaf
-        along = axis or 0
-        turned = leaf.detach().roll(1, along if leaf.shape[along] > 1 else -1)
+        dim = axis or 0
+        turned = leaf.detach().roll(1, dim if leaf.shape[dim] > 1 else -1)
         return turned * 0.75 if leaf.is_floating_point() else turned
 
     leaves, spec = flatten(as_call(inputs))
-    made = [one(leaf, guard.rows) for leaf, guard in zip(leaves, signature.guards, strict=True)]
-    return as_input(*unflatten(spec, made))
+    others = [changed(leaf, guard.rows) for leaf, guard in zip(leaves, signature.guards, strict=True)]
+    return as_input(*unflatten(spec, others))
 
 
 def _eager(
-    own: nn.Module, params: Mapping[str, Tensor], buffers: dict[str, Tensor], x: Any, loss: Any
+    module: nn.Module, params: Mapping[str, Tensor], buffers: dict[str, Tensor], x: Any, loss: Any
 ) -> tuple[Any, dict[str, Tensor]]:
     with torch.enable_grad():
-        y = _call(own, {**params, **buffers}, x)
+        y = _call(module, {**params, **buffers}, x)
         return map_leaves(_plain, y), _gradients(_objective(y, loss), dict(params))
 
 
@@ -200,15 +202,15 @@ def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any
         for kind, s, key in home.owners[:1]
         if kind == "params"
     }
-    given = _copied(state)
+    written = _copied(state)
     with torch.enable_grad(), _seeded(x):
-        out = apply(split.stages, trees, x, state=given, train=train)
+        outputs = apply(split.stages, trees, x, state=written, train=train)
         first: dict[int, str] = {}
         unique = {name: leaf for name, leaf in named.items() if first.setdefault(id(leaf), name) == name}
-        gradients = _gradients(_objective(out.y, split.loss), unique)
+        gradients = _gradients(_objective(outputs.y, split.loss), unique)
     writes = [
         name
-        for old, new in zip(state, given, strict=True)
+        for old, new in zip(state, written, strict=True)
         for name in old or ()
         if not torch.equal(old[name].nan_to_num(), new[name].nan_to_num())
     ]
@@ -218,33 +220,33 @@ def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any
             "(split without example=), or write the stage yourself"
         )
     after = tuple(
-        part.commit(own, (stats,)) if part.commit is not None and train else own
-        for part, own, stats in zip(split.stages, state, out.stats, strict=True)
+        part.commit(tree, (stats,)) if part.commit is not None and train else tree
+        for part, tree, stats in zip(split.stages, state, outputs.stats, strict=True)
     )
-    return (map_leaves(_plain, out.y), gradients), after
+    return (map_leaves(_plain, outputs.y), gradients), after
 
 
 def _copied(state: Any) -> tuple[Any, ...]:
-    return tuple({name: one.clone() for name, one in tree.items()} if tree else tree for tree in state)
+    return tuple({name: tensor.clone() for name, tensor in tree.items()} if tree else tree for tree in state)
 
 
-def _call(own: nn.Module, tensors: dict[str, Tensor], x: Any) -> Any:
+def _call(module: nn.Module, tensors: dict[str, Tensor], x: Any) -> Any:
     args, kwargs = as_call(map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, x))
     with _seeded(x):
-        return torch.func.functional_call(own, tensors, args, kwargs)
+        return torch.func.functional_call(module, tensors, args, kwargs)
 
 
 class _seeded:
-    """The same random numbers each time, and torch's generators as they were afterwards."""
+    """Context with the same random numbers each time; at its end torch's generators are as they were."""
 
     def __init__(self, x: Any) -> None:
-        found = {leaf.device for leaf in flatten(x)[0] if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
-        self.devices = sorted(found, key=str)
+        devices = {leaf.device for leaf in flatten(x)[0] if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
+        self.devices = sorted(devices, key=str)
         self.fork = torch.random.fork_rng(devices=self.devices)
 
     def __enter__(self) -> None:
         self.fork.__enter__()
-        # Not torch.manual_seed: it seeds every device there is, and forgets none.
+        # Not torch.manual_seed: it also seeds devices whose generators are not restored.
         torch.default_generator.manual_seed(0)
         for device in self.devices:
             torch.cuda.default_generators[device.index or 0].manual_seed(0)
@@ -254,7 +256,7 @@ class _seeded:
 
 
 def _objective(y: Any, loss: Callable[[Any, Any], Any] | None) -> Tensor | None:
-    """The model's loss, or a sum that weighs every number of the output differently."""
+    """The model's loss, or a sum that weighs each element of the output differently."""
     if loss is not None and not (isinstance(loss, ModelLoss) and loss.find(y) is None):
         return loss(y, None)
     total: Tensor | None = None
@@ -268,11 +270,11 @@ def _objective(y: Any, loss: Callable[[Any, Any], Any] | None) -> Tensor | None:
 
 
 def _gradients(objective: Tensor | None, named: dict[str, Tensor]) -> dict[str, Tensor]:
-    wanted = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
-    if not wanted or not isinstance(objective, Tensor) or not objective.requires_grad:
+    trained = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
+    if not trained or not isinstance(objective, Tensor) or not objective.requires_grad:
         return {}
-    found: Any = torch.autograd.grad(objective, list(wanted.values()), allow_unused=True)
-    return {name: one for name, one in zip(wanted, found, strict=True) if one is not None}
+    gradients: Any = torch.autograd.grad(objective, list(trained.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(trained, gradients, strict=True) if gradient is not None}
 
 
 def _plain(leaf: Any) -> Any:
@@ -283,35 +285,37 @@ def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
     """Where trees differ by more than rounding: relative to a tensor's largest number, or 1e-3 of the largest of all."""
     faults: list[str] = []
     pairs: list[tuple[str, Tensor, Tensor]] = []
-    for what, wanted, came in rows:
-        if wanted is None or came is None:  # no gradient, and a gradient of zeros
-            only: Any = came if wanted is None else wanted
-            if only is not None and only.count_nonzero():
-                faults.append(f"{what} is {'there' if wanted is None else 'missing'}")
+    for label, expected, actual in rows:
+        if expected is None or actual is None:  # no gradient, and a gradient of zeros
+            present: Any = actual if expected is None else expected
+            if present is not None and present.count_nonzero():
+                faults.append(f"{label} is {'there' if expected is None else 'missing'}")
             continue
-        (wanted_leaves, wanted_spec), (leaves, spec) = flatten(wanted), flatten(came)
-        if spec != wanted_spec:
-            faults.append(f"{what} is built as {spec}, the model's as {wanted_spec}")
+        (expected_leaves, expected_spec), (leaves, spec) = flatten(expected), flatten(actual)
+        if spec != expected_spec:
+            faults.append(f"{label} is built as {spec}, the model's as {expected_spec}")
             continue
-        for name, right, leaf in zip(locations(wanted, what), wanted_leaves, leaves, strict=True):
-            if isinstance(right, Tensor) and isinstance(leaf, Tensor):
-                pairs.append((name, right, leaf))
-            elif type(right) is not type(leaf) or (isinstance(right, (int, float, str, bool)) and right != leaf):
-                faults.append(f"{name} is {_shown(leaf)}, the model's {_shown(right)}")
-    sizes = [_largest(right) for _, right, _ in pairs]
+        for name, expected_leaf, leaf in zip(locations(expected, label), expected_leaves, leaves, strict=True):
+            if isinstance(expected_leaf, Tensor) and isinstance(leaf, Tensor):
+                pairs.append((name, expected_leaf, leaf))
+            elif type(expected_leaf) is not type(leaf) or (
+                isinstance(expected_leaf, (int, float, str, bool)) and expected_leaf != leaf
+            ):
+                faults.append(f"{name} is {_shown(leaf)}, the model's {_shown(expected_leaf)}")
+    sizes = [_largest(expected_leaf) for _, expected_leaf, _ in pairs]
     least = 1e-3 * max(sizes, default=0.0)
-    for (name, right, leaf), size in zip(pairs, sizes, strict=True):
-        exact = not (right.is_floating_point() or right.is_complex())
-        allowed = 0.0 if exact else _TOLERANCE.get(right.dtype.to_real(), 1e-3) * max(size, least) + 1e-30
+    for (name, expected_leaf, leaf), size in zip(pairs, sizes, strict=True):
+        exact = not (expected_leaf.is_floating_point() or expected_leaf.is_complex())
+        allowed = 0.0 if exact else _TOLERANCE.get(expected_leaf.dtype.to_real(), 1e-3) * max(size, least) + 1e-30
         try:
-            torch.testing.assert_close(leaf, right, rtol=0.0, atol=allowed, equal_nan=True, check_device=False)
+            torch.testing.assert_close(leaf, expected_leaf, rtol=0.0, atol=allowed, equal_nan=True, check_device=False)
         except AssertionError as error:
             faults.append(f"{name} differs from the model's: {' '.join(str(error).split())}")
     return faults
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest finite number of a tensor that is rounded."""
+    """The largest finite magnitude of a floating tensor; 0 for others."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     finite = tensor[tensor.isfinite()]

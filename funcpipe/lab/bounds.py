@@ -27,16 +27,16 @@ def lower_bound(problem: Problem) -> float:
 
 
 def _heads(problem: Problem) -> list[float]:
-    """When the first microbatch can reach each stage."""
-    there = problem.waits[0]
-    steps = [forward + hop for forward, hop in zip(problem.forward, there, strict=True)]
+    """The earliest start of each stage's first forward."""
+    hops = problem.waits[0]
+    steps = [forward + hop for forward, hop in zip(problem.forward, hops, strict=True)]
     return [0.0, *accumulate(steps)][: problem.num_stages]
 
 
 def _tails(problem: Problem) -> list[float]:
-    """From the end of a stage's backward to that of stage 0's, without W: hop and backward, down to it."""
-    back, times = problem.waits[1], _backward(problem)
-    return [0.0, *accumulate(hop + time for hop, time in zip(back[1:], times, strict=False))]
+    """For each stage the least time from the end of its backward to that of stage 0, without W."""
+    hops, backward = problem.waits[1], _backward(problem)
+    return [0.0, *accumulate(hop + time for hop, time in zip(hops[1:], backward, strict=False))]
 
 
 def _backward(problem: Problem) -> list[float]:
@@ -64,19 +64,19 @@ def _chains(problem: Problem, device: int) -> float:
 
 def _warm_up(problem: Problem, device: int) -> float:
     """Before its first gradient comes, a device can do no more than the forwards whose residuals fit."""
-    limit, mine = problem.limits[device], problem.local[device]
-    first, last = mine[0], mine[-1]
+    limit, stages = problem.limits[device], problem.local[device]
+    first, last = stages[0], stages[-1]
     room = limit
-    done = 0.0
-    # The most forward time for the memory: the stages by how much time they give for it.
-    for stage in sorted(mine, key=lambda one: problem.residual[one] / max(problem.forward[one], 1e-300)):
+    forward_time = 0.0
+    # The most forward time for the memory: first the stages with the most time for each unit of it.
+    for stage in sorted(stages, key=lambda s: problem.residual[s] / max(problem.forward[s], 1e-300)):
         size = problem.residual[stage]
         fitting = problem.num_microbatches if size == 0 else min(problem.num_microbatches, room / size * (1 + ROUNDING))
-        if len(mine) == 1:
+        if len(stages) == 1:
             fitting = int(fitting)
-        done += fitting * problem.forward[stage]
+        forward_time += fitting * problem.forward[stage]
         room -= fitting * size
-    return problem.work[device] + max(0.0, _round_trip(problem, first, last) - done)
+    return problem.work[device] + max(0.0, _round_trip(problem, first, last) - forward_time)
 
 
 def _area(problem: Problem, device: int) -> float:

@@ -15,13 +15,13 @@ from funcpipe.schedules.clock import F, I
 
 _POOL = 4
 _TOGETHER = 600
-"""Evaluations that go to all of the pool, in turn; then only its best goes on."""
+"""Evaluations that go to all rules of the pool in turn; after them only the best rules go on."""
 _WORTH = (-1.0, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 3.0)
 _RESERVES = (0, 1, 2, 3)
 
 
 class _Try(NamedTuple):
-    """Rules and where they lead; compares by the objective, then by all devices together, then by age."""
+    """Rules with the schedule they lead to; compares by the objective, then by all devices together, then by age."""
 
     value: float
     total: float
@@ -48,9 +48,9 @@ def climb(
     for rules in chain(() if like is None else near(problem, like), seeds(problem)):
         if budget.spent:
             break
-        found = attempt(rules)
-        if found is not None:
-            pool = sorted([*pool, found])[:_POOL]
+        attempted = attempt(rules)
+        if attempted is not None:
+            pool = sorted([*pool, attempted])[:_POOL]
     if not pool:
         return
     best = pool[0]
@@ -61,38 +61,38 @@ def climb(
         if len(pool) > 1 and budget.evaluations > together:
             pool = [min(pool)]
         turn = (turn + 1) % len(pool)
-        found = attempt(_changed(problem, pool[turn].rules, rng))
-        if found is not None and found[:2] <= pool[turn][:2]:
-            pool[turn] = found
-            if found.value < best.value * (1 - ROUNDING):
-                best = found
-                yield found.listed
+        attempted = attempt(_changed(problem, pool[turn].rules, rng))
+        if attempted is not None and attempted[:2] <= pool[turn][:2]:
+            pool[turn] = attempted
+            if attempted.value < best.value * (1 - ROUNDING):
+                best = attempted
+                yield attempted.listed
 
 
 def near(problem: Problem, schedule: Schedule) -> Iterator[list[DeviceRule]]:
-    """Rules that have as many microbatches under way as a schedule has."""
+    """Rules that allow as many microbatches under way as a schedule has."""
     windows = [_windows(problem.local[device], order) for device, order in enumerate(schedule.orders)]
     count = problem.num_microbatches
     wholes = (True, False) if any(problem.cheaper) else (False,)
     for worth, first, whole in product((0.0, 0.5, 1.0), range(len(ranks(1))), wholes):
-        orders = [ranks(len(mine)) for mine in problem.local]
+        orders = [ranks(len(stages)) for stages in problem.local]
         rows = zip(orders, windows, strict=True)
         yield [DeviceRule(order[first % len(order)], window, 0, worth, count, whole=whole) for order, window in rows]
 
 
-def _windows(mine: Sequence[int], order: Sequence[Action]) -> tuple[int, ...]:
-    """For each stage of a device the most microbatches between its F and what comes next on the device."""
-    ahead, most = dict.fromkeys(mine, 0), dict.fromkeys(mine, 1)
-    before = {later: stage for stage, later in pairwise(mine)}
+def _windows(stages: Sequence[int], order: Sequence[Action]) -> tuple[int, ...]:
+    """For each stage of a device the most microbatches between its F and their next action on the device."""
+    ahead, widest = dict.fromkeys(stages, 0), dict.fromkeys(stages, 1)
+    previous = {later: stage for stage, later in pairwise(stages)}
     for kind, stage, _ in order:
         if kind is Kind.F:
             ahead[stage] += 1
-            most[stage] = max(most[stage], ahead[stage])
-            if stage in before:
-                ahead[before[stage]] -= 1
-        elif stage == mine[-1] and kind in (Kind.B, Kind.I):
+            widest[stage] = max(widest[stage], ahead[stage])
+            if stage in previous:
+                ahead[previous[stage]] -= 1
+        elif stage == stages[-1] and kind in (Kind.B, Kind.I):
             ahead[stage] -= 1
-    return tuple(most.values())
+    return tuple(widest.values())
 
 
 def seeds(problem: Problem) -> Iterator[list[DeviceRule]]:
@@ -102,82 +102,82 @@ def seeds(problem: Problem) -> Iterator[list[DeviceRule]]:
     several = max(map(len, local)) > 1
     keeps = (10**9, 0, 1, 2, 4) if problem.remat else (10**9,)
     reserves = (1, 2, max(1, devices // 2)) if several else (0,)
-    steep = (1.0, 2.0, 3.0) if several else (1.0, 1.5, 2.0, 2.5, 3.0)
+    slopes = (1.0, 2.0, 3.0) if several else (1.0, 1.5, 2.0, 2.5, 3.0)
     wholes = (True, False) if any(problem.cheaper) else (False,)
     for slope, offset, worth, first, reserve, keep, whole in product(
-        steep, (0.0, 0.5, 1.0), (0.0, 0.5, 1.0), range(len(ranks(1))), reserves, keeps, wholes
+        slopes, (0.0, 0.5, 1.0), (0.0, 0.5, 1.0), range(len(ranks(1))), reserves, keeps, wholes
     ):
         rules: list[DeviceRule] = []
-        for device, mine in enumerate(local):
+        for device, stages in enumerate(local):
             window = max(1, min(count, rooms[device], round((devices - device) * slope - offset)))
-            windows = (*[max(1, window + device * (slope > 1))] * (len(mine) - 1), count if several else window)
-            orders = ranks(len(mine))
+            windows = (*[max(1, window + device * (slope > 1))] * (len(stages) - 1), count if several else window)
+            orders = ranks(len(stages))
             rules.append(DeviceRule(orders[first % len(orders)], windows, reserve, worth, count, keep, whole))
         yield rules
 
 
 def ranks(chunks: int) -> list[tuple[tuple[int, int], ...]]:
-    """What may go first on a device with so many stages."""
-    late, early = range(chunks)[::-1], range(chunks)
-    backwards, forwards = [(I, one) for one in late], [(F, one) for one in late]
+    """The ranks to choose from on a device with so many stages."""
+    descending, ascending = range(chunks)[::-1], range(chunks)
+    backwards, forwards = [(I, chunk) for chunk in descending], [(F, chunk) for chunk in descending]
     if chunks == 1:
         return [(*backwards, *forwards), (*forwards, *backwards)]
-    woven = [pair for one in late for pair in ((I, one), (F, one))]
-    ahead = [pair for one in late for pair in ((F, one), (I, one))]
-    rising = [(I, one) for one in early]
-    *most, shallow = forwards
+    woven = [pair for chunk in descending for pair in ((I, chunk), (F, chunk))]
+    ahead = [pair for chunk in descending for pair in ((F, chunk), (I, chunk))]
+    rising = [(I, chunk) for chunk in ascending]
+    *deep, shallow = forwards
     orders = [
         woven,
         [*backwards, *forwards],
         [*rising, *forwards],
-        [*most, *backwards, shallow],
+        [*deep, *backwards, shallow],
         ahead,
-        [*most, *rising, shallow],
-        [rising[0], *most, *rising[1:], shallow],
+        [*deep, *rising, shallow],
+        [rising[0], *deep, *rising[1:], shallow],
         [*forwards, *backwards],
     ]
     return [tuple(order) for order in orders]
 
 
 def _room(problem: Problem, device: int) -> int:
-    """How many residuals fit, of the device's stages on average."""
+    """How many residuals of average size fit on a device."""
     if problem.remat or problem.limits[device] == float("inf"):
         return problem.num_microbatches
-    mine = problem.local[device]
-    mean = sum(problem.residual[stage] for stage in mine) / len(mine)
+    stages = problem.local[device]
+    mean = sum(problem.residual[stage] for stage in stages) / len(stages)
     return int(problem.limits[device] * (1 + ROUNDING) / mean) if mean else problem.num_microbatches
 
 
 def _changed(problem: Problem, rules: list[DeviceRule], rng: Random) -> list[DeviceRule]:
-    """The rules with one to three changes, of one device or of several neighbours."""
+    """Rules with one to three random changes, each on one device or on several neighbours."""
     rules = list(rules)
     devices, count = len(rules), problem.num_microbatches
     for _ in range(rng.choice((1, 1, 2, 3))):
-        device = rng.randrange(devices)
-        reach = range(device, device + 1 if rng.random() < 0.6 else min(devices, device + rng.randint(1, devices)))
-        what, more = rng.random(), rng.choice((-2, -1, 1, 2))
+        first = rng.randrange(devices)
+        reached = range(first, first + 1 if rng.random() < 0.6 else min(devices, first + rng.randint(1, devices)))
+        field, step = rng.random(), rng.choice((-2, -1, 1, 2))
         worth, owed = rng.choice(_WORTH), rng.choice((count, 0, 1, 2, 3, 4, 5, 6, 8, 10, 12))
-        which, reserve, order = rng.random(), rng.choice(_RESERVES), rng.random()
-        for one in reach:
-            rule = rules[one]
+        draw, reserve, order_draw = rng.random(), rng.choice(_RESERVES), rng.random()
+        for device in reached:
+            rule = rules[device]
             chunks = len(rule.window)
-            if what < 0.35:
-                at = int(which * chunks)
+            if field < 0.35:
+                chunk = int(draw * chunks)
                 window = [*rule.window]
-                window[at] = max(1, min(count + 1, window[at] + more))
-                rules[one] = replace(rule, window=tuple(window))
-            elif what < 0.6:
-                rules[one] = replace(rule, worth=worth)
-            elif what < 0.75:
+                window[chunk] = max(1, min(count + 1, window[chunk] + step))
+                rules[device] = replace(rule, window=tuple(window))
+            elif field < 0.6:
+                rules[device] = replace(rule, worth=worth)
+            elif field < 0.75:
                 orders = ranks(chunks)
-                rules[one] = replace(rule, ranks=orders[int(order * len(orders))])
-            elif what < 0.85 and (chunks > 1 or problem.remat):
-                if problem.remat and (chunks == 1 or which < 0.5):
-                    rules[one] = replace(rule, keep=max(0, min(count, rule.keep) + more))
+                rules[device] = replace(rule, ranks=orders[int(order_draw * len(orders))])
+            elif field < 0.85 and (chunks > 1 or problem.remat):
+                if problem.remat and (chunks == 1 or draw < 0.5):
+                    rules[device] = replace(rule, keep=max(0, min(count, rule.keep) + step))
                 else:
-                    rules[one] = replace(rule, reserve=reserve)
-            elif any(problem.cheaper) and which < 0.5:
-                rules[one] = replace(rule, whole=not rule.whole)
+                    rules[device] = replace(rule, reserve=reserve)
+            elif any(problem.cheaper) and draw < 0.5:
+                rules[device] = replace(rule, whole=not rule.whole)
             else:
-                rules[one] = replace(rule, owed=owed)
+                rules[device] = replace(rule, owed=owed)
     return rules

@@ -20,20 +20,20 @@ from funcpipe.core.schedule import Action, Kind
 from funcpipe.lab.problem import ROUNDING, Orders, Problem
 
 _LARGEST = 10**6
-"""Of the whole numbers that times are turned into; the solver is slow with larger ones."""
+"""The most ticks that one action takes; the solver is slow with larger numbers."""
 _FINE = 10**6
-"""The largest memory limit, in whole numbers."""
+"""What the largest memory limit is scaled to, for memory in whole numbers."""
 _MOST = 4_000
-"""Intervals; more are out of its reach."""
+"""The most actions of a problem; with more the solver does not come to an end."""
 
 
 class Solved(NamedTuple):
-    """What the solver has to say.
+    """The result of the solver.
 
     Attributes:
         orders: a schedule at least as short as the hint; None: it found none in its time.
         bound: no schedule takes less, in the unit of the cost; 0 where the model leaves something out.
-        late: did the time end it.
+        late: whether the time ended it.
     """
 
     orders: Orders | None
@@ -87,8 +87,8 @@ class _Model:
         self.problem, self.cp = problem, cp_model.CpModel()
         self.unit, exact = _unit(problem)
         fused = any(
-            whole < one + two
-            for whole, one, two in zip(problem.whole_backward, problem.inward, problem.weight, strict=True)
+            whole < inward + weight
+            for whole, inward, weight in zip(problem.whole_backward, problem.inward, problem.weight, strict=True)
         )
         crossing = problem.cost.bandwidth or problem.cost.skips or any(_tuple(problem.cost.output))
         self.complete = exact and not fused and not crossing and not problem.offload and not problem.remat
@@ -127,17 +127,17 @@ class _Model:
             cp.AddNoOverlap(row)
 
     def _waits(self, stage: int, microbatch: int) -> None:
-        cp, (there, back) = self.cp, self.hops
+        cp, (forward_hops, backward_hops) = self.cp, self.hops
         forward, inward = Action(Kind.F, stage, microbatch), Action(Kind.I, stage, microbatch)
         cp.Add(self.starts[inward] >= self._end(forward))
         cp.Add(self.starts[Action(Kind.W, stage, microbatch)] >= self._end(inward))
         if stage:
-            before = Action(Kind.I, stage - 1, microbatch)
-            cp.Add(self.starts[forward] >= self._end(Action(Kind.F, stage - 1, microbatch)) + there[stage - 1])
-            cp.Add(self.starts[before] >= self._end(inward) + back[stage])
+            previous = Action(Kind.I, stage - 1, microbatch)
+            cp.Add(self.starts[forward] >= self._end(Action(Kind.F, stage - 1, microbatch)) + forward_hops[stage - 1])
+            cp.Add(self.starts[previous] >= self._end(inward) + backward_hops[stage])
 
     def _repeated(self, stage: int, microbatch: int) -> Any:
-        """The R that a residual may have, between its F and its I."""
+        """The optional interval of an R between its F and its I."""
         cp = self.cp
         action = Action(Kind.R, stage, microbatch)
         chosen = self.again[stage, microbatch] = cp.NewBoolVar("")
@@ -151,12 +151,12 @@ class _Model:
         cp, problem = self.cp, self.problem
         largest = max((limit for limit in problem.limits if limit < inf), default=1.0)
         scale = _FINE / largest
-        for device, mine in enumerate(problem.local):
+        for device, stages in enumerate(problem.local):
             if problem.limits[device] == inf:
                 continue
             intervals: list[Any] = []
             demands: list[int] = []
-            for stage in mine:
+            for stage in stages:
                 # Rounded so that whatever fits the problem fits here; what only fits here is refused when it is timed.
                 rest = min(problem.rest[stage], problem.residual[stage])
                 shares = floor((problem.residual[stage] - rest) * scale), floor(rest * scale)
@@ -168,7 +168,7 @@ class _Model:
             cp.AddCumulative(intervals, demands, ceil(problem.limits[device] * (1 + ROUNDING) * scale))
 
     def _held(self, stage: int, microbatch: int, kind: Kind) -> Any:
-        """From when the residual is there to the end of an action."""
+        """The interval from when a residual is there to the end of an action that frees it."""
         cp = self.cp
         begin = self.starts[Action(Kind.F, stage, microbatch)]
         chosen = self.again.get((stage, microbatch))
@@ -182,10 +182,10 @@ class _Model:
     def _objective(self) -> None:
         cp, problem, last = self.cp, self.problem, self.problem.num_microbatches - 1
         goal = cp.NewIntVar(0, self.horizon, "goal")
-        for mine in problem.local:
-            for stage in mine:
+        for stages in problem.local:
+            for stage in stages:
                 end = self._end(Action(Kind.W, stage, last))
-                begin = self.starts[Action(Kind.F, mine[0], 0)] if problem.objective == "span" else 0
+                begin = self.starts[Action(Kind.F, stages[0], 0)] if problem.objective == "span" else 0
                 cp.Add(goal >= end - begin)
         cp.Minimize(goal)
 
@@ -193,16 +193,16 @@ class _Model:
         return self.starts[action] + self.times[action.kind][action.stage]
 
     def orders(self, solver: Any) -> Orders:
-        """The devices' orders of the solution; actions of no length go before what starts with them."""
+        """The orders of the solution; actions of no length go before those that start at the same time."""
         rank = {Kind.F: 0, Kind.R: 1, Kind.I: 2, Kind.W: 3}
         rows: list[list[tuple[tuple[int, ...], Action]]] = [[] for _ in range(self.problem.num_devices)]
         for action, start in self.starts.items():
             kind, stage, microbatch = action
             if kind is Kind.R and not solver.Value(self.again[stage, microbatch]):
                 continue
-            begins = solver.Value(start)
-            place = begins, bool(self.times[kind][stage]), rank[kind], stage if kind is Kind.F else -stage, microbatch
-            rows[self.problem.device_of[stage]].append((place, action))
+            begin = solver.Value(start)
+            key = begin, bool(self.times[kind][stage]), rank[kind], stage if kind is Kind.F else -stage, microbatch
+            rows[self.problem.device_of[stage]].append((key, action))
         return [[action for _, action in sorted(row, key=itemgetter(0))] for row in rows]
 
 

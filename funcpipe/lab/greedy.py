@@ -19,11 +19,11 @@ _NEVER = float("inf")
 
 
 class NoRoom(Exception):
-    """The construction does not get by with the memory."""
+    """The memory does not suffice for the construction."""
 
 
 class Builder:
-    """Orders that grow; when each device is free, what it holds, how long it has waited.
+    """Orders under construction, with when each device is free, what it holds and how long it has waited.
 
     Attributes:
         done: by kind (F, I, W), how many each stage has run.
@@ -42,16 +42,16 @@ class Builder:
         self.allowed = allowed
 
     def arrival(self, kind: Kind, stage: int) -> float:
-        """When the next F or I of a stage can start, its device apart; infinite if that is not known."""
+        """When what the next F or I of a stage reads is there; infinite if that is not known."""
         problem, microbatch = self.problem, self.done[kind][stage]
-        there, back = problem.waits
+        forward_waits, backward_waits = problem.waits
         if microbatch >= problem.num_microbatches:
             return _NEVER
         if kind is Kind.F:
-            return self.ends[Kind.F][stage - 1][microbatch] + there[stage - 1] if stage else 0.0
-        own = self.ends[Kind.F][stage][microbatch]
+            return self.ends[Kind.F][stage - 1][microbatch] + forward_waits[stage - 1] if stage else 0.0
+        end = self.ends[Kind.F][stage][microbatch]
         last = stage + 1 == problem.num_stages
-        return own if last else max(own, self.ends[Kind.I][stage + 1][microbatch] + back[stage + 1])
+        return end if last else max(end, self.ends[Kind.I][stage + 1][microbatch] + backward_waits[stage + 1])
 
     def put(self, kind: Kind, stage: int) -> None:
         """Run the next F or I of a stage. Raises NoRoom."""
@@ -85,11 +85,11 @@ class Builder:
         self.orders[device].append(Action(Kind.W, stage, microbatch))
 
     def most_idle(self, device: int) -> float:
-        """How much a device may wait without being the worst."""
-        most = max(self.idle)
+        """How long a device may wait without waiting longer than all others."""
+        longest = max(self.idle)
         if self.allowed is not None:
-            most = max(most, max(self.allowed) - self.allowed[device])
-        return most
+            longest = max(longest, max(self.allowed) - self.allowed[device])
+        return longest
 
     def fill(self, kind: Kind, stage: int, *, short: bool, long: bool) -> None:
         """Make room and use the wait before the next F or I of a stage.
@@ -115,7 +115,7 @@ class Builder:
             self.put_weight(device)
 
     def finish(self) -> None:
-        """All W that are left."""
+        """Run all W that are left."""
         for device, owed in enumerate(self.owed):
             while owed:
                 self.put_weight(device)
@@ -136,162 +136,166 @@ def on_a_v(problem: Problem) -> Iterator[Orders]:
         allowed: list[float] | None = None
         while True:
             try:
-                built = _v(problem, allowed, forwards=forwards, backwards=backwards)
+                builder = _v(problem, allowed, forwards=forwards, backwards=backwards)
             except NoRoom:
                 break
-            yield built.orders
-            if allowed is not None and max(built.idle) >= max(allowed) * (1 - ROUNDING):
+            yield builder.orders
+            if allowed is not None and max(builder.idle) >= max(allowed) * (1 - ROUNDING):
                 break
-            allowed = built.idle
+            allowed = builder.idle
 
 
 def _line(problem: Problem, wait_before_first: bool, backwards_first: bool, eager: bool) -> Orders:
-    built = Builder(problem)
-    stages, count, done = problem.num_stages, problem.num_microbatches, built.done
-    _warm_up(built, wait_before_first)
+    builder = Builder(problem)
+    stages, count, done = problem.num_stages, problem.num_microbatches, builder.done
+    _warm_up(builder, wait_before_first)
     for _ in range(1, count):
-        wanted = [done[Kind.F][stage] < count for stage in range(stages)]
+        runs_forward = [done[Kind.F][stage] < count for stage in range(stages)]
         if backwards_first:
-            wanted = [one and not _better_waits(built, stage) for stage, one in enumerate(wanted)]
+            runs_forward = [runs and not _better_waits(builder, stage) for stage, runs in enumerate(runs_forward)]
         for stage in reversed(range(stages - 1)):  # a forward that the next stage does not want yet can wait
-            wanted[stage] = wanted[stage] and (wanted[stage + 1] or done[Kind.F][stage + 1] >= count)
+            runs_forward[stage] = runs_forward[stage] and (runs_forward[stage + 1] or done[Kind.F][stage + 1] >= count)
         for stage in range(stages):
-            if wanted[stage]:
-                built.fill(Kind.F, stage, short=eager, long=True)
-                built.put(Kind.F, stage)
+            if runs_forward[stage]:
+                builder.fill(Kind.F, stage, short=eager, long=True)
+                builder.put(Kind.F, stage)
         for stage in reversed(range(stages)):
             if done[Kind.F][stage] <= done[Kind.I][stage]:
-                built.fill(Kind.F, stage, short=eager, long=True)
-                built.put(Kind.F, stage)
-            built.fill(Kind.I, stage, short=eager, long=True)
-            built.put(Kind.I, stage)
-    built.finish()
-    return built.orders
+                builder.fill(Kind.F, stage, short=eager, long=True)
+                builder.put(Kind.F, stage)
+            builder.fill(Kind.I, stage, short=eager, long=True)
+            builder.put(Kind.I, stage)
+    builder.finish()
+    return builder.orders
 
 
-def _warm_up(built: Builder, wait: bool) -> None:
-    """As many forwards on each device as fit before its first gradient, fewer on each than on the one before."""
-    problem = built.problem
+def _warm_up(builder: Builder, wait: bool) -> None:
+    """Run as many forwards on each device as fit before its first gradient, fewer on each than on the one before."""
+    problem = builder.problem
     stages, count = problem.num_stages, problem.num_microbatches
-    back = problem.waits[1]
+    backward_waits = problem.waits[1]
     for stage in range(stages):
-        built.put(Kind.F, stage)
-    more = [0] * stages
-    gradient = built.now[-1] + problem.inward[-1]
+        builder.put(Kind.F, stage)
+    extra = [0] * stages
+    gradient = builder.now[-1] + problem.inward[-1]
     for stage in reversed(range(stages - 1)):
-        arrives, now, held = gradient + back[stage + 1], built.now[stage], built.held[stage]
+        arrives, free, memory = gradient + backward_waits[stage + 1], builder.now[stage], builder.held[stage]
         limit = problem.limits[stage] * (1 + ROUNDING)
-        while 1 + more[stage] < count and held + problem.residual[stage] <= limit:
-            if (now if wait else now + problem.forward[stage]) > arrives * (1 + ROUNDING) or (wait and now >= arrives):
+        while 1 + extra[stage] < count and memory + problem.residual[stage] <= limit:
+            if (free if wait else free + problem.forward[stage]) > arrives * (1 + ROUNDING) or (
+                wait and free >= arrives
+            ):
                 break
-            held, now = held + problem.residual[stage], now + problem.forward[stage]
-            more[stage] += 1
-        gradient = max(now, arrives) + problem.inward[stage]
+            memory, free = memory + problem.residual[stage], free + problem.forward[stage]
+            extra[stage] += 1
+        gradient = max(free, arrives) + problem.inward[stage]
     for stage in range(1, stages):
-        more[stage] = max(0, min(more[stage], more[stage - 1] - 1)) if 1 + more[stage] < count else more[stage]
-        more[stage] = min(more[stage], more[stage - 1])
+        extra[stage] = max(0, min(extra[stage], extra[stage - 1] - 1)) if 1 + extra[stage] < count else extra[stage]
+        extra[stage] = min(extra[stage], extra[stage - 1])
     for stage in range(stages):
-        for _ in range(more[stage]):
-            built.put(Kind.F, stage)
+        for _ in range(extra[stage]):
+            builder.put(Kind.F, stage)
     for stage in reversed(range(stages)):
-        built.put(Kind.I, stage)
+        builder.put(Kind.I, stage)
 
 
-def _better_waits(built: Builder, stage: int) -> bool:
-    """Would this device's next forward hold up its next backward, which the next stage has all it needs for."""
-    problem, done = built.problem, built.done
+def _better_waits(builder: Builder, stage: int) -> bool:
+    """Would this device's next forward hold up its next backward, whose gradient the next stage can already compute."""
+    problem, done = builder.problem, builder.done
     if stage + 1 >= problem.num_stages or done[Kind.F][stage] < done[Kind.F][stage + 1] + 2:
         return False
-    comes = built.now[stage + 1] + problem.forward[stage + 1] + problem.inward[stage + 1] + problem.waits[1][stage + 1]
-    if built.now[stage] >= comes:
+    gradient = (
+        builder.now[stage + 1] + problem.forward[stage + 1] + problem.inward[stage + 1] + problem.waits[1][stage + 1]
+    )
+    if builder.now[stage] >= gradient:
         return True
-    held, cost = built.held[stage] + problem.residual[stage], 0.0
-    for _ in range(len(built.owed[stage])):
-        if held <= problem.limits[stage] * (1 + ROUNDING):
+    memory, weight_time = builder.held[stage] + problem.residual[stage], 0.0
+    for _ in range(len(builder.owed[stage])):
+        if memory <= problem.limits[stage] * (1 + ROUNDING):
             break
-        held, cost = held - problem.rest[stage], cost + problem.weight[stage]
-    if built.now[stage] + problem.forward[stage] + cost <= comes:
+        memory, weight_time = memory - problem.rest[stage], weight_time + problem.weight[stage]
+    if builder.now[stage] + problem.forward[stage] + weight_time <= gradient:
         return False
-    return comes - built.now[stage] <= built.most_idle(stage) - built.idle[stage]
+    return gradient - builder.now[stage] <= builder.most_idle(stage) - builder.idle[stage]
 
 
 def _v(problem: Problem, allowed: list[float] | None, *, forwards: bool, backwards: bool) -> Builder:
-    built = Builder(problem, allowed)
-    devices, count, done = problem.num_devices, problem.num_microbatches, built.done
+    builder = Builder(problem, allowed)
+    devices, count, done = problem.num_devices, problem.num_microbatches, builder.done
     last = problem.num_stages - 1
-    _fill_the_v(built)
+    _fill_the_v(builder)
     for _ in range(2 * count):
-        down, up = _next_backwards(built)
+        down, up = _next_backwards(builder)
         for stage in [*reversed(down), *(last - device for device in up)]:
-            built.fill(Kind.I, stage, short=False, long=backwards or stage < devices)
-            built.put(Kind.I, stage)
+            builder.fill(Kind.I, stage, short=False, long=backwards or stage < devices)
+            builder.put(Kind.I, stage)
         for device in range(devices):
-            stage = _next_forward(built, device)
+            stage = _next_forward(builder, device)
             if stage is not None:
-                built.fill(Kind.F, stage, short=False, long=forwards)
-                built.put(Kind.F, stage)
+                builder.fill(Kind.F, stage, short=False, long=forwards)
+                builder.put(Kind.F, stage)
     if any(n < count for kind in (Kind.F, Kind.I) for n in done[kind]):
         raise NoRoom
-    built.finish()
-    return built
+    builder.finish()
+    return builder
 
 
-def _fill_the_v(built: Builder) -> None:
-    """Forwards until every device has seen the first microbatch on both its stages, as many as each has room for."""
-    problem, forward = built.problem, built.done[Kind.F]
+def _fill_the_v(builder: Builder) -> None:
+    """Run forwards until every device has run the first microbatch on both stages, as many as each has room for."""
+    problem, forward = builder.problem, builder.done[Kind.F]
     devices, count, last = problem.num_devices, problem.num_microbatches, problem.num_stages - 1
     for device in range(devices):
-        built.put(Kind.F, device)
+        builder.put(Kind.F, device)
     for device in reversed(range(devices)):
         up = last - device
-        more = 2 * device * problem.residual[device] + problem.residual[device] + problem.residual[up]
+        needed = 2 * device * problem.residual[device] + problem.residual[device] + problem.residual[up]
         while (
             device + 1 < devices
             and forward[0] < count
-            and built.held[device] + more <= problem.limits[device] * (1 + ROUNDING)
-            and built.now[device] + problem.forward[device] <= built.arrival(Kind.F, up)
+            and builder.held[device] + needed <= problem.limits[device] * (1 + ROUNDING)
+            and builder.now[device] + problem.forward[device] <= builder.arrival(Kind.F, up)
         ):
-            for above in range(device + 1):
-                built.put(Kind.F, above)
-        built.put(Kind.F, up)
+            for earlier in range(device + 1):
+                builder.put(Kind.F, earlier)
+        builder.put(Kind.F, up)
     way_up = False
     for device in range(1, devices):
         before, up = device - 1, last - device
         while (
             forward[device] + forward[up] < forward[before] + forward[up + 1] or forward[up] <= forward[up + 1] < count
         ):
-            for below in reversed(range(device, devices)):
-                stage = last - below if way_up else below
+            for later in reversed(range(device, devices)):
+                stage = last - later if way_up else later
                 if forward[stage] < count:
-                    built.put(Kind.F, stage)
+                    builder.put(Kind.F, stage)
             way_up = not way_up
 
 
-def _next_backwards(built: Builder) -> tuple[list[int], list[int]]:
-    """The devices whose next backward is that of the stage on the way down, and those where it is the other."""
-    problem, done = built.problem, built.done[Kind.I]
+def _next_backwards(builder: Builder) -> tuple[list[int], list[int]]:
+    """The devices whose next backward is of their stage on the way down, and those with that of their other stage."""
+    problem, done = builder.problem, builder.done[Kind.I]
     last, count = problem.num_stages - 1, problem.num_microbatches
     down: list[int] = []
     up: list[int] = []
     for device in range(problem.num_devices):
-        here, there = done[device], done[last - device]
-        if here >= count:
+        done_down, done_up = done[device], done[last - device]
+        if done_down >= count:
             continue
-        follows = here < there and (
-            device + 1 == problem.num_devices or there >= count or built.arrival(Kind.I, device) < _NEVER
+        follows = done_down < done_up and (
+            device + 1 == problem.num_devices or done_up >= count or builder.arrival(Kind.I, device) < _NEVER
         )
         (down if follows else up).append(device)
     return down, up
 
 
-def _next_forward(built: Builder, device: int) -> int | None:
+def _next_forward(builder: Builder, device: int) -> int | None:
     """The stage whose forward a device runs next; None: it has to wait for one."""
-    problem, forward = built.problem, built.done[Kind.F]
+    problem, forward = builder.problem, builder.done[Kind.F]
     up = problem.num_stages - 1 - device
     if forward[up] >= problem.num_microbatches:
         return None
     if forward[up] >= forward[device]:
         return device
-    if device + 1 == problem.num_devices or built.arrival(Kind.F, up) < _NEVER:
+    if device + 1 == problem.num_devices or builder.arrival(Kind.F, up) < _NEVER:
         return up
-    return device if built.arrival(Kind.F, device) < _NEVER else None
+    return device if builder.arrival(Kind.F, device) < _NEVER else None

@@ -21,10 +21,10 @@ _ALL = 10**9
 
 @dataclass(frozen=True)
 class DeviceRule:
-    """How one device decides.
+    """The rule by which one device picks its next action.
 
     Attributes:
-        ranks: which goes first, as (code, which of the device's stages); F and I of each stage.
+        ranks: what goes first, as (code, number of the stage on the device); F and I of each stage.
         window: for each of its stages, how many microbatches may have run F there and not yet F in the device's next
             stage (for the last: I).
         reserve: how many residuals of the device's next stage must fit besides one that a forward takes.
@@ -44,13 +44,13 @@ class DeviceRule:
 
 
 class Listed(NamedTuple):
-    """What rules lead to.
+    """The schedule that rules lead to.
 
     Attributes:
         makespan: end of the last action.
         span: the longest time of a device from its first start to its last end.
-        total: of the ends, or of the spans.
-        lanes: the orders.
+        total: the sum of the devices' ends, or of their spans.
+        lanes: the order of each device.
     """
 
     makespan: float
@@ -60,7 +60,7 @@ class Listed(NamedTuple):
 
 
 class _Device:
-    """A device in the course of the simulation."""
+    """The state of a device during the simulation."""
 
     __slots__ = (
         "again",
@@ -79,10 +79,12 @@ class _Device:
     )
 
     def __init__(self, problem: Problem, device: int, rule: DeviceRule) -> None:
-        mine = problem.local[device]
+        stages = problem.local[device]
         self.rule, self.limit = rule, problem.limits[device] * (1 + ROUNDING)
-        next_stage = dict(pairwise(mine))
-        self.plan = [(code, mine[at], rule.window[at], next_stage.get(mine[at], -1)) for code, at in rule.ranks]
+        next_stage = dict(pairwise(stages))
+        self.plan = [
+            (code, stages[chunk], rule.window[chunk], next_stage.get(stages[chunk], -1)) for code, chunk in rule.ranks
+        ]
         self.held, self.free, self.begun = 0.0, 0.0, _NEVER
         self.owed: list[int] = []
         self.paid = self.kept = 0
@@ -93,22 +95,22 @@ class _Device:
 
 
 _Decision: TypeAlias = tuple[int, int, bool, float]
-"""What a device does now: (code, stage, whether a forward drops its residual, 0); (-1, .., .., until when it waits)."""
+"""A device's next action: (code, stage, whether a forward drops its residual, 0); (-1, .., .., until when it waits)."""
 
 
 def run(problem: Problem, rules: Sequence[DeviceRule]) -> Listed | None:
-    """Follow the rules; None where they come to a standstill."""
-    floor = _Floor(problem, rules)
-    if not floor.run():
+    """The schedule that rules lead to; None where they deadlock."""
+    simulation = _Floor(problem, rules)
+    if not simulation.run():
         return None
-    ends = [device.free for device in floor.devices]
-    spans = [device.free - device.begun for device in floor.devices]
+    ends = [device.free for device in simulation.devices]
+    spans = [device.free - device.begun for device in simulation.devices]
     total = sum(ends if problem.objective == "makespan" else spans)
-    return Listed(max(ends), max(spans), total, [device.lane for device in floor.devices])
+    return Listed(max(ends), max(spans), total, [device.lane for device in simulation.devices])
 
 
 class _Floor:
-    """All devices, and when what they wait for arrives."""
+    """The simulation of all devices, with when each input and each gradient arrives."""
 
     def __init__(self, problem: Problem, rules: Sequence[DeviceRule]) -> None:
         self.problem, self.count, self.last = problem, problem.num_microbatches, problem.num_stages - 1
@@ -117,94 +119,96 @@ class _Floor:
         self.i_at = [[_NEVER] * self.count for _ in range(stages)]
         self.f_at[0] = [0.0] * self.count
         self.f_done, self.i_done, self.w_done = [0] * stages, [0] * stages, [0] * stages
-        self.grows = [rest - whole for rest, whole in zip(problem.rest, problem.residual, strict=True)]
+        self.grows = [rest - residual for rest, residual in zip(problem.rest, problem.residual, strict=True)]
         self.devices = [_Device(problem, device, rule) for device, rule in enumerate(rules)]
         self.events = [(0.0, device) for device in range(len(self.devices))]
 
     def run(self) -> bool:
-        """Until everything is done (True), or nothing happens any more."""
-        todo = 3 * self.count * (self.last + 1)
+        """Simulate until every action is done (True), or no device can go on (False)."""
+        remaining = 3 * self.count * (self.last + 1)
         events, devices = self.events, self.devices
-        while todo and events:
+        while remaining and events:
             now, number = heappop(events)
-            me = devices[number]
-            if now < me.free:
+            device = devices[number]
+            if now < device.free:
                 continue
-            choice = self.choose(me, now)
-            me.idle = choice[0] < 0
-            if me.idle:
+            choice = self.choose(device, now)
+            device.idle = choice[0] < 0
+            if device.idle:
                 if choice[3] < _NEVER:
                     heappush(events, (choice[3], number))
                 continue
-            todo -= 0 if choice[0] == R else 2 if choice[0] == B else 1
-            self.begin(number, me, now, choice)
-        return not todo
+            remaining -= 0 if choice[0] == R else 2 if choice[0] == B else 1
+            self.begin(number, device, now, choice)
+        return not remaining
 
-    def choose(self, me: _Device, now: float) -> _Decision:
-        """The first in the device's order that can start; W where it fills a wait that is worth it."""
-        waiting, rule = len(me.owed) - me.paid, me.rule
+    def choose(self, device: _Device, now: float) -> _Decision:
+        """The first action in the device's ranks that can start; W where it fills a wait that is worth it."""
+        waiting, rule = len(device.owed) - device.paid, device.rule
         if waiting > rule.owed:
             return W, -1, False, 0.0
         soonest, blocked = _NEVER, False
         f_done, i_done, remat = self.f_done, self.i_done, self.problem.remat
-        whole, room = self.problem.residual, me.limit - me.held
-        for code, stage, window, follower in me.plan:
+        whole, room = self.problem.residual, device.limit - device.held
+        for code, stage, window, next_stage in device.plan:
             if code == F:
                 done = f_done[stage]
-                ahead = done - (i_done[stage] if follower < 0 else f_done[follower])
+                ahead = done - (i_done[stage] if next_stage < 0 else f_done[next_stage])
                 if done >= self.count or ahead >= window:
                     continue
-                need = whole[stage]
-                if rule.reserve and follower >= 0 and ahead >= 0 and f_done[follower] < self.count:
-                    need += rule.reserve * whole[follower]
-                comes = self.f_at[stage][done]
-                if remat and (me.kept >= rule.keep or (comes <= now and need + whole[stage] * bool(me.dropped) > room)):
-                    if comes <= now:
+                needed = whole[stage]
+                if rule.reserve and next_stage >= 0 and ahead >= 0 and f_done[next_stage] < self.count:
+                    needed += rule.reserve * whole[next_stage]
+                arrival = self.f_at[stage][done]
+                if remat and (
+                    device.kept >= rule.keep or (arrival <= now and needed + whole[stage] * bool(device.dropped) > room)
+                ):
+                    if arrival <= now:
                         return F, stage, True, 0.0
-                elif need + whole[stage] * bool(me.dropped) > room:  # the next R needs room too
-                    blocked = blocked or comes <= now
+                elif needed + whole[stage] * bool(device.dropped) > room:  # the next R needs room too
+                    blocked = blocked or arrival <= now
                     continue
             else:
                 done = i_done[stage]
                 if done >= f_done[stage]:
                     continue
-                comes = self.i_at[stage][done]
+                arrival = self.i_at[stage][done]
                 if self.grows[stage] > room and not (
                     rule.whole and self.problem.cheaper[stage]
                 ):  # what I leaves may be more than what it takes
-                    blocked = blocked or comes <= now
+                    blocked = blocked or arrival <= now
                     continue
-                if me.dropped and (stage, done) in me.dropped:  # first R, so that it ends when the gradient comes
+                if device.dropped and (stage, done) in device.dropped:  # R first, to end when the gradient comes
                     if whole[stage] > room:
-                        blocked = blocked or comes <= now
+                        blocked = blocked or arrival <= now
                         continue
-                    code, comes = R, comes - self.problem.again[stage]
-            if comes <= now:
+                    code, arrival = R, arrival - self.problem.again[stage]
+            if arrival <= now:
                 if code == I and rule.whole and self.problem.cheaper[stage]:
                     code = B
                 return code, stage, False, 0.0
-            if comes < soonest:
-                soonest = comes
-        if waiting and (blocked or soonest - now >= rule.worth * self.problem.weight[me.owed[me.paid]]):
+            if arrival < soonest:
+                soonest = arrival
+        if waiting and (blocked or soonest - now >= rule.worth * self.problem.weight[device.owed[device.paid]]):
             return W, -1, False, 0.0
         return -1, -1, False, soonest
 
-    def begin(self, number: int, me: _Device, now: float, choice: _Decision) -> None:
-        """Run an action: what it takes and frees, when it ends, who learns of it."""
+    def begin(self, number: int, device: _Device, now: float, choice: _Decision) -> None:
+        """Run an action: count it, take and free memory, set when it ends, wake the device that waits for it."""
         problem, (code, stage, drop, _) = self.problem, choice
-        other = number
+        receiver = number
         if code == F:
             done = self.f_done[stage]
             self.f_done[stage] += 1
             end = now + problem.forward[stage]
             if drop:
-                me.dropped.add((stage, done))
+                device.dropped.add((stage, done))
             else:
-                me.held += problem.residual[stage]
-                me.kept += 1
+                device.held += problem.residual[stage]
+                device.kept += 1
             if stage < self.last:
                 self.f_at[stage + 1][done] = end + problem.waits[0][stage]
-                other = problem.device_of[stage + 1]
+                receiver = problem.device_of[stage + 1]
             else:
                 self.i_at[stage][done] = end
         elif code in (B, I):
@@ -212,32 +216,32 @@ class _Floor:
             self.i_done[stage] += 1
             if code == B:
                 end = now + problem.whole_backward[stage]
-                me.held -= problem.residual[stage]
+                device.held -= problem.residual[stage]
             else:
                 end = now + problem.inward[stage]
-                me.held -= problem.residual[stage] - problem.rest[stage]
-                me.owed.append(stage)
-            me.kept -= (stage, done) not in me.again
+                device.held -= problem.residual[stage] - problem.rest[stage]
+                device.owed.append(stage)
+            device.kept -= (stage, done) not in device.again
             if stage:
                 self.i_at[stage - 1][done] = end + problem.waits[1][stage]
-                other = problem.device_of[stage - 1]
+                receiver = problem.device_of[stage - 1]
         elif code == W:
-            stage = me.owed[me.paid]
-            me.paid += 1
+            stage = device.owed[device.paid]
+            device.paid += 1
             done = self.w_done[stage]
             self.w_done[stage] += 1
             end = now + problem.weight[stage]
-            me.held -= problem.rest[stage]
+            device.held -= problem.rest[stage]
         else:
             done = self.i_done[stage]
             end = now + problem.again[stage]
-            me.held += problem.residual[stage]
-            me.dropped.remove((stage, done))
-            me.again.add((stage, done))
-        if self.devices[other].idle:
-            heappush(self.events, (now, other))
-        if not me.lane:
-            me.begun = now
-        me.lane.append((code, stage, done))
-        me.free = end
+            device.held += problem.residual[stage]
+            device.dropped.remove((stage, done))
+            device.again.add((stage, done))
+        if self.devices[receiver].idle:
+            heappush(self.events, (now, receiver))
+        if not device.lane:
+            device.begun = now
+        device.lane.append((code, stage, done))
+        device.free = end
         heappush(self.events, (end, number))

@@ -32,7 +32,7 @@ def offload_to_fit(problem: Problem, schedule: Schedule, time: Timed, budget: Bu
         over = [device for device, peak in enumerate(timeline.peak) if peak > problem.limits[device] * (1 + ROUNDING)]
         if not over:
             return schedule
-        chosen = {one for device in over if (one := _longest(problem, timeline, device, away)) is not None}
+        chosen = {place for device in over if (place := _longest(problem, timeline, device, away)) is not None}
         if len(chosen) < len(over):
             return None
         away |= chosen
@@ -41,7 +41,7 @@ def offload_to_fit(problem: Problem, schedule: Schedule, time: Timed, budget: Bu
 
 
 def _longest(problem: Problem, timeline: Timeline, device: int, away: set[tuple[int, int]]) -> tuple[int, int] | None:
-    """Of what lies on a device at its highest level: the (stage, microbatch) with the longest wait around it."""
+    """The (stage, microbatch) whose residual waits for longest of those on a device when its memory is highest."""
     steps = timeline.memory[device]
     peak = max(level for _, level in steps)
     moment = next(time for time, level in steps if level >= peak)
@@ -58,7 +58,7 @@ def _longest(problem: Problem, timeline: Timeline, device: int, away: set[tuple[
             begins.pop(place, None)  # it is computed again, or away: there is nothing to move
         elif (kind is Kind.B or kind is Kind.I) and place in begins and place not in away:
             move = problem.cost.of(Kind.O, stage)
-            # It is gone from the end of its O until L starts, which must hold the moment between them.
+            # The residual is away from the end of O to the start of L; the moment must lie between them.
             if (
                 begins[place] + move <= moment < span.start - move + ROUNDING
                 and span.start - begins[place] - 2 * move > wait
@@ -68,22 +68,22 @@ def _longest(problem: Problem, timeline: Timeline, device: int, away: set[tuple[
 
 
 def _insert(problem: Problem, bare: Schedule, timeline: Timeline, away: set[tuple[int, int]]) -> Schedule:
-    """O after each F, L as late as it can stand to be back for the backward."""
+    """A schedule with O after each F of ``away``, and L as late as it can be to end before the backward."""
     starts = {span.action: span.start for span in timeline.spans}
     orders: list[tuple[Action, ...]] = []
     for order in bare.orders:
         loads: dict[int, list[Action]] = {}
-        made = {(a.stage, a.microbatch): at for at, a in enumerate(order) if a.kind is Kind.F}
+        forwards = {(a.stage, a.microbatch): position for position, a in enumerate(order) if a.kind is Kind.F}
         link = float("inf")  # loads queue: each must be done before the next one begins
-        for at in reversed(range(len(order))):
-            kind, stage, microbatch = order[at]
+        for position in reversed(range(len(order))):
+            kind, stage, microbatch = order[position]
             place = stage, microbatch
             if place not in away or kind not in (Kind.B, Kind.I):
                 continue
-            begin = link = min(link, starts[order[at]]) - problem.cost.of(Kind.L, stage)
-            to = at
-            while to - 1 > made[place] and starts[order[to]] > begin:
-                to -= 1
-            loads.setdefault(to, []).insert(0, Action(Kind.L, stage, microbatch))
-        orders.append(with_moves(order, {made[place] for place in away if place in made}, loads))
+            begin = link = min(link, starts[order[position]]) - problem.cost.of(Kind.L, stage)
+            target = position
+            while target - 1 > forwards[place] and starts[order[target]] > begin:
+                target -= 1
+            loads.setdefault(target, []).insert(0, Action(Kind.L, stage, microbatch))
+        orders.append(with_moves(order, {forwards[place] for place in away if place in forwards}, loads))
     return Schedule(tuple(orders), f"{bare.name}+offload")

@@ -1,4 +1,4 @@
-"""Which stage lies on which device: lines, loops and V, as data."""
+"""Placements, the device of each stage: lines, loops and V."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def placed(shape: str | Sequence[int], num_stages: int, num_devices: int) -> tup
         ScheduleError: the counts do not allow it.
     """
     if not isinstance(shape, str):
-        given = tuple(shape)
-        if len(given) != num_stages or sorted(set(given)) != list(range(num_devices)):
+        device_of = tuple(shape)
+        if len(device_of) != num_stages or sorted(set(device_of)) != list(range(num_devices)):
             raise ScheduleError(
                 f"placement= names the device of each of {num_stages} stages, every one of 0 to {num_devices - 1}; "
-                f"got {given!r}"
+                f"got {device_of!r}"
             )
-        return given
+        return device_of
     if shape == "v" and num_stages == 2 * num_devices:
         return (*range(num_devices), *reversed(range(num_devices)))
     if shape == "loop" and num_stages % num_devices == 0:
@@ -49,5 +49,5 @@ def shapes_for(num_stages: int, num_devices: int) -> list[str]:
     """The shapes that the counts allow, each placement once."""
     if num_stages == num_devices:
         return ["line"]
-    found = ["v"] if num_stages == 2 * num_devices else []
-    return [*found, *(["loop"] if num_stages % num_devices == 0 else []), "line"]
+    shapes = ["v"] if num_stages == 2 * num_devices else []
+    return [*shapes, *(["loop"] if num_stages % num_devices == 0 else []), "line"]

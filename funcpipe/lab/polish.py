@@ -1,4 +1,4 @@
-"""Make a schedule shorter by moving one action at a time; whatever it is given stays legal and within the memory."""
+"""Make a schedule shorter by moving one action at a time; it stays legal and within the memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from funcpipe.schedules.memory import residual_table
 _CLASS = {F: 0, R: 1, B: 2, I: 2, W: 3, O: 4, L: 5}
 """Actions of one class and stage keep their order: microbatches ascend."""
 
-
 _REACH = 6
-"""Places that an action moves at most."""
+"""The most positions by which an action moves."""
 
 
 class Score(NamedTuple):
-    """What is made small: the objective first, then how long all devices together are at work or waiting."""
+    """The score of orders, smaller is better: the objective, then the sum of it over the devices."""
 
     value: float
     total: float
 
 
 class Bench:
-    """Times orders for a problem, without the checks and the records of a simulation."""
+    """Scores orders for a problem, without the checks and the records of a simulation."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -37,7 +36,7 @@ class Bench:
         self.frees = [table[kind][1] for kind in CODED]
 
     def score(self, lanes: Sequence[Sequence[CodedAction]]) -> Score | None:
-        """The times of some orders; None where they cannot come to their end."""
+        """The score of orders; None where they deadlock."""
         problem = self.problem
         ticks = clock(lanes, problem.device_of, problem.num_microbatches, self.durations, self.edges)
         if ticks.stuck:
@@ -51,28 +50,28 @@ class Bench:
         return Score(max(spans), sum(spans))
 
     def fits(self, device: int, lane: Sequence[CodedAction]) -> bool:
-        """Does a device hold no more residuals than it may."""
+        """Do the residuals of a device stay within its memory limit."""
         limit = self.problem.limits[device] * (1 + ROUNDING)
         again = {(stage, m) for code, stage, m in lane if code == R}
-        held = 0.0
+        memory = 0.0
         takes, frees = self.takes, self.frees
         for code, stage, microbatch in lane:
             if code != F or (stage, microbatch) not in again:
-                held += takes[code][stage]
-                if held > limit:
+                memory += takes[code][stage]
+                if memory > limit:
                     return False
-            held -= frees[code][stage]
+            memory -= frees[code][stage]
         return True
 
 
-def bounds_of(lane: Sequence[CodedAction], at: int) -> tuple[int, int]:
-    """The first and last place that the action at a place can move to, past those that it must not cross."""
-    code, stage, microbatch = lane[at]
+def bounds_of(lane: Sequence[CodedAction], position: int) -> tuple[int, int]:
+    """The first and last position that an action can move to without crossing those that it must not cross."""
+    code, stage, microbatch = lane[position]
     kind = _CLASS[code]
-    low = at
+    low = position
     while low and not ((other := lane[low - 1])[1] == stage and (other[2] == microbatch or _CLASS[other[0]] == kind)):
         low -= 1
-    high, last = at, len(lane) - 1
+    high, last = position, len(lane) - 1
     while high < last and not (
         (other := lane[high + 1])[1] == stage and (other[2] == microbatch or _CLASS[other[0]] == kind)
     ):
@@ -101,20 +100,20 @@ def polish(
         tries += 1
         device = rng.randrange(len(lanes))
         lane = lanes[device]
-        at = rng.randrange(len(lane))
-        low, high = bounds_of(lane, at)
-        to = rng.randint(max(low, at - _REACH), min(high, at + _REACH))
-        moved = lane[:at] + lane[at + 1 :]
-        moved.insert(to, lane[at])
-        if to == at or not bench.fits(device, moved):
+        position = rng.randrange(len(lane))
+        low, high = bounds_of(lane, position)
+        target = rng.randint(max(low, position - _REACH), min(high, position + _REACH))
+        moved = lane[:position] + lane[position + 1 :]
+        moved.insert(target, lane[position])
+        if target == position or not bench.fits(device, moved):
             continue
         lanes[device] = moved
         budget.spend()
-        found = bench.score(lanes)
-        if found is None or found > best:
+        score = bench.score(lanes)
+        if score is None or score > best:
             lanes[device] = lane
             continue
-        shorter = found.value < best.value * (1 - ROUNDING)
-        best = found
+        shorter = score.value < best.value * (1 - ROUNDING)
+        best = score
         if shorter:
             yield lanes

@@ -1,4 +1,4 @@
-"""What a search is given: costs and limits, spelled out by stage and device."""
+"""The problem that a search solves: costs and limits by stage and device; and what the search may spend."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from funcpipe.schedules.clock import edges_of
 Objective: TypeAlias = Literal["makespan", "span"]
 
 Orders: TypeAlias = list[list[Action]]
-"""For each device what it runs."""
+"""The actions of each device in their order."""
 
 CodedAction: TypeAlias = tuple[int, int, int]
-"""An action as (code, stage, microbatch), for those that walk over all of them again and again."""
+"""An action as (code, stage, microbatch), for loops that visit all of them again and again."""
 
 ROUNDING = 1e-9
-"""Of times and memory, relative: less is no difference."""
+"""Relative: times and memory that differ by less count as equal."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Problem:
     def local(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each device, ascending."""
         return tuple(
-            tuple(stage for stage, home in enumerate(self.device_of) if home == device)
+            tuple(stage for stage, owner in enumerate(self.device_of) if owner == device)
             for device in range(self.num_devices)
         )
 
@@ -91,7 +91,10 @@ class Problem:
     def cheaper(self) -> tuple[bool, ...]:
         """Does B take less time than I and W, or less memory, by stage."""
         rows = zip(self.whole_backward, self.inward, self.weight, self.residual, self.rest, strict=True)
-        return tuple(whole < (one + two) * (1 - ROUNDING) or rest > held for whole, one, two, held, rest in rows)
+        return tuple(
+            whole < (inward + weight) * (1 - ROUNDING) or rest > residual
+            for whole, inward, weight, residual, rest in rows
+        )
 
     @cached_property
     def again(self) -> tuple[float, ...]:
@@ -105,7 +108,7 @@ class Problem:
 
     @cached_property
     def rest(self) -> tuple[float, ...]:
-        """What I leaves of it."""
+        """Memory that I leaves for W, by stage."""
         return tuple(map(float, per_stage(self.cost.weight_residual, self.num_stages)))
 
     @cached_property
@@ -114,16 +117,16 @@ class Problem:
 
         As if its link were free: what waits for others on it shows in the simulation.
         """
-        there, back = [0.0] * self.num_stages, [0.0] * self.num_stages
+        forward, backward = [0.0] * self.num_stages, [0.0] * self.num_stages
         for edge in edges_of(self.cost, self.device_of):
             if abs(edge.source - edge.to) == 1:
-                row = back if edge.flow is Flow.BACKWARD else there
+                row = backward if edge.flow is Flow.BACKWARD else forward
                 row[edge.source] = max(row[edge.source], edge.link + edge.latency)
-        return tuple(there), tuple(back)
+        return tuple(forward), tuple(backward)
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """The least time that each device works."""
+        """The least time that each device needs for its actions."""
         least = [
             f + min(b, i + w)
             for f, b, i, w in zip(self.forward, self.whole_backward, self.inward, self.weight, strict=True)
@@ -141,7 +144,7 @@ class Problem:
         return self.device_of == (*range(self.num_devices), *reversed(range(self.num_devices)))
 
     def value(self, timeline: Timeline) -> float:
-        """What the objective says of a timeline."""
+        """The objective of a timeline: its makespan, or its span."""
         return timeline.makespan if self.objective == "makespan" else timeline.span
 
     def fits(self, timeline: Timeline) -> bool:
@@ -157,15 +160,15 @@ def as_schedule(orders: Iterable[Iterable[Action]], name: str) -> Schedule:
     return Schedule(tuple(map(tuple, orders)), name)
 
 
-def limits_of(given: Any, num_devices: int) -> tuple[float, ...]:
+def limits_of(memory_limit: Any, num_devices: int) -> tuple[float, ...]:
     """The memory limit of each device: one number, one for each, or None for none. Raises ScheduleError."""
-    if given is None:
+    if memory_limit is None:
         return (float("inf"),) * num_devices
-    many = isinstance(given, Sequence) and not isinstance(given, str)
-    limits: tuple[Any, ...] = tuple(cast("Sequence[Any]", given)) if many else (given,) * num_devices
-    if len(limits) != num_devices or not all(isinstance(one, (int, float)) and one > 0 for one in limits):
+    many = isinstance(memory_limit, Sequence) and not isinstance(memory_limit, str)
+    limits: tuple[Any, ...] = tuple(cast("Sequence[Any]", memory_limit)) if many else (memory_limit,) * num_devices
+    if len(limits) != num_devices or not all(isinstance(limit, (int, float)) and limit > 0 for limit in limits):
         raise ScheduleError(
-            f"memory_limit is a positive number, or one for each of {num_devices} devices; got {given!r}"
+            f"memory_limit is a positive number, or one for each of {num_devices} devices; got {memory_limit!r}"
         )
     return tuple(map(float, limits))
 
@@ -176,7 +179,7 @@ class Budget:
     Attributes:
         most: evaluations of this part.
         evaluations: how many schedules this part has timed.
-        cut: did the time end it, or a part of it.
+        cut: whether the time ended it, or a part of it.
     """
 
     def __init__(self, most: int, seconds: float) -> None:
@@ -185,11 +188,11 @@ class Budget:
         self._whole: Budget | None = None
 
     def part(self, share: float) -> Budget:
-        """Some of what is left, of 1; what it spends is spent here too."""
+        """A budget with a share of what is left; what it spends is spent here too."""
         left = self._ends - perf_counter()
-        made = Budget(int(share * (self.most - self.evaluations)), share * left)
-        made._whole = self
-        return made
+        part = Budget(int(share * (self.most - self.evaluations)), share * left)
+        part._whole = self
+        return part
 
     def spend(self) -> None:
         """Count one evaluation."""
@@ -199,7 +202,7 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """The seconds that are left."""
         return self._ends - perf_counter()
 
     @property
@@ -209,7 +212,7 @@ class Budget:
 
     @property
     def spent(self) -> bool:
-        """Is there nothing left."""
+        """Are the evaluations or the seconds used up."""
         if self.evaluations >= self.most:
             return True
         if self.late:

@@ -27,7 +27,7 @@ from funcpipe.view.simulate import simulate
 
 _WRONG = 1e-6
 _POLISHED = 20_000
-"""Actions; moving single ones in longer schedules takes too long for what it brings."""
+"""The most actions of a schedule whose single actions are moved; with more that takes too long."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,12 @@ def search(
     for number, problem in enumerate(problems):
         if best.done or budget.late:
             break
-        inners = best.variants(problem)
-        for turn, inner in enumerate(inners):
-            left = (len(problems) - number) * len(inners) - turn
+        variants = best.variants(problem)
+        for turn, variant in enumerate(variants):
+            left = (len(problems) - number) * len(variants) - turn
             part = budget.part((0.45 if exact else 0.9) / left)
             like = best.schedule if best.problem is problem else None
-            for listed in climb(inner, part, Random(seed), good=best.bound, like=like):
+            for listed in climb(variant, part, Random(seed), good=best.bound, like=like):
                 best.offer(problem, as_schedule(map(_actions, listed.lanes), "search"), "rules")
                 if best.done:
                     break
@@ -186,7 +186,7 @@ def _actions(lane: Iterable[tuple[int, int, int]]) -> tuple[Action, ...]:
 
 
 class _Best:
-    """The best so far, and who could be if it needed less memory."""
+    """The best schedule so far, and by how much the others missed the memory limit."""
 
     def __init__(self, bounds: list[float], budget: Budget) -> None:
         self.bounds, self.budget = bounds, budget
@@ -196,18 +196,18 @@ class _Best:
         self.timeline: Timeline | None = None
         self.source = ""
         self.cut = False
-        """Did the solver run out of time."""
+        """Whether the solver ran out of time."""
         self.least = float("inf")
         """The least memory above the limit that anything needed."""
 
     @property
     def bound(self) -> float:
-        """Of all placements."""
+        """The lower bound of all placements together."""
         return min(self.bounds)
 
     @property
     def done(self) -> bool:
-        """Is nothing left to find."""
+        """Is the best schedule as short as the lower bound."""
         return self.value <= self.bound * (1 + ROUNDING)
 
     def offer(self, problem: Problem, schedule: Schedule, source: str) -> None:
@@ -223,10 +223,10 @@ class _Best:
         if value >= self.value * (1 - ROUNDING):
             return
         if not problem.fits(timeline):
-            over = max(peak - limit for peak, limit in zip(timeline.peak, problem.limits, strict=True))
-            self.least = min(self.least, over)
+            excess = max(peak - limit for peak, limit in zip(timeline.peak, problem.limits, strict=True))
+            self.least = min(self.least, excess)
             relieved = (
-                offload_to_fit(problem, schedule, lambda one: self._time(problem, one), self.budget)
+                offload_to_fit(problem, schedule, lambda candidate: self._time(problem, candidate), self.budget)
                 if problem.offload
                 else None
             )
@@ -243,20 +243,20 @@ class _Best:
         return simulate(schedule, problem.cost)
 
     def tight(self, problem: Problem) -> Problem:
-        """The problem for those who count residuals alone: what else lies on the devices is taken off the limits."""
+        """The problem where only residuals count as memory: what else lies on the devices is taken off the limits."""
         limits = problem.limits
         if self.timeline is not None and self.schedule is not None and self.problem is problem and not problem.offload:
-            held = [residual_peak(order, self.schedule, problem.cost) for order in self.schedule.orders]
-            more = [max(0.0, peak - one) for peak, one in zip(self.timeline.peak, held, strict=True)]
-            limits = tuple(limit - one for limit, one in zip(limits, more, strict=True))
+            peaks = [residual_peak(order, self.schedule, problem.cost) for order in self.schedule.orders]
+            others = [max(0.0, total - peak) for total, peak in zip(self.timeline.peak, peaks, strict=True)]
+            limits = tuple(limit - other for limit, other in zip(limits, others, strict=True))
         return replace(problem, limits=limits, offload=False)
 
     def variants(self, problem: Problem) -> list[Problem]:
-        """What the rules are searched for: without remat too, and as if there were no limits where residuals can leave."""
+        """The problems that rules are searched for: without remat too, and without limits where offload is allowed."""
         tight = self.tight(problem)
-        plain = [replace(tight, remat=False)] if problem.remat else []
-        free = [replace(tight, limits=(float("inf"),) * problem.num_devices)] if problem.offload else []
-        return [*plain, tight, *free]
+        without_remat = [replace(tight, remat=False)] if problem.remat else []
+        without_limits = [replace(tight, limits=(float("inf"),) * problem.num_devices)] if problem.offload else []
+        return [*without_remat, tight, *without_limits]
 
     def polish(self, rng: Random, share: float) -> None:
         """Spend what is left, or a share of it, on moving single actions of the best."""
@@ -290,7 +290,7 @@ class _Best:
                 self.bounds[number] = min(self.value, max(self.bounds[number], solved.bound))
 
     def found(self, problems: Sequence[Problem]) -> Found:
-        """What the search gives back. Raises ScheduleError."""
+        """The result of the search. Raises ScheduleError."""
         if self.schedule is None or self.timeline is None:
             raise _too_little(problems, self.least, cut=self.budget.late)
         ended = (
@@ -314,18 +314,18 @@ def _problems(
     evaluations: Any,
     seconds: Any,
 ) -> list[Problem]:
-    """One problem for each placement; every fault of what was given in one message."""
+    """One problem for each placement; all faults of the arguments in one message."""
     faults: list[str] = []
     if not isinstance(cost, Cost):
         raise ScheduleError(f"search takes a Cost (fp.models.profile measures one); got a {type(cost).__name__}")
     counts: dict[str, int] = {}
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "num_devices": num_devices,
         "num_microbatches": num_microbatches,
         "num_stages": num_stages,
         "evaluations": evaluations,
     }
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is None and name == "num_stages":
             continue
         try:
@@ -368,12 +368,12 @@ def _stages_of(cost: Cost, placement: Any, devices: int) -> int:
 def _too_little(problems: Sequence[Problem], least: float, *, cut: bool) -> ScheduleError:
     limit = min(problems[0].limits)
     ways = [word for word, on in (("remat=True", problems[0].remat), ("offload=True", problems[0].offload)) if not on]
-    mend = f", allow {' or '.join(ways)}" if ways else ""
-    more = f"the least that was found needs {least:.6g} more" if isfinite(least) else "rules came to a standstill"
+    remedy = f", allow {' or '.join(ways)}" if ways else ""
+    shortage = f"the least that was found needs {least:.6g} more" if isfinite(least) else "rules came to a standstill"
     if cut:
-        more = f"the time was over before everything was tried (so far {more})"
-        mend = f", more seconds{mend}"
+        shortage = f"the time was over before everything was tried (so far {shortage})"
+        remedy = f", more seconds{remedy}"
     return ScheduleError(
-        f"no schedule within a memory limit of {limit:g} was found: {more}; take more devices, smaller "
-        f"microbatches{mend}, or a higher limit"
+        f"no schedule within a memory limit of {limit:g} was found: {shortage}; take more devices, smaller "
+        f"microbatches{remedy}, or a higher limit"
     )

@@ -14,7 +14,7 @@ from funcpipe.schedules import families, v_shape
 from funcpipe.schedules.transforms import remat as rematted
 
 _SMALL = 16
-"""Devices; building an adaptive V for more takes seconds."""
+"""The most devices for which an adaptive V is built; for more that takes seconds."""
 
 
 def starting_points(problem: Problem) -> Iterator[tuple[str, Schedule]]:
@@ -71,8 +71,8 @@ def _one_at_a_time(problem: Problem) -> Schedule:
 
 
 def fused(problem: Problem, schedule: Schedule) -> Schedule | None:
-    """I and the W that follows it as one B, where that takes less time or memory; None if there is none."""
-    cheaper = {stage for stage, one in enumerate(problem.cheaper) if one}
+    """A schedule with I and the W after it as one B where that takes less time or memory; None where there is none."""
+    cheaper = {stage for stage, saves in enumerate(problem.cheaper) if saves}
     if not cheaper:
         return None
     changed = False

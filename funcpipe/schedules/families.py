@@ -196,7 +196,7 @@ def interleaved(
 
 
 def _grouped(stages: int, microbatches: int, devices: int, group: int) -> Schedule:
-    """Every action in its slot: a device begins a forward every two, a backward in the slots between, g of each stage in turn.
+    """The schedule in slots: a device begins a forward every two, a backward in those between, g of each stage in turn.
 
     From device to device is one slot, so from one local stage to the next are D; a round of g takes 2 g, no less.
     """
@@ -211,9 +211,9 @@ def _grouped(stages: int, microbatches: int, devices: int, group: int) -> Schedu
     for device in range(devices):
         slots: list[tuple[int, Action]] = []
         for microbatch in range(microbatches):
-            round_, place = divmod(microbatch, group)
-            begin = 2 * (share * group * round_ + place)
-            turn = begin + 2 * (share - 1) * group + 2 * devices - 1 - device  # of the last stage's backward, here
+            round_, position = divmod(microbatch, group)
+            begin = 2 * (share * group * round_ + position)
+            turn = begin + 2 * (share - 1) * group + 2 * devices - 1 - device  # B of the device's last stage
             for local in range(share):
                 stage = local * devices + device
                 slots.append((begin + 2 * local * group + device, Action(Kind.F, stage, microbatch)))
@@ -291,24 +291,24 @@ def _counts(
     folded: bool = False,
     share: int = 1,
 ) -> tuple[int, int, int]:
-    """The counts as ints; every fault of them in one message.
+    """The counts as ints; all faults of them in one message.
 
     Without ``num_devices`` there is one device for ``share`` stages, where that divides them, else for each.
     """
     faults: list[str] = []
-    given = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_devices": num_devices}
-    found: dict[str, int] = {}
-    for name, value in given.items():
+    arguments = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_devices": num_devices}
+    counts: dict[str, int] = {}
+    for name, value in arguments.items():
         if value is None and name == "num_devices":
             continue
         try:
-            found[name] = index(value)  # pyright: ignore[reportArgumentType]
+            counts[name] = index(value)  # pyright: ignore[reportArgumentType]
         except TypeError:
             faults.append(f"{name} is a whole number; got {value!r}")
             continue
-        if found[name] <= 0:
+        if counts[name] <= 0:
             faults.append(f"{name} is positive; got {value}")
-    stages, devices = found.get("num_stages", 0), found.get("num_devices", 0)
+    stages, devices = counts.get("num_stages", 0), counts.get("num_devices", 0)
     if stages > 0 and num_devices is None:
         devices = stages // share if stages % share == 0 else stages
     if 0 < stages < devices:
@@ -320,14 +320,14 @@ def _counts(
             f"devices; take num_devices from {divisors}"
         )
     elif folded and stages > 0 and devices > 0 and stages != 2 * devices:
-        mend = f"take num_devices={stages // 2}" if stages % 2 == 0 else f"take num_stages={stages + 1}"
+        remedy = f"take num_devices={stages // 2}" if stages % 2 == 0 else f"take num_stages={stages + 1}"
         faults.append(
             f"a V has two stages a device, so num_stages is twice num_devices; got {stages} stages on {devices} "
-            f"devices; {mend}"
+            f"devices; {remedy}"
         )
     if faults:
         raise ScheduleError(bullets("no such schedule:", faults))
-    return stages, found["num_microbatches"], devices
+    return stages, counts["num_microbatches"], devices
 
 
 def _blocks(stages: int, devices: int) -> list[range]:

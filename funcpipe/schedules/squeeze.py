@@ -17,7 +17,7 @@ Lane = list[int]
 """What a device does in which slot: ``6 microbatch + word``, or FREE. Plain numbers, for there are many of them."""
 
 Block = tuple[int, int, int, int]
-"""The slots of microbatch 0 on a device: its words 0 to 3."""
+"""The slots of microbatch 0 on a device, of its words 0 to 3."""
 
 BLOCK = 6
 """Slots that one microbatch takes on a device: one each of the words below."""
@@ -28,10 +28,10 @@ _KINDS = (Kind.F, Kind.F, Kind.I, Kind.I, Kind.W, Kind.W)
 """Words: forward down, forward up, I up, I down, W up, W down. The W of an I is two words later."""
 
 _CHANGE = (1, 1, 0, 0, -1, -1)
-"""What a word changes in the number of residuals, where I gives back nothing."""
+"""By word, its change in the number of residuals, where I frees nothing."""
 
 _FROM = (-1, 1, -1, 1)
-"""The device beside, whose same word a word waits for; where there is none it waits for the word before on its own."""
+"""By word, the offset of the device whose same word it waits for; at an end of the V: its own device's word before."""
 
 _I, _W = 2, 4
 """The first words of I and W."""
@@ -85,7 +85,7 @@ def _lengthened(codes: list[int], more: int) -> list[int]:
     """An order with so many microbatches more, put in where it repeats for longest."""
     if not more:
         return codes
-    same = bytes(map(BLOCK.__eq__, map(sub, codes[BLOCK:], codes)))  # the next microbatch's, six places on?
+    same = bytes(map(BLOCK.__eq__, map(sub, codes[BLOCK:], codes)))  # is it the next microbatch's, six places on?
     end = same.index(max(same.split(b"\0"), key=len)) + BLOCK
     rounds = zip(*(range(code + BLOCK, code + BLOCK * more + 1, BLOCK) for code in codes[end - BLOCK : end]))
     return [*codes[:end], *chain.from_iterable(rounds), *(code + BLOCK * more for code in codes[end:])]
@@ -99,7 +99,7 @@ def _actions(codes: list[int], down: int, up: int) -> Iterable[Action]:
 
 
 def _fill(lane: Lane) -> Lane:
-    """F and I stay where they are, W go into the first free slots, in the order of their I."""
+    """A lane with the same F and I, and W in the first free slots, in the order of their I."""
     filled: Lane = []
     owed: list[int] = []
     done = 0
@@ -118,93 +118,93 @@ def _fill(lane: Lane) -> Lane:
 
 
 def _changes(lane: Lane) -> list[int]:
-    """What each slot changes in the number of residuals held."""
+    """The change of each slot in the number of residuals held."""
     return [0 if code == FREE else _CHANGE[code % BLOCK] for code in lane]
 
 
 def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
-    """Move every action up to the first slot that it can have: free, after all that it needs, memory under the ceiling.
+    """Move every action up to the first slot that it can have: free, after what it reads, memory within the ceiling.
 
     After slot ``drain`` no new microbatch comes in. From there on F and I take the slots of W too, and these come
-    later: nobody waits for a W.
+    later: no action waits for a W.
     """
     moved = [list(lane) for lane in lanes]
     free = [[*(slot for slot, code in enumerate(lane) if code == FREE), _NEVER] for lane in lanes]
     changes = [_changes(lane) for lane in lanes]
-    held = [0] * len(lanes)  # by what a device has done before the slot that it has come to
+    residuals = [0] * len(lanes)  # of each device before the slot that it has come to
     placed = [[_NEVER] * (max(lane) + 1) for lane in lanes]
     for slot, column in enumerate(zip_longest(*lanes, fillvalue=FREE)):
         late = slot > drain
         for device, code in enumerate(column):
             if code == FREE:
                 continue
-            word, mine = code % BLOCK, placed[device]
+            word, slot_of = code % BLOCK, placed[device]
             change = _CHANGE[word]
             if word >= _W:
                 if late:  # its slot is for the taking; `_fill` finds it another
-                    held[device] += change
+                    residuals[device] += change
                     continue
-                ready = mine[code - 2] + 1
+                ready = slot_of[code - 2] + 1
             elif 0 <= device + _FROM[word] < len(lanes):
                 ready = placed[device + _FROM[word]][code] + 1
             else:
-                ready = mine[code - 1] + 1 if word else 0
-            if code >= BLOCK and mine[code - BLOCK] >= ready:
-                ready = mine[code - BLOCK] + 1
+                ready = slot_of[code - 1] + 1 if word else 0
+            if code >= BLOCK and slot_of[code - BLOCK] >= ready:
+                ready = slot_of[code - BLOCK] + 1
             best = slot
             if late:
-                best = _earliest(moved[device], held[device], ready, slot, room=ceiling - (change > 0))
+                best = _earliest(moved[device], residuals[device], ready, slot, room=ceiling - (change > 0))
             elif ready < slot:
                 holes = free[device]
                 best = holes[bisect_left(holes, ready)]
                 if change > 0 and best < slot:
-                    full = _last_full(changes[device], held[device], best, slot, ceiling)
+                    full = _last_full(changes[device], residuals[device], best, slot, ceiling)
                     best = holes[bisect_left(holes, full + 1)]
             if best < slot:
                 lane = moved[device]
-                pushed = lane[best]
-                lane[slot], lane[best] = pushed, code
-                if pushed == FREE:
+                displaced = lane[best]
+                lane[slot], lane[best] = displaced, code
+                if displaced == FREE:
                     holes = free[device]
                     del holes[bisect_left(holes, best)]
                     insort(holes, slot)
-                changes[device][slot] = 0 if pushed == FREE else -1
+                changes[device][slot] = 0 if displaced == FREE else -1
                 changes[device][best] = change
-            mine[code] = best if best < slot else slot
-            held[device] += change
+            slot_of[code] = best if best < slot else slot
+            residuals[device] += change
     return [_fill([FREE if code % BLOCK >= _W else code for code in lane]) for lane in moved]
 
 
-def _last_full(changes: list[int], held: int, first: int, slot: int, ceiling: int) -> int:
+def _last_full(changes: list[int], residuals: int, first: int, slot: int, ceiling: int) -> int:
     """The last slot from ``first`` on, before another, at whose end a device holds all that it may; ``first - 1``: none."""
     span = changes[first + 1 : slot]
-    if held + span.count(-1) < ceiling:
+    if residuals + span.count(-1) < ceiling:
         return first - 1
-    levels = list(accumulate(reversed(span), sub, initial=held))
+    levels = list(accumulate(reversed(span), sub, initial=residuals))
     return slot - 1 - levels.index(ceiling) if ceiling in levels else first - 1
 
 
-def _earliest(lane: Lane, held: int, ready: int, slot: int, *, room: int) -> int:
+def _earliest(lane: Lane, residuals: int, ready: int, slot: int, *, room: int) -> int:
     """The first slot from ``ready`` up to its own that an action could have, with at most ``room`` held from it on.
 
     A free one, or that of a W, where one residual more has room.
 
     Args:
         lane: what the device does.
-        held: what it holds just before ``slot``.
+        residuals: how many it holds just before ``slot``.
         ready, slot, room: see above.
     """
-    best, most = slot, 0
+    best, peak = slot, 0
     for early in range(slot - 1, ready - 1, -1):
-        if held > room:
+        if residuals > room:
             break
-        most = max(most, held)
-        other = lane[early]
-        if other == FREE:
+        peak = max(peak, residuals)
+        occupant = lane[early]
+        if occupant == FREE:
             best = early
             continue
-        change = _CHANGE[other % BLOCK]
-        if change < 0 and most < room:
+        change = _CHANGE[occupant % BLOCK]
+        if change < 0 and peak < room:
             best = early
-        held -= change
+        residuals -= change
     return best

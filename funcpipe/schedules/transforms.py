@@ -12,7 +12,7 @@ _MOST_FAULTS = 20
 
 
 def _refuse(name: str, schedule: object, *, because: str) -> None:
-    """Refuse what is no schedule, and one without backwards; ``because`` says what these would be for."""
+    """Raise ScheduleError for what is no schedule, or has no backwards; ``because``: what these would be for."""
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
             f"{name} takes a schedule; got a {type(schedule).__name__} (of a plan: fp.schedules.{name}(plan.schedule))"
@@ -104,12 +104,12 @@ def _delayed(order: tuple[Action, ...], group: int) -> tuple[Action, ...]:
             out.append(Action(kind, stage, microbatch))
             continue
         out.append(Action(Kind.I, stage, microbatch))
-        own = waiting.setdefault(stage, [])
-        own.append(Action(Kind.W, stage, microbatch))
-        if len(own) == group:
-            out += own
-            own.clear()
-    return tuple(out + [action for own in waiting.values() for action in own])
+        weights = waiting.setdefault(stage, [])
+        weights.append(Action(Kind.W, stage, microbatch))
+        if len(weights) == group:
+            out += weights
+            weights.clear()
+    return tuple(out + [action for weights in waiting.values() for action in weights])
 
 
 def always(action: Action) -> bool:
@@ -155,8 +155,8 @@ def offload(schedule: Schedule, *, move: Callable[[Action], bool] = always, ahea
         for stage, microbatch in sorted(_of(order, Kind.O) & _of(order, Kind.R))
     ]
     if faults:
-        more = len(faults) - _MOST_FAULTS
-        faults = faults[:_MOST_FAULTS] + ([f"and {more} more"] if more > 0 else [])
+        omitted = len(faults) - _MOST_FAULTS
+        faults = faults[:_MOST_FAULTS] + ([f"and {omitted} more"] if omitted > 0 else [])
         raise ScheduleError(
             bullets(
                 f"a residual of {schedule.name!r} is computed again or moved, not both; let move= leave these out. It "
@@ -177,10 +177,10 @@ def _moved(order: tuple[Action, ...], move: Callable[[Action], bool], ahead: int
     away: set[int] = set()
     loads: dict[int, list[Action]] = defaultdict(list)  # what to bring back before each position
     for at, (kind, stage, m) in enumerate(order):
-        made = forwards.get((stage, m))
-        if kind not in (Kind.B, Kind.I) or made is None or at - ahead <= made + 1 or not move(order[made]):
+        forward = forwards.get((stage, m))
+        if kind not in (Kind.B, Kind.I) or forward is None or at - ahead <= forward + 1 or not move(order[forward]):
             continue
-        away.add(made)
+        away.add(forward)
         loads[at - ahead].append(Action(Kind.L, stage, m))
     return with_moves(order, away, loads)
 

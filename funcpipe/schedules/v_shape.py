@@ -205,8 +205,8 @@ def v_adaptive(num_stages: int, num_microbatches: int, *, num_devices: int | Non
         return squeezed(lanes, residuals) if most_held(lanes) <= residuals else None
 
     least = bisect_left(range(devices - 1), True, key=lambda slow: best(slow) is not None)
-    found = [(*one, slow) for slow in (least, least + 1) if slow < devices and (one := best(slow)) is not None]
-    orders = make(min(found)[2], min(found)[1], microbatches) if found else None
+    choices = [(*choice, slow) for slow in (least, least + 1) if slow < devices and (choice := best(slow)) is not None]
+    orders = make(min(choices)[2], min(choices)[1], microbatches) if choices else None
     return Schedule(orders, f"V-{residuals}") if orders is not None else v_min(stages, microbatches)
 
 
@@ -237,8 +237,8 @@ def _spell(device: int, devices: int, phases: Sequence[_Phase]) -> list[Action]:
                 at = 0
                 while which >= 0 and owed[at][0] != which:
                     at += 1
-                done, microbatch = owed.pop(at)
-                order.append(new(Action, (kind, stages[done], microbatch)))
+                owner, microbatch = owed.pop(at)
+                order.append(new(Action, (kind, stages[owner], microbatch)))
                 continue
             counter = forwards if kind is Kind.F else backwards
             microbatch = counter[which]
@@ -260,18 +260,18 @@ def _min_block(device: int, devices: int) -> Block:
 
 
 def _adaptive_block(device: int, devices: int, slow: int, gap: int) -> Block:
-    """From each of the first ``slow`` devices to the next takes one slot, from the others three, both ways."""
+    """A block with one slot from each of the first ``slow`` devices to the next, three from the others, both ways."""
 
-    def there(hops: int) -> int:
+    def slots(hops: int) -> int:
         return min(hops, slow) + 3 * max(0, hops - slow)
 
-    turn = there(devices - 1)
-    down, back = there(device), turn - there(device)
+    turn = slots(devices - 1)
+    down, back = slots(device), turn - slots(device)
     return down, turn + 1 + back, 2 * turn + 2 + gap + down, 3 * turn + 3 + gap + back
 
 
 def _span(orders: tuple[tuple[Action, ...], ...]) -> float:
-    """The longest device's time where all take one unit."""
+    """The span where every action takes one unit of time."""
     schedule = Schedule(orders)
     lanes = [[(CODE[kind], stage, microbatch) for kind, stage, microbatch in order] for order in orders]
     stages = schedule.num_stages
