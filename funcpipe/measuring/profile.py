@@ -154,9 +154,7 @@ class _Times(NamedTuple):
 
 def _middle(times: Sequence[_Times]) -> _Times:
     """Medians; where one program does both, I is part of B, whatever the clock says."""
-    forward, whole, inputs, weights = (
-        median(column) for column in zip(*(sweep[:4] for sweep in times), strict=True)
-    )
+    forward, whole, inputs, weights = (median(column) for column in zip(*(sweep[:4] for sweep in times), strict=True))
     if times[0].kept is None:
         inputs = min(inputs, whole)
         weights = whole - inputs

@@ -85,7 +85,7 @@ _Form = Callable[[Iterator["Tensor | None"]], Tree]
 
 
 def _form(outputs: Tree) -> _Form:
-    """A function that makes trees of gradients like the outputs, as a pullback takes them; it keeps none of their tensors."""
+    """A function that makes trees of gradients like the outputs, as a pullback takes them; keeps no tensor of them."""
     leaves, spec = flatten(outputs)
     parts = [
         [_form(tree) for tree in leaf] if isinstance(leaf, Microbatches) else isinstance(leaf, Tensor)

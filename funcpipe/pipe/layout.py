@@ -160,7 +160,7 @@ def _layer_devices(layers: Sequence[tuple[str, nn.Module]]) -> list[torch.device
 
 
 def _filled(devices: Sequence[torch.device | None]) -> list[torch.device]:
-    """Layers without tensors go with those before them, at the start with those after; [] where there are no tensors."""
+    """Layers without tensors go with those before them, at the start with those after; [] where none has tensors."""
     last = next((device for device in devices if device is not None), None)
     filled: list[torch.device] = []
     for device in devices:

@@ -263,7 +263,7 @@ def _short_actions(measured: Timeline) -> Iterable[str]:
 
 
 def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Iterable[str]:
-    """A remark on what stages of equal cost would win, where lanes work for different times; same schedule and clock."""
+    """A remark on what stages of equal cost would win, where lanes work for different times; same schedule."""
     busy = measured.busy
     busiest, idlest = (pick(range(len(busy)), key=busy.__getitem__) for pick in (max, min))
     if busy[busiest] <= _UNEVEN * busy[idlest]:
