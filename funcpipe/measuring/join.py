@@ -16,7 +16,7 @@ Contents: TypeAlias = Mapping[Any, int]
 """The storages of a value, with their sizes. Values that share memory share keys."""
 
 
-def join(row: Sequence[Measured], wanted: set[str]) -> Measured:
+def join(row: Sequence[Measured], popped: set[str]) -> Measured:
     """Neighbouring layers as one stage.
 
     A stage holds its borders (inputs, skips, outputs) from its forward to its backward, whether autograd needs them or
@@ -24,26 +24,26 @@ def join(row: Sequence[Measured], wanted: set[str]) -> Measured:
 
     Args:
         row: the layers.
-        wanted: names of the skips that other stages pop.
+        popped: names of the skips that other stages pop.
     """
     if len(row) == 1:
         only = row[0]
-        return only._replace(stash={name: size for name, size in only.stash.items() if name in wanted})
+        return only._replace(stash={name: size for name, size in only.stash.items() if name in popped})
     inside = {name for layer in row for name in layer.stash}
-    stash = {name: one for layer in row for name, one in layer.stash.items() if name in wanted}
-    pops = {name: one for layer in row for name, one in layer.pops.items() if name not in inside}
+    stash = {name: sizes for layer in row for name, sizes in layer.stash.items() if name in popped}
+    pops = {name: sizes for layer in row for name, sizes in layer.pops.items() if name not in inside}
     arrived = merged((row[0].inputs, *pops.values()))
     border = merged((arrived, row[-1].outputs, *stash.values()))
     inner = 0
     alive = dict[int, int]()  # kept or stashed by the layers so far
     forward = backward = 0
     for layer in row:
-        now = merged((alive, layer.inputs, *layer.pops.values()))
-        forward = max(forward, inner + _besides(now, arrived) + layer.forward)
+        present = merged((alive, layer.inputs, *layer.pops.values()))
+        forward = max(forward, inner + _besides(present, arrived) + layer.forward)
         inner += layer.inner
         alive |= merged((layer.kept, *layer.stash.values()))
-        coming = 0 if layer is row[-1] else layer.gradient
-        backward = max(backward, inner + _besides(alive, border) + coming + layer.backward)
+        incoming = 0 if layer is row[-1] else layer.gradient
+        backward = max(backward, inner + _besides(alive, border) + incoming + layer.backward)
     kept = merged(layer.kept for layer in row)
     backward -= inner + _besides(kept, border)
     weights = sum(layer.weights for layer in row)
@@ -52,50 +52,51 @@ def join(row: Sequence[Measured], wanted: set[str]) -> Measured:
     )
 
 
-def _besides(some: Bytes, others: Bytes) -> int:
-    return sum(size for value, size in some.items() if value not in others)
+def _besides(sizes: Bytes, excluded: Bytes) -> int:
+    """The bytes of the values that are not excluded."""
+    return sum(size for value, size in sizes.items() if value not in excluded)
 
 
 def peaks(rows: Sequence[Measured], schedule: Schedule) -> list[int]:
     """The most bytes of values that each device holds, going through the program of a schedule."""
     popped = {name for row in rows for name in row.pops}
     stages = [
-        Stage(_nothing, f"{number}", stash=tuple(n for n in row.stash if n in popped), pop=tuple(row.pops))
+        Stage(_nothing, f"{number}", stash=tuple(name for name in row.stash if name in popped), pop=tuple(row.pops))
         for number, row in enumerate(rows)
     ]
     program = lower(stages, schedule, loss=schedule.has_backward, outputs=False)
     lanes = [_DeviceMemory() for _ in range(schedule.num_devices)]
-    for number, instruction, held in program.walk():
-        lane, see = lanes[number], program.value
+    for number, instruction, values in program.walk():
+        lane, value_of = lanes[number], program.value
         match instruction:
             case Receive(value, source, _):
                 if source == CALLER:  # what lanes send each other lies there since it was sent
-                    lane.add(see(value), rows)
+                    lane.add(value_of(value), rows)
             case Run(call, _, _, writes):
                 kind, stage = program.lanes[number].calls[call][:2]
                 row = rows[stage]
                 working = {Kind.F: row.forward, Kind.R: row.forward, Kind.B: row.backward, Kind.I: row.backward}
                 lane.most(working.get(kind, 0))
                 for slot in writes:
-                    lane.add(see(held[slot]), rows)
+                    lane.add(value_of(values[slot]), rows)
             case Send(slot, to, _):
-                lanes[to].add(see(held[slot]), rows)
+                lanes[to].add(value_of(values[slot]), rows)
             case Free(slots):
                 for slot in slots:
-                    lane.drop(see(held[slot]))
+                    lane.drop(value_of(values[slot]))
     return [lane.peak for lane in lanes]
 
 
 class _DeviceMemory:
-    """What lies on one device."""
+    """The values on one device, their bytes, and the most bytes so far."""
 
     def __init__(self) -> None:
         self.held: dict[Value, Contents] = {}
         self.holders: Counter[Hashable] = Counter()
         self.now = self.peak = 0
 
-    def most(self, more: int) -> None:
-        self.peak = max(self.peak, self.now + more)
+    def most(self, extra: int) -> None:
+        self.peak = max(self.peak, self.now + extra)
 
     def add(self, value: Value, rows: Sequence[Measured]) -> None:
         self.held[value] = contents = _contents(value, rows)
@@ -113,7 +114,7 @@ class _DeviceMemory:
 
 
 def _contents(value: Value, rows: Sequence[Measured]) -> Contents:
-    """The storages that a value holds on."""
+    """The storages that a value holds, with their sizes."""
     row = rows[min(value.stage, len(rows) - 1)]
     match value.role:
         case Role.INPUT:

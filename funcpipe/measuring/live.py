@@ -34,12 +34,12 @@ class Live(WatchingMode):
         return self.now
 
     def forget(self) -> None:
-        """What is alive does not count any more."""
+        """Stop counting what is alive."""
         self._sizes = dict.fromkeys(self._sizes, 0)
         self.now = 0
 
     def known(self, tensors: Iterable[Any]) -> None:
-        """These do not count."""
+        """Leave the storages of these tensors out of the count."""
         for tensor in tensors:
             if isinstance(tensor, Tensor) and self._watch(tensor):
                 key = storage_number(tensor.untyped_storage())
@@ -50,8 +50,8 @@ class Live(WatchingMode):
         """Run an operation, and note what it made."""
         # A copy that nobody has written to yet takes no memory.
         out = _ALIAS(args[0]) if func is lazy_clone_operation else func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, (tuple, list)) else (out,):  # pyright: ignore[reportUnknownVariableType]
-            for tensor in one if isinstance(one, (tuple, list)) else (one,):  # pyright: ignore[reportUnknownVariableType]
+        for item in out if isinstance(out, (tuple, list)) else (out,):  # pyright: ignore[reportUnknownVariableType]
+            for tensor in item if isinstance(item, (tuple, list)) else (item,):  # pyright: ignore[reportUnknownVariableType]
                 if isinstance(tensor, Tensor):
                     self._watch(tensor)
         return out

@@ -1,4 +1,4 @@
-"""One pass over a row of layers without numbers: what each keeps for its backward, and the most that is alive in it.
+"""One pass over a row of layers without data: what each keeps for its backward, and the most bytes alive in it.
 
 Layers run one after the other under FakeTensor, forward and at once backward. The values between them are known by
 numbers, not held: after a forward the pass drops them, and what is still alive the graph keeps.
@@ -38,7 +38,7 @@ Bytes = dict[int, int]
 
 
 def merged(rows: Iterable[Bytes]) -> Bytes:
-    """All of them, each value once."""
+    """The values of all rows, each once."""
     return {value: size for row in rows for value, size in row.items()}
 
 
@@ -85,7 +85,7 @@ class _TensorSpec(NamedTuple):
 
 
 class _PlacedTree(NamedTuple):
-    """A tree between layers: places, and other leaves as they are."""
+    """A tree between layers: its tensors as places, its other leaves as they are."""
 
     leaves: list[Any]
     spec: Spec
@@ -98,7 +98,7 @@ class _PlacedTree(NamedTuple):
 
 
 class _Source(torch.autograd.Function):
-    """Where gradients of inputs end: unlike a leaf it does not hold the input. They go into a list."""
+    """Where gradients of inputs end, in a list; unlike a leaf it does not hold the input."""
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, x: Tensor, arrived: list[Any]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -115,8 +115,8 @@ class Pass:
     """The pass over the layers.
 
     Args:
-        train: do stages train; are there backwards.
-        device: of whose kernels.
+        train: whether stages train, and there are backwards.
+        device: whose kernels the layers run.
     """
 
     def __init__(self, *, train: bool, device: torch.device) -> None:
@@ -131,19 +131,19 @@ class Pass:
         self, layers: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree], trainable: Sequence[Sequence[bool]]
     ) -> list[Measured]:
         """Measure every layer. Raises what a layer raises, with the layer's name."""
-        given = {name: self._held(map_leaves(self._like, tree), {}) for name, tree in feeds.items()}
+        placed_feeds = {name: self._held(map_leaves(self._like, tree), {}) for name, tree in feeds.items()}
         x = self._held(map_leaves(self._like, example), {})
         out: list[Measured] = []
         for number, (layer, flags) in enumerate(zip(layers, trainable, strict=True)):
-            held = x
+            placed = x
             try:
                 with torch.inference_mode(False), no_autocast_cache():  # as in a run, whatever the caller's mode
-                    found, x = self._layer(layer, x, given, flags)
+                    measured, x = self._layer(layer, x, placed_feeds, flags)
             except Exception as error:
                 with self.fake:
-                    tree = unflatten(held.spec, self._tensors(held, None, {}))
+                    tree = unflatten(placed.spec, self._tensors(placed, None, {}))
                 blame(error, number, layer, "memory", tree)
-            out.append(found)
+            out.append(measured)
         return out
 
     # -- one layer -----------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Pass:
         values, spec = flatten(layer.params)
         params = [self._parameter(leaf, flag and self.train, memo) for leaf, flag in zip(values, flags, strict=True)]
         state = map_leaves(self._like, layer.state)
-        self.live.known([*params, *(one.grad for one in leaves(params)), *leaves(state)])
+        self.live.known([*params, *(leaf.grad for leaf in leaves(params)), *leaves(state)])
         fn = stage.bind(unflatten(spec, params), state)
         pops = {name: self.skips[name] for name in stage.pop}
         if self.live.now:  # what an earlier layer keeps for itself, or a cycle holds, is not this one's
@@ -163,23 +163,25 @@ class Pass:
             self.live.forget()
         self.live.restart()
         with self._modes():
-            held, y, stash, roots, work = self._forward(stage, fn, x, pops, feeds, state)
-            kept = {value: size for value, (key, size) in held.items() if self.live.holds(key)}
-            made = merged(one.bytes() for one in (y, *stash.values()))
-            old = merged(one.bytes() for one in (x, *pops.values()))
-            inner = self.live.now - sum(size for value, size in kept.items() if value in made and value not in old)
+            storages, y, stash, roots, forward = self._forward(stage, fn, x, pops, feeds, state)
+            kept = {value: size for value, (key, size) in storages.items() if self.live.holds(key)}
+            handed_on = merged(tree.bytes() for tree in (y, *stash.values()))
+            received = merged(tree.bytes() for tree in (x, *pops.values()))
+            inner = self.live.now - sum(
+                size for value, size in kept.items() if value in handed_on and value not in received
+            )
             weights = for_weights([edge for edge, _ in roots], _Source, [*params, *leaves(state)])
-            if not any(place.grad for one in (x, *pops.values()) for place in one.places()):
+            if not any(place.grad for tree in (x, *pops.values()) for place in tree.places()):
                 weights = inner + sum(kept.values())  # W is the whole backward
             backward = self._backward(roots)
         roots.clear()
         fn.release()
-        gradient = sum(prod(one.size) * one.dtype.itemsize for one in y.places() if one.grad)
+        gradient = sum(prod(place.size) * place.dtype.itemsize for place in y.places() if place.grad)
         self.skips |= stash
-        named = {name: one.bytes() for name, one in stash.items()}
-        taken = {name: one.bytes() for name, one in pops.items()}
-        found = Measured(inner, kept, x.bytes(), y.bytes(), named, taken, gradient, work, backward, weights)
-        return found, y
+        stashed = {name: tree.bytes() for name, tree in stash.items()}
+        popped = {name: tree.bytes() for name, tree in pops.items()}
+        measured = Measured(inner, kept, x.bytes(), y.bytes(), stashed, popped, gradient, forward, backward, weights)
+        return measured, y
 
     def _forward(
         self,
@@ -190,31 +192,33 @@ class Pass:
         feeds: dict[str, _PlacedTree],
         state: Tree,
     ) -> tuple[dict[int, tuple[int, int]], _PlacedTree, dict[str, _PlacedTree], list[tuple[Edge, _TensorSpec]], int]:
-        """Call the layer; only numbers of what it gets and gives, and its graph, come out."""
+        """Call the layer; returns the numbers of the values that it gets and hands on, and the roots of its graph."""
         storages: dict[int, Tensor] = {}
         handle = torch.empty(0, device=self.device, requires_grad=True)
         arguments = unflatten(x.spec, self._tensors(x, handle, storages))
-        skips = {name: unflatten(one.spec, self._tensors(one, handle, storages)) for name, one in pops.items()}
+        skips = {name: unflatten(tree.spec, self._tensors(tree, handle, storages)) for name, tree in pops.items()}
         fed = {name: unflatten(feeds[name].spec, self._tensors(feeds[name], None, storages)) for name in stage.feeds}
         self.live.restart()
         keys = {storage_number(base.untyped_storage()): value for value, base in storages.items()}
         storages.clear()
         out: Out = normalise(fn(arguments, **stage.extras(skips, fed, state, self.train)))
-        work = self.live.peak
+        forward = self.live.peak
         y = self._held(out.y, keys)
         stash = {name: self._held(tree, keys) for name, tree in out.stash.items()}
         side = side_loss(out)
         ends = [*leaves(out.y), *leaves(out.stash), *leaves((side or ())[:1])]
         roots = [(edge_of(leaf), self._place(leaf, keys)) for leaf in ends if leaf.requires_grad]
-        sizes = merged(one.bytes() for one in (x, y, *pops.values(), *stash.values()))
-        held = {value: (key, sizes[value]) for key, value in keys.items() if value in sizes}
-        return held, y, stash, roots, work
+        sizes = merged(tree.bytes() for tree in (x, y, *pops.values(), *stash.values()))
+        by_value = {value: (key, sizes[value]) for key, value in keys.items() if value in sizes}
+        return by_value, y, stash, roots, forward
 
     def _backward(self, roots: list[tuple[Edge, _TensorSpec]]) -> int:
         """Run the backward; the most that was alive besides what is kept."""
         if not roots:
             return 0
-        grads = [torch.empty_strided(one.size, one.stride, dtype=one.dtype, device=self.device) for _, one in roots]
+        grads = [
+            torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=self.device) for _, place in roots
+        ]
         self.live.known(grads)
         start = self.live.restart()
         with torch.autograd.set_multithreading_enabled(False):
@@ -232,7 +236,7 @@ class Pass:
         return stack
 
     def _like(self, leaf: Any) -> Any:
-        """A tensor of the same kind without numbers."""
+        """A fake tensor with the shape, strides and dtype of a leaf; any other leaf as it is."""
         if not isinstance(leaf, Tensor):
             return leaf
         with self.fake:
@@ -244,10 +248,10 @@ class Pass:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in memo:
-            made = memo[id(leaf)] = self._like(leaf)
+            parameter = memo[id(leaf)] = self._like(leaf)
             if trains:
-                made.requires_grad_()
-                made.grad = self._like(leaf)
+                parameter.requires_grad_()
+                parameter.grad = self._like(leaf)
         return memo[id(leaf)]
 
     def _held(self, tree: Tree, keys: dict[int, int]) -> _PlacedTree:
@@ -272,10 +276,10 @@ class Pass:
             grad,
         )
 
-    def _tensors(self, held: _PlacedTree, handle: Tensor | None, storages: dict[int, Tensor]) -> list[Any]:
-        """The leaves again, on memory that does not count; those of one storage share one."""
+    def _tensors(self, placed: _PlacedTree, handle: Tensor | None, storages: dict[int, Tensor]) -> list[Any]:
+        """The leaves as tensors, in memory that does not count; places of one storage share one."""
         out: list[Any] = []
-        for leaf in held.leaves:
+        for leaf in placed.leaves:
             if not isinstance(leaf, _TensorSpec):
                 out.append(leaf)
                 continue

@@ -118,8 +118,8 @@ class Memory:
         counts = checked_sizes(sizes, len(self), "layers")
         ends = [sum(counts[: n + 1]) for n in range(len(counts))]
         rows = [self.layers[end - count : end] for end, count in zip(ends, counts, strict=True)]
-        wanted = [{name for later in self.layers[end:] for name in later.measured.pops} for end in ends]
-        stages = tuple(_stage(row, out, self.train) for row, out in zip(rows, wanted, strict=True))
+        popped = [{name for later in self.layers[end:] for name in later.measured.pops} for end in ends]
+        stages = tuple(_stage(row, names, self.train) for row, names in zip(rows, popped, strict=True))
         return Memory(stages, self.optimizer, self.train)
 
     def peak(self, schedule: Schedule | Plan) -> tuple[int, ...]:
@@ -142,17 +142,17 @@ class Memory:
         Raises:
             PlanError: it has another number of stages.
         """
-        given = schedule.schedule if isinstance(schedule, Plan) else schedule
-        if given.num_stages != len(self):
+        order = schedule.schedule if isinstance(schedule, Plan) else schedule
+        if order.num_stages != len(self):
             raise PlanError(
-                f"the schedule has {given.num_stages} stages, but here are {len(self)} layers; say which make which "
+                f"the schedule has {order.num_stages} stages, but here are {len(self)} layers; say which make which "
                 "stage: memory.group(sizes)"
             )
-        moving = peaks([layer.measured for layer in self.layers], given)
-        model = [0] * given.num_devices
-        for layer, device in zip(self.layers, given.device_of, strict=True):
+        moving = peaks([layer.measured for layer in self.layers], order)
+        model = [0] * order.num_devices
+        for layer, device in zip(self.layers, order.device_of, strict=True):
             model[device] += layer.model
-        return tuple(fixed + most for fixed, most in zip(model, moving, strict=True))
+        return tuple(fixed + peak for fixed, peak in zip(model, moving, strict=True))
 
     def __str__(self) -> str:
         head = ["", "parameters", "buffers", "gradients", self.optimizer, "activations", "output"]
@@ -228,18 +228,20 @@ def memory(
     seen: set[int] = set()
     kept: set[int] = set()
     out: list[LayerMemory] = []
-    for layer, own, found in zip(row, flags, measured, strict=True):
+    for layer, layer_flags, sizes in zip(row, flags, measured, strict=True):
         seen = set() if layer.whole else seen  # each stage has its own; layers of one stage share
-        counted = _numbers(layer, own, numbers, seen)
-        held = found.held() if layer.whole else {value: found.kept[value] for value in found.kept if value not in kept}
-        activations = found.inner + sum(held.values())
-        kept |= found.kept.keys()
-        out.append(LayerMemory(layer.name, *counted, activations=activations if train else 0, measured=found))
+        counted = _numbers(layer, layer_flags, numbers, seen)
+        residual = (
+            sizes.held() if layer.whole else {value: sizes.kept[value] for value in sizes.kept if value not in kept}
+        )
+        activations = sizes.inner + sum(residual.values())
+        kept |= sizes.kept.keys()
+        out.append(LayerMemory(layer.name, *counted, activations=activations if train else 0, measured=sizes))
     return Memory(tuple(out), name if train else "no optimizer", train)
 
 
 def _numbers(layer: Layer, flags: Sequence[bool], state: StateSize, seen: set[int]) -> tuple[int, int, int, int]:
-    """Bytes of parameters, buffers, gradients and optimizer state that were not seen before."""
+    """Bytes of parameters, buffers, gradients and optimizer state, of parameters that were not seen before."""
     parameters = gradients = optimizer = 0
     for leaf, trains in zip(flatten(layer.params)[0], flags, strict=True):
         if isinstance(leaf, Tensor) and id(leaf) not in seen:
@@ -250,13 +252,13 @@ def _numbers(layer: Layer, flags: Sequence[bool], state: StateSize, seen: set[in
     return parameters, sum(leaf.nbytes for leaf in leaves(layer.state)), gradients, optimizer
 
 
-def _stage(row: Sequence[LayerMemory], wanted: set[str], train: bool) -> LayerMemory:
-    found = join([layer.measured for layer in row], wanted)
+def _stage(row: Sequence[LayerMemory], popped: set[str], train: bool) -> LayerMemory:
+    joined = join([layer.measured for layer in row], popped)
     first, last = row[0].name, row[-1].name
     columns = zip(*((layer.parameters, layer.buffers, layer.gradients, layer.optimizer) for layer in row), strict=True)
     sums = [sum(column) for column in columns]
-    held = found.inner + sum(found.held().values()) if train else 0
-    return LayerMemory(first if len(row) == 1 else f"{first}-{last}", *sums, activations=held, measured=found)
+    activations = joined.inner + sum(joined.held().values()) if train else 0
+    return LayerMemory(first if len(row) == 1 else f"{first}-{last}", *sums, activations=activations, measured=joined)
 
 
 def _row(layer: LayerMemory) -> list[str]:

@@ -79,8 +79,8 @@ def optimizer_state(optimizer: Any) -> tuple[str, StateSize]:
         name, options = "".join(c for c in optimizer.lower() if c.isalnum()), {}
     else:
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-        found = [base.__name__.lower() for base in kind.__mro__ if base.__name__.lower() in _TABLE]
-        name = found[0] if found else kind.__name__.lower()
+        names = [base.__name__.lower() for base in kind.__mro__ if base.__name__.lower() in _TABLE]
+        name = names[0] if names else kind.__name__.lower()
         options = _options(optimizer)
     if name not in _TABLE:
         mend = similar(name, _TABLE, "did you mean {!r}? ")
@@ -88,11 +88,11 @@ def optimizer_state(optimizer: Any) -> tuple[str, StateSize]:
             f"nobody told how much state the optimizer {optimizer!r} keeps; {mend}The table has {', '.join(_TABLE)}; "
             "else give the bytes of state for each byte of parameters: optimizer=2"
         )
-    more = sum(bool(options.get(option)) for option in _EXTRA.get(name, ()))
+    extra = sum(bool(options.get(option)) for option in _EXTRA.get(name, ()))
     base = _TABLE[name]
-    if not more:
+    if not extra:
         return name, base
-    return name, lambda shape: base(shape) + more * torch.Size(shape).numel()
+    return name, lambda shape: base(shape) + extra * torch.Size(shape).numel()
 
 
 def _options(optimizer: Any) -> Mapping[str, Any]:

@@ -122,11 +122,14 @@ def profile(
     times = [_middle(column) for column in zip(*sweeps, strict=True)]
     residuals: dict[str, Any] = {}
     if measure_memory:
-        found = memory(
+        sizes = memory(
             layers, example, params=params, state=state, feeds=feeds, trainable=trainable, train=train, device=device
         )
-        known = [one.kept or (row.activations, row.weight_residual) for one, row in zip(times, found, strict=True)]
-        residuals = {"residual": tuple(a for a, _ in known), "weight_residual": tuple(b for _, b in known)}
+        kept = [
+            layer_times.kept or (layer.activations, layer.weight_residual)
+            for layer_times, layer in zip(times, sizes, strict=True)
+        ]
+        residuals = {"residual": tuple(a for a, _ in kept), "weight_residual": tuple(b for _, b in kept)}
     forward, whole, inputs, weights, _ = (tuple(column) for column in zip(*times, strict=True))
     return Cost(forward, inputs, weights, backward=whole, comm=comm, **residuals)
 
@@ -151,7 +154,7 @@ class _Times(NamedTuple):
 
 def _middle(times: Sequence[_Times]) -> _Times:
     """Medians; where one program does both, I is part of B, whatever the clock says."""
-    forward, whole, inputs, weights = (median(column) for column in zip(*(one[:4] for one in times), strict=True))
+    forward, whole, inputs, weights = (median(column) for column in zip(*(sweep[:4] for sweep in times), strict=True))
     if times[0].kept is None:
         inputs = min(inputs, whole)
         weights = whole - inputs
@@ -173,9 +176,9 @@ class _Clock:
         """How long a call takes, and what it gives."""
         self.wait()
         began = perf_counter()
-        out = call()
+        result = call()
         self.wait()
-        return perf_counter() - began, out
+        return perf_counter() - began, result
 
 
 class _Sweep:
@@ -191,18 +194,18 @@ class _Sweep:
     def run(self, example: Tree, feeds: Mapping[str, Tree]) -> list[_Times]:
         """The times of every layer."""
         x = given(self._there(example))
-        named = {name: given(self._there(tree)) for name, tree in feeds.items()}
+        fed = {name: given(self._there(tree)) for name, tree in feeds.items()}
         skips: dict[str, Border] = {}
         times: list[_Times] = []
         for number, layer in enumerate(self.layers):
             stage = layer.stage
-            args = StageArgs(x, [skips[name] for name in stage.pop], [named[name] for name in stage.feeds], None, 0)
+            args = StageArgs(x, [skips[name] for name in stage.pop], [fed[name] for name in stage.feeds], None, 0)
             try:
                 with self.turns[id(stage)]:
-                    found, x = self._layer(number, args, skips)
+                    layer_times, x = self._layer(number, args, skips)
             except Exception as error:
                 blame(error, number, layer, "profile", args.x.tree())
-            times.append(found)
+            times.append(layer_times)
         return times
 
     def _layer(self, number: int, args: StageArgs, skips: dict[str, Border]) -> tuple[_Times, Border]:
@@ -225,17 +228,17 @@ class _Sweep:
         """I, W, and the bytes that wait for them; None where the stage runs eagerly all the same."""
         bound = self._bound(number, args, flags)
         out = bound.forward(args, keep=True)
-        held, stash = out.residual.nbytes, {name: [_ones(border)] for name, border in out.stash.items()}
-        inputs, (_, rest) = self.clock.time(lambda: bound.backward_input(out.residual, _ones(out.y), stash))
-        if rest is None:
+        kept, stash = out.residual.nbytes, {name: [_ones(border)] for name, border in out.stash.items()}
+        inputs, (_, weight_residual) = self.clock.time(lambda: bound.backward_input(out.residual, _ones(out.y), stash))
+        if weight_residual is None:
             return None
-        left = rest.nbytes
-        weights, _ = self.clock.time(lambda: bound.backward_weight(rest))
+        left = weight_residual.nbytes
+        weights, _ = self.clock.time(lambda: bound.backward_weight(weight_residual))
         bound.release()
-        return inputs, weights, (held, left)
+        return inputs, weights, (kept, left)
 
     def _bound(self, number: int, args: StageArgs, flags: Sequence[bool]) -> Bound:
-        """The stage, after all that it does once a run."""
+        """The stage of a layer, bound, after what it does once a run."""
         layer = self.layers[number]
         params, state = self._there(layer.params), self._there(layer.state)
         program: Program = layer.stage.program or EagerBound
@@ -259,7 +262,7 @@ class _Sweep:
     def _calls(
         self, number: int, args: StageArgs, flags: Sequence[bool]
     ) -> tuple[float, float, Border, dict[str, Border]]:
-        """F and B of a layer: their times, and what F gave."""
+        """The times of F and B of a layer, and the output and stash of F."""
         bound = self._bound(number, args, flags)
         forward, out = self.clock.time(lambda: bound.forward(args, keep=self.train))
         whole = 0.0
@@ -275,7 +278,7 @@ class _Sweep:
 
 
 def _ones(border: Border) -> list[Tensor | None]:
-    """Gradients for those leaves that take one."""
+    """Gradients of ones for the leaves that take a gradient; None for the others."""
     return [torch.ones_like(leaf) if flag else None for leaf, flag in zip(border.leaves, border.flags, strict=True)]
 
 
@@ -304,7 +307,7 @@ def _check_lanes(lanes: int, row: Sequence[Layer], device: torch.device) -> None
 
 
 def _check_numbers(row: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree]) -> None:
-    """Raises PlanError where there is nothing to compute with."""
+    """Raise PlanError where a tensor has no data to compute with."""
     trees = [("example", example), *((f"feeds[{name!r}]", tree) for name, tree in feeds.items())]
     places = [
         (place, leaf)

@@ -22,9 +22,9 @@ class Layer(NamedTuple):
 
     Attributes:
         stage: what is called.
-        params, state: its numbers; only looked at.
+        params, state: its tensors; they are only read.
         name: what tables and errors call it.
-        whole: is it a stage that runs as it is; else a layer, of which stages are yet to be made.
+        whole: True: a stage that runs as it is; False: a layer, of which stages are yet to be made.
     """
 
     stage: Stage
@@ -59,46 +59,46 @@ def layers_of(
             f"got a {type(layers).__name__}"
         )
     else:
-        given = tuple(cast("Iterable[Any]", layers))
-        if given and all(isinstance(one, nn.Module) for one in given):
+        entries = tuple(cast("Iterable[Any]", layers))
+        if entries and all(isinstance(module, nn.Module) for module in entries):
             _refuse_numbers(params, state)
-            row = tuple(Layer(*from_module(one, name=str(i)), str(i), False) for i, one in enumerate(given))
+            row = tuple(Layer(*from_module(module, name=str(i)), str(i), False) for i, module in enumerate(entries))
         else:
-            row = _stages(given, params, state)
+            row = _stages(entries, params, state)
     routes([layer.stage for layer in row])
-    wanted = [
+    faults = [
         f"{layer.name or number!r} takes the feed {name!r}; add feeds={{{name!r}: ...}}"
         for number, layer in enumerate(row)
         for name in layer.stage.feeds
         if name not in (feeds or {})
     ]
-    raise_all("these layers cannot be called:", wanted)
+    raise_all("these layers cannot be called:", faults)
     return row
 
 
-def _stages(given: Sequence[Any], params: Any, state: Any) -> tuple[Layer, ...]:
+def _stages(entries: Sequence[Any], params: Any, state: Any) -> tuple[Layer, ...]:
     faults = [
-        f"entry {i} is a {type(one).__name__}, not a stage; make it one with fp.stage(fn) or fp.from_module(module)"
-        for i, one in enumerate(given)
-        if not isinstance(one, Stage)
+        f"entry {i} is a {type(entry).__name__}, not a stage; make it one with fp.stage(fn) or fp.from_module(module)"
+        for i, entry in enumerate(entries)
+        if not isinstance(entry, Stage)
     ]
-    faults += [] if given else ["there are none"]
+    faults += [] if entries else ["there are none"]
     faults += ["stages come with params=, one tree per stage, () for none"] if params is None else []
     faults += [
-        f"{what} has {len(trees)} trees for {len(given)} stages"
-        for what, trees in (("params", params), ("state", state))
-        if trees is not None and len(trees) != len(given)
+        f"{option} has {len(trees)} trees for {len(entries)} stages"
+        for option, trees in (("params", params), ("state", state))
+        if trees is not None and len(trees) != len(entries)
     ]
     if state is None:
         faults += [
-            f"stage {i} ({one.name!r}) has state; add state="
-            for i, one in enumerate(given)
-            if isinstance(one, Stage) and one.state
+            f"stage {i} ({entry.name!r}) has state; add state="
+            for i, entry in enumerate(entries)
+            if isinstance(entry, Stage) and entry.state
         ]
     raise_all("these stages cannot be measured:", faults)
     assert params is not None
-    rows = zip(given, params, ((),) * len(given) if state is None else state, strict=True)
-    return tuple(Layer(one, p, s, one.name or str(number), True) for number, (one, p, s) in enumerate(rows))
+    rows = zip(entries, params, ((),) * len(entries) if state is None else state, strict=True)
+    return tuple(Layer(stage, p, s, stage.name or str(number), True) for number, (stage, p, s) in enumerate(rows))
 
 
 def _refuse_numbers(params: Any, state: Any) -> None:
@@ -108,13 +108,13 @@ def _refuse_numbers(params: Any, state: Any) -> None:
 
 def known_device(device: Any) -> torch.device:
     """A device whose kernels can be asked. Raises PlacementError."""
-    found = torch.device(device)
-    if found.type != "cpu" and (found.type == "meta" or not torch.get_device_module(found).is_available()):
+    resolved = torch.device(device)
+    if resolved.type != "cpu" and (resolved.type == "meta" or not torch.get_device_module(resolved).is_available()):
         raise PlacementError(
             f"device={device!r}: torch sees no such device here, so its kernels cannot be asked; leave device= out "
             "for those of the CPU"
         )
-    return found
+    return resolved
 
 
 def blame(error: Exception, number: int, layer: Layer, phase: str, x: Tree) -> NoReturn:

@@ -34,21 +34,21 @@ def for_weights(roots: Sequence[Edge], source: type, parameters: Sequence[Any]) 
         parameters: whose memory does not count.
     """
     order = _ascending(roots)
-    own = {storage_number(leaf.untyped_storage()) for leaf in parameters if isinstance(leaf, Tensor)}
+    excluded = {storage_number(leaf.untyped_storage()) for leaf in parameters if isinstance(leaf, Tensor)}
     to_input: set[Any] = set()
-    found: dict[int, int] = {}
+    saved: dict[int, int] = {}
     gradients = 0
     for node in order:
-        after = [other for other, _ in node.next_functions if other is not None]
-        if node.name() == f"{source.__name__}Backward" or any(other in to_input for other in after):
+        following = [other for other, _ in node.next_functions if other is not None]
+        if node.name() == f"{source.__name__}Backward" or any(other in to_input for other in following):
             to_input.add(node)
-            if node.name() != f"{source.__name__}Backward" and any(other not in to_input for other in after):
+            if node.name() != f"{source.__name__}Backward" and any(other not in to_input for other in following):
                 gradients += sum(prod(meta.shape) * meta.dtype.itemsize for meta in gradient_shapes(node))
                 for tensor in _saved(node):
                     storage = tensor.untyped_storage()
-                    if storage_number(storage) not in own:
-                        found[storage_number(storage)] = storage.nbytes()
-    return gradients + sum(found.values())
+                    if storage_number(storage) not in excluded:
+                        saved[storage_number(storage)] = storage.nbytes()
+    return gradients + sum(saved.values())
 
 
 def _ascending(roots: Sequence[Edge]) -> list[Any]:
@@ -70,5 +70,5 @@ def _ascending(roots: Sequence[Edge]) -> list[Any]:
 def _saved(node: Any) -> list[Tensor]:
     """The tensors that a node saved."""
     values = [getattr(node, name) for _, name in saved_names(type(node))]
-    flat = [one for value in values for one in (value if isinstance(value, (tuple, list)) else (value,))]  # pyright: ignore
-    return [one for one in flat if isinstance(one, Tensor) and one.layout is torch.strided]
+    flat = [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]  # pyright: ignore
+    return [item for item in flat if isinstance(item, Tensor) and item.layout is torch.strided]

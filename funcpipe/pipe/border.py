@@ -71,7 +71,7 @@ def tensors_of(outputs: Tree) -> list[Tensor]:
 
 
 def _replaced(outputs: Tree, tensors: Iterator[Tensor]) -> Tree:
-    """Outputs with other tensors."""
+    """The outputs with their tensors replaced, in order."""
 
     def replaced(leaf: Any) -> Any:
         if isinstance(leaf, Microbatches):
@@ -85,7 +85,7 @@ _Form = Callable[[Iterator["Tensor | None"]], Tree]
 
 
 def _form(outputs: Tree) -> _Form:
-    """What makes trees of gradients like outputs, as a pullback takes them. It keeps no tensor of the outputs."""
+    """A function that makes trees of gradients like the outputs, as a pullback takes them; keeps no tensor of them."""
     leaves, spec = flatten(outputs)
     parts = [
         [_form(tree) for tree in leaf] if isinstance(leaf, Microbatches) else isinstance(leaf, Tensor)
@@ -102,7 +102,7 @@ def _form(outputs: Tree) -> _Form:
 
 
 def _attached(outputs: Tree, pullback: Pullback) -> list[bool]:
-    """For each tensor of the outputs: can it have a gradient."""
+    """For each tensor of the outputs: whether it can have a gradient."""
     by_microbatch = pullback.attached
     if isinstance(outputs, Microbatches):
         rows = [(flatten(tree)[0], flags) for tree, flags in zip(outputs, by_microbatch, strict=True)]
@@ -112,7 +112,7 @@ def _attached(outputs: Tree, pullback: Pullback) -> list[bool]:
         if isinstance(leaf, Tensor):
             out.append(any(flags))
         elif isinstance(leaf, Microbatches):  # one leaf of each microbatch
-            out += [flag for one, flag in zip(leaf, flags, strict=True) if isinstance(one, Tensor)]
+            out += [flag for value, flag in zip(leaf, flags, strict=True) if isinstance(value, Tensor)]
     return out
 
 
@@ -120,7 +120,7 @@ def _attached(outputs: Tree, pullback: Pullback) -> list[bool]:
 
 
 class PipeBackward:
-    """The way back through a pipe: what its node keeps between the forwards and the backwards.
+    """The backward of a pipe: what its node keeps between the forwards and the backwards.
 
     Args:
         pullback: of the run.
@@ -164,8 +164,8 @@ class _Node(torch.autograd.Function):
     """Outputs that were computed already, attached to the parameters and inputs that they depend on."""
 
     @staticmethod
-    def forward(ctx: Any, way: PipeBackward, outputs: list[Tensor], detached: list[Tensor], *_: Tensor) -> Any:
-        ctx.way = way
+    def forward(ctx: Any, backward: PipeBackward, outputs: list[Tensor], detached: list[Tensor], *_: Tensor) -> Any:
+        ctx.way = backward
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*detached)
         return tuple(outputs)
@@ -190,12 +190,12 @@ def attach(
         inputs: as the caller gave them.
     """
     tensors = tensors_of(outputs)
-    detached = [one for one, flag in zip(tensors, _attached(outputs, pullback), strict=True) if not flag]
+    detached = [tensor for tensor, flag in zip(tensors, _attached(outputs, pullback), strict=True) if not flag]
     leaves = input_leaves(inputs)
-    wanted = [_requires_grad(leaf) for leaf in leaves]
-    way = PipeBackward(pullback, _form(outputs), [place for place, _ in params], wanted)
-    roots = [*(param for _, param in params), *(leaf for leaf, flag in zip(leaves, wanted, strict=True) if flag)]
-    attached = iter(_Node.apply(way, tensors, detached, *roots))
+    flags = [_requires_grad(leaf) for leaf in leaves]
+    backward = PipeBackward(pullback, _form(outputs), [place for place, _ in params], flags)
+    roots = [*(param for _, param in params), *(leaf for leaf, flag in zip(leaves, flags, strict=True) if flag)]
+    attached = iter(_Node.apply(backward, tensors, detached, *roots))
     return _replaced(outputs, attached)
 
 

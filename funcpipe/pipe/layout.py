@@ -37,34 +37,34 @@ def lay_out(layers: Sequence[tuple[str, nn.Module]], balance: Any, devices: Any)
         PlanError: the balance does not fit the layers.
         PlacementError: devices are missing, not there, or too few; a layer lies on several.
     """
-    sizes = [_bytes(own) for own in _first_held(layers)]
+    sizes = [_bytes(tensors) for tensors in _first_held(layers)]
     if not layers:
         return Layout((), ())
-    wanted = None if devices is None else _known(devices, balance, len(layers))
+    named = None if devices is None else _known(devices, balance, len(layers))
     if balance is not None:
         counts = _checked(balance, sizes)
-        where = _where_they_are(layers, counts) if wanted is None else wanted
-        if len(where) < len(counts):
+        placed = _where_they_are(layers, counts) if named is None else named
+        if len(placed) < len(counts):
             raise PlacementError(
-                f"too few devices to hold these stages (devices: {len(where)}, stages: {len(counts)}); name one for "
+                f"too few devices to hold these stages (devices: {len(placed)}, stages: {len(counts)}); name one for "
                 f"each, the same may stand many times: devices=['cpu'] * {len(counts)}, or "
-                f"balance={evenly(sizes, len(where))}"
+                f"balance={evenly(sizes, len(placed))}"
             )
-        return Layout(counts, where[: len(counts)])
-    if wanted is None:
-        found = _runs(layers)
-        if len(found) > 1:
-            return Layout(tuple(count for count, _ in found), tuple(device for _, device in found))
-        wanted = _all_there_are()
-    counts = tuple(evenly(sizes, min(len(wanted), len(layers))))
-    return Layout(counts, wanted[: len(counts)])
+        return Layout(counts, placed[: len(counts)])
+    if named is None:
+        runs = _runs(layers)
+        if len(runs) > 1:
+            return Layout(tuple(count for count, _ in runs), tuple(device for _, device in runs))
+        named = _all_there_are()
+    counts = tuple(evenly(sizes, min(len(named), len(layers))))
+    return Layout(counts, named[: len(counts)])
 
 
 def _checked(balance: Any, sizes: Sequence[int]) -> tuple[int, ...]:
     """The balance as a tuple of counts. Raises PlanError."""
     total = len(sizes)
     try:
-        counts = tuple(index(one) for one in cast("Iterable[Any]", balance))
+        counts = tuple(index(count) for count in cast("Iterable[Any]", balance))
     except TypeError:
         raise PlanError(
             f"balance is a sequence with the number of layers of each stage; got {balance!r}; e.g. "
@@ -84,11 +84,11 @@ def _checked(balance: Any, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _known(devices: Any, balance: Any, num_layers: int) -> tuple[torch.device, ...]:
-    """The devices that the caller names; one alone is for every stage. Raises PlacementError."""
-    alone = isinstance(devices, (str, int, torch.device))
-    if not alone and not isinstance(devices, Iterable):
+    """The devices that the caller names; a single one is for every stage. Raises PlacementError."""
+    single = isinstance(devices, (str, int, torch.device))
+    if not single and not isinstance(devices, Iterable):
         raise PlacementError(f"devices is a sequence with a torch device for each stage; got {devices!r}")
-    named: list[Any] = [devices] if alone else list(cast("Iterable[Any]", devices))
+    named: list[Any] = [devices] if single else list(cast("Iterable[Any]", devices))
     faults: list[str] = [] if named else ["devices names none; give one for each stage"]
     out: list[torch.device] = []
     for place, name in enumerate(named):
@@ -97,16 +97,16 @@ def _known(devices: Any, balance: Any, num_layers: int) -> tuple[torch.device, .
         except (RuntimeError, TypeError) as error:
             faults.append(f"device {place} is {name!r}: {str(error).splitlines()[0]}")
             continue
-        seen = torch.cuda.device_count() if device.type == "cuda" else 0
+        visible = torch.cuda.device_count() if device.type == "cuda" else 0
         if device.type == "meta":
             faults.append(f"device {place} is the meta device, where nothing can be computed")
-        elif device.type == "cuda" and (not seen or (device.index or 0) >= seen):
-            faults.append(f"device {place} is {name}, but torch sees {seen} CUDA devices")
+        elif device.type == "cuda" and (not visible or (device.index or 0) >= visible):
+            faults.append(f"device {place} is {name}, but torch sees {visible} CUDA devices")
         elif str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         out.append(device)
     raise_all("these devices cannot hold the stages:", faults, PlacementError)
-    if not alone:
+    if not single:
         return tuple(out)
     try:
         return tuple(out) * (min(_LANES, num_layers) if balance is None else len(balance))
@@ -125,12 +125,12 @@ def _first_held(layers: Sequence[tuple[str, nn.Module]]) -> list[list[Tensor]]:
     seen: set[int] = set()
     out: list[list[Tensor]] = []
     for _, layer in layers:
-        own: list[Tensor] = []
+        tensors: list[Tensor] = []
         for tensor in (*layer.parameters(), *layer.buffers()):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                own.append(tensor)
-        out.append(own)
+                tensors.append(tensor)
+        out.append(tensors)
     return out
 
 
@@ -139,18 +139,18 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _layer_devices(layers: Sequence[tuple[str, nn.Module]]) -> list[torch.device | None]:
-    """Where each layer is; None for one without tensors of its own. Raises PlacementError."""
+    """The device of each layer; None for a layer without tensors of its own. Raises PlacementError."""
     out: list[torch.device | None] = []
     faults: list[str] = []
-    for (name, _), own in zip(layers, _first_held(layers), strict=True):
-        found = list(dict.fromkeys(tensor.device for tensor in own))
-        if len(found) > 1:
-            faults.append(f"layer {name!r} lies on {' and '.join(map(str, found))}")
-        if any(device.type == "meta" for device in found):
+    for (name, _), tensors in zip(layers, _first_held(layers), strict=True):
+        devices = list(dict.fromkeys(tensor.device for tensor in tensors))
+        if len(devices) > 1:
+            faults.append(f"layer {name!r} lies on {' and '.join(map(str, devices))}")
+        if any(device.type == "meta" for device in devices):
             faults.append(
                 f"layer {name!r} lies on the meta device and has no numbers; first module.to_empty(device=...)"
             )
-        out.append(found[0] if found else None)
+        out.append(devices[0] if devices else None)
     raise_all(
         "one layer runs on one device; name the devices (devices=[...]) and the layers are moved there:",
         faults,
@@ -160,7 +160,7 @@ def _layer_devices(layers: Sequence[tuple[str, nn.Module]]) -> list[torch.device
 
 
 def _filled(devices: Sequence[torch.device | None]) -> list[torch.device]:
-    """Layers without tensors go with those before them, at the start with those after; [] where there are no tensors."""
+    """Layers without tensors go with those before them, at the start with those after; [] where none has tensors."""
     last = next((device for device in devices if device is not None), None)
     filled: list[torch.device] = []
     for device in devices:
@@ -170,7 +170,7 @@ def _filled(devices: Sequence[torch.device | None]) -> list[torch.device]:
 
 
 def _runs(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[int, torch.device]]:
-    """Neighbours on one device."""
+    """Runs of neighbouring layers on one device, each as the number of its layers and the device."""
     return [(len(list(run)), device) for device, run in groupby(_filled(_layer_devices(layers)))]
 
 
@@ -179,15 +179,17 @@ def _where_they_are(layers: Sequence[tuple[str, nn.Module]], counts: Sequence[in
     devices = _layer_devices(layers)
     filled = _filled(devices)
     if len(set(filled)) <= 1:
-        there = _all_there_are()
-        return there if there[0].type == "cuda" else (there[0],) * len(counts)
+        available = _all_there_are()
+        return available if available[0].type == "cuda" else (available[0],) * len(counts)
     placed: list[torch.device] = []
     faults: list[str] = []
     for stage, (start, end) in enumerate(pairwise([0, *accumulate(counts)])):
-        own = list(dict.fromkeys(device for device in devices[start:end] if device is not None)) or [filled[start]]
-        if len(own) > 1:
-            faults.append(f"stage {stage} has layers on {' and '.join(map(str, own))}")
-        placed.append(own[0])
+        stage_devices = list(dict.fromkeys(device for device in devices[start:end] if device is not None)) or [
+            filled[start]
+        ]
+        if len(stage_devices) > 1:
+            faults.append(f"stage {stage} has layers on {' and '.join(map(str, stage_devices))}")
+        placed.append(stage_devices[0])
     raise_all(
         "a stage runs on one device; give devices=[...], one for each stage, and the layers are moved there, or leave "
         "balance= out to cut where the device changes:",

@@ -228,44 +228,46 @@ class Pipe(Anchored):
         if RUNNING.get() is not None:  # a stage is one step of a plan
             return self[:](*map_leaves(bare, inputs))
         refuse_transforms("a Pipe")
-        given = self._as_tree(inputs)
-        count = count_microbatches(given, self.chunks)
+        tree = self._as_tree(inputs)
+        count = count_microbatches(tree, self.chunks)
         if not len(self):
-            microbatch.cut(make_plan([Stage(_identity)], fill_drain(1, count)), given, None, None)  # for its checks
+            microbatch.cut(make_plan([Stage(_identity)], fill_drain(1, count)), tree, None, None)  # for its checks
             return self[:](*map_leaves(bare, inputs))
-        return self._run(self._stages(), given, count)
+        return self._run(self._stages(), tree, count)
 
-    def _run(self, stages: Stages, given: Tree, count: int) -> Any:
+    def _run(self, stages: Stages, inputs: Tree, count: int) -> Any:
         params, state = stages.gather()
-        wanted = input_flags(given)
+        input_grads = input_flags(inputs)
         training = [(place, params[place[0]][place[1]]) for place in stages.home]
         training = [(place, param) for place, param in training if param.requires_grad]
-        graph = torch.is_grad_enabled() and bool(training or any(input_leaves(wanted)))
-        known = stages.draw()
-        # A look at what would come next, where nothing is known to draw.
-        seed = _draw(torch.default_generator if known else torch.default_generator.clone_state())
+        graph = torch.is_grad_enabled() and bool(training or any(input_leaves(input_grads)))
+        draws = stages.draw()
+        # Where no stage is known to draw, the seed is the next one, and the generator stays as it is.
+        seed = _draw(torch.default_generator if draws else torch.default_generator.clone_state())
         pullback = None
         with without_saved_tensor_hooks():
             if graph:
                 plan = stages.plan(count, self.checkpoint if self.training else "never")
-                flags = tuple({name: param.requires_grad for name, param in own.items()} for own in params)
-                options: dict[str, Any] = {"trainable": flags, "input_grads": wanted}
-                result, pullback = vjp(plan, params, given, state=state, seed=seed, **options)
+                flags = tuple(
+                    {name: param.requires_grad for name, param in stage_params.items()} for stage_params in params
+                )
+                options: dict[str, Any] = {"trainable": flags, "input_grads": input_grads}
+                result, pullback = vjp(plan, params, inputs, state=state, seed=seed, **options)
             else:
-                result = run(stages.plan(count, None), params, given, state=state, seed=seed)
+                result = run(stages.plan(count, None), params, inputs, state=state, seed=seed)
         outputs: Any = result.outputs
         if not tensors_of(outputs):
             raise PlanError(
                 f"the last layer of a Pipe returned no tensor, but {type(outputs).__name__}; is a `return` missing?"
             )
         stages.write(result.state)
-        if not known and stages.draw():
+        if not draws and stages.draw():
             _draw(torch.default_generator)
-        return outputs if pullback is None else attach(outputs, pullback, training, given)
+        return outputs if pullback is None else attach(outputs, pullback, training, inputs)
 
     def _as_tree(self, inputs: tuple[Any, ...]) -> Tree:
-        """The inputs as the first stage takes them. Raises BatchError where the Sequential takes no such number."""
-        ready = any(isinstance(one, Microbatches) for one in inputs)
+        """The inputs as the first stage takes them. Raises BatchError where the Sequential does not take so many."""
+        ready = any(isinstance(value, Microbatches) for value in inputs)
         if len(inputs) == 1 and (ready or self._kind is nn.Sequential):
             return inputs[0]
         if ready:
@@ -285,17 +287,17 @@ class Pipe(Anchored):
                 "them again: fp.Pipe(nn.Sequential(*pipe), ...)"
             )
         model = self[:]
-        look = ModuleSnapshot(model)
-        if self._known is None or not look.same(self._known[0]):
-            self._known = (look, {})
-        kept = self._known[1]
-        found = kept.get(look.flags)
-        if found is None:
-            found = Stages(model, self._layout, deferred=self._deferred, merge=self._merge)
-            while len(kept) >= _KEPT:
-                kept.pop(next(iter(kept)), None)
-            kept[look.flags] = found
-        return found
+        snapshot = ModuleSnapshot(model)
+        if self._known is None or not snapshot.same(self._known[0]):
+            self._known = (snapshot, {})
+        by_flags = self._known[1]
+        stages = by_flags.get(snapshot.flags)
+        if stages is None:
+            stages = Stages(model, self._layout, deferred=self._deferred, merge=self._merge)
+            while len(by_flags) >= _KEPT:
+                by_flags.pop(next(iter(by_flags)), None)
+            by_flags[snapshot.flags] = stages
+        return stages
 
     # -- staying where it is -------------------------------------------------------------------------------------------
 
@@ -325,7 +327,7 @@ class Pipe(Anchored):
 
 
 def _module_faults(sequential: Any) -> list[str]:
-    """What keeps a module from being cut into its layers."""
+    """What keeps a module from being cut into its layers, as messages."""
     if not isinstance(sequential, nn.Sequential):
         return [
             "the module must be an nn.Sequential, whose layers are cut into stages; got a "
@@ -338,9 +340,9 @@ def _module_faults(sequential: Any) -> list[str]:
             f"{kind.__name__} has a forward of its own, which would never be called; give nn.Sequential(*layers), and "
             "do in a layer what it does"
         )
-    if own := [*parameters_of(sequential), *buffers_of(sequential)]:
+    if names := [*parameters_of(sequential), *buffers_of(sequential)]:
         faults.append(
-            f"{kind.__name__} has tensors of its own ({', '.join(own)}), which its forward does not use; put them "
+            f"{kind.__name__} has tensors of its own ({', '.join(names)}), which its forward does not use; put them "
             "into a layer"
         )
     if hooks_of(sequential):

@@ -1,4 +1,4 @@
-"""The stages of a `Pipe` as its layers are now: made once, looked at before every call, made again when layers changed."""
+"""The stages of a `Pipe`, made from its layers once, checked before every call, and made again when layers changed."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ CHECKPOINTS = ("always", "except_last", "never")
 
 
 class Stages:
-    """Layers cut into stages, for layers as they were when this was made.
+    """Layers cut into stages, as the layers were when this was made.
 
     Attributes:
-        train: is any layer in training mode.
+        train: whether any layer is in training mode.
         stages: one for each entry of the layout.
         params: for each stage, where its parameters live, by their names in the model.
         buffers: likewise its state.
@@ -43,17 +43,17 @@ class Stages:
 
     def __init__(self, model: nn.Sequential, layout: Layout, *, deferred: bool, merge: Any = None) -> None:
         self.layout, self.merge = layout, merge
-        self.train = any(one.training for layer in model for one in layer.modules())
+        self.train = any(module.training for layer in model for module in layer.modules())
         parts = cut_sequential(model, layout.balance, deferred=deferred)
-        slots: dict[str, TensorHome] = {}
+        homes: dict[str, TensorHome] = {}
         for path, layer in model.named_modules(remove_duplicate=False):
-            slots |= {
+            homes |= {
                 f"{path}.{name}" if path else name: (layer, name)
                 for name in (*parameters_of(layer), *buffers_of(layer))
             }
         self.stages = [stage for stage, _, _ in parts]
-        self.params = [{name: slots[name] for name in params} for _, params, _ in parts]
-        self.buffers = [{name: slots[name] for name in state} for _, _, state in parts]
+        self.params = [{name: homes[name] for name in params} for _, params, _ in parts]
+        self.buffers = [{name: homes[name] for name in state} for _, _, state in parts]
         self.ties = groups([params for _, params, _ in parts])
         first: dict[int, tuple[int, str]] = {}
         for stage, (_, params, _) in enumerate(parts):
@@ -63,14 +63,14 @@ class Stages:
         self.plans: dict[tuple[int, str | None], Plan] = {}
 
     def draw(self) -> bool:
-        """Did any stage draw random numbers so far."""
+        """Whether any stage drew random numbers so far."""
         return any(self.train in stage.seen.draws for stage in self.stages)
 
     def plan(self, num_microbatches: int, checkpoint: str | None) -> Plan:
         """The plan for a real number of microbatches; ``checkpoint`` None: forwards alone."""
         key = (num_microbatches, checkpoint)
-        found = self.plans.get(key)
-        if found is None:
+        plan = self.plans.get(key)
+        if plan is None:
             count, last = len(self.stages), num_microbatches - 1
             schedule = fill_drain(count, num_microbatches, backward=checkpoint is not None)
             if checkpoint == "always" or (checkpoint == "except_last" and last):
@@ -78,8 +78,8 @@ class Stages:
                 schedule = remat(schedule, keep=lambda action: action.microbatch == kept)
             options: dict[str, Any] = {"devices": self.layout.devices, "ties": self.ties, "train": self.train}
             options["merge"] = self.merge
-            found = self.plans[key] = make_plan(self.stages, schedule, outputs=True, **options)
-        return found
+            plan = self.plans[key] = make_plan(self.stages, schedule, outputs=True, **options)
+        return plan
 
     def gather(self) -> tuple[tuple[dict[str, Tensor], ...], tuple[Tree, ...]]:
         """The parameters and the state of every stage, as they are in the layers now.
@@ -91,22 +91,22 @@ class Stages:
         """
         faults: list[str] = []
         trees: list[tuple[dict[str, Tensor], ...]] = []
-        for slots in (self.params, self.buffers):
-            seen: set[int] = set()
-            found: list[dict[str, Tensor]] = []
-            for stage, (own, device) in enumerate(zip(slots, self.layout.devices, strict=True)):
-                row: dict[str, Tensor] = {}
-                for name, slot in own.items():
-                    tensor = row[name] = _read(slot)
+        for tables in (self.params, self.buffers):
+            earlier: set[int] = set()
+            by_stage: list[dict[str, Tensor]] = []
+            for stage, (table, device) in enumerate(zip(tables, self.layout.devices, strict=True)):
+                tensors: dict[str, Tensor] = {}
+                for name, home in table.items():
+                    tensor = tensors[name] = _read(home)
                     if same_device(tensor.device, device):
                         continue
-                    if id(tensor) in seen:
-                        row[name] = tensor.detach().to(device)
+                    if id(tensor) in earlier:
+                        tensors[name] = tensor.detach().to(device)
                     else:
                         faults.append(f"{name} lies on {tensor.device}, stage {stage} runs on {device}")
-                seen.update(id(_read(slot)) for slot in own.values())
-                found.append(row)
-            trees.append(tuple(found))
+                earlier.update(id(_read(home)) for home in table.values())
+                by_stage.append(tensors)
+            trees.append(tuple(by_stage))
         raise_all(
             "layers of a Pipe stay on the devices of their stages; move them back, or wrap them again: "
             "fp.Pipe(nn.Sequential(*pipe), ...):",
@@ -115,22 +115,22 @@ class Stages:
         )
         return trees[0], tuple(state or () for state in trees[1])
 
-    def write(self, new: Sequence[Tree]) -> None:
+    def write(self, states: Sequence[Tree]) -> None:
         """Put the running statistics of a batch into the buffers of the layers, which stay the same tensors."""
         if not self.train:
             return
         with torch.no_grad():
-            for stage, own, state in zip(self.stages, self.buffers, new, strict=True):
+            for stage, homes, state in zip(self.stages, self.buffers, states, strict=True):
                 if isinstance(stage.commit, CommitLayers):
                     for name in stage.commit.written():
-                        if name in own:
-                            _read(own[name]).copy_(state[name])
+                        if name in homes:
+                            _read(homes[name]).copy_(state[name])
 
 
-def _read(slot: TensorHome) -> Tensor:
-    layer, name = slot
-    own = parameters_of(layer)
-    tensor = own[name] if name in own else buffers_of(layer)[name]
+def _read(home: TensorHome) -> Tensor:
+    layer, name = home
+    params = parameters_of(layer)
+    tensor = params[name] if name in params else buffers_of(layer)[name]
     assert tensor is not None
     return tensor
 
@@ -139,7 +139,7 @@ def _read(slot: TensorHome) -> Tensor:
 
 
 class ModuleSnapshot:
-    """What stages depend on besides the numbers in tensors: layers, their attributes and hooks, which tensors are one.
+    """What stages depend on besides the numbers in tensors: layers, their attributes and hooks, shared tensors.
 
     Attributes that are containers are looked at one level deep, tensors by how often they were written to. Training
     flags are apart: they change often and back, so stages are kept for several of them.
@@ -148,8 +148,8 @@ class ModuleSnapshot:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self.held: list[Any] = []
-        for one in modules:
-            for name, value in vars(one).items():
+        for module in modules:
+            for name, value in vars(module).items():
                 if name in _APART or value is None:
                     continue
                 kind = type(value)
@@ -163,10 +163,10 @@ class ModuleSnapshot:
                 else:
                     self.held += (name, value)
         self.tensors = _pattern(modules)
-        self.flags = tuple(one.training for one in modules)
+        self.flags = tuple(module.training for module in modules)
 
     def same(self, other: ModuleSnapshot) -> bool:
-        """Nothing but training flags differs."""
+        """Whether nothing but training flags differs."""
         if self.tensors != other.tensors or len(self.held) != len(other.held):
             return False
         return all(map(is_, self.held, other.held)) or all(map(_equal, self.held, other.held))
@@ -181,14 +181,14 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _pattern(modules: Iterable[nn.Module]) -> list[Any]:
-    """Names and shapes of all tensors of some modules, and which of them are one."""
-    number: dict[int, int] = {}
+    """Names and shapes of all tensors of some modules, and which of them are the same."""
+    numbers: dict[int, int] = {}
     out: list[Any] = []
-    for one in modules:
-        for table in (parameters_of(one), buffers_of(one)):
+    for module in modules:
+        for table in (parameters_of(module), buffers_of(module)):
             for name, tensor in table.items():
                 if tensor is None or is_lazy(tensor):
                     out.append((name, None))
                 else:
-                    out.append((name, (number.setdefault(id(tensor), len(number)), tensor.shape)))
+                    out.append((name, (numbers.setdefault(id(tensor), len(numbers)), tensor.shape)))
     return out

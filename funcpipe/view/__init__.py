@@ -1,1 +1,1 @@
-"""Interpreters without a device: clock and pictures."""
+"""Interpreters that need no device: simulation, drawings, reports."""

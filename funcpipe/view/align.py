@@ -18,7 +18,7 @@ class Aligned(NamedTuple):
 
     Attributes:
         timelines: all in one unit, with names that tell them apart.
-        notes: for each what was done to it, or nothing.
+        notes: for each how it was scaled, or nothing.
     """
 
     timelines: tuple[Timeline, ...]
@@ -77,7 +77,7 @@ def _factor(timeline: Timeline, fixed: Timeline) -> float:
 
 
 def _scaled(timeline: Timeline, factor: float, unit: str) -> Timeline:
-    """The same with all times that many times as long, in another unit."""
+    """The timeline with all times multiplied by a factor, in another unit."""
     comm = timeline.comm
     return replace(
         timeline,

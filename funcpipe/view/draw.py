@@ -62,15 +62,15 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
     return Drawing(first, tuple(rest), memory=memory, by=by)
 
 
-def _timeline(what: Drawn) -> Timeline:
-    if isinstance(what, Timeline):
-        return what
-    if isinstance(what, (Schedule, Plan)):
-        return simulate(what)
-    if isinstance(what, Simulated):
-        return what.simulate()
-    hint = "; draw its timeline (run with record=True)" if isinstance(what, Result) or what is None else ""
-    raise TypeError(f"draw takes a Schedule, a Plan or a Timeline; got {type(what).__name__}{hint}")
+def _timeline(source: Drawn) -> Timeline:
+    if isinstance(source, Timeline):
+        return source
+    if isinstance(source, (Schedule, Plan)):
+        return simulate(source)
+    if isinstance(source, Simulated):
+        return source.simulate()
+    hint = "; draw its timeline (run with record=True)" if isinstance(source, Result) or source is None else ""
+    raise TypeError(f"draw takes a Schedule, a Plan or a Timeline; got {type(source).__name__}{hint}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -129,9 +129,9 @@ class Drawing:
                 content = self.svg()
             case ".txt":
                 content = self.text(_FILE_WIDTH) + "\n"
-            case other:
+            case suffix:
                 raise ValueError(
-                    f"drawings are saved as .svg or .txt; got {other!r} in {str(file)!r}. To zoom, write "
+                    f"drawings are saved as .svg or .txt; got {suffix!r} in {str(file)!r}. To zoom, write "
                     "drawing.timeline.to_chrome_trace('trace.json'), and open it at ui.perfetto.dev"
                 )
         file.write_text(content, encoding="utf-8", newline="\n")

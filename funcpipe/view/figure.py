@@ -42,7 +42,7 @@ class Panel(NamedTuple):
 
     @property
     def has_lanes(self) -> bool:
-        """Is there anything to draw."""
+        """Whether there is anything to draw."""
         return bool(self.timeline.spans) and self.levels != ()
 
     @property
@@ -81,24 +81,24 @@ class Frame(NamedTuple):
 def panels_of(aligned: Aligned, *, memory: bool) -> list[Panel]:
     """A panel for each timeline, and one for its memory."""
     panels: list[Panel] = []
-    held = [levels(timeline) if memory else () for timeline in aligned.timelines]
-    scales = [highest(devices) or 1.0 for devices in held]
+    timeline_levels = [levels(timeline) if memory else () for timeline in aligned.timelines]
+    scales = [highest(devices) or 1.0 for devices in timeline_levels]
     if not any(aligned.notes):  # one unit of memory, as far as anybody can know
         scales = [max(scales)] * len(scales)
-    for timeline, note, devices, most in zip(aligned.timelines, aligned.notes, held, scales, strict=True):
+    for timeline, note, devices, peak in zip(aligned.timelines, aligned.notes, timeline_levels, scales, strict=True):
         words = (*_counts(timeline), *summary.numbers(timeline, aligned.axis), *([note] if note else []))
         if not timeline.spans:
             words = (words[0], "no actions")
         panels.append(Panel(timeline, summary.title(timeline), words))
         if memory and timeline.spans:
-            scale = memory_scale(most) if devices else "not known for this timeline"
-            panels.append(Panel(timeline, "memory", (scale,), devices, most))
+            scale = memory_scale(peak) if devices else "not known for this timeline"
+            panels.append(Panel(timeline, "memory", (scale,), devices, peak))
     return panels
 
 
-def memory_scale(most: float) -> str:
-    """How a picture says its scale of memory."""
-    return f"the height of a lane is {summary.amount_text(most)}"
+def memory_scale(peak: float) -> str:
+    """The words that say how much memory fills a lane's height."""
+    return f"the height of a lane is {summary.amount_text(peak)}"
 
 
 def _counts(timeline: Timeline) -> tuple[str, ...]:
@@ -117,7 +117,11 @@ def frame_of(timelines: Sequence[Timeline], by: By) -> Frame:
         (summary.quantile(summary.lengths(timeline), 0.1) for timeline in timelines if timeline.spans), default=end
     )
     chart = min(1240.0, max(640.0, 24 * end / short)) if axis.spans else 640.0
-    names = [summary.device_name(line, device) for line in timelines for device in range(max(1, line.num_devices))]
+    names = [
+        summary.device_name(timeline, device)
+        for timeline in timelines
+        for device in range(max(1, timeline.num_devices))
+    ]
     left = MARGIN + 5 + 7 * max(map(len, names))
     peaks = [text for timeline in timelines for text in summary.side_columns(timeline)[1]]
     width = left + chart + MARGIN + 44 + (16 + 7 * max(4, *map(len, peaks)) if peaks else 0)

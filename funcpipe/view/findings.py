@@ -146,7 +146,7 @@ def _stages(plan: Plan, params: Sequence[Tree] | None, measured: Timeline) -> Ta
     mean = summary.time_text_to(max(map(fmean, by_kind.values()), default=0.0), measured.unit)
     total = summary.time_text_to(max(map(sum, by_kind.values()), default=0.0), measured.unit)
     sizes = ("parameters", "bytes") if params is not None else ()
-    heads = [f"{kind.value} {what}, {text.unit}" for kind in kinds for what, text in (("mean", mean), ("total", total))]
+    heads = [f"{kind.value} {word}, {text.unit}" for kind in kinds for word, text in (("mean", mean), ("total", total))]
     rows: list[tuple[str, ...]] = []
     for stage, lane in enumerate(plan.schedule.device_of):
         row = [str(stage), summary.clean(plan.stages[stage].name), str(lane)]
@@ -207,10 +207,10 @@ def _edges(plan: Plan, stats: RunStats) -> Table:
             "caller" if pool.source == CALLER else f"lane {pool.source}",
             f"lane {pool.lane}",
             pool.role.value,
-            str(most),
+            str(peak),
             str(pool.slots),
         )
-        for pool, most in zip(pools, stats.slots, strict=True)
+        for pool, peak in zip(pools, stats.slots, strict=True)
     )
     return Table("Values between lanes", ("from", "to", "value", "most at a time", "slots"), rows, words=3)
 
@@ -239,7 +239,7 @@ def _remarks(plan: Plan, result: Result, measured: Timeline, simulated: Timeline
 
 
 def _short_actions(measured: Timeline) -> Iterable[str]:
-    """Actions that are over as fast as they are handed over, and W that does nothing."""
+    """Remarks on actions about as short as handing over, and on W that takes no time."""
     mean = {key: fmean(times) for key, times in measured.by_kind.items()}
     # Eager stages do their whole backward in I; their W is no work that anyone could make longer.
     unsplit = {stage for kind, stage in mean if kind is Kind.W and mean[Kind.W, stage] < 0.05 * mean[Kind.I, stage]}
@@ -263,26 +263,26 @@ def _short_actions(measured: Timeline) -> Iterable[str]:
 
 
 def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Iterable[str]:
-    """What stages of equal cost would win, where lanes work for different times: same schedule, same clock."""
+    """A remark on what stages of equal cost would win, where lanes work for different times; same schedule."""
     busy = measured.busy
-    most, least = (pick(range(len(busy)), key=busy.__getitem__) for pick in (max, min))
-    if busy[most] <= _UNEVEN * busy[least]:
+    busiest, idlest = (pick(range(len(busy)), key=busy.__getitem__) for pick in (max, min))
+    if busy[busiest] <= _UNEVEN * busy[idlest]:
         return
-    more = f"{busy[most] / busy[least] - 1:.0%} longer than" if busy[least] else "while nothing is done by"
+    longer = f"{busy[busiest] / busy[idlest] - 1:.0%} longer than" if busy[idlest] else "while nothing is done by"
     cost, times = measured.cost(), summary.time_text(measured)
     equal = simulate(schedule, replace(cost, **{name: fmean(getattr(cost, name)) for name in _TIMES})).makespan
     change = equal / (simulated.makespan or 1.0) - 1
-    mend = ": fp.models.balance with the times of fp.models.profile comes as near to that as the layers allow"
+    advice = ": fp.models.balance with the times of fp.models.profile comes as near to that as the layers allow"
     yield (
-        f"Lane {most} works {more} lane {least}, and the others wait for it. With stages of equal cost the same "
+        f"Lane {busiest} works {longer} lane {idlest}, and the others wait for it. With stages of equal cost the same "
         f"schedule takes {times(equal)} instead of {times(simulated.makespan)} ({change:+z.1%}), simulated"
-        f"{mend if change <= -NEGLIGIBLE else ''}."
+        f"{advice if change <= -NEGLIGIBLE else ''}."
     )
 
 
 def _ranges(numbers: Iterable[int]) -> str:
     """Ascending numbers, neighbours joined: ``0-3, 6``."""
-    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 

@@ -39,24 +39,24 @@ class _OpenBar(NamedTuple):
 
 
 def joined_bars(
-    tracks: Sequence[Sequence[Span]], scale: float, most: int, key: Callable[[Span], Hashable]
+    tracks: Sequence[Sequence[Span]], scale: float, limit: int, key: Callable[[Span], Hashable]
 ) -> list[list[ActionBar]]:
     """What to draw in each track.
 
     Args:
         tracks: spans that do not overlap, by start.
         scale: pixels per unit of time.
-        most: more bars than this are too many. If all actions fit, each is a bar; else those narrower than some
+        limit: more bars than this are too many. If all actions fit, each is a bar; else those narrower than some
             width, the smallest that does, are joined.
         key: what a span shows as; bars show the shares of these.
     """
-    if sum(map(len, tracks)) <= most:
+    if sum(map(len, tracks)) <= limit:
         return [[ActionBar(span.start, span.end, (span,)) for span in spans] for spans in tracks]
     least = _LEAST / scale
     while True:
         runs = [_runs(spans, least, key) for spans in tracks]
         # Where all are as wide as the picture there is nothing left to join.
-        if sum(map(len, runs)) <= most or all(len(row) <= 1 for row in runs):
+        if sum(map(len, runs)) <= limit or all(len(row) <= 1 for row in runs):
             return [
                 [ActionBar(run.start, run.end, spans[run.first : run.last + 1]) for run in row]
                 for spans, row in zip(tracks, runs, strict=True)
@@ -67,22 +67,24 @@ def joined_bars(
 def _runs(spans: Sequence[Span], least: float, key: Callable[[Span], Hashable]) -> list[_OpenBar]:
     """The track's actions and bars: a bar begins and ends with an action, and no long idle time is in it."""
     runs: list[_OpenBar] = []
-    at = 0
-    while at < len(spans):
-        first, start, end = at, spans[at].start, spans[at].end
+    index = 0
+    while index < len(spans):
+        first, start, end = index, spans[index].start, spans[index].end
         times: dict[Hashable, float] = {}
-        while at < len(spans):
-            span = spans[at]
+        while index < len(spans):
+            span = spans[index]
             length = span.end - span.start
-            if at > first and (length >= least or span.start - end >= least or end - start >= _WIDE * least):
+            if index > first and (length >= least or span.start - end >= least or end - start >= _WIDE * least):
                 break
             times[key(span)] = times.get(key(span), 0.0) + length
-            end, at = max(end, span.end), at + 1
+            end, index = max(end, span.end), index + 1
             if length >= least:
                 break
         whole = end - start
-        run = _OpenBar(start, end, first, at - 1, {name: time / whole for name, time in times.items()} if whole else {})
-        if runs and at - first > 1 and _alike(runs[-1], run, least):
+        run = _OpenBar(
+            start, end, first, index - 1, {name: time / whole for name, time in times.items()} if whole else {}
+        )
+        if runs and index - first > 1 and _alike(runs[-1], run, least):
             before = runs.pop()
             run = run._replace(start=before.start, first=before.first, shares=before.shares)
         runs.append(run)
@@ -90,7 +92,7 @@ def _runs(spans: Sequence[Span], least: float, key: Callable[[Span], Hashable]) 
 
 
 def _alike(before: _OpenBar, after: _OpenBar, least: float) -> bool:
-    """Can they become one: both are joined, they touch, and look the same."""
+    """Whether two bars can become one: both are joined, they touch, and look the same."""
     if before.last == before.first or after.start - before.end >= least:
         return False
     names = {*before.shares, *after.shares}

@@ -43,8 +43,8 @@ def count_residuals(schedule: Schedule, timeline: Timeline) -> Levels:
     """How many residuals each device holds when, by the rules of `Timeline.peak`."""
     counted: list[tuple[Level, ...]] = []
     for spans, order in zip(spans_by_device(timeline), schedule.orders, strict=True):
-        held = zip(spans, residual_levels(order, schedule), strict=True)
-        steps = [step for span, (during, after) in held for step in ((span.start, during), (span.end, after))]
+        residuals = zip(spans, residual_levels(order, schedule), strict=True)
+        steps = [step for span, (during, after) in residuals for step in ((span.start, during), (span.end, after))]
         counted.append(_levels(steps, timeline.makespan))
     return tuple(counted)
 
@@ -64,13 +64,13 @@ def highest(devices: Iterable[Sequence[Level]]) -> float:
 
 def highest_in_slices(device: Sequence[Level], scale: float, count: int) -> list[float]:
     """The most that is held in each slice of time: so many, ``scale`` of them a unit of time."""
-    most = [0.0] * count
+    peaks = [0.0] * count
     for start, end, amount in device:
         # The slack: what ends where a slice begins, but for rounding, is not in it.
         first = min(floor(start * scale + 1e-9), count - 1)
         for at in range(first, max(first + 1, min(count, ceil(end * scale - 1e-9)))):
-            most[at] = max(most[at], amount)
-    return most
+            peaks[at] = max(peaks[at], amount)
+    return peaks
 
 
 def coarse(device: Sequence[Level], step: float) -> tuple[Level, ...]:
@@ -78,9 +78,9 @@ def coarse(device: Sequence[Level], step: float) -> tuple[Level, ...]:
     if not device:
         return ()
     end = max(level.end for level in device)
-    most = highest_in_slices(device, 1 / step, max(1, ceil(end / step)))
-    edges = [*(at * step for at in range(len(most))), end]
-    return _joined([Level(a, b, amount) for (a, b), amount in zip(pairwise(edges), most, strict=True)])
+    peaks = highest_in_slices(device, 1 / step, max(1, ceil(end / step)))
+    edges = [*(at * step for at in range(len(peaks))), end]
+    return _joined([Level(a, b, amount) for (a, b), amount in zip(pairwise(edges), peaks, strict=True)])
 
 
 def _levels(steps: Iterable[tuple[float, float]], end: float) -> tuple[Level, ...]:

@@ -41,7 +41,7 @@ class Shade(NamedTuple):
 
     @property
     def rule(self) -> str:
-        """The rule of the style."""
+        """Its rule in the style sheet."""
         return f".funcpipe .{self.name}{{fill:#{_hexadecimal(self.colour)}}}"
 
 
@@ -58,20 +58,20 @@ def stage_shade(stage: int, last: int) -> Shade:
     return Shade(f"s{_hexadecimal(colour)}", colour)
 
 
-def tint(rank: int, most: int) -> int:
+def tint(rank: int, last: int) -> int:
     """How many percent of white a device's stage gets: none for its first."""
-    return round(min(62, 38 + 8 * (most - 1)) * rank / most) if most else 0
+    return round(min(62, 38 + 8 * (last - 1)) * rank / last) if last else 0
 
 
 def shades_of(timeline: Timeline, by: By, last: int) -> dict[tuple[int, Kind, int], Shade]:
     """The shade of every action, by its key; ``last`` is the last stage of all timelines in a picture."""
     ranks = stage_ranks(timeline)
-    most = max(ranks.values(), default=0)
+    last_rank = max(ranks.values(), default=0)
     present = set(map(shade_key, timeline.spans))
     return {
         (device, kind, stage): stage_shade(stage, last)
         if by == "stage" and kind not in MOVES
-        else kind_shade(kind, tint(ranks[device, stage], most))
+        else kind_shade(kind, tint(ranks[device, stage], last_rank))
         for device, kind, stage in present
     }
 
@@ -96,9 +96,9 @@ def legend(timelines: Sequence[Timeline], by: By) -> Iterable[tuple[tuple[Shade,
         stages = sorted({round(last * at / (2 * _FEW - 1)) for at in range(2 * _FEW)})
         yield tuple(stage_shade(stage, last) for stage in stages), f"stage 0 to {last}" if last else "stage 0"
         note = "upper edge: kind"
-    elif most := max((rank for timeline in timelines for rank in stage_ranks(timeline).values()), default=0):
-        few = min(most, _FEW - 1)
-        tints = sorted({tint(rank * most // few, most) for rank in range(few + 1)})
+    elif last_rank := max((rank for timeline in timelines for rank in stage_ranks(timeline).values()), default=0):
+        few = min(last_rank, _FEW - 1)
+        tints = sorted({tint(rank * last_rank // few, last_rank) for rank in range(few + 1)})
         note = "lighter: later stages"
     for kind in kinds_in(*timelines):
         yield tuple(kind_shade(kind, white) for white in tints), f"{kind.value} {KINDS[kind].word}"

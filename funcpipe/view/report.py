@@ -112,13 +112,13 @@ class Report:
             path: of the file; written anew, at once: nobody ever reads half of it.
         """
         file = Path(path)
-        part = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+        temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
         try:
-            part.write_text(_page(self.findings), encoding="utf-8", newline="\n")
-            os.replace(part, file)
+            temporary.write_text(_page(self.findings), encoding="utf-8", newline="\n")
+            os.replace(temporary, file)
         finally:
             with suppress(FileNotFoundError):
-                part.unlink()
+                temporary.unlink()
 
     def _repr_html_(self) -> str:
         return _body(self.findings)
@@ -142,7 +142,7 @@ class Report:
 
 
 def _page(findings: Findings) -> str:
-    """A page of its own."""
+    """The report as an HTML page of its own."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -152,14 +152,14 @@ def _page(findings: Findings) -> str:
 
 
 def _body(findings: Findings) -> str:
-    """The report for a place inside a page."""
+    """The report as HTML for a place inside a page."""
     timelines = _timelines(findings)
     pairs = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in findings.headline)
     panels = panels_of(aligned(timelines), memory=False)
     if findings.held:
-        most = highest(findings.held) or 1.0
-        words = (summary.count_text(findings.measured.num_devices, "device"), memory_scale(most))
-        panels.append(Panel(findings.measured, "residuals held, measured", words, findings.held, most))
+        peak = highest(findings.held) or 1.0
+        words = (summary.count_text(findings.measured.num_devices, "device"), memory_scale(peak))
+        panels.append(Panel(findings.measured, "residuals held, measured", words, findings.held, peak))
     charts = "".join(svg([panel], timelines, inline=True, most=_MOST_SHAPES) for panel in panels)
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in findings.remarks)
     return "\n".join(
@@ -178,14 +178,16 @@ def _body(findings: Findings) -> str:
 
 
 def _timelines(findings: Findings) -> list[Timeline]:
-    """What is drawn."""
+    """The timelines that are drawn, by their names."""
     return [replace(findings.measured, name="measured"), replace(findings.simulated, name="simulated")]
 
 
 def _table(table: Table) -> str:
     def line(tag: str, cells: Sequence[str]) -> str:
-        words = (' class="word"' if at < table.words else "" for at in range(len(cells)))
-        return "".join(f"<{tag}{word}>{escape(cell)}</{tag}>" for word, cell in zip(words, cells, strict=True))
+        attributes = (' class="word"' if column < table.words else "" for column in range(len(cells)))
+        return "".join(
+            f"<{tag}{attribute}>{escape(cell)}</{tag}>" for attribute, cell in zip(attributes, cells, strict=True)
+        )
 
     rows = "\n".join(f"<tr>{line('td', row)}</tr>" for row in table.rows)
     head = f"<thead><tr>{line('th', table.heads)}</tr></thead>"
@@ -216,12 +218,14 @@ def _columns(table: Table, width: int) -> list[str]:
     """The table's rows, without the columns that can be spared until it fits."""
     lines = [table.heads, *table.rows]
     kept = list(range(len(table.heads)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     for word in _SPARE:
-        if sum(widths[at] + 2 for at in kept) > width:
-            kept = [at for at in kept if not (at and word in table.heads[at].replace(",", "").split())]
+        if sum(widths[column] + 2 for column in kept) > width:
+            kept = [column for column in kept if not (column and word in table.heads[column].replace(",", "").split())]
     return [
-        "".join(f"  {line[at]:{'<' if at < table.words else '>'}{widths[at]}}" for at in kept).rstrip()[:width]
+        "".join(f"  {line[column]:{'<' if column < table.words else '>'}{widths[column]}}" for column in kept).rstrip()[
+            :width
+        ]
         for line in lines
     ]
 

@@ -67,17 +67,17 @@ def time_text_to(end: float, unit: str) -> TimeText:
     return TimeText(factor, unit, min(9, max(0, 3 - magnitude)))
 
 
-def ticks(timeline: Timeline, most: int) -> tuple[tuple[float, str], ...]:
-    """Times, in the timeline's unit, and their labels: 0 and up to ``most`` more, a round step apart."""
+def ticks(timeline: Timeline, limit: int) -> tuple[tuple[float, str], ...]:
+    """Times, in the timeline's unit, and their labels: 0 and up to ``limit`` more, a round step apart."""
     times = time_text(timeline)
     end = timeline.makespan * times.factor
     if end <= 0:
         return ((0.0, "0"),)
-    least = end / max(1, most)
-    power = floor(log10(least))
-    # The slack: a step that is as long as the least but for rounding is long enough.
+    shortest = end / max(1, limit)
+    power = floor(log10(shortest))
+    # The slack: a step that is as long as the shortest but for rounding is long enough.
     steps = (digit * 10.0 ** (power + up) for up in (0, 1) for digit in (1, 2, 5))
-    step = next((step for step in steps if step >= least * (1 - 1e-9)), 10.0 ** (power + 2))
+    step = next((step for step in steps if step >= shortest * (1 - 1e-9)), 10.0 ** (power + 2))
     decimals = max(0, -floor(log10(step) + 1e-9))
     count = floor(end / step + 1e-9)
     return tuple((at * step / times.factor, number_text(at * step, decimals)) for at in range(count + 1))
@@ -106,7 +106,7 @@ def side_columns(timeline: Timeline) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def amount_text(memory: float) -> str:
-    """Some memory, in no unit."""
+    """An amount of memory as text, without a unit."""
     return f"{memory:.3g}" if memory >= 1e6 else number_text(memory, 2 if memory < 10 else 1)
 
 
@@ -134,12 +134,12 @@ def clean(text: str) -> str:
 
 
 def count_text(count: int, word: str) -> str:
-    """So many of something."""
+    """A count and its word, singular or plural."""
     return f"{count} {word if count == 1 else plural(word)}"
 
 
 def plural(word: str) -> str:
-    """The word for several."""
+    """The plural of a word."""
     return f"{word}es" if word.endswith("ch") else f"{word}s"
 
 

@@ -51,7 +51,7 @@ def svg(
     inline: bool = False,
     most: int = _MOST,
 ) -> str:
-    """The picture.
+    """A figure as SVG.
 
     Args:
         panels: what to draw, from top to bottom.
@@ -104,8 +104,8 @@ def _heading(panel: Panel, frame: Frame, top: float, *, small: bool) -> tuple[li
         words = escape(" · ".join(panel.words))
         words = f'<tspan class="soft" font-size="12" font-weight="400" dx="8">{words}</tspan>'
         return [f'<text class="part" x="{x}" y="{pixels(top + 15)}">{escape(title)}{words}</text>'], top + 26
-    most = int((frame.width - 2 * MARGIN) / 9.5)
-    title = title if len(title) <= most else f"{title[: most - 1]}…"
+    letters = int((frame.width - 2 * MARGIN) / 9.5)
+    title = title if len(title) <= letters else f"{title[: letters - 1]}…"
     out = [f'<text class="name" x="{x}" y="{pixels(top + 28)}">{escape(title)}</text>']
     y = top + 32
     for line in summary.fill(panel.words, (frame.width - 2 * MARGIN) / _LETTER, " · "):

@@ -47,18 +47,18 @@ class Chart(NamedTuple):
     tracks: list[Track]
 
     def shade(self, span: Span) -> Shade:
-        """Of an action."""
+        """The shade of an action."""
         return self.shades[shade_key(span)]
 
 
-def chart_of(panel: Panel, frame: Frame, last: int, most: int) -> Chart:
+def chart_of(panel: Panel, frame: Frame, last: int, limit: int) -> Chart:
     """What runs in the lanes of a panel; what moves to the host (O) and back (L) has thin strips at the bottom.
 
     Args:
         panel: which.
         frame: the figure's.
         last: the last stage of all in the figure.
-        most: more bars than this are too many.
+        limit: more bars than this are too many.
     """
     if panel.levels is not None:
         return Chart(panel, {}, [])
@@ -72,14 +72,14 @@ def chart_of(panel: Panel, frame: Frame, last: int, most: int) -> Chart:
         rows.setdefault((span.device, *places.get(span.action.kind, work)), []).append(span)
     shades = shades_of(panel.timeline, frame.by, last)
     ordered = sorted(rows.items())
-    bars = joined_bars([spans for _, spans in ordered], frame.scale, most, lambda span: shades[shade_key(span)])
+    bars = joined_bars([spans for _, spans in ordered], frame.scale, limit, lambda span: shades[shade_key(span)])
     return Chart(panel, shades, [Track(*place, row) for (place, _), row in zip(ordered, bars, strict=True)])
 
 
-def lanes_of(chart: Chart, frame: Frame, most: int) -> list[list[str]]:
-    """What is in the lane of each device."""
+def lanes_of(chart: Chart, frame: Frame, limit: int) -> list[list[str]]:
+    """The SVG elements in the lane of each device."""
     if chart.panel.levels is not None:
-        return [_levels(held, chart.panel, frame) for held in _fewer(chart.panel.levels, frame, most)]
+        return [_levels(levels, chart.panel, frame) for levels in _fewer(chart.panel.levels, frame, limit)]
     lanes: list[list[str]] = [[] for _ in range(chart.panel.timeline.num_devices)]
     font, least = _numbers(chart.panel, frame)
     for track in chart.tracks:
@@ -153,10 +153,10 @@ def _mixed(bar: ActionBar, track: Track, chart: Chart, x: str, width: str, times
     yield "</g>"
 
 
-def _fewer(devices: Sequence[Sequence[Level]], frame: Frame, most: int) -> Sequence[Sequence[Level]]:
+def _fewer(devices: Sequence[Sequence[Level]], frame: Frame, limit: int) -> Sequence[Sequence[Level]]:
     """The levels, in slices wide enough that there are not too many."""
-    step = max(1.0, len(devices) * frame.chart / (8 * most))  # neighbours of one height will be joined
-    while sum(map(len, devices)) > most and step < frame.chart:
+    step = max(1.0, len(devices) * frame.chart / (8 * limit))  # neighbours of one height will be joined
+    while sum(map(len, devices)) > limit and step < frame.chart:
         devices = [coarse(device, step / frame.scale) for device in devices]
         step *= 2
     return devices
@@ -184,14 +184,14 @@ def _levels(device: Sequence[Level], panel: Panel, frame: Frame) -> list[str]:
 
 
 def _hover(span: Span, times: summary.TimeText) -> str:
-    """What an action is."""
+    """The tooltip of an action."""
     kind, stage, microbatch = span.action
     when = escape(times.interval(span.start, span.end))
     return f"{span.action} {KINDS[kind].word}, stage {stage}, microbatch {microbatch}: {when}"
 
 
 def _hover_all(bar: ActionBar, times: summary.TimeText) -> str:
-    """What joined actions are: how many of each kind, and the range of their stages and microbatches."""
+    """The tooltip of joined actions: how many of each kind, and the range of their stages and microbatches."""
     actions = [span.action for span in bar.spans]
     counts = Counter(action.kind for action in actions)
     kinds = " ".join(f"{counts[kind]} {kind.value}" for kind in Kind if counts[kind])

@@ -36,9 +36,9 @@ class TextLayout(NamedTuple):
         peaks: how wide the peaks are.
         scale: columns per unit of time.
         columns: of the chart.
-        stages: do the labels of actions have stages.
-        labelled: do actions have labels; if not, each column shows one letter.
-        color: paint them with a terminal's colours.
+        stages: whether the labels of actions have stages.
+        labelled: whether actions have labels; if not, each column shows one letter.
+        color: whether they are painted with a terminal's colours.
     """
 
     word: str
@@ -70,7 +70,7 @@ class TextLayout(NamedTuple):
         return f"\x1b[38;5;16;48;5;{code}m{letters}\x1b[0m" if self.color else letters
 
 
-def width_of(width: int | None, what: str) -> int:
+def width_of(width: int | None, word: str) -> int:
     """How wide to print: as asked, or as the terminal is.
 
     Raises:
@@ -81,12 +81,12 @@ def width_of(width: int | None, what: str) -> int:
         # A terminal may say that it is narrower than any drawing; then lines wrap, and printing still works.
         return max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
     if index(width) < LEAST_WIDTH:
-        raise ValueError(f"a {what} is at least {LEAST_WIDTH} columns wide; got width={width}")
+        raise ValueError(f"a {word} is at least {LEAST_WIDTH} columns wide; got width={width}")
     return index(width)
 
 
 def text(timelines: Sequence[Timeline], width: int, *, color: bool = False, memory: bool = False) -> str:
-    """The picture.
+    """Timelines as text.
 
     Args:
         timelines: what to draw, below each other on one time axis.
@@ -137,13 +137,13 @@ def _rows(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
 def _memory(timeline: Timeline, layout: TextLayout) -> list[str]:
     """A row for each device: in each column the most that it holds, in eighths of the most that any does."""
     devices = levels(timeline)
-    most = highest(devices)
-    if not most:
+    peak = highest(devices)
+    if not peak:
         return ["memory is not known" if not devices else "nothing is held"]
-    lines = [_clip(f"memory, {_EIGHTHS[-1]} is {summary.amount_text(most)}:", layout.left + layout.columns)]
-    for device, held in enumerate(devices):
-        amounts = highest_in_slices(held, layout.scale, layout.columns)
-        letters = "".join(_EIGHTHS[ceil(8 * amount / most - 1e-9)] for amount in amounts)
+    lines = [_clip(f"memory, {_EIGHTHS[-1]} is {summary.amount_text(peak)}:", layout.left + layout.columns)]
+    for device, device_levels in enumerate(devices):
+        amounts = highest_in_slices(device_levels, layout.scale, layout.columns)
+        letters = "".join(_EIGHTHS[ceil(8 * amount / peak - 1e-9)] for amount in amounts)
         lines.append(f"{layout.name(timeline, device)} │{letters}│")
     return lines
 
@@ -171,7 +171,7 @@ def _layout(timelines: Sequence[Timeline], axis: Timeline, width: int, color: bo
     return TextLayout(word, digits, names, peaks, scale, columns, stages, labelled, color)
 
 
-def _scale(spans: Sequence[Span], end: float, room: int, wanted: int) -> float:
+def _scale(spans: Sequence[Span], end: float, room: int, label_width: int) -> float:
     """Columns per unit of time: as many as short actions want for their labels, or as there is room for.
 
     Where all times are whole multiples of a step, a step takes a whole number of columns (if it gets one at all), so
@@ -180,13 +180,13 @@ def _scale(spans: Sequence[Span], end: float, room: int, wanted: int) -> float:
     if end <= 0:
         return 1.0
     short = summary.quantile((span.end - span.start for span in spans), 0.1)
-    most = min(room / end, wanted / short)
+    scale = min(room / end, label_width / short)
     times = {time for span in spans for time in (span.start, span.end)}
     if all(float(time).is_integer() for time in times):
         step = gcd(*map(int, times))
-        if step * most >= 1:
-            return floor(step * most + 1e-9) / step
-    return most
+        if step * scale >= 1:
+            return floor(step * scale + 1e-9) / step
+    return scale
 
 
 def _column(time: float, scale: float) -> int:
@@ -199,7 +199,7 @@ def _label(span: Span, stages: bool) -> str:
 
 
 def _fit(spans: Sequence[Span], scale: float, *, stages: bool) -> bool:
-    """Do the labels of most actions fit. With stages they need a blank behind: ``0F02F0`` reads two ways."""
+    """Whether the labels of most actions fit. With stages they need a blank behind: ``0F02F0`` reads two ways."""
     fit = sum(
         _column(span.end, scale) - _column(span.start, scale) >= len(_label(span, stages)) + stages for span in spans
     )
@@ -236,13 +236,13 @@ def _letters(spans: list[Span], layout: TextLayout, end: int) -> Iterable[str]:
     columns: list[dict[Kind | None, float]] = [{} for _ in range(layout.columns)]
     for span in spans:
         start, stop = (max(0.0, time * layout.scale) for time in (span.start, span.end))
-        for at in range(floor(start), min(layout.columns, floor(stop) + 1)):
-            share = min(stop, at + 1) - max(start, at)
+        for column in range(floor(start), min(layout.columns, floor(stop) + 1)):
+            share = min(stop, column + 1) - max(start, column)
             if share > 1e-9:
-                columns[at][span.action.kind] = columns[at].get(span.action.kind, 0.0) + share
+                columns[column][span.action.kind] = columns[column].get(span.action.kind, 0.0) + share
     owed: dict[Kind | None, float] = {}
     shown: list[Kind | str] = []
-    for at, shares in enumerate(columns):
+    for column, shares in enumerate(columns):
         idle = 1.0 - sum(shares.values())
         if idle > 1e-9:
             shares[None] = idle
@@ -250,7 +250,7 @@ def _letters(spans: list[Span], layout: TextLayout, end: int) -> Iterable[str]:
             owed[kind] = owed.get(kind, 0.0) + share
         best = max(shares, key=lambda kind: round(owed[kind], 6))
         owed[best] -= 1.0
-        shown.append(best or (_IDLE if at < end else " "))
+        shown.append(best or (_IDLE if column < end else " "))
     for letter, run in groupby(shown):
         size = len(list(run))
         yield letter * size if isinstance(letter, str) else layout.paint(letter.value * size, KINDS[letter].codes[0])
