@@ -1,7 +1,7 @@
 """One stage of a layer cut: the model's own forward on a private copy in which other stages' modules are stubs.
 
-Values that only another stage has are NaN here: an output that depends on them is NaN too, and is refused. Their shapes,
-types and devices are right, which is all that masks and rotary tables are made from.
+Values that only another stage has are NaN here: an output that depends on them is NaN too, and is refused. Their
+shapes, types and devices are right, which is all that masks and rotary tables are made from.
 """
 
 from __future__ import annotations
