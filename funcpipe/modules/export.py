@@ -2,7 +2,7 @@
 
 The non-strict training IR is taken as it is. Its functionalised twin would be purer, but drops ``no_grad`` and autocast
 regions, and with them the right gradients; purity comes back at the borders of the stages (`graph`). What export gets
-wrong in silence is refused here, with the way out.
+wrong in silence raises here, with the way out.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Captured:
     def sample_output(self) -> Any:
         """The model's output on the example, its tensors without numbers."""
         nodes = {node.name: node for node in self.module.graph.nodes}
-        found = [nodes[one].meta.get("val") if kind == "value" else one for kind, one in self.outputs]
-        return self.signature.output(found)
+        leaves = [nodes[result].meta.get("val") if kind == "value" else result for kind, result in self.outputs]
+        return self.signature.output(leaves)
 
     @property
     def body(self) -> list[fx.Node]:
@@ -93,7 +93,7 @@ _library: list[Any] = []
 
 
 def _marker() -> Any:
-    """The operation that stands for a mark in a graph; made when it is first needed."""
+    """The operation that stands for a `split_point` in a graph; registered when it is first needed."""
     if not _library:
         library = torch.library.Library("funcpipe", "FRAGMENT")
         library.define("split_point() -> ()")
@@ -118,12 +118,12 @@ def callers(model: nn.Module) -> list[str]:
 def shell(model: nn.Module) -> nn.Module:
     """A copy of the model's structure around the very same tensors: writing attributes on it leaves the model alone.
 
-    Where its configuration asks for a cache of keys and values it does so no more: a cache is for generating, is no
-    value that can leave a stage, and would be filled anew by every microbatch.
+    It keeps no cache of keys and values, whatever its configuration says: a cache is for generating, cannot leave a
+    stage, and would be filled anew by every microbatch.
     """
-    own = copied(model)
-    without_cache(own, model)
-    return own
+    copy = copied(model)
+    without_cache(copy, model)
+    return copy
 
 
 def capture(
@@ -143,11 +143,11 @@ def capture(
     from torch.export.graph_signature import InputKind
 
     canonical = first_names(all_tensors(model))
-    own = shell(model)
-    opened = _open_norms(own)
-    flat = _Flat(own, args, kwargs, axes)
+    copy = shell(model)
+    opened = _open_norms(copy)
+    flat = _Flat(copy, args, kwargs, axes)
     flat.check_rows()
-    program = _export(own, flat)
+    program = _export(copy, flat)
     sources: dict[str, tuple[str, str]] = {}
     consts: dict[str, Tensor] = {}
     inputs: list[str] = []
@@ -167,12 +167,12 @@ def capture(
                 faults.append(f"{target or name} is a {spec.kind.name.lower().replace('_', ' ')}, which cannot be cut")
     raise_all("the traced model uses what stages cannot hold:", faults)
     nodes = {node.name: node for node in program.graph.nodes}
-    named = {number: nodes[name] for number, name in zip(flat.tensors, inputs, strict=True)}
-    for number, node in named.items():
+    placeholders = {number: nodes[name] for number, name in zip(flat.tensors, inputs, strict=True)}
+    for number, node in placeholders.items():
         rename(node, flat.names[number])
     guards = tuple(
-        Guard.of(named[number], program.range_constraints)
-        if number in named
+        Guard.of(placeholders[number], program.range_constraints)
+        if number in placeholders
         else Guard(flat.names[number], leaf, None, ())
         for number, leaf in enumerate(flat.leaves)
     )
@@ -180,34 +180,38 @@ def capture(
     signature = Signature(guards, tuple(kwargs), flat.spec, flat.out_spec)
     module = program.graph_module
     norms = _norms(module, sources, opened)
-    written = _written(module, {**sources, **{node.name: ("input", node.name) for node in named.values()}}, norms)
+    written = _written(
+        module, {**sources, **{node.name: ("input", node.name) for node in placeholders.values()}}, norms
+    )
     _refuse_views(model, written)
     refit(module, norms)
     results: Any = module.graph.output_node().args[0]
-    outputs = tuple(("value", one.name) if isinstance(one, fx.Node) else ("constant", one) for one in results)
+    outputs = tuple(
+        ("value", result.name) if isinstance(result, fx.Node) else ("constant", result) for result in results
+    )
     evaluation = not any(layer.training for layer in model.modules())
     return Captured(module, sources, consts, outputs, signature, written, evaluation)
 
 
-def _open_norms(own: nn.Module) -> dict[str, tuple[Running, float | None]]:
-    """Torch's batch norm layers trace as one operation; what they would update, and by which momentum, at every path.
+def _open_norms(model: nn.Module) -> dict[str, tuple[Running, float | None]]:
+    """Have torch's batch norm layers trace as one operation: at every path the buffers they would update, and momentum.
 
-    So do layers with a forward of their own that average over all batches.
+    Of layers with a forward of their own only those that average over all batches.
     """
-    found: dict[str, tuple[Running, float | None]] = {}
-    first: dict[int, tuple[Running, float | None]] = {}
-    for path, layer in own.named_modules(remove_duplicate=False):
+    opened: dict[str, tuple[Running, float | None]] = {}
+    layers: dict[int, tuple[Running, float | None]] = {}
+    for path, layer in model.named_modules(remove_duplicate=False):
         plain = not DeferredBatchNorm.has_own_forward(type(layer))
-        if DeferredBatchNorm.converts(layer) and id(layer) not in first and (plain or layer.momentum is None):
-            first[id(layer)] = Running.of(layer, path), layer.momentum
+        if DeferredBatchNorm.converts(layer) and id(layer) not in layers and (plain or layer.momentum is None):
+            layers[id(layer)] = Running.of(layer, path), layer.momentum
             layer.momentum = 0.1  # None would read the counter's number, which a graph cannot
             layer.num_batches_tracked = None  # the commit counts
             if plain and isinstance(layer, nn.SyncBatchNorm):  # alone in its process it is a plain one
                 refuse_processes(layer)
                 vars(layer)["forward"] = MethodType(nn.BatchNorm1d.forward, layer)
-        if id(layer) in first:
-            found[path] = first[id(layer)]
-    return found
+        if id(layer) in layers:
+            opened[path] = layers[id(layer)]
+    return opened
 
 
 def _norms(
@@ -215,18 +219,20 @@ def _norms(
     sources: Mapping[str, tuple[str, str]],
     opened: Mapping[str, tuple[Running, float | None]],
 ) -> dict[fx.Node, Norm]:
-    """What takes the place of each batch norm that updates buffers. Raises PlanError."""
+    """The `Norm` for the place of each batch norm that updates buffers. Raises PlanError."""
     norms: dict[fx.Node, Norm] = {}
     known: dict[str, tuple[Running, float | None]] = {}
     faults: list[str] = []
-    for node, given in norms_of(module).items():
-        kinds = [sources.get(one.name, ("", "")) if isinstance(one, fx.Node) else ("", "") for one in given]
+    for node, statistics in norms_of(module).items():
+        kinds = [
+            sources.get(source.name, ("", "")) if isinstance(source, fx.Node) else ("", "") for source in statistics
+        ]
         if any(kind != "buffer" for kind, _ in kinds):
             continue
         mean, var = (name for _, name in kinds)
-        asked: Any = Running(mean, var, None), node.args[6]
-        layers = opened.get(layer_of(node).partition("@")[0])
-        running, momentum = layers if layers is not None and layers[0].mean == mean else asked
+        call: Any = Running(mean, var, None), node.args[6]
+        layer = opened.get(layer_of(node).partition("@")[0])
+        running, momentum = layer if layer is not None and layer[0].mean == mean else call
         if known.setdefault(mean, (running, momentum)) != (running, momentum):
             faults.append(f"{mean!r} is updated in several ways, in {node.name}")
         norms[node] = Norm(running, momentum, float(node.args[7]))  # pyright: ignore[reportArgumentType]
@@ -235,20 +241,20 @@ def _norms(
 
 
 def _refuse_views(model: nn.Module, written: frozenset[str]) -> None:
-    """Buffers that are written must not share their memory: each stage has its own. Raises PlanError."""
-    buffers = {name: one for name, one in model.named_buffers() if not one.is_meta}
+    """Refuse written buffers that share memory: each stage has its own. Raises PlanError."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     where: dict[int, list[str]] = {}
-    for name, one in buffers.items():
-        where.setdefault(one.untyped_storage().data_ptr(), []).append(name)
+    for name, buffer in buffers.items():
+        where.setdefault(buffer.untyped_storage().data_ptr(), []).append(name)
     for names in where.values():
         if len(names) > 1 and written & set(names):
             raise PlanError(f"the buffers {names} share memory and the forward writes into it; make them one buffer")
 
 
 class _Flat:
-    """A forward over the tensors of its inputs alone, and its output's leaves: export sees no container of the user's.
+    """A forward from the tensors of its inputs to its output's leaves: export sees no container of the user's.
 
-    Our trees know more containers than export's, and what is no tensor is a constant of the trace in any case.
+    Our trees know more containers than export's, and leaves that are no tensors are constants of a trace in any case.
 
     Attributes:
         leaves, spec: of the example, (args, kwargs).
@@ -259,13 +265,13 @@ class _Flat:
     """
 
     def __init__(
-        self, own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Sequence[int | None] | None
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Sequence[int | None] | None
     ) -> None:
-        self.forward = own.forward
+        self.forward = model.forward
         try:
-            bound = inspect.signature(own.forward).bind(*args, **kwargs).arguments
+            bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
         except TypeError as error:
-            raise PlanError(f"the example does not fit the forward of {type(own).__name__}: {error}") from None
+            raise PlanError(f"the example does not fit the forward of {type(model).__name__}: {error}") from None
         self.leaves, self.spec = flatten((args, kwargs))
         self.axes = [None] * len(self.leaves) if axes is None else list(axes)
         parameters = list(bound)
@@ -279,7 +285,7 @@ class _Flat:
         self.functions: set[str] = set()
 
     def check_rows(self) -> None:
-        """An example for any number of rows has two rows or more. Raises PlanError."""
+        """Refuse an example for any number of rows that has fewer than two. Raises PlanError."""
         for name, leaf, axis in zip(self.names, self.leaves, self.axes, strict=True):
             if axis is not None and leaf.shape[axis] < 2:
                 raise PlanError(
@@ -288,7 +294,7 @@ class _Flat:
                 )
 
     def rows(self) -> list[str]:
-        """What has rows, with the dimension where that is not the first."""
+        """The leaves that have rows, with the dimension where that is not the first."""
         pairs = zip(self.names, self.axes, strict=True)
         return [f"dimension {axis} of {name}" if axis else name for name, axis in pairs if axis is not None]
 
@@ -300,41 +306,41 @@ class _Flat:
 
     def call(self, *tensors: Tensor) -> tuple[Any, ...]:
         """The forward with these tensors in the places of the example's."""
-        given = list(self.leaves)
+        inputs = list(self.leaves)
         for number, tensor in zip(self.tensors, tensors, strict=True):
-            given[number] = tensor
-        args, kwargs = unflatten(self.spec, given)
+            inputs[number] = tensor
+        args, kwargs = unflatten(self.spec, inputs)
         leaves, self.out_spec = flatten(self.forward(*args, **kwargs))
         self.functions = custom_functions.on_the_way_to(leaves)
         return tuple(leaves)
 
 
 def _leaf_name(path: tuple[Any, ...], parameters: Sequence[str]) -> str:
-    """A leaf of (args, kwargs) by the name of its parameter and its own keys."""
+    """The name of a leaf of (args, kwargs): its parameter's, then its keys."""
     side, first, *rest = path
     if side == 0:
         first = parameters[first] if first < len(parameters) else f"argument{first}"
     return re.sub(r"\W", "_", "_".join(map(str, (first, *rest))))
 
 
-def _export(own: nn.Module, flat: _Flat) -> Any:
+def _export(model: nn.Module, flat: _Flat) -> Any:
     """The program of the forward. Its inputs require gradients, so that custom functions on them are seen too."""
-    plain = tuple(flat.leaves[number] for number in flat.tensors)
+    example = tuple(flat.leaves[number] for number in flat.tensors)
     opened = flat.open_rows()
     shapes = None if opened is None else {"tensors": opened}
-    own.forward = lambda *tensors: flat.call(*tensors)  # noqa: PLW0108  export wants a plain function
+    model.forward = lambda *tensors: flat.call(*tensors)  # noqa: PLW0108  export wants a plain function
     _marker()
     _capturing.on = True
     try:
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                program = torch.export.export(own, _requiring_grad(plain), dynamic_shapes=shapes, strict=False)
+                program = torch.export.export(model, _requiring_grad(example), dynamic_shapes=shapes, strict=False)
             except RuntimeError as error:
                 if "leaf Variable that requires grad" not in str(error):
                     raise
                 # It writes into an input: the graph names it, and `_written` refuses it.
-                program = torch.export.export(own, plain, dynamic_shapes=shapes, strict=False)
+                program = torch.export.export(model, example, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise PlanError(_reason(error, flat.rows())) from error
     finally:
@@ -344,15 +350,17 @@ def _export(own: nn.Module, flat: _Flat) -> Any:
 
 
 def _requiring_grad(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The same numbers; what may have a gradient asks for one."""
-    return tuple(one.detach().requires_grad_() if is_differentiable(one) else one for one in tensors)
+    """The same tensors, detached; those that may have a gradient require one."""
+    return tuple(tensor.detach().requires_grad_() if is_differentiable(tensor) else tensor for tensor in tensors)
 
 
 def _reason(error: Exception, rows: Sequence[str]) -> str:
-    """What torch said, shortened, and what to do."""
+    """The message of a failed trace: the cause, what to do, and the first line of torch's error."""
     text = str(error).strip()
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    out = "cut without tracing: split(model, num_stages) without example=, or write the stages yourself with fp.stage"
+    otherwise = (
+        "cut without tracing: split(model, num_stages) without example=, or write the stages yourself with fp.stage"
+    )
     if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or "Could not guard" in text:
         why = (
             "its Python code branches on the numbers in a tensor, so one graph cannot stand for it; use torch.where "
@@ -366,23 +374,23 @@ def _reason(error: Exception, rows: Sequence[str]) -> str:
         )
     else:
         why = "torch.export does not take it"
-    return f"the model cannot be traced: {why}. torch says: {type(error).__name__}: {first[:300]}. Else {out}"
+    return f"the model cannot be traced: {why}. torch says: {type(error).__name__}: {first[:300]}. Else {otherwise}"
 
 
 def _written(
     module: fx.GraphModule, sources: Mapping[str, tuple[str, str]], norms: Mapping[fx.Node, Norm]
 ) -> frozenset[str]:
-    """The buffers that the forward writes. Raises PlanError for writes to anything else that is given."""
+    """The buffers that the forward writes. Raises PlanError for writes to parameters, constants or inputs."""
     written: set[str] = set()
     faults: list[str] = []
-    apart = {name for norm in norms.values() for name in norm.running[:2]}
+    statistics = {name for norm in norms.values() for name in norm.running[:2]}
     for node, root in writes_of(module, norms):
         kind, name = sources.get(root.name, ("", ""))
         fault = ""
         match kind:
             case "buffer":
                 written.add(name)
-                if name in apart:
+                if name in statistics:
                     fault = f"it writes into {name!r}, which a batch norm updates"
                 elif node in norms_of(module):
                     fault = f"batch norm updates a part of {name!r}, or after another write"
@@ -392,7 +400,7 @@ def _written(
                 fault = f"it writes into the tensor {name!r}, which no register_buffer made its state"
             case "input":
                 fault = f"it writes into its input {name!r}; clone it first"
-            case _:  # its own
+            case _:  # a value of the forward
                 pass
         faults += [f"{fault}, in {node.name}"] if fault else []
     raise_all("the model's forward is not pure:", faults)

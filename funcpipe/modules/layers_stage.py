@@ -1,7 +1,7 @@
 """One stage of a layer cut: the model's own forward on a private copy in which other stages' modules are stubs.
 
-What a stub cannot know it fills with NaN: if a stage's output depends on it after all, that shows, and is refused. Only
-shapes, types and devices of such values are right, which is what masks and rotary tables are made from.
+Values that only another stage has are NaN here: an output that depends on them is NaN too, and is refused. Their
+shapes, types and devices are right, which is all that masks and rotary tables are made from.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class LayersFn(ModuleFn):
     """Some blocks of a model as a function of their parameters.
 
     Attributes:
-        cut: the stack, and what stands around it.
+        cut: the stack, and the modules before and after it.
         first, last: the stage's blocks, ``last`` excluded.
-        verified: (training, with gradients) for each mode in which a forward was looked at.
+        verified: (training, with gradients) for each mode in which a forward was verified.
     """
 
     def __init__(self, shape: Skeleton, skips: Skips, cut: Layers, first: int, last: int) -> None:
@@ -47,13 +47,13 @@ class LayersFn(ModuleFn):
             for alias, buffer in shape.module.named_buffers(remove_duplicate=False)
             if not is_differentiable(buffer) and alias.rpartition(".")[0] not in shape.norms
         }
-        held = {alias for alias in shape.canonical if self._holds(alias, table=alias in tables)}
-        super().__init__(shape, skips, held, spread=True)
+        aliases = {alias for alias in shape.canonical if self._holds(alias, table=alias in tables)}
+        super().__init__(shape, skips, aliases, spread=True)
 
     def _holds(self, alias: str, *, table: bool) -> bool:
-        """Is a tensor the stage's: of its blocks, of its side of the stack, or of what all stages run.
+        """Does the stage hold a tensor: one of its blocks, of its end of the stack, or of modules that all stages run.
 
-        So are tables of ints and masks at both ends: they are small, and forwards look at them from outside.
+        Every stage holds tables of ints and masks of both ends: they are small, and forwards read them from outside.
         """
         cut = self.cut
         prefix = f"{cut.path}." if cut.path else ""
@@ -67,11 +67,11 @@ class LayersFn(ModuleFn):
         return (before and self.first == 0) or (after and self.last == len(cut))
 
     def copy(self) -> LayersCopy:
-        """A copy to run."""
+        """A private copy that runs the stage."""
         return LayersCopy(self)
 
     def layers(self) -> list[str]:
-        """The paths of what only this stage runs: what all stages share draws nothing twice, and names no stage."""
+        """The paths of the modules that only this stage runs: shared ones draw nothing twice, and name no stage."""
         cut = self.cut
         roots = list(cut.names[self.first : self.last])
         roots += cut.entry if self.first == 0 else ()
@@ -89,14 +89,14 @@ class LayersCopy(ModuleCopy):
         cut = owner.cut
         self.cut, self.first, self.last = cut, owner.first, owner.last
         self.filled: torch.device | None = None
-        self.looks = self.passing = False  # is this call looked at; do its blocks give what arrived
-        self.ends: list[Any] = []  # of the graphs of what the blocks returned, in a call that is looked at
+        self.looks = self.passing = False  # is this call verified; do its blocks return what arrived
+        self.ends: list[Any] = []  # nodes of autograd that made what the blocks returned, in such a call
         self.outer = {path: self.module.get_submodule(path) for path in outer_paths(cut.path)}
         modules = [
-            (path, one) for path, one in self.module.named_modules() if path not in self.outer and path != cut.path
+            (path, layer) for path, layer in self.module.named_modules() if path not in self.outer and path != cut.path
         ]
         around = [*cut.names, *cut.entry, *cut.exit]
-        helpers = [one for path, one in modules if not any(within(path, root) for root in around)]
+        helpers = [layer for path, layer in modules if not any(within(path, root) for root in around)]
         self.sleepers = [*self.outer.values(), *helpers] if self.first else []
         self._reset()
         self._put_stubs()
@@ -106,33 +106,33 @@ class LayersCopy(ModuleCopy):
     def install(self, params: Params, state: State) -> Self:
         """Put tensors in the places of the stage's parameters and buffers, NaN in those of other stages."""
         super().install(params, state)
-        given = next(iter([*params.values(), *(state or {}).values()]), None)
-        device = given.device if given is not None else torch.device("cpu")
+        tensor = next(iter([*params.values(), *(state or {}).values()]), None)
+        device = tensor.device if tensor is not None else torch.device("cpu")
         if device != self.filled:
             self._fill(float("nan"), device)
         return self
 
     def _fill(self, value: float, device: torch.device) -> None:
-        """Give what other stages hold a type, a shape and a device, but no memory and no numbers."""
+        """Put stand-ins in the places of other stages' tensors: of their type and shape, but without memory."""
         for table, local, tensor in self.absent:
-            known = is_differentiable(tensor)
+            floating = is_differentiable(tensor)
             table[local] = (
-                torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape) if known else None
+                torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape) if floating else None
             )
         self.filled, self.unknown = device, value
 
     # -- one call --------------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
-        """Forget the call."""
+        """Clear the state of a call."""
         self.running = self.begun = self.inside = False
         self.at = 0  # the next block that should run
-        self.x: Tree = None  # what arrived
+        self.x: Tree = None  # what the stage before returned
         self.nothing: Tree = None  # the same without numbers
-        self.calls: list[tuple[str, Tree]] = []  # of entries, in their order: what they returned
+        self.calls: list[tuple[str, Tree]] = []  # of entries, in order: path, what it returned
 
     def _run(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
-        """The stage's output on one microbatch, and what later stages need besides."""
+        """The stage's output on one microbatch, and the skip for later stages."""
         inputs, calls = extras["skips"][INPUTS] if self.first else (x, ())
         travels = self.first == 0 and self.last < len(self.cut)
         # What a forward writes in place into its inputs, the forwards of later stages write again.
@@ -141,15 +141,15 @@ class LayersCopy(ModuleCopy):
         )
         mode = self.train, torch.is_grad_enabled()
         self.looks, self.ends = mode not in self.owner.verified, []
-        y, made = self._forward(x, inputs, calls)
+        y, returned = self._forward(x, inputs, calls)
         if self.looks:
             self._verify(y, x, inputs, calls)
             self.owner.verified.add(mode)
             self.looks, self.ends = False, []
-        return y, {INPUTS: (kept, made)} if travels else {}
+        return y, {INPUTS: (kept, returned)} if travels else {}
 
     def _forward(self, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> tuple[Tree, tuple[Any, ...]]:
-        """The model's forward, left after the stage's last block; and what the entries returned in the first stage."""
+        """The output of the stage's last block, or of the model; in the first stage also what the entries returned."""
         args, kwargs = as_call(inputs)
         self._refuse_collecting(args, kwargs)
         for path, layer in self.outer.items():
@@ -161,8 +161,8 @@ class LayersCopy(ModuleCopy):
         try:
             y = self.module(*args, **kwargs)
             reached = self.at
-        except Leave as left:
-            return left.out, tuple(self.calls) if self.first == 0 else ()
+        except Leave as leave:
+            return leave.out, tuple(self.calls) if self.first == 0 else ()
         finally:
             self._begin()
             self._reset()
@@ -175,7 +175,7 @@ class LayersCopy(ModuleCopy):
         return y, ()
 
     def _begin(self) -> None:
-        """The stack begins."""
+        """Note that the stack has begun: the modules around it draw again."""
         self.begun = True
         for table in self.asleep:
             table["training"] = True
@@ -188,31 +188,31 @@ class LayersCopy(ModuleCopy):
     # -- stubs -----------------------------------------------------------------------------------------------------
 
     def _put_stubs(self) -> None:
-        """Give modules of the copy other forwards; their attributes stay."""
+        """Replace the forwards of modules of the copy; their attributes stay."""
         cut = self.cut
-        me = cast("LayersCopy", weakref.proxy(self))  # no cycle: who drops this drops the tensors
+        proxy = cast("LayersCopy", weakref.proxy(self))  # no cycle: who drops this drops the tensors
         for number, name in enumerate(cut.names):
             layer = self.module.get_submodule(name)
             if not self.first <= number < self.last:
-                stub(layer, partial(LayersCopy._foreign_block, me, number))
+                stub(layer, partial(LayersCopy._foreign_block, proxy, number))
             else:
-                vars(layer)["forward"] = partial(LayersCopy._own_block, me, number, real(layer))
+                vars(layer)["forward"] = partial(LayersCopy._own_block, proxy, number, real(layer))
         if self.first == 0 and self.last == len(cut):
             return
         for root in cut.entry:
             for path, layer in self.module.get_submodule(root).named_modules(prefix=root):
                 if self.first == 0:
-                    vars(layer)["forward"] = partial(LayersCopy._first_call, me, path, root, real(layer))
+                    vars(layer)["forward"] = partial(LayersCopy._first_call, proxy, path, root, real(layer))
                 elif self.last == len(cut) and root in cut.exit:
-                    vars(layer)["forward"] = partial(LayersCopy._later_call, me, path, root, real(layer))
+                    vars(layer)["forward"] = partial(LayersCopy._later_call, proxy, path, root, real(layer))
                 else:
-                    stub(layer, partial(LayersCopy._later_call, me, path, root, None))
+                    stub(layer, partial(LayersCopy._later_call, proxy, path, root, None))
         for root in cut.exit if self.last < len(cut) else ():
             if root not in cut.entry:
-                stub(self.module.get_submodule(root), partial(LayersCopy._too_early, me, root))
+                stub(self.module.get_submodule(root), partial(LayersCopy._too_early, proxy, root))
 
     def _foreign_block(self, number: int, /, *args: Any, **kwargs: Any) -> Tree:
-        """A block of another stage: the one before the stage's first gives what arrived."""
+        """The forward of another stage's block: the one just before this stage returns what arrived."""
         if number >= self.first or number != self.at:
             raise PlanError(
                 f"{self.cut.names[number]!r} runs where {self.cut.names[min(self.at, self.last - 1)]!r} should: "
@@ -228,17 +228,17 @@ class LayersCopy(ModuleCopy):
         self._between()
         return self.x
 
-    def _own_block(self, number: int, real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
-        """A block of the stage."""
+    def _own_block(self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
+        """The forward of a block of this stage; after the last one it leaves the model's forward."""
         if not self.running:  # computed again, in a backward
-            return real(*args, **kwargs)
+            return forward(*args, **kwargs)
         if number == 0:
             self._begin()
-        out = self.x if self.passing else real(*args, **kwargs)
+        out = self.x if self.passing else forward(*args, **kwargs)
         self.at = number + 1
         if self.looks and self._gives_output():
-            out, ends = marked(out)
-            self.ends += ends
+            out, nodes = marked(out)
+            self.ends += nodes
         if self.at == self.last < len(self.cut):
             self._refuse_region()
             raise Leave(out)
@@ -246,32 +246,34 @@ class LayersCopy(ModuleCopy):
         return out
 
     def _between(self) -> None:
-        """What the modules around the stack draw between two blocks, or after all, is not what they drew before."""
+        """Have the modules around the stack draw other random numbers after each block."""
         for path, layer in self.outer.items():
             self.places[id(layer)] = f"{path or 'forward'}#{self.at}"
 
-    def _first_call(self, path: str, root: str, real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
-        """An entry in the first stage: later stages are told what it returned, without the numbers."""
+    def _first_call(self, path: str, root: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
+        """The forward of an entry in the first stage: records what it returned for later stages, without numbers."""
         if not self.running or self.begun or self.inside:
-            return real(*args, **kwargs)
+            return forward(*args, **kwargs)
         self.inside = True
         try:
-            out = real(*args, **kwargs)
+            out = forward(*args, **kwargs)
         finally:
             self.inside = False
-        told = out if root in self.cut.carry else map_leaves(outline, out)
-        self.calls.append((path, told))
+        record = out if root in self.cut.carry else map_leaves(outline, out)
+        self.calls.append((path, record))
         return out
 
-    def _later_call(self, path: str, root: str, real: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Tree:
-        """An entry in a later stage: it returns what it did in the first, without the numbers."""
+    def _later_call(
+        self, path: str, root: str, forward: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
+    ) -> Tree:
+        """The forward of an entry in a later stage: returns what it did in the first, without numbers."""
         if not self.running or self.begun:
-            if real is not None:
-                return real(*args, **kwargs)
-            both = f"entry=[{root!r}], " if any(within(name, root) for name in self.entered) else ""
+            if forward is not None:
+                return forward(*args, **kwargs)
+            entry = f"entry=[{root!r}], " if any(within(name, root) for name in self.entered) else ""
             raise PlanError(
                 f"{path!r} runs after the first block of {self.cut.path!r} began; if it runs after the last one, say "
-                f"so: layers=fp.models.find_layers(model, {both}exit=[{root!r}]); else {TRACED}"
+                f"so: layers=fp.models.find_layers(model, {entry}exit=[{root!r}]); else {TRACED}"
             )
         if not self.calls or self.calls[-1][0] != path:
             expected = f"{self.calls[-1][0]!r} should" if self.calls else "nothing more did in the first stage"
@@ -279,32 +281,32 @@ class LayersCopy(ModuleCopy):
                 f"{path!r} runs before the blocks of {self.cut.path!r} where {expected}: every stage must do the same "
                 f"there; {TRACED}"
             )
-        _, told = self.calls.pop()
-        return map_leaves(lambda leaf: self._dense(leaf) if isinstance(leaf, Blank) else leaf, told)
+        _, record = self.calls.pop()
+        return map_leaves(lambda leaf: self._dense(leaf) if isinstance(leaf, Blank) else leaf, record)
 
     def _too_early(self, root: str, /, *args: Any, **kwargs: Any) -> Tree:
-        """A module that was thought to run after the stack."""
+        """The forward of an exit in a stage before the last: it runs too early. Raises PlanError."""
         raise PlanError(
             f"{root!r} is registered after the blocks of {self.cut.path!r}, but runs before the last of them; if it "
             f"runs before the first, say so: layers=fp.models.find_layers(model, entry=[{root!r}]); else {TRACED}"
         )
 
-    # -- what is not known here ------------------------------------------------------------------------------------
+    # -- values of other stages ------------------------------------------------------------------------------------
 
     def _unknown(self, like: Tensor) -> Tensor:
-        """A tensor of the type and shape of another, without memory."""
+        """A stand-in of the type and shape of a tensor, without memory."""
         return torch.full((), self.unknown, dtype=like.dtype, device=self.filled).expand(like.shape)
 
     def _dense(self, blank: Blank) -> Tensor:
-        """The same with memory: what follows an entry may write in place."""
+        """A stand-in with memory: what follows an entry may write in place."""
         return torch.full(blank.shape, self.unknown, dtype=blank.dtype, device=self.filled)
 
     def _verify(self, y: Tree, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> None:
-        """Refuse an output that depends on what is not known in this stage; looked at once."""
+        """Refuse an output that depends on values that only other stages have. Raises PlanError."""
         if self._gives_output():
             self._refuse_incomplete(y, x, inputs, calls)
         before = nans(y)
-        if before is None or not any(bool(one.any()) for one in before):
+        if before is None or not any(bool(mask.any()) for mask in before):
             return
         assert self.filled is not None
         self._fill(0.0, self.filled)
@@ -313,18 +315,18 @@ class LayersCopy(ModuleCopy):
         finally:
             self._fill(float("nan"), self.filled)
         if after is not None and all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
-            return  # it has NaN of its own
+            return  # the NaN are the model's own
         entries = ", ".join(self.cut.entry) or "none"
-        mended = "layers=fp.models.find_layers(model, "
+        remedy = "layers=fp.models.find_layers(model, "
         raise PlanError(
             f"blocks {self.cut.path}[{self.first}:{self.last}], or what follows them, use more than what the block "
             "before them returned: what another module returned, or its parameters, which another stage holds. If it "
-            f"is what an entry ({entries}) returned, let it travel: {mended}carry=[...]); if the end uses a parameter "
-            f"of an entry, give it to both ends: {mended}entry=[...], exit=[...]); else {TRACED}"
+            f"is what an entry ({entries}) returned, let it travel: {remedy}carry=[...]); if the end uses a parameter "
+            f"of an entry, give it to both ends: {remedy}entry=[...], exit=[...]); else {TRACED}"
         )
 
     def _refuse_incomplete(self, y: Tree, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> None:
-        """Refuse an output that holds what blocks hand out beside what they return."""
+        """Refuse an output made of what blocks hand out beside what they return. Raises PlanError."""
         if place := beside(y, self.ends, self._of_blocks()):
             raise incomplete(place)
         leaves = [leaf for leaf in flatten(y)[0] if isinstance(leaf, Tensor)]
@@ -346,7 +348,7 @@ class LayersCopy(ModuleCopy):
         return bool(self.first) and self.last == len(self.cut)
 
     def _again(self, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> Tree:
-        """The output of another forward, which leaves no trace."""
+        """The output of one more forward, without gradients or statistics."""
         collected = [layer.deferral.collected for layer in self.norms]
         for layer in self.norms:
             layer.deferral.collected = None
@@ -354,17 +356,17 @@ class LayersCopy(ModuleCopy):
             with torch.no_grad():
                 return self._forward(x, inputs, calls)[0]
         finally:
-            for layer, seen in zip(self.norms, collected, strict=True):
-                layer.deferral.collected = seen
+            for layer, moments in zip(self.norms, collected, strict=True):
+                layer.deferral.collected = moments
 
     def _of_blocks(self) -> set[int]:
         """The ids of the tensors that the blocks alone have."""
         prefix = f"{self.cut.path}." if self.cut.path else ""
-        found: dict[bool, set[int]] = {True: set(), False: set()}
+        ids: dict[bool, set[int]] = {True: set(), False: set()}
         for path, layer in self.module.named_modules(remove_duplicate=False):
             inside = path.startswith(prefix) and any(within(path, name) for name in self.cut.names)
-            found[inside] |= {id(one) for one in layer.parameters(recurse=False)}
-        return found[True] - found[False]
+            ids[inside] |= {id(parameter) for parameter in layer.parameters(recurse=False)}
+        return ids[True] - ids[False]
 
     def _refuse_collecting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.first == 0 and self.last < len(self.cut) and (names := asked(self.module.forward, args, kwargs)):
@@ -374,7 +376,7 @@ class LayersCopy(ModuleCopy):
             )
 
     def _refuse_region(self) -> None:
-        """Leaving from inside of torch.utils.checkpoint would leave it half done."""
+        """Refuse to leave the forward from inside of torch.utils.checkpoint. Raises PlanError."""
         for frame in frames() if self.looks else ():
             if frame.f_code is LayersCopy._forward.__code__:
                 break
