@@ -71,9 +71,9 @@ def stage_of(
     """`from_module` with these skips; without ``spread`` a tuple is one argument too."""
     params: Params = dict(module.named_parameters())
     state = {key: buffer.detach().clone() for key, buffer in module.named_buffers()}
-    shape = Skeleton(module)
-    fn = ModuleFn(shape, skips, set(shape.canonical), spread=spread)
-    made = Stage(
+    skeleton = Skeleton(module)
+    fn = ModuleFn(skeleton, skips, set(skeleton.canonical), spread=spread)
+    stage = Stage(
         fn,
         name,
         stash=tuple(skips.stash),
@@ -85,7 +85,7 @@ def stage_of(
         takes_train=True,
         evaluation=fn.evaluation,
     )
-    return made, params, state or ()
+    return stage, params, state or ()
 
 
 def refuse_lazy(module: nn.Module) -> None:
@@ -157,14 +157,14 @@ class ModuleFn(Bindable):
         looked: the modes (training or not) in which a forward was looked at for writes into buffers.
     """
 
-    def __init__(self, shape: Skeleton, skips: Skips, held: Set[str], *, spread: bool) -> None:
-        self.shape, self.skeleton, self.evaluation = shape, shape.module, shape.evaluation
-        self.skips, self.held, self.spread = skips, held, spread
-        first = {shape.canonical[alias] for alias in held}
-        shapes = {name: size for name, size in shape.shapes.items() if name in first}
-        self.param_shapes = {name: size for name, size in shapes.items() if name not in shape.buffers}
-        self.buffer_shapes = {name: size for name, size in shapes.items() if name in shape.buffers}
-        self.norms = {path: running for path, running in shape.norms.items() if running.mean in held}
+    def __init__(self, skeleton: Skeleton, skips: Skips, names: Set[str], *, spread: bool) -> None:
+        self.shape, self.skeleton, self.evaluation = skeleton, skeleton.module, skeleton.evaluation
+        self.skips, self.held, self.spread = skips, names, spread
+        canonical = {skeleton.canonical[alias] for alias in names}
+        shapes = {name: size for name, size in skeleton.shapes.items() if name in canonical}
+        self.param_shapes = {name: size for name, size in shapes.items() if name not in skeleton.buffers}
+        self.buffer_shapes = {name: size for name, size in shapes.items() if name in skeleton.buffers}
+        self.norms = {path: running for path, running in skeleton.norms.items() if running.mean in names}
         self.looked: set[bool] = set()
         self._idle: list[ModuleCopy] = []
 
@@ -197,8 +197,8 @@ class ModuleFn(Bindable):
 
     def check(self, params: Any, state: Any) -> None:
         """Refuse parameters and buffers that are not exactly those of the stage. Raises PlanError."""
-        wanted = {"params": self.param_shapes, "state": self.buffer_shapes}
-        refuse_other_tensors(type(self.skeleton).__name__, wanted, {"params": params, "state": state or {}})
+        shapes = {"params": self.param_shapes, "state": self.buffer_shapes}
+        refuse_other_tensors(type(self.skeleton).__name__, shapes, {"params": params, "state": state or {}})
 
 
 class ModuleCopy:
@@ -230,12 +230,12 @@ class ModuleCopy:
     def install(self, params: Params, state: State) -> Self:
         """Put tensors in the places of parameters and buffers."""
         self.owner.check(params, state)
-        given = {**params, **(state or {})}
+        tensors = {**params, **(state or {})}
         for table, local, key in self.slots:
-            table[local] = given[key]
+            table[local] = tensors[key]
         for layer in self.recurrent:  # they keep a second list of their weights
             list_weights(layer)
-        self.buffers = [(slot, given[slot[2]]) for slot in self.slots if slot[2] in self.owner.buffer_shapes]
+        self.buffers = [(slot, tensors[slot[2]]) for slot in self.slots if slot[2] in self.owner.buffer_shapes]
         self.numbers = all(has_numbers(buffer) for _, buffer in self.buffers)
         return self
 
@@ -270,20 +270,20 @@ class ModuleCopy:
         skips = self.owner.skips
         if not skips.inside:
             return self.module(*arguments, **feeds), {}
-        taken = extras.get("skips", {})
-        store = {key: taken[name] for name, key in skips.pop.items()}
+        popped = extras.get("skips", {})
+        store = {key: popped[name] for name, key in skips.pop.items()}
         with carrying(store):
             y = self.module(*arguments, **feeds)
-        given = {**skips.stash, **skips.offers}
-        return y, {name: store[key] for name, key in given.items() if key in store}
+        stashed = {**skips.stash, **skips.offers}
+        return y, {name: store[key] for name, key in stashed.items() if key in store}
 
     def _look(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
         """`_run`, the first time in a mode: nothing may write into buffers without saying so."""
         buffers = {key: buffer for (_, _, key), buffer in self.buffers}
-        found, seen = looked_at(lambda: self._run(x, extras), buffers, type(self.module).__name__)
-        if seen:
+        result, comparable = looked_at(lambda: self._run(x, extras), buffers, type(self.module).__name__)
+        if comparable:
             self.owner.looked.add(self.train)
-        return found
+        return result
 
     def _set_train(self, train: bool) -> None:
         self.module.train(train)
@@ -310,10 +310,11 @@ class ModuleCopy:
             self.owner.give_back(self)
 
     def _unchanged(self) -> bool:
-        moving = {"training", FLAT_WEIGHTS}
+        ignored = {"training", FLAT_WEIGHTS}
         return all(
-            now.keys() == then.keys() and all(now[key] is then[key] for key in then if key not in moving)
-            for now, then in self.attributes
+            current.keys() == initial.keys()
+            and all(current[key] is initial[key] for key in initial if key not in ignored)
+            for current, initial in self.attributes
         )
 
 
@@ -324,27 +325,27 @@ def _placeholder(tensor: Tensor) -> Tensor:
 
 
 def refuse_other_tensors(
-    owner: str, wanted: Mapping[str, Mapping[str, tuple[int, ...]]], given: Mapping[str, Any]
+    owner: str, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], trees: Mapping[str, Any]
 ) -> None:
     """Refuse trees of tensors that a module stage cannot run with. Raises PlanError.
 
     Args:
         owner: whose tensors they should be.
-        wanted: the shapes by name, for params and for state.
-        given: the trees, likewise.
+        shapes: by name, for params and for state.
+        trees: of tensors by name, likewise.
     """
     faults: list[str] = []
-    for what, tree in given.items():
-        shapes = wanted[what]
+    for kind, tree in trees.items():
+        expected = shapes[kind]
         if not isinstance(tree, Mapping):
-            faults.append(f"{what} is a {type(tree).__name__}, not a dict by the module's names")
+            faults.append(f"{kind} is a {type(tree).__name__}, not a dict by the module's names")
             continue
-        strange = [str(name) for name in tree if name not in shapes]  # pyright: ignore[reportUnknownVariableType]
-        faults += [f"{what} has {name!r}, which the module does not{similar(name, shapes)}" for name in strange]
-        for name, shape in shapes.items():
+        strange = [str(name) for name in tree if name not in expected]  # pyright: ignore[reportUnknownVariableType]
+        faults += [f"{kind} has {name!r}, which the module does not{similar(name, expected)}" for name in strange]
+        for name, shape in expected.items():
             tensor: Any = tree.get(name)  # pyright: ignore[reportUnknownVariableType]
             if name not in tree:
-                faults.append(f"{what} lacks {name!r}{similar(name, strange, '; is it {!r}?')}")
+                faults.append(f"{kind} lacks {name!r}{similar(name, strange, '; is it {!r}?')}")
             elif not isinstance(tensor, Tensor):
                 faults.append(f"{name!r} is a {type(tensor).__name__}, not a tensor")
             elif tuple(tensor.shape) != shape:

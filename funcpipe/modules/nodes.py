@@ -28,12 +28,12 @@ def op_of(module: nn.Module, node: fx.Node) -> Any:
 def _arguments(op: Any, node: fx.Node) -> list[tuple[Any, fx.Node]]:
     """(declared argument, value) for each value that an operation is given, in lists and by keyword too."""
     named = {argument.name: argument for argument in schema(op).arguments}
-    given = [*zip(schema(op).arguments, node.args, strict=False), *((named.get(k), v) for k, v in node.kwargs.items())]
+    pairs = [*zip(schema(op).arguments, node.args, strict=False), *((named.get(k), v) for k, v in node.kwargs.items())]
     out: list[tuple[Any, fx.Node]] = []
-    for argument, value in given:
-        values: list[fx.Node] = []
-        map_arg(value, values.append)
-        out += [(argument, one) for one in values if argument is not None]
+    for argument, value in pairs:
+        operands: list[fx.Node] = []
+        map_arg(value, operands.append)
+        out += [(argument, operand) for operand in operands if argument is not None]
     return out
 
 
@@ -60,20 +60,20 @@ def norms_of(module: fx.GraphModule) -> dict[fx.Node, tuple[Any, Any]]:
 
     Of a region's what the region is given; None where it is made inside.
     """
-    found: dict[fx.Node, tuple[Any, Any]] = {}
+    norms: dict[fx.Node, tuple[Any, Any]] = {}
     for node in module.graph.nodes:
         if node.target is torch.ops.aten.batch_norm.default and node.args[5] is True:
-            found[node] = node.args[3], node.args[4]
-        for body, given in regions_of(module, node):
-            table = dict(zip([n for n in body.graph.nodes if n.op == "placeholder"], given, strict=False))
-            found |= {inner: (table.get(mean), table.get(var)) for inner, (mean, var) in norms_of(body).items()}
-    return found
+            norms[node] = node.args[3], node.args[4]
+        for body, inputs in regions_of(module, node):
+            table = dict(zip([n for n in body.graph.nodes if n.op == "placeholder"], inputs, strict=False))
+            norms |= {inner: (table.get(mean), table.get(var)) for inner, (mean, var) in norms_of(body).items()}
+    return norms
 
 
 def writes_of(module: fx.GraphModule, apart: Container[fx.Node] = ()) -> list[tuple[fx.Node, fx.Node]]:
     """(node, what it writes into) for each write in place, also of those inside regions; nodes in ``apart`` left out."""
     roots = roots_of(module)
-    found: list[tuple[fx.Node, fx.Node]] = []
+    writes: list[tuple[fx.Node, fx.Node]] = []
     for node in module.graph.nodes:
         op = op_of(module, node)
         if op is not None and node not in apart:
@@ -84,14 +84,14 @@ def writes_of(module: fx.GraphModule, apart: Container[fx.Node] = ()) -> list[tu
             ]
             if op in _NORMS and len(node.args) > 5 and node.args[5] is True:
                 written += [value for value in node.args[3:5] if isinstance(value, fx.Node)]
-            found += [(node, roots[value]) for value in written]
-        for body, given in regions_of(module, node):
-            inner = [n for n in body.graph.nodes if n.op == "placeholder"]
-            table = dict(zip(inner, given, strict=False))
-            found += [
+            writes += [(node, roots[value]) for value in written]
+        for body, inputs in regions_of(module, node):
+            placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+            table = dict(zip(placeholders, inputs, strict=False))
+            writes += [
                 (node, roots[table[root]]) for _, root in writes_of(body, apart) if isinstance(table.get(root), fx.Node)
             ]
-    return found
+    return writes
 
 
 def regions_of(module: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, tuple[Any, ...]]]:
@@ -101,19 +101,19 @@ def regions_of(module: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModu
     flat: list[Any] = []
     map_arg((node.args, node.kwargs), flat.append)
     bodies = [(i, n) for i, n in enumerate(flat) if n.op == "get_attr"]
-    found: list[tuple[fx.GraphModule, tuple[Any, ...]]] = []
+    regions: list[tuple[fx.GraphModule, tuple[Any, ...]]] = []
     for _, n in bodies:
         body = _attribute(module, n.target)
         if isinstance(body, fx.GraphModule):
-            found.append((body, tuple(value for value in flat if value.op != "get_attr")))
-    return found
+            regions.append((body, tuple(value for value in flat if value.op != "get_attr")))
+    return regions
 
 
 def _attribute(module: nn.Module, path: Any) -> Any:
-    found: Any = module
+    value: Any = module
     for part in str(path).split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def layer_of(node: fx.Node) -> str:
@@ -128,16 +128,16 @@ def layer_of(node: fx.Node) -> str:
 
 def layers_of(module: fx.GraphModule, node: fx.Node) -> set[str]:
     """The paths of all modules that were running when a node was made, also with the number of the call."""
-    out: set[str] = set()
+    paths: set[str] = set()
     for key, (path, _) in _stack(node).items():
-        out |= {str(path), f"{path}@{key.rpartition('@')[2]}" if "@" in str(key) else f"{path}@0"}
+        paths |= {str(path), f"{path}@{key.rpartition('@')[2]}" if "@" in str(key) else f"{path}@0"}
     for body, _ in regions_of(module, node):
         for inner in body.graph.nodes:
-            out |= layers_of(body, inner)
-    return out
+            paths |= layers_of(body, inner)
+    return paths
 
 
 def _stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
     """The modules around a node, outermost first; export makes up a name where it knows none."""
-    found: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    return {key: entry for key, entry in found.items() if not str(entry[0]).startswith(NAMELESS_LAYER)}
+    stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+    return {key: entry for key, entry in stack.items() if not str(entry[0]).startswith(NAMELESS_LAYER)}

@@ -8,13 +8,13 @@ from torch import nn
 
 def scripted(module: nn.Module) -> list[str]:
     """What keeps a module from being a stage: the outermost of its layers that are TorchScript."""
-    found: dict[str, nn.Module] = {}
+    outermost: dict[str, nn.Module] = {}
     for path, layer in module.named_modules():
-        inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
+        inside = any(not outer or path.startswith(f"{outer}.") for outer in outermost)
         if isinstance(layer, torch.jit.ScriptModule) and not inside:
-            found[path] = layer
+            outermost[path] = layer
     return [
         f"{repr(path) if path else 'it'} is TorchScript (a {type(layer).__name__}), whose parameters and copies are "
         "not Python's; give the module that it was scripted or traced from"
-        for path, layer in found.items()
+        for path, layer in outermost.items()
     ]

@@ -116,16 +116,16 @@ def cut_sequential(
         parts[0].register_parameter(name, tensor)
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         parts[0].register_buffer(name, buffer)
-    found = [skips_of(part) for part in parts]
-    made: list[tuple[Stage, Params, State]] = []
-    for number, (part, own) in enumerate(zip(parts, found, strict=True)):
-        later = {name for other in found[number + 1 :] for name in other.pop}
-        out = {name: key for name, key in {**own.stash, **own.offers}.items() if name in later}
-        skips = Skips(out, own.pop, {}, own.inside)
+    declared = [skips_of(part) for part in parts]
+    stages: list[tuple[Stage, Params, State]] = []
+    for number, (part, skips) in enumerate(zip(parts, declared, strict=True)):
+        later = {name for other in declared[number + 1 :] for name in other.pop}
+        stash = {name: key for name, key in {**skips.stash, **skips.offers}.items() if name in later}
+        crossing = Skips(stash, skips.pop, {}, skips.inside)
         first, last = rows[number][0].path, rows[number][-1].path
         name = first if first == last else f"{first}-{last}"
-        made.append(stage_of(part, skips, name=name, deferred=deferred, spread=False))
-    return tuple(made)
+        stages.append(stage_of(part, crossing, name=name, deferred=deferred, spread=False))
+    return tuple(stages)
 
 
 class SequentialPart(nn.Module):
@@ -159,17 +159,17 @@ class SequentialPart(nn.Module):
 def _units(module: nn.Module, flat: bool) -> list[Unit]:
     """The units of a Sequential. Raises PlanError where calling them in a row is not what the module does."""
     if not _is_row(module):
-        does = (
+        reason = (
             "its forward is not that of nn.Sequential or fp.models.PipeSequential"
             if isinstance(module, nn.Sequential)
             else "it is none"
         )
         raise PlanError(
-            f"only an nn.Sequential can be cut by counting its layers; got {type(module).__name__}: {does}. Other "
+            f"only an nn.Sequential can be cut by counting its layers; got {type(module).__name__}: {reason}. Other "
             "models are cut by fp.split"
         )
     faults = [
-        f"the Sequential itself has {what}, which would not run: put them on a layer" for what in hooks_of(module)
+        f"the Sequential itself has {kind}, which would not run: put them on a layer" for kind in hooks_of(module)
     ]
     units = list(_inside(module, "", _spreads(module), flat))
     faults += [f"layer {path!r} is None" for path, layer, _ in units if layer is None]  # pyright: ignore[reportUnnecessaryComparison]
@@ -180,11 +180,11 @@ def _units(module: nn.Module, flat: bool) -> list[Unit]:
 
 def _inside(container: nn.Module, path: str, spread: bool, flat: bool) -> Iterator[Unit]:
     for number, (name, layer) in enumerate(children_of(container).items()):
-        own = spread if number == 0 else _spreads(container)
+        spreads = spread if number == 0 else _spreads(container)
         if flat and layer and _is_row(layer) and not (hooks_of(layer) or _has_tensors(layer)):
-            yield from _inside(layer, f"{path}{name}.", own, flat)
+            yield from _inside(layer, f"{path}{name}.", spreads, flat)
         else:
-            yield Unit(f"{path}{name}", layer, own)  # pyright: ignore[reportArgumentType]
+            yield Unit(f"{path}{name}", layer, spreads)  # pyright: ignore[reportArgumentType]
 
 
 def _is_row(module: nn.Module) -> bool:
@@ -213,7 +213,7 @@ def _refuse_shared_norms(units: Sequence[Unit]) -> None:
         for path, layer in unit.module.named_modules():
             if DeferredBatchNorm.converts(layer):
                 places.setdefault(id(layer), {}).setdefault(unit.path, f"{unit.path}.{path}" if path else unit.path)
-    faults = [f"the batch norm layer at {' and '.join(found.values())}" for found in places.values() if len(found) > 1]
+    faults = [f"the batch norm layer at {' and '.join(paths.values())}" for paths in places.values() if len(paths) > 1]
     raise_all(
         "one batch norm layer in several layers of a Sequential cannot be cut, for its statistics would be kept in "
         "several places; give each place a layer of its own (they may share weight and bias):",

@@ -42,7 +42,7 @@ class Guard:
         """The dimension that is the number of rows; None for none."""
         return next((dim for dim, size in enumerate(self.shape) if not isinstance(size, int)), None)
 
-    def faults(self, value: Any, seen: dict[str, tuple[int, str]]) -> list[str]:
+    def faults(self, value: Any, sizes: dict[str, tuple[int, str]]) -> list[str]:
         """How a value differs from what was traced."""
         if self.dtype is None:
             same = value is self.constant or (type(value) is type(self.constant) and value == self.constant)
@@ -59,13 +59,13 @@ class Guard:
         if value.dtype != self.dtype or value.dim() != len(self.shape):
             return [f"{self.name} was {self}; got {value.dtype} {tuple(value.shape)}"]
         out: list[str] = []
-        for dim, (size, want) in enumerate(zip(value.shape, self.shape, strict=True)):
-            if isinstance(want, int):
-                if size != want:
+        for dim, (size, expected) in enumerate(zip(value.shape, self.shape, strict=True)):
+            if isinstance(expected, int):
+                if size != expected:
                     out.append(f"{self.name} was {self}; got {tuple(value.shape)}: dimension {dim} is fixed")
                 continue
-            symbol, least, most = want
-            first = seen.setdefault(symbol, (size, self.name))
+            symbol, least, most = expected
+            first = sizes.setdefault(symbol, (size, self.name))
             if first[0] != size:
                 out.append(f"{self.name} has {size} rows and {first[1]} has {first[0]}")
             elif not least <= size <= most:
@@ -85,8 +85,8 @@ class Guard:
 def _size(size: Any, ranges: Mapping[Any, Any]) -> Any:
     if isinstance(size, int):
         return size
-    found = ranges.get(size.node.expr)
-    least, most = (0, float("inf")) if found is None else (found.lower, found.upper)
+    bounds = ranges.get(size.node.expr)
+    least, most = (0, float("inf")) if bounds is None else (bounds.lower, bounds.upper)
     return (str(size.node.expr), int(least), float("inf") if not str(most).isdigit() else int(str(most)))
 
 
@@ -117,8 +117,8 @@ class Signature:
         leaves, spec = flatten((args, kwargs))
         if spec != self.in_spec:
             raise BatchError(f"the model was traced with inputs like {self.in_spec}; got {spec}")
-        seen: dict[str, tuple[int, str]] = {}
-        faults = [fault for guard, leaf in zip(self.guards, leaves, strict=True) for fault in guard.faults(leaf, seen)]
+        sizes: dict[str, tuple[int, str]] = {}
+        faults = [fault for guard, leaf in zip(self.guards, leaves, strict=True) for fault in guard.faults(leaf, sizes)]
         raise_all(
             "the inputs are not like the example that the model was traced with (split it again with one that is):",
             faults,

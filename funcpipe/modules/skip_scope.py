@@ -90,8 +90,8 @@ def current() -> Store:
     if store is not None:
         return store
     if torch.compiler.is_dynamo_compiling():  # the compiler does not read the stack
-        aside: Any = torch.compiler.disable(_of_the_call)
-        return aside()
+        uncompiled: Any = torch.compiler.disable(_of_the_call)
+        return uncompiled()
     return _of_the_call()
 
 

@@ -107,13 +107,13 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
     return decorate
 
 
-def _names(given: Iterable[str], what: str) -> tuple[str, ...]:
-    if isinstance(given, str):
-        raise PlanError(f"{what}={given!r}: give a sequence of names, {what}=[{given!r}]")
-    names = tuple(dict.fromkeys(given))
-    if wrong := [name for name in names if not isinstance(name, str)]:
-        raise PlanError(f"the names in {what}= are strings; got {wrong}")
-    return names
+def _names(names: Iterable[str], keyword: str) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise PlanError(f"{keyword}={names!r}: give a sequence of names, {keyword}=[{names!r}]")
+    unique = tuple(dict.fromkeys(names))
+    if wrong := [name for name in unique if not isinstance(name, str)]:
+        raise PlanError(f"the names in {keyword}= are strings; got {wrong}")
+    return unique
 
 
 def _install(cls: type[nn.Module], stash: tuple[str, ...], pop: tuple[str, ...], *, here: bool) -> None:
@@ -142,11 +142,11 @@ def _install(cls: type[nn.Module], stash: tuple[str, ...], pop: tuple[str, ...],
 
 def _watch_subclasses(cls: type[nn.Module]) -> None:
     """A subclass that writes a forward of its own has it driven too."""
-    before = vars(cls).get("__init_subclass__")
+    original = vars(cls).get("__init_subclass__")
 
     def __init_subclass__(sub: type[nn.Module], **kwargs: Any) -> None:
-        if before is not None:
-            before.__get__(None, sub)(**kwargs)
+        if original is not None:
+            original.__get__(None, sub)(**kwargs)
         else:
             super(cls, sub).__init_subclass__(**kwargs)
         if "forward" in vars(sub):
@@ -211,9 +211,9 @@ class _LayerCall:
                 "fp.schedules.remat for "
                 "the stage"
             )
-        there = sorted(map(label, self.store))
+        stashed = sorted(map(label, self.store))
         raise PlanError(
-            f"{self._who} pops {label(key)!r}, but no layer stashed it before (there are: {there}); both must be "
+            f"{self._who} pops {label(key)!r}, but no layer stashed it before (there are: {stashed}); both must be "
             "called inside of one module, such as nn.Sequential(...), or be stages of one plan"
         )
 
@@ -364,7 +364,7 @@ def _layer(path: str, layer: nn.Module) -> str:
 def _before(module: nn.Module, first: str, second: str) -> bool:
     """Is it certain that one layer runs before another: the innermost module with both in it is a Sequential."""
     a, b = first.split("."), second.split(".")
-    depth = next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), None)
+    depth = next((i for i, (part, other) in enumerate(zip(a, b, strict=False)) if part != other), None)
     if depth is None:  # one is inside of the other
         return False
     common = module.get_submodule(".".join(a[:depth]))
@@ -374,8 +374,8 @@ def _before(module: nn.Module, first: str, second: str) -> bool:
 
 def _ambiguous(keys: list[Key]) -> list[str]:
     """Skips that would be called the same."""
-    seen: dict[str, Key] = {}
-    unlike = {label(key) for key in keys if seen.setdefault(label(key), key) != key}
+    by_label: dict[str, Key] = {}
+    unlike = {label(key) for key in keys if by_label.setdefault(label(key), key) != key}
     return [
         f"two skips would be called {name!r}; give their namespaces names of their own: fp.models.Namespace('name')"
         for name in sorted(unlike)

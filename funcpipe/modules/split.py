@@ -115,30 +115,30 @@ class Split:
             "state": [dict(tree) if tree else () for tree in self.state],
         }
         rest = dict(self.rest)
-        made: dict[int, Tensor] = {}
+        loaded: dict[int, Tensor] = {}
         with torch.no_grad():
             for name, home in self.homes.items():
-                given = state_dict.get(name)
-                if given is None:
+                tensor = state_dict.get(name)
+                if tensor is None:
                     continue
                 if not home.owners and name in rest:
-                    rest[name] = _like(rest[name], given, made)
+                    rest[name] = _like(rest[name], tensor, loaded)
                 for kind, stage, key in home.owners:
                     tree: Any = trees[kind][stage]
-                    tree[key] = _like({"params": self.params, "state": self.state}[kind][stage][key], given, made)
+                    tree[key] = _like({"params": self.params, "state": self.state}[kind][stage][key], tensor, loaded)
         return replace(self, params=tuple(trees["params"]), state=tuple(trees["state"]), rest=rest)
 
-    def _faults(self, given: Mapping[str, Tensor], strict: bool) -> list[str]:
+    def _faults(self, state_dict: Mapping[str, Tensor], strict: bool) -> list[str]:
         faults: list[str] = []
         saved = [name for name, home in self.homes.items() if home.saved]
         if strict:
-            for name in given:
+            for name in state_dict:
                 if name not in self.homes:
                     faults.append(f"{name!r} is no name of the model{similar(name, saved)}")
-            faults += [f"{name!r} is missing" for name in saved if name not in given]
+            faults += [f"{name!r} is missing" for name in saved if name not in state_dict]
         for name, home in self.homes.items():
-            if name in given and tuple(given[name].shape) != home.shape:
-                faults.append(f"{name!r} has shape {tuple(given[name].shape)}, the model wants {home.shape}")
+            if name in state_dict and tuple(state_dict[name].shape) != home.shape:
+                faults.append(f"{name!r} has shape {tuple(state_dict[name].shape)}, the model wants {home.shape}")
         return faults
 
     def code(self, stage: int) -> str:
@@ -168,16 +168,16 @@ class Split:
             return [
                 f"{word} {', '.join(names)}" for word, names in (("stash", stage.stash), ("pop", stage.pop)) if names
             ]
-        out: list[str] = []
+        lines: list[str] = []
         for edge in self.edges:
             if edge.source == index:
                 shape = f" [{', '.join(map(str, edge.shape))}]" if edge.shape else ""
                 way = "skip to " if edge.skip else "to "
-                out.append(
+                lines.append(
                     f"{edge.name}: {edge.dtype}{shape}, {size_of(edge.row_bytes)} a row -> "
                     f"{way}{', '.join(map(str, edge.targets))}"
                 )
-        return out
+        return lines
 
 
 def assemble(
@@ -195,13 +195,13 @@ def assemble(
     """
     stages, params, state = (tuple(column) for column in zip(*parts, strict=True))
     homes = _homes(model, params, state)
-    found = groups(params)
-    stages, params, found = transmit(stages, params, found, ties)
-    stages = mark(stages, found)
+    tied = groups(params)
+    stages, params, tied = transmit(stages, params, tied, ties)
+    stages = mark(stages, tied)
     homes = {name: home.among(params) for name, home in homes.items()}
     tensors = all_tensors(model)
     rest = {name: tensors[name].detach() for name, home in homes.items() if not home.owners}
-    return Split(stages, params, state, found, loss, tuple(edges), homes, rest)
+    return Split(stages, params, state, tied, loss, tuple(edges), homes, rest)
 
 
 def _homes(model: nn.Module, params: Sequence[Any], state: Sequence[Any]) -> dict[str, Home]:
@@ -223,18 +223,18 @@ def _homes(model: nn.Module, params: Sequence[Any], state: Sequence[Any]) -> dic
     return dict(sorted(homes.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def _like(old: Tensor, given: Tensor, made: dict[int, Tensor]) -> Tensor:
+def _like(old: Tensor, values: Tensor, loaded: dict[int, Tensor]) -> Tensor:
     """Numbers in the place of others: a tensor that stands in several places stays one."""
-    found = made.get(id(old))
-    if found is None:
-        found = torch.empty_like(old.detach())
-        found.copy_(given)
+    new = loaded.get(id(old))
+    if new is None:
+        new = torch.empty_like(old.detach())
+        new.copy_(values)
         if isinstance(old, nn.Parameter):
-            found = nn.Parameter(found, old.requires_grad)
-        made[id(old)] = found
-    return found
+            new = nn.Parameter(new, old.requires_grad)
+        loaded[id(old)] = new
+    return new
 
 
 def _count(tree: Mapping[str, Tensor]) -> tuple[int, int]:
     tensors = list(tree.values())
-    return sum(one.numel() for one in tensors), sum(one.numel() * one.element_size() for one in tensors)
+    return sum(tensor.numel() for tensor in tensors), sum(tensor.numel() * tensor.element_size() for tensor in tensors)

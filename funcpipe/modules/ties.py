@@ -39,7 +39,7 @@ class Home:
 
     def among(self, params: Sequence[Mapping[str, Any]]) -> Home:
         """The home without the places that gave their parameter away."""
-        kept = tuple(one for one in self.owners if one.kind != "params" or one.key in params[one.stage])
+        kept = tuple(owner for owner in self.owners if owner.kind != "params" or owner.key in params[owner.stage])
         return replace(self, owners=kept)
 
 
@@ -57,9 +57,9 @@ def mark(stages: Sequence[Stage], ties: Ties) -> tuple[Stage, ...]:
     rows: list[list[tuple[Any, Shared]]] = [[] for _ in stages]
     for group in ties:
         shared = Shared(str(group[0][1]))
-        for stage, key in group:
-            rows[stage].append((key, shared))
-    return tuple(replace(one, shares=tuple(row)) if row else one for one, row in zip(stages, rows, strict=True))
+        for number, key in group:
+            rows[number].append((key, shared))
+    return tuple(replace(stage, shares=tuple(row)) if row else stage for stage, row in zip(stages, rows, strict=True))
 
 
 def transmit(
@@ -102,24 +102,24 @@ def _travelling(stage: Stage, gives: Mapping[str, str], takes: Mapping[str, str]
 
 
 def _ways(ties: Ties, how: Any) -> list[str]:
-    words = ("replicate", "transmit")
+    known = ("replicate", "transmit")
     if isinstance(how, str):
-        if how not in words:
+        if how not in known:
             raise PlanError(f"ties is 'replicate', 'transmit', or one of them for each name; got {how!r}")
         return [how] * len(ties)
     if not isinstance(how, Mapping):
         raise PlanError(f"ties is 'replicate', 'transmit', or a dict from names to them; got a {type(how).__name__}")
-    given: dict[Any, Any] = dict(how)  # pyright: ignore[reportUnknownArgumentType]
+    ways: dict[Any, Any] = dict(how)  # pyright: ignore[reportUnknownArgumentType]
     names = {name: number for number, group in enumerate(ties) for _, name in group}
     faults = [
-        f"{name!r}: {way!r} is neither 'replicate' nor 'transmit'" for name, way in given.items() if way not in words
+        f"{name!r}: {way!r} is neither 'replicate' nor 'transmit'" for name, way in ways.items() if way not in known
     ]
-    for name in given:
+    for name in ways:
         if name not in names:
             faults.append(f"{name!r} is not used by several stages{similar(name, names)}")
     raise_all("ties= does not fit the split:", faults)
     chosen = ["replicate"] * len(ties)
-    for name, way in given.items():
+    for name, way in ways.items():
         chosen[names[name]] = way
     return chosen
 
@@ -171,8 +171,8 @@ class _BoundTravelling:
             return returned
         out = normalise(returned)
         # Views, so that their gradients have a node to come back to.
-        given = {skip: self.params[key].view_as(self.params[key]) for key, skip in gives.items()}
-        return out._replace(stash={**out.stash, **given})
+        stashed = {skip: self.params[key].view_as(self.params[key]) for key, skip in gives.items()}
+        return out._replace(stash={**out.stash, **stashed})
 
     def release(self) -> None:
         for bound in self.bound:

@@ -46,10 +46,10 @@ class Draw(nn.Module):
         return {**self.__dict__, "op": str(self.op)}  # torch's operations do not pickle
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        found: Any = torch.ops
+        op: Any = torch.ops
         for name in state["op"].split("."):
-            found = getattr(found, name)
-        super().__setstate__({**state, "op": found})
+            op = getattr(op, name)
+        super().__setstate__({**state, "op": op})
 
     def __deepcopy__(self, memo: Any) -> Draw:
         return Draw(self.op, self.path, self.flag, self.rate)
@@ -58,12 +58,12 @@ class Draw(nn.Module):
         """Run the operation; in evaluation with its training switched off."""
         if _mode.train:
             return self.op(*args, **kwargs)
-        given = list(args)
+        arguments = list(args)
         if self.flag is not None:
-            given[self.flag] = False
+            arguments[self.flag] = False
         if self.rate is not None:
-            given[self.rate] = 0.0
-        return self.op(*given, **kwargs)
+            arguments[self.rate] = 0.0
+        return self.op(*arguments, **kwargs)
 
 
 class Norm(nn.Module):
@@ -110,16 +110,16 @@ def refit(module: fx.GraphModule, norms: Mapping[fx.Node, Norm]) -> None:
             if node.target is torch.ops.aten._assert_tensor_metadata.default:
                 graph_module.graph.erase_node(node)  # device and type of the example; guards say it better
                 continue
-            made = norms.get(node) or _draw(node, layer_of(node), drawn)
-            if made is not None:
+            layer = norms.get(node) or _draw(node, layer_of(node), drawn)
+            if layer is not None:
                 name = (
-                    f"{node.name}_of_{made.path or 'model'}".replace(".", "_").replace("@", "_call_").replace("#", "_")
+                    f"{node.name}_of_{layer.path or 'model'}".replace(".", "_").replace("@", "_call_").replace("#", "_")
                 )
-                graph_module.add_module(name, made)
+                graph_module.add_module(name, layer)
                 with graph_module.graph.inserting_before(node):
-                    new = graph_module.graph.call_module(name, node.args, node.kwargs)
-                new.meta = dict(node.meta)
-                node.replace_all_uses_with(new)
+                    call = graph_module.graph.call_module(name, node.args, node.kwargs)
+                call.meta = dict(node.meta)
+                node.replace_all_uses_with(call)
                 graph_module.graph.erase_node(node)
         graph_module.recompile()
 
@@ -206,12 +206,12 @@ class GraphFn(Bindable):
 
     def places(self) -> dict[int, str]:
         """The layers that draw, by the id of their module."""
-        return {id(one): one.path for one in self.module.modules() if isinstance(one, Draw)}
+        return {id(draw): draw.path for draw in self.module.modules() if isinstance(draw, Draw)}
 
     def check(self, params: Any, state: Any) -> None:
         """Refuse parameters and buffers that are not those of this part of the model. Raises PlanError."""
-        wanted = {"params": self.param_shapes, "state": self.buffer_shapes}
-        refuse_other_tensors("this stage", wanted, {"params": params, "state": state or {}})
+        shapes = {"params": self.param_shapes, "state": self.buffer_shapes}
+        refuse_other_tensors("this stage", shapes, {"params": params, "state": state or {}})
 
     def run(self, params: Mapping[str, Tensor], x: Tree, extras: Mapping[str, Any]) -> Any:
         """Put the values in, run the graph, sort what comes out."""
@@ -224,43 +224,43 @@ class GraphFn(Bindable):
         layout, state = self.layout, extras.get("state") or {}
         fresh = {name: state[name].clone() for name in layout.writes}
         module, consts = self._on(params, state, x)
-        given = self.signature.values(x) if self.first else _named(layout.x, x)
-        given = {**given, **extras.get("skips", {})}
+        inputs = self.signature.values(x) if self.first else _named(layout.x, x)
+        inputs = {**inputs, **extras.get("skips", {})}
         sources: dict[str, Mapping[str, Any]] = {"param": params, "buffer": {**state, **fresh}, "const": consts}
         collected: dict[str, NormStats] | None = {} if train and layout.norms else None
         before = _mode.train, _mode.norms
         _mode.train, _mode.norms = train or self.evaluation, collected
         try:
-            results = module(*[sources.get(source, given)[name] for source, name in layout.takes])
+            results = module(*[sources.get(source, inputs)[name] for source, name in layout.takes])
         finally:
             _mode.train, _mode.norms = before
-        found = {**given, **dict(zip(layout.results, results, strict=True))}
+        flat = {**inputs, **dict(zip(layout.results, results, strict=True))}
         if self.last:
-            y = self.signature.output([found[value] if kind == "value" else value for kind, value in layout.ends])
+            y = self.signature.output([flat[value] if kind == "value" else value for kind, value in layout.ends])
         else:
-            y = found[layout.y[0]] if len(layout.y) == 1 else {name: found[name] for name in layout.y}
-        stash = {name: found[name] for name in layout.stash}
+            y = flat[layout.y[0]] if len(layout.y) == 1 else {name: flat[name] for name in layout.y}
+        stash = {name: flat[name] for name in layout.stash}
         stats: Tree = ()
         if collected is not None or fresh:
-            rows = given[layout.rows[0]].shape[layout.rows[1]] if layout.rows else 1
+            rows = inputs[layout.rows[0]].shape[layout.rows[1]] if layout.rows else 1
             written = {name: value.detach() for name, value in fresh.items()}
             stats = {"norms": collected or {}, "written": written, "rows": rows}
         return Out(y, stash, stats) if stash or stats else y
 
     def _on(self, params: Mapping[str, Tensor], state: Mapping[str, Tensor], x: Tree) -> tuple[fx.GraphModule, Any]:
         """The graph for the device that the stage lies on: devices in it are those of the trace."""
-        tensors = [one for one in (*params.values(), *state.values()) if isinstance(one, Tensor)]
+        tensors = [tensor for tensor in (*params.values(), *state.values()) if isinstance(tensor, Tensor)]
         if not tensors:
-            found = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else (x,)
-            tensors = [one for one in found if isinstance(one, Tensor)]
+            values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else (x,)
+            tensors = [tensor for tensor in values if isinstance(tensor, Tensor)]
         device = tensors[0].device if tensors else self.device
         if device == self.device:
             return self.module, self.consts
-        made = self._moved.get(device)
-        if made is None:
-            consts = {name: one.to(device) for name, one in self.consts.items()}
-            made = self._moved[device] = (retarget(self.module, self.device, device), consts)
-        return made
+        moved = self._moved.get(device)
+        if moved is None:
+            consts = {name: tensor.to(device) for name, tensor in self.consts.items()}
+            moved = self._moved[device] = (retarget(self.module, self.device, device), consts)
+        return moved
 
 
 def _named(names: Sequence[str], x: Tree) -> Mapping[str, Any]:
@@ -296,15 +296,18 @@ class CommitGraph:
 
     def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
         """The buffers after one batch."""
-        seen = [one for one in stats if one]
-        if not seen:
+        collected = [entry for entry in stats if entry]
+        if not collected:
             return state
-        new = self.norms(state, tuple(one["norms"] for one in seen))
-        total = sum(one["rows"] for one in seen)
+        new = self.norms(state, tuple(entry["norms"] for entry in collected))
+        total = sum(entry["rows"] for entry in collected)
         for name in self.written:
-            values = [one["written"][name] for one in seen]
+            values = [entry["written"][name] for entry in collected]
             if values[0].is_floating_point():
-                parts = [value.to(wide(value)) * (one["rows"] / total) for value, one in zip(values, seen, strict=True)]
+                parts = [
+                    value.to(wide(value)) * (entry["rows"] / total)
+                    for value, entry in zip(values, collected, strict=True)
+                ]
                 new[name] = torch.stack(parts).sum(0).to(values[0].dtype)
             else:
                 new[name] = values[-1]
@@ -318,8 +321,8 @@ def retarget(module: fx.GraphModule, old: torch.device, new: torch.device) -> fx
     def swap(value: Any) -> Any:
         return new if isinstance(value, torch.device) and value.type == old.type else value
 
-    made = copy.deepcopy(module)
-    for part in made.modules():
+    moved = copy.deepcopy(module)
+    for part in moved.modules():
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:
                 node.args = map_aggregate(node.args, swap)
@@ -327,4 +330,4 @@ def retarget(module: fx.GraphModule, old: torch.device, new: torch.device) -> fx
                 if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[0] == old.type:
                     node.args = (new.type, *node.args[1:])
             part.recompile()
-    return made
+    return moved

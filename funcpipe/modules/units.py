@@ -65,7 +65,7 @@ def _units(
         first = {place: name for name, place in reversed(list(zip(names, moved(starts, allowed), strict=True)))}
         names, starts = list(first.values())[::-1], list(first)[::-1]
     bounds = [*starts, len(body)]
-    seen: set[str] = set()
+    counted: set[str] = set()
     weights = dict(model.named_parameters())
     parameters: list[int] = []
     borders: list[int] = []
@@ -73,17 +73,17 @@ def _units(
         read = {value.name for node in body[start:stop] for value in node.all_input_nodes}
         sources = [captured.sources[name] for name in read & captured.sources.keys()]
         used = {name for kind, name in sources if kind == "param"}
-        parameters.append(sum(weights[name].numel() * weights[name].element_size() for name in used - seen))
-        seen |= used
+        parameters.append(sum(weights[name].numel() * weights[name].element_size() for name in used - counted))
+        counted |= used
         borders.append(_alive(captured, body, stop))
     return Units(tuple(names), tuple(parameters), tuple(borders), lambda: measure(bounds)), starts
 
 
 def _block(path: str, lists: Sequence[str]) -> str:
     """The entry of the outermost list that a layer belongs to, or the layer itself."""
-    for one in lists:
-        prefix = f"{one}." if one else ""
-        if path.startswith(prefix) and path != one:
+    for container in lists:
+        prefix = f"{container}." if container else ""
+        if path.startswith(prefix) and path != container:
             return prefix + path[len(prefix) :].partition(".")[0]
     return path
 

@@ -63,13 +63,17 @@ class Hearing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         if func not in self.norms:
-            return func(*args, **given)
-        named: dict[str, Any] = {**_DEFAULTS.get(func, {}), **dict(zip(self.norms[func], args, strict=False)), **given}
+            return func(*args, **keywords)
+        named: dict[str, Any] = {
+            **_DEFAULTS.get(func, {}),
+            **dict(zip(self.norms[func], args, strict=False)),
+            **keywords,
+        }
         named["training"] = named.pop("use_input_stats", named.get("training", False))
         call = NormCall(**{name: named[name] for name in NormCall._fields if name in named})
-        return self.answer(call) if call.tensors & self.tensors else func(*args, **given)
+        return self.answer(call) if call.tensors & self.tensors else func(*args, **keywords)
 
 
 def looked_at(forward: Callable[[], T], buffers: Mapping[str, Tensor], who: str) -> tuple[T, bool]:
@@ -86,12 +90,12 @@ def looked_at(forward: Callable[[], T], buffers: Mapping[str, Tensor], who: str)
 
     before = _bits(buffers)
     with Hearing({id(buffer) for buffer in buffers.values()}, NORMS, refuse):
-        out = forward()
+        result = forward()
     if before is None:
-        return out, False
+        return result, False
     after = _bits(buffers) or before
     refuse_writes(who, [name for name, old, new in zip(buffers, before, after, strict=True) if old != new])
-    return out, True
+    return result, True
 
 
 def refuse_writes(who: str, names: Sequence[str]) -> None:
@@ -131,5 +135,5 @@ def _sum(buffer: Tensor) -> int:
     if type(buffer) not in (Tensor, nn.Parameter) or buffer.layout is not torch.strided or buffer.is_quantized:
         return 0
     flat = buffer.detach().resolve_conj().resolve_neg().reshape(-1)
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
-    return int(flat.view(whole).sum(dtype=torch.int64))
+    dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
+    return int(flat.view(dtype).sum(dtype=torch.int64))
