@@ -180,7 +180,7 @@ class Recorded:
         self.nbytes = sum(tensor.untyped_storage().nbytes() for tensor in self._own)
 
     def _checked(self, results: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """The results, in memory that calls do not write into. Raises Unrecordable for what cannot be copied out."""
+        """The results, copied where memory is shared lazily. Raises Unrecordable for what cannot be copied out."""
         own_ids = {id(tensor) for tensor in self._own}
         for result in results:
             if result.device.type != device.type or not is_plain(result):
