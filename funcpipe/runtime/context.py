@@ -109,7 +109,7 @@ _setting = threading.Lock()
 _live: list[int] = []
 _outside = 0
 """The number that a thread reads which never set one, when last asked; 0: never asked. Asking takes a new thread, so
-it is done when no run goes on and the caller's number is not this one; a number set since by another thread is missed."""
+it is done when no run goes on and the caller's number is not this one; one set since by another thread is missed."""
 
 
 class intra_op_threads:
