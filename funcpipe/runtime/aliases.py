@@ -1,4 +1,4 @@
-"""What a stage computes with instead of the caller's tensors: the same memory, gradients and counts of its own."""
+"""Aliases of the caller's tensors that stages compute with: the same memory, gradients and versions of their own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from funcpipe.runtime.plain_tensors import address
 
 
 def alias_of(leaf: Any, trainable: bool) -> Any:
-    """What a stage computes with instead of a parameter: shares its memory, has a gradient sum of its own."""
+    """An alias of a parameter, for a stage to compute with: it shares memory and has a gradient sum of its own."""
     if not isinstance(leaf, Tensor):
         return leaf
     alias = leaf.detach()
     if leaf.is_inference() and not torch.is_inference_mode_enabled():
-        alias = alias.clone()  # autograd takes no other
+        alias = alias.clone()  # autograd takes no tensor made in inference mode
     if trainable:
         alias.requires_grad_()
         # There from the start: autograd would make the first gradient itself the sum, and that may be a view of a
@@ -32,16 +32,16 @@ def alias_of(leaf: Any, trainable: bool) -> Any:
 
 
 def guarded(leaf: Any) -> Any:
-    """The same numbers in memory that becomes another where somebody writes; on the CPU, where that costs nothing."""
-    own = type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_cpu and not leaf.is_inference()
-    return share([leaf])[0] if own else leaf
+    """A copy-on-write copy of a plain tensor on the CPU, where that costs nothing; any other leaf itself."""
+    plain = type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_cpu and not leaf.is_inference()
+    return share([leaf])[0] if plain else leaf
 
 
-def differ(mine: Any, given: Any) -> bool:
-    """Was a guarded tensor written to: it lies elsewhere now (some kernels see to that too), with other numbers."""
-    if mine is given or address(mine) == address(given):
+def differ(kept: Any, original: Any) -> bool:
+    """Whether a guarded tensor was written to: it was moved (some kernels move it too) and has other numbers."""
+    if kept is original or address(kept) == address(original):
         return False
-    return not bool(((mine == given) | ((mine != mine) & (given != given))).all())
+    return not bool(((kept == original) | ((kept != kept) & (original != original))).all())
 
 
 def refuse_rebinding(params: Tree, spec: Spec, aliases: Sequence[Any]) -> None:
@@ -55,10 +55,10 @@ def refuse_rebinding(params: Tree, spec: Spec, aliases: Sequence[Any]) -> None:
     Raises:
         PlanError: it names them.
     """
-    now, found = flatten(params)
-    if found == spec and all(map(is_, now, aliases)):
+    leaves, new_spec = flatten(params)
+    if new_spec == spec and all(map(is_, leaves, aliases)):
         return
-    pairs = zip(locations(unflatten(spec, aliases), "params"), now, aliases, strict=False)
+    pairs = zip(locations(unflatten(spec, aliases), "params"), leaves, aliases, strict=False)
     where = ", ".join(name for name, leaf, alias in pairs if leaf is not alias)
     raise PlanError(
         f"the stage puts other values into its params ({where or 'its keys changed'}), and the next microbatch would "

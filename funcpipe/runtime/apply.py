@@ -47,14 +47,14 @@ def apply(
     Raises:
         PlanError: lengths, stash and pop, feeds or state do not fit.
     """
-    given: Any = stages
-    parts: tuple[Stage, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
+    argument: Any = stages
+    parts: tuple[Stage, ...] = tuple(argument) if isinstance(argument, Iterable) else (argument,)
     refuse_others("apply", parts, "apply([first, second], params, inputs)")
     routes(parts)
     faults = [
-        f"{what} has {len(given)} trees for {len(parts)} stages"
-        for what, given in (("params", params), ("state", state))
-        if given is not None and len(given) != len(parts)
+        f"{name} has {len(trees)} trees for {len(parts)} stages"
+        for name, trees in (("params", params), ("state", state))
+        if trees is not None and len(trees) != len(parts)
     ]
     faults += [
         f"{label} declares the feed {name!r}, which is not given"
@@ -70,7 +70,7 @@ def apply(
     if faults:
         raise PlanError(bullets("apply cannot call these stages:", faults))
     states = ((),) * len(parts) if state is None else tuple(state)
-    bound = [part.bind(own, kept) for part, own, kept in zip(parts, params, states, strict=True)]
+    bound = [part.bind(weights, values) for part, weights, values in zip(parts, params, states, strict=True)]
     keys = Keys(seed, parts)
     calls = bound if seed is None else [_keyed(keys, index, call) for index, call in enumerate(bound)]
     return chain(parts, calls, inputs, {"feeds": feeds or {}, "train": train}, states)

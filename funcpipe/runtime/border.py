@@ -1,4 +1,4 @@
-"""Values at the borders of stages: detached, dense, never written by two hands."""
+"""Values at the borders of stages: detached, dense, and never written to: who writes gets a copy."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ LEAF: Spec = flatten(None)[1]
 class Border:
     """A tree between stages: its leaves, its structure, and which leaves carry gradients back.
 
-    Tensors are detached and dense. They and the border are immutable by agreement: whoever may write gets `cow_clone` copies.
-    A border of gradients has no flags. ``words`` is what programs depend on in it (`signature.said`), once somebody has
-    looked.
+    Tensors are detached and dense. They and the border are immutable by agreement: who may write gets a `cow_clone`.
+    A border of gradients has no flags. ``words`` is its cache key (`cache_key.border_key`), None until it is asked for.
     """
 
     __slots__ = ("flags", "leaves", "spec", "words")
@@ -35,7 +34,7 @@ class Border:
 
 
 def given(tree: Tree) -> Border:
-    """What the caller gives: no gradients flow back into it."""
+    """The border of a tree that the caller gives: no gradients flow back into it."""
     if isinstance(tree, Tensor):
         return Border([tree], LEAF, (False,))
     leaves, spec = flatten(tree)
@@ -55,16 +54,16 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.preserve_format)
 
 
-_strided = torch.strided  # looked up once: every tensor at every border is asked
+_strided = torch.strided  # looked up once: `dense` compares it for every tensor at every border
 
 
 def fills(tensor: Tensor) -> bool:
-    """Does a strided tensor lie in memory without gaps and without overlap, in whatever order."""
+    """Whether a strided tensor lies in memory without gaps and without overlap, in any order of axes."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def share(leaves: Iterable[Any]) -> list[Any]:
-    """Own copies of what the caller gives; `cow_clone` of the same memory is safe from any thread while they live.
+    """Copies of the caller's tensors; while they live, `cow_clone` of the same memory is safe from any thread.
 
     Turning memory into copy-on-write is not safe from two threads at once, and two runs may be given the same tensors.
     """
@@ -73,7 +72,7 @@ def share(leaves: Iterable[Any]) -> list[Any]:
 
 
 def caller_copy(tensor: Tensor) -> Tensor:
-    """A copy, for or from the caller: made when someone writes on the CPU, at once on devices with streams."""
+    """A copy of a tensor from or for the caller: made on the CPU when someone writes, elsewhere at once."""
     return cow_clone(tensor.detach())
 
 
@@ -81,29 +80,29 @@ _sharing = threading.Lock()
 
 
 def open_border(border: Border, *, grad: bool) -> tuple[Tree, dict[int, Tensor]]:
-    """The tree that a stage gets, and the leaves that will hold the gradients of it, by their numbers."""
+    """The tree that a stage gets, and its leaves that gradients are taken of, by number."""
     if border.spec is LEAF and isinstance(border.leaves[0], Tensor):  # most of the time
         tensor = border.leaves[0]
         if not (grad and border.flags[0]):
             return cow_clone_unchecked(tensor), {}
         leaf = tensor.detach().requires_grad_()
         return cow_clone_unchecked(leaf), {0: leaf}
-    held: dict[int, Tensor] = {}
-    out: list[Any] = []
+    leaves: dict[int, Tensor] = {}
+    values: list[Any] = []
     for index, value in enumerate(border.leaves):
         if isinstance(value, Tensor):
             if grad and border.flags[index]:
-                value = held[index] = value.detach().requires_grad_()
+                value = leaves[index] = value.detach().requires_grad_()
             value = cow_clone_unchecked(value)  # a run refuses transforms
-        out.append(value)
-    return unflatten(border.spec, out), held
+        values.append(value)
+    return unflatten(border.spec, values), leaves
 
 
 def close_border(tree: Tree, name: str, *, stays: bool = False) -> tuple[Border, list[Any]]:
-    """What a stage hands out: the border, and its leaves with their graphs.
+    """The border of a tree that a stage returns, and its leaves with their graphs.
 
     Raises:
-        PlanError: what is handed on as ``name`` hides tensors; in leaves it may if it ``stays``, for a loss.
+        PlanError: the tree, called ``name``, hides tensors; leaves may hide some where it ``stays`` for a loss.
     """
     if isinstance(tree, Tensor):  # most of the time
         tensor = dense(tree)
@@ -129,9 +128,9 @@ def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 def add_gradients(first: list[Tensor | None] | None, *others: list[Tensor | None] | None) -> list[Tensor | None] | None:
     """Sum gradients of one value leaf by leaf, in the order given, out of place. None is no gradient."""
     total = first
-    for more in others:
+    for gradients in others:
         if total is None:
-            total = more
-        elif more is not None:
-            total = [_plus(a, b) for a, b in zip(total, more, strict=True)]
+            total = gradients
+        elif gradients is not None:
+            total = [_plus(a, b) for a, b in zip(total, gradients, strict=True)]
     return total

@@ -1,4 +1,4 @@
-"""What a stage is to the executor: forward, backward, the two halves of the backward.
+"""The interface between executors and stages: forward, backward, and the two halves of the backward.
 
 `Bound` is one stage with its parameters for one run, `Program` makes it. Eager stages are the first program; compiled
 ones implement the same.
@@ -23,7 +23,7 @@ Gradients = list[Tensor | None]
 
 
 class StageArgs(NamedTuple):
-    """What a forward gets.
+    """The arguments of a forward.
 
     Attributes:
         x: the input.
@@ -41,11 +41,11 @@ class StageArgs(NamedTuple):
 
 
 class ForwardReport(NamedTuple):
-    """What a forward has for the end of the batch; tensors are detached.
+    """What a forward reports for the end of the batch; tensors are detached.
 
     Attributes:
         stats: for the stage's commit.
-        loss: what the loss function gave, None elsewhere than in the last stage.
+        loss: the loss function's result; None in all stages but the last.
         side: the stage's auxiliary loss (sum, weight), or None.
     """
 
@@ -55,7 +55,7 @@ class ForwardReport(NamedTuple):
 
 
 class StageOut(NamedTuple):
-    """What a forward gives.
+    """The results of a forward.
 
     Attributes:
         y: the output.
@@ -71,7 +71,7 @@ class StageOut(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What a backward gives: gradients of the input and of each skip, in the order of ``stage.pop``."""
+    """The results of a backward: gradients of the input and of each skip, in the order of ``stage.pop``."""
 
     x: Gradients
     skips: list[Gradients]
@@ -86,7 +86,7 @@ class Residual(Protocol):
         ...
 
     def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
-        """Move it to the host or back, but for memory at the fixed addresses. Returns the event after which it is there."""
+        """Move it to the host or back, but for memory at fixed addresses. Returns the event after which it is there."""
         ...
 
 
@@ -99,25 +99,25 @@ class Bound(Protocol):
         ...
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
-        """F; R is the same call with the outputs dropped."""
+        """Run F, or R: the same call, its outputs dropped."""
         ...
 
     def backward(self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
-        """B: adds weight gradients into their sums."""
+        """Run B: adds weight gradients into their sums."""
         ...
 
     def backward_input(
         self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]
     ) -> tuple[Cotangents, Any]:
-        """I: also what W needs."""
+        """Run I. Returns also the residual for W."""
         ...
 
     def backward_weight(self, residual: Any, *, more: bool = False) -> None:
-        """W: adds weight gradients into their sums; where ``more`` comes at once, at the latest with the last of these."""
+        """Run W: adds weight gradients into their sums; where ``more`` follow at once, the last of these may do so."""
         ...
 
     def grads(self) -> list[Tensor | None]:
-        """The sums, by leaf of the parameters."""
+        """The gradient sums, one for each leaf of the parameters."""
         ...
 
     def unused(self) -> list[int]:
@@ -125,7 +125,7 @@ class Bound(Protocol):
         ...
 
     def fixed(self) -> list[Any]:
-        """What every forward and backward reads: parameters and state; it stays where it is."""
+        """Parameters and state, which every forward and backward reads; never offloaded."""
         ...
 
     def written(self) -> list[int]:
@@ -141,12 +141,12 @@ class Shares(NamedTuple):
     """How much each microbatch counts in the batch's loss.
 
     Attributes:
-        weights: of each microbatch: its rows, or what is known of its loss.
-        total: what sums are divided by: the weights' sum; None: by nothing, the batch's loss is the sum of sums.
-        explicit: did the plan's ``weight`` give them.
+        weights: of each microbatch: its rows, or the weight of its loss where that is known.
+        total: the weights' sum, by which sums are divided; None where the batch's loss is the sum of sums.
+        explicit: whether the plan's ``weight`` or the loss's own count gave them, not the rows.
         loss_scale: gradients are multiplied by it.
-        parts: of each microbatch, of 1, in auxiliary losses: by what the plan's ``weight`` gave, else by rows.
-        summed: does the loss return sums.
+        parts: the share of each microbatch in auxiliary losses, of 1: by the plan's ``weight``, else by rows.
+        summed: whether the loss returns sums.
     """
 
     weights: tuple[float, ...]
@@ -157,10 +157,10 @@ class Shares(NamedTuple):
     summed: bool = False
 
     def factor(self, loss: Loss, microbatch: int) -> float:
-        """What the microbatch's loss is multiplied by in the batch's.
+        """The factor of the microbatch's loss in the batch's.
 
-        A mean counts by the microbatch's weight; a sum is divided by the total. Where sums come with weights of their
-        own that nobody knew before, the factor is 1 and everything is divided once, at the end.
+        A mean counts by the microbatch's weight; a sum is divided by the total. Where sums come with weights that were
+        not known before, the factor is 1 and everything is divided once, at the end.
         """
         if loss.weight is not None and not self.explicit:
             return 1.0 if float(loss.weight) else 0.0
@@ -173,7 +173,7 @@ class Shares(NamedTuple):
 
 
 class Program(Protocol):
-    """How a stage becomes numbers: eager, or compiled."""
+    """Binds a stage to its parameters for a run: eager, or compiled."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""What a program, or a recorded run, depends on besides numbers in tensors."""
+"""Cache keys of programs and recorded runs: what these depend on besides numbers in tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from funcpipe.runtime.plain_tensors import is_plain
 
 
 def leaf_key(leaf: Any) -> Hashable:
-    """What a program depends on in a leaf: layout and type of a tensor, anything else by its value.
+    """The key of a leaf: shape, strides, type and device of a tensor; of anything else its value.
 
     Raises:
         TraceError: the value cannot be compared, or the tensor is no plain one.
@@ -29,12 +29,12 @@ def leaf_key(leaf: Any) -> Hashable:
         raise TraceError(
             f"it gets a {type(leaf).__name__}, which cannot be told from another; hand tensors, numbers or strings in"
         ) from None
-    # By its digits: -0.0 is no 0.0, and nan is nan.
+    # Floats by their digits: -0.0 differs from 0.0, and nan equals nan.
     return (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
 
 
 def border_key(border: Border) -> Hashable:
-    """What a program depends on in all that a border holds; looked up once.
+    """The key of a border: of its structure, flags and leaves; computed once.
 
     Raises:
         TraceError: see `leaf_key`.
@@ -45,7 +45,7 @@ def border_key(border: Border) -> Hashable:
 
 
 def border_key_or_none(border: Border) -> Hashable:
-    """What `border_key` says, for others that are laid out the same; None where it raises."""
+    """The border's `border_key`; None where that raises."""
     try:
         return border_key(border)
     except TraceError:
@@ -53,7 +53,7 @@ def border_key_or_none(border: Border) -> Hashable:
 
 
 def switches_key() -> Hashable:
-    """What torch has switched on that picks other operations or kernels."""
+    """The key of torch's global settings that pick operations or kernels."""
     autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
     kernels = tuple([enabled() for enabled in _KERNELS])
     return (torch.get_default_dtype(), torch.get_default_device(), *autocast, kernels)

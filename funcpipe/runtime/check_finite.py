@@ -1,4 +1,4 @@
-"""``check="finite"``: a stage that refuses to hand on NaN or Inf, and finds the operation that made it."""
+"""``check="finite"``: refuses NaN and Inf in what a stage hands on, and names the operation that made them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from funcpipe.runtime.border import Border
 from funcpipe.runtime.bound import Bound, Cotangents, Gradients, Shares, StageArgs, StageOut
 
 _MOST = 5
-"""How many operations are told."""
+"""How many operations an error names."""
 
 _anomaly = threading.Lock()
 
 
 class FiniteBound:
-    """A bound stage whose outputs, losses and gradients are looked at after every action.
+    """A bound stage whose outputs, losses and gradients are checked after every action.
 
     Args:
         inner: the stage.
         params: its parameters, to name them.
         index: of the stage.
         shares: a microbatch that does not count may have a loss that is NaN: the mean of nothing.
-        operations: keep what the actions were given, and on a fault do the action again to find the operation.
+        operations: keep the arguments of actions, and after a fault do the action again to find the operation.
     """
 
     def __init__(self, inner: Bound, params: Tree, index: int, shares: Shares, *, operations: bool) -> None:
@@ -41,108 +41,110 @@ class FiniteBound:
         self.phase = ""
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
-        """The inner one's; then everything that it hands on must be finite."""
+        """Forward of the inner stage. Raises NotFiniteError where it hands on NaN or Inf."""
         try:
             out = self.inner.forward(args, keep=keep)
         finally:
             self.phase = self.inner.phase
         self.phase = ""
-        found = _border(out.y, "output") + [
-            f for name, one in out.stash.items() for f in _border(one, f"stash[{name!r}]")
+        faults = _border(out.y, "output") + [
+            fault for name, border in out.stash.items() for fault in _border(border, f"stash[{name!r}]")
         ]
         loss = out.report.loss
         if loss is not None:
             # A model's own loss lies in the output.
             counts = self.shares.factor(loss, args.microbatch)
-            found = found + _leaves([("the loss", loss.sum)]) if counts else []
+            faults = faults + _leaves([("the loss", loss.sum)]) if counts else []
         if out.report.side is not None:
-            found += _leaves([("the auxiliary loss", out.report.side[0])])
-        if found:
-            self._refuse(found, args, lambda: self.inner.forward(args, keep=False))
+            faults += _leaves([("the auxiliary loss", out.report.side[0])])
+        if faults:
+            self._refuse(faults, args, lambda: self.inner.forward(args, keep=False))
         if self.operations and keep:
             self.given[args.microbatch] = args
         return out
 
     def backward(self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
-        """The inner one's; then the gradients must be finite."""
-        given = self.given.pop(residual.microbatch, None)
-        found = self.inner.backward(residual, y, stash)
-        self._check_gradients(found, given, y, stash)
-        return found
+        """Backward of the inner stage. Raises NotFiniteError where gradients have NaN or Inf."""
+        args = self.given.pop(residual.microbatch, None)
+        cotangents = self.inner.backward(residual, y, stash)
+        self._check_gradients(cotangents, args, y, stash)
+        return cotangents
 
     def backward_input(
         self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]
     ) -> tuple[Cotangents, Any]:
-        """The inner one's; then the gradients must be finite."""
-        given = self.given.pop(residual.microbatch, None)
-        found, rest = self.inner.backward_input(residual, y, stash)
-        self._check_gradients(found, given, y, stash)
-        return found, rest
+        """I of the inner stage. Raises NotFiniteError where gradients have NaN or Inf."""
+        args = self.given.pop(residual.microbatch, None)
+        cotangents, weight_residual = self.inner.backward_input(residual, y, stash)
+        self._check_gradients(cotangents, args, y, stash)
+        return cotangents, weight_residual
 
     def backward_weight(self, residual: Any, *, more: bool = False) -> None:
-        """The inner one's; then the gradients must be finite."""
+        """W of the inner stage. Raises NotFiniteError where gradients have NaN or Inf."""
         self.inner.backward_weight(residual, more=more)
         self._check_gradients(Cotangents([], []), None, None, {})
 
     def grads(self) -> list[Tensor | None]:
-        """The inner one's."""
+        """The inner stage's."""
         return self.inner.grads()
 
     def unused(self) -> list[int]:
-        """The inner one's."""
+        """The inner stage's."""
         return self.inner.unused()
 
     def fixed(self) -> list[Any]:
-        """The inner one's."""
+        """The inner stage's."""
         return self.inner.fixed()
 
     def written(self) -> list[int]:
-        """The inner one's."""
+        """The inner stage's."""
         return self.inner.written()
 
     def release(self) -> None:
-        """The inner one's."""
+        """Release the inner stage, and forget what its actions were given."""
         self.given.clear()
         self.inner.release()
 
     def _check_gradients(
-        self, found: Cotangents, given: StageArgs | None, y: Gradients | None, stash: dict[str, list[Gradients]]
+        self, cotangents: Cotangents, args: StageArgs | None, y: Gradients | None, stash: dict[str, list[Gradients]]
     ) -> None:
-        bad = _leaves((f"the gradient of input leaf {i}", leaf) for i, leaf in enumerate(found.x))
-        for number, skip in enumerate(found.skips):
-            bad += _leaves((f"the gradient of skip {number}, leaf {i}", leaf) for i, leaf in enumerate(skip))
-        bad += _leaves((f"the gradient of {name}", g) for name, g in zip(self.names, self.inner.grads(), strict=True))
-        if not bad:
+        faults = _leaves((f"the gradient of input leaf {i}", leaf) for i, leaf in enumerate(cotangents.x))
+        for number, skip in enumerate(cotangents.skips):
+            faults += _leaves((f"the gradient of skip {number}, leaf {i}", leaf) for i, leaf in enumerate(skip))
+        faults += _leaves(
+            (f"the gradient of {name}", g) for name, g in zip(self.names, self.inner.grads(), strict=True)
+        )
+        if not faults:
             return
 
         def again() -> None:
-            assert given is not None
-            self.inner.backward(self.inner.forward(given, keep=True).residual, y, stash)
+            assert args is not None
+            self.inner.backward(self.inner.forward(args, keep=True).residual, y, stash)
 
-        came = _leaves((f"the gradient of output leaf {i}", leaf) for i, leaf in enumerate(y or ()))
-        self._refuse(bad, given, again if given is not None else None, came)
+        incoming = _leaves((f"the gradient of output leaf {i}", leaf) for i, leaf in enumerate(y or ()))
+        self._refuse(faults, args, again if args is not None else None, incoming)
 
-    def _refuse(self, found: list[str], args: StageArgs | None, again: Any, came: Sequence[str] = ()) -> None:
-        """Raise NotFiniteError, with where it came from."""
-        sources = list(came)
+    def _refuse(self, faults: list[str], args: StageArgs | None, again: Any, incoming: Sequence[str] = ()) -> None:
+        """Raise NotFiniteError with the faults and where they came from."""
+        sources = list(incoming)
         if args is not None:
-            sources += _border(args.x, "input") + [f for skip in args.skips for f in _border(skip, "skip")]
+            sources += _border(args.x, "input") + [fault for skip in args.skips for fault in _border(skip, "skip")]
         sources += _leaves(zip(self.names, self.params, strict=True))
         if sources:
-            found = [*found, *(f"it came in with {source}" for source in sources)]
+            faults = [*faults, *(f"it came in with {source}" for source in sources)]
         elif self.operations and again is not None:
             # Anomaly mode is the process's: two lanes that fail at once must not leave it on.
             with _anomaly, _Operations() as watched, torch.autograd.set_detect_anomaly(True, check_nan=False):
                 again()
-            found = [*found, *watched.found]
+            faults = [*faults, *watched.found]
         elif not self.operations:
-            found = [*found, 'everything that came in was finite; check="finite-op" finds the operation']
-        raise NotFiniteError(bullets("this stage made numbers that are not finite:", found))
+            faults = [*faults, 'everything that came in was finite; check="finite-op" finds the operation']
+        raise NotFiniteError(bullets("this stage made numbers that are not finite:", faults))
 
 
-def _border(border: Border, what: str) -> list[str]:
+def _border(border: Border, name: str) -> list[str]:
     tree = border.tree()
-    return _leaves(zip(locations(tree, what), flatten(tree)[0], strict=True))
+    return _leaves(zip(locations(tree, name), flatten(tree)[0], strict=True))
 
 
 def _leaves(named: Iterable[tuple[str, Any]]) -> list[str]:
@@ -162,14 +164,14 @@ def _count(leaf: Any) -> str:
 
 
 def _wide(leaf: Tensor) -> Tensor:
-    """Without its graph; torch looks for NaN in no 8-bit type."""
+    """The leaf without its graph, as float32 if it is of an 8-bit type: in these torch looks for no NaN."""
     return leaf.detach().float() if leaf.dtype.itemsize == 1 else leaf.detach()
 
 
 class _Operations(TorchDispatchMode):
     """Notes the operations that make Inf or NaN of operands that have none.
 
-    The first few are told, for the first need not be the culprit: masks of attention are Inf by intent.
+    It notes the first few, for the first need not be the culprit: masks of attention are Inf by intent.
     """
 
     def __init__(self) -> None:
@@ -177,14 +179,14 @@ class _Operations(TorchDispatchMode):
         self.found: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and look at what it made."""
+        """Run an operation and check its result."""
         before = {word for leaf in flatten((args, kwargs or {}))[0] for word in _words(leaf)}
-        out = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if "empty" not in str(func):  # memory that nobody has filled
-            made = {word for leaf in flatten(out)[0] for word in _words(leaf)}
-            if made - before and len(self.found) < _MOST:
-                self.found.setdefault(f"{' and '.join(sorted(made - before))} made by {func}, {_place()}")
-        return out
+            after = {word for leaf in flatten(result)[0] for word in _words(leaf)}
+            if after - before and len(self.found) < _MOST:
+                self.found.setdefault(f"{' and '.join(sorted(after - before))} made by {func}, {_place()}")
+        return result
 
 
 def _words(leaf: Any) -> list[str]:
@@ -195,13 +197,13 @@ def _words(leaf: Any) -> list[str]:
 
 
 def _place() -> str:
-    """The line of the user's code: that runs, or (in a backward) that made the node."""
+    """The line of the user's code that runs or, in a backward, that made the node."""
     node = running_node()
     if node is not None:
         frames = made_at(node).split("  File ")
         lines = [frame for frame in frames if _is_users(frame.split('"')[1] if '"' in frame else "")]
-        made = f": made by {lines[-1].splitlines()[0].strip()}" if lines else ""
-        return f"in the backward of {node.name()}{made}"
+        origin = f": made by {lines[-1].splitlines()[0].strip()}" if lines else ""
+        return f"in the backward of {node.name()}{origin}"
     for frame, line in traceback.walk_stack(sys._getframe(2)):
         if _is_users(frame.f_code.co_filename):
             return f'at "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_name}'

@@ -1,4 +1,4 @@
-"""What a thread does not inherit and a stage must see all the same: autocast, inference mode, default device."""
+"""Settings that threads do not inherit and every stage must see: autocast, inference mode, default device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from funcpipe.core.tree import under_transform
 T = TypeVar("T")
 
 RUNNING: ContextVar[Callable[[], Where] | None] = ContextVar("funcpipe_running", default=None)
-"""Inside of a run: says which action this thread is in. A stage that calls `run` is refused."""
+"""Inside of a run: returns the action that this thread is in. A stage that calls `run` is refused."""
 
 
 def checked_plan(name: str, plan: Any) -> Plan:
-    """The plan that a call takes first. Raises PlanError."""
+    """The argument itself where it is a plan. Raises PlanError where it is not."""
     if isinstance(plan, Plan):
         return plan
     raise PlanError(
@@ -33,7 +33,7 @@ def checked_plan(name: str, plan: Any) -> Plan:
 
 
 def refuse_transforms(name: str) -> None:
-    """Runs use autograd themselves, so torch.func cannot look into them. Raises FuncpipeError."""
+    """Refuse transforms of torch.func: runs use autograd themselves. Raises FuncpipeError."""
     if under_transform():
         raise FuncpipeError(
             f"{name} computes gradients itself and cannot be called under torch.func (grad, vmap, jvp, ...); "
@@ -43,22 +43,24 @@ def refuse_transforms(name: str) -> None:
 
 
 def outside_of_graphs(work: T) -> T:
-    """A run is no graph: where torch.compile traces the caller, it leaves this as it is."""
+    """The function, as one that torch.compile does not trace where it traces the caller."""
     return torch.compiler.disable(work) if torch.compiler.is_compiling() else work  # pyright: ignore
 
 
 def not_carried() -> list[str]:
-    """What the caller has switched on that other threads cannot take over."""
-    found: list[str] = []
-    found += [f"function mode {type(m).__name__}" for m in modes_on("function") if not isinstance(m, DeviceContext)]
-    found += [f"dispatch mode {type(m).__name__}" for m in modes_on("dispatch")]
+    """The names of what the caller has switched on and other threads cannot take over."""
+    names: list[str] = []
+    names += [
+        f"function mode {type(mode).__name__}" for mode in modes_on("function") if not isinstance(mode, DeviceContext)
+    ]
+    names += [f"dispatch mode {type(mode).__name__}" for mode in modes_on("dispatch")]
     if saved_tensors_are_hooked():
-        found.append("saved-tensor hooks")
-    return found
+        names.append("saved-tensor hooks")
+    return names
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Are there hooks on what autograd saves in this thread."""
+    """Whether this thread has hooks on the tensors that autograd saves."""
     try:
         with disable_saved_tensors_hooks("funcpipe looks whether there are any"):
             return False
@@ -67,7 +69,7 @@ def saved_tensors_are_hooked() -> bool:
 
 
 class CallerContext:
-    """What the caller of a run has switched on, to be entered on every thread that works for it."""
+    """The settings of a run's caller, to be entered on every thread that works for the run."""
 
     def __init__(self) -> None:
         self.inference = torch.is_inference_mode_enabled()
@@ -77,14 +79,14 @@ class CallerContext:
 
     @contextmanager
     def entered(self) -> Generator[None]:
-        """Enter all of it on this thread."""
+        """Enter these settings on this thread."""
         with ExitStack() as stack:
             if self.inference is not torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(self.inference))
-            wanted = dict(self.autocast)
+            dtypes = dict(self.autocast)
             for kind in ("cpu", "cuda"):  # what is on now and was not then is switched off
-                if kind in wanted:
-                    stack.enter_context(torch.autocast(kind, wanted[kind], cache_enabled=False))
+                if kind in dtypes:
+                    stack.enter_context(torch.autocast(kind, dtypes[kind], cache_enabled=False))
                 elif torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
             if self.device != torch.get_default_device():
@@ -94,7 +96,7 @@ class CallerContext:
 
 @contextmanager
 def no_autocast_cache() -> Generator[None]:
-    """Autocast keeps casts of weights; one made by a forward without autograd would cut the next one's graph."""
+    """Without autocast's cache: a cast kept from a forward without autograd would cut the next forward's graph."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -106,12 +108,12 @@ def no_autocast_cache() -> Generator[None]:
 _setting = threading.Lock()
 _live: list[int] = []
 _outside = 0
-"""What a thread that never set a number read when that was last asked; 0: never. To ask takes a new thread, so it is asked
-when no run goes on and the caller's number is not this one; one set since by another thread is then not noticed."""
+"""The number that a thread reads which never set one, when last asked; 0: never asked. Asking takes a new thread, so
+it is done when no run goes on and the caller's number is not this one; one set since by another thread is missed."""
 
 
 class intra_op_threads:
-    """This many intra-op threads on this thread, and the caller's number again afterwards.
+    """Sets the number of intra-op threads of this thread, and puts the caller's number back afterwards.
 
     A number set on one thread is what every thread reads that never set any, from its first computation on. So while
     runs of several user threads overlap, one that reads the number of another run takes what a new thread read before
@@ -144,7 +146,7 @@ class intra_op_threads:
 
 
 def _elsewhere(ask: Callable[[], T], otherwise: T) -> T:
-    """What a new thread answers; ``otherwise`` where none can be had any more."""
+    """The result of ``ask`` on a new thread; ``otherwise`` where no thread can be started any more."""
     answers: list[T] = []
     thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
     try:

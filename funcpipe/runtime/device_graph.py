@@ -1,4 +1,4 @@
-"""Work on one device, recorded once with all that it queues, and played again without its Python (CUDA graphs)."""
+"""Records the work that a function queues on a device, and plays it again without its Python (CUDA graphs)."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ class Unrecordable(Exception):
 
 
 class Graph(Protocol):
-    """What records and plays; a device's (`DeviceGraph`), or one that tests put in its place."""
+    """Records work and plays it: a device's graph (`DeviceGraph`), or one that tests put in its place."""
 
     def warm(self, work: Callable[[], object]) -> None:
-        """Do the work as it is done before it is recorded."""
+        """Do the work unrecorded, where it will be recorded."""
         ...
 
     def rehearse(self, work: Callable[[], object]) -> None:
-        """Do the work once more, and raise Unrecordable where it would fail when it is recorded."""
+        """Do the work once more. Raises Unrecordable where it could not be recorded."""
         ...
 
     def record(self, work: Callable[[], T]) -> T:
-        """Do the work's Python, and keep what it queues instead of running it."""
+        """Run the work's Python, and keep what it queues instead of running that."""
         ...
 
     def play(self) -> None:
-        """Run what was queued, on the memory that it was recorded with."""
+        """Run what was recorded, on the memory that it was recorded with."""
         ...
 
     def turn(self, memory: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """What is queued inside, on this memory, comes after what was queued in the turn before, whatever the streams."""
+        """What is queued inside, on this memory, runs after what was queued in the turn before, on any stream."""
         ...
 
 
@@ -111,7 +111,7 @@ class DeviceGraph:
 
 
 class Rehearsal(TorchDispatchMode):
-    """Refuses what a graph of a device cannot hold: what waits for its numbers, or takes them elsewhere."""
+    """Refuses operations that a graph of a device cannot hold: they wait for its numbers, or take them elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -120,35 +120,35 @@ class Rehearsal(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation that can be recorded. Raises Unrecordable for any other."""
         kwargs = kwargs or {}
-        here = any(
-            isinstance(one, Tensor) and one.device.type == self.device.type
-            for one in pytree.arg_tree_leaves(*args, **kwargs)
+        on_device = any(
+            isinstance(leaf, Tensor) and leaf.device.type == self.device.type
+            for leaf in pytree.arg_tree_leaves(*args, **kwargs)
         )
         tags = getattr(func, "tags", ())
-        if here and (torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags):
+        if on_device and (torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags):
             raise Unrecordable(f"{func} waits for numbers of {self.device}")
-        out = func(*args, **kwargs)
-        made = [one for one in pytree.tree_leaves(out) if isinstance(one, Tensor)]
-        away = [one.device for one in made if one.device.type != self.device.type]
-        if here and away:
-            raise Unrecordable(f"{func} gives numbers of {self.device} to {away[0]}")
-        return out
+        result = func(*args, **kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        elsewhere = [leaf.device for leaf in tensors if leaf.device.type != self.device.type]
+        if on_device and elsewhere:
+            raise Unrecordable(f"{func} gives numbers of {self.device} to {elsewhere[0]}")
+        return result
 
 
 class Recorded:
-    """A function of tensors, recorded on tensors of its own: calls fill these, play, and copy the results out.
+    """A function of tensors, recorded on tensors of its own; a call fills these, plays, and copies the results out.
 
-    So a call is pure as the function is, and holds its memory twice: own tensors in, own tensors out.
+    So a call is as pure as the function, and its inputs and its results lie in memory twice.
 
     Attributes:
-        nbytes: of the tensors that it reads from.
+        nbytes: of its own tensors.
     """
 
     def __init__(
         self,
         graph: Graph,
         device: torch.device,
-        given: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         work: Callable[[list[Tensor]], Sequence[Tensor]],
         *,
         steady: bool = False,
@@ -158,63 +158,64 @@ class Recorded:
         Args:
             graph: that records.
             device: where the work is done.
-            given: tensors of the sizes, strides and types that every call will have; on any device.
-            work: gets own tensors, and gives tensors of the device.
-            steady: a tensor that was given to the call before, and was not written to since, is not copied again.
+            tensors: of the sizes, strides and types that every call will have; on any device.
+            work: takes the recording's own tensors, and returns tensors of the device.
+            steady: a tensor that the call before got too, and that was not written to since, is not copied again.
                 (Writes through ``.data`` are not counted by torch.)
 
         Raises:
             Unrecordable: it ran, and the device refused to record it, or would have.
-            Exception: what the work raises.
+            Exception: raised by the work.
         """
         self._graph, self._steady, self._lock = graph, steady, threading.Lock()
-        self._own = [_twin(one, device) for one in given]
+        self._own = [_twin(tensor, device) for tensor in tensors]
         for _ in range(_WARM):
             graph.warm(lambda: work(self._own))
         graph.rehearse(lambda: self._checked(work(self._own), device))
         self._results = _record(graph, lambda: self._checked(work(self._own), device))
-        self._places = [address(one) for one in self._own]
-        numbers = {id(one): number for number, one in enumerate(self._own)}
-        self._passed = [numbers.get(id(one)) for one in self._results]
+        self._places = [address(tensor) for tensor in self._own]
+        numbers = {id(tensor): number for number, tensor in enumerate(self._own)}
+        self._passed = [numbers.get(id(tensor)) for tensor in self._results]
         self._before: list[tuple[ref[Tensor], int] | None] = [None] * len(self._own)
-        self.nbytes = sum(one.untyped_storage().nbytes() for one in self._own)
+        self.nbytes = sum(tensor.untyped_storage().nbytes() for tensor in self._own)
 
     def _checked(self, results: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """Results that can be copied out, and that share no memory with own tensors which calls write into."""
-        own = {id(one) for one in self._own}
-        for one in results:
-            if one.device.type != device.type or not is_plain(one):
+        """The results, copied where memory is shared lazily. Raises Unrecordable for what cannot be copied out."""
+        own_ids = {id(tensor) for tensor in self._own}
+        for result in results:
+            if result.device.type != device.type or not is_plain(result):
                 raise Unrecordable(
-                    f"it gives a {type(one).__name__} on {one.device}, where a plain tensor on {device} is wanted"
+                    f"it gives a {type(result).__name__} on {result.device}, where a plain tensor on {device} is wanted"
                 )
-        return [one if id(one) in own else materialized(one) for one in results]
+        return [result if id(result) in own_ids else materialized(result) for result in results]
 
-    def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """The function's results for these tensors; what it hands on as it came is what was given."""
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The function's results for these tensors; of a tensor that it returns unchanged, the one that came in."""
         with self._lock, torch.no_grad(), self._graph.turn(self._own):
-            self._fill(given)
+            self._fill(tensors)
             self._graph.play()
             return [
-                _copy(one, one.device) if number is None else given[number]
-                for one, number in zip(self._results, self._passed, strict=True)
+                _copy(result, result.device) if number is None else tensors[number]
+                for result, number in zip(self._results, self._passed, strict=True)
             ]
 
-    def _fill(self, given: Sequence[Tensor]) -> None:
-        near: tuple[list[Tensor], list[Tensor]] = [], []
-        for number, (own, one) in enumerate(zip(self._own, given, strict=True)):
-            if self._steady and self._is_there(number, one):
+    def _fill(self, tensors: Sequence[Tensor]) -> None:
+        batched: tuple[list[Tensor], list[Tensor]] = [], []
+        for number, (target, source) in enumerate(zip(self._own, tensors, strict=True)):
+            if self._steady and self._is_there(number, source):
                 continue
-            if own.device == one.device:
-                near[0].append(own)
-                near[1].append(one.detach())
+            if target.device == source.device:
+                batched[0].append(target)
+                batched[1].append(source.detach())
             else:
-                own.copy_(one.detach(), non_blocking=True)
-        if near[0]:
-            copy_all(*near)
-        if [address(one) for one in self._own] != self._places:
+                target.copy_(source.detach(), non_blocking=True)
+        if batched[0]:
+            copy_all(*batched)
+        if [address(tensor) for tensor in self._own] != self._places:
             raise FuncpipeError("internal error: the memory that a graph reads from has moved")
 
     def _is_there(self, number: int, tensor: Tensor) -> bool:
+        """Whether this own tensor has the tensor's numbers, copied at the call before."""
         if tensor.is_inference():  # torch does not count writes into it
             return False
         before = self._before[number]
@@ -225,36 +226,36 @@ class Recorded:
 
 
 def _record(graph: Graph, work: Callable[[], T]) -> T:
-    first: list[str] = []  # to end a recording that failed is an error of its own
+    messages: list[str] = []  # of the work's own error: ending the recording then raises another
 
     def noting() -> T:
         try:
             return work()
         except Exception as error:
-            first.append(_line(error))
+            messages.append(_line(error))
             raise
 
     try:
         return graph.record(noting)
     except Exception as error:
-        raise Unrecordable((first or [_line(error)])[0]) from None
+        raise Unrecordable((messages or [_line(error)])[0]) from None
 
 
 def _line(error: Exception) -> str:
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0] if said else ''}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _twin(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device; a leaf that requires gradients as the tensor does. What is expanded is written out."""
-    tensor_ = tensor.detach()
-    new = tensor_.to(device, copy=True) if 0 in tensor.stride() else _copy(tensor_, device)
-    return new.requires_grad_(tensor.requires_grad)
+    detached = tensor.detach()
+    twin = detached.to(device, copy=True) if 0 in tensor.stride() else _copy(detached, device)
+    return twin.requires_grad_(tensor.requires_grad)
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy with the strides of the original; what is expanded is copied once."""
     tensor = tensor.detach()
     part = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    new = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=device)
-    return new.copy_(part).expand(tensor.size())
+    copy = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=device)
+    return copy.copy_(part).expand(tensor.size())

@@ -1,4 +1,4 @@
-"""Operations that draw random numbers, caught on the threads that ask for it, at no cost for any other operation.
+"""Catches operations that draw random numbers, on the threads that ask for it, at no cost for any other operation.
 
 Torch's dispatcher looks at a set of keys that every thread has for itself. Under one of them, which torch keeps for
 tests, the operations that may draw have a kernel written here: it hands the operation to whoever catches on this
@@ -34,16 +34,16 @@ _SWITCHES = ("train", "training")
 
 
 class CatchDraws:
-    """Inside of ``with`` every operation that may draw on this thread goes to `caught`; the innermost one has it.
+    """Inside of ``with`` every operation that may draw on this thread goes to `caught` of the innermost catcher.
 
-    The outermost one asks torch for the draws of this thread, and that costs more than all that the inner ones do. So
-    what enters one often is itself inside of one, which may be of this class: it lets every draw pass.
+    The outermost catcher asks torch for the draws of this thread, which costs more than entering inner ones. So who
+    enters catchers often first enters an outer one, which may be of this class: it lets every draw pass.
     """
 
     __slots__ = ("_asking", "_outer")
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give what the operation gives. What is called here is not caught again."""
+        """The result of the operation; what is called in here is not caught again."""
         return func(*args, **kwargs) if self._outer is None else self._outer.caught(func, args, kwargs)
 
     def __enter__(self) -> Self:
@@ -62,7 +62,7 @@ class CatchDraws:
 
 
 class _Thread(threading.local):
-    """Who catches on this thread."""
+    """The catcher of this thread."""
 
     catcher: CatchDraws | None = None
 
@@ -73,7 +73,7 @@ _kernels: _Kernels | None = None
 
 
 def _register() -> _Kernels:
-    """The kernels of this process, made when somebody catches for the first time."""
+    """The kernels of this process, registered when the first catcher is entered."""
     global _kernels
     with _registering:
         if _kernels is None:
@@ -85,7 +85,7 @@ class _Kernels:
     """The kernels of the drawing operations, under a key of their own; inside of ``with`` this thread has the key.
 
     Attributes:
-        work: does this torch take them.
+        work: whether this torch takes them.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class _Kernels:
     def __enter__(self) -> None:
         """Put the key into this thread's set."""
         known = higher_order_operators
-        if len(known) > self._passing:  # operations over functions are told by name which keys pass them
+        if len(known) > self._passing:  # each operation over functions must be told which keys pass it
             for operation in list(known.values())[self._passing :]:
                 operation.fallthrough(self._key)
             self._passing = len(known)
@@ -137,12 +137,12 @@ class _Kernels:
 
 
 class _Everything(TorchDispatchMode):
-    """The same for a torch whose dispatcher takes no kernels of ours: looks at every operation."""
+    """Catches draws as a dispatch mode, which sees every operation, where torch takes no kernels of ours."""
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Hand over what may draw."""
+        """Hand an operation that may draw to the catcher."""
         catcher, kwargs = _thread.catcher, kwargs or {}
         if catcher is None or not may_draw(func) or draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
@@ -150,29 +150,29 @@ class _Everything(TorchDispatchMode):
 
 
 def may_draw(func: Any) -> bool:
-    """Is this an operation that draws random numbers, at least with some arguments."""
+    """Whether this is an operation that draws random numbers, at least with some arguments."""
     return isinstance(func, OpOverload) and _SEEDED in func.tags
 
 
 def draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Does an operation that may draw, do so with none of these arguments: evaluation, or dropout of 0."""
+    """Whether an operation that may draw does not with these arguments: in evaluation, or with dropout of 0."""
     switches, chances = _arguments(func)
-    values = [_value(one, args, kwargs) for one in switches]
+    values = [_value(argument, args, kwargs) for argument in switches]
     if any(value is False for value in values):
         return True
-    found = [_value(one, args, kwargs) for one in chances]
-    return bool(found) and not any(found)
+    probabilities = [_value(argument, args, kwargs) for argument in chances]
+    return bool(probabilities) and not any(probabilities)
 
 
 @lru_cache(maxsize=512)
 def _arguments(func: Any) -> tuple[list[tuple[int, str, Any]], list[tuple[int, str, Any]]]:
-    """The arguments that switch an operation's draws on, and those that are the chance of one: (place, name, default)."""
-    found = [
+    """The arguments that switch an operation's draws on, and the probabilities of these: (place, name, default)."""
+    rows = [
         (place, argument.name, argument.default_value if argument.has_default_value() else None)
         for place, argument in enumerate(schema(func).arguments)
     ]
-    named = _CHANCES if "dropout" in schema(func).name else _CHANCES[:2]  # of bernoulli p is something else
-    return [one for one in found if one[1] in _SWITCHES], [one for one in found if one[1] in named]
+    chance_names = _CHANCES if "dropout" in schema(func).name else _CHANCES[:2]  # in bernoulli p is something else
+    return [row for row in rows if row[1] in _SWITCHES], [row for row in rows if row[1] in chance_names]
 
 
 def _value(argument: tuple[int, str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

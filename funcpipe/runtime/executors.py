@@ -24,20 +24,20 @@ from funcpipe.runtime.watchdog import interrupting
 
 @dataclass(frozen=True)
 class Serial:
-    """Everything on the calling thread, in plan order."""
+    """Runs all actions on the calling thread, in plan order."""
 
     reason: str = "asked for"
     threaded: ClassVar[bool] = False
 
     def check(self, plan: Plan) -> None:
-        """It can always run."""
+        """Accepts every plan."""
 
     def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
-        """A whole run."""
+        """Run the whole plan."""
         return run_by(self, plan, params, batch, options)
 
     def walk(self, execution: Execution) -> None:
-        """Do the part that is aimed at."""
+        """Run the actions in ``execution.part``."""
         ready, lanes = execution.ready, execution.lanes
         for lane in lanes:
             lane.thread = threading.get_ident()
@@ -65,21 +65,21 @@ class Serial:
 
 @dataclass(frozen=True)
 class Threads:
-    """A fresh thread for each lane."""
+    """Runs each lane on a new thread of its own."""
 
     reason: str = "asked for"
     threaded: ClassVar[bool] = True
 
     def check(self, plan: Plan) -> None:
-        """Raises PlanError where something is on that other threads cannot take over."""
+        """Raises PlanError where something is switched on that other threads cannot take over."""
         refuse_uncarried(plan)
 
     def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
-        """A whole run."""
+        """Run the whole plan."""
         return run_by(self, plan, params, batch, options)
 
     def walk(self, execution: Execution) -> None:
-        """Do the part that is aimed at."""
+        """Run the actions in ``execution.part``."""
         with Lanes(len(execution.lanes)) as fresh:
             fresh.walk(execution)
 
@@ -88,7 +88,7 @@ _NAMED: dict[str, LaneExecutor] = {"serial": Serial(), "threads": Threads()}
 
 
 def executor_for(executor: ExecutorLike, plan: Plan) -> Executor:
-    """The executor that is meant. Raises PlanError: it is none, or this is no plan."""
+    """The executor that the argument of a run names. Raises PlanError: it is none, or this is no plan."""
     if executor is None:
         return suiting(checked_plan("run", plan))
     if isinstance(executor, str):

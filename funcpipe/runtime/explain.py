@@ -1,4 +1,4 @@
-"""Common errors of torch's own inside of a stage or a loss: what it got, and what to do, as notes of the error."""
+"""Adds notes to common errors of torch in a stage or a loss: what the function got, and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from funcpipe.core.errors import FuncpipeError
 from funcpipe.core.tree import Tree, flatten, locations
 
 _MOST = 6
-"""Of a tree with more leaves the rest is counted."""
+"""How many leaves of a tree are described; the others are counted."""
 
 _HINTS = (
     (
@@ -52,13 +52,13 @@ _HINTS = (
 )
 
 
-def explain(error: Exception, got: Mapping[str, Tree]) -> None:
-    """Note on an error that is known what its function got, and a way out. Others, and funcpipe's own, stay as they are."""
-    found = next((hint for pattern, hint in _HINTS if re.search(pattern, str(error), re.IGNORECASE)), None)
-    if found is None or isinstance(error, FuncpipeError):
+def explain(error: Exception, arguments: Mapping[str, Tree]) -> None:
+    """Note on a known error of torch what its function got, and a way out. Other errors stay as they are."""
+    hint = next((text for pattern, text in _HINTS if re.search(pattern, str(error), re.IGNORECASE)), None)
+    if hint is None or isinstance(error, FuncpipeError):
         return
-    described = "; ".join(f"{name}: {_described(tree)}" for name, tree in got.items())
-    error.__dict__.setdefault("__notes__", []).extend(["got " + described, found])
+    described = "; ".join(f"{name}: {_described(tree)}" for name, tree in arguments.items())
+    error.__dict__.setdefault("__notes__", []).extend(["got " + described, hint])
 
 
 def _described(tree: Tree) -> str:

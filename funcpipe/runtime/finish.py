@@ -32,7 +32,7 @@ def finish(
     *,
     backward: bool,
 ) -> Result:
-    """What a run gives back, from what its forwards reported and, with ``backward``, what its backwards summed."""
+    """The result of a run, from the reports of its forwards and, with ``backward``, the sums of its backwards."""
     plan, count = ready.plan, ready.batch.num_microbatches
     last = plan.num_stages - 1
     refuse_writes(ready, "a stage wrote into its parameters; a stage is pure, so compute with a copy:")
@@ -49,7 +49,7 @@ def finish(
     if outputs:
         pieces: list[Border] = [outputs[last, m] for m in range(count)]
         merged = merge(pieces, ready.batch, plan.merge)
-    if grads is not None:  # at last: whatever else is wrong says more
+    if grads is not None:  # last: any other error says more
         _refuse_untouched(grads, unused)
     scale = ready.shares.loss_scale
     return Result(loss, weight, losses, aux, grads, tuple(unused), state, merged, timeline, stats, scale, plan.ties)
@@ -66,7 +66,7 @@ def _refuse_untouched(grads: tuple[Tree, ...], unused: Sequence[Any]) -> None:
 
 
 def _no_backward(*_: Any, **__: Any) -> None:
-    """What ``result.loss.backward()`` says instead of torch's own words."""
+    """``result.loss.backward()``: raises PlanError, which says where the gradients are, in place of torch's error."""
     raise PlanError(
         "the backwards have run already: the gradients are in result.grads; fp.step(optimizer, params, result) makes "
         "the step. For a loss of your own around a pipeline there are fp.vjp and fp.Pipe"
@@ -74,13 +74,13 @@ def _no_backward(*_: Any, **__: Any) -> None:
 
 
 def release(ready: Prepared) -> None:
-    """Everything is taken out: the stages forget their tensors."""
+    """Let the stages forget their tensors, once the results are taken out."""
     for bound in ready.bounds:
         bound.release()
 
 
 def refuse_writes(ready: Prepared, title: str) -> None:
-    """Parameters have the numbers that they had when they were bound. Raises PlanError."""
+    """Refuse parameters that were written into since they were bound. Raises PlanError."""
     faults = [
         locations(ready.params[stage], f"params[{stage}]")[number]
         for stage, bound in enumerate(ready.bounds)
@@ -93,23 +93,23 @@ def refuse_writes(ready: Prepared, title: str) -> None:
 def _fold_losses(
     ready: Prepared, reports: ByPlace
 ) -> tuple[Any, float | None, tuple[Any, ...], tuple[Tree, ...], bool]:
-    """Loss, weight, losses, aux, and whether the total weight was unknown until now."""
+    """Loss, weight, losses and aux of the batch, and whether the loss function returned the weights."""
     plan, shares, count = ready.plan, ready.shares, ready.batch.num_microbatches
     if plan.loss is None:
         return None, None, (), (), False
     last = plan.num_stages - 1
-    found: list[Loss] = [reports[last, m].loss for m in range(count)]
-    sums = [loss.weight is not None for loss in found]
-    if any(sums) and not all(sums):
+    reported: list[Loss] = [reports[last, m].loss for m in range(count)]
+    weighted = [loss.weight is not None for loss in reported]
+    if any(weighted) and not all(weighted):
         raise BatchError(
             "the loss returned a mean for some microbatches and (sum, weight) for others; return one form always"
         )
-    late = sums[0] and not shares.explicit
-    weights = [float(loss.weight) for loss in found] if late else []
-    bad = [(m, one) for m, one in enumerate(weights) if not 0 <= one < float("inf")]
-    if bad:
+    late = weighted[0] and not shares.explicit
+    weights = [float(loss.weight) for loss in reported] if late else []
+    invalid = [(m, value) for m, value in enumerate(weights) if not 0 <= value < float("inf")]
+    if invalid:
         raise BatchError(
-            f"the loss returned (sum, weight) with weights that are no numbers from 0, by microbatch: {bad}"
+            f"the loss returned (sum, weight) with weights that are no numbers from 0, by microbatch: {invalid}"
         )
     weight = sum(weights) if late else shares.total
     if weight is not None and not weight:
@@ -118,18 +118,18 @@ def _fold_losses(
         )
     total: Any = None
     with torch.no_grad():
-        for m, loss in enumerate(found):
+        for m, loss in enumerate(reported):
             factor = shares.factor(loss, m) / (weight if late and weight else 1.0)
             if factor:
                 part = loss.sum.reshape(()) * factor
                 total = part if total is None else total + part
         total = _add_sides(ready, reports, total, late)
-        losses = tuple(_mean(loss, shares, m) for m, loss in enumerate(found))
-    return total, weight, losses, tuple(loss.aux for loss in found), late
+        losses = tuple(_mean(loss, shares, m) for m, loss in enumerate(reported))
+    return total, weight, losses, tuple(loss.aux for loss in reported), late
 
 
 def _mean(loss: Loss, shares: Shares, microbatch: int) -> Any:
-    """A microbatch's own loss: its mean, also where it gave a sum that something divides."""
+    """A microbatch's loss as a mean; as a sum where nothing divides the sums."""
     total = loss.sum.reshape(())
     if loss.weight is None and not (shares.summed and shares.explicit):
         return total
@@ -138,7 +138,7 @@ def _mean(loss: Loss, shares: Shares, microbatch: int) -> Any:
 
 
 def _add_sides(ready: Prepared, reports: ByPlace, total: Any, late: bool) -> Any:
-    """The auxiliary losses of all stages, each microbatch's mean by the microbatch's share."""
+    """Add the auxiliary losses of all stages to the total: each a mean, multiplied by the microbatch's share."""
     for stage in range(ready.plan.num_stages):
         for m in range(ready.batch.num_microbatches):
             report: ForwardReport = reports[stage, m]
@@ -163,12 +163,12 @@ def _add_sides(ready: Prepared, reports: ByPlace, total: Any, late: bool) -> Any
 
 
 def gradients(ready: Prepared, scale: float = 1.0) -> tuple[tuple[Tree, ...], list[tuple[int, Any]]]:
-    """The gradient trees, scaled where the weight came late, tied leaves summed; and the leaves that no backward reached."""
+    """The gradient trees, multiplied by ``scale``, tied leaves summed; and the leaves that no backward reached."""
     sums = [bound.grads() for bound in ready.bounds]
     with torch.no_grad():
         if scale != 1.0:
-            for own_sums in sums:
-                for gradient in own_sums:
+            for stage_sums in sums:
+                for gradient in stage_sums:
                     if gradient is not None:
                         gradient.mul_(scale)
         for group in ready.ties:
@@ -179,9 +179,9 @@ def gradients(ready: Prepared, scale: float = 1.0) -> tuple[tuple[Tree, ...], li
             for part in parts[1:]:
                 total = total + part.to(total.device)
             for s, n in group:
-                held = sums[s][n]
-                if held is not None:  # each holder gets a tensor of its own: clipping in place must not act twice
-                    sums[s][n] = total.to(held.device, copy=True)
+                leaf_sum = sums[s][n]
+                if leaf_sum is not None:  # each stage gets a tensor of its own: clipping in place must not act twice
+                    sums[s][n] = total.to(leaf_sum.device, copy=True)
     specs = [flatten(tree)[1] for tree in ready.params]
     unused: list[tuple[int, Any]] = []
     for stage, bound in enumerate(ready.bounds):
@@ -195,7 +195,7 @@ def gradients(ready: Prepared, scale: float = 1.0) -> tuple[tuple[Tree, ...], li
                 faults,
             )
         )
-    return tuple(unflatten(spec, own_sums) for spec, own_sums in zip(specs, sums, strict=True)), unused
+    return tuple(unflatten(spec, stage_sums) for spec, stage_sums in zip(specs, sums, strict=True)), unused
 
 
 def _commit(ready: Prepared, stage: int, reports: ByPlace) -> Tree:
@@ -206,9 +206,9 @@ def _commit(ready: Prepared, stage: int, reports: ByPlace) -> Tree:
     stats = tuple(reports[stage, m].stats for m in range(ready.batch.num_microbatches))
     try:
         with torch.no_grad():
-            # Its own copy: a commit that updates in place must not reach the caller's state.
-            mine = map_leaves(lambda leaf: caller_copy(leaf) if isinstance(leaf, Tensor) else leaf, state)
-            return part.commit(mine, stats)
+            # A copy: a commit that updates in place must not reach the caller's state.
+            copied = map_leaves(lambda leaf: caller_copy(leaf) if isinstance(leaf, Tensor) else leaf, state)
+            return part.commit(copied, stats)
     except BaseException as error:
         device = plan.schedule.device_of[stage]
         fail(error, Where(stage, part.name, None, "commit", f"{device} ({ready.where[device]})"))

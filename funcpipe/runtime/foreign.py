@@ -1,4 +1,4 @@
-"""What of a stage's graph is not of the run's making: parameters that nobody would train, backwards of its own."""
+"""Refuses gradients that a run would miss: of tensors outside of params, and by backwards that a stage calls."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ def nodes_of(roots: Iterable[Any]) -> Iterator[Any]:
     todo: list[Any] = [
         root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots if root is not None
     ]
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     while todo:
         node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+        if node is not None and node not in visited:
+            visited.add(node)
             yield node
-            todo += [after for after, _ in node.next_functions]
+            todo += [successor for successor, _ in node.next_functions]
 
 
 def refuse_foreign(stage: Stage, foreign: Sequence[Tensor]) -> bool:
-    """Refuse parameters that the function finds elsewhere than in its params: a run gives them no gradient.
+    """Refuse tensors that require gradients and are not in the stage's params: a run gives them no gradient.
 
-    A leaf that the function makes itself (to differentiate by it) is another one in each call, so one that is not found
-    among what the function closes over is refused when it is met again.
+    A leaf that the function makes itself (to differentiate by it) is another one in each call, so one that is not among
+    what the function closes over is refused at the second call that computes with it.
 
     Args:
         stage: whose forward made the graph.
         foreign: the leaves of the graph that are not of the run's making.
 
     Returns:
-        Is it known now; False: look at the next graph too.
+        True where all is settled; False where the next graph must be checked too.
 
     Raises:
         PlanError: it names them.
@@ -48,12 +48,12 @@ def refuse_foreign(stage: Stage, foreign: Sequence[Tensor]) -> bool:
     if not foreign:
         return True
     names = {id(value): name for name, value in Reached(stage).found.items()}
-    met = stage.seen.foreign
-    before = [ref() for ref in met]
+    refs = stage.seen.foreign
+    earlier = [ref() for ref in refs]
     faults = [
         f"{names.get(id(leaf), 'a tensor')}: {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
         for leaf in foreign
-        if id(leaf) in names or any(leaf is one for one in before)
+        if id(leaf) in names or any(leaf is other for other in earlier)
     ]
     if faults:
         raise PlanError(
@@ -64,22 +64,22 @@ def refuse_foreign(stage: Stage, foreign: Sequence[Tensor]) -> bool:
                 faults,
             )
         )
-    met[:] = map(weakref.ref, foreign)
-    return bool(before)
+    refs[:] = map(weakref.ref, foreign)
+    return bool(earlier)
 
 
 def refuse_backward(sums: Sequence[Any], fresh: Sequence[int] | None) -> None:
     """Refuse a stage that calls backward itself, which adds to the run's sums.
 
     Args:
-        sums: of the gradients, by the trained leaves; None for what is none.
-        fresh: their versions when they were filled with zeros; None: no backward of the run has begun.
+        sums: the gradient sum of each leaf; None where it is not trained.
+        fresh: their versions when they were filled with zeros; None before the run's first backward.
 
     Raises:
         PlanError: something else wrote to them.
     """
-    found = [version(one) for one in sums if one is not None]
-    if fresh is None and any(found):
+    counts = [version(gradient) for gradient in sums if gradient is not None]
+    if fresh is None and any(counts):
         raise PlanError(
             "the stage, or the loss, calls backward itself, and that is what the run does: return the output, or the "
             "loss, alone. A gradient that belongs to the forward is torch.autograd.grad(y, x, create_graph=True)"
@@ -87,7 +87,7 @@ def refuse_backward(sums: Sequence[Any], fresh: Sequence[int] | None) -> None:
 
 
 def refuse_around(nodes: Iterable[Any], leaves: Iterable[Any]) -> None:
-    """Refuse a loss with parameters that the run trains, but not by this way: those of the caller, from around it.
+    """Refuse a loss that closes over the caller's parameters: the run trains them, but gives them no gradient this way.
 
     Args:
         nodes: of the loss's graph.
@@ -96,8 +96,8 @@ def refuse_around(nodes: Iterable[Any], leaves: Iterable[Any]) -> None:
     Raises:
         PlanError: the loss computes with some.
     """
-    given = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-    if any(id(getattr(node, "variable", None)) in given for node in nodes):
+    param_ids = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    if any(id(getattr(node, "variable", None)) in param_ids for node in nodes):
         raise PlanError(
             "the loss computes with parameters themselves, taken from around it, and no gradient goes there; a term of "
             "parameters belongs into their stage, fp.Out(y, loss=(term, 1.0)), or into the optimizer (weight_decay=)"

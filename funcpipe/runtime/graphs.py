@@ -32,16 +32,16 @@ from funcpipe.runtime.stream import Place
 from funcpipe.runtime.trainable import trainable_leaves
 
 _MOST = 8
-"""Forms of input that are recorded; each holds memory of its own."""
+"""How many forms of input are recorded; each holds memory of its own."""
 
 _Make = Callable[[Sequence[Tensor]], Tree]
 
 _FIELDS = ("loss", "losses", "aux", "grads", "state", "outputs")
-"""Where a result has tensors."""
+"""The fields of a result that have tensors."""
 
 
 class _RecordedRun(NamedTuple):
-    """A run that is recorded: its tensors, how to make trees of them, and the rest of its result."""
+    """A recorded run: the recording, how its tensors become trees, and the rest of its result."""
 
     recorded: Recorded
     make: _Make
@@ -80,7 +80,7 @@ class Graphs:
 
     @property
     def _steps(self) -> list[_RecordedRun]:
-        return [one for one in self._found.values() if isinstance(one, _RecordedRun)]
+        return [run for run in self._found.values() if isinstance(run, _RecordedRun)]
 
     @property
     def count(self) -> int:
@@ -90,7 +90,7 @@ class Graphs:
     @property
     def nbytes(self) -> int:
         """See the class."""
-        return sum(one.recorded.nbytes for one in self._steps)
+        return sum(run.recorded.nbytes for run in self._steps)
 
     def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
         """A run: played if it is recorded, recorded and played if it can be, as any other if not."""
@@ -101,10 +101,10 @@ class Graphs:
             if not reason:
                 began = perf_counter()
                 by_rows, weight = _by_rows(self.plan, batch, options.feeds)
-                found = self._step(by_rows, params, batch, options) if by_rows else _UNEVEN
-                if not isinstance(found, str):
-                    return _played(*found, began, weight)
-                reason = found
+                recording = self._step(by_rows, params, batch, options) if by_rows else _UNEVEN
+                if not isinstance(recording, str):
+                    return _played(*recording, began, weight)
+                reason = recording
         result = suiting(plan).run(plan, params, batch, options)
         return replace(result, stats=replace(result.stats, reason=f"not a graph: {reason}"))
 
@@ -126,7 +126,7 @@ class Graphs:
                 self._found.clear()
 
     def _unfit(self, options: RunOptions) -> str:
-        """Why no run with these options can be a graph; "": it may be one."""
+        """Why no run with these options can be a graph; "" where one may be."""
         if self._obstacle is None:
             self._obstacle = _obstacle(self.plan)
         if self._obstacle:
@@ -137,54 +137,56 @@ class Graphs:
             return "timeout= watches its actions"
         if options.check not in ((), "used", ["used"], ("used",)):
             return "check= looks at its values"
-        return ", ".join(f"{one} is on" for one in not_carried())
+        return ", ".join(f"{mode} is on" for mode in not_carried())
 
     def _step(
         self, plan: Plan, params: Any, batch: Any, options: RunOptions
     ) -> tuple[_RecordedRun, list[Tensor]] | str:
-        """The recorded run for such input (recorded now if it is the first) and its tensors; or why there is none."""
+        """The recorded run for input of this form (the first is recorded now) and its tensors; or why there is none."""
         if not isinstance(params, (tuple, list)) or len(params) != self.plan.num_stages:  # pyright: ignore
             return "params are not one tree for each stage"
-        # A graph cannot draw: the seed would be that of its recording. Without one a run refuses to.
+        # No seed, so that a run refuses to draw: a graph would draw with the seed of its recording.
         names = ("feeds", "loss_scale", "threads_per_lane", "check")
-        rest = {name: getattr(options, name) for name in names}
+        others = {name: getattr(options, name) for name in names}
         flags = trainable_leaves(params, options.trainable)  # pyright: ignore
-        rest["trainable"] = tuple(unflatten(structure(tree), own) for tree, own in zip(params, flags, strict=True))  # pyright: ignore
+        others["trainable"] = tuple(unflatten(structure(tree), mask) for tree, mask in zip(params, flags, strict=True))  # pyright: ignore
         taken = _Taken(words=[switches_key(), _kernels(), RUNNING.get() is not None])
         try:
-            held = taken.take((params, options.state))
+            make_params = taken.take((params, options.state))
             count = len(taken.tensors)
-            given = taken.take((batch, rest))
+            make_batch = taken.take((batch, others))
         except TraceError as error:
             return str(error)
         device = plan_devices(self.plan)[0]
-        if not all(same_device(one.device, device) for one in taken.tensors[:count]):
+        if not all(same_device(tensor.device, device) for tensor in taken.tensors[:count]):
             return f"parameters or state do not lie on {device}"
-        if any(one.is_meta for one in taken.tensors):
+        if any(tensor.is_meta for tensor in taken.tensors):
             return "it gets tensors without numbers"
         key = tuple(taken.words or ())
-        found = self._found.get(key)
-        if found is None:
+        recording = self._found.get(key)
+        if recording is None:
             if len(self._found) >= _MOST:
                 return f"its input has had {_MOST} other forms (shapes, types, values that are no tensors) before"
-            found = self._found[key] = self._record(plan, lambda own: (*held(own), *given(own)), taken.tensors)
-        return found if isinstance(found, str) else (found, taken.tensors)
+            recording = self._found[key] = self._record(
+                plan, lambda copies: (*make_params(copies), *make_batch(copies)), taken.tensors
+            )
+        return recording if isinstance(recording, str) else (recording, taken.tensors)
 
     def _record(self, plan: Plan, make: _Make, tensors: list[Tensor]) -> _RecordedRun | str:
         device = plan_devices(self.plan)[0]
         graph = Place.backend.graph(device)
         assert graph is not None
-        made: list[Any] = []
+        parts: list[Any] = []
 
-        def step(own: Sequence[Tensor]) -> list[Tensor]:
-            params, state, batch, rest = make(own)
-            result = Serial().run(plan, params, batch, RunOptions(state=state, **rest))
-            out = _Taken()
-            made[:] = [out.take([getattr(result, name) for name in _FIELDS]), replace(result, **_NONE)]
-            return out.tensors
+        def step(copies: Sequence[Tensor]) -> list[Tensor]:
+            params, state, batch, others = make(copies)
+            result = Serial().run(plan, params, batch, RunOptions(state=state, **others))
+            results = _Taken()
+            parts[:] = [results.take([getattr(result, name) for name in _FIELDS]), replace(result, **_NONE)]
+            return results.tensors
 
         try:
-            return _RecordedRun(Recorded(graph, device, tensors, step), *made)
+            return _RecordedRun(Recorded(graph, device, tensors, step), *parts)
         except DrawError:
             return "a stage draws random numbers, and a graph would draw the same ones each time"
         except Unrecordable as error:
@@ -192,14 +194,14 @@ class Graphs:
 
 
 def _obstacle(plan: Plan) -> str:
-    """Why no run of a plan can be a graph; "": some may."""
-    where = dict.fromkeys(plan_devices(plan))
-    if len(where) > 1:
+    """Why no run of a plan can be a graph; "" where some may be."""
+    devices = dict.fromkeys(plan_devices(plan))
+    if len(devices) > 1:
         return (
-            f"its lanes lie on {', '.join(map(str, where))}, and a graph is of one device; compiled stages can be "
+            f"its lanes lie on {', '.join(map(str, devices))}, and a graph is of one device; compiled stages can be "
             'graphs each: fp.compile_stage(stage, backend="cudagraphs")'
         )
-    device = next(iter(where))
+    device = next(iter(devices))
     if Place.backend.graph(device) is None:
         return f"{device} has none"
     if any(action.kind is Kind.O for order in plan.schedule.orders for action in order):
@@ -210,15 +212,15 @@ def _obstacle(plan: Plan) -> str:
 
 
 def _kernels() -> Hashable:
-    """What else than `switches_key` picks kernels and is frozen by a recording."""
+    """The key of what picks kernels besides `switches_key` and is frozen by a recording."""
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    found: list[Hashable] = [torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()]
-    for where, flag in _FLAGS:
+    values: list[Hashable] = [torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()]
+    for module, flag in _FLAGS:
         try:
-            found.append(getattr(where, flag))
+            values.append(getattr(module, flag))
         except RuntimeError:  # set in two ways at once
-            found.append(None)
-    return modes, *found
+            values.append(None)
+    return modes, *values
 
 
 _MATMUL, _CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -234,7 +236,7 @@ _FLAGS: tuple[tuple[Any, str], ...] = (
     (_CUDNN, "benchmark"),
     (_CUDNN, "deterministic"),
 )
-"""Torch's flags."""
+"""Torch's flags that pick kernels."""
 
 
 _NONE: dict[str, Any] = dict.fromkeys(_FIELDS)
@@ -277,18 +279,18 @@ _FIXED = (
     torch.memory_format,
     Tensor,
 )
-"""What is compared by identity and does not change; of functions nobody can know."""
+"""Types that are compared by identity and do not change; functions count as such, unchecked."""
 
 _CONSTANT = (*_FIXED, bool, int, float, complex, str, bytes, torch.device, torch.Size)
-"""What holds no tensor and does not change."""
+"""Types that hold no tensor and do not change."""
 
 
 class _Taken:
-    """What trees are made of.
+    """Takes trees apart into tensors and words.
 
     Attributes:
-        tensors: theirs, each once.
-        words: what a recording depends on besides numbers in these; None: they are results, of tensors and constants.
+        tensors: of the trees, each once.
+        words: what a recording depends on besides the tensors' numbers; None where the trees are results.
     """
 
     def __init__(self, words: list[Hashable] | None = None) -> None:
@@ -297,10 +299,10 @@ class _Taken:
         self._numbers: dict[int, int] = {}
 
     def take(self, tree: Tree) -> _Make:
-        """Take a tree apart, and what `Replicate`, `Axis` and `Microbatches` hold in it.
+        """Take a tree apart, and the trees that `Replicate`, `Axis` and `Microbatches` hold in it.
 
         Returns:
-            What makes such a tree of other tensors.
+            A function that makes such a tree of other tensors.
 
         Raises:
             TraceError: a value cannot be compared with another.
@@ -309,7 +311,7 @@ class _Taken:
         leaves, spec = flatten(tree)
         makers = [self._leaf(leaf) for leaf in leaves]
         self._say(spec)
-        return lambda given: unflatten(spec, [make(given) for make in makers])
+        return lambda tensors: unflatten(spec, [make(tensors) for make in makers])
 
     def _leaf(self, leaf: Any) -> _Make:
         if isinstance(leaf, Tensor):
@@ -317,16 +319,16 @@ class _Taken:
             if number == len(self.tensors):
                 self.tensors.append(leaf)
             self._say(number, leaf.requires_grad, leaf)
-            return lambda given: given[number]
+            return lambda tensors: tensors[number]
         if not isinstance(leaf, (Replicate, Axis, Microbatches)):
             if self.words is None and not isinstance(leaf, _CONSTANT):
                 raise Unrecordable(f"a result holds a {type(leaf).__name__}, and nobody knows what is in it")
             self._say(leaf)
-            return lambda given: leaf
-        kind, *rest = _wrapping(leaf)
-        inner = self.take(rest.pop(0))
-        self._say(kind, *rest)
-        return lambda given: kind(inner(given), *rest)
+            return lambda tensors: leaf
+        kind, *arguments = _wrapping(leaf)
+        inner = self.take(arguments.pop(0))
+        self._say(kind, *arguments)
+        return lambda tensors: kind(inner(tensors), *arguments)
 
     def _say(self, *values: Any) -> None:
         if self.words is None:
