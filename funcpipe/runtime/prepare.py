@@ -210,7 +210,7 @@ def _asks(leaf: Any) -> bool:
 
 
 def _refuse_untrained(trees: Sequence[Tree], states: Sequence[Tree], trained: list[list[bool]]) -> None:
-    """Raise PlanError for leaves that ask for gradients and would get none, or would get others than they say."""
+    """Raise PlanError for state that requires gradients, params that are arrays, and params with gradient hooks."""
     states_by_name = {f"state[{stage}]": tree for stage, tree in enumerate(states)}
     faults = [
         f"{place} requires a gradient, and state gets none: put it into params, or detach it"
