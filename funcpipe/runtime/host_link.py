@@ -1,4 +1,4 @@
-"""The link between a lane and the memory of its host: a stream for each way, beside the one that computes."""
+"""Copies between a lane and the memory of its host: a stream for each way, beside the one that computes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from funcpipe.runtime.plain_tensors import materialized
 from funcpipe.runtime.stream import Place
 
 _LEAST = 16
-"""Bytes of which what comes back is a multiple, so that it can be seen as numbers of any type."""
+"""What comes back is a multiple of so many bytes, so that it can be viewed as numbers of any type."""
 
 
 class HostStream:
-    """One way between a lane's device and its host. On the CPU a copy is made at once.
+    """The stream that copies one way between a lane's device and its host. On the CPU a copy is made at once.
 
     Args:
         place: the lane's.
@@ -46,30 +46,30 @@ class HostStream:
                 # The host is far ahead of the device; without this, memory that waits for its copy would heap up.
                 backend.pace(self._last)
             tensors = [materialized(tensor) for tensor in tensors]
-        rooms = [backend.room(one, self._count(one), None if self.out else place.device) for one in tensors]
-        pairs = [(room[: one.numel()], one) for room, one in zip(rooms, tensors, strict=True)]
+        copies = [backend.room(tensor, self._count(tensor), None if self.out else place.device) for tensor in tensors]
+        pairs = [(copy[: tensor.numel()], tensor) for copy, tensor in zip(copies, tensors, strict=True)]
         if not place.asynchronous:
-            for room, one in pairs:
-                room.copy_(one)
-            return rooms, None
+            for copy, tensor in pairs:
+                copy.copy_(tensor)
+            return copies, None
         stream = self._open()
         stream.wait_event(place.event())
         if after is not None:
             stream.wait_event(after)
         with place.module.stream(stream):
-            for room, one in pairs:
-                backend.fill(room, one)
+            for copy, tensor in pairs:
+                backend.fill(copy, tensor)
         if self.out:
-            for one in tensors:
-                backend.record(one, stream)
+            for tensor in tensors:
+                backend.record(tensor, stream)
         self._last = place.module.Event()
         self._last.record(stream)
-        return rooms, self._last
+        return copies, self._last
 
     def _count(self, tensor: Tensor) -> int:
-        """How many numbers there must be room for."""
-        least = _LEAST // tensor.itemsize
-        return tensor.numel() if self.out else -(-tensor.numel() // least) * least
+        """The count of numbers that memory is taken for."""
+        multiple = _LEAST // tensor.itemsize
+        return tensor.numel() if self.out else -(-tensor.numel() // multiple) * multiple
 
     def _open(self) -> Any:
         if self._stream is None:
@@ -83,12 +83,12 @@ class HostStream:
         return self.place.backend.lies_on(tensor, self.place.device)
 
     def hollow(self, tensor: Tensor) -> Tensor:
-        """What looks like the tensor and has no memory."""
+        """A tensor of the same size, strides and type that has no memory."""
         return self.place.backend.hollow(tensor)
 
 
 class HostLink:
-    """Both ways of a lane, and what stays where it is.
+    """The streams to the host and back of a lane, and the addresses of memory that stays.
 
     Args:
         place: the lane's.

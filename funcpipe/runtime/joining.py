@@ -1,4 +1,4 @@
-"""Where microbatches meet: outputs joined, cotangents cut where outputs were joined, gradients of inputs joined."""
+"""Joins outputs and input gradients of microbatches, and cuts cotangents where outputs were joined."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
     Raises:
         BatchError: microbatches returned trees of different structure, or what cannot be joined so.
     """
-    faults = [fault for one in pieces for fault in refuse_hidden(one.tree(), "outputs", one.leaves, one.spec)]
+    faults = [fault for piece in pieces for fault in refuse_hidden(piece.tree(), "outputs", piece.leaves, piece.spec)]
     if faults:
         raise BatchError(bullets("the outputs cannot be handed back:", dict.fromkeys(faults)))
     if not batch.merged:
@@ -42,26 +42,26 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
     if any(faults):
         raise BatchError(bullets("the outputs of the microbatches cannot be joined:", filter(None, faults)))
     pairs = zip(columns, _rules(rule, pieces[0]), strict=True)
-    return unflatten(pieces[0].spec, [_join(values, one, batch.rows) for values, one in pairs])
+    return unflatten(pieces[0].spec, [_join(values, leaf_rule, batch.rows) for values, leaf_rule in pairs])
 
 
 def _rules(rule: Tree, piece: Border) -> list[MergeRule]:
     """The rule of each leaf of the outputs. Raises BatchError where rules and outputs branch in other ways."""
     try:
-        found: list[MergeRule] = spread(rule, piece.tree())
+        rules: list[MergeRule] = spread(rule, piece.tree())
     except ValueError as error:
         raise BatchError(f"merge= has another structure than the outputs: {error}") from None
     return [
-        ("each" if not isinstance(leaf, Tensor) or not leaf.dim() else 0) if one is None else one
-        for one, leaf in zip(found, piece.leaves, strict=True)
+        ("each" if not isinstance(leaf, Tensor) or not leaf.dim() else 0) if leaf_rule is None else leaf_rule
+        for leaf_rule, leaf in zip(rules, piece.leaves, strict=True)
     ]
 
 
 def _misfit(place: str, values: Sequence[Any], rule: MergeRule, rows: Sequence[int]) -> str:
     """Why the values of a leaf cannot be joined by their rule; "": they can."""
-    if rule == "each" or not all(isinstance(one, Tensor) for one in values):
+    if rule == "each" or not all(isinstance(value, Tensor) for value in values):
         return "" if rule in ("each", 0) else f"{place} is no tensor in every microbatch; its rule is 'each'"
-    shapes = [tuple(one.shape) for one in values]
+    shapes = [tuple(value.shape) for value in values]
     if isinstance(rule, str):
         same = len({*shapes}) == 1 and values[0].is_floating_point() | values[0].is_complex() | (rule == "sum")
         return "" if same else f"{place} has shapes {shapes} and type {values[0].dtype}, of which there is no {rule}"
@@ -74,14 +74,14 @@ def _misfit(place: str, values: Sequence[Any], rule: MergeRule, rows: Sequence[i
             "what it is, make_plan(..., merge=) with an axis, 'mean', 'sum' or 'each', for all leaves or a tree of "
             "them"
         )
-    rest = {(*shape[: rule % len(shape)], *shape[rule % len(shape) + 1 :]) for shape in shapes}
-    if len(rest) > 1 or len({one.dtype for one in values}) > 1:
+    other_axes = {(*shape[: rule % len(shape)], *shape[rule % len(shape) + 1 :]) for shape in shapes}
+    if len(other_axes) > 1 or len({value.dtype for value in values}) > 1:
         return f"{place} cannot be joined over microbatches of shapes {shapes}; 'each' hands them back one by one"
     return ""
 
 
 def _join(values: Sequence[Any], rule: MergeRule, rows: Sequence[int]) -> Any:
-    if all(isinstance(one, Tensor) for one in values) and rule != "each":
+    if all(isinstance(value, Tensor) for value in values) and rule != "each":
         if isinstance(rule, int):
             return torch.cat(list(values), rule) if len(values) > 1 else caller_copy(values[0])
         total: Tensor | None = None
@@ -92,7 +92,7 @@ def _join(values: Sequence[Any], rule: MergeRule, rows: Sequence[int]) -> Any:
     if isinstance(values[0], Tensor):
         return Microbatches(_copies(values))
     try:
-        same = all(type(one) is type(values[0]) and bool(one == values[0]) for one in values)
+        same = all(type(value) is type(values[0]) and bool(value == values[0]) for value in values)
     except Exception:
         same = False
     return values[0] if same else Microbatches(values)
@@ -103,7 +103,7 @@ def _copies(leaves: Sequence[Any]) -> list[Any]:
 
 
 class _Shape(NamedTuple):
-    """What a cotangent of a tensor looks like."""
+    """Size and dtype of an output, and so of its cotangent."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -117,7 +117,7 @@ class OutputJoin:
 
     Args:
         pieces: the outputs, one border per microbatch.
-        batch: what they are of.
+        batch: the batch that they are of.
         rule: how they were merged.
     """
 
@@ -155,7 +155,9 @@ class OutputJoin:
             elif self.rules[number] != "each":
                 columns.append(self._spread(place, leaf, number, faults))
             elif isinstance(leaf, Microbatches) and len(leaf) == count:
-                faults += [f for m, one in enumerate(leaf) for f in _fault(f"{place}[{m}]", one, shapes[m])]
+                faults += [
+                    fault for m, cotangent in enumerate(leaf) for fault in _fault(f"{place}[{m}]", cotangent, shapes[m])
+                ]
                 columns.append(list(leaf))
             else:
                 faults.append(
@@ -198,10 +200,10 @@ class OutputJoin:
         if not faults:
             for m, (tree, row) in enumerate(zip(trees, self.shapes, strict=True)):
                 faults += [
-                    f
+                    fault
                     for number, (leaf, shape) in enumerate(zip(tree, row, strict=True))
                     if leaf is not None
-                    for f in _fault(f"leaf {number} of microbatch {m}", leaf, shape)
+                    for fault in _fault(f"leaf {number} of microbatch {m}", leaf, shape)
                 ]
         if faults:
             raise BatchError(bullets("these cotangents do not fit the outputs:", faults))
@@ -219,21 +221,21 @@ def _fault(place: str, leaf: Any, shape: _Shape | None) -> list[str]:
         return [f"{place} belongs to an output that has no gradient (it is no floating tensor); give None"]
     if not isinstance(leaf, Tensor):
         return [f"{place} is a {type(leaf).__name__}; give a tensor of {shape}, or None"]
-    found = _Shape(tuple(leaf.shape), leaf.dtype)
-    return [] if found == shape else [f"{place} is {found}; the output is {shape}"]
+    got = _Shape(tuple(leaf.shape), leaf.dtype)
+    return [] if got == shape else [f"{place} is {got}; the output is {shape}"]
 
 
 def _border(leaves: Sequence[Tensor | None]) -> Border:
     # Dense, as every gradient between stages; a copy of one's own, for the caller may write into his.
-    held = share(leaf if leaf is None else dense(leaf.detach()) for leaf in leaves)
-    return Border(held, LEAF, ())
+    cotangents = share(leaf if leaf is None else dense(leaf.detach()) for leaf in leaves)
+    return Border(cotangents, LEAF, ())
 
 
-def _like(grad: Tensor | None, leaf: Any, wanted: bool) -> Tensor | None:
+def _like(grad: Tensor | None, leaf: Any, asked: bool) -> Tensor | None:
     """The gradient of an input, on the input's device."""
     if grad is not None:
         return grad.to(leaf.device)
-    return torch.zeros_like(leaf) if wanted else None
+    return torch.zeros_like(leaf) if asked else None
 
 
 def join_input_grads(batch: Batch, pieces: Sequence[Gradients]) -> Tree:
@@ -248,15 +250,15 @@ def join_input_grads(batch: Batch, pieces: Sequence[Gradients]) -> Tree:
     columns: list[Tensor | None] = []
     if not batch.merged:
         return Microbatches(unflatten(border.spec, row) for border, row in zip(batch.inputs, filled, strict=True))
-    for axis, *parts in zip(batch.axes, *filled, strict=True):
-        given = [part for part in parts if part is not None]
-        if not given:
+    for axis, *grads in zip(batch.axes, *filled, strict=True):
+        parts = [grad for grad in grads if grad is not None]
+        if not parts:
             columns.append(None)
         elif axis is not None:
-            columns.append(torch.cat(given, axis))
+            columns.append(torch.cat(parts, axis))
         else:
-            total = given[0]
-            for part in given[1:]:
+            total = parts[0]
+            for part in parts[1:]:
                 total = total + part
             columns.append(total)
     return unflatten(batch.inputs[0].spec, columns)

@@ -1,4 +1,4 @@
-"""Threads, one per lane: started, stopped and joined; one failure ends all."""
+"""Runs each lane in a thread of its own: started, stopped and joined; one failure ends all."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from funcpipe.runtime.watchdog import Watchdog
 from funcpipe.runtime.worker import Worker, compute_with, end_all
 
 _TIMEOUT = -1
-"""What the watchdog puts among the numbers of lanes that are done."""
+"""What the watchdog puts into the queue of lanes that are done."""
 
 _PATIENCE = 0.05
 """Seconds that lanes get to end by themselves before they are interrupted."""
@@ -123,13 +123,13 @@ class Lanes:
         finished = False
         leaving = partial(self._leave, execution, threading.get_ident())
         atexit.register(leaving)  # a lane that is in torch's code when Python ends would abort the process
-        dog = None if timeout is None else Watchdog(execution, timeout, lambda _: done.put(_TIMEOUT))
+        watchdog = None if timeout is None else Watchdog(execution, timeout, lambda _: done.put(_TIMEOUT))
         try:
             # Inside of try: Ctrl-C between two starts must stop the first.
             self._start()
             for lane, worker in zip(execution.lanes, self._workers, strict=True):
                 worker.give(_job(self, execution, lane, failures, done))
-            with dog or nullcontext():
+            with watchdog or nullcontext():
                 for _ in execution.lanes:
                     if _take(done) == _TIMEOUT or failures:
                         break
@@ -139,9 +139,9 @@ class Lanes:
             atexit.unregister(leaving)
             if not finished:
                 # With timeout= nobody waits longer than that, whatever a lane is stuck in.
-                self._halt(execution, wait=timeout if dog is None or not dog.report else _PATIENCE)
-        if dog is not None and dog.report and not finished:
-            raise RunTimeout(dog.report)
+                self._halt(execution, wait=timeout if watchdog is None or not watchdog.report else _PATIENCE)
+        if watchdog is not None and watchdog.report and not finished:
+            raise RunTimeout(watchdog.report)
         if failures:
             raise_located(failures)
 
@@ -166,7 +166,7 @@ class Lanes:
         self._end(wait)  # the next run starts new ones
 
     def _leave(self, execution: Execution, caller: int) -> None:
-        """Python ends: end every lane, and let the caller's thread come out of the run, which is torch's code too."""
+        """As Python ends: end every lane, and let the caller's thread leave the run, which is torch's code too."""
         self._halt(execution, wait=1.0)
         deadline = monotonic() + 1.0
         while _is_inside(caller) and monotonic() < deadline:
@@ -178,7 +178,7 @@ class Lanes:
 
 
 def _is_inside(thread: int) -> bool:
-    """Is a thread in this package's code, or in what that called."""
+    """Is a thread in this package's code, or in what this code called."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("funcpipe."):
@@ -194,7 +194,7 @@ def _job(
     failures: list[tuple[int, BaseException]],
     done: queue.SimpleQueue[int],
 ) -> Callable[[], None]:
-    """The work of one lane in one run."""
+    """A job that does the work of one lane in one run."""
 
     def work() -> None:
         try:
@@ -222,7 +222,7 @@ def _job(
 
 
 def _take(done: queue.SimpleQueue[int]) -> int:
-    """The next that is there. Waits in C, where Ctrl-C wakes it, but for one that comes just as it falls asleep."""
+    """The next number in the queue. Waits in C, where Ctrl-C wakes it unless it comes just as the wait begins."""
     while True:
         try:
             return done.get(timeout=0.5)
@@ -231,7 +231,7 @@ def _take(done: queue.SimpleQueue[int]) -> int:
 
 
 def _do(execution: Execution, lane: Runner, failures: list[tuple[int, BaseException]]) -> None:
-    """The lane's part of the order. What fails is taken here: context managers write to the exceptions that they see."""
+    """Do the lane's part of the order. Failures are taken here: context managers write to exceptions that they see."""
     try:
         while lane.done < lane.stop:
             if execution.stopped:
@@ -245,12 +245,12 @@ def _do(execution: Execution, lane: Runner, failures: list[tuple[int, BaseExcept
 
 
 def _from_stop(error: BaseException | None) -> bool:
-    """Is this Stop, or what user code made of it (``except BaseException as e: raise Mine from e``)."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    """Is the error Stop, or what user code raised from it (``except BaseException as e: raise Mine from e``)."""
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
         if isinstance(error, Stop):
             return True
-        seen.add(id(error))
+        visited.add(id(error))
         error = error.__cause__ or error.__context__
     return False
 
@@ -282,16 +282,16 @@ def refuse_uncarried(plan: Plan) -> None:
 
 def _find_lent_twice(plan: Plan) -> list[str]:
     """Modules into which functions of several lanes put parameters of their own, each while it computes."""
-    lanes: dict[int, set[int]] = {}
+    lanes_of: dict[int, set[int]] = {}
     names: dict[int, str] = {}
     for stage, whole in enumerate(plan.stages):
         for part in whole.simple():
             for key, (name, _) in ({} if bindable(part.fn) else lent_modules(part.fn)).items():
-                lanes.setdefault(key, set()).add(plan.schedule.device_of[stage])
+                lanes_of.setdefault(key, set()).add(plan.schedule.device_of[stage])
                 names[key] = name
     return [
         f"the module {names[key]!r}, which stages of lanes {sorted(users)} call with parameters of their own"
-        for key, users in lanes.items()
+        for key, users in lanes_of.items()
         if len(users) > 1
     ]
 

@@ -1,4 +1,4 @@
-"""A batch cut into microbatches; no row is ever lost."""
+"""Cuts a batch into microbatches; no row is lost."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ class Microbatches(Sequence[Any]):
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch, cut.
+    """A batch cut into microbatches.
 
     Attributes:
         inputs: one border per microbatch.
         target: likewise, or None without a loss.
         feeds: likewise, by name.
         rows: of each microbatch; 1 where nothing has rows.
-        merged: should outputs be merged.
+        merged: are outputs merged.
         axes: along which each leaf of the inputs was cut, None where microbatches share it.
         handles: keeps the caller's memory marked as shared while the run lasts.
     """
@@ -112,42 +112,42 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
         BatchError: leaves with different numbers of rows, without rows, no rows at all, feeds missing or unknown, or
             the wrong number of ready-made microbatches; every fault with its place.
     """
-    trees: dict[str, Tree] = {"inputs": inputs}
+    by_name: dict[str, Tree] = {"inputs": inputs}
     if plan.loss is not None:
-        trees["target"] = target
-    wanted = dict.fromkeys(name for part in plan.stages for name in part.feeds)
+        by_name["target"] = target
+    declared = dict.fromkeys(name for part in plan.stages for name in part.feeds)
     faults = [
         f"feeds lacks {name!r}, which {_stage_that_feeds(plan, name)} declares"
-        for name in wanted
+        for name in declared
         if name not in (feeds or {})
     ]
-    faults += [f"feeds has {name!r}, which no stage declares" for name in feeds or {} if name not in wanted]
-    trees.update({f"feeds[{name!r}]": (feeds or {})[name] for name in wanted if name in (feeds or {})})
-    leaves = [_BatchTree(name, tree) for name, tree in trees.items()]
-    rows, found = _rows(leaves)
-    faults += found or [fault for one in leaves for fault in one.listed(rows)]
-    ready = {one.name: len(one.ready) for one in leaves if one.ready is not None}
-    most = plan.num_microbatches
+    faults += [f"feeds has {name!r}, which no stage declares" for name in feeds or {} if name not in declared]
+    by_name.update({f"feeds[{name!r}]": (feeds or {})[name] for name in declared if name in (feeds or {})})
+    trees = [_BatchTree(name, tree) for name, tree in by_name.items()]
+    rows, row_faults = _rows(trees)
+    faults += row_faults or [fault for tree in trees for fault in tree.listed(rows)]
+    ready = {tree.name: len(tree.ready) for tree in trees if tree.ready is not None}
+    limit = plan.num_microbatches
     faults += [
-        f"{name} is cut into {n} microbatches, the plan has {most}" for name, n in ready.items() if not 0 < n <= most
+        f"{name} is cut into {n} microbatches, the plan has {limit}" for name, n in ready.items() if not 0 < n <= limit
     ]
     if len(set(ready.values())) > 1:
         faults.append(
             "ready-made microbatches differ in number: " + ", ".join(f"{name} has {n}" for name, n in ready.items())
         )
     faults += [
-        f"microbatch {index} of {one.name} has no rows; leave it out"
-        for one in leaves
-        if one.ready is not None
-        for index, size in enumerate(one.ready_rows())
+        f"microbatch {index} of {tree.name} has no rows; leave it out"
+        for tree in trees
+        if tree.ready is not None
+        for index, size in enumerate(tree.ready_rows())
         if size == 0
     ]
     if faults:
         raise BatchError(bullets("this batch cannot be cut into microbatches:", faults))
     if ready:
         count = next(iter(ready.values()))
-        found_rows = [one.ready_rows() for one in leaves if one.ready is not None]
-        by_microbatch = [size or 1 for size in next(filter(any, found_rows), [1] * count)]
+        ready_rows = [tree.ready_rows() for tree in trees if tree.ready is not None]
+        by_microbatch = [size or 1 for size in next(filter(any, ready_rows), [1] * count)]
         if rows is not None and rows != sum(by_microbatch):
             raise BatchError(
                 f"the ready-made microbatches have {sum(by_microbatch)} rows ({by_microbatch}), other leaves have "
@@ -155,11 +155,11 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
             )
         parts = by_microbatch
     else:
-        parts = sizes(rows, most) if rows is not None else [1] * most
-    pieces = {one.name: one.cut(parts) for one in leaves}
-    handles = [handle for one in leaves for handle in one.handles]
-    by_feed = {name: pieces[f"feeds[{name!r}]"] for name in wanted}
-    axes = tuple(leaves[0].axes)  # the inputs are first
+        parts = sizes(rows, limit) if rows is not None else [1] * limit
+    pieces = {tree.name: tree.cut(parts) for tree in trees}
+    handles = [handle for tree in trees for handle in tree.handles]
+    by_feed = {name: pieces[f"feeds[{name!r}]"] for name in declared}
+    axes = tuple(trees[0].axes)  # the inputs are first
     return Batch(pieces["inputs"], pieces.get("target"), by_feed, tuple(parts), "inputs" not in ready, axes, handles)
 
 
@@ -182,8 +182,8 @@ class _BatchTree:
             self.axes.append(self._axis(index, place, leaf))
         if self.ready is None:
             self.faults += refuse_hidden(tree, name, self.leaves, spec)
-        for index, one in enumerate(self.ready or ()):
-            self.faults += refuse_hidden(one, f"{name}[{index}]", *flatten(one))
+        for index, piece in enumerate(self.ready or ()):
+            self.faults += refuse_hidden(piece, f"{name}[{index}]", *flatten(piece))
 
     def _axis(self, index: int, place: str, leaf: Any) -> int | None:
         """The axis along which a leaf is cut; None: it is shared."""
@@ -211,7 +211,7 @@ class _BatchTree:
         return axis % leaf.dim()
 
     def listed(self, rows: int | None) -> list[str]:
-        """Lists with a value for each row, which microbatches would share whole."""
+        """Faults: lists with a value for each row, which every microbatch would get whole."""
         if rows is None or rows < 2 or all(isinstance(leaf, Tensor) for leaf in self.leaves):
             return []
         groups: dict[Path, list[int]] = {}
@@ -223,8 +223,8 @@ class _BatchTree:
             if len(values) != rows or any(isinstance(value, Tensor) for value in values):
                 continue
             kind = type(at(self.tree, path))
-            words = kind is tuple and all(isinstance(value, (str, bytes)) for value in values)
-            if (kind in (list, deque) or words) and not any(self.marked[number] for number in numbers):
+            strings = kind is tuple and all(isinstance(value, (str, bytes)) for value in values)
+            if (kind in (list, deque) or strings) and not any(self.marked[number] for number in numbers):
                 place = self.name + "".join(f"[{key!r}]" for key in path)
                 faults.append(f"{place} is a {kind.__name__} with one {type(values[0]).__name__} {_each(rows, place)}")
         for number, (place, leaf) in enumerate(zip(locations(self.tree, self.name), self.leaves, strict=True)):
@@ -248,7 +248,7 @@ class _BatchTree:
             return [given(tree) for tree in self.ready]
         self.handles = _marked(self.leaves)
         out: list[Border] = []
-        words: dict[int, Hashable] = {}
+        keys: dict[int, Hashable] = {}
         start = 0
         flags = (False,) * len(self.leaves)
         for size in parts:
@@ -257,9 +257,9 @@ class _BatchTree:
                 for leaf, axis in zip(self.leaves, self.axes, strict=True)
             ]
             border = Border(piece, self.spec, flags)
-            if size not in words:
-                words[size] = border_key_or_none(border)
-            border.words = words[size]
+            if size not in keys:
+                keys[size] = border_key_or_none(border)
+            border.words = keys[size]
             out.append(border)
             start += size
         return out
@@ -273,7 +273,7 @@ def _each(rows: int, place: str) -> str:
 
 
 def _is_collection(leaf: Any) -> bool:
-    """Is this a range, a set or the like; arrays are refused elsewhere."""
+    """Is the leaf a range, a set or the like; arrays are refused elsewhere."""
     return (
         isinstance(leaf, Collection)
         and not isinstance(leaf, (str, bytes, torch.Size))
@@ -296,14 +296,14 @@ def _marks_at_leaves(tree: Tree) -> Tree:
 
 
 def _marked(leaves: Iterable[Any]) -> list[Any]:
-    """What marks the caller's memory as shared. Where there are streams every stage gets a copy of its own instead."""
+    """Handles that mark the caller's memory as shared; where there are streams every stage gets a copy instead."""
     return share(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cpu)
 
 
-def _rows(leaves: Sequence[_BatchTree]) -> tuple[int | None, list[str]]:
-    """The number of rows of a batch, None if nothing has any; and what is wrong with it."""
-    faults = [fault for one in leaves for fault in one.faults]
-    rows = {place: count for one in leaves for place, count in one.rows.items()}
+def _rows(trees: Sequence[_BatchTree]) -> tuple[int | None, list[str]]:
+    """The number of rows of a batch, None if nothing has any; and the faults."""
+    faults = [fault for tree in trees for fault in tree.faults]
+    rows = {place: count for tree in trees for place, count in tree.rows.items()}
     counts = set(rows.values())
     if len(counts) > 1:
         listed = ", ".join(f"{place} has {count}" for place, count in rows.items())
@@ -340,22 +340,22 @@ def shares(batch: Batch, plan: Plan, loss_scale: Any) -> Shares:
 
 
 def _weights(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
-    """What each microbatch counts by the plan's weight or by its loss; None: its rows."""
+    """The weight of each microbatch by the plan's weight or its loss; None: its rows count."""
     weight, weigh, word = plan.weight, plan.counts.weigh, "what the loss counts (its weigh(inputs, target))"
     if weight is not None:
         weigh, word = lambda _, target: weight(target), "weight(target)"
     if weigh is None or batch.target is None:
         return None
-    found: list[Any] = []
+    values: list[Any] = []
     for index, (x, target) in enumerate(zip(batch.inputs, batch.target, strict=True)):
         try:
-            found.append(weigh(open_border(x, grad=False)[0], open_border(target, grad=False)[0]))
+            values.append(weigh(open_border(x, grad=False)[0], open_border(target, grad=False)[0]))
         except BaseException as error:
             fail(error, Where(None, "", index, "weight", ""))
-    if weight is None and any(value is None for value in found):
+    if weight is None and any(value is None for value in values):
         return None
-    weights = _numbers(found)
-    for index, (number, value) in enumerate(zip(weights, found, strict=True)):
+    weights = _numbers(values)
+    for index, (number, value) in enumerate(zip(weights, values, strict=True)):
         if not 0 <= number < float("inf"):
             raise BatchError(f"{word} is a number from 0; for microbatch {index} it gave {value!r}")
     if not sum(weights):
@@ -364,9 +364,9 @@ def _weights(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
 
 
 def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
-    """Weights as numbers, nan where one is none; of a device all at once, for each look waits for it."""
+    """Weights as numbers, nan where one is none; tensors are read at once, since each read waits for the device."""
     if all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
-        return tuple(float(one) for one in torch.stack([value.reshape(()).double() for value in values]).cpu())
+        return tuple(float(number) for number in torch.stack([value.reshape(()).double() for value in values]).cpu())
     return tuple(map(_number, values))
 
 

@@ -1,4 +1,4 @@
-"""What a run is asked for, in one piece; and who runs it."""
+"""The options of a run as one object, and the protocol of executors."""
 
 from __future__ import annotations
 

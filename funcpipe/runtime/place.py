@@ -1,4 +1,4 @@
-"""Devices, and trees on them."""
+"""Finds the devices of a plan, and moves trees to them."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ def place(plan: Plan, params: Sequence[Tree]) -> tuple[Tree, ...]:
     faults = [fault for stage, tree in enumerate(params) for fault in refuse_hidden(tree, f"[{stage}]", *flatten(tree))]
     if faults:
         raise PlacementError(bullets("tensors that cannot be seen cannot be moved:", faults))
-    where = plan_devices(plan)
+    by_lane = plan_devices(plan)
     device_of = plan.schedule.device_of
-    if plan.schedule.has_backward and len({where[device_of[stage]] for stage in range(plan.num_stages)}) > 1:
-        wanted = trainable_leaves(params, None)
+    if plan.schedule.has_backward and len({by_lane[device_of[stage]] for stage in range(plan.num_stages)}) > 1:
+        trained = trainable_leaves(params, None)
         try:
-            ties = resolve_ties(plan, params, wanted)
+            ties = resolve_ties(plan, params, trained)
         except PlanError:  # state has other paths than params, and nothing in it is tied
             ties = None
         if ties is not None:
-            refuse_undeclared_ties(params, wanted, ties)  # copies on several devices would go apart
-    return tuple(_move(tree, where[device_of[stage]]) for stage, tree in enumerate(params))
+            refuse_undeclared_ties(params, trained, ties)  # copies on several devices would go apart
+    return tuple(_move(tree, by_lane[device_of[stage]]) for stage, tree in enumerate(params))
 
 
 def _move(tree: Tree, device: torch.device) -> Tree:
@@ -96,23 +96,23 @@ def _move(tree: Tree, device: torch.device) -> Tree:
     return map_leaves(move, tree)
 
 
-def misplaced(plan: Plan, trees: Sequence[Tree], where: Sequence[torch.device], what: str) -> list[str]:
+def misplaced(plan: Plan, trees: Sequence[Tree], by_lane: Sequence[torch.device], root: str) -> list[str]:
     """The tensors that do not lie on their stage's device, one line each."""
     device_of = plan.schedule.device_of
     faults: list[str] = []
     for stage, tree in enumerate(trees):
-        device = where[device_of[stage]]
+        device = by_lane[device_of[stage]]
         leaves = flatten(tree)[0]
         if all(same_device(leaf.device, device) for leaf in leaves if isinstance(leaf, Tensor)):
             continue
-        for name, leaf in zip(locations(tree, f"{what}[{stage}]"), leaves, strict=True):
+        for name, leaf in zip(locations(tree, f"{root}[{stage}]"), leaves, strict=True):
             if isinstance(leaf, Tensor) and not same_device(leaf.device, device):
                 faults.append(f"{name} lies on {leaf.device}, stage {stage} runs on {device}")
     return faults
 
 
 def same_device(a: torch.device, b: torch.device) -> bool:
-    """Are these one device; every CPU is the same."""
+    """Are both one device; every CPU is the same."""
     return a == b or (a.type == b.type == "cpu")
 
 

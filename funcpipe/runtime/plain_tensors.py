@@ -1,4 +1,4 @@
-"""Plain tensors, and where their memory is."""
+"""Tells plain tensors from others, and finds the addresses of their memory."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def materialized(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it where its memory is shared copy-on-write so that no stream could be recorded on it."""
+    """The tensor; a copy where its memory is shared copy-on-write, so that no stream could be recorded on it."""
     return tensor.clone() if is_shared_lazily(tensor) else tensor

@@ -1,4 +1,4 @@
-"""Everything that a run checks and binds before the first action."""
+"""Checks a run and binds its stages, before the first action."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from funcpipe.runtime.trainable import Trainable, refuse_undeclared_ties, resolv
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run, ready to begin.
+    """A run that is checked, its batch cut and its stages bound.
 
     Attributes:
         plan: the plan.
@@ -89,34 +89,38 @@ def prepare(
     seed, feeds, trainable = checked_seed(options.seed), options.feeds, options.trainable
     trees = _per_stage("params", params, plan)
     states = _states(options.state, plan)
-    where = plan_devices(plan)
-    faults = misplaced(plan, trees, where, "params") + misplaced(plan, states, where, "state")
+    devices = plan_devices(plan)
+    faults = misplaced(plan, trees, devices, "params") + misplaced(plan, states, devices, "state")
     if faults:
         raise PlacementError(
             bullets("tensors must lie where their stage runs; move them with fp.place(plan, params):", faults)
         )
     inputs, target = split_batch(plan, batch)
-    given = {"inputs": inputs, "target": target, **{f"feeds[{name!r}]": one for name, one in (feeds or {}).items()}}
-    if all(device.type != "meta" for device in where):
-        _refuse_meta(given)
+    batch_trees = {
+        "inputs": inputs,
+        "target": target,
+        **{f"feeds[{name!r}]": tree for name, tree in (feeds or {}).items()},
+    }
+    if all(device.type != "meta" for device in devices):
+        _refuse_meta(batch_trees)
     if backward and not halves:
-        _refuse_attached(given)
+        _refuse_attached(batch_trees)
     cut = microbatch.cut(plan, inputs, target, feeds)
     if (plan.outputs or halves) and plan.merge is None:
         _refuse_unsaid_axes(cut)
     shares = microbatch.shares(cut, plan, options.loss_scale)
-    wanted = trainable_leaves(trees, trainable) if backward else [[False] * len(flatten(t)[0]) for t in trees]
-    ties = resolve_ties(plan, trees, wanted)
+    trained = trainable_leaves(trees, trainable) if backward else [[False] * len(flatten(t)[0]) for t in trees]
+    ties = resolve_ties(plan, trees, trained)
     if backward:
-        refuse_undeclared_ties(trees, wanted, ties)
+        refuse_undeclared_ties(trees, trained, ties)
     if backward and not halves:
-        _refuse_untrained(trees, states, wanted)
+        _refuse_untrained(trees, states, trained)
         _refuse_frozen(trees, trainable)
-    # Whoever set fewer threads than there are cores meant it: other work wants the rest.
+    # A caller who set fewer threads than there are cores leaves the others to other work.
     available = min(len(cores()), torch.get_num_threads())
     threads = options.threads_per_lane or max(1, available // plan.num_devices)
     checks = _checks(options.check)
-    bounds: Sequence[Bound] = _bind(plan, trees, states, wanted, Keys(seed, plan.stages), shares)
+    bounds: Sequence[Bound] = _bind(plan, trees, states, trained, Keys(seed, plan.stages), shares)
     if checks & {"finite", "finite-op"}:
         operations = "finite-op" in checks
         bounds = [
@@ -124,11 +128,13 @@ def prepare(
             for i, (b, tree) in enumerate(zip(bounds, trees, strict=True))
         ]
     program = program_for(plan, cut.num_microbatches, halves=halves)
-    return Prepared(plan, program, cut, shares, trees, states, bounds, where, threads, ties, "used" in checks, options)
+    return Prepared(
+        plan, program, cut, shares, trees, states, bounds, devices, threads, ties, "used" in checks, options
+    )
 
 
 def _check_options(options: RunOptions) -> None:
-    """Raises PlanError for numbers that are none."""
+    """Raise PlanError for options that are of a wrong type or out of range."""
     feeds, scale, threads, timeout = options.feeds, options.loss_scale, options.threads_per_lane, options.timeout
     if feeds is not None and not isinstance(feeds, Mapping):
         raise PlanError(f"feeds is a dict with a tree for each name that stages feed on; got a {type(feeds).__name__}")
@@ -151,7 +157,7 @@ def checked_seed(seed: Any) -> int | None:
 
 
 def _refuse_unsaid_axes(cut: microbatch.Batch) -> None:
-    """Where no input has its rows along axis 0, nobody knows where outputs have theirs. Raises BatchError."""
+    """Raise BatchError where no input is cut along axis 0: the axis of the outputs' rows is not known then."""
     axes = sorted({axis for axis in cut.axes if axis is not None})
     if axes and axes[0] > 0:
         raise BatchError(
@@ -160,20 +166,20 @@ def _refuse_unsaid_axes(cut: microbatch.Batch) -> None:
         )
 
 
-def _found(given: Mapping[str, Tree], wrong: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-    """The leaves that are wrong, with their places; these cost much, and mostly nothing is wrong."""
+def _found(trees: Mapping[str, Tree], wrong: Callable[[Any], bool]) -> list[tuple[str, Any]]:
+    """The wrong leaves with their places; places cost much, so they are made only for trees with a wrong leaf."""
     return [
         (place, leaf)
-        for root, tree in given.items()
+        for root, tree in trees.items()
         if any(wrong(leaf) for leaf in flatten(tree)[0])
         for place, leaf in zip(locations(tree, root), flatten(tree)[0], strict=True)
         if wrong(leaf)
     ]
 
 
-def _refuse_attached(given: Mapping[str, Tree]) -> None:
-    """No gradient goes from a run into its batch, so nothing there may ask for one. Raises BatchError."""
-    faults = [f"{place} {_why(leaf)}" for place, leaf in _found(given, _asks)]
+def _refuse_attached(trees: Mapping[str, Tree]) -> None:
+    """Raise BatchError for leaves of the batch that ask for a gradient: none goes from a run into its batch."""
+    faults = [f"{place} {_why(leaf)}" for place, leaf in _found(trees, _asks)]
     if faults:
         raise BatchError(
             bullets(
@@ -190,7 +196,7 @@ def _bare(leaf: Any) -> Any:
 
 
 def _why(leaf: Any) -> str:
-    """How a leaf of a batch comes to ask for a gradient."""
+    """Why a leaf of a batch asks for a gradient, as words for a fault."""
     bare = _bare(leaf)
     node = bare.grad_fn if isinstance(bare, Tensor) else None
     return "requires a gradient" if node is None else f"was computed by {node.name()}"
@@ -198,19 +204,19 @@ def _why(leaf: Any) -> str:
 
 def _asks(leaf: Any) -> bool:
     if isinstance(leaf, microbatch.Microbatches):
-        return any(_asks(one) for tree in leaf for one in flatten(tree)[0])
+        return any(_asks(inner) for tree in leaf for inner in flatten(tree)[0])
     bare = _bare(leaf)
     return isinstance(bare, Tensor) and bare.requires_grad
 
 
-def _refuse_untrained(trees: Sequence[Tree], states: Sequence[Tree], wanted: list[list[bool]]) -> None:
-    """What would be trained in another way than its owner thinks, or not at all. Raises PlanError."""
-    named = {f"state[{stage}]": tree for stage, tree in enumerate(states)}
+def _refuse_untrained(trees: Sequence[Tree], states: Sequence[Tree], trained: list[list[bool]]) -> None:
+    """Raise PlanError for state that requires gradients, params that are arrays, and params with gradient hooks."""
+    states_by_name = {f"state[{stage}]": tree for stage, tree in enumerate(states)}
     faults = [
         f"{place} requires a gradient, and state gets none: put it into params, or detach it"
-        for place, _ in _found(named, _asks)
+        for place, _ in _found(states_by_name, _asks)
     ]
-    for stage, (tree, flags) in enumerate(zip(trees, wanted, strict=True)):
+    for stage, (tree, flags) in enumerate(zip(trees, trained, strict=True)):
         whys = [_untrained(leaf, flag, stage) for leaf, flag in zip(flatten(tree)[0], flags, strict=True)]
         if any(whys):
             pairs = zip(locations(tree, f"params[{stage}]"), whys, strict=True)
@@ -220,7 +226,7 @@ def _refuse_untrained(trees: Sequence[Tree], states: Sequence[Tree], wanted: lis
 
 
 def _untrained(leaf: Any, trained: bool, stage: int) -> str:
-    """Why a leaf of the params would not be trained as its owner thinks; nothing where it is."""
+    """Why a leaf of the params would not be trained as it says; "" where it would."""
     if not isinstance(leaf, Tensor):
         array = hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0
         return f"is a {type(leaf).__name__}, and gradients are of tensors: torch.from_numpy(array)" if array else ""
@@ -235,7 +241,7 @@ def _untrained(leaf: Any, trained: bool, stage: int) -> str:
 
 
 def _refuse_frozen(trees: Sequence[Tree], trainable: Trainable) -> None:
-    """Where nothing says what is trained all floating leaves are, but not if somebody froze them. Raises PlanError."""
+    """Raise PlanError where ``trainable`` is None and every Parameter is frozen."""
     leaves = (
         [leaf for tree in trees for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)] if trainable is None else []
     )
@@ -248,9 +254,9 @@ def _refuse_frozen(trees: Sequence[Tree], trainable: Trainable) -> None:
         )
 
 
-def _refuse_meta(given: Mapping[str, Tree]) -> None:
-    """Tensors without numbers cannot be computed with."""
-    missing = _found(given, lambda leaf: isinstance(leaf, Tensor) and leaf.is_meta)
+def _refuse_meta(trees: Mapping[str, Tree]) -> None:
+    """Raise BatchError for tensors of the batch on the meta device."""
+    missing = _found(trees, lambda leaf: isinstance(leaf, Tensor) and leaf.is_meta)
     faults = [f"{place} is on the meta device and has no numbers" for place, _ in missing]
     if faults:
         raise BatchError(bullets("the batch cannot be run:", faults))
@@ -260,16 +266,16 @@ def _bind(
     plan: Plan,
     trees: Sequence[Tree],
     states: Sequence[Tree],
-    wanted: list[list[bool]],
+    trained: list[list[bool]],
     keys: Keys,
     shares: Shares,
 ) -> list[Bound]:
-    """Every stage with its parameters and state."""
+    """Bind every stage to its parameters and state."""
     bounds: list[Bound] = []
     for index, (part, params, state) in enumerate(zip(plan.stages, trees, states, strict=True)):
         program: Program = part.program or EagerBound
         loss = plan.loss if index == plan.num_stages - 1 else None
-        options: dict[str, Any] = {"trainable": wanted[index], "train": plan.train, "keys": keys}
+        options: dict[str, Any] = {"trainable": trained[index], "train": plan.train, "keys": keys}
         options["backwards"] = plan.schedule.has_backward
         try:
             bounds.append(program(part, index, params, state, loss=loss, shares=shares, **options))
@@ -319,15 +325,15 @@ def _check_halves(plan: Plan, backward: bool) -> None:
         raise PlanError("vjp was called under torch.inference_mode, where autograd records nothing; call it outside")
 
 
-def _per_stage(what: str, trees: Any, plan: Plan) -> tuple[Tree, ...]:
+def _per_stage(name: str, trees: Any, plan: Plan) -> tuple[Tree, ...]:
     count, labels = plan.num_stages, ", ".join(names_of(plan.stages))
-    given = tuple(cast("Sequence[Tree]", trees)) if isinstance(trees, (tuple, list)) else None
-    if given is not None and len(given) == count:
-        return given
-    found = f"a {type(trees).__name__}" if given is None else f"{len(given)}"
-    hint = f"; for one stage that is ({what},)" if count == 1 else ""
+    entries = tuple(cast("Sequence[Tree]", trees)) if isinstance(trees, (tuple, list)) else None
+    if entries is not None and len(entries) == count:
+        return entries
+    got = f"a {type(trees).__name__}" if entries is None else f"{len(entries)}"
+    hint = f"; for one stage that is ({name},)" if count == 1 else ""
     raise PlanError(
-        f"{what} is a tuple with one tree for each of {count} stages ({labels}), () for none; got {found}{hint}"
+        f"{name} is a tuple with one tree for each of {count} stages ({labels}), () for none; got {got}{hint}"
     )
 
 
@@ -375,6 +381,6 @@ def split_batch(plan: Plan, batch: Any) -> tuple[Tree, Tree]:
     if plan.loss is None:
         return batch, None
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        found = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")  # pyright: ignore
-        raise BatchError(f"the plan has a loss, so a batch is (inputs, target); got {found}; target may be None")
+        got = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")  # pyright: ignore
+        raise BatchError(f"the plan has a loss, so a batch is (inputs, target); got {got}; target may be None")
     return batch[0], batch[1]

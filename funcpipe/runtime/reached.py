@@ -1,4 +1,4 @@
-"""What a stage can reach besides its arguments: tensors and numbers by the names under which its code finds them."""
+"""Finds what a stage can reach besides its arguments: tensors and numbers, by the names that its code uses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "optree", "funcpipe"}
 """Packages whose objects are not looked into."""
 
 _MANY = 1000
-"""Of a container with more entries only their number is told."""
+"""Of a container with more entries only the number is noted."""
 
 
 class Reached:
-    """What one stage closes over.
+    """The leaves that one stage closes over.
 
     Attributes:
         found: leaves by name: tensors, numbers, strings, None, lengths of containers.
@@ -35,7 +35,7 @@ class Reached:
             self._look("", part.fn)
 
     def _look(self, name: str, value: Any) -> None:
-        """Note a leaf, or look into a thing that a stage may hold leaves in."""
+        """Note a leaf, or look into an object that may hold some."""
         if isinstance(value, (Tensor, bool, int, float, complex, str, bytes, type(None))):
             self._note(name, value)
             return
@@ -63,8 +63,8 @@ class Reached:
         elif not _foreign(type(value)) and hasattr(value, "__dict__"):
             if callable(value):
                 self._look(name, type(value).__call__)
-            for key, held in vars(value).items():
-                self._look(f"{name}.{key}".lstrip("."), held)
+            for key, attribute in vars(value).items():
+                self._look(f"{name}.{key}".lstrip("."), attribute)
         else:  # functools.cache and the like
             wrapped = getattr(value, "__wrapped__", None)
             if wrapped is not None:
@@ -80,17 +80,17 @@ class Reached:
         if len(container) > _MANY:
             return
         pairs = container.items() if isinstance(container, Mapping) else enumerate(container)
-        for key, held in pairs:
-            self._look(f"{name}[{key!r}]", held)
+        for key, entry in pairs:
+            self._look(f"{name}[{key!r}]", entry)
 
     def _module(self, name: str, module: nn.Module) -> None:
         for path, layer in module.named_modules(prefix=name):
-            own = layer.named_parameters(recurse=False, remove_duplicate=False)
-            for key, held in (*own, *layer.named_buffers(recurse=False, remove_duplicate=False)):
-                self._look(f"{path}.{key}".lstrip("."), held)
-            for key, held in vars(layer).items():
-                if isinstance(held, (Tensor, bool, int, float, list, dict)) and not key.startswith("_"):
-                    self._look(f"{path}.{key}".lstrip("."), held)
+            parameters = layer.named_parameters(recurse=False, remove_duplicate=False)
+            for key, value in (*parameters, *layer.named_buffers(recurse=False, remove_duplicate=False)):
+                self._look(f"{path}.{key}".lstrip("."), value)
+            for key, value in vars(layer).items():
+                if isinstance(value, (Tensor, bool, int, float, list, dict)) and not key.startswith("_"):
+                    self._look(f"{path}.{key}".lstrip("."), value)
             self._look("", type(layer).forward)
 
     def _function(self, fn: FunctionType) -> None:
@@ -104,17 +104,21 @@ class Reached:
         for key in _globals(fn.__code__):
             if key in fn.__globals__:
                 self._look(key, fn.__globals__[key])
-        for held in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
-            if not isinstance(held, (bool, int, float, str, type(None))):
-                self._look(f"a default of {fn.__name__}", held)
+        for default in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
+            if not isinstance(default, (bool, int, float, str, type(None))):
+                self._look(f"a default of {fn.__name__}", default)
 
 
 def _globals(code: CodeType) -> list[str]:
-    """Names that a function, or one inside of it, looks up outside."""
-    names = [one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
-    return list(dict.fromkeys([*names, *(name for one in inner for name in _globals(one))]))
+    """Names of globals that a function, or one inside of it, looks up."""
+    names = [
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    ]
+    codes = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return list(dict.fromkeys([*names, *(name for inner in codes for name in _globals(inner))]))
 
 
-def _foreign(thing: Any) -> bool:
-    return (getattr(thing, "__module__", None) or "").split(".")[0] in _OTHERS
+def _foreign(value: Any) -> bool:
+    return (getattr(value, "__module__", None) or "").split(".")[0] in _OTHERS

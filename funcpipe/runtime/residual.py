@@ -1,4 +1,4 @@
-"""What an eager forward keeps for its backward: an autograd graph, which can wait in host memory."""
+"""The residual of an eager forward: an autograd graph, whose saved tensors can wait in host memory."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ class EagerResidual:
         if self._moved is not None:
             return self._moved
         named = [*self.y, *(leaf for leaves in self.stash.values() for leaf in leaves), *self.x.values()]
-        named += [leaf for _, held in self.skips for leaf in held.values()]
+        named += [leaf for _, leaves in self.skips for leaf in leaves.values()]
         return sum(leaf.nbytes for leaf in named if isinstance(leaf, Tensor))
 
     def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
-        """Move what autograd saved to the host, or back; see `slots` for what stays.
+        """Move what autograd saved to the host, or back; see `saved_tensors` for what stays.
 
         Of the outputs only their places in the graph are kept, of the leaves at the inputs only their shapes: a
         backward needs no more, and where it needs their numbers autograd saved them. The losses stay: they are single
         numbers.
 
         Args:
-            to: the way.
+            to: the stream that moves it.
             fixed: addresses of memory that stays where it is.
 
         Returns:
@@ -100,8 +100,8 @@ class EagerResidual:
         for piece, copy in zip(self._pieces, copies, strict=True):
             piece.empty()
             piece.flat = copy
-        for held in (self.x, *(held for _, held in self.skips)):
-            for leaf in held.values():
+        for leaves in (self.x, *(leaves for _, leaves in self.skips)):
+            for leaf in leaves.values():
                 if is_plain(leaf) and leaf.numel() and to.takes(leaf) and address(leaf) not in fixed:
                     leaf.data = to.hollow(leaf)
         self._moved = 0
@@ -119,5 +119,5 @@ class EagerResidual:
 
 
 def _edges(leaves: Sequence[Any]) -> list[Any]:
-    """Where in the graph the tensors are; None for those that have no gradient."""
+    """The graph edges of the leaves; None for those that require no gradient."""
     return [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Keyed randomness: what a stage draws depends on seed, layer, draw and microbatch, and on nothing else.
+"""Keyed randomness: what a stage draws depends on seed, layer, draw and microbatch alone.
 
 CPU operations share one generator per process and ``F.dropout`` takes none, so every random operation of a forward is
 caught (`drawing`) and given a generator seeded by its key. Where the draw happens is read from the Python stack: the
@@ -57,7 +57,7 @@ def _mix(*parts: int | str) -> int:
 
 
 class Keys:
-    """The keys of one run: the seed, and which stage draws at which path."""
+    """The keys of one run: the seed, and the stage that draws at each path."""
 
     def __init__(self, seed: int | None, stages: Sequence[Stage]) -> None:
         self.seed = seed
@@ -75,14 +75,14 @@ class Keys:
         return f"{part.name}.{layer}" if layer and self._clashes(part) else layer or part.name
 
     def number(self, path: str, nth: int, microbatch: int) -> int:
-        """What seeds the generator of a draw."""
+        """The seed of the generator of a draw."""
         return _mix(self.seed or 0, path, nth, microbatch)
 
     def claim(self, stage: int, layer: str, what: Any, part: Stage | None = None) -> None:
-        """Refuse a draw without a seed, at a path that names no layer, or that another stage draws at.
+        """Refuse a draw without a seed, without a path of its own, or at a path that another stage draws at.
 
         Raises:
-            DrawError: it says so; ``what`` is the operation.
+            DrawError: for such a draw; ``what`` is the operation.
         """
         if self.seed is None:
             raise DrawError(
@@ -142,7 +142,7 @@ class KeyedDraws(CatchDraws):
         self.regions: dict[str, Any] = {}
 
     def forget(self) -> None:
-        """The next task begins, with its own draws."""
+        """Begin the next task: forget the draws of the last one."""
         self.counts, self.regions = {}, {}
 
     @property
@@ -174,11 +174,11 @@ class KeyedDraws(CatchDraws):
             nth %= self.replays.get(path, 1)
         generator.manual_seed(self.keys.number(path, nth, self.microbatch))
         start = generator.get_state()
-        out = call()
+        result = call()
         if not torch.equal(generator.get_state(), start):
             self._check(func, layer, region, depth)
             self.counts[path] = self.counts.get(path, 0) + 1
-        return out
+        return result
 
     def _check(self, func: Any, layer: str, region: Any, depth: int) -> None:
         """Refuse a draw that has no key, or that a backward could not repeat."""
@@ -200,7 +200,7 @@ class KeyedDraws(CatchDraws):
 
 
 def locate(places: Mapping[int, str]) -> tuple[str, Any, int]:
-    """The layer that draws, the innermost checkpoint region around it, and how many regions there are."""
+    """The layer that draws, the innermost checkpoint region around it, and the number of regions around it."""
     layer: str | None = None
     regions: list[Any] = []
     for frame in frames():
@@ -214,14 +214,14 @@ def locate(places: Mapping[int, str]) -> tuple[str, Any, int]:
 
 @contextmanager
 def borrowed(device: torch.device) -> Generator[torch.Generator]:
-    """For operations that take no generator: the device's own, its state put back afterwards."""
+    """The device's own generator, for operations that take none; its state is put back afterwards."""
     with _global_draw:
         generator = default_generator(device)
-        before = generator.get_state()
+        state = generator.get_state()
         try:
             yield generator
         finally:
-            generator.set_state(before)
+            generator.set_state(state)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -248,12 +248,12 @@ def _twin(func: Any) -> Callable[..., Any] | None:
 
     if takes(func):
         return func
-    own = [(a.name, str(a.type)) for a in schema(func).arguments]
+    signature = [(a.name, str(a.type)) for a in schema(func).arguments]
     packet = func.overloadpacket
     for name in packet.overloads():
         other = getattr(packet, name)
-        names = [(a.name, str(a.type)) for a in schema(other).arguments if a.name != "generator"]
-        if takes(other) and names == own:
+        other_signature = [(a.name, str(a.type)) for a in schema(other).arguments if a.name != "generator"]
+        if takes(other) and other_signature == signature:
             return other
     return None
 
@@ -262,7 +262,7 @@ def _device(args: Any, kwargs: Any) -> torch.device:
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
     for value in (*args, *kwargs.values()):
-        for one in value if isinstance(value, (list, tuple)) else (value,):  # pyright: ignore
-            if isinstance(one, Tensor):
-                return one.device
+        for item in value if isinstance(value, (list, tuple)) else (value,):  # pyright: ignore
+            if isinstance(item, Tensor):
+                return item.device
     return torch.get_default_device()

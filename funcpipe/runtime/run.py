@@ -1,4 +1,4 @@
-"""run: a plan on a batch."""
+"""run: runs a plan on a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner of one lane: does its instructions, one after the other. It knows no schedule, no autograd, no other lane."""
+"""Runs the instructions of one lane, one after the other. It knows no schedule, no autograd, no other lane."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from funcpipe.runtime.transport import Transport
 
 
 class Runner:
-    """A lane at run time.
+    """The state of one lane while it runs.
 
     Args:
         program: the lane's.
@@ -26,10 +26,10 @@ class Runner:
     Attributes:
         slots: what lies in each; None: nothing.
         coming: by slot, the event after which what lies there may be read.
-        done: how many actions.
-        stop: how many it shall do.
+        done: how many actions are done.
+        stop: how many are done when it ends.
         spans: (action, start, end) in nanoseconds.
-        thread: who runs it; 0: nobody.
+        thread: the identity of the thread that runs it; 0: none.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Runner:
         self.thread = 0
 
     def advance(self) -> None:
-        """One action with everything around it.
+        """Run the next action and the instructions around it.
 
-        Who reads a value waits for its event, not who comes before.
+        An action that reads a value waits for its event; those before it do not.
         """
         slots, transport = self.slots, self.transport
         number = self.done
@@ -66,8 +66,8 @@ class Runner:
                     for slot in reads:
                         self.place.wait(self.coming.pop(slot, None))
                 results = self.steps[call](values, instruction)
-                for at, slot in enumerate(writes):
-                    slots[slot] = results[at]
+                for index, slot in enumerate(writes):
+                    slots[slot] = results[index]
                 del values, results  # else a value would outlive its free while this lane waits for a slot
             elif type(instruction) is Receive:
                 slots[instruction.slot], event = transport.receive(instruction)
@@ -85,7 +85,7 @@ class Runner:
 
 
 def _measured(step: Step, program: LaneProgram, spans: list[tuple[Action, int, int]]) -> Step:
-    """The step that also notes when it ran."""
+    """A step that also notes when it ran."""
 
     def measured(reads: list[Any], run: Run) -> Sequence[Any]:
         start = perf_counter_ns()

@@ -1,4 +1,4 @@
-"""What autograd saved in a graph, taken out of it so that it can be moved: slots, and the memory that they share.
+"""Takes what autograd saved out of a graph, so that it can be moved: slots, and the memory that they share.
 
 Autograd lets hooks be put on a saved tensor after the forward, so a forward that is not moved pays nothing, and stages
 may use what refuses saved-tensor hooks (torch.func).
@@ -9,8 +9,8 @@ What stays on the device:
 - single numbers (torch takes those of the program, as the 2 in ``x * 2``, for numbers again);
 - tensors that are not torch's own dense ones (subclasses, sparse, quantized, conjugate views), that lie elsewhere, or
   whose memory torch did not allocate;
-- what torch does not show: saved by operations written in C++, by an in-place operation on a view (``CopySlices``), or as
-  an attribute of the ``ctx`` of an ``autograd.Function``;
+- what torch does not show: saved by operations written in C++, by an in-place operation on a view (``CopySlices``), or
+  as an attribute of the ``ctx`` of an ``autograd.Function``;
 - what another hook has packed (in a ``torch.utils.checkpoint`` region nothing is kept but its inputs, which move).
 """
 
@@ -30,7 +30,7 @@ from funcpipe.runtime.plain_tensors import address, is_plain
 _ALIGNED = 64
 """Torch's allocations on the CPU begin at a multiple of so many bytes."""
 _BLOCK = 512
-"""And on CUDA at one of so many: an offset that is a multiple can be taken off, and kernels see the same alignment."""
+"""On CUDA at a multiple of this: such an offset can be taken off, and kernels see the same alignment."""
 
 _names: WeakKeyDictionary[type, tuple[tuple[str, str], ...]] = WeakKeyDictionary()
 
@@ -60,49 +60,49 @@ def take_out(nodes: Iterable[Any], to: HostStream, fixed: frozenset[int]) -> lis
 
     Args:
         nodes: of the outputs.
-        to: the way that it will go.
+        to: the stream that will move them.
         fixed: addresses of memory that stays.
 
     Raises:
         RuntimeError: autograd's own, where a saved tensor was modified in place.
     """
-    todo, seen, slots = list(nodes), set[Any](), list[SavedSlot]()
+    todo, visited, slots = list(nodes), set[Any](), list[SavedSlot]()
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
-        todo += [after for after, _ in node.next_functions]
-        for raw, tensor in _saved_by(node):
+        visited.add(node)
+        todo += [next_node for next_node, _ in node.next_functions]
+        for handle, tensor in _saved_by(node):
             if isinstance(tensor, Tensor) and _moves(tensor, to, fixed):
                 slot = SavedSlot()
-                raw.register_hooks(slot.pack, _unpack)
+                handle.register_hooks(slot.pack, _unpack)
                 slots.append(slot)
     return slots
 
 
 def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
-    """What a node saved, each as autograd's handle and the tensor.
+    """What a node saved, as pairs of autograd's handle and the tensor.
 
-    The tensor is read as a backward would read it, which looks whether it was modified since. One that is packed
+    The tensor is read as a backward would read it, which checks whether it was modified since. One that is packed
     already is left alone: to read it would be to unpack it.
     """
     for hidden, name in _names_of(node):
-        raws = _many(getattr(node, hidden))
-        hooks = [raw.unpack_hook for raw in raws]
+        handles = _many(getattr(node, hidden))
+        hooks = [handle.unpack_hook for handle in handles]
         if all(hook is None for hook in hooks):
-            yield from zip(raws, _many(getattr(node, name)), strict=True)
+            yield from zip(handles, _many(getattr(node, name)), strict=True)
         for hook in hooks:
             yield from inputs_of_region(hook)
 
 
 def _names_of(node: Any) -> Iterable[tuple[str, str]]:
-    """The attributes of a node with what it saved: of the handles, of the tensors."""
+    """The names of a node's attributes with what it saved, as pairs: of the handles, of the tensors."""
     kind = type(node)
-    found = _names.get(kind)
-    if found is None:
-        found = _names[kind] = saved_names(kind)
-    return found
+    names = _names.get(kind)
+    if names is None:
+        names = _names[kind] = saved_names(kind)
+    return names
 
 
 def _many(value: Any) -> Sequence[Any]:
@@ -117,7 +117,7 @@ def _moves(tensor: Tensor, to: HostStream, fixed: frozenset[int]) -> bool:
 
 
 class SavedView(NamedTuple):
-    """How a slot's tensor lies in its piece."""
+    """The place of a slot's tensor in its piece."""
 
     slot: weakref.ref[SavedSlot]
     dtype: Any
@@ -131,19 +131,25 @@ class SavedPiece:
 
     Attributes:
         flat: the stretch, as numbers of the smallest type in it.
-        views: of the slots.
+        views: one for each slot.
     """
 
     def __init__(self, slots: Sequence[SavedSlot]) -> None:
         tensors = [slot.tensor for slot in slots if slot.tensor is not None]
-        least = min(tensors, key=lambda one: one.itemsize)
-        low = min(_offset(one) * one.itemsize for one in tensors) // _BLOCK * _BLOCK
+        smallest = min(tensors, key=lambda tensor: tensor.itemsize)
+        low = min(_offset(tensor) * tensor.itemsize for tensor in tensors) // _BLOCK * _BLOCK
         high = max(map(_end, tensors))
-        size = least.itemsize
-        self.flat = least.as_strided(((high - low) // size,), (1,), low // size)
+        size = smallest.itemsize
+        self.flat = smallest.as_strided(((high - low) // size,), (1,), low // size)
         self.views = [
-            SavedView(weakref.ref(slot), one.dtype, one.size(), one.stride(), _offset(one) - low // one.itemsize)
-            for slot, one in zip(slots, tensors, strict=True)
+            SavedView(
+                weakref.ref(slot),
+                tensor.dtype,
+                tensor.size(),
+                tensor.stride(),
+                _offset(tensor) - low // tensor.itemsize,
+            )
+            for slot, tensor in zip(slots, tensors, strict=True)
         ]
 
     @property

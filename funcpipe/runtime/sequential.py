@@ -1,4 +1,4 @@
-"""The oracle: the same stages on the same microbatches in a plain loop; no plan, no lanes, no slots."""
+"""The oracle of `run`: the same stages on the same microbatches in a plain loop, without lanes and slots."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _execute(ready: Prepared) -> Result:
 
 
 class Loop:
-    """The loop, a microbatch at a time."""
+    """Runs the stages in a plain loop, a microbatch at a time."""
 
     def __init__(self, ready: Prepared) -> None:
         self.ready, self.plan, self.routes = ready, ready.plan, routes(ready.plan.stages)
@@ -89,7 +89,7 @@ class Loop:
         self.at = (0, 0, "F")
 
     def run(self) -> None:
-        """Everything: a forward, then every backward that the order of its stage lets come next."""
+        """Run all microbatches: a forward of each, then every backward that the order of its stage lets come next."""
         count = self.ready.batch.num_microbatches
         schedule = self.plan.schedule.first(count)
         backwards = [deque(schedule.backward_order(stage)) for stage in range(self.plan.num_stages)]
@@ -103,7 +103,7 @@ class Loop:
             fail(error, self.where())
 
     def _may(self, action: Action, stage: int) -> bool:
-        """Is there what a backward reads. Where the next stage's has run, so have all later ones."""
+        """Are there the values that a backward reads. Where the next stage's has run, so have all later ones."""
         m = action.microbatch
         if action.kind is Kind.W:
             return True  # its I stands before it
@@ -152,7 +152,7 @@ class Loop:
             yield stage
 
     def _backward(self, action: Action) -> None:
-        """B, or its half."""
+        """Run a B, an I or a W."""
         kind, stage, m = action
         self.at = (stage, m, kind.value)
         part, bound = self.plan.stages[stage], self.ready.bounds[stage]
@@ -168,12 +168,12 @@ class Loop:
             for name in (*part.stash, *part.offers)
             if name in self.routes
         }
-        given = None if y is None else self._to(y, stage)
+        y_grads = None if y is None else self._to(y, stage)
         residual = self.residuals.pop((stage, m))
         if kind is Kind.I:
-            cotangents, self.residuals[stage, m] = bound.backward_input(residual, given, stash)
+            cotangents, self.residuals[stage, m] = bound.backward_input(residual, y_grads, stash)
         else:
-            cotangents = bound.backward(residual, given, stash)
+            cotangents = bound.backward(residual, y_grads, stash)
         if stage:
             self.grads[stage - 1, m] = cotangents.x
         for name, gradient in zip(part.pop, cotangents.skips, strict=True):

@@ -1,4 +1,4 @@
-"""Lanes and the edges between them: on the CPU a hand-over, on CUDA streams, events and copies.
+"""Places of lanes and the edges between them: on the CPU a hand-over, on CUDA streams, events and copies.
 
 A lane computes on one stream of its device. An edge has a copy stream; a copy waits for the event after which its value
 is there, and for the event after which its slot is free, and is itself followed by an event that the reader waits for.
@@ -30,7 +30,7 @@ class StreamBackend:
         return device.type not in ("cpu", "meta")
 
     def module(self, device: torch.device) -> Any:
-        """Where Stream, Event, stream and current_stream of the device are."""
+        """The module with Stream, Event, stream and current_stream of the device."""
         return torch.get_device_module(device.type)
 
     def lies_on(self, tensor: Tensor, device: torch.device) -> bool:
@@ -48,12 +48,12 @@ class StreamBackend:
     def record(self, tensor: Tensor, stream: Any) -> None:
         """Tell the allocator that a stream uses the tensor.
 
-        The allocator passes over memory that is shared copy-on-write (it does not know its deleter): see `materialized`.
+        The allocator passes over memory that is shared copy-on-write: it does not know its deleter. See `materialized`.
         """
         tensor.record_stream(stream)
 
     def room(self, like: Tensor, count: int, device: torch.device | None) -> Tensor:
-        """Memory for so many numbers, of the current stream's pool; None: of the host, such as streams copy from and to.
+        """Memory for ``count`` numbers, of the current stream's pool; with device None page-locked memory of the host.
 
         Torch keeps page-locked memory for the next one who asks, and knows which streams still work on it.
         """
@@ -66,7 +66,7 @@ class StreamBackend:
         target.copy_(source, non_blocking=True)
 
     def hollow(self, tensor: Tensor) -> Tensor:
-        """What looks like the tensor, to its strides, and has no memory."""
+        """A tensor of the same size, strides and type that has no memory."""
         new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         new.untyped_storage().resize_(0)
         return new
@@ -75,7 +75,7 @@ class StreamBackend:
         """The streams of runs that the calling thread begins, by device and name.
 
         They are the same ones in every run: torch keeps freed memory, and workspaces of libraries, for each stream, and
-        there are 32 of a device. Runs of another thread have others, so that they are in none of our recordings.
+        a device has 32. Runs of another thread have others, so that they are in none of our recordings.
         """
         local = self.__dict__.setdefault("_local", threading.local())
         if not hasattr(local, "streams"):
@@ -87,13 +87,13 @@ class StreamBackend:
         event.synchronize()
 
     def graph(self, device: torch.device) -> Graph | None:
-        """What records work of the device; None: its kind has nothing of the sort."""
+        """A graph that records work of the device; None where its kind of device has none."""
         module = self.module(device) if self.asynchronous(device) else None
         return DeviceGraph(module, device) if hasattr(module, "CUDAGraph") else None
 
 
 def _apart(value: Border) -> Border:
-    """A value that another thread may write to and free: a copy, whole.
+    """A whole copy of the value, which another thread may write to and free.
 
     Not copy-on-write: two threads that free the last two sharers of such memory at once may lock a mutex that is gone
     (torch deletes the sharers' context while the other is about to lock it). Nobody writes to gradients, so they go as
@@ -107,7 +107,7 @@ def _apart(value: Border) -> Border:
 
 
 def _without_gaps(value: Border) -> Border:
-    """What eager stages, which copy it at once, and programs, which do not, see alike: memory without gaps."""
+    """The value in memory without gaps, which eager stages (these copy it at once) and programs then see alike."""
     if all(not isinstance(leaf, Tensor) or fills(leaf) for leaf in value.leaves):
         return value
     leaves = [leaf if not isinstance(leaf, Tensor) or fills(leaf) else leaf.clone() for leaf in value.leaves]
@@ -149,41 +149,41 @@ class Place:
         if self.asynchronous and not alone:
             self.stream = self.named("lane", device)
         self.beside: list[Any] = []
-        """Streams that copy into memory of the lane's."""
+        """Streams that copy into the lane's memory."""
 
     def named(self, name: str, device: torch.device, other: int = -1) -> Any:
         """The stream of this name, between the lane and another, on a device."""
         key = device, name, self.lane, other
-        found = self._own.get(key)
-        if found is None:
-            found = self._own[key] = self.backend.module(device).Stream(device)
-        return found
+        stream = self._own.get(key)
+        if stream is None:
+            stream = self._own[key] = self.backend.module(device).Stream(device)
+        return stream
 
     def active(self) -> AbstractContextManager[Any]:
         """Inside, operations go to the lane's stream."""
         return self.module.stream(self.stream) if self.asynchronous else nullcontext()
 
     def fork(self) -> None:
-        """What the caller has queued comes before the lane's work."""
+        """Let the lane's work wait for what the caller has queued."""
         if self.asynchronous:
             self.caller = self.module.current_stream(self.device)  # the second half of a vjp may come from another
             if self.stream != self.caller:
                 self.stream.wait_stream(self.caller)
 
     def join(self) -> None:
-        """The lane's work comes before what the caller queues next."""
+        """Let what the caller queues next wait for the lane's work."""
         for stream in self.beside:  # a run that failed has not waited for all of them
             self.stream.wait_stream(stream)
         if self.asynchronous and self.stream != self.caller:
             self.caller.wait_stream(self.stream)
 
     def settle(self) -> None:
-        """What the caller has read of the lane's memory by now comes before the memory is given out again."""
+        """Let the lane's stream wait for the caller's reads of its memory before that is given out again."""
         if self.asynchronous and self.stream != self.caller:
             self.stream.wait_stream(self.caller)
 
     def hand(self, leaf: Any) -> Any:
-        """A leaf of the lane's, for the caller, who may use and free it as his own."""
+        """A leaf of the lane's made safe for the caller to use and free."""
         if not self.asynchronous or self.stream == self.caller or not isinstance(leaf, Tensor):
             return leaf
         leaf = materialized(leaf)
@@ -199,7 +199,7 @@ class Place:
         return event
 
     def wait(self, event: Any) -> None:
-        """What the lane does from now on comes after the event."""
+        """Let what the lane does from now on wait for the event."""
         if event is None:
             return
         if self.asynchronous:
@@ -260,14 +260,16 @@ class CopyEdge:
         ends = [target] if target.asynchronous else []
         if source is None:
             tensors = (leaf for leaf in value.leaves if isinstance(leaf, Tensor))
-            given = dict.fromkeys(d for leaf in tensors if (d := backend.streamed(leaf)) is not None)
-            ends += [Place(device, alone=True) for device in given if device != target.device]
+            devices = dict.fromkeys(d for leaf in tensors if (d := backend.streamed(leaf)) is not None)
+            ends += [Place(device, alone=True) for device in devices if device != target.device]
             for place in ends:  # what the caller gave may still be under way on his streams
-                if place.device in given:
+                if place.device in devices:
                     self._stream(place).wait_stream(place.caller)
         elif source.asynchronous:
             value = Border(
-                [materialized(x) if isinstance(x, Tensor) else x for x in value.leaves], value.spec, value.flags
+                [materialized(leaf) if isinstance(leaf, Tensor) else leaf for leaf in value.leaves],
+                value.spec,
+                value.flags,
             )
             ends.append(source)
             self._stream(source).wait_event(source.event())

@@ -1,4 +1,4 @@
-"""Which leaves of the parameters get gradients, and which are one parameter in several stages."""
+"""Finds the leaves of the parameters that get gradients, and those that are one parameter in several stages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def trainable_leaves(trees: Sequence[Tree], trainable: Trainable) -> list[list[b
     """For each stage, for each leaf: does it get a gradient. Raises PlanError."""
     flat = [flatten(tree)[0] for tree in trees]
     if trainable is None:
-        marked = any(isinstance(leaf, Tensor) and leaf.requires_grad for own in flat for leaf in own)
-        return [[is_differentiable(leaf) and (leaf.requires_grad or not marked) for leaf in own] for own in flat]
+        marked = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaves in flat for leaf in leaves)
+        return [[is_differentiable(leaf) and (leaf.requires_grad or not marked) for leaf in leaves] for leaves in flat]
     if isinstance(trainable, bool):
-        return [[trainable and is_differentiable(leaf) for leaf in own] for own in flat]
+        return [[trainable and is_differentiable(leaf) for leaf in leaves] for leaves in flat]
     if callable(trainable):
         chosen: list[list[bool]] = []
         for stage, tree in enumerate(trees):
@@ -47,14 +47,14 @@ def trainable_leaves(trees: Sequence[Tree], trainable: Trainable) -> list[list[b
     return [_flags(stage, tree, trainable[stage]) for stage, tree in enumerate(trees)]
 
 
-def _flags(stage: int, tree: Tree, wanted: Any) -> list[bool]:
+def _flags(stage: int, tree: Tree, choice: Any) -> list[bool]:
     leaves, spec = flatten(tree)
-    if isinstance(wanted, bool):
-        return [wanted and is_differentiable(leaf) for leaf in leaves]
-    flags, own_spec = flatten(wanted)
-    if own_spec != spec or not all(isinstance(flag, bool) for flag in flags):
+    if isinstance(choice, bool):
+        return [choice and is_differentiable(leaf) for leaf in leaves]
+    flags, choice_spec = flatten(choice)
+    if choice_spec != spec or not all(isinstance(flag, bool) for flag in flags):
         raise PlanError(
-            f"trainable[{stage}] is True, False, or a tree of them like params[{stage}] ({spec}); got {own_spec}"
+            f"trainable[{stage}] is True, False, or a tree of them like params[{stage}] ({spec}); got {choice_spec}"
         )
     faults = [
         f"{path}"
@@ -69,7 +69,7 @@ def _flags(stage: int, tree: Tree, wanted: Any) -> list[bool]:
 
 
 def resolve_ties(
-    plan: Plan, trees: Sequence[Tree], wanted: list[list[bool]]
+    plan: Plan, trees: Sequence[Tree], trained: list[list[bool]]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The plan's ties as groups of (stage, leaf number). Raises PlanError where they do not fit."""
     faults: list[str] = []
@@ -77,18 +77,18 @@ def resolve_ties(
     for group in plan.ties:
         members: list[tuple[int, int]] = []
         for stage, key in group:
-            found = paths(trees[stage])
+            leaf_paths = paths(trees[stage])
             path: Path = key if isinstance(key, tuple) else (key,)
-            if path in found:
-                members.append((stage, found.index(path)))
+            if path in leaf_paths:
+                members.append((stage, leaf_paths.index(path)))
             else:
-                near = difflib.get_close_matches(str(key), [str(p[0] if len(p) == 1 else p) for p in found], 1)
+                near = difflib.get_close_matches(str(key), [str(p[0] if len(p) == 1 else p) for p in leaf_paths], 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 faults.append(f"params[{stage}] has no leaf at {key!r}{hint}")
         shapes = {tuple(flatten(trees[s])[0][n].shape) for s, n in members}
         if len(shapes) > 1:
             faults.append(f"the leaves of {group} differ in shape: {sorted(shapes)}")
-        if len({wanted[s][n] for s, n in members}) > 1:
+        if len({trained[s][n] for s, n in members}) > 1:
             faults.append(f"some leaves of {group} are trainable and some are not")
         groups.append(tuple(members))
     if faults:
@@ -97,14 +97,14 @@ def resolve_ties(
 
 
 def refuse_undeclared_ties(
-    trees: Sequence[Tree], wanted: list[list[bool]], ties: Sequence[Sequence[tuple[int, int]]]
+    trees: Sequence[Tree], trained: list[list[bool]], ties: Sequence[Sequence[tuple[int, int]]]
 ) -> None:
-    """One tensor in two stages that no tie names: its gradients would not be summed. Raises PlanError."""
+    """Raise PlanError for one tensor in two stages that no tie names: its gradients would not be summed."""
     declared = {member: number for number, group in enumerate(ties) for member in group}
     first: dict[int, tuple[int, int]] = {}
     for stage, tree in enumerate(trees):
         for number, leaf in enumerate(flatten(tree)[0]):
-            if not wanted[stage][number]:
+            if not trained[stage][number]:
                 continue
             other = first.setdefault(id(leaf), (stage, number))
             if other[0] == stage:

@@ -1,8 +1,8 @@
-"""What carries values from lane to lane. A lane's runner knows its own program and this; it knows no other lane.
+"""Carries values from lane to lane: a lane's runner knows its own program and a transport, and no other lane.
 
-`Transport` is what a runner needs. `Local` is the one within a process: values go into the mailbox of the lane that
-reads them, over an `Edge` (a hand-over, or copies between streams), and slots that are free again into that of the lane
-that fills them.
+`Transport` is the protocol that a runner needs. `Local` is the one within a process: values go into the mailbox of the
+lane that reads them, over a `Channel` (a hand-over, or copies between streams), and slots that are free again into that
+of the lane that fills them.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class Transport(Protocol):
 
 
 class Stop(SystemExit):
-    """Unwinds a lane whose run is over. Never leaves this room."""
+    """Raised in a thread to unwind it when its run is over; users never see it."""
 
 
 class Mailbox:
-    """What the others have for a lane: tickets by slot, events of free slots by (lane, slot). All are on one thread."""
+    """What others have put for a lane: tickets by slot, events of free slots by (lane, slot). One thread runs all."""
 
     def __init__(self) -> None:
         self.came: dict[Hashable, Any] = {}
         self.waits: Hashable = None
-        """What the lane waits for just now; None: nothing."""
+        """The key that the lane waits for; None: it does not wait."""
 
-    def put(self, key: Hashable, thing: Any) -> None:
+    def put(self, key: Hashable, item: Any) -> None:
         """Hand something to the lane."""
-        self.came[key] = thing
+        self.came[key] = item
 
     def wait(self, key: Hashable) -> None:
         """Wait until something has come under a key."""
@@ -58,15 +58,15 @@ class Mailbox:
 
 
 class Inbox(Mailbox):
-    """The mailbox of a lane that has its own thread: only that looks at what came."""
+    """The mailbox of a lane with a thread of its own, which alone reads ``came``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.messages: queue.SimpleQueue[tuple[Hashable, Any] | None] = queue.SimpleQueue()
 
-    def put(self, key: Hashable, thing: Any) -> None:
+    def put(self, key: Hashable, item: Any) -> None:
         """Hand something to the lane."""
-        self.messages.put((key, thing))
+        self.messages.put((key, item))
 
     def wait(self, key: Hashable) -> None:
         """Wait until something has come under a key. Raises Stop."""
@@ -90,7 +90,7 @@ class PoolLevel:
         self.sent = self.freed = self.most = 0
 
     def add(self) -> None:
-        """One more."""
+        """Count a value that is sent."""
         self.sent = sent = self.sent + 1
         if sent - self.freed > self.most:
             self.most = sent - self.freed
@@ -118,7 +118,7 @@ class Local:
         self.lane, self.box, self.boxes, self.caller = program.lane, boxes[program.lane], boxes, caller
         self.given = edges.get((CALLER, program.lane))
         self.ways = {end: (edges[program.lane, end[0]], boxes[end[0]], levels[end]) for end in program.outgoing}
-        """By (lane, slot), how a value gets there."""
+        """By (lane, slot): the edge, the mailbox and the pool level there."""
         self.levels = {slot: level for (lane, slot), level in levels.items() if lane == program.lane}
         self.freed: dict[int, Any] = {}
         self.came = self.box.came
@@ -145,7 +145,7 @@ class Local:
         box.put(end[1], edge.send(value, self.came.pop(end)))
 
     def free(self, slot: int, source: int, event: Any) -> None:
-        """Tell who fills the slot that it is free."""
+        """Tell the lane that fills the slot that it is free."""
         self.levels[slot].freed += 1
         if source == CALLER:
             self.freed[slot] = event

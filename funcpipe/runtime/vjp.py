@@ -82,14 +82,14 @@ def vjp(
     ready = prepare("vjp", plan, params, inputs, options, halves=True)
     for borders in (ready.batch.inputs, *ready.batch.feeds.values()):
         # The caller may write into his batch before R reads it again.
-        borders[:] = [Border(share(one.leaves), one.spec, one.flags) for one in borders]
+        borders[:] = [Border(share(border.leaves), border.spec, border.flags) for border in borders]
     if input_grads is not False:
         _want(ready.batch.inputs, input_grads)
     return _forwards(ready, Execution(ready, _by_halves(executor, plan)))
 
 
 def _by_halves(executor: ExecutorLike, plan: Plan) -> LaneExecutor:
-    """The executor that is meant. Raises PlanError where it does whole runs only."""
+    """The executor of both halves. Raises PlanError where it does whole runs only."""
     chosen = executor_for(executor, plan)
     if not isinstance(chosen, LaneExecutor):
         raise PlanError(
@@ -100,10 +100,10 @@ def _by_halves(executor: ExecutorLike, plan: Plan) -> LaneExecutor:
     return chosen
 
 
-def _want(inputs: list[Border], wanted: Tree) -> None:
+def _want(inputs: list[Border], input_grads: Tree) -> None:
     """Mark the leaves whose gradients are asked for. Raises PlanError."""
     for index, border in enumerate(inputs):
-        tree = wanted[index] if isinstance(wanted, Microbatches) else wanted
+        tree = input_grads[index] if isinstance(input_grads, Microbatches) else input_grads
         flags = [tree] * len(border.leaves) if isinstance(tree, bool) else flatten(tree)[0]
         if len(flags) != len(border.leaves) or not all(isinstance(flag, bool) for flag in flags):
             raise PlanError(
@@ -114,7 +114,7 @@ def _want(inputs: list[Border], wanted: Tree) -> None:
 
 
 def _forwards(ready: Prepared, execution: Execution) -> tuple[Result, Pullback]:
-    """The first half."""
+    """Run the forwards; return the result and the pullback."""
     execution.go(0, _middle(ready.program))
     reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
     sided = sorted({stage for (stage, _), report in reports.items() if report.side is not None})
@@ -132,9 +132,9 @@ def _forwards(ready: Prepared, execution: Execution) -> tuple[Result, Pullback]:
 
 
 def _middle(program: Lowered) -> int:
-    """Where the second half begins: after the last forward, and what is moved out of the way after it."""
+    """The index in the order where the second half begins: after the last forward and the offloads that follow it."""
     kinds = [program.calls[code // program.num_microbatches].kind for code in program.order]
-    middle = 1 + max(at for at, kind in enumerate(kinds) if kind is Kind.F)
+    middle = 1 + max(index for index, kind in enumerate(kinds) if kind is Kind.F)
     while middle < len(kinds) and kinds[middle] is Kind.O:
         middle += 1
     return middle
@@ -203,11 +203,11 @@ class Pullback:
             self._execution = None
         execution.give(Wire(Role.GRAD, ready.plan.num_stages - 1), pieces)
         execution.go(_middle(ready.program))
-        found = execution.collect(Role.INPUT_GRAD)
+        input_grads = execution.collect(Role.INPUT_GRAD)
         execution.check_empty()
         with intra_op_threads(ready.threads):
             grads, unused = gradients(ready)
-            inputs = join_input_grads(ready.batch, [found[0, m].leaves for m in range(len(pieces))])
+            inputs = join_input_grads(ready.batch, [input_grads[0, m].leaves for m in range(len(pieces))])
         self._unused = tuple(unused)
         release(ready)
         execution.settle()

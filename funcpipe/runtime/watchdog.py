@@ -1,4 +1,4 @@
-"""``timeout=``: says what every lane did last and waits for when nothing goes on, and ends the run."""
+"""Watches for ``timeout=``: when no action begins, reports what every lane did last and waits for, and ends the run."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Watchdog:
         marks, since = self._marks(), monotonic()
         pause = min(1.0, self.timeout / 5)
         while not self._over.wait(pause):
-            now = self._marks()
-            if now != marks:
-                marks, since = now, monotonic()
+            current = self._marks()
+            if current != marks:
+                marks, since = current, monotonic()
                 self._backstop()
             elif monotonic() - since >= self.timeout:
                 with self._gate:
@@ -95,9 +95,9 @@ def describe(execution: Execution, seconds: float) -> str:
         frame = frames.get(lane.thread)
         if frame is not None and working:
             shown = [
-                f
-                for f in traceback.extract_stack(frame)
-                if "/funcpipe/" not in f.filename.replace("\\", "/") and not f.filename.endswith("threading.py")
+                entry
+                for entry in traceback.extract_stack(frame)
+                if "/funcpipe/" not in entry.filename.replace("\\", "/") and not entry.filename.endswith("threading.py")
             ]
             stacks += (
                 []
@@ -119,16 +119,18 @@ def _state(execution: Execution, lane: Runner, *, working: bool) -> str:
     last = f"did {program.action(program.runs[lane.done - 1])}" if did else "did nothing yet"
     if not working:
         return last if lane.done < lane.stop else f"{last} and is done"
-    now = str(execution.where(lane)).removeprefix("in ").rsplit(" on device", 1)[0]
+    current = str(execution.where(lane)).removeprefix("in ").rsplit(" on device", 1)[0]
     waits = execution.boxes[program.lane].waits
     if waits is None:
-        return f"{last} and is in {now}"
+        return f"{last} and is in {current}"
     if isinstance(waits, tuple):
         role = execution.lanes[waits[0]].program.slots[waits[1]].role
-        return f"did {now} and waits until device {waits[0]} frees a slot for {role.value}"
+        return f"did {current} and waits until device {waits[0]} frees a slot for {role.value}"
     part = program.parts[lane.done]
-    value = next(one.value for one in part if type(one) is Receive and one.slot == waits)
-    return f"{last} and waits, before {now}, for {program.value(value)}"
+    value = next(
+        instruction.value for instruction in part if type(instruction) is Receive and instruction.slot == waits
+    )
+    return f"{last} and waits, before {current}, for {program.value(value)}"
 
 
 class interrupting:
@@ -159,7 +161,7 @@ class interrupting:
             return
         try:
             dog.__exit__()
-        except (KeyboardInterrupt, Stop):  # it came just now
+        except (KeyboardInterrupt, Stop):  # the interruption came just now
             if not dog.report:
                 raise
             dog.__exit__()

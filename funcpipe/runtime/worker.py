@@ -25,8 +25,8 @@ class Worker:
 
     Args:
         name: of the thread.
-        stop: makes the job end that it does when Python ends; None: it is not waited for then.
-        patience: for how many seconds it is.
+        stop: ends the job that it does when Python ends; None: Python's end does not wait for it.
+        patience: for how many seconds Python's end waits for it.
     """
 
     def __init__(self, name: str, stop: Callable[[], None] | None = None, patience: float = 0.0) -> None:
@@ -47,13 +47,13 @@ class Worker:
         return self._thread is threading.current_thread()
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         if self.stop is not None:
             _waited_for.add(self)
         self._thread.start()
 
     def give(self, job: Callable[[], Any]) -> None:
-        """A job to do after those before it; it sees the context variables of the caller."""
+        """Queue a job; it sees the context variables of the caller."""
         self._jobs.put(partial(contextvars.copy_context().run, job))
 
     def interrupt(self) -> None:
@@ -64,7 +64,7 @@ class Worker:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(Stop))
 
     def dismiss(self) -> None:
-        """No more jobs: it ends after the one that it does."""
+        """Let the thread end after the jobs that are queued."""
         self._jobs.put(None)
 
     def end(self, seconds: float | None = None) -> None:
@@ -90,7 +90,7 @@ class Worker:
                 with self._gate:
                     self._interruptible = False
         except Stop:
-            pass  # it came while the job was ending
+            pass  # the interruption came while the job was ending
 
 
 def end_all(workers: list[Worker], seconds: float | None) -> None:
@@ -101,7 +101,7 @@ def end_all(workers: list[Worker], seconds: float | None) -> None:
 
 
 def compute_with(threads: int) -> None:
-    """So many intra-op threads on this thread: MKL counts per thread, and one that never said its number takes every core."""
+    """Set the intra-op threads of this thread: MKL counts per thread, and one that never set it takes every core."""
     torch.get_num_threads()  # else torch takes at the first operation what another run has set since
     torch.set_num_threads(threads)
 
