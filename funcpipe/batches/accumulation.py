@@ -41,7 +41,7 @@ def windows(items: Iterable[Item], size: int) -> Iterator[Iterator[Item]]:
 
 
 def _once(items: Iterable[Item]) -> Iterator[Item]:
-    """Their iterator, asked no more after its end: some begin anew then."""
+    """An iterator of the items that is not asked again after its end: some begin anew then."""
     return chain(iter(items))
 
 
@@ -137,7 +137,7 @@ def accumulate_grads(
             raise PlanError(
                 f"grad_fn returns (gradients, anything else), such as (grads, None); got a {type(returned).__name__}"
             )
-        grads, more = cast("tuple[Any, Any]", returned)
+        grads, extra = cast("tuple[Any, Any]", returned)
         leaves, layout = flatten(grads)
         if spec is None:
             spec = layout
@@ -145,15 +145,15 @@ def accumulate_grads(
             kinds = [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in leaves]
         if layout != spec:
             raise PlanError(f"batch {number} of the window has gradients of another structure: {layout}, after {spec}")
-        odd = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) != (kinds[at] is not None)]
-        if odd:
-            place, kind = locations(grads, "grads")[odd[0]], type(leaves[odd[0]]).__name__
+        changed = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) != (kinds[at] is not None)]
+        if changed:
+            place, kind = locations(grads, "grads")[changed[0]], type(leaves[changed[0]]).__name__
             raise PlanError(f"{place} is a {kind} in batch {number} of the window, and was none before")
         with torch.no_grad():
             sums = [_add(old, leaf, factor) for old, leaf in zip(sums, leaves, strict=True)]
         total += factor
-        aux.append(more)
-        del batch, returned, grads, leaves, more  # before the next one is drawn
+        aux.append(extra)
+        del batch, returned, grads, leaves, extra  # before the next one is drawn
     if spec is None or total == 0:
         raise PlanError("there is nothing to accumulate: the window has no batch" + (" with a weight" if aux else ""))
     scale = 1.0 / total if reduce == "mean" else 1.0
@@ -163,7 +163,7 @@ def accumulate_grads(
 
 
 def _add(old: Tensor | None, new: Any, factor: float) -> Tensor | None:
-    """The sum so far; a tensor of its own."""
+    """The sum with a gradient added; never the caller's tensor."""
     if not isinstance(new, Tensor):
         return None
     wide = new.float() if new.dtype in (torch.float16, torch.bfloat16) else new

@@ -88,8 +88,8 @@ def overlap(
     listed, fold = named(stages)
     streamed = _devices(listed, devices)
     default = not streamed if thread is None else thread
-    wanted = [default, *(default if stage.thread is None else stage.thread for stage in listed)]
-    threads = [depth > 0 and threaded for threaded in wanted]
+    asked = [default, *(default if stage.thread is None else stage.thread for stage in listed)]
+    threads = [depth > 0 and threaded for threaded in asked]
     plan = ticks(listed, fold, depth=depth, threads=threads, streamed=bool(streamed), order=order)
     if any(threads) and (modes := not_carried()):
         raise FuncpipeError(
@@ -120,16 +120,16 @@ def _check(source: Any, depth: Any, start: Any, memory: Any) -> None:
         raise PlanError(f'memory is "record" or "ring"; got {memory!r}')
 
 
-def _devices(stages: Sequence[BatchStage], given: Sequence[Any]) -> tuple[torch.device, ...]:
+def _devices(stages: Sequence[BatchStage], devices: Sequence[Any]) -> tuple[torch.device, ...]:
     """The devices with streams that stages work on."""
     try:
-        asked = [given] if isinstance(given, (str, torch.device)) else given
-        every = [numbered(torch.device(device)) for device in asked]
+        asked = [devices] if isinstance(devices, (str, torch.device)) else devices
+        used = [numbered(torch.device(device)) for device in asked]
     except (RuntimeError, TypeError, AssertionError) as error:
-        raise PlanError(f"devices is a sequence of torch devices; got {given!r}: {error}") from error
+        raise PlanError(f"devices is a sequence of torch devices; got {devices!r}: {error}") from error
     for stage in stages:
         if isinstance(stage.fn, ToDevice):
-            every += stage.fn.all
+            used += stage.fn.all
         if stage.stream is not None and not isinstance(stage.stream, str):
-            every.append(stage.stream.device)
-    return tuple(device for device in dict.fromkeys(map(numbered, every)) if Place.backend.asynchronous(device))
+            used.append(stage.stream.device)
+    return tuple(device for device in dict.fromkeys(map(numbered, used)) if Place.backend.asynchronous(device))

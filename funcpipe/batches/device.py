@@ -33,7 +33,7 @@ class ToDevice:
 
     @property
     def __name__(self) -> str:
-        """What the stage is called where it has no other name."""
+        """The name of the stage where it has no other."""
         return "to_device"
 
     @property
@@ -54,16 +54,17 @@ class ToDevice:
         """
         leaves, spec = flatten(batch, _moves_whole)
         devices = self.spread(batch)
-        if not any(map(moves, leaves)) and (odd := [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]):
+        if not any(map(moves, leaves)) and (unmovable := [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]):
             raise BatchError(
-                f"to_device finds nothing in the batch that can move: a {type(odd[0]).__name__} is no tree and has no "
-                "to(device); register it with optree.register_pytree_node(..., namespace='funcpipe'), or give it to()"
+                f"to_device finds nothing in the batch that can move: a {type(unmovable[0]).__name__} is no tree and "
+                "has no to(device); register it with optree.register_pytree_node(..., namespace='funcpipe'), or give "
+                "it to()"
             )
-        ways = zip(leaves, devices, rooms or [None] * len(leaves), strict=True)
-        return unflatten(spec, [self._move(*way, threaded, (batch, at)) for at, way in enumerate(ways)])
+        entries = zip(leaves, devices, rooms or [None] * len(leaves), strict=True)
+        return unflatten(spec, [self._move(*entry, threaded, (batch, at)) for at, entry in enumerate(entries)])
 
     def rooms(self, batch: Tree) -> list[Tensor | None]:
-        """Memory for the copies of the tensors, of the current streams' pools; None where nothing is copied by itself."""
+        """Memory for the tensors' copies, of the current streams' pools; None where nothing is copied by itself."""
         leaves = flatten(batch, _moves_whole)[0]
         return [_room(leaf, device) for leaf, device in zip(leaves, self.spread(batch), strict=True)]
 
@@ -103,8 +104,8 @@ class ToDevice:
             leaf = pin() if callable(pin) else leaf
         if isinstance(leaf, (dict, UserDict)):  # transformers' BatchEncoding moves itself
             leaf = shallow(cast("Any", leaf))
-        words = {"non_blocking": True} if Place.backend.asynchronous(device) and _takes_words(leaf.to) else {}
-        return leaf.to(device, **words)
+        keywords = {"non_blocking": True} if Place.backend.asynchronous(device) and _takes_words(leaf.to) else {}
+        return leaf.to(device, **keywords)
 
     def _pinned(self, leaf: Tensor, threaded: bool, place: tuple[Tree, int]) -> Tensor:
         """The tensor in memory that a device copies from by itself."""
@@ -171,7 +172,7 @@ _PLAIN = (str, bytes, bool, int, float, complex, type(None), Tensor)
 
 
 def _moves_whole(node: Any) -> bool:
-    """Is it a container that moves by itself: a PackedSequence, a BatchEncoding."""
+    """Is a node of a tree a container that moves by itself: a PackedSequence, a BatchEncoding."""
     return not isinstance(node, Tensor) and moves(node)
 
 
@@ -181,7 +182,7 @@ def _takes_words(to: Any) -> bool:
         parameters = inspect.signature(to).parameters.values()
     except (TypeError, ValueError):  # made in C
         return False
-    return any(word.name == "non_blocking" or word.kind is word.VAR_KEYWORD for word in parameters)
+    return any(parameter.name == "non_blocking" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _room(leaf: Any, device: torch.device | None) -> Tensor | None:

@@ -20,12 +20,12 @@ def moves(leaf: Any) -> bool:
 
 
 def _records(leaf: Any) -> bool:
-    """Can an allocator be told of it: a tensor, or an object with ``record_stream`` (torchrec's Multistreamable)."""
+    """Can a stream be recorded on it: a tensor, or an object with ``record_stream`` (torchrec's Multistreamable)."""
     return isinstance(leaf, Tensor) or callable(getattr(leaf, "record_stream", None))
 
 
 def recordable(tree: Tree) -> Iterator[Any]:
-    """The leaves that an allocator can be told of."""
+    """The leaves on which a stream can be recorded."""
     return filter(_records, flatten(tree)[0])
 
 
@@ -51,7 +51,7 @@ def materialized_tree(tree: Tree) -> Tree:
 
 
 def unknown(tree: Tree) -> list[str]:
-    """Where a batch has objects that can move, and on whose memory no stream can be recorded."""
+    """The paths of objects in a batch that can move, and on whose memory no stream can be recorded."""
     leaves = zip(flatten(tree)[0], locations(tree, "batch"), strict=True)
     return [f"{place} ({type(leaf).__name__})" for leaf, place in leaves if moves(leaf) and not _records(leaf)]
 
@@ -62,8 +62,8 @@ def sharing(tree: Tree, other: Tree) -> list[Tensor]:
     def memory(tensor: Tensor) -> int:
         return storage_number(tensor.untyped_storage())
 
-    known = {memory(leaf) for leaf in flatten(other)[0] if isinstance(leaf, Tensor)}
-    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor) and memory(leaf) in known]
+    memories = {memory(leaf) for leaf in flatten(other)[0] if isinstance(leaf, Tensor)}
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor) and memory(leaf) in memories]
 
 
 def awaited(batch: Tree) -> Tree:

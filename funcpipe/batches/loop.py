@@ -107,8 +107,8 @@ class Overlap(Iterator[Any]):
         """
         if self._snapshot is None:
             raise FuncpipeError("nothing looks at the source's state: overlap(source, ..., snapshot=loader.state_dict)")
-        kept = self._workers.snapshots
-        return kept[0] if kept else deepcopy(self._snapshot())
+        snapshots = self._workers.snapshots
+        return snapshots[0] if snapshots else deepcopy(self._snapshot())
 
     @property
     def timeline(self) -> Timeline:
@@ -155,7 +155,7 @@ class Overlap(Iterator[Any]):
             self._busy.release()
 
     def _end(self, timeout: float | None) -> str:
-        """End it; the threads that did not within so many seconds."""
+        """End it; the names of threads that did not end within so many seconds."""
         self._finished = True
         self._source = self._ready = None
         return self._workers.close(timeout)
@@ -239,7 +239,7 @@ class Overlap(Iterator[Any]):
         self._hand_out(batch)
 
     def _perform(self, workers: Sequence[StageWorker]) -> None:
-        """The part of a tick of some workers without threads."""
+        """Run some workers without threads for the batch that each has in this tick."""
         if workers:
             with self._around.entered():
                 for worker in workers:
@@ -263,18 +263,18 @@ class Overlap(Iterator[Any]):
         if fold is None:
             return item
         try:
-            out = call(fold, here, batch, self._reached[1], item.value)
-            if not isinstance(out, tuple) or len(out) != 2:
-                raise PlanError(f"a fold returns (state, result); {fold.name!r} returned a {type(out).__name__}")
-            workers.states.add(out[0])
+            returned = call(fold, here, batch, self._reached[1], item.value)
+            if not isinstance(returned, tuple) or len(returned) != 2:
+                raise PlanError(f"a fold returns (state, result); {fold.name!r} returned a {type(returned).__name__}")
+            workers.states.add(returned[0])
         except Exception as error:
             return failed(len(self._stages), fold.name, batch, error)
         finally:
             workers.meters[-1].add(start, batch)
         if workers.ring:
             # The state lives on, whatever comes back.
-            here.use(sharing(out[0], item.value), item.marks)
-        return Item(out)
+            here.use(sharing(returned[0], item.value), item.marks)
+        return Item(returned)
 
     def _hand_out(self, batch: int) -> None:
         """Count a batch as handed out, and its state as the state: both at once, whatever interrupts."""
@@ -287,7 +287,7 @@ class Overlap(Iterator[Any]):
         self._workers.allow(batch + 1)
 
     def _open(self) -> None:
-        """Before the first batch: the iterator, streams, threads."""
+        """Before the first batch: make the source's iterator, the streams and the workers."""
         if self._opened:
             return
         self._opened = True
@@ -295,12 +295,12 @@ class Overlap(Iterator[Any]):
         draw = iter(self._source).__next__
         callers = {device: Place.backend.module(device).current_stream(device) for device in self._here.devices}
         streams = self._streams(callers)
-        # Who reads on whatever stream is current is taken to read on the one that is current now.
-        readers = [each if each.fixed else StreamSet(each.devices, callers) for each in streams[1:]]
+        # A reader on whatever stream is current is taken to read on the one that is current now.
+        readers = [reader if reader.fixed else StreamSet(reader.devices, callers) for reader in streams[1:]]
         rows = zip(self.plan.rows, [None, *self._stages], streams, readers, strict=False)
         workers = [
-            StageWorker(self._workers, number, row, self._around, home, reading, stage, draw, self._snapshot)
-            for number, (row, stage, home, reading) in enumerate(rows)
+            StageWorker(self._workers, number, row, self._around, home, reader, stage, draw, self._snapshot)
+            for number, (row, stage, home, reader) in enumerate(rows)
         ]
         fold = len(workers)
         inline = [number for number in self.plan.order if number == fold or not workers[number].row.thread]
@@ -332,8 +332,8 @@ class Overlap(Iterator[Any]):
         if self._report is None:
             return
         done = self.index - self._start
-        told = Progress(done, self._total if self._total >= 0 else None, perf_counter() - self._began, self.stats())
+        progress = Progress(done, self._total if self._total >= 0 else None, perf_counter() - self._began, self.stats())
         if not last:
-            self._report(told)
+            self._report(progress)
         elif isinstance(self._report, Bar):
-            self._report.end(told)
+            self._report.end(progress)

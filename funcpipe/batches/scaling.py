@@ -76,14 +76,14 @@ def unscale(state: LossScale, grads: Tree) -> tuple[Tree, Tensor]:
 
         unscaled = map_leaves(divide, grads)
         # One flag comes from each device. Not non_blocking: on its way to the host it would be read too early.
-        found_inf = [torch.stack(some).any().to(state.scale.device) for some in flags.values()]
+        found_inf = [torch.stack(of_device).any().to(state.scale.device) for of_device in flags.values()]
         return unscaled, torch.stack(found_inf).any()
 
 
-def _check_state(name: str, state: Any, more: str) -> None:
+def _check_state(name: str, state: Any, argument: str) -> None:
     if not isinstance(state, LossScale):
         raise PlanError(
-            f"{name} takes the state first, {name}(state, {more}), as fp.batches.loss_scale() makes it; got a "
+            f"{name} takes the state first, {name}(state, {argument}), as fp.batches.loss_scale() makes it; got a "
             f"{type(state).__name__}"
         )
 
@@ -106,17 +106,17 @@ def update_scale(
     """
     _check_state("update_scale", state, "found_inf")
     if not (growth > 1 and 0 < backoff < 1 and type(interval) is int and interval > 0):
-        wanted = "growth is above 1, backoff between 0 and 1, interval a whole number from 1"
-        raise PlanError(f"{wanted}; got {growth}, {backoff}, {interval}")
+        rule = "growth is above 1, backoff between 0 and 1, interval a whole number from 1"
+        raise PlanError(f"{rule}; got {growth}, {backoff}, {interval}")
     scale, steps = state
     found_inf = torch.as_tensor(found_inf)  # a Python bool will do
     with torch.no_grad():
         good = steps + 1
-        grown, less = ((scale.double() * factor).to(scale.dtype) for factor in (growth, backoff))
+        grown, shrunk = ((scale.double() * factor).to(scale.dtype) for factor in (growth, backoff))
         full = good == interval
         bigger = torch.where(full & torch.isfinite(grown), grown, scale)
         zero = torch.zeros_like(steps)
-        return LossScale(torch.where(found_inf, less, bigger), torch.where(found_inf | full, zero, good))
+        return LossScale(torch.where(found_inf, shrunk, bigger), torch.where(found_inf | full, zero, good))
 
 
 def select(condition: Tensor, old: Tree, new: Tree) -> Tree:
@@ -133,9 +133,9 @@ def select(condition: Tensor, old: Tree, new: Tree) -> Tree:
         raise PlanError(f"select takes two trees of one structure; got {structure(old)} and {structure(new)}")
     condition = torch.as_tensor(condition)  # a Python bool will do
 
-    def chosen(was: Any, now: Any) -> Any:
-        tensors = isinstance(was, Tensor) and isinstance(now, Tensor)
-        return torch.where(condition.to(now.device), was, now) if tensors else now
+    def chosen(old_leaf: Any, new_leaf: Any) -> Any:
+        tensors = isinstance(old_leaf, Tensor) and isinstance(new_leaf, Tensor)
+        return torch.where(condition.to(new_leaf.device), old_leaf, new_leaf) if tensors else new_leaf
 
     with torch.no_grad():
         return map_leaves(chosen, old, new)

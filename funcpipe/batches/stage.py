@@ -1,4 +1,4 @@
-"""What a batch goes through before it is trained on: stages as data, and the fold that may end them."""
+"""Batch stages as data: functions that every batch goes through, and the fold that may end them."""
 
 from __future__ import annotations
 
@@ -84,53 +84,62 @@ def named(stages: Iterable[StageLike]) -> tuple[tuple[BatchStage, ...], Fold | N
         raise PlanError(f"stages are a sequence of functions, BatchStage or Fold; got a {type(stages).__name__}")
     last = stages[-1] if stages else None
     fold = last if isinstance(last, Fold) else None
-    faults = [fault for at, entry in enumerate(stages) for fault in _faults(at, entry, fold)]
+    faults = [fault for position, entry in enumerate(stages) for fault in _faults(position, entry, fold)]
     if faults:
         raise PlanError(bullets("these stages cannot be overlapped:", faults))
     taken = {"source": 1}
     wrapped = [entry if isinstance(entry, BatchStage | Fold) else BatchStage(entry) for entry in stages]
-    unlike = [replace(stage, name=_unlike(stage.name or _called(stage.fn), taken)) for stage in wrapped]
-    last = unlike.pop() if fold else None
-    return tuple(stage for stage in unlike if isinstance(stage, BatchStage)), last if isinstance(last, Fold) else None
+    unique = [replace(stage, name=_unlike(stage.name or _called(stage.fn), taken)) for stage in wrapped]
+    last = unique.pop() if fold else None
+    return tuple(stage for stage in unique if isinstance(stage, BatchStage)), last if isinstance(last, Fold) else None
 
 
-def _faults(at: int, entry: StageLike, fold: Fold | None) -> Iterable[str]:
-    """What is wrong with a stage; ``fold`` is the last."""
+def _faults(position: int, entry: StageLike, fold: Fold | None) -> Iterable[str]:
+    """The faults of one stage; ``fold`` is the last stage, if that is a fold."""
     fn: Any = entry.fn if isinstance(entry, BatchStage | Fold) else entry
     if not callable(fn):
-        what = " is a function, a BatchStage or a Fold" if fn is entry else ": fn= is a function"
-        yield f"stage {at}{what}; got a {type(fn).__name__}"
+        problem = " is a function, a BatchStage or a Fold" if fn is entry else ": fn= is a function"
+        yield f"stage {position}{problem}; got a {type(fn).__name__}"
     if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
-        what = "yields" if inspect.isgeneratorfunction(fn) else "is async"
-        yield f"stage {at}: {_called(fn)!r} {what}, so a call of it computes nothing; return the batch"
+        problem = "yields" if inspect.isgeneratorfunction(fn) else "is async"
+        yield f"stage {position}: {_called(fn)!r} {problem}, so a call of it computes nothing; return the batch"
     if isinstance(fn, Stage):
-        yield f"stage {at} is a stage of a plan; here is a function of a batch: lambda batch: fp.run(plan, params, batch)"
+        yield (
+            f"stage {position} is a stage of a plan; here is a function of a batch: "
+            "lambda batch: fp.run(plan, params, batch)"
+        )
     if not isinstance(entry, BatchStage | Fold):
         return
     if not isinstance(entry.name, str):
-        yield f"stage {at}: name= is a string; got {entry.name!r}"
+        yield f"stage {position}: name= is a string; got {entry.name!r}"
     if entry.autocast is not None and not isinstance(entry.autocast, torch.dtype):
-        yield f"stage {at}: autocast= is a torch.dtype, or None; got {entry.autocast!r}"
+        yield f"stage {position}: autocast= is a torch.dtype, or None; got {entry.autocast!r}"
     if isinstance(entry, Fold):
         if entry is not fold:
-            yield f"stage {at} is a Fold, and only the last can be one: its results would be batches of the next"
+            yield f"stage {position} is a Fold, and only the last can be one: its results would be batches of the next"
         if not isinstance(entry.earlier, tuple):
-            yield f"stage {at}: earlier= is a tuple of states, the newest last; got a {type(entry.earlier).__name__}"
+            yield (
+                f"stage {position}: earlier= is a tuple of states, the newest last; "
+                f"got a {type(entry.earlier).__name__}"
+            )
         return
     for word in ("lead", "lag", "seed"):
         number = getattr(entry, word)
         if number is not None and (type(number) is not int or number < 0):
-            yield f"stage {at}: {word}= is a whole number from 0, or None; got {number!r}"
+            yield f"stage {position}: {word}= is a whole number from 0, or None; got {number!r}"
     for word in ("thread", "grad"):
         if getattr(entry, word) not in (None, True, False):
-            yield f"stage {at}: {word}= is True, False or None; got {getattr(entry, word)!r}"
+            yield f"stage {position}: {word}= is True, False or None; got {getattr(entry, word)!r}"
     if entry.stream is not None and not isinstance(entry.stream, str) and not hasattr(entry.stream, "wait_event"):
-        yield f'stage {at}: stream= is a name, "caller", a torch.Stream or None; got {entry.stream!r}'
+        yield f'stage {position}: stream= is a name, "caller", a torch.Stream or None; got {entry.stream!r}'
     if entry.lag is not None and fold is None:
-        yield f"stage {at} has lag={entry.lag}, but no Fold makes states: end the stages with fp.batches.Fold(step, state)"
+        yield (
+            f"stage {position} has lag={entry.lag}, but no Fold makes states: end the stages with "
+            "fp.batches.Fold(step, state)"
+        )
     if isinstance(entry.lag, int) and isinstance(entry.lead, int) and entry.lead > entry.lag:
         how_far = f"{entry.lead} batches ahead (lead=) and reads a state only {entry.lag} old (lag=)"
-        yield f"stage {at} would run {how_far}; lead is at most lag"
+        yield f"stage {position} would run {how_far}; lead is at most lag"
 
 
 def _called(fn: Callable[..., Any]) -> str:

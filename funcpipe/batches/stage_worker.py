@@ -36,15 +36,15 @@ class BatchKeys(Keys):
         self.name = name
 
     def path(self, stage: int, layer: str, part: Any = None) -> str:
-        """All draws are the stage's."""
+        """The name of the batch stage, for all its draws."""
         return self.name
 
     def claim(self, stage: int, layer: str, what: Any, part: Any = None) -> None:
-        """Names of stages differ, and there is a seed."""
+        """Refuse nothing: names of stages differ, and there is a seed."""
 
 
 class CallerModes:
-    """What was switched on where `overlap` was called, for all but the fold."""
+    """The modes that were on where `overlap` was called, for all stages but the fold."""
 
     def __init__(self) -> None:
         self.context = CallerContext()
@@ -54,7 +54,7 @@ class CallerModes:
 
     @contextmanager
     def entered(self) -> Generator[None]:
-        """Inside it is on."""
+        """Inside, these modes are on."""
         stream = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
         with self.context.entered(), torch.set_grad_enabled(self.grad), stream:
             yield
@@ -62,7 +62,7 @@ class CallerModes:
 
 @dataclass(eq=False)
 class StageWorker:
-    """Takes batches from the worker before it, and hands on each, or None where there is no such batch.
+    """Takes batches from the worker before it and hands each on, or None where there is no such batch.
 
     Number 0 draws from the source and has no stage. ``readers`` are the streams of the worker that reads what this one
     makes; ``released`` is memory that came back in a ring.
@@ -86,7 +86,7 @@ class StageWorker:
 
     @property
     def output(self) -> Queue:
-        """Where the next worker, or the loop, waits."""
+        """The inbox of the next worker, or of the loop."""
         return self.shared.meters[self.number + 1].input
 
     def run(self, first: int) -> None:
@@ -109,9 +109,9 @@ class StageWorker:
         if batch < self.shared.end:
             item = self._draw(batch) if self.stage is None else self._work(self.stage, batch)
         self.output.put(batch, item)
-        more = item is not None and item.error is None
+        goes_on = item is not None and item.error is None
         item = None  # an error's traceback leads here, and must not come back to the error
-        return more
+        return goes_on
 
     def reclaim(self) -> None:
         """In a ring: memory that came back is dropped after the stream has waited for those who read it."""
@@ -201,18 +201,18 @@ class StageWorker:
 
 
 def call(stage: BatchStage | Fold, streams: StreamSet, batch: int, *arguments: Tree) -> Any:
-    """The function of a stage, with the number of the batch and under autocast where it wants them."""
-    words = {"index": batch} if stage.indexed else {}
+    """Call the function of a stage, with the number of the batch and under autocast where it asks for them."""
+    keywords = {"index": batch} if stage.indexed else {}
     if stage.autocast is None:
-        return stage.fn(*arguments, **words)
+        return stage.fn(*arguments, **keywords)
     with torch.autocast(streams.devices[0].type if streams.devices else "cpu", stage.autocast):
-        return stage.fn(*arguments, **words)
+        return stage.fn(*arguments, **keywords)
 
 
 def failed(stage: int | None, name: str, batch: int, error: Exception) -> Item:
-    """An error in the place of a batch. One that would pass for the end of the data is a RuntimeError, as in generators."""
+    """An error in the place of a batch. StopIteration, which would pass for the end, becomes a RuntimeError."""
     if isinstance(error, StopIteration):
         error, cause = RuntimeError(f"{name!r} raised StopIteration"), error
         error.__cause__ = cause
-    what = "next(source)" if stage is None else "overlap"
-    return Item(error=at_batch(error, Where(stage, name, None, what, "", batch)))
+    origin = "next(source)" if stage is None else "overlap"
+    return Item(error=at_batch(error, Where(stage, name, None, origin, "", batch)))

@@ -1,4 +1,4 @@
-"""How an overlap goes: what each row takes and waits for, and a line that says so while it runs."""
+"""Statistics of an overlap: how long each row works and waits, and a progress line while it runs."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ def stats(plan: TickPlan, meters: Sequence[Meter]) -> tuple[StageStats, ...]:
 
 
 def measured(plan: TickPlan, meters: Sequence[Meter]) -> Timeline:
-    """What every row did when, from the first draw."""
-    kept = [(row, at, span) for at, row in enumerate(plan.rows) for span in list(meters[at].spans or ())]
+    """The timeline of what every row did, from the first draw."""
+    kept = [(row, number, span) for number, row in enumerate(plan.rows) for span in list(meters[number].spans or ())]
     zero = min((start for _, _, (start, _, _) in kept), default=0.0)
     spans = [
-        Span(row.lane, start - zero, end - zero, Action(Kind.F, at, batch)) for row, at, (start, end, batch) in kept
+        Span(row.lane, start - zero, end - zero, Action(Kind.F, number, batch))
+        for row, number, (start, end, batch) in kept
     ]
     spans.sort(key=lambda span: (span.start, span.device))
     return Timeline(tuple(spans), len(plan.lanes), unit="s", name="overlap", lanes=plan.lanes)
@@ -108,7 +109,7 @@ class Bar:
         self.file.flush()
 
     def end(self, progress: Progress) -> None:
-        """The last state, and a new line."""
+        """Print the last state, and end the line."""
         self.last = 0.0
         self(progress)
         self.file.write("\n")
@@ -116,7 +117,7 @@ class Bar:
 
 
 def reporter(progress: bool | Callable[[Progress], None]) -> Bar | Callable[[Progress], None] | None:
-    """Who is told: nobody, a bar, or the caller's function."""
+    """The function that gets the progress: none, a bar, or the caller's."""
     if progress is True:
         return Bar()
     return None if progress is False else progress

@@ -41,7 +41,7 @@ class StreamSet:
 
     @property
     def fixed(self) -> bool:
-        """Are they the same whoever asks."""
+        """Are its streams the same whichever are current."""
         return self._fixed is not None
 
     @property
@@ -58,16 +58,20 @@ class StreamSet:
             yield
 
     def wait(self, marks: Iterable[Mark]) -> None:
-        """What is queued from now on comes after these points."""
+        """Let what is queued here from now on wait for these marks."""
         places = {place.device: place for place in self.places}
         for device, stream, event in marks:
             if device in places and places[device].stream != stream:
                 places[device].wait(event)
 
     def use(self, batch: Tree, marks: Sequence[Mark]) -> None:
-        """A batch that was made on other streams is read here, and may be freed by anyone at any time."""
+        """Tell the allocator that a batch made on other streams is read here, so that it may be freed at any time."""
         writers = {device: stream for device, stream, _ in marks}
-        readers = {p.device: p.stream for p in self.places if writers.get(p.device, p.stream) != p.stream}
+        readers = {
+            place.device: place.stream
+            for place in self.places
+            if writers.get(place.device, place.stream) != place.stream
+        }
         if not readers:
             return
         if unrecorded := unknown(batch):
@@ -84,5 +88,5 @@ class StreamSet:
                 Place.backend.record(leaf, readers[device])
 
     def marks(self) -> tuple[Mark, ...]:
-        """Here and now, on every device."""
+        """A mark of all that is queued here so far, on every device."""
         return tuple(Mark(place.device, place.stream, place.event()) for place in self.places)

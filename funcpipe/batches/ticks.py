@@ -92,7 +92,7 @@ class TickPlan:
         return Timeline(tuple(spans), len(self.lanes), name="overlap", lanes=self.lanes)
 
     def _sequence(self) -> list[int]:
-        """The rows of a tick, each after the one before it if that works on the same batch; the loop's in their order."""
+        """The rows of a tick, each after the one before it if that works on the same batch; the loop's in order."""
         rows, pending, sequence = self.rows, list(self.order), list[int]()
         while pending:
             inline = next((number for number in pending if not rows[number].thread), None)
@@ -137,25 +137,25 @@ def ticks(
             large, or larger than that of the stage before.
     """
     leads = _leads(stages, depth)
-    works: list[tuple[str, int, str, bool, int | None]] = [
+    entries: list[tuple[str, int, str, bool, int | None]] = [
         ("source", leads[0] if leads else depth, "source" if threads[0] else "loop", threads[0], None)
     ]
     for stage, lead, thread in zip(stages, leads, threads[1:], strict=True):
         lane = stage.name if thread else "loop"
         if streamed and stage.stream != "caller":
             lane = f"stream {stage.stream}" if isinstance(stage.stream, str) else stage.name
-        works.append((stage.name, lead, lane, thread, stage.lag))
+        entries.append((stage.name, lead, lane, thread, stage.lag))
     if fold:
-        works.append((fold.name, 0, "loop", False, None))
-    lanes = tuple(dict.fromkeys(lane for _, _, lane, _, _ in works))
-    rows = tuple(TickRow(name, lead, lanes.index(lane), thread, lag) for name, lead, lane, thread, lag in works)
-    places = _order(rows, order)
-    _check(rows, places)
-    return TickPlan(rows, places, lanes)
+        entries.append((fold.name, 0, "loop", False, None))
+    lanes = tuple(dict.fromkeys(lane for _, _, lane, _, _ in entries))
+    rows = tuple(TickRow(name, lead, lanes.index(lane), thread, lag) for name, lead, lane, thread, lag in entries)
+    numbers = _order(rows, order)
+    _check(rows, numbers)
+    return TickPlan(rows, numbers, lanes)
 
 
 def _leads(stages: Sequence[BatchStage], depth: int) -> list[int]:
-    """What is asked for, and else the depth in even steps down to the fold, or to the loop itself.
+    """The leads of the stages: as asked for, else the depth in even steps down to the fold, or to the loop itself.
 
     No less than what a later stage asks for, and no more than an earlier one or the stage's own lag.
     """
@@ -166,42 +166,44 @@ def _leads(stages: Sequence[BatchStage], depth: int) -> list[int]:
                 f"{stage.name!r} has lead={stage.lead}, more than depth={depth}; give overlap(depth={stage.lead})"
             )
     leads: list[int] = []
-    most = depth
-    for at, stage in enumerate(stages):
-        later = max((lead for lead in asked[at + 1 :] if lead is not None), default=0)
-        even = max(later, -(-depth * (len(stages) - at) // len(stages)))
-        lead = min(most, even, depth if stage.lag is None else stage.lag) if stage.lead is None else stage.lead
-        most = min(most, lead)
+    limit = depth
+    for number, stage in enumerate(stages):
+        later = max((lead for lead in asked[number + 1 :] if lead is not None), default=0)
+        even = max(later, -(-depth * (len(stages) - number) // len(stages)))
+        lead = min(limit, even, depth if stage.lag is None else stage.lag) if stage.lead is None else stage.lead
+        limit = min(limit, lead)
         leads.append(lead)
     return leads if depth else [0] * len(stages)
 
 
 def _order(rows: tuple[TickRow, ...], order: Sequence[int | str] | None) -> tuple[int, ...]:
-    inline = [at for at, row in enumerate(rows) if not row.thread]
-    others = tuple(at for at, row in enumerate(rows) if row.thread)
+    inline = [number for number, row in enumerate(rows) if not row.thread]
+    others = tuple(number for number, row in enumerate(rows) if row.thread)
     if order is None:
-        return (*others, *sorted(inline, key=lambda at: (rows[at].lead == 0, rows[at].lead, at)))
-    by_name = {row.name: at for at, row in enumerate(rows)}
-    wanted: list[int] = []
+        return (*others, *sorted(inline, key=lambda number: (rows[number].lead == 0, rows[number].lead, number)))
+    by_name = {row.name: number for number, row in enumerate(rows)}
+    numbers: list[int] = []
     for entry in order:
-        at = by_name.get(entry) if isinstance(entry, str) else entry + 1 if type(entry) is int and entry >= 0 else None
-        if at is None or at >= len(rows):
+        number = (
+            by_name.get(entry) if isinstance(entry, str) else entry + 1 if type(entry) is int and entry >= 0 else None
+        )
+        if number is None or number >= len(rows):
             raise PlanError(f"order names {entry!r}, which is no stage; there are: {', '.join(map(repr, by_name))}")
-        wanted.append(at)
-    if 0 in inline and 0 not in wanted:  # the source is drawn for the first stage, unless it has a place of its own
-        wanted.insert(wanted.index(1) if 1 in wanted else 0, 0)
-    if sorted(wanted) != inline:
-        names = ", ".join(repr(rows[at].name) for at in inline)
+        numbers.append(number)
+    if 0 in inline and 0 not in numbers:  # the source is drawn for the first stage, unless it has a place of its own
+        numbers.insert(numbers.index(1) if 1 in numbers else 0, 0)
+    if sorted(numbers) != inline:
+        names = ", ".join(repr(rows[number].name) for number in inline)
         raise PlanError(f"order names every stage of the loop's thread once: {names}; got {list(order)!r}")
-    return (*others, *wanted)
+    return (*others, *numbers)
 
 
 def _check(rows: tuple[TickRow, ...], order: tuple[int, ...]) -> None:
-    place = {number: at for at, number in enumerate(order)}
+    turns = {number: turn for turn, number in enumerate(order)}
     faults: list[str] = []
-    for at, row in enumerate(rows):
-        before = rows[at - 1]
-        if at and before.lead < row.lead:
+    for number, row in enumerate(rows):
+        before = rows[number - 1]
+        if number and before.lead < row.lead:
             faults.append(
                 f"{row.name!r} (lead {row.lead}) would run on a batch before {before.name!r} (lead {before.lead}) has "
                 "made it; leads fall from stage to stage"
@@ -209,8 +211,8 @@ def _check(rows: tuple[TickRow, ...], order: tuple[int, ...]) -> None:
         # Also where stages with threads stand between the two: the loop would wait for its own later work.
         faults += [
             f"{row.name!r} stands before {earlier.name!r} in the order, and works on the same batch"
-            for number, earlier in enumerate(rows[:at])
-            if earlier.lead == row.lead and not (earlier.thread or row.thread) and place[number] > place[at]
+            for other, earlier in enumerate(rows[:number])
+            if earlier.lead == row.lead and not (earlier.thread or row.thread) and turns[other] > turns[number]
         ]
     if faults:
         raise PlanError(bullets("this plan of an overlap cannot run:", faults))

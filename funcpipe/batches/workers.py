@@ -33,7 +33,7 @@ _LONGEST = 30.0
 
 
 class Item(NamedTuple):
-    """A batch between two workers, there after some points; or an error, to be raised where its result would come."""
+    """A batch between two workers, ready after some marks; or an error, to be raised in its place."""
 
     value: Any = None
     error: BaseException | None = None
@@ -41,14 +41,14 @@ class Item(NamedTuple):
 
 
 class Release(NamedTuple):
-    """What a reader has done with: memory that its maker may use again, once its stream has waited."""
+    """A batch that its reader is done with: its maker may use the memory again once its stream has waited."""
 
     marks: tuple[Mark, ...]
     value: Any
 
 
 class Queue(Inbox):
-    """What one worker waits for, by the number of the batch, and for how many seconds it has waited."""
+    """The inbox of a worker, by the number of the batch, and for how many seconds it has waited at it."""
 
     waited = 0.0
 
@@ -62,7 +62,7 @@ class Queue(Inbox):
 
 @dataclass
 class Meter:
-    """What a worker waits for (batches of the one before it, and leave to be so far ahead), and what it has done."""
+    """The inboxes of a worker (batches of the one before it, and leave to be so far ahead), and what it has done."""
 
     input: Queue = field(default_factory=Queue)
     room: Queue = field(default_factory=Queue)
@@ -80,7 +80,7 @@ class Meter:
 
 
 class FoldState(NamedTuple):
-    """A state of the fold, there after some points; its tensors with their counts of in-place writes at first."""
+    """A state of the fold, ready after some marks, and the versions (counts of in-place writes) of its tensors then."""
 
     tree: Tree
     marks: tuple[Mark, ...]
@@ -88,24 +88,24 @@ class FoldState(NamedTuple):
 
 
 class States:
-    """The states that stages with a lag up to ``lag`` read. The loop adds them, under the number of batches they have seen."""
+    """The states that stages with a lag up to ``lag`` read, by number of batches before each. The loop adds them."""
 
     def __init__(self, fold: Fold | None, start: int, lag: int, here: StreamSet) -> None:
         self._lag, self._here, self._newest = lag, here, start
-        known = (*fold.earlier, fold.init)[-lag - 1 :] if fold else (None,)
-        self._first = start - len(known) + 1
-        self._kept = {self._first + at: self._made(tree) for at, tree in enumerate(known)}
+        trees = (*fold.earlier, fold.init)[-lag - 1 :] if fold else (None,)
+        self._first = start - len(trees) + 1
+        self._kept = {self._first + number: self._made(tree) for number, tree in enumerate(trees)}
 
     def read(self, batch: int, lag: int) -> FoldState:
         """The state that a stage with this lag reads for a batch; its lead is no larger, so it is there."""
         return self._kept[max(batch - lag, self._first)]
 
     def until(self, index: int) -> tuple[Tree, ...]:
-        """Those of at most so many batches, the newest last."""
+        """The states after at most ``index`` batches, the newest last."""
         return tuple(state.tree for number, state in sorted(self._kept.copy().items()) if number <= index)
 
     def add(self, tree: Tree) -> None:
-        """A new state.
+        """Add a new state.
 
         Raises:
             FuncpipeError: an older one was written into, and somebody reads it.
@@ -121,7 +121,7 @@ class States:
         self._kept.pop(self._newest - self._lag - 1, None)
 
     def _made(self, tree: Tree) -> FoldState:
-        """A state as the fold left it. Only an older one that is read must not be written into."""
+        """A state as the fold left it; with versions only where stages read older ones, which nobody may write into."""
         pairs = zip(flatten(tree)[0], locations(tree, "state"), strict=True) if self._lag else ()
         tensors = [(place, leaf) for leaf, place in pairs if isinstance(leaf, Tensor) and not leaf.is_inference()]
         return FoldState(tree, self._here.marks(), tuple((place, leaf, written(leaf)) for place, leaf in tensors))
@@ -164,7 +164,7 @@ class Workers:
             thread.start()
 
     def allow(self, handed: int) -> None:
-        """The loop has so many batches: all may be as far ahead of it as their leads say."""
+        """Let all workers be as far ahead of the loop, which has so many batches, as their leads say."""
         for worker in self.all:
             if worker.row.thread:
                 worker.meter.room.put(handed + worker.row.lead, None)
@@ -182,13 +182,13 @@ class Workers:
             meter.room.stop()
 
     def abandon(self, error: BaseException) -> None:
-        """What is no Exception ends everything at once."""
+        """End everything at once because of an error that is no Exception."""
         if not (isinstance(error, Stop) and self.closed):
             self._abort = self._abort or error
             self.stop()
 
     def taken_abort(self) -> BaseException | None:
-        """What ended everything at once, for the loop to raise."""
+        """The error that ended everything at once, for the loop to raise."""
         abort, self._abort = self._abort, None
         return abort
 
@@ -202,7 +202,7 @@ class Workers:
         return late
 
     def forget(self) -> None:
-        """Nobody holds the overlap any more: its threads end by themselves.
+        """End the threads of an overlap that nobody holds any more.
 
         The one that draws is waited for a moment: the source may be given to another overlap at once.
         """
@@ -223,12 +223,12 @@ class Workers:
             self.give_back(len(self.all), Release(self.here.marks(), lent.value))
 
     def give_back(self, count: int, release: Release) -> None:
-        """Memory comes back to so many first workers: what was only handed on may be an earlier one's."""
+        """Give memory back to the workers before ``count``: a batch that was only handed on may be an earlier one's."""
         for worker in self.all[1:count]:
             worker.released.append(release)
 
     def _settle(self) -> None:
-        """What the loop queues next comes after all that was under way; what streams get after its memory's readers."""
+        """Queue what the loop does next after all that was under way, and memory of streams after its readers."""
         if self._lent is not None:
             lent, self._lent = self._lent, None
             self.here.use(lent.value, lent.marks)

@@ -1,4 +1,4 @@
-"""What a compiled stage says when it is traced over and over: which Python number changes, or that there are many sizes."""
+"""The warning of a stage that is traced over and over: which Python number changes, or that there are many sizes."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ _NUMBERS = (float, int)
 
 
 def advice(
-    bound: EagerBound, args: StageArgs, signature: Hashable, kept: Sequence[Hashable], made: int, most: int
+    bound: EagerBound, args: StageArgs, signature: Hashable, kept: Sequence[Hashable], count: int, limit: int
 ) -> str:
-    """What to say after a trace; "": nothing, yet.
+    """The text of a warning after a trace; "": there is none, yet.
 
     Args:
         bound, args: what was traced.
-        signature: its.
-        kept: those of all programs that there are.
-        made: how many were made in all.
-        most: how many are kept at most.
+        signature: of the trace.
+        kept: the signatures of all programs that there are.
+        count: how many traces were made in all.
+        limit: how many programs are kept at most.
     """
     name = f"stage {bound.stage.name!r} (compiled)"
-    form, own = _apart(signature)
-    alike = [values for other, values in map(_apart, kept) if other == form and values != own]
-    if len(alike) >= max(1, min(_VALUES, most) - 1):
-        rows = zip(_names(bound, args), own, *alike, strict=True)
-        changing = {where: list(dict.fromkeys([*before, now])) for where, now, *before in rows if {*before} != {now}}
-        listed = "; ".join(f"{where} was {', '.join(map(str, values))}" for where, values in changing.items())
+    form, numbers = _apart(signature)
+    alike = [values for other, values in map(_apart, kept) if other == form and values != numbers]
+    if len(alike) >= max(1, min(_VALUES, limit) - 1):
+        rows = zip(_names(bound, args), numbers, *alike, strict=True)
+        changing = {path: list(dict.fromkeys([*past, new])) for path, new, *past in rows if {*past} != {new}}
+        listed = "; ".join(f"{path} was {', '.join(map(str, values))}" for path, values in changing.items())
         last = next(iter(changing.values()))[-1]
         return (
             f"{name} is traced anew for each value of a Python number: {listed}. Numbers in tensors are not looked "
             f"at: give torch.tensor({last}), in a batch or in feeds fp.Replicate(torch.tensor({last}))"
         )
-    if made < 2 * most:
+    if count < 2 * limit:
         return ""
     return (
-        f"{name} was traced {made} times, each time for another signature (shapes, types, values that are no "
-        f"tensors), and keeps programs for {most}. Cut or pad batches to a few sizes (DataLoader(drop_last=True) "
-        f"leaves out a last, smaller one), or keep more: fp.compile_stage(stage, max_programs={4 * most})"
+        f"{name} was traced {count} times, each time for another signature (shapes, types, values that are no "
+        f"tensors), and keeps programs for {limit}. Cut or pad batches to a few sizes (DataLoader(drop_last=True) "
+        f"leaves out a last, smaller one), or keep more: fp.compile_stage(stage, max_programs={4 * limit})"
     )
 
 
 def _apart(words: Any) -> tuple[Any, list[Hashable]]:
-    """A signature without the values of Python numbers (`signature.word`); and these values, in order."""
+    """A signature without the values of Python numbers (`leaf_key`); and these values, in order."""
     if type(words) is not tuple:
         return words, []
     if len(words) == 2 and any(words[0] is kind for kind in _NUMBERS):
         return words[0], [words[1]]
-    parts = [_apart(one) for one in words]
+    parts = [_apart(word) for word in words]
     return tuple(form for form, _ in parts), [value for _, values in parts for value in values]
 
 
 def _names(bound: EagerBound, args: StageArgs) -> list[str]:
-    """Where the Python numbers stand that a signature has, in its order."""
+    """The paths of the Python numbers in a signature, in its order."""
     trees = [("params", unflatten(bound.spec, bound.leaves)), ("state", bound.state), ("x", args.x.tree())]
     for kind, names, borders in (("skips", bound.stage.pop, args.skips), ("feeds", bound.stage.feeds, args.feeds)):
         trees += [(f"{kind}[{name!r}]", border.tree()) for name, border in zip(names, borders, strict=True)]

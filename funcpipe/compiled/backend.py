@@ -17,7 +17,7 @@ from funcpipe.runtime.eager import no_autocast
 from funcpipe.runtime.stream import Place
 
 Backend: TypeAlias = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
-"""``(graph, example inputs) -> function of the inputs``; inputs and outputs are tensors in a row, as for torch.compile."""
+"""``(graph, example inputs) -> function of the inputs``; inputs and outputs are tensors in a row (torch.compile)."""
 
 
 def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
@@ -29,13 +29,13 @@ def cudagraphs(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., A
     """Each program as a CUDA graph; on devices without them as it is, with a warning."""
     if all(is_view(node) for node in graph.graph.nodes if node.op == "call_function"):
         return graph.forward  # nothing to queue
-    where = list(dict.fromkeys(example.device for example in examples))
-    recorder = Place.backend.graph(where[0]) if len(where) == 1 else None
-    reason = f"{', '.join(map(str, where)) or 'nothing'} has none"
+    devices = list(dict.fromkeys(example.device for example in examples))
+    recorder = Place.backend.graph(devices[0]) if len(devices) == 1 else None
+    reason = f"{', '.join(map(str, devices)) or 'nothing'} has none"
     if recorder is not None:
         try:
             zeros = [example.zero_() for example in examples]  # what is in the examples may be no index of anything
-            recorded = Recorded(recorder, where[0], zeros, lambda inputs: graph(*inputs), steady=True)
+            recorded = Recorded(recorder, devices[0], zeros, lambda inputs: graph(*inputs), steady=True)
             return lambda *inputs: recorded(inputs)
         except Unrecordable as error:
             reason = str(error)
@@ -50,12 +50,12 @@ class Kernel:
     """What a backend makes of a part of a graph, at its first call or by `build`: tensors in a row in, a row out.
 
     Args:
-        nodes, reads, outs: the operations, what they read, and what is wanted of them.
+        nodes, reads, outs: the operations, the values that they read, and those that they give.
         module: where constants are.
         backend: see `Backend`.
 
     Attributes:
-        graph: what the backend gets.
+        graph: of the part; the backend gets it.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Kernel:
         self._function: Callable[..., Any] | None = None
 
     def build(self) -> Callable[..., Any]:
-        """Have it built."""
+        """Have the backend build it now."""
         with tracing:
             if self._function is None:
                 # As it is called, whatever is on while it is built.
@@ -91,5 +91,5 @@ class Kernel:
             return self._function
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        """Run it."""
+        """Run it, built first if it is not."""
         return (self._function or self.build())(*inputs)

@@ -1,4 +1,4 @@
-"""Torch's own binding of an operation, where it makes the very same call."""
+"""The binding that torch has of an operation in Python, where it makes the very same call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from funcpipe.core.torch_names import BINDINGS, OpOverload, WatchingMode, pytree
 
 
 class _CallLog(WatchingMode):
-    """Notes what reaches the dispatcher."""
+    """While on, notes every call that reaches the dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,35 +41,37 @@ def binding(node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any], Mapping[s
     with all arguments written out as well.
     """
     target: Any = node.target
-    same = target, node.args, node.kwargs
+    unchanged = target, node.args, node.kwargs
     if not isinstance(target, OpOverload) or target.namespace != "aten":
-        return same
+        return unchanged
     name = schema(target).name.removeprefix("aten::")
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])  # pyright: ignore
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])  # pyright: ignore
     mode: Any = next(
         (leaf.fake_mode for leaf in pytree.tree_leaves((args, kwargs)) if hasattr(leaf, "fake_mode")), None
     )
     if mode is None:
-        return same
-    left_out = tuple(a.default_value for a in schema(target).arguments[len(args) :] if not a.kwarg_only)
+        return unchanged
+    left_out = tuple(
+        argument.default_value for argument in schema(target).arguments[len(args) :] if not argument.kwarg_only
+    )
     for candidate in [getattr(holder, name) for _, holder in BINDINGS if hasattr(holder, name)]:
-        for more in ((), left_out) if left_out else ((),):
-            if _makes(candidate, target, (*args, *more), kwargs, mode):
-                return candidate, (*node.args, *more), node.kwargs
-    return same
+        for defaults in ((), left_out) if left_out else ((),):
+            if _makes(candidate, target, (*args, *defaults), kwargs, mode):
+                return candidate, (*node.args, *defaults), node.kwargs
+    return unchanged
 
 
 def _makes(candidate: Any, target: Any, args: Any, kwargs: Mapping[str, Any], mode: Any) -> bool:
     """Does a call of the candidate run the target, with the same arguments and nothing else."""
-    seen = _CallLog()
+    log = _CallLog()
     try:
-        with torch.no_grad(), mode, seen:
+        with torch.no_grad(), mode, log:
             candidate(*args, **kwargs)
     except Exception:
         return False
-    if len(seen.calls) != 1 or seen.calls[0][0] is not target:
+    if len(log.calls) != 1 or log.calls[0][0] is not target:
         return False
-    return _complete(target, *seen.calls[0][1:]) == _complete(target, args, kwargs)
+    return _complete(target, *log.calls[0][1:]) == _complete(target, args, kwargs)
 
 
 def _complete(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

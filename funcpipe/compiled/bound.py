@@ -50,27 +50,27 @@ class CompiledBound:
         self._waiting: list[tuple[list[Tensor], list[Tensor]]] = []
         self._waiting_for: tuple[Programs, frozenset[int]] | None = None
 
-    # -- the eager one's ---------------------------------------------------------------------------------------------
+    # -- of the eager stage --------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> str:
-        """The eager one's."""
+        """The phase of the eager stage."""
         return self.eager.phase
 
     def grads(self) -> list[Tensor | None]:
-        """The eager one's."""
+        """The sum of each leaf, as the eager stage has it."""
         return self.eager.grads()
 
     def unused(self) -> list[int]:
-        """The eager one's."""
+        """Trainable leaves (by number) that no backward added to."""
         return self.eager.unused()
 
     def fixed(self) -> list[Any]:
-        """The eager one's."""
+        """What every forward and backward reads, as the eager stage has it."""
         return self.eager.fixed()
 
     def written(self) -> list[int]:
-        """The eager one's."""
+        """Parameter leaves (by number) that the stage wrote into."""
         return self.eager.written()
 
     def release(self) -> None:
@@ -83,23 +83,23 @@ class CompiledBound:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
-        """F, as its program; a stage that cannot be one runs eagerly where that is wanted."""
+        """F, as its program; a stage that cannot be one runs eagerly if it may fall back."""
         leaves, signature = _read(args)
         try:
             programs = self._programs(args, signature)
         except TraceError as error:
             if error.cause is not None:
-                self.eager.forward(args, keep=False)  # a mistake in the stage itself says so, at its place
-            programs = self._programs(args, signature)  # which says how to go on
+                self.eager.forward(args, keep=False)  # an error of the stage itself is raised where it occurs
+            programs = self._programs(args, signature)  # this error says how to go on
         if programs is None:
             return self.eager.forward(args, keep=keep)
         joint, program = programs.joint, programs.forward if keep else programs.alone
         if joint.draws:
             keys = Keyring(self.eager.keys, self.eager.index, joint.draws, args.microbatch)
-            given = self._run(programs, program, leaves, keys)
+            result = self._run(programs, program, leaves, keys)
         else:
-            given = self._run(programs, program, leaves)
-        outs, kept = given if keep else (given, [])
+            result = self._run(programs, program, leaves)
+        outs, kept = result if keep else (result, [])
         y, report, stash = _close(joint.spec, outs)
         if program.gives is None:
             program.gives = border_key_or_none(y)
@@ -124,7 +124,7 @@ class CompiledBound:
         return self._programs(args, _read(args)[1])
 
     def build(self, *, split: bool, remat: bool) -> None:
-        """Have all be written, or built, that a step of the last forward's shapes needs."""
+        """Write, or build, all programs that a step with the shapes of the last forward needs."""
         programs = self._last[1]
         if programs is not None and self.eager.backwards:
             programs.build(split=split, remat=remat)
@@ -132,7 +132,7 @@ class CompiledBound:
     def _programs(self, args: StageArgs, signature: list[Hashable]) -> Programs | None:
         if signature != self._last[0]:
             form = tuple(signature)
-            if form not in self._met:  # what a run has it keeps, whatever else is made meanwhile
+            if form not in self._met:  # a run keeps its programs, whatever else is made meanwhile
                 if self._fixed_words is None:
                     self._fixed_words = self._words()
                 self._met[form] = self.compiled.programs((self._fixed_words, *form), self.eager, args)
@@ -140,7 +140,7 @@ class CompiledBound:
         return self._last[1]
 
     def _words(self) -> Hashable:
-        """What a program depends on besides the leaves that a forward gets."""
+        """The key of all that a program depends on besides what a forward gets."""
         eager = self.eager
         flags = (eager.train, eager.backwards, tuple(eager.trainable), eager.loss)
         leaves = (*eager.leaves, *eager.state_leaves)
@@ -153,8 +153,8 @@ class CompiledBound:
         if isinstance(residual, EagerResidual):
             return self.eager.backward(residual, y, stash)
         programs = residual.programs
-        given, missing = self._roots(residual, y, stash)
-        x, *skips = self._run(programs, programs.half(missing).whole, residual.values, given, self._totals())
+        cotangents, missing = self._roots(residual, y, stash)
+        x, *skips = self._run(programs, programs.half(missing).whole, residual.values, cotangents, self._totals())
         return Cotangents(x, skips)
 
     def backward_input(
@@ -164,8 +164,8 @@ class CompiledBound:
         if isinstance(residual, EagerResidual):
             return self.eager.backward_input(residual, y, stash)
         programs = residual.programs
-        given, missing = self._roots(residual, y, stash)
-        (x, *skips), left = self._run(programs, programs.half(missing).inputs, residual.values, given)
+        cotangents, missing = self._roots(residual, y, stash)
+        (x, *skips), left = self._run(programs, programs.half(missing).inputs, residual.values, cotangents)
         return Cotangents(x, skips), ProgramResidual(left, programs, residual.microbatch, missing=missing)
 
     def backward_weight(self, residual: Any, *, more: bool = False) -> None:
@@ -185,7 +185,7 @@ class CompiledBound:
             self._merge()
 
     def _merge(self) -> None:
-        """Add the products that wait."""
+        """Add the waiting products to their sums."""
         if self._waiting_for is not None:
             programs, missing = self._waiting_for
             add_products(programs.half(missing).products, self._waiting, self._totals())
@@ -201,26 +201,26 @@ class CompiledBound:
         self, residual: ProgramResidual, y: Gradients | None, stash: dict[str, list[Gradients]]
     ) -> tuple[list[Tensor | None], frozenset[int]]:
         """The gradients that come in, by root, and the roots that have none."""
-        given: list[Tensor | None] = []
+        cotangents: list[Tensor | None] = []
         missing = _ALL_THERE
         added = {name: add_gradients(None, *parts) or () for name, parts in stash.items()} if stash else {}
         ends = self._loss_cotangents(residual) if residual.loss is not None or residual.side is not None else {}
-        for what, name, leaf, stride in residual.programs.joint.roots:
-            if what == "y":
+        for kind, name, leaf, stride in residual.programs.joint.roots:
+            if kind == "y":
                 gradient = y[leaf] if y is not None else None
-            elif what == "stash":
+            elif kind == "stash":
                 gradient = added[name][leaf] if name in added else None
             else:
-                gradient = ends.get(what)
+                gradient = ends.get(kind)
             if gradient is None:
-                missing |= {len(given)}
+                missing |= {len(cotangents)}
             elif gradient.stride() != stride:
                 gradient = laid_out(gradient, stride)
-            given.append(gradient)
-        return given, missing
+            cotangents.append(gradient)
+        return cotangents, missing
 
     def _loss_cotangents(self, residual: ProgramResidual) -> dict[str, Tensor]:
-        """Made once for all microbatches that count alike: no program writes into what it gets."""
+        """The gradients of loss and side, made once for all microbatches of one weight: no program writes into them."""
         loss, shares = residual.loss, self.eager.shares
         if shares is None or residual.side is not None or loss is None or loss.weight is not None:
             return self.eager.loss_cotangents(residual)
@@ -231,13 +231,13 @@ class CompiledBound:
 
 
 def _close(spec: OutputSpec, outs: Sequence[Tensor]) -> tuple[Border, ForwardReport, dict[str, Border]]:
-    """What a forward hands out, from the program's tensors."""
+    """Output, report and stash of a forward, from its program's tensors."""
     if spec.plain:  # most of the time
         report = _NOTHING if spec.report is None else ForwardReport((), Loss(outs[1]), None)
         return Border([dense(outs[0])], LEAF, spec.y[1]), report, {}
     leaves = list(spec.leaves)
-    for slot, out in zip(spec.slots, outs, strict=True):
-        leaves[slot] = out
+    for slot, tensor in zip(spec.slots, outs, strict=True):
+        leaves[slot] = tensor
     rest = iter(leaves)
 
     def border(structure: Any, flags: Sequence[bool]) -> Border:
@@ -250,14 +250,14 @@ def _close(spec: OutputSpec, outs: Sequence[Tensor]) -> tuple[Border, ForwardRep
 
 def _read(args: StageArgs) -> tuple[list[Tensor], list[Hashable]]:
     """The tensors that a forward gets, and the signature of all that it gets."""
-    found: list[Tensor] = []
-    words: list[Hashable] = []
+    leaves: list[Tensor] = []
+    keys: list[Hashable] = []
     borders = [args.x, *args.skips, *args.feeds]
     if args.target is not None:
         borders.append(args.target)
     for border in borders:
-        words.append(border_key(border))
+        keys.append(border_key(border))
         for leaf in border.leaves:
             if isinstance(leaf, Tensor):
-                found.append(leaf)
-    return found, words
+                leaves.append(leaf)
+    return leaves, keys

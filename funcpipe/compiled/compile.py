@@ -29,7 +29,7 @@ _BACKENDS: dict[str, Backend | None] = {"graph": None, "inductor": inductor, "cu
 
 
 class Compiled:
-    """How a compiled stage becomes numbers, and the programs that it has so far.
+    """How a compiled stage is made into programs, and those that it has so far.
 
     Attributes:
         backend: what builds the programs.
@@ -38,8 +38,8 @@ class Compiled:
         recompute: is what is cheap to compute again not kept for the backward.
         fallback: does a stage that cannot be traced run eagerly.
         max_programs: for how many signatures programs are kept.
-        found: what became of each of these, the longest unused first: its programs, or why there are none.
-        made: how many were made in all.
+        found: the outcome for each of these, the longest unused first: its programs, or why there are none.
+        made: how many outcomes there were in all.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Compiled:
 
     def reasons(self) -> list[str]:
         """Why signatures have no programs."""
-        return [str(one) for one in self.found.values() if isinstance(one, TraceError)]
+        return [str(outcome) for outcome in self.found.values() if isinstance(outcome, TraceError)]
 
     def programs(self, signature: Hashable, bound: EagerBound, args: StageArgs) -> Programs | None:
         """The programs for a signature, traced when it is first met; None where the stage runs eagerly.
@@ -72,33 +72,33 @@ class Compiled:
         Raises:
             TraceError: the stage cannot be traced and was not asked to fall back.
         """
-        found = self._look(signature)
-        if found is None:
-            with self._making:  # whoever else waits for them gets the same
-                found = self._look(signature) or self._make(signature, bound, args)
+        outcome = self._look(signature)
+        if outcome is None:
+            with self._making:  # other threads that wait for them get the same
+                outcome = self._look(signature) or self._make(signature, bound, args)
             self._advise(signature, bound, args)
-        if isinstance(found, Programs):
-            return found
+        if isinstance(outcome, Programs):
+            return outcome
         if self.fallback:
             return None
         raise TraceError(
-            f"stage {bound.stage.name!r} cannot be compiled: {found}; leave it eager, or fp.compile_stage(stage, "
+            f"stage {bound.stage.name!r} cannot be compiled: {outcome}; leave it eager, or fp.compile_stage(stage, "
             "fallback=True) to run it so where it cannot be"
         )
 
     def _look(self, signature: Hashable) -> Programs | TraceError | None:
-        """What there is for a signature, which is used last now."""
+        """The outcome for a signature, now the last used; None: it was not met, or is no longer kept."""
         with self._turn:
-            found = self.found.pop(signature, None)
-            if found is not None:
-                self.found[signature] = found
-            return found
+            outcome = self.found.pop(signature, None)
+            if outcome is not None:
+                self.found[signature] = outcome
+            return outcome
 
     def _make(self, signature: Hashable, bound: EagerBound, args: StageArgs) -> Programs | TraceError:
-        """The programs for a signature that has none yet; what is unused for longest goes.
+        """Trace a signature that has no outcome yet, and keep its outcome; the longest unused one goes.
 
         Raises:
-            TraceError: the stage itself raised. Its own words are better than what is made of them here.
+            TraceError: the stage itself raised, and does not fall back; the cause says more than a reason here.
         """
         try:
             joint = trace(bound, args)
@@ -107,26 +107,26 @@ class Compiled:
                 if self.recompute:
                     least_kept(joint)
                 backend = _BACKENDS[self.backend] if isinstance(self.backend, str) else self.backend
-                found = Programs(joint, fuse=self.fuse, backend=backend)
+                programs = Programs(joint, fuse=self.fuse, backend=backend)
         except TraceError as error:
-            refused = TraceError(str(error))  # without its frames
-            self._keep(signature, refused)
+            fault = TraceError(str(error))  # without its frames
+            self._keep(signature, fault)
             if error.cause is not None and not self.fallback:
                 raise
-            return refused
-        self._keep(signature, found)
-        return found
+            return fault
+        self._keep(signature, programs)
+        return programs
 
-    def _keep(self, signature: Hashable, found: Programs | TraceError) -> None:
+    def _keep(self, signature: Hashable, outcome: Programs | TraceError) -> None:
         with self._turn:
             self.made += 1
-            self.found[signature] = found
-            over = list(self.found)[: -self.max_programs]
-            gone = [self.found.pop(old) for old in over]  # runs that use it hold it until they end
-        del gone  # it may be large, and nobody has to wait for that
+            self.found[signature] = outcome
+            oldest = list(self.found)[: -self.max_programs]
+            dropped = [self.found.pop(old) for old in oldest]  # runs that use it hold it until they end
+        del dropped  # it may be large, and nobody has to wait for that
 
     def _advise(self, signature: Hashable, bound: EagerBound, args: StageArgs) -> None:
-        """Say once what makes traces come over and over."""
+        """Warn once of what makes traces come over and over."""
         with self._turn:
             text = ""
             if not self._told:
@@ -215,10 +215,10 @@ def compile_stage(
         raise PlanError(
             f"max_programs is an int from 1, for how many signatures programs are kept; got {max_programs!r}"
         )
-    made = Compiled(
+    compiled = Compiled(
         backend=backend, fuse=fuse, merge=merge, recompute=recompute, fallback=fallback, max_programs=max_programs
     )
-    return replace(stage, program=made)
+    return replace(stage, program=compiled)
 
 
 def make_programs(
@@ -271,11 +271,11 @@ def make_programs(
         leaves, spec = flatten(tree)
         return Border(leaves, spec, [input_grads and is_differentiable(leaf) for leaf in leaves])
 
-    given = [border((skips or {})[name]) for name in stage.pop], [border((feeds or {})[name]) for name in stage.feeds]
-    args = StageArgs(border(x), *given, None if loss is None else border(target), 0)
+    borders = [border((skips or {})[name]) for name in stage.pop], [border((feeds or {})[name]) for name in stage.feeds]
+    args = StageArgs(border(x), *borders, None if loss is None else border(target), 0)
     options: dict[str, Any] = {"trainable": flags, "train": train, "backwards": True, "keys": Keys(None, [stage])}
     bound = compiled(stage, 0, params, state, loss=loss, shares=None, **options)
-    found = bound.find(args)
-    if found is None:
+    programs = bound.find(args)
+    if programs is None:
         raise TraceError(f"stage {stage.name!r} cannot be compiled: {compiled.reasons()[-1]}")
-    return found
+    return programs

@@ -33,7 +33,7 @@ _VIEWS: set[Any] = {
     _aten.diagonal.default,
     _aten.as_strided.default,
 }
-"""Operations that cost nothing: each program makes its own, so that what crosses is what the view is of."""
+"""Operations that cost nothing: each program makes its own views, and the base of a view crosses instead."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Product(NamedTuple):
     """A product of two matrices.
 
     Attributes:
-        left, right: what it is of.
-        turned: is it of the left one's transpose.
+        left, right: its factors.
+        turned: is the left factor transposed.
     """
 
     left: fx.Node
@@ -76,14 +76,14 @@ Program = TypeVar("Program")
 
 
 class CutBackward(NamedTuple, Generic[Program]):
-    """The backward of a stage in one piece and in two: as parts of the graph, or as what was written of these.
+    """The backward of a stage in one piece and in two: as parts of the graph, or as the functions written from them.
 
     Attributes:
         whole: B.
         inputs: I, what the gradients of the inputs need.
         weights: W, the rest of what the gradients of the parameters need.
-        operands: V, which is W without its products but with what they are of; these are made later.
-        left: what I leaves for W.
+        operands: V, which is W without its products but with their factors; the products are made later.
+        left: the values that I leaves for W.
         products: the weight gradients that are products of two matrices and serve nothing else, by their numbers.
     """
 
@@ -116,9 +116,9 @@ class Cut:
         self.joint, self.fuse = joint, fuse
         self._forward = {*above(joint.outs), *joint.params, *joint.inputs}
         outside = self._forward | {*joint.cotangents}
-        own, left = self._inputs(joint.wanted, joint.sums)
-        reads = gather(nodes_in([joint.wanted, [node for node in left if node in own]]), stop=outside)[1]
-        crossing = {*reads, *left} - {*joint.params} - {*joint.cotangents} - own
+        ops, left = self._inputs(joint.wanted, joint.sums)
+        reads = gather(nodes_in([joint.wanted, [node for node in left if node in ops]]), stop=outside)[1]
+        crossing = {*reads, *left} - {*joint.params} - {*joint.cotangents} - ops
         self.kept = [node for node in joint.module.graph.nodes if node in crossing]
         takes = {"P": joint.params, "X": joint.inputs, **({"R": []} if joint.draws else {})}
         self.forward = _part("F", takes, (joint.outs, self.kept))
@@ -128,10 +128,10 @@ class Cut:
 
     def _inputs(self, wanted: Any, sums: Sequence[fx.Node | None]) -> tuple[set[fx.Node], list[fx.Node]]:
         """The operations of I, and what W reads besides parameters."""
-        own = _whole_ops(above(nodes_in(wanted)) - self._forward)
-        reads = gather(nodes_in(sums), stop={*self._forward, *self.joint.cotangents, *own})[1]
+        ops = _whole_ops(above(nodes_in(wanted)) - self._forward)
+        reads = gather(nodes_in(sums), stop={*self._forward, *self.joint.cotangents, *ops})[1]
         params = {*self.joint.params}
-        return own, [node for node in reads if node not in params]
+        return ops, [node for node in reads if node not in params]
 
     def backward(self, missing: frozenset[int]) -> CutBackward[Part]:
         """The backward where some roots (by number) have no gradient: what depends on these alone has none either.
@@ -141,22 +141,22 @@ class Cut:
         joint = self.joint
         wanted, sums = joint.wanted, joint.sums
         if missing:
-            gone = _prune(joint.module.graph, joint.cotangents, {joint.cotangents[number] for number in missing})
-            wanted = [[gone.get(node, node) for node in row] for row in wanted]  # pyright: ignore
-            sums = [gone.get(node, node) for node in sums]  # pyright: ignore
+            replaced = _prune(joint.module.graph, joint.cotangents, {joint.cotangents[number] for number in missing})
+            wanted = [[replaced.get(node, node) for node in row] for row in wanted]  # pyright: ignore
+            sums = [replaced.get(node, node) for node in sums]  # pyright: ignore
         left = self._inputs(wanted, sums)[1]
         takes = {"P": joint.params, "K": self.kept, "G": joint.cotangents}
         second = {"P": joint.params, "L": left}
         weights = _part("W", second, None, sums)
         products = _products(sums, {*weights.nodes})
         fused = [*products, *_columns(sums, {*weights.nodes})] if self.fuse else []
-        factors = [one.left for one in products.values()], [one.right for one in products.values()]
-        rest = [None if number in products else node for number, node in enumerate(sums)]
+        factors = [pair.left for pair in products.values()], [pair.right for pair in products.values()]
+        others = [None if number in products else node for number, node in enumerate(sums)]
         return CutBackward(
             _part("B", takes, wanted, sums, fused),
             _part("I", takes, (wanted, left)),
             replace(weights, fused=fused),
-            _part("V", second, factors, rest),
+            _part("V", second, factors, others),
             left,
             products,
         )
@@ -175,15 +175,15 @@ def _part(
 
 
 def nodes_in(values: Any) -> list[fx.Node]:
-    """The nodes among lists of lists."""
-    found: list[fx.Node] = []
-    fx.map_arg(values, found.append)  # pyright: ignore[reportArgumentType]
-    return found
+    """The nodes in lists of lists."""
+    nodes: list[fx.Node] = []
+    fx.map_arg(values, nodes.append)  # pyright: ignore[reportArgumentType]
+    return nodes
 
 
-def _products(sums: Sequence[fx.Node | None], own: set[fx.Node]) -> dict[int, Product]:
+def _products(sums: Sequence[fx.Node | None], nodes: set[fx.Node]) -> dict[int, Product]:
     """The weight gradients that are products and serve nothing but one sum."""
-    return {number: product(node) for number, node in _single(sums, own, _aten.mm.default)}
+    return {number: product(node) for number, node in _single(sums, nodes, _aten.mm.default)}
 
 
 def is_product(node: fx.Node | None) -> bool:
@@ -192,7 +192,7 @@ def is_product(node: fx.Node | None) -> bool:
 
 
 def product(node: fx.Node) -> Product:
-    """What a product is of."""
+    """The factors of a product."""
     left: Any
     right: Any
     left, right = node.args
@@ -204,85 +204,85 @@ _FEW = 512
 """Rows that a product with ones may add: torch's sum adds in pairs, and of many rows that is closer."""
 
 
-def _columns(sums: Sequence[fx.Node | None], own: set[fx.Node]) -> list[int]:
+def _columns(sums: Sequence[fx.Node | None], nodes: set[fx.Node]) -> list[int]:
     """The weight gradients that are sums over a few rows and serve nothing but one sum.
 
     On the CPU only: elsewhere the ones would have to be there before streams that know nothing of each other.
     """
-    found: list[int] = []
-    for number, node in _single(sums, own, _aten.sum.dim_IntList):
+    numbers: list[int] = []
+    for number, node in _single(sums, nodes, _aten.sum.dim_IntList):
         rows: Any = node.args[0]
         val = rows.meta["val"]
         plain = node.args[1:] == ([0],) and not node.kwargs and val.dtype in (torch.float32, torch.float64)
         if plain and val.device.type == "cpu" and val.dim() == 2 and 0 < len(val) <= _FEW:
-            found.append(number)
-    return found
+            numbers.append(number)
+    return numbers
 
 
-def _single(sums: Sequence[fx.Node | None], own: set[fx.Node], target: Any) -> Iterator[tuple[int, fx.Node]]:
+def _single(sums: Sequence[fx.Node | None], nodes: set[fx.Node], target: Any) -> Iterator[tuple[int, fx.Node]]:
     """The weight gradients that this operation makes and only one sum reads, with their numbers."""
     for number, node in enumerate(sums):
-        if node is None or node not in own or node.target is not target or list(sums).count(node) > 1:
+        if node is None or node not in nodes or node.target is not target or list(sums).count(node) > 1:
             continue
-        if own.isdisjoint(node.users):
+        if nodes.isdisjoint(node.users):
             yield number, node
 
 
 def above(roots: Iterable[Any]) -> set[fx.Node]:
     """All operations and placeholders that some values need."""
-    seen: set[fx.Node] = set()
+    needed: set[fx.Node] = set()
     todo = [node for node in roots if isinstance(node, fx.Node)]
     while todo:
         node = todo.pop()
-        if node not in seen:
-            seen.add(node)
+        if node not in needed:
+            needed.add(node)
             todo += node.all_input_nodes
-    return _whole_ops(seen)
+    return _whole_ops(needed)
 
 
 def _whole_ops(nodes: set[fx.Node]) -> set[fx.Node]:
-    """Also the other pieces of operations that give several values."""
+    """The nodes, and the other pieces of operations that give several values."""
     pieces = {user for node in nodes if not is_view(node) for user in node.users if user.target is operator.getitem}
     return nodes | pieces
 
 
 def gather(roots: Sequence[fx.Node], *, stop: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What computes some values reading those in ``stop``, but for views of them: operations, and what is read."""
-    own: set[fx.Node] = set()
+    """The operations that compute some values from those in ``stop`` (views anew), and which of these they read."""
+    inside: set[fx.Node] = set()
     reads: set[fx.Node] = set()
     todo = list(roots)
     while todo:
         node = todo.pop()
-        if node in own or node in reads:
+        if node in inside or node in reads:
             continue
         if node.op != "get_attr" and node in stop and not is_view(node):
             reads.add(node)
         else:
-            own.add(node)
+            inside.add(node)
             todo += node.all_input_nodes
     nodes = list(roots[0].graph.nodes) if roots else []
-    return [node for node in nodes if node in own], [node for node in nodes if node in reads]
+    return [node for node in nodes if node in inside], [node for node in nodes if node in reads]
 
 
 def _prune(graph: fx.Graph, cotangents: Sequence[fx.Node], missing: set[fx.Node]) -> dict[fx.Node, fx.Node | None]:
-    """What stands for each value when some cotangents are missing: None for none. New operations join the graph."""
+    """What replaces each gradient when some cotangents are missing, None for none. Adds operations to the graph."""
     instead: dict[fx.Node, fx.Node | None] = dict.fromkeys(missing)
     flowing = {*cotangents}
     for node in list(graph.nodes):
         if node.op != "call_function" or flowing.isdisjoint(node.all_input_nodes):
             continue
         flowing.add(node)
-        came = [one for one in node.all_input_nodes if one in flowing]
-        dead = [one for one in came if instead.get(one, one) is None]
-        if len(dead) == len(came):
+        inputs = [source for source in node.all_input_nodes if source in flowing]
+        dead = [source for source in inputs if instead.get(source, source) is None]
+        if len(dead) == len(inputs):
             instead[node] = None
-        elif dead and node.target is _aten.add.Tensor and not node.kwargs and len(came) == 2:
-            other = next(one for one in came if one not in dead)
+        elif dead and node.target is _aten.add.Tensor and not node.kwargs and len(inputs) == 2:
+            other = next(source for source in inputs if source not in dead)
             instead[node] = instead.get(other, other)
-        elif any(one in instead for one in came):
+        elif any(source in instead for source in inputs):
             with graph.inserting_before(node):
-                zeros = {one: _zeros(graph, one) for one in dead}
-                instead[node] = graph.node_copy(node, lambda one: zeros.get(one) or instead.get(one, one))  # noqa: B023  # pyright: ignore
+                zeros = {source: _zeros(graph, source) for source in dead}
+                instead[node] = graph.node_copy(node, lambda arg: zeros.get(arg) or instead.get(arg, arg))  # noqa: B023  # pyright: ignore
             flowing.add(instead[node])  # pyright: ignore[reportArgumentType]
     return instead
 

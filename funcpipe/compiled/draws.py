@@ -83,12 +83,12 @@ def _words(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{' '.join(map(_words, value))}]"  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(value, dict):
-        return " ".join(f"{name}={_words(one)}" for name, one in value.items())  # pyright: ignore
+        return " ".join(f"{name}={_words(item)}" for name, item in value.items())  # pyright: ignore
     return repr(value)
 
 
 class Keyring:
-    """What a program draws with for one microbatch."""
+    """The generators of a program's draws for one microbatch, each seeded with its key."""
 
     __slots__ = ("draws", "keys", "microbatch", "stage")
 
@@ -106,7 +106,7 @@ class Keyring:
             return func(*args, **kwargs)
 
     def _seed(self, draw: int, generator: torch.Generator) -> torch.Generator:
-        part, layer, nth, what = self.draws[draw]
-        self.keys.claim(self.stage, layer, what, part)
+        part, layer, nth, func = self.draws[draw]
+        self.keys.claim(self.stage, layer, func, part)
         path = self.keys.path(self.stage, layer, part)
         return generator.manual_seed(self.keys.number(path, nth, self.microbatch))

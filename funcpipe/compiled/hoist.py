@@ -1,4 +1,4 @@
-"""What depends on parameters and state alone is computed once a run, not once a microbatch (loop-invariant code motion)."""
+"""Loop-invariant code motion: compute what depends on parameters and state alone once a run, not once a microbatch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from funcpipe.core.torch_names import OpOverload
 from funcpipe.runtime.drawing import may_draw
 
 _SMALL = 2**20
-"""Bytes that may lie in memory all the time, though the parameters that they are computed of are smaller."""
+"""Bytes that a hoisted value may have though the parameters that it is computed of have fewer."""
 
 
 def hoist(joint: Joint) -> None:
-    """Take such values out of the graph of a microbatch: they become further placeholders of parameters.
+    """Take values of parameters and state alone out of a microbatch's graph: they become placeholders of parameters.
 
     Casts of weights under autocast, weights that are computed (weight norm, merged adapters), views of parameters,
     small masks and positions. What others read of these would lie in memory all the time; so a value that is larger
@@ -30,8 +30,8 @@ def hoist(joint: Joint) -> None:
         inputs = node.all_input_nodes
         if node.op == "get_attr":
             sources[node] = frozenset()
-        elif _moves(node) and all(one in sources for one in inputs):
-            sources[node] = frozenset[fx.Node]().union(*(sources[one] for one in inputs))
+        elif _moves(node) and all(value in sources for value in inputs):
+            sources[node] = frozenset[fx.Node]().union(*(sources[value] for value in inputs))
     for node in reversed([node for node in sources if node.op == "call_function"]):
         readers = _readers(node, sources)
         if not readers or _stays(node, sources[node]):
@@ -47,20 +47,20 @@ def hoist(joint: Joint) -> None:
             readers = _readers(node, sources)
             if not readers:
                 continue
-            place = graph.placeholder(f"{node.name}_")
-            place.meta = dict(node.meta)
-            node.replace_all_uses_with(place, readers.__contains__)
+            placeholder = graph.placeholder(f"{node.name}_")
+            placeholder.meta = dict(node.meta)
+            node.replace_all_uses_with(placeholder, readers.__contains__)
             joint.once.append(node)
-            joint.params.append(place)
+            joint.params.append(placeholder)
 
 
 def _readers(node: fx.Node, sources: Container[fx.Node]) -> set[fx.Node]:
-    """Who reads a value and is not one of them. What is handed out is made by each microbatch: who gets it may write into his."""
+    """The operations of a microbatch that read a value. Not the output: each caller may write into its own."""
     return {user for user in node.users if user not in sources and user.op != "output"}
 
 
 def _stays(node: fx.Node, sources: Iterable[fx.Node]) -> bool:
-    """May the memory of a value be taken from the first microbatch to the last. That of parameters is there anyway."""
+    """May a value lie in memory from the first microbatch to the last. Memory of parameters does so anyway."""
     taken = memory_of([node])
     for storage in memory_of(sources):
         taken.pop(storage, None)
@@ -68,7 +68,7 @@ def _stays(node: fx.Node, sources: Iterable[fx.Node]) -> bool:
 
 
 def _moves(node: fx.Node) -> bool:
-    """Has an operation one result for all microbatches, if its arguments have one each."""
+    """Does an operation give all microbatches the same result where its arguments are the same."""
     if node.op != "call_function" or "draw" in node.meta or may_draw(node.target):
         return False
     # A draw fills a fresh tensor in place.

@@ -1,4 +1,4 @@
-"""A stage as one graph: its forward, the plan's loss and their backward, traced on fake tensors; nothing is computed."""
+"""A stage as one graph: its forward, the plan's loss and their backward, traced on fake tensors."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class Joint:
     Attributes:
         module: holds the graph and its constants.
         params: placeholders of the tensors among the leaves of parameters and state, and of what is in ``once``.
-        inputs: placeholders of the tensors among those of input, skips, feeds and target.
+        inputs: placeholders of the tensors among the leaves of input, skips, feeds and target.
         cotangents: placeholders, one for each root.
         outs: what the forward gives, in the order of ``spec.slots``.
         wanted: gradients of input leaves: one list for the input, one for each skip; None where there is none.
         sums: gradients of the trainable leaves.
-        spec, roots, draws: see there.
+        spec, roots, draws: see `OutputSpec`, `Root`, `DrawOp`.
         once: what is computed of parameters and state alone, once a run (`hoist`).
     """
 
@@ -98,14 +98,14 @@ def leaves_in(args: StageArgs) -> list[Any]:
 
 
 tracing = threading.RLock()
-"""Held by who traces, writes or builds programs: fx keeps what it traces in the process, not in the thread."""
+"""Held while programs are traced, written or built: fx keeps what it traces in the process, not in the thread."""
 
 
 def trace(bound: EagerBound, args: StageArgs) -> Joint:
     """Trace a bound stage with its backward, for arguments like these.
 
     Raises:
-        TraceError: it says what about the stage cannot be a program.
+        TraceError: the stage cannot be a program; it says why.
     """
     with tracing:
         try:
@@ -120,28 +120,31 @@ def trace(bound: EagerBound, args: StageArgs) -> Joint:
 def _trace(real: EagerBound, args: StageArgs) -> Joint:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    fixed, given = tensors(real.leaves, real.state_leaves), tensors(leaves_in(args))
+    fixed, arguments = tensors(real.leaves, real.state_leaves), tensors(leaves_in(args))
     kind: Any = FakeTensorMode
     if not torch.cuda.is_available():
-        # Builds with CUDA on machines without: torch 2.11 then puts a guard into the process that dies with this thread,
-        # and the next trace in another thread ends the process.
+        # Builds with CUDA on machines without: torch 2.11 then puts a guard into the process that dies with this
+        # thread, and the next trace in another thread ends the process.
         kind = type("Fakes", (FakeTensorMode,), {"avoid_device_init": False})
     mode = kind(static_shapes=True)
     with torch.no_grad():
         fakes = [mode.from_tensor(tensor.detach()) for tensor in fixed]
     with mode:
-        # Where a microbatch begins in the memory of the batch, and how large that is, is in no signature: no trace sees it.
-        fakes += [torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=one.device) for one in given]
+        # Where a microbatch begins in the batch's memory, and how large that is, is in no signature: no trace sees it.
+        fakes += [
+            torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            for tensor in arguments
+        ]
     with mode, torch.set_grad_enabled(real.backwards):
         first = _TracedForward(real, args, fakes)
         again = _TracedForward(real, args, fakes, first.bound)
     _refuse_changes(first, again)
     cotangents = [mode.from_tensor(torch.empty_like(root)) for root in first.ends] if first.ends else []
-    kept: list[_TracedForward] = []
+    calls: list[_TracedForward] = []
 
     def joint(*flat: Tensor) -> Any:
         call = _TracedForward(real, args, flat[: len(fakes)])
-        kept[:] = [call]
+        calls[:] = [call]
         return call.outs, *call.gradients(flat[len(fakes) :])
 
     def graph(function: Callable[..., Any]) -> fx.GraphModule:
@@ -152,17 +155,17 @@ def _trace(real: EagerBound, args: StageArgs) -> Joint:
         try:
             module = graph(joint)
         except NumbersWanted:
-            # Code that asks for fake tensors before it looks at numbers (masks in transformers) does not know functional
-            # ones: it did not look in the calls above. It gets fake ones, and the graph of that is made functional.
+            # Code that asks for fake tensors before it looks at numbers (masks in transformers) does not know
+            # functional ones: it did not look in the calls above. It gets fake ones, and that graph is made functional.
             module = graph(make_fx(joint, tracing_mode="fake")(*fakes, *cotangents))
-    call = kept[0]
+    call = calls[0]
     for bound in (first.bound, call.bound):
         bound.release()
     _name_draws(module.graph, call.watch.draws)
     tidy(module)
-    boxes = [n for n in module.graph.nodes if n.op == "placeholder"]
-    outs, wanted, sums = next(n for n in module.graph.nodes if n.op == "output").args[0]
-    params, inputs, ends = boxes[: len(fixed)], boxes[len(fixed) : len(fakes)], boxes[len(fakes) :]
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    outs, wanted, sums = next(node for node in module.graph.nodes if node.op == "output").args[0]
+    params, inputs, ends = placeholders[: len(fixed)], placeholders[len(fixed) : len(fakes)], placeholders[len(fakes) :]
     return Joint(module, params, inputs, ends, outs, wanted, sums, first.spec, first.roots, call.watch.draws)
 
 
@@ -172,17 +175,22 @@ class _TracedForward:
     def __init__(
         self, real: EagerBound, args: StageArgs, flat: Sequence[Tensor], bound: EagerBound | None = None
     ) -> None:
-        rest = iter(flat)
+        values = iter(flat)
 
         def put(leaves: Sequence[Any]) -> list[Any]:
-            return [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            return [next(values) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
         def border(old: Border) -> Border:
             return Border(put(old.leaves), old.spec, old.flags)
 
         params, state = unflatten(real.spec, put(real.leaves)), unflatten(real.state_spec, put(real.state_leaves))
         x, skips, feeds, target, microbatch = args
-        given = border(x), [border(skip) for skip in skips], [border(feed) for feed in feeds], target and border(target)
+        borders = (
+            border(x),
+            [border(skip) for skip in skips],
+            [border(feed) for feed in feeds],
+            target and border(target),
+        )
         if bound is None:
             options: dict[str, Any] = {"trainable": real.trainable, "train": real.train, "backwards": real.backwards}
             options |= {"keys": Keys(None, [real.stage]), "loss": real.loss}
@@ -190,7 +198,7 @@ class _TracedForward:
         self.bound = bound
         self.watch = Watch(bound.places)
         with self.watch:
-            out = bound.evaluate(StageArgs(*given, microbatch), keep=True)
+            out = bound.evaluate(StageArgs(*borders, microbatch), keep=True)
         if bound.written():
             raise TraceError("it writes into its parameters; a stage is pure")
         self.residual = out.residual
@@ -198,7 +206,7 @@ class _TracedForward:
         self.roots, self.ends = self._ends()
 
     def _ends(self) -> tuple[list[Root], list[Tensor]]:
-        """Where gradients come in, and the tensors there with their graphs."""
+        """The roots, and the tensor at each with its autograd graph."""
         residual = self.residual
         places: list[tuple[str, str, int, Any]] = []
         if self.bound.loss is None:
@@ -211,25 +219,28 @@ class _TracedForward:
             places.append(("side", "", 0, residual.side[0]))
         live = [place for place in places if isinstance(place[3], Tensor) and place[3].requires_grad]
         ends = [end for *_, end in live]
-        return [Root(what, name, leaf, tuple(end.stride())) for what, name, leaf, end in live], ends
+        return [Root(kind, name, leaf, tuple(end.stride())) for kind, name, leaf, end in live], ends
 
     def gradients(self, cotangents: Sequence[Tensor]) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
         """Gradients of the leaves at the inputs, in their layout, and of the trainable parameters."""
         residual = self.residual
         borders = [(residual.x_count, residual.x), *residual.skips]
-        wants = [*(leaf for _, held in borders for leaf in held.values()), *self.bound.inputs]
-        gradients: list[Tensor | None] = [None] * len(wants)
-        if wants and self.ends:
+        leaves = [*(leaf for _, by_number in borders for leaf in by_number.values()), *self.bound.inputs]
+        gradients: list[Tensor | None] = [None] * len(leaves)
+        if leaves and self.ends:
             with no_autocast():
-                gradients = list(torch.autograd.grad(self.ends, wants, list(cotangents), allow_unused=True))
+                gradients = list(torch.autograd.grad(self.ends, leaves, list(cotangents), allow_unused=True))
         rest = iter(gradients)
-        wanted: list[list[Tensor | None]] = []
-        for count, held in borders:
+        rows: list[list[Tensor | None]] = []
+        for count, by_number in borders:
             row: list[Tensor | None] = [None] * count
-            for number, leaf in held.items():
+            for number, leaf in by_number.items():
                 row[number] = _like(next(rest), leaf)
-            wanted.append(row)
-        return wanted, [g if g is None or g.layout is torch.strided else g.to_dense() for g in rest]
+            rows.append(row)
+        return rows, [
+            gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
+            for gradient in rest
+        ]
 
 
 def _like(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
@@ -261,7 +272,7 @@ def _output(out: StageOut) -> tuple[OutputSpec, list[Tensor]]:
 
 
 def _refuse_changes(first: _TracedForward, again: _TracedForward) -> None:
-    """A second call must do what the first did, or Python state would be frozen into the program."""
+    """Raise TraceError if a second call does not do what the first did: its Python state would be frozen."""
     if first.watch.steps == again.watch.steps and first.spec == again.spec:
         return
     pairs = zip(first.watch.steps, again.watch.steps, strict=False)
@@ -304,9 +315,9 @@ _REASONS = {
 
 
 def _why(error: Exception) -> TraceError:
-    """What about a stage cannot be traced."""
+    """The error that says what about a stage cannot be traced."""
     text = f"{type(error).__name__}: {error}"
     known = next((reason for mark, reason in _REASONS.items() if mark in text), None)
-    found = TraceError(f"{known or 'it cannot be traced'} ({text.splitlines()[0]})")
-    found.cause = None if known else error
-    return found
+    fault = TraceError(f"{known or 'it cannot be traced'} ({text.splitlines()[0]})")
+    fault.cause = None if known else error
+    return fault

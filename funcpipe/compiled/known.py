@@ -11,10 +11,10 @@ from torch import Tensor
 from funcpipe.core.torch_names import OpOverload, pytree, schema, without_modes
 
 _MOST = 1 << 18
-"""Numbers in a tensor that are worth knowing."""
+"""The most numbers that a tensor may have whose numbers are kept."""
 
 _NUMBERS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
-"""What takes numbers out of a tensor."""
+"""Operations that take numbers out of a tensor."""
 
 UNKNOWN: Any = object()
 
@@ -31,32 +31,32 @@ class Known:
         ] = {}  # by id; holds the tensor of the trace, so that ids stay its own
 
     def number(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What an operation that takes numbers out gives; UNKNOWN where it is of other tensors, or another operation."""
+        """The result of an operation that takes numbers out; UNKNOWN for other tensors and other operations."""
         if func not in _NUMBERS:
             return UNKNOWN
-        found = self._of(args, kwargs)
-        if found is None:
+        arguments = self._of(args, kwargs)
+        if arguments is None:
             return UNKNOWN
         with without_modes(), torch.no_grad():
-            return func(*found[0], **found[1])
+            return func(*arguments[0], **arguments[1])
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """An operation has run; compute it on the numbers that are known, too."""
+        """Compute an operation that has run on the numbers that are known, too."""
         if not isinstance(func, OpOverload):
             return
-        found = None if torch.Tag.nondeterministic_seeded in func.tags else self._of(args, kwargs)
+        arguments = None if torch.Tag.nondeterministic_seeded in func.tags else self._of(args, kwargs)
         results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        if found is None or any(one.numel() > _MOST for one in results) or "empty" in str(func):
+        if arguments is None or any(tensor.numel() > _MOST for tensor in results) or "empty" in str(func):
             if schema(func).is_mutable:
                 self._forget([leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
             return
         try:
             with without_modes(), torch.no_grad():
-                real = func(*found[0], **found[1])
-        except Exception:  # what is wrong with it shows elsewhere
+                real = func(*arguments[0], **arguments[1])
+        except Exception:  # its error shows elsewhere
             return
         pairs = zip(pytree.tree_leaves(out), pytree.tree_leaves(real), strict=True)
-        self._real.update({id(one): (one, its) for one, its in pairs if isinstance(one, Tensor)})
+        self._real.update({id(traced): (traced, value) for traced, value in pairs if isinstance(traced, Tensor)})
 
     def _of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
         """The arguments with numbers for tensors; None where one has none, or lies on a device that computes late."""
@@ -70,7 +70,9 @@ class Known:
         )  # pyright: ignore
 
     def _forget(self, written: Sequence[Tensor]) -> None:
-        """Numbers that nobody knows were written: into these, and into what shares memory with them."""
-        reals = [self._real[id(one)][1] for one in written if id(one) in self._real]
-        gone = {one.untyped_storage().data_ptr() for one in reals}
-        self._real = {key: pair for key, pair in self._real.items() if pair[1].untyped_storage().data_ptr() not in gone}
+        """Forget the numbers of these tensors, which were written into, and of all that share memory with them."""
+        reals = [self._real[id(tensor)][1] for tensor in written if id(tensor) in self._real]
+        storages = {real.untyped_storage().data_ptr() for real in reals}
+        self._real = {
+            key: pair for key, pair in self._real.items() if pair[1].untyped_storage().data_ptr() not in storages
+        }

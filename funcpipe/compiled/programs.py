@@ -55,13 +55,13 @@ class Programs:
         self._backwards: dict[frozenset[int], CutBackward[Code]] = {}
         self.residual_bytes = sum(memory_of(self._cut.kept).values())
         once = self._cut.once
-        self.once = None if once is None else Code(once, joint.module)  # it runs once: nobody builds it
-        own = memory_of(joint.params[: len(joint.params) - len(joint.once)])
-        self.once_bytes = sum(size for memory, size in memory_of(joint.once).items() if memory not in own)
+        self.once = None if once is None else Code(once, joint.module)  # it runs once: no backend builds it
+        present = memory_of(joint.params[: len(joint.params) - len(joint.once)])
+        self.once_bytes = sum(size for memory, size in memory_of(joint.once).items() if memory not in present)
 
-    def complete(self, given: list[Tensor]) -> list[Tensor]:
+    def complete(self, bare: list[Tensor]) -> list[Tensor]:
         """What P holds: the tensors of parameters and state, and what is computed of them."""
-        return given if self.once is None else [*given, *self.once.call(given)]
+        return bare if self.once is None else [*bare, *self.once.call(bare)]
 
     def _code(self, part: Part) -> Code:
         with tracing:
@@ -99,16 +99,16 @@ class Programs:
 
     def half(self, missing: frozenset[int] = frozenset()) -> CutBackward[Code]:
         """The backward where the roots with these numbers have no gradient."""
-        found = self._backwards.get(missing)
-        if found is None:
+        backward = self._backwards.get(missing)
+        if backward is None:
             with tracing:
                 *parts, left, products = self._cut.backward(missing)
                 written = CutBackward(*map(self._code, parts), left=left, products=products)
-                found = self._backwards.setdefault(missing, written)
-        return found
+                backward = self._backwards.setdefault(missing, written)
+        return backward
 
     def build(self, *, split: bool, remat: bool) -> None:
-        """Have a backend build what a step needs: F, also without what it keeps (``remat``), I and W (``split``) or B."""
+        """Have a backend build what a step needs: F, A as well for ``remat``, and I and W for ``split``, else B."""
         half = self.half()
         forwards = (self.forward, self.alone) if remat else (self.forward,)
         for program in (*forwards, *((half.inputs, half.weights) if split else (half.whole,))):

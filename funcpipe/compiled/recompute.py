@@ -49,29 +49,29 @@ def recompute(joint: Joint) -> None:
     graph = joint.module.graph
 
     def copied(node: fx.Node, before: fx.Node) -> fx.Node:
-        """The node's copy, made at its first use, after the copies of what it is of."""
+        """The node's copy, made at its first use, after the copies of what it reads."""
         if node not in copies:
-            for one in node.all_input_nodes:
-                if one in again:
-                    copied(one, before)
+            for source in node.all_input_nodes:
+                if source in again:
+                    copied(source, before)
             with graph.inserting_before(before):
-                copies[node] = graph.node_copy(node, lambda one: copies.get(one, one))
+                copies[node] = graph.node_copy(node, lambda arg: copies.get(arg, arg))
         return copies[node]
 
     for node in [node for node in graph.nodes if node in needed]:
-        for one in node.all_input_nodes:
-            if one in again:
-                node.replace_input_with(one, copied(one, node))
+        for source in node.all_input_nodes:
+            if source in again:
+                node.replace_input_with(source, copied(source, node))
 
 
 def _again(joint: Joint, forward: set[fx.Node], needed: set[fx.Node]) -> set[fx.Node]:
     """The values of F that are computed again: all that stand between the least cut and what the backward reads."""
     import networkx  # pyright: ignore[reportMissingTypeStubs, reportMissingModuleSource]  # torch needs it, too
 
-    own = forward - {*joint.params}
+    values = forward - {*joint.params}
     network: Any = networkx.DiGraph()
     network.add_nodes_from(("start", "end"))
-    for node in own:
+    for node in values:
         if node.op == "get_attr":
             continue  # a constant is always there
         if not _repeats(node):
@@ -80,12 +80,12 @@ def _again(joint: Joint, forward: set[fx.Node], needed: set[fx.Node]) -> set[fx.
         # A view is kept as what it is of, and what gives several values as its pieces.
         network.add_edge((node, 0), (node, 1), **({} if whole and _repeats(node) else {"capacity": bytes_of(node)}))
         for user in node.users:
-            if user in own and _repeats(user):
+            if user in values and _repeats(user):
                 network.add_edge((node, 1), (user, 0))
             elif user in needed:
                 network.add_edge((node, 1), "end")
     _, (kept, _) = networkx.minimum_cut(network, "start", "end")
-    return {node for node in own if node.op == "call_function" and _repeats(node) and (node, 0) not in kept}
+    return {node for node in values if node.op == "call_function" and _repeats(node) and (node, 0) not in kept}
 
 
 def _repeats(node: fx.Node) -> bool:
@@ -101,13 +101,17 @@ def _repeats(node: fx.Node) -> bool:
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
-    """What a trace made of a value: one tensor, or all that an operation gives."""
+    """The fake tensors of a value: one, or all that an operation gives."""
     val = node.meta["val"]
-    return [one for one in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(one, Tensor)]  # pyright: ignore
+    return [
+        tensor
+        for tensor in (val if isinstance(val, (tuple, list)) else (val,))  # pyright: ignore
+        if isinstance(tensor, Tensor)
+    ]
 
 
 def bytes_of(node: fx.Node) -> int:
-    """What it costs to keep a value."""
+    """The bytes of a value: what it costs to keep it."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(node))
 
 

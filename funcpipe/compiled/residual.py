@@ -18,7 +18,7 @@ class ProgramResidual:
 
     Attributes:
         values: the tensors.
-        programs: whose they are.
+        programs: that made them.
         microbatch: its index.
         loss, side: of the forward: their weights scale the gradients.
         missing: the roots that had no gradient in I.
@@ -42,15 +42,15 @@ class ProgramResidual:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of those that are on the device; memory that several share counts once."""
+        """Bytes of the tensors that are on the device; memory that several share counts once."""
         here = [tensor for number, tensor in enumerate(self.values) if number not in self._away]
         return sum({address(tensor): tensor.untyped_storage().nbytes() for tensor in here}.values())
 
     def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
-        """Move them to the host, or back, but for memory at the fixed addresses.
+        """Move the tensors to the host, or back, but for memory at the fixed addresses.
 
         Returns:
-            The event after which they are there; None: they are.
+            The event after which they are there; None: they are there already.
         """
         if not to.out:
             copies, event = to.copy([self.values[number] for number in self._away], self._event)

@@ -38,7 +38,7 @@ class Code:
 
     Args:
         part: what it computes.
-        module: where constants are.
+        module: holds the constants.
         backend: what builds the operations, but for sums, which are added to outside of it; None, or where the part
             draws, for no backend knows keys: each operation is a line.
 
@@ -46,7 +46,7 @@ class Code:
         call: the function.
         text: as Python.
         operations: how many it runs, views included.
-        gives: of a forward: what is said of its output (`signature.said`), once it has run.
+        gives: of a forward: the key of its output (`border_key_or_none`), once it has run.
     """
 
     gives: Hashable = None
@@ -64,8 +64,8 @@ class Code:
             self._write()
         else:
             self._hand_over(backend)
-        given = part.gives if isinstance(part.gives, tuple) else (part.gives,)
-        self._tail = f"return {', '.join(map(self._word, given))}"
+        results = part.gives if isinstance(part.gives, tuple) else (part.gives,)
+        self._tail = f"return {', '.join(map(self._word, results))}"
         self.text = self._source(self._lines())
         self.call: Callable[..., Any] = self._first
 
@@ -84,29 +84,29 @@ class Code:
     def _first(self, *values: Any) -> Any:
         odd: dict[fx.Node, None] = {}
         with tracing:
-            looking = self._function(self._lines(look=True), look=partial(_look, odd))
-        found = looking(*values)
+            function = self._function(self._lines(look=True), look=partial(_look, odd))
+        results = function(*values)
         with tracing:
             lines = self._lines(odd=odd)
             self.text, self.call = self._source(lines), self._function(lines)
-        return found
+        return results
 
     def _source(self, lines: Sequence[str]) -> str:
         """The text of the function with these lines."""
         arguments = [*self.part.takes, *([] if self.part.sums is None else ["S"])]
         return f"def {self.part.name}({', '.join(arguments)}):\n" + "".join(f"    {line}\n" for line in lines)
 
-    def _function(self, lines: Sequence[str], **more: Any) -> Callable[..., Any]:
+    def _function(self, lines: Sequence[str], **names: Any) -> Callable[..., Any]:
         """The function with these lines."""
-        scope = {**self._scope, **more}
+        scope = {**self._scope, **names}
         exec(compile(self._source(lines), f"<{self.part.name} of a compiled stage>", "exec"), scope)
         return scope.pop(self.part.name)  # else function and scope would hold each other, and what a backend built
 
     def _lines(self, *, look: bool = False, odd: Collection[fx.Node] = ()) -> list[str]:
         """The lines, each with a ``del`` of what it read last; with a look at each value, or copies of odd ones."""
         last: dict[fx.Node, int] = {}
-        for at, line in enumerate(self._body):
-            last.update(dict.fromkeys(line.reads, at))
+        for number, line in enumerate(self._body):
+            last.update(dict.fromkeys(line.reads, number))
         kept, unread = set(self.handed), list[str]()
         for argument, values in self.part.takes.items():
             if argument in EMPTIED:
@@ -114,13 +114,13 @@ class Code:
             else:
                 kept.update(values)
         lines = [*self._head, f"del {', '.join(unread)}"] if unread else list(self._head)
-        for at, (text, reads, gives) in enumerate(self._body):
+        for number, (text, reads, gives) in enumerate(self._body):
             if look and gives is not None and isinstance(gives.meta.get("val"), Tensor) and not is_view(gives):
                 text += f"; {gives.name} = look({self._bind('node', gives)}, {gives.name})"
             elif gives is not None and gives in odd:
                 copy, stride = self._bind("laid_out", laid_out), gives.meta["val"].stride()
                 text += f"; {gives.name} = {copy}({gives.name}, {stride})"
-            dead = [self._names[node] for node in dict.fromkeys(reads) if last[node] == at and node not in kept]
+            dead = [self._names[node] for node in dict.fromkeys(reads) if last[node] == number and node not in kept]
             lines.append(text + (f"; del {', '.join(dead)}" if dead else ""))
         return [*lines, self._tail]
 
@@ -159,8 +159,8 @@ class Code:
         sums = dict(enumerate(self.part.sums or ()))
         products = {number: sums.pop(number) for number in self.part.fused if is_product(sums[number])}
         factors = [list(product(node)[:2]) for node in nodes_in(list(products.values()))]
-        wanted = dict.fromkeys(nodes_in((self.part.gives, list(sums.values()), factors)))
-        outs = [node for node in wanted if node not in self._names]
+        needed = dict.fromkeys(nodes_in((self.part.gives, list(sums.values()), factors)))
+        outs = [node for node in needed if node not in self._names]
         nodes, reads = gather(outs, stop=set(self._names))
         if nodes:
             self.kernel = Kernel(nodes, reads, outs, self.module, backend)
@@ -244,14 +244,14 @@ class Code:
         return self._bind(node.name, real)
 
     def _word(self, value: Any) -> str:
-        """The text of an argument; what has none is bound to a name."""
+        """The text of an argument; an object without one is bound to a name."""
         match value:
             case fx.Node():
                 return self._names[value]
             case list():
                 return f"[{', '.join(map(self._word, value))}]"  # pyright: ignore[reportUnknownArgumentType]
             case tuple():
-                return f"({''.join(f'{self._word(one)}, ' for one in value)})"  # pyright: ignore
+                return f"({''.join(f'{self._word(element)}, ' for element in value)})"  # pyright: ignore
             case None | bool() | int() | str():
                 return repr(value)
             case float() if value == value and abs(value) != float("inf"):
@@ -262,7 +262,7 @@ class Code:
                 return self._bind("constant", value)
 
     def _bind(self, name: str, value: Any) -> str:
-        """A name under which the function finds a thing; never the name of a value."""
+        """A name in the function's scope for an object; never the name of a node's value."""
         unique, number = f"k_{name}", 0
         while unique in self._scope and self._scope[unique] is not value:
             number += 1
@@ -272,13 +272,13 @@ class Code:
 
 
 def _look(odd: dict[fx.Node, None], node: fx.Node, value: Any) -> Any:
-    """A value in the layout that it was said to have; notes a node whose value has another."""
-    said = node.meta["val"]
-    rows = zip(value.shape, value.stride(), said.stride(), strict=True)
-    if not value.numel() or all(mine == other for size, mine, other in rows if size > 1):
+    """The value in the layout that it was traced with; adds a node whose value has another to ``odd``."""
+    traced = node.meta["val"]
+    rows = zip(value.shape, value.stride(), traced.stride(), strict=True)
+    if not value.numel() or all(stride == expected for size, stride, expected in rows if size > 1):
         return value
     odd[node] = None
-    return laid_out(value, said.stride())
+    return laid_out(value, traced.stride())
 
 
 def laid_out(value: Tensor, stride: Sequence[int]) -> Tensor:

@@ -18,7 +18,7 @@ _NOTHING: set[Any] = {
     _aten.lift_fresh_copy.default,
     lazy_clone_operation,  # nothing writes in place any more
 }
-"""What gives its argument."""
+"""Operations that return their argument unchanged."""
 
 
 def tidy(module: fx.GraphModule) -> None:
@@ -42,15 +42,15 @@ def tidy(module: fx.GraphModule) -> None:
 
 
 def _part(graph: fx.Graph, node: fx.Node) -> None:
-    """The gradients of input and of weights of a convolution come from separate kernels: make it two calls."""
-    *rest, mask = node.args
+    """Make two calls of a convolution's backward: the gradients of input and weights come from separate kernels."""
+    *arguments, mask = node.args
     inputs, *weights = mask  # pyright: ignore
     if not (inputs and any(weights)):  # pyright: ignore[reportUnknownArgumentType]
         return
     halves: list[fx.Node] = []
     with graph.inserting_before(node):
-        for wanted in ([True, False, False], [False, *weights]):
-            half = graph.call_function(_aten.convolution_backward.default, (*rest, wanted))
+        for flags in ([True, False, False], [False, *weights]):
+            half = graph.call_function(_aten.convolution_backward.default, (*arguments, flags))
             half.meta = dict(node.meta)
             halves.append(half)
     for user in list(node.users):
@@ -59,15 +59,17 @@ def _part(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _flatten(graph: fx.Graph, node: fx.Node, total: fx.Node) -> None:
-    """A sum that keeps its dimensions, and a view without them: a sum that does not keep them."""
+    """Replace a sum that keeps its dimensions, and a view without them, by a sum that does not keep them."""
     if total.target is not _aten.sum.dim_IntList or len(total.users) > 1 or total.kwargs:
         return
     x, dims, *keeps = total.args
     if keeps != [True] or not dims:  # no dimensions: all of them
         return
     shape = total.meta["val"].shape
-    gone = {dim % len(shape) for dim in dims}  # pyright: ignore
-    if list(node.args[1]) != [size for dim, size in enumerate(shape) if dim not in gone]:  # pyright: ignore[reportArgumentType]
+    dropped = {dim % len(shape) for dim in dims}  # pyright: ignore
+    if list(node.args[1]) != [  # pyright: ignore[reportArgumentType]
+        size for dim, size in enumerate(shape) if dim not in dropped
+    ]:
         return
     with graph.inserting_before(node):
         plain = graph.create_node("call_function", _aten.sum.dim_IntList, (x, dims), name=total.name)
