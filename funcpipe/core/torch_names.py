@@ -172,7 +172,7 @@ top_saved_hooks, pop_saved_hooks, push_saved_hooks = (
     )
     for verb in ("top", "pop", "push")
 )
-"""The stack of hooks on what autograd saves, to set a caller's aside. Without it: None; under hooks a pipe is refused."""
+"""The stack of hooks on what autograd saves, to set a caller's aside. Without it: None; under hooks no pipe runs."""
 
 # -- modes, dispatcher, operations -------------------------------------------------------------------------------------
 
