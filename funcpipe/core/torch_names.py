@@ -172,7 +172,7 @@ top_saved_hooks, pop_saved_hooks, push_saved_hooks = (
     )
     for verb in ("top", "pop", "push")
 )
-"""The stack of hooks on what autograd saves, to set the caller's aside. Without it: None; a pipe is refused under hooks."""
+"""The stack of hooks on what autograd saves, to set a caller's aside. Without it: None; under hooks no pipe runs."""
 
 # -- modes, dispatcher, operations -------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ BINDINGS: Sequence[tuple[str, Any]] = [
     ("torch.Tensor", Tensor),
     ("torch._C._nn", private("torch._C._nn", instead=Nothing, lost="programs call a few operations more slowly")),
 ]
-"""Where torch has its own bindings of operations, as programs' texts name it. Without the last: the operation itself."""
+"""Where torch has its own bindings of operations, as programs name it. Without the last: the operation itself."""
 
 # -- tensors without numbers, and torch's compiler ---------------------------------------------------------------------
 
