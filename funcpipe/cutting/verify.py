@@ -117,7 +117,7 @@ def functions(split: Split) -> list[GraphFn]:
 def try_once(model: nn.Module, inputs: Any) -> None:
     """Run the model on the example before anything is traced.
 
-    What its code caches (tables, masks) is then computed from numbers, not by the trace; what no trace can hold is named.
+    What its code caches (tables, masks) is then computed from numbers, not traced; what no trace can hold is named.
 
     Raises:
         PlanError: the model fails on the example, or draws with generators that are not torch's.
