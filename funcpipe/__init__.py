@@ -3,10 +3,10 @@
 A schedule is data; a plan is a straight-line program over named values; run, simulate and draw are small interpreters
 of that one program.
 
-The names here are what every program needs: stages, plans, runs, what to look at them with, errors. What some need is in
-`funcpipe.schedules` (families of schedules, their transformations and texts), `funcpipe.batches` (batches on their way to
-the step), `funcpipe.models` (models cut and measured), `funcpipe.typing` (names for annotations) and `funcpipe.testing`.
-All other modules are rooms of the house, not part of the interface.
+The names here are what every program needs: stages, plans, runs, what to look at them with, errors. What some need is
+in `funcpipe.schedules` (families of schedules, their transformations and texts), `funcpipe.batches` (batches on their
+way to the step), `funcpipe.models` (models cut and measured), `funcpipe.typing` (names for annotations) and
+`funcpipe.testing`. All other modules are rooms of the house, not part of the interface.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ MOVED = {
             "Balance balance batch_norm by_memory by_parameters by_time Choice find_layers LayerMemory Layers "
             "Memory memory Namespace PipeSequential plan_for pop profile skippable split_point stash Tried Units"
         ),
-        "typing": ("Drawing Found Graphs Lanes Programs Pullback Report Role Span Value Where"),
+        "typing": "Drawing Found Graphs Lanes Programs Pullback Report Role Span Value Where",
     }.items()
     for name in names.split()
 } | {"compile": "compile_stage", "programs": "make_programs", "Ticks": "batches.TickPlan"}

@@ -1,7 +1,4 @@
-"""``fp.typing``: names for annotations and ``isinstance``, of what the functions of funcpipe hand out or take.
-
-Nobody makes these by hand; the function that makes one is named in its docstring.
-"""
+"""``fp.typing``: names for annotations and ``isinstance``, of what the functions of funcpipe hand out or take."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def check_weight(weight: Any) -> None:
     )
 
 
-def as_loss(value: Any) -> Loss:
+def read_loss(value: Any) -> Loss:
     """What a loss function returned, as a Loss whose ``weight`` is None for a mean. Raises StageError."""
     if isinstance(value, Loss):
         loss = value

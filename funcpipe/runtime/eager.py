@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from funcpipe.core.errors import PlanError, StageError, bullets
-from funcpipe.core.losses import as_loss
+from funcpipe.core.losses import read_loss
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Out, Stage, side_loss
 from funcpipe.core.torch_names import run_backward, version
@@ -190,7 +190,7 @@ class EagerBound:
         leaves = [cow_clone_unchecked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in graph]
         tree = leaves[0] if y.spec is LEAF else unflatten(y.spec, leaves)
         try:
-            loss = as_loss(fn(tree, open_border(target, grad=False)[0]))
+            loss = read_loss(fn(tree, open_border(target, grad=False)[0]))
         except Exception as error:
             explain(error, {"y": y.tree(), "target": target.tree()})
             raise
