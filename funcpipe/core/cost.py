@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
-from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import KINDS, Kind
 
 PerStage = float | Sequence[float]
@@ -86,8 +86,7 @@ class Cost:
                     break
         if self.bandwidth == 0:
             faults.append("bandwidth is more than 0; None for no limit")
-        if faults:
-            raise ScheduleError(bullets("no such cost:", faults))
+        raise_all("no such cost:", faults, ScheduleError)
 
     def _take_skips(self, skips: Any) -> list[str]:
         """Keep the skips as a tuple of `Skip`; returns what is wrong with them."""
@@ -190,8 +189,7 @@ class Cost:
                 if len(values) != num_stages - (name == "comm"):
                     hint = f" (it has {num_stages - 1}, one for each hop)" if name == "comm" else ""
                     faults.append(f"{name} has {len(values)} numbers{hint}")
-        if faults:
-            raise ScheduleError(bullets(f"a cost has one number, or one for each of {num_stages} stages:", faults))
+        raise_all(f"a cost has one number, or one for each of {num_stages} stages:", faults, ScheduleError)
 
 
 def _is_skip(row: tuple[Any, ...]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import ADDS, KINDS, LETTERS, Flow, flowing
 from funcpipe.core.kinds import Kind as Kind
 
@@ -98,8 +98,7 @@ class Schedule:
             faults += [f"line {number}: {word!r} is no action" for word in bad]
             if words and not bad:
                 orders.append(tuple(map(Action.parse, words)))
-        if faults:
-            raise ScheduleError(bullets(f"write stage, one of {LETTERS}, microbatch, as in 2F0:", faults))
+        raise_all(f"write stage, one of {LETTERS}, microbatch, as in 2F0:", faults, ScheduleError)
         return cls(tuple(orders), name)
 
     def __str__(self) -> str:

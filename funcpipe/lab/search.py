@@ -10,7 +10,7 @@ from random import Random
 from typing import Any, cast
 
 from funcpipe.core.cost import Cost
-from funcpipe.core.errors import FuncpipeError, ScheduleError, bullets
+from funcpipe.core.errors import FuncpipeError, ScheduleError, raise_all
 from funcpipe.core.result import Timeline, shares
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.lab.bounds import lower_bound
@@ -343,8 +343,7 @@ def _problems(
         faults.append(f"objective is 'makespan' or 'span'; got {objective!r}")
     if not isinstance(seconds, (int, float)) or not seconds > 0:
         faults.append(f"seconds is a positive number; got {seconds!r}")
-    if faults:
-        raise ScheduleError(bullets("no such search:", faults))
+    raise_all("no such search:", faults, ScheduleError)
     devices = counts["num_devices"]
     stages = counts.get("num_stages") or _stages_of(cost, placement, devices)
     cost.check_stages(stages)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, bullets
+from funcpipe.core.errors import BatchError, bullets, raise_all
 from funcpipe.core.tree import Spec, Tree, flatten, is_differentiable, locations, refuse_hidden, spread, unflatten
 from funcpipe.runtime.border import LEAF, Border, caller_copy, dense, share
 from funcpipe.runtime.bound import Gradients
@@ -164,8 +164,7 @@ class OutputJoin:
                     f"{place} belongs to an output that comes as Microbatches; give fp.Microbatches of {count} "
                     "cotangents, or None"
                 )
-        if faults:
-            raise BatchError(bullets("these cotangents do not fit the outputs:", faults))
+        raise_all("these cotangents do not fit the outputs:", faults, BatchError)
         return [_border([column[m] for column in columns]) for m in range(count)]
 
     def _spread(self, place: str, leaf: Any, number: int, faults: list[str]) -> list[Tensor | None]:
@@ -205,8 +204,7 @@ class OutputJoin:
                     if leaf is not None
                     for fault in _fault(f"leaf {number} of microbatch {m}", leaf, shape)
                 ]
-        if faults:
-            raise BatchError(bullets("these cotangents do not fit the outputs:", faults))
+        raise_all("these cotangents do not fit the outputs:", faults, BatchError)
         return [_border(tree) for tree in trees]
 
 

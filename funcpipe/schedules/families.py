@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from operator import index, itemgetter
 
-from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.schedule import Action, Kind, Schedule
 
 
@@ -325,8 +325,7 @@ def _counts(
             f"a V has two stages a device, so num_stages is twice num_devices; got {stages} stages on {devices} "
             f"devices; {remedy}"
         )
-    if faults:
-        raise ScheduleError(bullets("no such schedule:", faults))
+    raise_all("no such schedule:", faults, ScheduleError)
     return stages, counts["num_microbatches"], devices
 
 

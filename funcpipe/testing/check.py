@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from funcpipe.core.errors import FuncpipeError, PlanError, bullets
+from funcpipe.core.errors import FuncpipeError, PlanError, bullets, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, refuse_hidden
 from funcpipe.testing.observe import generators_kept
@@ -166,14 +166,10 @@ def _check_arguments(stage: Any, skips: Any, feeds: Any, state: Any, allow: Any)
     if isinstance(allow, str):
         raise PlanError(f"allow={allow!r}: give a collection of names, allow=[{allow!r}]")
     faults += [f"allow names {name!r}; the faults are {', '.join(FAULTS)}" for name in allow if name not in FAULTS]
-    if faults:
-        raise PlanError(bullets(f"check_stage cannot call stage {stage.name!r}:", faults))
+    raise_all(f"check_stage cannot call stage {stage.name!r}:", faults)
 
 
 def _check_trees(stage: Stage, given: Mapping[str, Tree]) -> None:
     """What a run would refuse of what a stage gets."""
     faults = [fault for name, tree in given.items() for fault in refuse_hidden(tree, name, *flatten(tree))]
-    if faults:
-        raise PlanError(
-            bullets(f"check_stage cannot call stage {stage.name!r}; these are no trees of tensors:", faults)
-        )
+    raise_all(f"check_stage cannot call stage {stage.name!r}; these are no trees of tensors:", faults)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.schedule import Action, Kind
 from funcpipe.core.stage import Out, Stage, normalise, side_loss
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, unflatten
@@ -81,8 +81,7 @@ class FaultAt:
             )
         if not isinstance(self.error, BaseException) and not callable(self.error):
             faults.append(f"error is an exception, its type, or a function of a tensor; got {self.error!r}")
-        if faults:
-            raise PlanError(bullets("no such fault:", faults))
+        raise_all("no such fault:", faults)
 
     def __call__(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
         """The stages, one of them with the fault in it."""
