@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from funcpipe.core.cost import Cost, PerStage
 from funcpipe.core.kinds import MOVES, Kind
+from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Action
 from funcpipe.core.trace import chrome_trace
 from funcpipe.core.tree import Tree, flatten, is_differentiable
@@ -61,8 +62,7 @@ class Timeline:
     lanes: tuple[str, ...] = ()
     path: tuple[Action, ...] = ()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+    __getstate__ = declared_fields
 
     @cached_property
     def makespan(self) -> float:
@@ -186,15 +186,21 @@ class Timeline:
             durations = (self.by_kind.get((kind, stage)) for stage in stages)
             return tuple(fmean(times) if times else other for times, other in zip(durations, otherwise, strict=True))
 
-        forward = mean(Kind.F, [0.0] * len(stages))
-        half = [time / 2 for time in mean(Kind.B, [0.0] * len(stages))]
+        no_time = [0.0] * len(stages)
+        forward = mean(Kind.F, no_time)
+        half = [time / 2 for time in mean(Kind.B, no_time)]
         first, second = mean(Kind.I, half), mean(Kind.W, half)
         backward = mean(Kind.B, [a + b for a, b in zip(first, second, strict=True)])
-        moves = [self.by_kind.get((kind, stage), ()) for stage in stages for kind in MOVES]
-        both = [(*offloads, *loads) for offloads, loads in zip(moves[::2], moves[1::2], strict=True)]
-        offload = tuple(fmean(times) if times else 0.0 for times in both)
+        moves = [(*self.by_kind.get((Kind.O, stage), ()), *self.by_kind.get((Kind.L, stage), ())) for stage in stages]
         return Cost(
-            forward, first, second, backward=backward, remat=mean(Kind.R, forward), offload=offload, comm=self.comm
+            forward,
+            first,
+            second,
+            backward=backward,
+            remat=mean(Kind.R, forward),
+            offload=tuple(fmean(times) if times else 0.0 for times in moves),
+            reduce=mean(Kind.G, no_time),
+            comm=self.comm,
         )
 
     def to_chrome_trace(self, path: Any) -> None:
