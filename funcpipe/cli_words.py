@@ -32,10 +32,11 @@ SCHEDULE is a family, which then needs --stages and --microbatches, or a file.
 """
 COST = """\
 Costs are times in one unit of your choice, and memory in another. What is not given is 1; weight_residual is .5, comm,
-output and skips are 0, bandwidth has no limit.
+output, reduce and skips are 0, bandwidth has no limit.
   forward, backward_input, backward_weight   time of F, I and W
   backward                                   time of B; given without I and W, these take half of it each
   remat, offload                             time of R (else as F); of O, and of L, beside the device's work
+  reduce                                     time of G, beside the device's work
   comm                                       latency of a hop between devices, whatever crosses
   bandwidth                                  memory that crosses a link in a unit of time, one value after the other
   output                                     memory of what a stage hands to the next, and of its gradient

@@ -82,7 +82,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time that each device works; O and L are the work of its link to the host."""
+        """Time that each device works; O, L and G are the work of its links."""
         busy = [0.0] * self.num_devices
         for device, start, end, action in self.spans:
             if action[0] not in MOVES:
@@ -172,7 +172,7 @@ class Timeline:
     def cost(self) -> Cost:
         """The mean time of each kind on each stage, to simulate with: what the actions took, without the waiting.
 
-        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F, and O and L are nothing.
+        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F, and O, L and G are nothing.
 
         >>> Timeline((Span(0, 0.0, 1.0, Action(Kind.F, 0, 0)), Span(0, 1.0, 4.0, Action(Kind.F, 0, 1))), 1).cost().forward
         (2.0,)
@@ -217,7 +217,7 @@ class Timeline:
     def chrome_trace(self) -> dict[str, Any]:
         """The trace as data: complete events ("X") in microseconds, one thread per device; what it holds as a counter.
 
-        One unit of a simulated timeline is shown as a millisecond. O and L are on threads of their own.
+        One unit of a simulated timeline is shown as a millisecond. O, L and G are on threads of their own.
         """
         return chrome_trace(self)
 

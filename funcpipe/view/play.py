@@ -61,7 +61,7 @@ class Play:
 
     A value that is sent occupies the link between its two lanes for its size over the bandwidth, one value after the
     other, and can be read the latency later. Who reads it waits. With ``bounded`` a lane also waits until the slot into
-    which it sends is free. O and L occupy the link between a lane and its host, one for each way; the lane goes on.
+    which it sends is free. O, L and G occupy a link of the lane, each its own; the lane goes on.
 
     Args:
         lowered: a program.

@@ -83,11 +83,13 @@ def test_outputs_come_only_from_the_last_stage() -> None:
     assert "act1 skip0(e) target2 -> output2 report2 residual2" == rows["2F"]
 
 
-@pytest.mark.parametrize("kind", [Kind.R, Kind.W, Kind.O, Kind.L])
+@pytest.mark.parametrize("kind", [Kind.R, Kind.W, Kind.O, Kind.L, Kind.G])
 def test_remat_the_weights_and_moves_write_nothing_that_others_see(kind: Kind) -> None:
     """R and L write the residual only, so statistics cannot count twice; W ends in the parameters."""
     given = EffectContext(net(), routes(net()), True, False)
-    expected = {Kind.R: [Role.RESIDUAL], Kind.W: [], Kind.O: [Role.OFFLOADED], Kind.L: [Role.RESIDUAL]}[kind]
+    expected = {Kind.R: [Role.RESIDUAL], Kind.W: [], Kind.O: [Role.OFFLOADED], Kind.L: [Role.RESIDUAL], Kind.G: []}[
+        kind
+    ]
     assert [expected] * 3 == [[wire.role for wire in effects(kind, s, True, given)[1]] for s in range(3)]
 
 
