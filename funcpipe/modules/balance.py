@@ -49,7 +49,7 @@ class _PartCost(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """The layers and devices of a `balance` in whole numbers: ``unit`` is the time of one, ``byte`` the memory of one."""
+    """The problem of `balance` in whole numbers: ``unit`` is the time of one, ``byte`` the memory of one."""
 
     ways: Sequence[Sequence[_PartCost]]
     speeds: Sequence[Fraction]

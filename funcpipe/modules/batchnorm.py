@@ -147,8 +147,8 @@ def merge(moments: Sequence[Moments]) -> Moments:
 
 
 _Sums: TypeAlias = tuple[int, Tensor, Tensor]
-"""How many values, their mean, and the sum of squared distances from it. Counts stay Python's: one in a tensor would have to
-be copied to a device."""
+"""How many values, their mean, and the sum of squared distances from it. Counts stay Python's: one in a tensor would
+have to be copied to a device."""
 
 
 def _of_one_size(size: int, moments: Sequence[Moments]) -> _Sums:
