@@ -170,7 +170,7 @@ class Running(NamedTuple):
 
     Attributes:
         mean, var: of the running statistics.
-        tracked: of the number of batches; None: nobody counts them.
+        tracked: of the number of batches; None: it is not counted.
     """
 
     mean: str
@@ -179,7 +179,7 @@ class Running(NamedTuple):
 
     @classmethod
     def of(cls, layer: AnyBatchNorm, path: str) -> Running:
-        """Those of a layer at this path."""
+        """The names for a layer at this path."""
         start = f"{path}." if path else ""
         tracked = None if layer.num_batches_tracked is None else f"{start}num_batches_tracked"
         return cls(f"{start}running_mean", f"{start}running_var", tracked)

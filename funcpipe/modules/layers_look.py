@@ -1,4 +1,4 @@
-"""Checks that a stage of a layer cut gives what the model does, in its first forward; what it does not is refused.
+"""Checks in the first forward of a stage of a layer cut that it gives what the model does; refuses what differs.
 
 A stage sees its own blocks only, so what a model collects over all of them would come out incomplete. Asked for by name
 it is refused before anything runs; what blocks hand out beside their output (a list that they append to, an attribute
