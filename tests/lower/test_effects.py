@@ -50,6 +50,7 @@ def test_the_table_of_a_net_with_a_skip_two_pops_and_a_feed() -> None:
         "0W": "weight_residual0 -> ",
         "0O": "residual0 -> offloaded0",
         "0L": "offloaded0 -> residual0",
+        "0G": " -> ",
         "1F": "act0 skip0(e) feed0(mask) -> act1 report1 residual1",
         "1F-": "act0 skip0(e) feed0(mask) -> act1 report1",
         "1R": "act0 skip0(e) feed0(mask) -> residual1",
@@ -58,6 +59,7 @@ def test_the_table_of_a_net_with_a_skip_two_pops_and_a_feed() -> None:
         "1W": "weight_residual1 -> ",
         "1O": "residual1 -> offloaded1",
         "1L": "offloaded1 -> residual1",
+        "1G": " -> ",
         "2F": "act1 skip0(e) target2 -> report2 residual2",
         "2F-": "act1 skip0(e) target2 -> report2",
         "2R": "act1 skip0(e) target2 -> residual2",
@@ -66,6 +68,7 @@ def test_the_table_of_a_net_with_a_skip_two_pops_and_a_feed() -> None:
         "2W": "weight_residual2 -> ",
         "2O": "residual2 -> offloaded2",
         "2L": "offloaded2 -> residual2",
+        "2G": " -> ",
     } == table(net(), loss=True, outputs=False)
 
 
