@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcpipe as fp
-from funcpipe.core.program import Role
+from funcpipe.core.program import Receive, Role
 from funcpipe.core.stage import Stage
 from funcpipe.runtime.execute import run_by
 from funcpipe.schedules.clock import clock, durations_of, edges_of
@@ -121,26 +121,32 @@ def test_the_critical_path_is_a_chain_of_causes(data):
 
 
 class Events(Play):
-    """A play that writes down when it did each instruction: (time, how many before it, lane, place in the program)."""
+    """A play that writes down when it did each instruction: (time, how many before it, lane)."""
 
     def run(self):
         self.events = []
+        self.latest = [0.0] * len(self.lanes)
         super().run()
 
     def _step(self, number, lane, awake):
         wanted = super()._step(number, lane, awake)
         if wanted is None:
-            self.events.append((lane.now.time, len(self.events), number, lane.at))
+            instruction = lane.program.instructions[lane.at]
+            came = lane.ready.get(instruction.slot) if type(instruction) is Receive else None
+            self.latest[number] = max(self.latest[number], lane.now.time, came.time if came else 0.0)
+            self.events.append((self.latest[number], len(self.events), number))
         return wanted
 
     def order(self):
-        """The lane of each action, by when all that belongs to the action was done."""
-        ends = [{end - 1 for end in lane.program.ends} for lane in self.lanes]
-        return [number for _, _, number, at in sorted(self.events) if at in ends[number]]
+        """The lane of each instruction, by when it was done."""
+        return [number for _, _, number in sorted(self.events)]
 
 
 class InOrder:
-    """One thread that takes the lanes in an order of its own, and notes what each holds after each action."""
+    """One thread that does instructions in an order of its own, and notes what each lane holds after each action.
+
+    Instructions and not actions: while what an action made waits for a slot, the slots that it read are free already.
+    """
 
     threaded, reason = False, "a test"
 
@@ -154,11 +160,28 @@ class InOrder:
         return run_by(self, plan, params, batch, options)
 
     def walk(self, execution):
+        actions = [lane.parts for lane in execution.lanes]
+        for lane in execution.lanes:
+            lane.parts = [(instruction,) for instruction in lane.program.instructions]
         for number in self.order:
             lane = execution.lanes[number]
             lane.advance()
+            if lane.done not in lane.program.ends:
+                continue
             roles = [kind.role for kind, value in zip(lane.program.slots, lane.slots) if value is not None]
             self.held.append((number, roles.count(Role.RESIDUAL)))
+        for lane, parts in zip(execution.lanes, actions, strict=True):
+            lane.parts, lane.done = parts, len(parts)
+
+
+def test_a_slot_is_free_while_what_was_made_of_it_waits():
+    """2F1 waits for the slot of stage 3, so 1F3 arrives before 2F1 is all done."""
+    schedule = fp.Schedule.parse("0F0 0F1 0F2 0F3 1F0 1F1 1F2 1F3\n3F0 3F1 3F2 3F3\n2F0 2F1 2F2 2F3")
+    plan = fp.make_plan(computing(4, []), schedule, devices="cpu")
+    play = Events(plan.program, fp.Cost(comm=1.0), bounded=True)
+    play.run()
+    params = tuple(torch.tensor(0.5 + 0.1 * stage) for stage in range(4))
+    assert_matches_sequential(plan, params, torch.linspace(-1, 1, 4), executors=[InOrder(play.order())])
 
 
 def computing(count, skips):
