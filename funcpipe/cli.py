@@ -55,11 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: with 2 where the words make no sense or a file cannot be read or written, after one message.
     """
     parser = _parser()
-    given = vars(parser.parse_args(argv))
-    del given["command"]
-    run = given.pop("run")
+    words = vars(parser.parse_args(argv))
+    del words["command"]
+    run = words.pop("run")
     try:
-        run(**given)
+        run(**words)
         sys.stdout.flush()
     except BrokenPipeError:  # `funcpipe draw ... | head`
         with suppress(OSError, ValueError):
@@ -101,8 +101,8 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run)
-        for option, how in options.items():
-            command.add_argument(option, **how)
+        for option, settings in options.items():
+            command.add_argument(option, **settings)
     return parser
 
 
@@ -158,7 +158,7 @@ examples:
 """
 
 OptionTable: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""What `argparse` is told of each option."""
+"""The keywords of `argparse` for each option."""
 
 _SCHEDULE: OptionTable = {"schedule": {"metavar": "SCHEDULE", "help": "a family or a file; see below"}}
 _COUNTS: OptionTable = {
@@ -257,10 +257,10 @@ def _draw(*, cost: fp.Cost | None, width: int | None, output: str | None, trace:
         writable(output, (".svg", ".txt"))
     if trace is not None:
         writable(trace, (".json",))
-    found = source(**words)
-    if isinstance(found, fp.Timeline) and cost is not None:
+    drawn = source(**words)
+    if isinstance(drawn, fp.Timeline) and cost is not None:
         raise fp.FuncpipeError(f"{words['schedule']} is a timeline: it has its times, leave out --cost")
-    timeline = found if isinstance(found, fp.Timeline) else fp.simulate(found, cost or fp.Cost())
+    timeline = drawn if isinstance(drawn, fp.Timeline) else fp.simulate(drawn, cost or fp.Cost())
     if output is None:
         _show(timeline, width)
     else:
@@ -297,25 +297,25 @@ def _compare(
     cost.check_stages(stages)
     devices = devices or (stages // 2 if stages % 2 == 0 else stages)
     counts = {"num_devices": devices, "num_microbatches": microbatches, "num_stages": stages}
-    given = [(file, read(file)) for file in files]
+    loaded = [(file, read(file)) for file in files]
     makers: list[tuple[str, Callable[[], fp.Schedule | fp.Timeline | fp.typing.Found]]] = []
     makers += [(name, partial(family, stages, microbatches, num_devices=devices)) for name, family in FAMILIES.items()]
-    makers += [(file, lambda schedule=schedule: schedule) for file, schedule in given]
+    makers += [(file, lambda schedule=schedule: schedule) for file, schedule in loaded]
     if search is not None:
-        most: dict[str, Any] = {"memory_limit": device_memory, "evaluations": search, "seconds": float("inf")}
-        makers.append(("search", lambda: fp.search(cost, **counts, remat=remat, **most)))
+        limits: dict[str, Any] = {"memory_limit": device_memory, "evaluations": search, "seconds": float("inf")}
+        makers.append(("search", lambda: fp.search(cost, **counts, remat=remat, **limits)))
 
     def row(name: str, make: Callable[[], fp.Schedule | fp.Timeline | fp.typing.Found]) -> _Row:
         try:
-            made = make()
-            found = isinstance(made, fp.typing.Found)
-            timeline = made.timeline if found else _timed(made, counts, remat, cost)
+            result = make()
+            searched = isinstance(result, fp.typing.Found)
+            timeline = result.timeline if searched else _timed(result, counts, remat, cost)
         except fp.ScheduleError as error:
             return _Row(name, None, f"no: {line(error)}")
         peak = max(timeline.peak)
         if device_memory is not None and peak > device_memory * (1 + 1e-9):
             return _Row(name, timeline, f"no: needs {peak:g}, a device has {device_memory:g}")
-        return _Row(name, timeline, f"yes, {_proof(made)}" if found else "yes")
+        return _Row(name, timeline, f"yes, {_proof(result)}" if searched else "yes")
 
     rows = sorted((row(*maker) for maker in makers), key=lambda row: row.makespan)
     print(f"{stages} stages on {devices} devices, {microbatches} microbatches{', remat' * remat}\n")
@@ -330,15 +330,15 @@ def _compare(
         print("\nimbalance: the most that balancing wins at the same bubble (fp.models.balance)")
 
 
-def _timed(made: fp.Schedule | fp.Timeline, counts: Mapping[str, int], remat: bool, cost: fp.Cost) -> fp.Timeline:
-    """A schedule by the clock. Raises ScheduleError where it is none for these stages, microbatches and devices."""
-    if isinstance(made, fp.Timeline):
+def _timed(schedule: fp.Schedule | fp.Timeline, counts: Mapping[str, int], remat: bool, cost: fp.Cost) -> fp.Timeline:
+    """The simulated timeline of a schedule. Raises ScheduleError where the counts do not fit."""
+    if isinstance(schedule, fp.Timeline):
         raise fp.ScheduleError("is a timeline, not a schedule")
-    if (made.num_stages, made.num_microbatches) != (counts["num_stages"], counts["num_microbatches"]):
-        raise fp.ScheduleError(f"has {made.num_stages} stages, {made.num_microbatches} microbatches")
-    if made.num_devices != counts["num_devices"]:
-        raise fp.ScheduleError(f"has {made.num_devices} devices")
-    return fp.simulate(fp.schedules.remat(made) if remat else made, cost)
+    if (schedule.num_stages, schedule.num_microbatches) != (counts["num_stages"], counts["num_microbatches"]):
+        raise fp.ScheduleError(f"has {schedule.num_stages} stages, {schedule.num_microbatches} microbatches")
+    if schedule.num_devices != counts["num_devices"]:
+        raise fp.ScheduleError(f"has {schedule.num_devices} devices")
+    return fp.simulate(fp.schedules.remat(schedule) if remat else schedule, cost)
 
 
 def _search(*, cost: fp.Cost | None, width: int | None, output: str | None, **options: Any) -> None:
@@ -350,34 +350,34 @@ def _search(*, cost: fp.Cost | None, width: int | None, output: str | None, **op
             raise fp.FuncpipeError(
                 "torch's schedules have no R, O or L: leave out --remat and --offload, or write .json"
             )
-    found = fp.search(cost or fp.Cost(), **options)
-    _tell(found)
-    _show(found.timeline, width)
+    result = fp.search(cost or fp.Cost(), **options)
+    _tell(result)
+    _show(result.timeline, width)
     if output is not None:
         if Path(output).suffix.lower() in _SCHEDULES:
-            _write(found.schedule, output)
+            _write(result.schedule, output)
         else:
-            fp.draw(found.timeline).save(output)
+            fp.draw(result.timeline).save(output)
 
 
-def _tell(found: fp.typing.Found) -> None:
-    """What a search found, a fact a line."""
-    schedule, timeline = found.schedule, found.timeline
+def _tell(result: fp.typing.Found) -> None:
+    """Print what a search found, one fact per line."""
+    schedule, timeline = result.schedule, result.timeline
     print(f"{schedule.num_stages} stages on {schedule.num_devices} devices, {schedule.num_microbatches} microbatches\n")
     if schedule.num_stages > schedule.num_devices:
         print(f"placement    {','.join(map(str, schedule.device_of))}")
-    print(f"source       {found.source}")
-    print(f"makespan     {found.makespan:.6g}, bubble {percent(timeline.bubble)}")
-    print(f"span         {found.span:.6g}, bubble {percent(timeline.span_bubble)}")
+    print(f"source       {result.source}")
+    print(f"makespan     {result.makespan:.6g}, bubble {percent(timeline.bubble)}")
+    print(f"span         {result.span:.6g}, bubble {percent(timeline.span_bubble)}")
     print("idle         " + ", ".join(filter(None, (percent(timeline.idle), imbalance_of(timeline)))))
-    print(f"peak memory  {max(found.peak):.6g}")
-    print(f"lower bound  {found.lower_bound:.6g} of the {found.objective}: {_proof(found)}")
-    again = "; another run may find another" * (found.ended == "seconds")
-    print(f"ended by     {found.ended}, {found.evaluations} schedules timed{again}\n")
+    print(f"peak memory  {max(result.peak):.6g}")
+    print(f"lower bound  {result.lower_bound:.6g} of the {result.objective}: {_proof(result)}")
+    hint = "; another run may find another" * (result.ended == "seconds")
+    print(f"ended by     {result.ended}, {result.evaluations} schedules timed{hint}\n")
 
 
-def _proof(found: fp.typing.Found) -> str:
-    return f"at most {found.gap:.2%} above the shortest" if found.gap else "nothing shorter exists"
+def _proof(result: fp.typing.Found) -> str:
+    return f"at most {result.gap:.2%} above the shortest" if result.gap else "nothing shorter exists"
 
 
 def _convert(*, file: str, **words: Any) -> None:
@@ -389,7 +389,7 @@ def _convert(*, file: str, **words: Any) -> None:
 
 
 def _write(schedule: fp.Schedule, file: str) -> None:
-    """The schedule into a file; its ending says the format."""
+    """Write a schedule to a file; its ending says the format."""
     match Path(file).suffix.lower():
         case ".json":
             text = fp.schedules.to_json(schedule) + "\n"
@@ -406,12 +406,12 @@ def _wide(width: int | None) -> None:
 
 
 def _show(timeline: fp.Timeline, width: int | None) -> None:
-    """Draw on the terminal."""
+    """Print the picture of a timeline."""
     print(fp.draw(timeline).text(width, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need; numbers to the right."""
+    """Rows as lines of aligned columns; numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
     for first, *numbers, last in rows:

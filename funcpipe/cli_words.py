@@ -1,4 +1,4 @@
-"""What the words of the command line mean: families, files, counts and costs."""
+"""Parses the words of the command line: families, files, counts and costs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ SCHEDULE is a family, which then needs --stages and --microbatches, or a file.
 """
 COST = """\
 Costs are times in one unit of your choice, and memory in another. What is not given is 1; weight_residual is .5, comm,
-output and skips are 0, bandwidth has no limit.
+output, reduce and skips are 0, bandwidth has no limit.
   forward, backward_input, backward_weight   time of F, I and W
   backward                                   time of B; given without I and W, these take half of it each
   remat, offload                             time of R (else as F); of O, and of L, beside the device's work
+  reduce                                     time of G, beside the device's work
   comm                                       latency of a hop between devices, whatever crosses
   bandwidth                                  memory that crosses a link in a unit of time, one value after the other
   output                                     memory of what a stage hands to the next, and of its gradient
@@ -45,24 +46,24 @@ A file has a number for each stage where they differ (comm: for each hop), and t
 What fp.models.profile measured goes into one with fp.schedules.to_json.
 """
 _MOST = 10**6
-"""Actions of a kind: more are a slip of the fingers, and would take minutes."""
+"""The most actions of a kind: more are a typing error, and would take minutes."""
 
 
 def source(
     *, schedule: str, stages: int | None, microbatches: int | None, devices: int | None, remat: bool
 ) -> fp.Schedule | fp.Timeline:
-    """The schedule that the words mean: a family with its counts, or a file."""
+    """The schedule of a family with its counts, or what a file holds."""
     family = FAMILIES.get(schedule)
     if family is None:
-        found = read(schedule)
+        result = read(schedule)
         if stages or microbatches or devices:
             raise fp.FuncpipeError(f"{schedule} says its own counts: leave out --stages, --microbatches, --devices")
     elif not stages or not microbatches:
         raise fp.FuncpipeError(f"{schedule} is a family: say --stages and --microbatches")
     else:
         bounded(stages, microbatches)
-        found = family(stages, microbatches, num_devices=devices)
-    return fp.schedules.remat(found) if remat and isinstance(found, fp.Schedule) else found
+        result = family(stages, microbatches, num_devices=devices)
+    return fp.schedules.remat(result) if remat and isinstance(result, fp.Schedule) else result
 
 
 def read(name: str) -> fp.Schedule | fp.Timeline:
@@ -77,16 +78,16 @@ def read(name: str) -> fp.Schedule | fp.Timeline:
     try:
         match suffix:
             case ".json":
-                found = fp.schedules.from_json(text)
+                loaded = fp.schedules.from_json(text)
             case ".csv":
-                found = fp.schedules.from_torch_csv(text, name=path.stem)
+                loaded = fp.schedules.from_torch_csv(text, name=path.stem)
             case _:
-                found = fp.Schedule.parse(text, name=path.stem)
+                loaded = fp.Schedule.parse(text, name=path.stem)
     except fp.ScheduleError as error:
         raise fp.ScheduleError(f"{name}: {error}") from None
-    if isinstance(found, fp.Cost):
+    if isinstance(loaded, fp.Cost):
         raise fp.FuncpipeError(f"{name} is a cost; it goes to --cost")
-    return found
+    return loaded
 
 
 def writable(name: str, suffixes: tuple[str, ...]) -> None:
@@ -155,8 +156,8 @@ def as_cost(text: str) -> fp.Cost:
 
     try:
         if "=" not in text:
-            found = fp.schedules.from_json(Path(text).read_text(encoding="utf-8"))
-            return found if isinstance(found, fp.Cost) else refuse(f"{text} is a {type(found).__name__}, not a cost")
+            loaded = fp.schedules.from_json(Path(text).read_text(encoding="utf-8"))
+            return loaded if isinstance(loaded, fp.Cost) else refuse(f"{text} is a {type(loaded).__name__}, not a cost")
         fields: dict[str, Any] = {}
         for part in text.split(","):
             name, _, number = (word.strip() for word in part.partition("="))

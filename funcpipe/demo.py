@@ -1,4 +1,4 @@
-"""The main job in small: a U-Net-like classifier on scikit-learn's digits, trained through a pipeline.
+"""The demo: a U-Net-like classifier on scikit-learn's digits, trained through a pipeline.
 
 1797 real images of 8x8 pixels. Real skips (e1, e2), batch norm, dropout; up to four stages on any number of lanes.
 """
@@ -32,14 +32,14 @@ FAMILIES: dict[str, Callable[..., fp.Schedule]] = {
 }
 
 
-def option(default: Any, help: str = "default: %(default)s", **how: Any) -> Any:
-    """A field of `DemoOptions`, and what `argparse` is told of it."""
-    return field(default=default, metadata={"default": default, "help": help, **how})
+def option(default: Any, help: str = "default: %(default)s", **keywords: Any) -> Any:
+    """A field of `DemoOptions` with the keywords of its `argparse` argument."""
+    return field(default=default, metadata={"default": default, "help": help, **keywords})
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the demo can be told; see ``python -m funcpipe demo --help``."""
+    """The options of the demo; see ``python -m funcpipe demo --help``."""
 
     schedule: str = option("interleaved", choices=list(FAMILIES))
     stages: int = option(4, type=int, choices=[1, 2, 4])
@@ -60,7 +60,7 @@ class DemoOptions:
     report: str | None = option(None, "write a report of the last step as an HTML page", metavar="FILE")
 
 
-OPTIONS: Mapping[str, Mapping[str, Any]] = {f"--{field.name}": field.metadata for field in fields(DemoOptions)}
+OPTIONS: Mapping[str, Mapping[str, Any]] = {f"--{entry.name}": entry.metadata for entry in fields(DemoOptions)}
 """The demo's options for a parser."""
 
 
@@ -105,8 +105,8 @@ def network(num_stages: int) -> tuple[tuple[fp.Stage, ...], tuple[Any, ...], tup
     size = len(parts) // num_stages
     groups = [list(chain(*parts[start : start + size])) for start in range(0, len(parts), size)]
     stages = tuple(fp.compose(*(stage for stage, _, _ in group)) for group in groups)
-    params = tuple(tuple(own for _, own, _ in group) for group in groups)
-    state = tuple(tuple(own for _, _, own in group) for group in groups)
+    params = tuple(tuple(weights for _, weights, _ in group) for group in groups)
+    state = tuple(tuple(buffers for _, _, buffers in group) for group in groups)
     return stages, params, state
 
 
@@ -116,16 +116,16 @@ def digits(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         from sklearn.datasets import load_digits  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
         raise SystemExit("the demo reads scikit-learn's digits: pip install 'torch-funcpipe[demo]'") from error
-    found: Any = load_digits()
-    images = torch.tensor(found.images, dtype=torch.uint8).unsqueeze(1)
-    labels = torch.tensor(found.target, dtype=torch.long)
+    dataset: Any = load_digits()
+    images = torch.tensor(dataset.images, dtype=torch.uint8).unsqueeze(1)
+    labels = torch.tensor(dataset.target, dtype=torch.long)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     test, train = order[:-ROWS], order[-ROWS:]
     return (images[train], labels[train]), (images[test], labels[test])
 
 
 def refuse(options: DemoOptions) -> None:
-    """Say all that is wrong with the options, before any work. Raises FuncpipeError."""
+    """Check the options before any work. Raises FuncpipeError with all faults."""
     counts = {name: getattr(options, name) for name in ("devices", "microbatches", "epochs", "batch")}
     faults = [f"--{name} is a whole number from 1; got {value}" for name, value in counts.items() if value < 1]
     if options.batch > ROWS:
@@ -144,7 +144,7 @@ def refuse(options: DemoOptions) -> None:
             faults.append(f"--{name} {file} cannot be written: there is no folder {Path(file).parent}")
     try:
         torch.empty(0, device=options.device)
-    except (RuntimeError, AssertionError) as error:  # no such word; torch was built without it
+    except (RuntimeError, AssertionError) as error:  # no such device type, or torch was built without it
         faults.append(f"--device {options.device}: {str(error).splitlines()[0]}")
     if faults:
         raise fp.FuncpipeError(faults[0] if len(faults) == 1 else bullets("the demo cannot run:", faults))
@@ -156,9 +156,9 @@ def main(options: DemoOptions) -> float:
     devices = tuple(options.device for _ in range(options.devices))
     family = FAMILIES[options.schedule]
     schedule = family(options.stages, options.microbatches, num_devices=options.devices)
-    again = (0, 1) if options.remat is None else options.remat
-    if again:
-        schedule = fp.schedules.remat(schedule, keep=lambda action: action.stage not in again)
+    remat_stages = (0, 1) if options.remat is None else options.remat
+    if remat_stages:
+        schedule = fp.schedules.remat(schedule, keep=lambda action: action.stage not in remat_stages)
     torch.manual_seed(options.seed)
     stages, params, state = network(options.stages)
     plan = fp.make_plan(stages, schedule, devices=devices, loss=F.cross_entropy)
@@ -169,33 +169,33 @@ def main(options: DemoOptions) -> float:
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 8e-3, total_steps=steps)
     print(f"{len(labels)} images, {sum(p.numel() for p in fp.leaves(params))} parameters, {schedule!r}")
 
-    def load(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        return images[chosen], labels[chosen]
+    def load(rows: Tensor) -> tuple[Tensor, Tensor]:
+        return images[rows], labels[rows]
 
     # While a step trains, the next batch is made ready: images to the first lane's device, labels to the last one's.
     move = fp.batches.to_device((devices[0], devices[-1]))
-    ready = fp.batches.overlap(batches(len(labels), options, steps), [load, decode, move])
-    line, timeline, report = "", fp.Timeline((), options.devices), None
-    began = perf_counter()
-    with ready, fp.lanes(plan) as lanes, progress(steps) as advance:
+    loader = fp.batches.overlap(batches(len(labels), options, steps), [load, decode, move])
+    verdict, timeline, report = "", fp.Timeline((), options.devices), None
+    start = perf_counter()
+    with loader, fp.lanes(plan) as lanes, progress(steps) as advance:
         executor = lanes if options.device == "cpu" and options.devices > 1 else None
-        for nth, batch in enumerate(ready):
-            last, seed = nth == steps - 1, fp.fold_in(options.seed, nth)
+        for step, batch in enumerate(loader):
+            last, seed = step == steps - 1, fp.fold_in(options.seed, step)
             result = fp.run(plan, params, batch, state=state, seed=seed, record=last, executor=executor)
             if last:
-                line = proof(fp.run_sequential(plan, params, batch, state=state, seed=seed), result)
+                verdict = proof(fp.run_sequential(plan, params, batch, state=state, seed=seed), result)
                 timeline = result.timeline or timeline
                 report = fp.report(plan, result, params=params, title="digits") if options.report else None
             fp.step(optimizer, params, result, max_norm=1.0)
             rate.step()
             state = result.state
             advance(float(result.loss))
-    seconds = perf_counter() - began
+    seconds = perf_counter() - start
 
     accuracy = evaluate(plan, params, state, test)
     print(f"test accuracy {accuracy:.2%} on {len(test[1])} images, trained for {seconds:.1f} s\n")
     print(fp.draw(timeline))
-    print("\n" + line)
+    print("\n" + verdict)
     if options.trace:
         timeline.to_chrome_trace(options.trace)
         print(f"\ntrace for Perfetto written to {options.trace}")
@@ -225,7 +225,7 @@ def decode(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def evaluate(plan: fp.Plan, params: tuple[Any, ...], state: tuple[Any, ...], test: tuple[Tensor, Tensor]) -> float:
-    """The share of test images that are read right, by the forwards of the plan's schedule."""
+    """The share of test images that are classified correctly, by the forwards of the plan's schedule."""
     images, labels = decode(test)
     forwards = fp.make_plan(plan.stages, plan.schedule.forwards(), devices=plan.devices)
     result = fp.run(forwards, params, images, state=state)
@@ -233,7 +233,7 @@ def evaluate(plan: fp.Plan, params: tuple[Any, ...], state: tuple[Any, ...], tes
 
 
 def proof(expected: fp.Result, result: fp.Result) -> str:
-    """Are loss and gradients, bit for bit, those of a plain loop over the same stages."""
+    """Check that loss and gradients are, bit for bit, those of a plain loop over the same stages."""
     pairs = list(zip(fp.leaves(expected.grads), fp.leaves(result.grads), strict=True))
     same = [torch.equal(a, b) for a, b in pairs]
     if not (all(same) and torch.equal(expected.loss, result.loss)):

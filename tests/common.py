@@ -39,7 +39,8 @@ def schedules(num_stages: int, num_microbatches: int, *, backward: bool = True) 
         new.append(fp.schedules.remat(new[2], keep=lambda a: (a.stage + a.microbatch) % 2 == 0))
     away = [fp.schedules.one_f_one_b(s, m), *new[:1], *new[2:3], fp.schedules.interleaved(s, m)]
     away = [fp.schedules.offload(one, move=lambda a: (a.stage + a.microbatch) % 3 != 0, ahead=m % 2) for one in away]
-    unique = {str(one): one for one in (*out, *some, *part, *new, *away)}
+    reduced = [fp.schedules.reduce_grads(one) for one in (*out[-2:], *new[2:3], *away[:1])]
+    unique = {str(one): one for one in (*out, *some, *part, *new, *away, *reduced)}
     return list(unique.values())
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree
 
@@ -85,8 +85,7 @@ def named(stages: Iterable[StageLike]) -> tuple[tuple[BatchStage, ...], Fold | N
     last = stages[-1] if stages else None
     fold = last if isinstance(last, Fold) else None
     faults = [fault for position, entry in enumerate(stages) for fault in _faults(position, entry, fold)]
-    if faults:
-        raise PlanError(bullets("these stages cannot be overlapped:", faults))
+    raise_all("these stages cannot be overlapped:", faults)
     taken = {"source": 1}
     wrapped = [entry if isinstance(entry, BatchStage | Fold) else BatchStage(entry) for entry in stages]
     unique = [replace(stage, name=_unlike(stage.name or _called(stage.fn), taken)) for stage in wrapped]

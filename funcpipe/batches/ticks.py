@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from funcpipe.batches.stage import BatchStage, Fold
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Action, Kind
 
@@ -214,5 +214,4 @@ def _check(rows: tuple[TickRow, ...], order: tuple[int, ...]) -> None:
             for other, earlier in enumerate(rows[:number])
             if earlier.lead == row.lead and not (earlier.thread or row.thread) and turns[other] > turns[number]
         ]
-    if faults:
-        raise PlanError(bullets("this plan of an overlap cannot run:", faults))
+    raise_all("this plan of an overlap cannot run:", faults)

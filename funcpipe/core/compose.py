@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Bindable, BoundFn, Out, Stage, normalise, refuse_others, scope, side_loss
 from funcpipe.core.tree import Tree, cow_clone, map_leaves
 
@@ -39,8 +39,7 @@ def compose(*stages: Stage, name: str = "") -> Stage:
             faults += [f"{part.name!r} stashes {stash_name!r} again"] if stash_name in inside else []
             faults += [f"{part.name!r} stashes {stash_name!r} after it was popped"] if stash_name in outside else []
             inside.add(stash_name)
-    if faults:
-        raise PlanError(bullets("stash and pop do not match inside compose:", faults))
+    raise_all("stash and pop do not match inside compose:", faults)
     offered = {name for part in stages for name in part.offers} | popped
     return Stage(
         _Composition(stages),

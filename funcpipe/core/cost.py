@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
-from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import KINDS, Kind
 
 PerStage = float | Sequence[float]
@@ -40,6 +40,7 @@ class Cost:
         backward: time of B; None: the sum of I and W.
         remat: time of R; None: that of F.
         offload: time of O, and of L, on the link between a device and its host; the device works on meanwhile.
+        reduce: time of G, on the link between the replicas of a stage; the device works on meanwhile.
         comm: latency of one hop between devices, from the end of an action to the start of what needs it: one number,
             or S - 1 of them, from each stage to the next and back.
         bandwidth: memory that crosses from one device to another in a unit of time, one number; None: no limit. Values
@@ -59,6 +60,7 @@ class Cost:
     backward: PerStage | None = field(default=None, kw_only=True)
     remat: PerStage | None = field(default=None, kw_only=True)
     offload: PerStage = field(default=1.0, kw_only=True)
+    reduce: PerStage = field(default=0.0, kw_only=True)
     comm: PerStage = field(default=0.0, kw_only=True)
     bandwidth: float | None = field(default=None, kw_only=True)
     output: PerStage = field(default=0.0, kw_only=True)
@@ -86,8 +88,7 @@ class Cost:
                     break
         if self.bandwidth == 0:
             faults.append("bandwidth is more than 0; None for no limit")
-        if faults:
-            raise ScheduleError(bullets("no such cost:", faults))
+        raise_all("no such cost:", faults, ScheduleError)
 
     def _take_skips(self, skips: Any) -> list[str]:
         """Keep the skips as a tuple of `Skip`; returns what is wrong with them."""
@@ -160,6 +161,7 @@ class Cost:
             "backward",
             "remat",
             "offload",
+            "reduce",
             "residual",
             "weight_residual",
         )
@@ -190,8 +192,7 @@ class Cost:
                 if len(values) != num_stages - (name == "comm"):
                     hint = f" (it has {num_stages - 1}, one for each hop)" if name == "comm" else ""
                     faults.append(f"{name} has {len(values)} numbers{hint}")
-        if faults:
-            raise ScheduleError(bullets(f"a cost has one number, or one for each of {num_stages} stages:", faults))
+        raise_all(f"a cost has one number, or one for each of {num_stages} stages:", faults, ScheduleError)
 
 
 def _is_skip(row: tuple[Any, ...]) -> bool:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 
 
 def checked_names(names: Sequence[str], option: str) -> tuple[str, ...]:
@@ -75,8 +75,7 @@ def check_declaration(
         for repeated in sorted({n for n in names if names.count(n) > 1})
     ]
     faults += [f"both stashes and pops {skip!r}" for skip in stash if skip in pop]
-    if faults:
-        raise PlanError(bullets(f"stage {name!r} and its function do not fit:", faults))
+    raise_all(f"stage {name!r} and its function do not fit:", faults)
 
 
 def _positional(parameters: list[inspect.Parameter]) -> list[str]:

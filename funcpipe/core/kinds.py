@@ -29,6 +29,8 @@ class Kind(Enum):
     """Offload: begin to move the residual to host memory, while the device goes on."""
     L = "L"
     """Load: begin to move it back."""
+    G = "G"
+    """Reduce: begin to sum the gradients of a stage over its replicas; once a batch."""
 
     # Members are singletons: identity is hash enough, and ten times faster than hashing the name in Python.
     __hash__ = object.__hash__
@@ -46,6 +48,8 @@ class Resource(Enum):
     """The link from the device to its host; the device goes on."""
     FROM_HOST = "from host"
     """The link from the host to the device; the device goes on."""
+    NETWORK = "network"
+    """The link to the other replicas of its stages; the device goes on."""
 
 
 class Flow(Enum):
@@ -73,6 +77,8 @@ class KindRow:
 
     Attributes:
         word: what it does, in pictures.
+        once: does it stand once a batch, at most, so that it has no microbatch; it comes after everything that adds to the
+            gradients of its stage.
         after: the kind that must stand before it, of the same stage and microbatch; None: it comes first.
         before_backward: does it stand before the backward (B or I) of its stage and microbatch.
         pair: the kind with which it comes in pairs.
@@ -89,6 +95,7 @@ class KindRow:
     """
 
     word: str
+    once: bool = False
     after: Kind | None = Kind.F
     before_backward: bool = False
     pair: Kind | None = None
@@ -179,14 +186,30 @@ KINDS: Mapping[Kind, KindRow] = {
         colour=(222, 210, 130),
         codes=(186, 229, 230),
     ),
+    Kind.G: KindRow(
+        word="reduce",
+        once=True,
+        after=None,
+        times=(("reduce",),),
+        units=0,
+        resource=Resource.NETWORK,
+        colour=(148, 120, 250),
+        codes=(99, 141, 183),
+    ),
 }
 """A row for each kind."""
 
-LETTERS = " ".join(kind.value for kind in Kind)
-"""In messages."""
+ONCE = tuple(kind for kind, row in KINDS.items() if row.once)
+"""The kinds that stand once a batch, without a microbatch."""
+
+SPELLING = (
+    f"stage, one of {' '.join(kind.value for kind in Kind if kind not in ONCE)}, microbatch, as in 2F0; or stage and "
+    f"{' '.join(kind.value for kind in ONCE)}, as in 2G"
+)
+"""How actions are written, in messages."""
 
 MOVES = tuple(kind for kind, row in KINDS.items() if row.resource is not Resource.DEVICE)
-"""The kinds that run on a device's links to its host, while the device works."""
+"""The kinds that run on a device's links (to its host, to other replicas), while the device works."""
 
 ADDS = tuple(kind for kind, row in KINDS.items() if row.adds)
 """The kinds that add to the gradients of the weights."""

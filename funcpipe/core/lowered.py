@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from funcpipe.core.program import (
     CALLER,
@@ -24,6 +24,7 @@ from funcpipe.core.program import (
     Wire,
     value_of,
 )
+from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Action
 
 TAKEN = frozenset({Role.REPORT, Role.OUTPUT, Role.INPUT_GRAD})
@@ -51,8 +52,7 @@ class Lowered:
     order: tuple[int, ...]
     pools: tuple[Pool, ...]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+    __getstate__ = declared_fields
 
     def value(self, number: int) -> Value:
         """The value with this number."""

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from funcpipe.core.losses import BY_ROWS, Counts
 from funcpipe.core.lowered import Lowered
+from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.stage import Stage
 
@@ -49,8 +50,7 @@ class Plan:
     state: tuple[Any, ...] | None = field(default=None, repr=False)
     counts: Counts = BY_ROWS
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+    __getstate__ = declared_fields
 
     @property
     def num_stages(self) -> int:

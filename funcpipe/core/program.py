@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
+from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Action, Kind
 
 CALLER = -1
@@ -227,8 +228,7 @@ class LaneProgram:
     outgoing: tuple[tuple[int, int], ...]
     left: tuple[tuple[int, int], ...]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+    __getstate__ = declared_fields
 
     def value(self, number: int) -> Value:
         """The value with this number."""

@@ -1,4 +1,4 @@
-"""A cache of values computed of objects, each kept as long as its object lives. The only caches of frozen data."""
+"""Caches of frozen data: of values computed of objects, kept as long as these live; none of it is pickled."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 V = TypeVar("V")
+
+
+def declared_fields(self: Any) -> dict[str, Any]:
+    """The state that a dataclass pickles and copies: its fields, not what cached properties have worked out of them."""
+    return {name: self.__dict__[name] for name in self.__dataclass_fields__}
 
 
 class Remembered(Generic[T, V]):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from funcpipe.core.cost import Cost, PerStage
 from funcpipe.core.kinds import MOVES, Kind
+from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Action
 from funcpipe.core.trace import chrome_trace
 from funcpipe.core.tree import Tree, flatten, is_differentiable
@@ -61,8 +62,7 @@ class Timeline:
     lanes: tuple[str, ...] = ()
     path: tuple[Action, ...] = ()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+    __getstate__ = declared_fields
 
     @cached_property
     def makespan(self) -> float:
@@ -82,7 +82,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time that each device works; O and L are the work of its link to the host."""
+        """Time that each device works; O, L and G are the work of its links."""
         busy = [0.0] * self.num_devices
         for device, start, end, action in self.spans:
             if action[0] not in MOVES:
@@ -172,7 +172,7 @@ class Timeline:
     def cost(self) -> Cost:
         """The mean time of each kind on each stage, to simulate with: what the actions took, without the waiting.
 
-        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F, and O and L are nothing.
+        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F, and O, L and G are nothing.
 
         >>> Timeline((Span(0, 0.0, 1.0, Action(Kind.F, 0, 0)), Span(0, 1.0, 4.0, Action(Kind.F, 0, 1))), 1).cost().forward
         (2.0,)
@@ -186,15 +186,21 @@ class Timeline:
             durations = (self.by_kind.get((kind, stage)) for stage in stages)
             return tuple(fmean(times) if times else other for times, other in zip(durations, otherwise, strict=True))
 
-        forward = mean(Kind.F, [0.0] * len(stages))
-        half = [time / 2 for time in mean(Kind.B, [0.0] * len(stages))]
+        no_time = [0.0] * len(stages)
+        forward = mean(Kind.F, no_time)
+        half = [time / 2 for time in mean(Kind.B, no_time)]
         first, second = mean(Kind.I, half), mean(Kind.W, half)
         backward = mean(Kind.B, [a + b for a, b in zip(first, second, strict=True)])
-        moves = [self.by_kind.get((kind, stage), ()) for stage in stages for kind in MOVES]
-        both = [(*offloads, *loads) for offloads, loads in zip(moves[::2], moves[1::2], strict=True)]
-        offload = tuple(fmean(times) if times else 0.0 for times in both)
+        moves = [(*self.by_kind.get((Kind.O, stage), ()), *self.by_kind.get((Kind.L, stage), ())) for stage in stages]
         return Cost(
-            forward, first, second, backward=backward, remat=mean(Kind.R, forward), offload=offload, comm=self.comm
+            forward,
+            first,
+            second,
+            backward=backward,
+            remat=mean(Kind.R, forward),
+            offload=tuple(fmean(times) if times else 0.0 for times in moves),
+            reduce=mean(Kind.G, no_time),
+            comm=self.comm,
         )
 
     def to_chrome_trace(self, path: Any) -> None:
@@ -211,7 +217,7 @@ class Timeline:
     def chrome_trace(self) -> dict[str, Any]:
         """The trace as data: complete events ("X") in microseconds, one thread per device; what it holds as a counter.
 
-        One unit of a simulated timeline is shown as a millisecond. O and L are on threads of their own.
+        One unit of a simulated timeline is shown as a millisecond. O, L and G are on threads of their own.
         """
         return chrome_trace(self)
 

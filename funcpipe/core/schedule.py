@@ -8,36 +8,41 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from funcpipe.core.errors import ScheduleError, bullets
-from funcpipe.core.kinds import ADDS, KINDS, LETTERS, Flow, flowing
+from funcpipe.core.errors import ScheduleError, raise_all
+from funcpipe.core.kinds import ADDS, KINDS, ONCE, SPELLING, Flow, flowing
 from funcpipe.core.kinds import Kind as Kind
+from funcpipe.core.remembered import declared_fields
 
 
 class Action(NamedTuple):
-    """One kind of work of one stage on one microbatch, printed ``2F0``: stage 2, forward, microbatch 0."""
+    """One kind of work of one stage on one microbatch, printed ``2F0``: stage 2, forward, microbatch 0.
+
+    What stands once a batch (`Kind.G`) has microbatch 0, and is printed without: ``2G``.
+    """
 
     kind: Kind
     stage: int
-    microbatch: int
+    microbatch: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        kind, stage, microbatch = self
+        return f"{stage}{kind.value}{'' if kind in ONCE else microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read one action.
 
-        >>> Action.parse("12W3")
-        Action(kind=<Kind.W: 'W'>, stage=12, microbatch=3)
+        >>> Action.parse("12W3"), Action.parse("2G") == Action(Kind.G, 2)
+        (Action(kind=<Kind.W: 'W'>, stage=12, microbatch=3), True)
 
         Raises:
-            ScheduleError: the text is anything else than stage, letter, microbatch.
+            ScheduleError: the text is anything else than stage, letter, microbatch (or none).
         """
-        match = _ACTION.fullmatch(text)
+        match = ACTION.fullmatch(text)
         if match is None:
-            raise ScheduleError(f"{text!r} is no action: write stage, one of {LETTERS}, microbatch, as in 2F0")
-        stage, kind, microbatch = match.groups()
-        return cls(Kind(kind), int(stage), int(microbatch))
+            raise ScheduleError(f"{text!r} is no action: write {SPELLING}")
+        stage, kind, microbatch, once = match.groups()
+        return cls(Kind(once or kind), int(stage), int(microbatch or 0))
 
     def needs(self) -> list[Action]:
         """What it may wait for: of its own stage and microbatch, and of the next stages that values come from.
@@ -54,7 +59,14 @@ class Action(NamedTuple):
         return awaited
 
 
-_ACTION = re.compile(rf"([0-9]{{1,9}})([{''.join(LETTERS.split())}])([0-9]{{1,9}})")
+def _letters(kinds: Iterable[Kind]) -> str:
+    return f"[{''.join(kind.value for kind in kinds)}]"
+
+
+ACTION = re.compile(
+    rf"([0-9]{{1,9}})(?:({_letters(kind for kind in Kind if kind not in ONCE)})([0-9]{{1,9}})|({_letters(ONCE)}))"
+)
+"""How an action is spelled: stage, then kind and microbatch or a kind that has none."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +106,11 @@ class Schedule:
         faults: list[str] = []
         for number, line in enumerate(text.split("\n"), 1):
             words = line.partition("#")[0].split()
-            bad = [word for word in words if _ACTION.fullmatch(word) is None]
+            bad = [word for word in words if ACTION.fullmatch(word) is None]
             faults += [f"line {number}: {word!r} is no action" for word in bad]
             if words and not bad:
                 orders.append(tuple(map(Action.parse, words)))
-        if faults:
-            raise ScheduleError(bullets(f"write stage, one of {LETTERS}, microbatch, as in 2F0:", faults))
+        raise_all(f"write {SPELLING}:", faults, ScheduleError)
         return cls(tuple(orders), name)
 
     def __str__(self) -> str:
@@ -111,8 +122,7 @@ class Schedule:
             f"{self.num_devices} devices>"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"orders": self.orders, "name": self.name}
+    __getstate__ = declared_fields
 
     @property
     def num_devices(self) -> int:

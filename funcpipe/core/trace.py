@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from funcpipe.core.kinds import KINDS, MOVES, Kind
+from funcpipe.core.kinds import KINDS, MOVES, ONCE, Kind
 
 if TYPE_CHECKING:
     from funcpipe.core.result import Timeline
+
+
+_RANKS = 1 + len(MOVES)
+"""Rows that a device may have: its own, and one for each of its links."""
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -18,19 +22,20 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     events: list[dict[str, Any]] = [process]
     for device in devices:
         name = timeline.lanes[device] if device < len(timeline.lanes) else f"device {device}"
-        events += _thread(device, name, 3 * device)
+        events += _thread(device, name, _RANKS * device)
     moved = {(span.device, span.action.kind) for span in timeline.spans}
     links: dict[tuple[int, Kind], int] = {}
     for device in devices:
         for place, kind in enumerate(MOVES):  # threads of their own, since the device works meanwhile
             if (device, kind) in moved:
-                links[device, kind] = timeline.num_devices + 2 * device + place
-                events += _thread(
-                    links[device, kind], f"device {device} {KINDS[kind].resource.value}", 3 * device + 1 + place
-                )
+                links[device, kind] = timeline.num_devices + len(MOVES) * device + place
+                name = f"device {device} {KINDS[kind].resource.value}"
+                events += _thread(links[device, kind], name, _RANKS * device + 1 + place)
     for device, start, end, action in timeline.spans:
         kind, stage, microbatch = action
-        args = {"stage": stage, "microbatch": microbatch, "kind": kind.name}
+        args: dict[str, Any] = {"stage": stage, "kind": kind.name}
+        if kind not in ONCE:
+            args["microbatch"] = microbatch
         events.append(
             {
                 "ph": "X",

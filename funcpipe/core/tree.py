@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.containers import Attribute, flatten_fns_of
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.hidden import ATOMS, fault_of, hides_tensors, only_plain
 from funcpipe.core.torch_names import FakeTensor, FunctionalTensor, lazy_clone, transforms
 
@@ -108,14 +108,11 @@ def named_leaves(tree: Tree) -> list[tuple[str, Tensor]]:
     """
     values, spec = flatten(tree)
     faults = refuse_hidden(tree, "tree", values, spec)
-    if faults:
-        raise PlanError(
-            bullets(
-                "this is no tree of tensors; give the params that are run (stage, params, state = "
-                "fp.from_module(module), fp.split(model, n).params), or list(module.parameters()):",
-                faults,
-            )
-        )
+    raise_all(
+        "this is no tree of tensors; give the params that are run (stage, params, state = "
+        "fp.from_module(module), fp.split(model, n).params), or list(module.parameters()):",
+        faults,
+    )
     named: set[int] = set()
     out: list[tuple[str, Tensor]] = []
     for path, leaf in zip(optree.treespec_paths(spec), values, strict=True):

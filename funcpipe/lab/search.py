@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from operator import index
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 from funcpipe.core.cost import Cost
-from funcpipe.core.errors import FuncpipeError, ScheduleError, bullets
+from funcpipe.core.errors import FuncpipeError, ScheduleError, raise_all
 from funcpipe.core.result import Timeline, shares
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.lab.bounds import lower_bound
@@ -22,6 +21,7 @@ from funcpipe.lab.polish import Bench, polish
 from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule, limits_of
 from funcpipe.lab.starting_points import fused, starting_points
 from funcpipe.schedules.clock import CODE, CODED
+from funcpipe.schedules.counts import counted
 from funcpipe.schedules.memory import residual_peak
 from funcpipe.view.simulate import simulate
 
@@ -318,33 +318,20 @@ def _problems(
     faults: list[str] = []
     if not isinstance(cost, Cost):
         raise ScheduleError(f"search takes a Cost (fp.models.profile measures one); got a {type(cost).__name__}")
-    counts: dict[str, int] = {}
     arguments: dict[str, Any] = {
         "num_devices": num_devices,
         "num_microbatches": num_microbatches,
         "num_stages": num_stages,
         "evaluations": evaluations,
     }
-    for name, value in arguments.items():
-        if value is None and name == "num_stages":
-            continue
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            counts[name] = index(cast("Any", value))
-        except TypeError:
-            faults.append(f"{name} is a whole number; got {value!r}")
-            continue
-        if counts[name] <= 0:
-            faults.append(f"{name} is positive; got {value}")
+    counts = counted(arguments, faults, optional="num_stages")
     if placement is not None and not isinstance(placement, (str, Sequence)):
         faults.append(f"placement is 'line', 'loop', 'v', or the device of each stage; got {placement!r}")
     if objective not in ("makespan", "span"):
         faults.append(f"objective is 'makespan' or 'span'; got {objective!r}")
     if not isinstance(seconds, (int, float)) or not seconds > 0:
         faults.append(f"seconds is a positive number; got {seconds!r}")
-    if faults:
-        raise ScheduleError(bullets("no such search:", faults))
+    raise_all("no such search:", faults, ScheduleError)
     devices = counts["num_devices"]
     stages = counts.get("num_stages") or _stages_of(cost, placement, devices)
     cost.check_stages(stages)

@@ -77,5 +77,7 @@ def effects(kind: Kind, stage: int, keeps: bool, context: EffectContext) -> tupl
             return [Wire(Role.OFFLOADED, stage)], [residual]
         case Kind.W:
             return [Wire(Role.WEIGHT_RESIDUAL, stage)], []
+        case Kind.G:
+            return [], []  # the sums of gradients are the stage's own
         case _:
             assert_never(kind)

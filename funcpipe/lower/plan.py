@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from funcpipe.core.captured import rebound_names
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.losses import BY_ROWS, counts_of
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan, Ties
@@ -100,8 +100,7 @@ def make_plan(
             faults.append(str(error))
     if weight is not None and loss is None:
         faults.append("weight= is the share of each microbatch in the loss, but there is no loss=")
-    if faults:
-        raise PlanError(bullets("no such plan:", faults))
+    raise_all("no such plan:", faults)
     with_outputs = not schedule.has_backward if outputs is None else outputs
     program = lower(tuple(stages), schedule, loss=loss is not None, outputs=with_outputs)
     return Plan(
@@ -248,8 +247,7 @@ def _ties(ties: Sequence[Sequence[tuple[int, Any]]], stages: Sequence[Stage]) ->
         if len(members) < 2:
             faults.append(f"group {number} has {len(members)} member; a tie has two or more")
         out.append(tuple((member[0], member[1]) for member in members if len(member) == 2))
-    if faults:
-        raise PlanError(bullets(f"ties do not fit the stages ({', '.join(names_of(stages))}):", faults))
+    raise_all(f"ties do not fit the stages ({', '.join(names_of(stages))}):", faults)
     return tuple(out)
 
 
@@ -267,10 +265,7 @@ def _with_shared(ties: Ties, stages: Sequence[Stage]) -> Ties:
             out.append(tuple(members))
         elif len(numbers) > 1:
             faults.append(f"{members} are one parameter ({shared.name!r}), and ties= names only some of them")
-    if faults:
-        raise PlanError(
-            bullets("ties do not fit the stages; leave out what split made, the plan ties it by itself:", faults)
-        )
+    raise_all("ties do not fit the stages; leave out what split made, the plan ties it by itself:", faults)
     return tuple(out)
 
 

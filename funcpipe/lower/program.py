@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.kinds import MOVES, Kind
 from funcpipe.core.lowered import TAKEN, Lowered, read_again
 from funcpipe.core.program import CALLER, Call, Pool, Role, Wire
@@ -66,14 +66,11 @@ def _refuse_mixed(schedule: Schedule) -> None:
         late = next((action for action in order[begun:] if action.kind is Kind.F), None)
         if late is not None:
             faults.append(f"device {device} runs {late} after {order[begun]}")
-    if faults:
-        raise PlanError(
-            bullets(
-                "vjp runs all forwards before it knows the cotangents, so no forward may stand after a backward; use "
-                "fp.schedules.fill_drain or fp.schedules.looped_bfs:",
-                faults,
-            )
-        )
+    raise_all(
+        "vjp runs all forwards before it knows the cotangents, so no forward may stand after a backward; use "
+        "fp.schedules.fill_drain or fp.schedules.looped_bfs:",
+        faults,
+    )
 
 
 def _forwards_first(order: list[int], calls: list[Call], schedule: Schedule) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import raise_all
 from funcpipe.core.stage import Stage, names_of
 
 
@@ -52,6 +52,5 @@ def routes(stages: Sequence[Stage]) -> dict[str, Route]:
         for name, index in stashed.items()
         if name not in pops and name not in optional
     ]
-    if faults:
-        raise PlanError(bullets("stash and pop do not match:", faults))
+    raise_all("stash and pop do not match:", faults)
     return {name: Route(stashed[name], tuple(taken)) for name, taken in pops.items()}

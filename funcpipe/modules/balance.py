@@ -49,7 +49,7 @@ class _PartCost(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """What to divide, in whole numbers: ``unit`` is the time of one, ``byte`` the memory of one."""
+    """The problem of `balance` in whole numbers: ``unit`` is the time of one, ``byte`` the memory of one."""
 
     ways: Sequence[Sequence[_PartCost]]
     speeds: Sequence[Fraction]
@@ -63,9 +63,9 @@ class _Division(NamedTuple):
         work = way.work[end] - way.work[start] + self.comm[start] + self.comm[end]
         return work * self.unit / self.speeds[part]
 
-    def room(self, part: int, most: Fraction | None) -> int | None:
-        """Work that a part may have."""
-        return None if most is None else floor(most * self.speeds[part] / self.unit)
+    def room(self, part: int, bottleneck: Fraction | None) -> int | None:
+        """The work of a part that takes this time; None: any."""
+        return None if bottleneck is None else floor(bottleneck * self.speeds[part] / self.unit)
 
 
 def balance(
@@ -108,15 +108,15 @@ def balance(
     if ends is None:
         raise PlanError(_too_small(problem, remat))
     chosen = [_fastest(problem, part, ends[part : part + 2]) for part in range(num_parts)]
-    found = Balance(b - a for a, b in pairwise(ends))
-    found.times = tuple(float(time) for time, _ in chosen)
-    found.bottleneck, found.bound = max(found.times), float(_bound(problem))
-    found.memory = tuple(
+    parts = Balance(b - a for a, b in pairwise(ends))
+    parts.times = tuple(float(time) for time, _ in chosen)
+    parts.bottleneck, parts.bound = max(parts.times), float(_bound(problem))
+    parts.memory = tuple(
         float((way.memory[ends[part + 1]] - way.memory[ends[part]]) * problem.byte)
         for part, (_, way) in enumerate(chosen)
     )
-    found.remat = tuple(way.remat for _, way in chosen)
-    return found
+    parts.remat = tuple(way.remat for _, way in chosen)
+    return parts
 
 
 def evenly(costs: Sequence[float], num_parts: int) -> list[int]:
@@ -128,13 +128,13 @@ def evenly(costs: Sequence[float], num_parts: int) -> list[int]:
     return list(balance(costs if any(costs) else [1] * len(costs), num_parts))
 
 
-def checked_sizes(sizes: Any, total: int, what: str, num_stages: int | None = None) -> list[int]:
+def checked_sizes(sizes: Any, total: int, noun: str, num_stages: int | None = None) -> list[int]:
     """The number of layers of each stage, by whatever name: each has at least one, and together they are all.
 
     Args:
         sizes: as the caller or a policy gives them.
         total: how many there are.
-        what: is divided.
+        noun: what is divided, for messages.
         num_stages: how many sizes there must be; None: any number.
 
     Raises:
@@ -143,12 +143,12 @@ def checked_sizes(sizes: Any, total: int, what: str, num_stages: int | None = No
     try:
         counts = [index(size) for size in sizes]
     except TypeError:
-        raise PlanError(f"sizes are how many of the {total} {what} each stage gets; got {sizes!r}") from None
+        raise PlanError(f"sizes are how many of the {total} {noun} each stage gets; got {sizes!r}") from None
     if not counts or min(counts) < 1 or sum(counts) != total or num_stages not in (None, len(counts)):
         number = "" if num_stages is None else f"{num_stages} "
         example = evenly([1] * total, min(num_stages or max(len(counts), 1), total))
         raise PlanError(
-            f"the sizes are {number}positive numbers that sum to the {total} {what}; got {counts}, which sum to "
+            f"the sizes are {number}positive numbers that sum to the {total} {noun}; got {counts}, which sum to "
             f"{sum(counts)}; e.g. {example}"
         )
     return counts
@@ -158,7 +158,7 @@ def _problem(
     costs: Any, count: int, comm: Any, memory: Any, fixed: Any, limit: Any, in_flight: Any, speeds: Any, remat: Any
 ) -> _Division:
     faults: list[str] = []
-    again: Any = 0.0
+    remat_work: Any = 0.0
     if isinstance(costs, Cost):
         try:
             layers = costs.num_stages or 0
@@ -170,7 +170,7 @@ def _problem(
                 "a Cost to balance has one number per layer, the same count in each field, as fp.models.profile gives"
             )
         work = [costs.of(Kind.F, i) + costs.of(Kind.B, i) for i in range(layers)]
-        again = [costs.of(Kind.R, i) for i in range(layers)]
+        remat_work = [costs.of(Kind.R, i) for i in range(layers)]
         memory = per_stage(costs.residual, layers) if memory == 0.0 else memory
     else:
         if not isinstance(costs, Iterable) or hasattr(costs, "named_parameters"):
@@ -200,39 +200,41 @@ def _problem(
             return []
         return [Fraction(v) for v in values] if isinstance(value, Sequence) else [Fraction(value)] * length
 
-    time, redo = numbers("costs", work, layers), numbers("remat", again, layers)
+    time, redo = numbers("costs", work, layers), numbers("remat", remat_work, layers)
     borders = numbers("comm", comm, layers - 1)
-    held, always = numbers("memory", memory, layers), numbers("fixed", fixed, layers)
-    flying, fast = numbers("in_flight", in_flight, count), numbers("speeds", speeds, count)
+    residuals, constants = numbers("memory", memory, layers), numbers("fixed", fixed, layers)
+    flights, rates = numbers("in_flight", in_flight, count), numbers("speeds", speeds, count)
     limits = [None] * count if limit is None else numbers("limit", limit, count)
     if remat not in (False, True, "auto"):
         faults.append(f"remat is False, True or 'auto'; got {remat!r}")
     raise_all("nothing to balance:", faults)
 
     unit, (time, redo, borders) = _whole(time, redo, borders)
-    by_flight = dict.fromkeys(flying)
-    byte, (always, held, *rows) = _whole(always, held, *([one * times for one in held] for times in by_flight))
-    flights = dict(zip(by_flight, rows, strict=True))
+    distinct = dict.fromkeys(flights)
+    byte, (constants, residuals, *rows) = _whole(
+        constants, residuals, *([size * times for size in residuals] for times in distinct)
+    )
+    rows_of = dict(zip(distinct, rows, strict=True))
 
     def sums(values: Any) -> list[int]:
         return list(accumulate(values, initial=0))
 
     def way(light: bool, times: Fraction) -> _PartCost:
-        kept = held if light and times > 1 else flights[times]
-        memory = [a + b for a, b in zip(always, kept, strict=True)]
-        work = [a + b for a, b in zip(time, redo, strict=True)] if light else time
-        return _PartCost(light, sums(work), sums(memory), (max(work), max(memory)))
+        kept = residuals if light and times > 1 else rows_of[times]
+        sizes = [a + b for a, b in zip(constants, kept, strict=True)]
+        loads = [a + b for a, b in zip(time, redo, strict=True)] if light else time
+        return _PartCost(light, sums(loads), sums(sizes), (max(loads), max(sizes)))
 
     kinds = (False, True) if remat == "auto" else (bool(remat),)
-    ways = {times: [way(light, times) for light in kinds] for times in flights}
-    room = [None if one is None else floor(one / byte) for one in limits]
-    return _Division([ways[times] for times in flying], fast, room, [0, *borders, 0], unit, byte)
+    ways = {times: [way(light, times) for light in kinds] for times in rows_of}
+    whole_limits = [None if most is None else floor(most / byte) for most in limits]
+    return _Division([ways[times] for times in flights], rates, whole_limits, [0, *borders, 0], unit, byte)
 
 
 def _whole(*rows: Sequence[Fraction]) -> tuple[Fraction, list[list[int]]]:
     """Rational numbers as whole multiples of one unit."""
-    scale = lcm(*(one.denominator for row in rows for one in row))
-    return Fraction(1, scale), [[int(one * scale) for one in row] for row in rows]
+    scale = lcm(*(number.denominator for row in rows for number in row))
+    return Fraction(1, scale), [[int(number * scale) for number in row] for row in rows]
 
 
 def _bound(problem: _Division) -> Fraction:
@@ -243,12 +245,12 @@ def _bound(problem: _Division) -> Fraction:
 
 def _fastest(problem: _Division, part: int, ends: Any) -> tuple[Fraction, _PartCost]:
     limit = problem.limits[part]
-    fitting = [w for w in problem.ways[part] if limit is None or w.memory[ends[1]] - w.memory[ends[0]] <= limit]
-    return min(((problem.time(part, way, ends), way) for way in fitting), key=lambda one: one[0])
+    ways = [way for way in problem.ways[part] if limit is None or way.memory[ends[1]] - way.memory[ends[0]] <= limit]
+    return min(((problem.time(part, way, ends), way) for way in ways), key=lambda timed: timed[0])
 
 
 def _search(problem: _Division) -> list[int] | None:
-    """Bisect the bottleneck: ``low`` cannot be had, ``ends`` has ``high``."""
+    """Borders of the least bottleneck, by bisection: no borders reach ``low``, ``ends`` reach ``high``."""
     ends = _fill(problem, None)
     if ends is None:
         return None
@@ -266,36 +268,36 @@ def _search(problem: _Division) -> list[int] | None:
         ends = better
 
 
-def _fill(problem: _Division, most: Fraction | None) -> list[int] | None:
-    """Borders of parts that each take at most this time, the longest first; None: there are none."""
+def _fill(problem: _Division, bottleneck: Fraction | None) -> list[int] | None:
+    """Borders of parts that each take at most ``bottleneck``, first parts as long as can be; None: there are none."""
     count, last = len(problem.speeds), len(problem.comm) - 1
-    free = not any(problem.comm) and _all_alone(problem, most)  # then a part that ends later is never worse
-    covered = None if free else _covered(problem, most)
+    free = not any(problem.comm) and _all_alone(problem, bottleneck)  # then a part that ends later is never worse
+    covered = None if free else _covered(problem, bottleneck)
     if covered is not None and not covered[0][0]:
         return None
     ends = [0]
     for part in range(count):
         start, furthest = ends[-1], last - (count - 1 - part)  # a layer is left for each later part
-        end = max(_furthest(problem, part, way, (start, furthest), most) for way in problem.ways[part])
+        end = max(_furthest(problem, part, way, (start, furthest), bottleneck) for way in problem.ways[part])
         if covered is not None:
-            while not (covered[part + 1][end] and _fits(problem, part, (start, end), most)):
+            while not (covered[part + 1][end] and _fits(problem, part, (start, end), bottleneck)):
                 end -= 1
         ends.append(end)
     return ends if ends[-1] == last else None
 
 
-def _furthest(problem: _Division, part: int, way: _PartCost, span: tuple[int, int], most: Fraction | None) -> int:
+def _furthest(problem: _Division, part: int, way: _PartCost, span: tuple[int, int], bottleneck: Fraction | None) -> int:
     """Where a part that starts at the span's start must end, its last border not counted."""
     start, end = span
-    for sums, room in ((way.work, problem.room(part, most)), (way.memory, problem.limits[part])):
+    for sums, room in ((way.work, problem.room(part, bottleneck)), (way.memory, problem.limits[part])):
         if room is not None:
             end = min(end, bisect_right(sums, sums[start] + room, lo=start, hi=span[1] + 1) - 1)
     return end
 
 
-def _fits(problem: _Division, part: int, span: tuple[int, int], most: Fraction | None) -> bool:
+def _fits(problem: _Division, part: int, span: tuple[int, int], bottleneck: Fraction | None) -> bool:
     start, end = span
-    room, limit = problem.room(part, most), problem.limits[part]
+    room, limit = problem.room(part, bottleneck), problem.limits[part]
     return end > start and any(
         (room is None or way.work[end] - way.work[start] + problem.comm[start] + problem.comm[end] <= room)
         and (limit is None or way.memory[end] - way.memory[start] <= limit)
@@ -303,8 +305,8 @@ def _fits(problem: _Division, part: int, span: tuple[int, int], most: Fraction |
     )
 
 
-def _covered(problem: _Division, most: Fraction | None) -> list[list[bool]]:
-    """``[part][start]``: can this part and those after it hold all layers from there on.
+def _covered(problem: _Division, bottleneck: Fraction | None) -> list[list[bool]]:
+    """``[part][start]``: whether this part and those after it can hold all layers from ``start`` on.
 
     From the last part back. For each start, the ends that memory allows are a window that only moves down, and the
     cheapest of them is at the front of a queue.
@@ -312,8 +314,8 @@ def _covered(problem: _Division, most: Fraction | None) -> list[list[bool]]:
     last = len(problem.comm) - 1
     tables = [[end == last for end in range(last + 1)]]
     for part in reversed(range(len(problem.speeds))):
-        room, limit = problem.room(part, most), problem.limits[part]
-        here = [False] * (last + 1)
+        room, limit = problem.room(part, bottleneck), problem.limits[part]
+        covers = [False] * (last + 1)
         for way in problem.ways[part]:
             window: deque[int] = deque()
             load = [work + border for work, border in zip(way.work, problem.comm, strict=True)]
@@ -325,14 +327,14 @@ def _covered(problem: _Division, most: Fraction | None) -> list[list[bool]]:
                 while window and limit is not None and way.memory[window[0]] - way.memory[start] > limit:
                     window.popleft()
                 if window and (room is None or load[window[0]] - way.work[start] + problem.comm[start] <= room):
-                    here[start] = True
-        tables.append(here)
+                    covers[start] = True
+        tables.append(covers)
     return tables[::-1]
 
 
-def _all_alone(problem: _Division, most: Fraction | None) -> bool:
-    """Does each layer alone fit on each device."""
-    rooms = [problem.room(part, most) for part in range(len(problem.speeds))]
+def _all_alone(problem: _Division, bottleneck: Fraction | None) -> bool:
+    """Whether each layer alone fits on each device."""
+    rooms = [problem.room(part, bottleneck) for part in range(len(problem.speeds))]
     return all(
         any((room is None or way.largest[0] <= room) and (limit is None or way.largest[1] <= limit) for way in ways)
         for ways, room, limit in zip(problem.ways, rooms, problem.limits, strict=True)
@@ -340,18 +342,18 @@ def _all_alone(problem: _Division, most: Fraction | None) -> bool:
 
 
 def _too_small(problem: _Division, remat: Any) -> str:
-    """What to say when nothing fits: the same search, with memory for time and limits for speeds."""
+    """The message where nothing fits; the least limit comes of the same search, memory for time, limits for speeds."""
     limits = [Fraction(limit or 1) * problem.byte for limit in problem.limits]
     ways = [[way._replace(work=way.memory, largest=way.largest[::-1]) for way in ways[-1:]] for ways in problem.ways]
     free = [0] * len(problem.comm)
     least = problem._replace(ways=ways, speeds=limits, limits=[None] * len(limits), comm=free, unit=problem.byte)
     ends = _search(least)
     assert ends is not None
-    times = max(_fastest(least, s, ends[s : s + 2])[0] for s in range(len(limits)))
+    factor = max(_fastest(least, s, ends[s : s + 2])[0] for s in range(len(limits)))
     need = (
-        f"limit={float(times * limits[0]):.17g}"
+        f"limit={float(factor * limits[0]):.17g}"
         if len(set(limits)) == 1
-        else f"limits {float(times):.17g} times as large"
+        else f"limits {float(factor):.17g} times as large"
     )
     hint = "more parts" if remat else "more parts, or remat='auto' with a Cost"
     return (

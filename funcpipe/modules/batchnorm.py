@@ -85,13 +85,13 @@ class BatchNorm:
             )
         # torch's own kernel fills these: momentum 1 makes the running statistics those of the microbatch.
         # Made from x, they are batched where vmap batches x.
-        own_mean, own_var = (x.new_zeros(old.shape, dtype=old.dtype) for old in (mean, var))
-        y = F.batch_norm(x, own_mean, own_var, weight, bias, True, 1.0, eps)
+        sample_mean, sample_var = (x.new_zeros(old.shape, dtype=old.dtype) for old in (mean, var))
+        y = F.batch_norm(x, sample_mean, sample_var, weight, bias, True, 1.0, eps)
         # Its float32 mean is too coarse to merge means of 1e4 that differ by 0.1. The rest waits for the commit: small
         # operations cost a lane more than they cost there, where one serves all microbatches.
         dtype = wide(x)
-        exact = x.detach().mean([0, *range(2, x.dim())], dtype=dtype) if dtype != own_mean.dtype else own_mean
-        return y, (Moments(count, exact, own_var),)
+        wide_mean = x.detach().mean([0, *range(2, x.dim())], dtype=dtype) if dtype != sample_mean.dtype else sample_mean
+        return y, (Moments(count, wide_mean, sample_var),)
 
     def init(self, num_features: int, *, device: Any = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """The state of a fresh layer: mean 0, variance 1, no batches seen."""
@@ -111,7 +111,7 @@ class BatchNorm:
             stats: what each microbatch gave, in their order.
             momentum: of the running averages; None: the plain average of all batches.
         """
-        moments = [one for microbatch in stats for one in microbatch]
+        moments = [call for microbatch in stats for call in microbatch]
         if not moments:
             return state
         merged = merge(moments)
@@ -147,19 +147,19 @@ def merge(moments: Sequence[Moments]) -> Moments:
 
 
 _Sums: TypeAlias = tuple[int, Tensor, Tensor]
-"""How many values, their mean, and the sum of squared distances from it. Counts stay Python's: one in a tensor would have to
-be copied to a device."""
+"""How many values, their mean, and the sum of squared distances from it. Counts stay Python's: one in a tensor would
+have to be copied to a device."""
 
 
 def _of_one_size(size: int, moments: Sequence[Moments]) -> _Sums:
-    means = torch.stack([one.mean for one in moments])
-    variances = torch.stack([one.var for one in moments]).to(means.dtype)
+    means = torch.stack([call.mean for call in moments])
+    variances = torch.stack([call.var for call in moments]).to(means.dtype)
     mean = means.mean(0)
     return size * len(moments), mean, (size - 1) * variances.sum(0) + size * (means - mean).square().sum(0)
 
 
 def _together(first: _Sums, second: _Sums) -> _Sums:
-    """Of two sets of values, by Chan, Golub, LeVeque 1979."""
+    """The sums of two sets of values together, by Chan, Golub, LeVeque 1979."""
     count, other = first[0], second[0]
     total, delta = count + other, second[1] - first[1]
     return total, first[1] + delta * (other / total), first[2] + second[2] + delta * delta * (count * other / total)
@@ -170,7 +170,7 @@ class Running(NamedTuple):
 
     Attributes:
         mean, var: of the running statistics.
-        tracked: of the number of batches; None: nobody counts them.
+        tracked: of the number of batches; None: it is not counted.
     """
 
     mean: str
@@ -179,14 +179,14 @@ class Running(NamedTuple):
 
     @classmethod
     def of(cls, layer: AnyBatchNorm, path: str) -> Running:
-        """Those of a layer at this path."""
+        """The names for a layer at this path."""
         start = f"{path}." if path else ""
         tracked = None if layer.num_batches_tracked is None else f"{start}num_batches_tracked"
         return cls(f"{start}running_mean", f"{start}running_var", tracked)
 
 
 class NormStats(NamedTuple):
-    """What one batch norm saw in one microbatch, and what is to become of it.
+    """The statistics of one batch norm layer over one microbatch, and how they are committed.
 
     Attributes:
         moments: of each of its calls.
@@ -201,12 +201,12 @@ class NormStats(NamedTuple):
 
 @dataclass
 class Deferral:
-    """What a deferred layer knows besides what it was; one attribute, so that none of the layer's own is hidden.
+    """What a deferred layer has besides its own attributes; one attribute, so that it hides none of them.
 
     Attributes:
         path: of the layer.
         kind: its class.
-        momentum: by which its statistics move.
+        momentum: of its running averages.
         counted: does it count batches.
         collected: the statistics of this microbatch; None: they do not count.
     """
@@ -218,9 +218,9 @@ class Deferral:
     collected: list[Moments] | None = None
 
     def take(self) -> NormStats:
-        """What was collected in one microbatch; what comes later, in a backward, does not count."""
-        found, self.collected = tuple(self.collected or ()), None
-        return NormStats(found, self.momentum, self.counted)
+        """Take out the statistics of one microbatch; what comes later, in a backward, does not count."""
+        moments, self.collected = tuple(self.collected or ()), None
+        return NormStats(moments, self.momentum, self.counted)
 
 
 class DeferredBatchNorm(AnyBatchNorm):
@@ -244,7 +244,7 @@ class DeferredBatchNorm(AnyBatchNorm):
 
     @staticmethod
     def has_own_forward(kind: type[nn.Module]) -> bool:
-        """Has a class another forward than torch's."""
+        """Whether a class has another forward than torch's."""
         return kind.forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -262,33 +262,33 @@ class DeferredBatchNorm(AnyBatchNorm):
 
 
 class _OwnForward(DeferredBatchNorm):
-    """Around a layer whose class has a forward of its own: what it gives to torch's batch norm is deferred.
+    """A deferred layer whose class has a forward of its own: its calls of torch's batch norm are deferred.
 
-    It counts batches on a counter that is dropped.
+    The forward counts batches on a copy of the counter that is dropped.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The layer's own forward, heard."""
+        """The layer's own forward; its calls of torch's batch norm go to `_hear`."""
         counter = buffers_of(self).get("num_batches_tracked")
-        mine = buffers_of(self)["num_batches_tracked"] = None if counter is None else counter.clone()
-        begun = version(mine)
+        scratch = buffers_of(self)["num_batches_tracked"] = None if counter is None else counter.clone()
+        start = version(scratch)
         try:
             with Hearing({id(self.running_mean), id(self.running_var)}, BATCH_NORMS, partial(_hear, self)):
                 y = self.deferral.kind.forward(self, *args, **kwargs)
-            now = buffers_of(self)["num_batches_tracked"]
-            self.deferral.counted = now is not mine or version(now) != begun or _moved(now, counter)
+            left = buffers_of(self)["num_batches_tracked"]
+            self.deferral.counted = left is not scratch or version(left) != start or _moved(left, counter)
         finally:
             buffers_of(self)["num_batches_tracked"] = counter
         return y
 
 
 def _hear(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
-    """The answer to a batch norm in training on buffers of a layer."""
-    own = layer.deferral
+    """Defer a call of torch's batch norm in training. Raises PlanError where its buffers are not the layer's."""
+    deferral = layer.deferral
     if call.running_mean is not layer.running_mean or call.running_var is not layer.running_var:
-        refuse_writes(own.kind.__name__, [f"{own.path}.running_mean", f"{own.path}.running_var"])
-    if layer.momentum is not None:  # else it asks for what its counter says
-        own.momentum = call.momentum
+        refuse_writes(deferral.kind.__name__, [f"{deferral.path}.running_mean", f"{deferral.path}.running_var"])
+    if layer.momentum is not None:  # else the call's momentum comes from the counter
+        deferral.momentum = call.momentum
     return _normalise(layer, call)
 
 
@@ -296,25 +296,25 @@ def _normalise(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
     mean, var = layer.running_mean, layer.running_var
     assert mean is not None
     assert var is not None
-    state, own = {"running_mean": mean, "running_var": var}, layer.deferral
+    state, deferral = {"running_mean": mean, "running_var": var}, layer.deferral
     try:
         y, stats = batch_norm(call.input, call.weight, call.bias, state, train=call.training, eps=call.eps)
     except BatchError as error:
-        raise BatchError(f"layer {own.path!r}: {error}") from None
-    if own.collected is not None:
-        own.collected += stats
+        raise BatchError(f"layer {deferral.path!r}: {error}") from None
+    if deferral.collected is not None:
+        deferral.collected += stats
     return y
 
 
-def _moved(now: Tensor | None, before: Tensor | None) -> bool:
+def _moved(after: Tensor | None, before: Tensor | None) -> bool:
     """Was a counter written to under inference mode, where torch counts no versions."""
-    return now is not None and before is not None and now.is_inference() and not torch.equal(now, before)
+    return after is not None and before is not None and after.is_inference() and not torch.equal(after, before)
 
 
 def refuse_processes(layer: nn.SyncBatchNorm) -> None:
     """Raises PlanError where statistics would be shared with other processes."""
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if there and torch.distributed.get_world_size(layer.process_group) > 1:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and torch.distributed.get_world_size(layer.process_group) > 1:
         raise PlanError(
             "SyncBatchNorm shares the statistics of each microbatch with other processes, whose lanes may be "
             "elsewhere in their schedules; use nn.BatchNorm"
@@ -323,18 +323,18 @@ def refuse_processes(layer: nn.SyncBatchNorm) -> None:
 
 @lru_cache(maxsize=256)
 def _deferred(kind: type[AnyBatchNorm]) -> type[DeferredBatchNorm]:
-    around = _OwnForward if DeferredBatchNorm.has_own_forward(kind) else DeferredBatchNorm
-    made: Any = type(f"Deferred{kind.__name__}", (around, kind), {})
-    return made
+    base = _OwnForward if DeferredBatchNorm.has_own_forward(kind) else DeferredBatchNorm
+    subclass: Any = type(f"Deferred{kind.__name__}", (base, kind), {})
+    return subclass
 
 
 def _blank(kind: type[AnyBatchNorm]) -> DeferredBatchNorm:
-    made = _deferred(kind)
-    return made.__new__(made)
+    subclass = _deferred(kind)
+    return subclass.__new__(subclass)
 
 
 class CommitLayers:
-    """The commit of a module stage: each of its batch norm layers by its own momentum.
+    """The commit of a module stage: updates the buffers of each batch norm layer by the layer's momentum.
 
     State is the flat dict of the module's buffers; statistics are ``{path: NormStats}`` per microbatch. With
     ``deferred`` those of all microbatches make one update; without, every call of a layer makes its own, in their
@@ -346,26 +346,30 @@ class CommitLayers:
 
     def written(self) -> list[str]:
         """The names of the buffers that it may change."""
-        return [name for one in self.norms.values() for name in one if name is not None]
+        return [name for names in self.norms.values() for name in names if name is not None]
 
     def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
         """The module's buffers after one batch."""
         new = dict(state)
         for path, names in self.norms.items():
-            seen: list[NormStats] = [one[path] for one in stats if path in one and one[path].moments]
-            if not seen:
+            layer_stats: list[NormStats] = [
+                microbatch[path] for microbatch in stats if path in microbatch and microbatch[path].moments
+            ]
+            if not layer_stats:
                 continue
-            last = seen[-1]
+            last = layer_stats[-1]
             tracked = names.tracked if last.counted else None
             keys = {"running_mean": names.mean, "running_var": names.var, "num_batches_tracked": tracked}
-            own = {name: state[key] for name, key in keys.items() if key in state}
-            each = [one.moments for one in seen]
-            for update in [each] if self.deferred else [[(moments,)] for call in each for moments in call]:
-                own = batch_norm.commit(own, update, momentum=last.momentum)
-            new.update({str(keys[name]): value for name, value in own.items()})
+            layer_state = {name: state[key] for name, key in keys.items() if key in state}
+            microbatches = [norm.moments for norm in layer_stats]
+            for update in (
+                [microbatches] if self.deferred else [[(moments,)] for calls in microbatches for moments in calls]
+            ):
+                layer_state = batch_norm.commit(layer_state, update, momentum=last.momentum)
+            new.update({str(keys[name]): value for name, value in layer_state.items()})
         return new
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """The type in which sums are made, on the device of a tensor."""
+    """The widest floating type on the device of a tensor, for means and sums."""
     return torch.float32 if x.device.type == "mps" else torch.float64

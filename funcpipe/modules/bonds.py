@@ -1,4 +1,4 @@
-"""What of a traced forward stays in one stage: writes in place with what they write into; and where a cut may fall."""
+"""Operations of a traced forward that stay in one stage, as writes in place with their targets; where cuts may fall."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Bond:
     norm: str = ""
 
     def fault(self, stages: Mapping[fx.Node, int]) -> str:
-        """What cuts part that give these stages to operations; "" for nothing."""
-        among = sorted({stages[node] for node in self.nodes})
-        if len(among) < 2:
+        """The message where operations have these stages and a cut parts the bond; "" where none does."""
+        parts = sorted({stages[node] for node in self.nodes})
+        if len(parts) < 2:
             return ""
         if self.norm:
-            return f"the batch norm layer {self.norm!r} runs in stages {among}, and its statistics could not be one"
+            return f"the batch norm layer {self.norm!r} runs in stages {parts}, and its statistics could not be one"
         if self.wrote is None:
-            return f"the buffer {self.buffer!r}, which the forward writes, is used in stages {among}"
+            return f"the buffer {self.buffer!r}, which the forward writes, is used in stages {parts}"
         root = self.nodes[0]
         return (
             f"{self.wrote.name} in stage {stages[self.wrote]} writes in place into {root.name} of stage {stages[root]}"
@@ -45,24 +45,24 @@ class Bond:
 
 
 def bonds(captured: Captured) -> list[Bond]:
-    """What stays together, in the order of the forward."""
+    """The operations that stay together: for writes in place, then for buffers, then for batch norms."""
     body = captured.body
     inside = set(body)
-    found: list[Bond] = []
+    writes: list[Bond] = []
     buffers: dict[fx.Node, set[fx.Node]] = {}
     for node, root in writes_of(captured.module):
         if root in inside:
-            found.append(Bond((root, node), wrote=node))
+            writes.append(Bond((root, node), wrote=node))
         else:
             buffers.setdefault(root, set()).add(node)
     for root, writers in buffers.items():
         users = tuple(node for node in body if node in writers or root in node.all_input_nodes)
-        found.append(Bond(users, buffer=captured.sources.get(root.name, ("", root.name))[1]))
+        writes.append(Bond(users, buffer=captured.sources.get(root.name, ("", root.name))[1]))
     calls: dict[str, list[fx.Node]] = {}
     for node in body:
         for path in _norms(captured.module, node):
             calls.setdefault(path, []).append(node)
-    return [*found, *(Bond(tuple(nodes), norm=path) for path, nodes in calls.items() if len(nodes) > 1)]
+    return [*writes, *(Bond(tuple(nodes), norm=path) for path, nodes in calls.items() if len(nodes) > 1)]
 
 
 def _norms(module: fx.GraphModule, node: fx.Node) -> set[str]:
@@ -74,13 +74,13 @@ def _norms(module: fx.GraphModule, node: fx.Node) -> set[str]:
 
 
 def free(captured: Captured) -> list[bool]:
-    """For each operation of the body: may a stage begin with it."""
+    """For each operation of the body, whether a stage may begin with it."""
     body = captured.body
-    at = {node: number for number, node in enumerate(body)}
+    numbers = {node: number for number, node in enumerate(body)}
     allowed = [node.target is not operator.getitem and not is_marker(node) for node in body]
     for bond in bonds(captured):
-        numbers = [at[node] for node in bond.nodes]
-        first, last = min(numbers), max(numbers)
+        joined = [numbers[node] for node in bond.nodes]
+        first, last = min(joined), max(joined)
         allowed[first + 1 : last + 1] = [False] * (last - first)
     return allowed
 
@@ -92,4 +92,4 @@ def moved(places: Sequence[int], allowed: Sequence[bool]) -> list[int]:
     [0, 1, 4]
     """
     legal = [place for place, may in enumerate(allowed) if may] or [0]
-    return [place and min(legal, key=lambda one: (abs(one - place), -one)) for place in places]
+    return [place and min(legal, key=lambda start: (abs(start - place), -start)) for place in places]

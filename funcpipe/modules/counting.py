@@ -1,4 +1,4 @@
-"""What a transformers model's own loss counts: the labels that its mean is divided by, known before any forward."""
+"""Counts the labels that a transformers model's own loss is the mean of, before any forward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Counter = Callable[[Mapping[str, Any]], Any]
 
 
 class Labels:
-    """How much a microbatch counts in a model's own loss, from the labels among the model's inputs."""
+    """The number of labels of a microbatch that a model's own loss counts, from the model's inputs."""
 
     def __init__(self, model: nn.Module) -> None:
         self.name, self.names = type(model).__name__, tuple(inspect.signature(model.forward).parameters)
@@ -37,15 +37,15 @@ class Labels:
             BatchError: the loss has no such number, or there is one but it is not known.
         """
         args, kwargs = as_call(inputs)
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if self.counter is not None:
-            if given.get("num_items_in_batch") is not None:
+            if arguments.get("num_items_in_batch") is not None:
                 raise BatchError(
                     "the inputs have 'num_items_in_batch', but a plan counts the labels of all microbatches itself; "
                     "leave it out"
                 )
-            return self.counter(given)
-        for name, value in given.items():
+            return self.counter(arguments)
+        for name, value in arguments.items():
             if ("label" in name or "target" in name) and _ignores(value):
                 raise BatchError(
                     f"the inputs have {name!r} of {IGNORED}, which losses leave out, and it is not known what the loss "
@@ -61,7 +61,7 @@ def _ignores(value: Any) -> bool:
 
 
 def counter(model: Any) -> Counter | None:
-    """What the model's own loss counts; None: it is not known.
+    """The function that counts the labels of a model's own loss; None: it is not known.
 
     The loss of a transformers model is ``model.loss_function`` of its labels, or a cross entropy of them in its
     forward. Its forward is read for which of them, so that a model that does anything else with its labels is not
@@ -69,7 +69,7 @@ def counter(model: Any) -> Counter | None:
     """
     base: Any = getattr(model, "get_base_model", None)
     if callable(base) and not getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", True):
-        model = base()  # of peft, which hands labels on
+        model = base()  # a model of peft hands its labels to its base
     library: Any = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
@@ -77,49 +77,49 @@ def counter(model: Any) -> Counter | None:
         case "function":
             from transformers.loss import loss_utils as known  # pyright: ignore  # nothing is known of its types
 
-            found: Any = getattr(model, "loss_function", None)
+            function: Any = getattr(model, "loss_function", None)
             table: dict[Any, Counter] = {
                 known.ForCausalLMLoss: _next_tokens,
                 known.ForMaskedLMLoss: _tokens,
                 known.ForTokenClassification: _tokens,
                 known.ForSequenceClassificationLoss: _Classes(model),
             }
-            return table.get(found)
+            return table.get(function)
         case "cross entropy":
             return _tokens
         case _:
             return None
 
 
-def _tokens(given: Mapping[str, Any]) -> Any:
-    labels = given.get("labels")
+def _tokens(inputs: Mapping[str, Any]) -> Any:
+    labels = inputs.get("labels")
     return (labels != IGNORED).sum() if isinstance(labels, Tensor) else None
 
 
-def _next_tokens(given: Mapping[str, Any]) -> Any:
-    """Labels are compared with what was written before them, so nobody is asked for the first."""
-    shifted, labels = given.get("shift_labels"), given.get("labels")
+def _next_tokens(inputs: Mapping[str, Any]) -> Any:
+    """The number of labels but the first of each row, which no token predicts."""
+    shifted, labels = inputs.get("shift_labels"), inputs.get("labels")
     if isinstance(shifted, Tensor):
         return (shifted != IGNORED).sum()
     return (labels[..., 1:] != IGNORED).sum() if isinstance(labels, Tensor) else None
 
 
 class _Classes:
-    """A class for each row, or numbers for each row."""
+    """Counts labels that are one class for each row; None for other labels of a row."""
 
     def __init__(self, model: Any) -> None:
         self.config: Any = model.config
 
-    def __call__(self, given: Mapping[str, Any]) -> Any:
-        labels, problem = given.get("labels"), self.config.problem_type
+    def __call__(self, inputs: Mapping[str, Any]) -> Any:
+        labels, problem = inputs.get("labels"), self.config.problem_type
         if problem is None and self.config.num_labels > 1:
             problem = "single_label_classification"
-        whole = isinstance(labels, Tensor) and labels.dtype in (torch.long, torch.int)
-        return _tokens(given) if whole and problem == "single_label_classification" else None
+        classes = isinstance(labels, Tensor) and labels.dtype in (torch.long, torch.int)
+        return _tokens(inputs) if classes and problem == "single_label_classification" else None
 
 
 def _loss_of_labels(forward: Callable[..., Any]) -> str:
-    """How a forward makes its loss of its ``labels`` as they are: "function", "cross entropy"; "": otherwise."""
+    """How a forward computes its loss from ``labels`` as they are: "function", "cross entropy"; "": otherwise."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
     except (OSError, TypeError, SyntaxError):  # no source
@@ -127,18 +127,18 @@ def _loss_of_labels(forward: Callable[..., Any]) -> str:
     nodes = list(ast.walk(tree))
     written = [node for node in nodes if isinstance(node, ast.Name) and node.id == "labels" and _is_store(node)]
     assigned = [ast.unparse(node) for node in nodes if isinstance(node, ast.Assign)]
-    moved = [one for one in assigned if one.startswith("labels = labels.to(")]
+    moved = [line for line in assigned if line.startswith("labels = labels.to(")]
     if len(written) > len(moved):
         return ""
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     functions = [call for call in calls if ast.unparse(call.func) == "self.loss_function"]
     entropies = [call for call in calls if ast.unparse(call.func).split(".")[-1] == "CrossEntropyLoss"]
     if len(functions) == 1 and not entropies:
-        keywords = {str(one.arg): ast.unparse(one.value) for one in functions[0].keywords}
-        given = [*map(ast.unparse, functions[0].args), keywords.get("labels", "")]
-        return "function" if given.count("labels") == 1 and "shift_labels" not in keywords else ""
+        keywords = {str(keyword.arg): ast.unparse(keyword.value) for keyword in functions[0].keywords}
+        arguments = [*map(ast.unparse, functions[0].args), keywords.get("labels", "")]
+        return "function" if arguments.count("labels") == 1 and "shift_labels" not in keywords else ""
     if len(entropies) == 1 and not functions:
-        options = [ast.unparse(one) for one in (*entropies[0].args, *entropies[0].keywords)]
+        options = [ast.unparse(option) for option in (*entropies[0].args, *entropies[0].keywords)]
         last = [ast.unparse(call.args[-1]) for call in calls if "loss" in ast.unparse(call.func) and call.args]
         flat = last in (["labels.view(-1)"], ["labels.reshape(-1)"])
         return "cross entropy" if flat and options in ([], [f"ignore_index={IGNORED}"]) else ""

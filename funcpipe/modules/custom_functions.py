@@ -1,4 +1,4 @@
-"""Python ``autograd.Function``s that a trace went through: export keeps what they compute and forgets their backward.
+"""Finds Python ``autograd.Function``s in a trace: export keeps what they compute and forgets their backward.
 
 Nothing is patched for this. While export traces, its tensors carry the graph of autograd, in which such a function is a
 node of its own class. Inside of operations over functions (``torch.cond``) there is no such graph; there the stack
@@ -30,48 +30,48 @@ def on_the_way_to(outputs: Iterable[Any]) -> set[str]:
 
     One under ``no_grad``, or whose result no output depends on, is not among them: its backward is never called.
     """
-    found: set[str] = set()
-    seen: set[Any] = set()
-    ahead = [one.grad_fn for one in outputs if isinstance(one, Tensor)]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
+    names: set[str] = set()
+    visited: set[Any] = set()
+    waiting = [output.grad_fn for output in outputs if isinstance(output, Tensor)]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
-        ahead.extend(before for before, _ in node.next_functions)
+        visited.add(node)
+        waiting.extend(source for source, _ in node.next_functions)
         if isinstance(node, BackwardCFunction):
             kind = function_of(node)
             name = f"{kind.__module__}.{kind.__qualname__}"
             if name in _ADVICE or not name.startswith("torch."):
-                found.add(name)
-    return found
+                names.add(name)
+    return names
 
 
-def refuse(found: set[str], module: fx.GraphModule) -> None:
-    """Refuse a trace that forgot backwards.
+def refuse(names: set[str], module: fx.GraphModule) -> None:
+    """Refuse a trace that forgot the backward of functions.
 
     Args:
-        found: what `on_the_way_to` the outputs was.
-        module: what export made.
+        names: the functions `on_the_way_to` the outputs.
+        module: the exported one.
 
     Raises:
-        PlanError: it names them, and what to do instead.
+        PlanError: it names the functions, and what to do instead.
     """
-    known = [advice for name, advice in _ADVICE.items() if name in found]
+    known = [advice for name, advice in _ADVICE.items() if name in names]
     if known:
         raise PlanError(f"the model cannot be traced: export forgets {' and '.join(known)}")
     if any(_has_one_inside(part) for part in module.modules()):
-        found = found | {_NAMELESS}
-    if found:
+        names = names | {_NAMELESS}
+    if names:
         raise PlanError(
-            f"the model uses {', '.join(sorted(found))}: export traces through a Python autograd.Function and forgets "
+            f"the model uses {', '.join(sorted(names))}: export traces through a Python autograd.Function and forgets "
             "its backward, so gradients would be wrong in silence; wrap it as a torch.library.custom_op with "
             "register_autograd, or cut without tracing: split(model, num_stages) without example="
         )
 
 
 def _has_one_inside(part: Any) -> bool:
-    """Has a graph operations that torch came to through a custom function inside of an operation over functions."""
+    """Whether a graph has operations that torch traced in a custom function inside of an operation over functions."""
     if not isinstance(part, fx.GraphModule):
         return False
     traces = (node.meta.get("stack_trace") or "" for node in part.graph.nodes)

@@ -20,7 +20,7 @@ from funcpipe.modules.traced import CommitGraph, GraphFn, Norm, TracedLayout
 
 
 class CutEdge(NamedTuple):
-    """A value on its way between stages.
+    """A value that goes from one stage to others.
 
     Attributes:
         name: of the value in the traced graph.
@@ -39,16 +39,16 @@ class CutEdge(NamedTuple):
 
     @property
     def skip(self) -> bool:
-        """Does it pass over a stage, or have several readers."""
+        """Whether it passes over a stage or has several readers."""
         return self.targets != (self.source + 1,)
 
 
 def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> list[int]:
-    """Where named cuts fall: numbers of nodes that begin a stage. Raises PlanError with every fault."""
+    """The numbers of the nodes that begin a stage where cuts are named. Raises PlanError with every fault."""
     body = captured.body
     layers = [layers_of(captured.module, node) for node in body]
     known = [name for name, _ in model.named_modules() if name]
-    found: dict[int, str] = {}
+    starts: dict[int, str] = {}
     faults: list[str] = []
     for name, side in at.items():
         if side not in ("before", "after"):
@@ -61,7 +61,7 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
             faults.append(f"at[{name!r}]: {'no operation of its forward was traced' if path in known else unknown}")
             continue
         edge = hits[0] if side == "before" else hits[-1]
-        place = hits[0] if side == "before" else hits[-1] + 1
+        start = hits[0] if side == "before" else hits[-1] + 1
         others = {
             path for path in layers[edge] if not _within(path, name) and not _within(name, path.partition("@")[0])
         }
@@ -70,27 +70,27 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
                 f"at[{name!r}]: it runs inside a no_grad or autocast region ({body[edge].name}), which stays whole; "
                 "put autocast around fp.run instead of inside the model, or cut before or after the region"
             )
-        elif not _computes(body[:place]) or not _computes(body[place:]):
+        elif not _computes(body[:start]) or not _computes(body[start:]):
             faults.append(
                 f"at[{name!r}] {side}: nothing is computed {'before' if side == 'before' else 'after'} it, so a stage "
                 "would be empty"
             )
         else:
-            found[place] = name
+            starts[start] = name
     raise_all("the model cannot be cut there:", faults)
-    return sorted(found)
+    return sorted(starts)
 
 
 def marked(captured: Captured) -> list[int]:
-    """Where `split_point` was called; [] for nowhere. Raises PlanError where a stage would be empty."""
+    """The numbers of the calls of `split_point`. Raises PlanError where a stage would be empty."""
     body = captured.body
-    found = [i for i, node in enumerate(body) if is_marker(node)]
-    if found and not all(_computes(body[a:b]) for a, b in pairwise([0, *found, len(body)])):
+    markers = [i for i, node in enumerate(body) if is_marker(node)]
+    if markers and not all(_computes(body[a:b]) for a, b in pairwise([0, *markers, len(body)])):
         raise PlanError(
             "a split_point() stands before the first operation of the forward, after the last one, or beside "
             "another split_point(), so a stage would be empty; take it out"
         )
-    return found
+    return markers
 
 
 def _within(path: str, name: str) -> bool:
@@ -109,12 +109,12 @@ class _Cutter:
         self.module = captured.module
         self.nodes = {node.name: node for node in captured.module.graph.nodes}
         self.stage: dict[fx.Node, int] = {}
-        current, first = 0, set(starts)
+        current, begins = 0, set(starts)
         for index, node in enumerate(captured.body):
-            current += index in first
+            current += index in begins
             self.stage[node] = current
         self.last = current
-        for node in captured.body:  # a part of a result stays with what made it
+        for node in captured.body:  # a part of a result stays with the node that makes the result
             if node.target is operator.getitem:
                 self.stage[node] = self.stage.get(node.all_input_nodes[0], self.stage[node])
         self.readers: dict[fx.Node, set[int]] = {}
@@ -127,7 +127,7 @@ class _Cutter:
         self.check()
 
     def check(self) -> None:
-        """No cut parts what belongs together. Raises PlanError."""
+        """Raise PlanError where a cut parts operations that belong together."""
         faults = [fault for bond in bonds(self.captured) if (fault := bond.fault(self.stage))]
         raise_all("these cuts part what belongs together; move them:", faults)
 
@@ -152,7 +152,7 @@ def cut(
     Args:
         captured: by `export.capture`.
         starts: numbers of the nodes that begin a stage (not the first).
-        model: whose numbers they get.
+        model: whose parameters and buffers they get.
 
     Returns:
         For each stage (stage, params, state), and the values between them.
@@ -162,7 +162,7 @@ def cut(
     """
     cutter = _Cutter(captured, starts)
     crossing = cutter.crossing()
-    edges = [_edge(*one) for one in crossing]
+    edges = [_edge(*value) for value in crossing]
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     parts = [_part(cutter, stage, edges, tensors) for stage in range(cutter.last + 1)]
     return parts, edges
@@ -177,12 +177,12 @@ def _part(
     leaving = [edge for edge in edges if edge.source == stage]
     straight = tuple(edge.name for edge in received if not edge.skip)
     ends = captured.outputs if last else ()
-    wanted = dict.fromkeys([*(edge.name for edge in leaving), *(value for kind, value in ends if kind == "value")])
-    module, takes, results = _graph(cutter, stage, set(straight), wanted)
+    outgoing = dict.fromkeys([*(edge.name for edge in leaving), *(value for kind, value in ends if kind == "value")])
+    module, takes, results = _graph(cutter, stage, set(straight), outgoing)
     params = {name: tensors[name] for kind, name in takes if kind == "param"}
-    norms = {one.path: one.running for one in module.modules() if isinstance(one, Norm)}
+    norms = {norm.path: norm.running for norm in module.modules() if isinstance(norm, Norm)}
     buffers = [name for kind, name in takes if kind == "buffer"]
-    buffers += [one.tracked for one in norms.values() if one.tracked is not None]
+    buffers += [running.tracked for running in norms.values() if running.tracked is not None]
     state = {name: tensors[name].detach().clone() for name in dict.fromkeys(buffers)}
     layout = TracedLayout(
         tuple(takes),
@@ -201,12 +201,12 @@ def _part(
         captured.signature,
         first=stage == 0,
         last=last,
-        param_shapes={name: tuple(one.shape) for name, one in params.items()},
-        buffer_shapes={name: tuple(one.shape) for name, one in state.items()},
+        param_shapes={name: tuple(param.shape) for name, param in params.items()},
+        buffer_shapes={name: tuple(buffer.shape) for name, buffer in state.items()},
         consts={name: captured.consts[name] for kind, name in takes if kind == "const"},
         evaluation=captured.evaluation,
         evaluates=captured.evaluation,
-        device=next((one.device for one in tensors.values()), torch.device("cpu")),
+        device=next((tensor.device for tensor in tensors.values()), torch.device("cpu")),
     )
     part = Stage(
         fn,
@@ -222,7 +222,7 @@ def _part(
 
 
 def _rows(nodes: Mapping[str, fx.Node], takes: Sequence[tuple[str, str]]) -> tuple[str, int] | None:
-    """The first value, of those that come from outside, with an axis of rows, and that axis."""
+    """The first value from outside with an axis of rows, and that axis; None: there is none."""
     for kind, name in takes:
         sample = nodes[name].meta.get("val") if kind in ("x", "skip") else None
         for axis, size in enumerate(sample.shape if isinstance(sample, Tensor) else ()):
@@ -232,28 +232,28 @@ def _rows(nodes: Mapping[str, fx.Node], takes: Sequence[tuple[str, str]]) -> tup
 
 
 def _graph(
-    cutter: _Cutter, stage: int, straight: set[str], wanted: Mapping[str, None]
+    cutter: _Cutter, stage: int, straight: set[str], outgoing: Mapping[str, None]
 ) -> tuple[fx.GraphModule, list[tuple[str, str]], list[str]]:
-    """The nodes of one stage as a graph of its own, where its arguments come from, the names of its results."""
+    """One stage's nodes as a graph module, the sources of its arguments, and the names of its results."""
     graph, root = fx.Graph(), nn.Module()
     env: dict[fx.Node, fx.Node] = {}
     takes: list[tuple[str, str]] = []
-    body = [node for node, where in cutter.stage.items() if where == stage and not is_marker(node)]
+    body = [node for node, owner in cutter.stage.items() if owner == stage and not is_marker(node)]
     needed = dict.fromkeys(value for node in body for value in node.all_input_nodes if cutter.stage.get(value) != stage)
-    needed |= dict.fromkeys(cutter.nodes[name] for name in wanted if name in cutter.captured.sources)
+    needed |= dict.fromkeys(cutter.nodes[name] for name in outgoing if name in cutter.captured.sources)
     for value in sorted(needed, key=lambda value: value.op == "get_attr"):  # placeholders come first in a graph
         if value.op == "get_attr":
             _attach(root, cutter.module, str(value.target))
             env[value] = graph.node_copy(value)
         else:
-            came = "x" if not stage or value.name in straight else "skip", value.name
-            takes.append(cutter.captured.sources.get(value.name, came))
+            origin = "x" if not stage or value.name in straight else "skip", value.name
+            takes.append(cutter.captured.sources.get(value.name, origin))
             env[value] = graph.placeholder(value.name)
     for node in body:
         if node.op == "call_module":
             _attach(root, cutter.module, str(node.target))
         env[node] = graph.node_copy(node, lambda value: env[value])
-    results = [name for name in wanted if cutter.nodes[name] in env]
+    results = [name for name in outgoing if cutter.nodes[name] in env]
     graph.output(tuple(env[cutter.nodes[name]] for name in results))
     graph.lint()
     return fx.GraphModule(root, graph, f"Stage{stage}"), takes, results
@@ -264,8 +264,8 @@ def _attach(root: nn.Module, module: fx.GraphModule, path: str) -> None:
 
 
 def _title(cutter: _Cutter, stage: int) -> str:
-    """The first and the last layer with something to say: ``model.layers.2-model.norm``."""
-    paths = [layer_of(node).partition("@")[0] for node, where in cutter.stage.items() if where == stage]
+    """A stage's name: its first and last innermost layer, as in ``model.layers.2..model.norm``."""
+    paths = [layer_of(node).partition("@")[0] for node, owner in cutter.stage.items() if owner == stage]
     inside = {path[:i] for path in paths for i, letter in enumerate(path) if letter == "."}
     named = [path for path in paths if path and path not in inside]
     return f"{named[0]}..{named[-1]}" if named else f"part {stage}"

@@ -49,64 +49,64 @@ def cut_layers(
     """
     refuse_lazy(model)
     skips = skips_of(model)
-    found = layers if isinstance(layers, Layers) else find_layers(model, layers)
+    stack = layers if isinstance(layers, Layers) else find_layers(model, layers)
     counts: list[int] = []
     faults: list[str] = []
     try:
-        counts = checked_sizes(sizes, len(found), f"blocks of {found.path!r}")
-    except PlanError as error:  # said with all else that is wrong
+        counts = checked_sizes(sizes, len(stack), f"blocks of {stack.path!r}")
+    except PlanError as error:  # raised with all other faults
         faults.append(str(error))
-    faults += _model_faults(model, found, split=counts != [len(found)])
+    faults += _model_faults(model, stack, split=counts != [len(stack)])
     if skips.inside:
         faults.append(
             "it has skippable layers, whose values do not follow the stack; make an nn.Sequential of it, or stages "
             "with fp.from_module"
         )
     raise_all(f"{type(model).__name__} cannot be cut so:", faults)
-    shape = Skeleton(model)
-    without_cache(shape.module, model)
+    skeleton = Skeleton(model)
+    without_cache(skeleton.module, model)
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     out: list[tuple[Stage, dict[str, Any], Any]] = []
     for first, last in zip([0, *accumulate(counts)], accumulate(counts), strict=False):
-        fn = LayersFn(shape, skips, found, first, last)
+        fn = LayersFn(skeleton, skips, stack, first, last)
         state = {name: buffers[name].detach().clone() for name in fn.buffer_shapes}
-        made = Stage(
+        stage = Stage(
             fn,
-            f"{found.path}[{first}:{last}]",
-            stash=(INPUTS,) if first == 0 and last < len(found) else (),
+            f"{stack.path}[{first}:{last}]",
+            stash=(INPUTS,) if first == 0 and last < len(stack) else (),
             pop=(INPUTS,) if first else (),
             state=bool(state),
             commit=CommitLayers(fn.norms) if fn.norms else None,
             takes_train=True,
             evaluation=fn.evaluation,
         )
-        out.append((made, {name: params[name] for name in fn.param_shapes}, state or ()))
+        out.append((stage, {name: params[name] for name in fn.param_shapes}, state or ()))
     return tuple(out)
 
 
-def _model_faults(model: nn.Module, found: Layers, *, split: bool) -> list[str]:
-    blocks = [model.get_submodule(name) for name in found.names]
-    first = {id(block): name for block, name in reversed(list(zip(blocks, found.names, strict=True)))}
+def _model_faults(model: nn.Module, stack: Layers, *, split: bool) -> list[str]:
+    blocks = [model.get_submodule(name) for name in stack.names]
+    first = {id(block): name for block, name in reversed(list(zip(blocks, stack.names, strict=True)))}
     faults = [
         f"{name} and {first[id(block)]} are one module that runs twice; {TRACED}"
-        for block, name in zip(blocks, found.names, strict=True)
+        for block, name in zip(blocks, stack.names, strict=True)
         if first[id(block)] != name
     ]
     named = [*model.named_parameters(), *model.named_buffers()]
     faults += [
-        f"{name} is a {type(one).__name__} of {one.dtype}, not a plain floating parameter (quantized?); convert it "
+        f"{name} is a {type(param).__name__} of {param.dtype}, not a plain floating parameter (quantized?); convert it "
         "first"
-        for name, one in model.named_parameters()
-        if not (one.is_floating_point() or one.is_complex())
+        for name, param in model.named_parameters()
+        if not (param.is_floating_point() or param.is_complex())
     ]
-    where = {str(one.device): name for name, one in reversed(named)}
-    if len(where) > 1:
-        listed = ", ".join(f"{name} on {device}" for device, name in sorted(where.items()))
+    devices = {str(tensor.device): name for name, tensor in reversed(named)}
+    if len(devices) > 1:
+        listed = ", ".join(f"{name} on {device}" for device, name in sorted(devices.items()))
         faults.append(
             f"it lies on several devices ({listed}); "
             + (
                 "give numbers to all of it first, or to none"
-                if "meta" in where
+                if "meta" in devices
                 else "cut it on one, then fp.place(plan, params)"
             )
         )
@@ -116,7 +116,7 @@ def _model_faults(model: nn.Module, found: Layers, *, split: bool) -> list[str]:
 
 
 def _configured(model: nn.Module) -> list[str]:
-    """What the model is set to do across its blocks."""
+    """Faults of the model's configurations: what they collect or draw across all blocks."""
     faults: list[str] = []
     for config in configs(model):
         for name, value in vars(config).items():

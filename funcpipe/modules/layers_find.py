@@ -17,7 +17,7 @@ from funcpipe.core.words import similar
 from funcpipe.modules.batchnorm import DeferredBatchNorm
 
 TRACED = "trace it instead: fp.split(model, ..., example=...)"
-"""The other way, for what this one cannot cut."""
+"""What messages advise for a model that a layer cut cannot cut."""
 
 _STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -84,24 +84,24 @@ def find_layers(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"find_layers takes an nn.Module; got a {type(model).__name__}")
-    given = {"entry": tuple(entry), "exit": tuple(exit), "carry": tuple(carry)}
+    named = {"entry": tuple(entry), "exit": tuple(exit), "carry": tuple(carry)}
     faults = [
-        f"{what}: {_unknown(model, name)}" for what, names in given.items() for name in names if not _has(model, name)
+        f"{side}: {_unknown(model, name)}" for side, names in named.items() for name in names if not _has(model, name)
     ]
     if path is not None and not _has(model, path):
         faults.append(f"path: {_unknown(model, path)}")
     raise_all(f"{type(model).__name__} has no such modules:", faults)
     plan = _published(model)
-    where = _search(model, plan) if path is None else path
-    stack = model.get_submodule(where)
+    place = _search(model, plan) if path is None else path
+    stack = model.get_submodule(place)
     if not isinstance(stack, _STACKS) or not len(stack):
         raise PlanError(
-            f"{where!r} is a {type(stack).__name__}, not a list of blocks (ModuleList, Sequential, ModuleDict)"
+            f"{place!r} is a {type(stack).__name__}, not a list of blocks (ModuleList, Sequential, ModuleDict)"
         )
-    before, after = _sides(model, where, plan, given["entry"], given["exit"])
-    prefix = f"{where}." if where else ""
+    before, after = _sides(model, place, plan, named["entry"], named["exit"])
+    prefix = f"{place}." if place else ""
     names = tuple(prefix + name for name in _children(stack))
-    return Layers(where, names, before, after, given["carry"])
+    return Layers(place, names, before, after, named["carry"])
 
 
 def _published(model: nn.Module) -> dict[str, tuple[set[str], set[str]]]:
@@ -121,7 +121,7 @@ def _published(model: nn.Module) -> dict[str, tuple[set[str], set[str]]]:
 
 
 def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
-    """The path of the stack. Raises PlanError with the candidates where it is not plain."""
+    """The path of the stack. Raises PlanError with the candidates where there is none or several fit."""
     kind = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise PlanError(
@@ -135,7 +135,7 @@ def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
     for path, module in model.named_modules():
         inside = any(within(path, other) for other in candidates)
         if not inside and isinstance(module, _STACKS) and _repeats(list(_children(module).values())):
-            candidates[path] = sum(one.numel() for one in module.parameters())
+            candidates[path] = sum(param.numel() for param in module.parameters())
     if not candidates:
         raise PlanError(
             f"{kind} has no list (ModuleList, Sequential, ModuleDict) of two or more blocks of one class to cut "
@@ -152,10 +152,10 @@ def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
 
 
 def _repeats(blocks: list[nn.Module]) -> bool:
-    """Are these several blocks of one class that run and have parameters."""
-    alike = len(blocks) > 1 and len({type(one) for one in blocks}) == 1
+    """Whether these are several blocks of one class that run and have parameters."""
+    alike = len(blocks) > 1 and len({type(block) for block in blocks}) == 1
     run = alike and not isinstance(blocks[0], (nn.ModuleList, nn.ModuleDict))
-    return run and all(any(True for _ in one.parameters()) for one in blocks)
+    return run and all(any(True for _ in block.parameters()) for block in blocks)
 
 
 def _sides(
@@ -165,17 +165,17 @@ def _sides(
     entry: Sequence[str],
     exit: Sequence[str],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The modules with numbers before and after the stack: as the caller, the plan, the source, or their order says."""
+    """The modules with numbers before and after the stack, by the caller, the plan, the source, or their order."""
     gives = plan[path][1] if path in plan else set[str]()
     before, after = list(entry), list(exit)
-    here = ""
+    outer = ""
     for step in path.split(".") if path else []:
-        around = model.get_submodule(here)
+        around = model.get_submodule(outer)
         names = list(_children(around))
         used = _uses(type(around), step, names)
         behind: list[str] = []
         for name, child in _children(around).items():
-            full = f"{here}.{name}" if here else name
+            full = f"{outer}.{name}" if outer else name
             if name == step or full in (*entry, *exit) or not _owns_numbers(child):
                 continue
             late = names.index(name) > names.index(step)
@@ -186,7 +186,7 @@ def _sides(
             before += [full] if sides[0] else []
             behind += [full] if sides[1] else []
         after[len(exit) : len(exit)] = behind
-        here = f"{here}.{step}" if here else step
+        outer = f"{outer}.{step}" if outer else step
     return tuple(before), tuple(after)
 
 
@@ -211,12 +211,12 @@ def _uses(kind: type[nn.Module], step: str, names: Sequence[str]) -> dict[str, t
 
 
 def _owns_numbers(module: nn.Module) -> bool:
-    """Has it parameters, or statistics that training changes."""
-    return any(True for _ in module.parameters()) or any(DeferredBatchNorm.converts(one) for one in module.modules())
+    """Whether it has parameters, or statistics that training changes."""
+    return any(True for _ in module.parameters()) or any(DeferredBatchNorm.converts(part) for part in module.modules())
 
 
 def within(path: str, root: str) -> bool:
-    """Is a module inside another, or the same."""
+    """Whether a path is that of a module inside another, or the same."""
     return not root or path == root or path.startswith(f"{root}.")
 
 

@@ -1,4 +1,4 @@
-"""What stands in a stage of a layer cut where another stage's module would be."""
+"""Stand-ins for the modules of other stages in a stage of a layer cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from funcpipe.core.tree import Tree, is_differentiable
 
 
 class Blank:
-    """What is known later of a floating tensor that an entry made in the first stage. No dataclass: it is one leaf.
+    """What later stages know of a floating tensor that an entry made in the first. No dataclass: it is one leaf.
 
     Attributes:
         shape, dtype: the tensor's.
@@ -33,35 +33,35 @@ class Blank:
 
 
 class Leave(BaseException):
-    """The stage's last block is done; what it returned."""
+    """Ends a forward after the stage's last block, with what the block returned."""
 
     def __init__(self, out: Tree) -> None:
         self.out = out
 
 
 def stub(layer: nn.Module, forward: Callable[..., Any]) -> None:
-    """Another forward, and none of the hooks, which are for the stage that has the module."""
+    """Replace a module's forward and drop its hooks, which are for the stage that has the module."""
     vars(layer)["forward"] = forward
     drop_hooks(layer)
 
 
 def real(layer: nn.Module) -> Callable[..., Any]:
     """The forward that a module has, without a reference to the module."""
-    own_forward = vars(layer).get("forward")
-    if own_forward is not None:
-        return own_forward
-    found = weakref.ref(layer)
+    replaced = vars(layer).get("forward")
+    if replaced is not None:
+        return replaced
+    reference = weakref.ref(layer)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        one = found()
-        assert one is not None
-        return type(one).forward(one, *args, **kwargs)
+        module = reference()
+        assert module is not None
+        return type(module).forward(module, *args, **kwargs)
 
     return forward
 
 
 def outline(leaf: Any) -> Any:
-    """What later stages are told of a leaf that an entry returned: numbers only of what has no gradient."""
+    """A leaf that an entry returned as later stages get it: a `Blank` where it can have a gradient."""
     return Blank(tuple(leaf.shape), leaf.dtype) if is_differentiable(leaf) else leaf
 
 

@@ -24,50 +24,50 @@ class ModelLoss:
         self.path, self.labels = path, labels
 
     def __call__(self, y: Any, target: Any = None) -> Any:
-        """The loss. Raises PlanError where there is none."""
-        found = self.find(y)
-        if found is None:
-            asked = "a loss" if self.path is None else f"a loss at {'.'.join(map(str, self.path))}"
+        """The loss in an output. Raises PlanError where there is none."""
+        loss = self.find(y)
+        if loss is None:
+            missing = "a loss" if self.path is None else f"a loss at {'.'.join(map(str, self.path))}"
             raise PlanError(
-                f"the model's output has no {asked.removeprefix('a ')}; its scalars are {scalars(y) or 'none'}; give "
+                f"the model's output has no {missing.removeprefix('a ')}; its scalars are {scalars(y) or 'none'}; give "
                 "split(..., loss=path or function), or a loss of your own to make_plan(loss=)"
             )
-        return found
+        return loss
 
     def weigh(self, inputs: Any, target: Any) -> Any:
         """How much a microbatch counts: the labels that the model's loss is the mean of; None: its rows."""
         return None if self.labels is None else self.labels(inputs)
 
     def find(self, y: Any) -> Any:
-        """The loss, None where there is none."""
+        """The loss in an output; None where there is none."""
         if self.path is not None:
             for key in self.path:
                 y = _step(y, key)
             return y if _is_loss(y) else None
-        return next((one for one in (y, _step(y, "loss")) if _is_loss(one)), None)
+        return next((value for value in (y, _step(y, "loss")) if _is_loss(value)), None)
 
     def __repr__(self) -> str:
         return f"ModelLoss({'' if self.path is None else '.'.join(map(str, self.path))})"
 
 
-def as_loss(given: Any, model: nn.Module) -> Callable[[Any, Any], Any]:
-    """What ``split(loss=)`` takes, as a plan's loss. Raises PlanError."""
-    if given is None:
+def as_loss(loss: Any, model: nn.Module) -> Callable[[Any, Any], Any]:
+    """The loss of a plan that ``split(loss=)`` asks for. Raises PlanError where it is neither path nor function."""
+    if loss is None:
         return ModelLoss(None, Labels(model))
-    if isinstance(given, (str, int)):
-        given = tuple(given.split(".")) if isinstance(given, str) else (given,)
-    if isinstance(given, tuple):
-        return ModelLoss(given, Labels(model))  # pyright: ignore[reportUnknownArgumentType]
-    if callable(given):
-        return lambda y, target: given(y)
+    if isinstance(loss, (str, int)):
+        loss = tuple(loss.split(".")) if isinstance(loss, str) else (loss,)
+    if isinstance(loss, tuple):
+        return ModelLoss(loss, Labels(model))  # pyright: ignore[reportUnknownArgumentType]
+    if callable(loss):
+        return lambda y, target: loss(y)
     raise PlanError(
         "loss is a path into the model's output ('loss', 0, ('head', 'loss')) or a function of it; got a "
-        f"{type(given).__name__}"
+        f"{type(loss).__name__}"
     )
 
 
 def scalars(y: Any) -> list[str]:
-    """Where an output has floating scalars."""
+    """The places of the floating scalars of an output."""
     return [name for name, leaf in zip(locations(y, "output"), flatten(y)[0], strict=True) if _is_loss(leaf)]
 
 

@@ -68,7 +68,7 @@ def stage_of(
     deferred: bool = True,
     spread: bool = True,
 ) -> tuple[Stage, Params, State]:
-    """`from_module` with these skips; without ``spread`` a tuple is one argument too."""
+    """`from_module` with known skips; without ``spread`` a tuple is one argument."""
     params: Params = dict(module.named_parameters())
     state = {key: buffer.detach().clone() for key, buffer in module.named_buffers()}
     skeleton = Skeleton(module)
@@ -109,7 +109,7 @@ def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def copied(module: nn.Module, change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> nn.Module:
-    """A copy of a module's structure around its very tensors, or around what takes their places. Raises PlanError."""
+    """A copy of a module's structure around its own tensors, each through ``change``. Raises PlanError."""
     try:
         return deepcopy(module, {id(tensor): change(tensor) for tensor in all_tensors(module).values()})
     except Exception as error:
@@ -121,7 +121,7 @@ def copied(module: nn.Module, change: Callable[[Tensor], Tensor] = lambda tensor
 
 
 class Skeleton:
-    """A copy of a module without its numbers, with deferred norms; nobody runs it, so stages share it.
+    """A copy of a module without its numbers, with deferred norms; it is never run, so stages share it.
 
     Attributes:
         module: the copy.
@@ -130,7 +130,7 @@ class Skeleton:
         buffers: the first names of buffers.
         norms: for the path of each layer whose statistics are deferred, its buffers.
         frozen: the paths of layers that stay in evaluation mode.
-        evaluation: do all of them.
+        evaluation: do all layers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -188,7 +188,7 @@ class ModuleFn(Bindable):
         return idle.install(params, state)
 
     def give_back(self, idle: ModuleCopy) -> None:
-        """Keep a copy whose run went well."""
+        """Keep a released copy for the next run."""
         self._idle.append(idle)
 
     def layers(self) -> list[str]:
@@ -278,7 +278,7 @@ class ModuleCopy:
         return y, {name: store[key] for name, key in stashed.items() if key in store}
 
     def _look(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
-        """`_run`, the first time in a mode: nothing may write into buffers without saying so."""
+        """`_run`, the first time in a mode: it may not write buffers, not even where no version counts it."""
         buffers = {key: buffer for (_, _, key), buffer in self.buffers}
         result, comparable = looked_at(lambda: self._run(x, extras), buffers, type(self.module).__name__)
         if comparable:
@@ -319,7 +319,7 @@ class ModuleCopy:
 
 
 def _placeholder(tensor: Tensor) -> Tensor:
-    """As much of a tensor as a copy without numbers needs."""
+    """A tensor on meta of the same shape and type, that stands for one in a copy without numbers."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 

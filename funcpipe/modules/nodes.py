@@ -100,13 +100,9 @@ def regions_of(module: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModu
         return []
     flat: list[Any] = []
     map_arg((node.args, node.kwargs), flat.append)
-    bodies = [(i, n) for i, n in enumerate(flat) if n.op == "get_attr"]
-    regions: list[tuple[fx.GraphModule, tuple[Any, ...]]] = []
-    for _, n in bodies:
-        body = _attribute(module, n.target)
-        if isinstance(body, fx.GraphModule):
-            regions.append((body, tuple(value for value in flat if value.op != "get_attr")))
-    return regions
+    operands = tuple(value for value in flat if value.op != "get_attr")
+    bodies = [_attribute(module, value.target) for value in flat if value.op == "get_attr"]
+    return [(body, operands) for body in bodies if isinstance(body, fx.GraphModule)]
 
 
 def _attribute(module: nn.Module, path: Any) -> Any:

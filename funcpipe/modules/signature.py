@@ -1,4 +1,4 @@
-"""What a trace took for granted of a model's inputs, and how its output is built."""
+"""The signature of a traced model: what the trace assumed of its inputs, and the structure of its output."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from funcpipe.core.tree import Spec, Tree, flatten, unflatten
 
 @dataclass(frozen=True)
 class Guard:
-    """What the trace took for granted of one leaf of the inputs.
+    """What the trace assumed of one leaf of the inputs.
 
     Attributes:
-        name: of its value.
-        constant: its value, if it is no tensor.
+        name: of the leaf in the graph.
+        constant: the leaf itself, if it is no tensor.
         dtype: its type.
         shape: for each dimension its size, or (symbol, least, most).
     """
@@ -43,7 +43,7 @@ class Guard:
         return next((dim for dim, size in enumerate(self.shape) if not isinstance(size, int)), None)
 
     def faults(self, value: Any, sizes: dict[str, tuple[int, str]]) -> list[str]:
-        """How a value differs from what was traced."""
+        """How a leaf differs from what was traced."""
         if self.dtype is None:
             same = value is self.constant or (type(value) is type(self.constant) and value == self.constant)
             return (
@@ -73,7 +73,7 @@ class Guard:
         return out
 
     def several(self) -> Guard:
-        """The same for two rows and more."""
+        """The guard for two rows and more."""
         shape = tuple(size if isinstance(size, int) else (size[0], max(2, size[1]), size[2]) for size in self.shape)
         return replace(self, shape=shape)
 
@@ -92,7 +92,7 @@ def _size(size: Any, ranges: Mapping[Any, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Signature:
-    """How the inputs of a model become flat values, and flat values its output.
+    """How a model's inputs are flattened, and how its output is built from flat values.
 
     Attributes:
         guards: one for each leaf of the inputs.
@@ -127,7 +127,7 @@ class Signature:
         return {guard.name: leaf for guard, leaf in zip(self.guards, leaves, strict=True)}
 
     def output(self, leaves: Sequence[Any]) -> Any:
-        """The model's own output."""
+        """The model's output, built from its leaves."""
         return unflatten(self.out_spec, leaves)
 
 

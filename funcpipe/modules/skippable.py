@@ -43,8 +43,8 @@ class Declared(NamedTuple):
     Attributes:
         stash: names, in the order given.
         pop: names, in the order given.
-        forward: what stands in the place of the class's own forward.
-        here: was it the class that declared it, and not one that it inherits from.
+        forward: the driver that replaces the class's own forward.
+        here: did the class declare it itself, and not inherit it.
     """
 
     stash: tuple[str, ...]
@@ -117,7 +117,7 @@ def _names(names: Iterable[str], keyword: str) -> tuple[str, ...]:
 
 
 def _install(cls: type[nn.Module], stash: tuple[str, ...], pop: tuple[str, ...], *, here: bool) -> None:
-    """Put a driver in the place of the class's forward."""
+    """Replace the class's forward by a driver of it."""
     raw: Callable[..., Any] = cls.forward
     raw = getattr(raw, "_written", raw)
     takes_skips = "skips" in inspect.signature(raw).parameters
@@ -141,7 +141,7 @@ def _install(cls: type[nn.Module], stash: tuple[str, ...], pop: tuple[str, ...],
 
 
 def _watch_subclasses(cls: type[nn.Module]) -> None:
-    """A subclass that writes a forward of its own has it driven too."""
+    """Install the driver also in subclasses that write a forward of their own."""
     original = vars(cls).get("__init_subclass__")
 
     def __init_subclass__(sub: type[nn.Module], **kwargs: Any) -> None:
@@ -183,7 +183,7 @@ def _key(layer: nn.Module, name: str) -> Key:
 
 
 class _LayerCall:
-    """One call of a skippable layer: does what its forward commands, and sees that it commands what it declares."""
+    """One call of a skippable layer: executes the commands of its forward, and checks them against its declaration."""
 
     def __init__(self, layer: nn.Module, declared: Declared, store: Store) -> None:
         self.layer, self.declared, self.store = layer, declared, store
@@ -218,7 +218,7 @@ class _LayerCall:
         )
 
     def drive(self, generator: Generator[Any, Any, Any]) -> Any:
-        """Run a forward that yields commands; what it does wrong is raised at its own line."""
+        """Run a forward that yields commands; its faults are raised at the line of its yield."""
         resume: Callable[[Any], Any] = generator.send
         value: Any = None
         while True:
@@ -275,22 +275,22 @@ class _LayerCall:
 
 
 def _own(tree: Tree) -> Tree:
-    """What a layer stashes or gets is its own, whether a border lies between or not; see `cow_clone`."""
+    """A copy-on-write clone of what a layer stashes or pops, so that the layer may write into it; see `cow_clone`."""
     if isinstance(tree, Tensor):
         return cow_clone(tree)
     return map_leaves(lambda leaf: cow_clone(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
-# -- what a whole module stashes and pops ------------------------------------------------------------------------------
+# -- the skips of a whole module ---------------------------------------------------------------------------------------
 
 
 class Skips(NamedTuple):
     """The skips of a module, by the names that its stage has for them.
 
     Attributes:
-        stash: made inside, popped by nobody inside.
-        pop: popped inside, not made there.
-        offers: made and popped inside; later stages may pop them too.
+        stash: stashed inside, popped by no layer inside.
+        pop: popped inside, not stashed there.
+        offers: stashed and popped inside; later stages may pop them too.
         inside: are there layers that stash or pop at all.
     """
 
@@ -373,7 +373,7 @@ def _before(module: nn.Module, first: str, second: str) -> bool:
 
 
 def _ambiguous(keys: list[Key]) -> list[str]:
-    """Skips that would be called the same."""
+    """A fault for each name that several skips would have."""
     by_label: dict[str, Key] = {}
     unlike = {label(key) for key in keys if by_label.setdefault(label(key), key) != key}
     return [

@@ -1,4 +1,4 @@
-"""A model as stages: `Split`, its numbers by the model's own names, and the way back to a ``state_dict``."""
+"""A model as stages: `Split`, its tensors by the model's own names, and their conversion to a ``state_dict``."""
 
 from __future__ import annotations
 
@@ -188,10 +188,10 @@ def assemble(
     loss: Any = None,
     edges: Sequence[CutEdge] = (),
 ) -> Split:
-    """A split of stages that were cut from a model.
+    """The `Split` of stages that were cut from a model.
 
     Raises:
-        PlanError: ``ties`` names what is not tied, or is no way.
+        PlanError: ``ties`` names what is not tied, or is no known mode.
     """
     stages, params, state = (tuple(column) for column in zip(*parts, strict=True))
     homes = _homes(model, params, state)
@@ -224,7 +224,7 @@ def _homes(model: nn.Module, params: Sequence[Any], state: Sequence[Any]) -> dic
 
 
 def _like(old: Tensor, values: Tensor, loaded: dict[int, Tensor]) -> Tensor:
-    """Numbers in the place of others: a tensor that stands in several places stays one."""
+    """A new tensor like ``old`` with these values; an ``old`` that stands in several places gets one."""
     new = loaded.get(id(old))
     if new is None:
         new = torch.empty_like(old.detach())

@@ -22,7 +22,7 @@ from funcpipe.modules.signature import Signature
 
 
 class _Mode(threading.local):
-    """What the modules of a graph must know about the call that runs them."""
+    """The call that runs a graph on this thread: its mode, and where its norms collect statistics."""
 
     train = True
     norms: dict[str, NormStats] | None = None
@@ -72,7 +72,7 @@ class Norm(nn.Module):
     Attributes:
         path: of its layer; of the buffer with its running mean, if that has a name of its own.
         running: the buffers that it would update.
-        momentum: by which it would; None: the plain average of all batches.
+        momentum: of that update; None: the plain average of all batches.
         eps: added to the variance.
     """
 
@@ -95,11 +95,11 @@ class Norm(nn.Module):
 
 
 def refit(module: fx.GraphModule, norms: Mapping[fx.Node, Norm]) -> None:
-    """Put `Draw` and `Norm` in the places of their operations, in regions too, and take out what export asserts.
+    """Replace operations of a graph and its regions by `Draw` and `Norm`, and remove the assertions of export.
 
     Args:
         module: the graph.
-        norms: what takes the places of batch norms.
+        norms: for each node of a batch norm, its replacement.
     """
     drawn: dict[str, int] = {}
 
@@ -144,7 +144,7 @@ def _draw(node: fx.Node, path: str, drawn: dict[str, int]) -> Draw | None:
 
 @dataclass(frozen=True)
 class TracedLayout:
-    """What the flat values of a traced stage are.
+    """Where the flat values of a traced stage come from and go to.
 
     Attributes:
         takes: for each argument of the graph where it comes from: ("x" | "skip" | "param" | "buffer" | "const", name).
@@ -178,7 +178,7 @@ class GraphFn(Bindable):
 
     Attributes:
         evaluation: it was traced with all of the model in evaluation mode, and is always run as it was traced.
-        evaluates: does it compute in evaluation mode what the model does; of others that is looked at first.
+        evaluates: does it compute in evaluation mode what the model does; one traced in training is compared first.
     """
 
     module: fx.GraphModule
@@ -214,7 +214,7 @@ class GraphFn(Bindable):
         refuse_other_tensors("this stage", shapes, {"params": params, "state": state or {}})
 
     def run(self, params: Mapping[str, Tensor], x: Tree, extras: Mapping[str, Any]) -> Any:
-        """Put the values in, run the graph, sort what comes out."""
+        """Run the graph on one microbatch; returns its output, in an `Out` where it has stash or statistics."""
         train = bool(extras.get("train", False))
         if not (train or self.evaluates):
             raise PlanError(
@@ -248,7 +248,7 @@ class GraphFn(Bindable):
         return Out(y, stash, stats) if stash or stats else y
 
     def _on(self, params: Mapping[str, Tensor], state: Mapping[str, Tensor], x: Tree) -> tuple[fx.GraphModule, Any]:
-        """The graph for the device that the stage lies on: devices in it are those of the trace."""
+        """The graph and its constants on the stage's device; the trace names the device of the example."""
         tensors = [tensor for tensor in (*params.values(), *state.values()) if isinstance(tensor, Tensor)]
         if not tensors:
             values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else (x,)

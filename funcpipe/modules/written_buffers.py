@@ -1,4 +1,4 @@
-"""Which buffers a module's forward writes, also by operations that do not say so."""
+"""Finds the buffers that a module's forward writes, also by operations that count no version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class NormCall(NamedTuple):
-    """What is given to one of torch's norms that writes running statistics; named as torch does."""
+    """The arguments of a norm of torch that writes running statistics, by torch's names."""
 
     input: Tensor
     running_mean: Tensor | None = None
@@ -32,7 +32,7 @@ class NormCall(NamedTuple):
 
     @property
     def tensors(self) -> set[int]:
-        """The ids of what it writes."""
+        """The ids of the tensors that it writes."""
         return {id(self.running_mean), id(self.running_var)} if self.training else set()
 
 
@@ -46,10 +46,10 @@ _DEFAULTS = {F.instance_norm: {"training": True}}
 
 
 class Hearing(TorchFunctionMode):
-    """While it is on, who gives one of these tensors to a norm as running statistics gets ``answer`` instead.
+    """While it is on, calls of norms with one of these tensors as running statistics go to ``answer`` instead.
 
     Args:
-        tensors: what to listen for, by id.
+        tensors: the ids of these tensors.
         norms: the functions, with the names of their arguments.
         answer: called with the arguments; its result is that of the call.
     """
@@ -77,9 +77,9 @@ class Hearing(TorchFunctionMode):
 
 
 def looked_at(forward: Callable[[], T], buffers: Mapping[str, Tensor], who: str) -> tuple[T, bool]:
-    """What a forward returns, whose buffers have the same bits afterwards; and could these be seen.
+    """Run a forward that must not write its buffers: its result, and whether their bits could be compared.
 
-    For once: torch's norms, and whoever writes into ``.data``, count no version.
+    Versions do not suffice: torch's norms, and writes into ``.data``, count none.
 
     Raises:
         PlanError: it wrote; a norm is refused before it does.
@@ -115,12 +115,12 @@ def version(tensor: Tensor | None) -> int:
 
 
 def has_numbers(tensor: Tensor) -> bool:
-    """Is it no tensor of a trace."""
+    """Does a tensor have numbers: it belongs to no trace, and is not on meta."""
     return not (isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta)
 
 
 def _bits(buffers: Mapping[str, Tensor]) -> list[int] | None:
-    """A number for each that a write changes; None where there is none to see."""
+    """For each buffer a number that a write changes; None where it cannot be computed."""
     if under_transform() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return None
     if all(map(has_numbers, buffers.values())):
@@ -131,7 +131,7 @@ def _bits(buffers: Mapping[str, Tensor]) -> list[int] | None:
 
 
 def _sum(buffer: Tensor) -> int:
-    """Of its bits, for NaN equals nothing."""
+    """The sum of a buffer's bits as integers, as NaN equals nothing; 0 for a buffer that is no plain tensor."""
     if type(buffer) not in (Tensor, nn.Parameter) or buffer.layout is not torch.strided or buffer.is_quantized:
         return 0
     flat = buffer.detach().resolve_conj().resolve_neg().reshape(-1)

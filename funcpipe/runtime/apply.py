@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from funcpipe.core.compose import chain
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import raise_all
 from funcpipe.core.stage import BoundFn, Out, Stage, names_of, refuse_others
 from funcpipe.core.tree import Tree
 from funcpipe.lower.skips import routes
@@ -67,8 +67,7 @@ def apply(
         for label, part in zip(names_of(parts), parts, strict=True)
         if part.state and state is None
     ]
-    if faults:
-        raise PlanError(bullets("apply cannot call these stages:", faults))
+    raise_all("apply cannot call these stages:", faults)
     states = ((),) * len(parts) if state is None else tuple(state)
     bound = [part.bind(weights, values) for part, weights, values in zip(parts, params, states, strict=True)]
     keys = Keys(seed, parts)

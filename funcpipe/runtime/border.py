@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import raise_all
 from funcpipe.core.tree import Spec, Tree, cow_clone, cow_clone_unchecked, flatten, refuse_hidden, unflatten
 
 LEAF: Spec = flatten(None)[1]
@@ -109,8 +109,7 @@ def close_border(tree: Tree, name: str, *, stays: bool = False) -> tuple[Border,
         return Border([tensor.detach()], LEAF, (tensor.requires_grad,)), [tensor]
     leaves, spec = flatten(tree)
     faults = refuse_hidden(tree, name, [] if stays else leaves, spec)
-    if faults:
-        raise PlanError(bullets("a stage returned what cannot be handed on:", faults))
+    raise_all("a stage returned what cannot be handed on:", faults)
     flags = [False] * len(leaves)
     graph = leaves[:]
     for index, leaf in enumerate(leaves):

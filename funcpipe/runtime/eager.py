@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from funcpipe.core.errors import PlanError, StageError, bullets
+from funcpipe.core.errors import PlanError, StageError, raise_all
 from funcpipe.core.losses import read_loss
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Out, Stage, side_loss
@@ -74,8 +74,7 @@ class EagerBound:
         state_leaves, self.state_spec = flatten(state)
         faults = refuse_hidden(params, f"params[{index}]", self.leaves, self.spec)
         faults += refuse_hidden(state, f"state[{index}]", state_leaves, self.state_spec)
-        if faults:
-            raise PlanError(bullets("these are no trees of tensors:", faults))
+        raise_all("these are no trees of tensors:", faults)
         self.state_leaves = share(state_leaves)
         self.params, self.state = unflatten(self.spec, self.aliases), unflatten(self.state_spec, self.state_leaves)
         self.fn = stage.bind(self.params, self.state)
@@ -203,8 +202,7 @@ class EagerBound:
         faults = [f"declares stash {name!r} but did not return it in Out(stash=...)" for name in missing]
         extra = [name for name in stash if name not in allowed]
         faults += [f"returned stash {name!r} without declaring it; add stash=[{name!r}]" for name in extra]
-        if faults:
-            raise PlanError(bullets("what the stage returned is not what it declares: it", faults))
+        raise_all("what the stage returned is not what it declares: it", faults)
 
     def _refuse_state_writes(self, before: list[int]) -> None:
         now = flatten(self.state)[0]
@@ -381,8 +379,7 @@ def _empty(tree: Tree) -> bool:
 def _kept(stats: Tree) -> Tree:
     """Statistics for the commit. Raises PlanError where they hide tensors, which would keep their graphs."""
     faults = [] if _empty(stats) else refuse_hidden(stats, "stats", *flatten(stats))
-    if faults:
-        raise PlanError(bullets("a stage returned statistics that cannot be kept:", faults))
+    raise_all("a stage returned statistics that cannot be kept:", faults)
     return _detached(stats)
 
 

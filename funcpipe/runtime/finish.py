@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, PlanError, Where, bullets, fail
+from funcpipe.core.errors import BatchError, PlanError, Where, bullets, fail, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Loss, Result, RunStats, Timeline
 from funcpipe.core.stage import names_of
@@ -86,8 +86,7 @@ def refuse_writes(ready: Prepared, title: str) -> None:
         for stage, bound in enumerate(ready.bounds)
         for number in bound.written()
     ]
-    if faults:
-        raise PlanError(bullets(title, faults))
+    raise_all(title, faults)
 
 
 def _fold_losses(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.core.torch_names import version
 from funcpipe.runtime.reached import Reached
@@ -55,15 +55,12 @@ def refuse_foreign(stage: Stage, foreign: Sequence[Tensor]) -> bool:
         for leaf in foreign
         if id(leaf) in names or any(leaf is other for other in earlier)
     ]
-    if faults:
-        raise PlanError(
-            bullets(
-                "the stage computes with tensors that require gradients and are not in its params, so nobody would "
-                "train them; hand them in as params (a module: stage, params, state = fp.from_module(net), or "
-                "torch.func.functional_call(net, params, x) in the stage), or use them detached:",
-                faults,
-            )
-        )
+    raise_all(
+        "the stage computes with tensors that require gradients and are not in its params, so nobody would "
+        "train them; hand them in as params (a module: stage, params, state = fp.from_module(net), or "
+        "torch.func.functional_call(net, params, x) in the stage), or use them detached:",
+        faults,
+    )
     refs[:] = map(weakref.ref, foreign)
     return bool(earlier)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, bullets
+from funcpipe.core.errors import BatchError, raise_all
 from funcpipe.core.tree import Spec, Tree, flatten, is_differentiable, locations, refuse_hidden, spread, unflatten
 from funcpipe.runtime.border import LEAF, Border, caller_copy, dense, share
 from funcpipe.runtime.bound import Gradients
@@ -25,8 +25,7 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
         BatchError: microbatches returned trees of different structure, or what cannot be joined so.
     """
     faults = [fault for piece in pieces for fault in refuse_hidden(piece.tree(), "outputs", piece.leaves, piece.spec)]
-    if faults:
-        raise BatchError(bullets("the outputs cannot be handed back:", dict.fromkeys(faults)))
+    raise_all("the outputs cannot be handed back:", dict.fromkeys(faults), BatchError)
     if not batch.merged:
         # Copies, as joined outputs are: residuals may hold the same memory.
         return Microbatches(unflatten(piece.spec, _copies(piece.leaves)) for piece in pieces)
@@ -38,11 +37,11 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
             )
     columns = [list(column) for column in zip(*(piece.leaves for piece in pieces), strict=True)]
     places = locations(pieces[0].tree(), "outputs")
-    faults = [_misfit(*row, batch.rows) for row in zip(places, columns, _rules(rule, pieces[0]), strict=True)]
-    if any(faults):
-        raise BatchError(bullets("the outputs of the microbatches cannot be joined:", filter(None, faults)))
-    pairs = zip(columns, _rules(rule, pieces[0]), strict=True)
-    return unflatten(pieces[0].spec, [_join(values, leaf_rule, batch.rows) for values, leaf_rule in pairs])
+    rules = _rules(rule, pieces[0])
+    faults = [_misfit(*row, batch.rows) for row in zip(places, columns, rules, strict=True)]
+    raise_all("the outputs of the microbatches cannot be joined:", [*filter(None, faults)], BatchError)
+    joined = [_join(values, leaf_rule, batch.rows) for values, leaf_rule in zip(columns, rules, strict=True)]
+    return unflatten(pieces[0].spec, joined)
 
 
 def _rules(rule: Tree, piece: Border) -> list[MergeRule]:
@@ -164,8 +163,7 @@ class OutputJoin:
                     f"{place} belongs to an output that comes as Microbatches; give fp.Microbatches of {count} "
                     "cotangents, or None"
                 )
-        if faults:
-            raise BatchError(bullets("these cotangents do not fit the outputs:", faults))
+        raise_all("these cotangents do not fit the outputs:", faults, BatchError)
         return [_border([column[m] for column in columns]) for m in range(count)]
 
     def _spread(self, place: str, leaf: Any, number: int, faults: list[str]) -> list[Tensor | None]:
@@ -202,11 +200,9 @@ class OutputJoin:
                 faults += [
                     fault
                     for number, (leaf, shape) in enumerate(zip(tree, row, strict=True))
-                    if leaf is not None
                     for fault in _fault(f"leaf {number} of microbatch {m}", leaf, shape)
                 ]
-        if faults:
-            raise BatchError(bullets("these cotangents do not fit the outputs:", faults))
+        raise_all("these cotangents do not fit the outputs:", faults, BatchError)
         return [_border(tree) for tree in trees]
 
 

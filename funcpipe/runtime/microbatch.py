@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, Where, bullets, fail
+from funcpipe.core.errors import BatchError, Where, fail, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Path, Tree, at, flatten, locations, map_leaves, paths, refuse_hidden, unflatten
 from funcpipe.runtime.border import LEAF, Border, given, open_border, share
@@ -142,8 +142,7 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
         for index, size in enumerate(tree.ready_rows())
         if size == 0
     ]
-    if faults:
-        raise BatchError(bullets("this batch cannot be cut into microbatches:", faults))
+    raise_all("this batch cannot be cut into microbatches:", faults, BatchError)
     if ready:
         count = next(iter(ready.values()))
         ready_rows = [tree.ready_rows() for tree in trees if tree.ready is not None]

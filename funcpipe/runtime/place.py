@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcpipe.core.errors import PlacementError, PlanError, bullets
+from funcpipe.core.errors import PlacementError, PlanError, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves, refuse_hidden
 from funcpipe.runtime.context import checked_plan
@@ -44,8 +44,7 @@ def plan_devices(plan: Plan) -> tuple[torch.device, ...]:
             out.append(device)
         except (RuntimeError, TypeError) as error:
             faults.append(f"device {lane} is {name!r}: {str(error).splitlines()[0]}")
-    if faults:
-        raise PlacementError(bullets("the plan's devices are not here; make it with fp.devices(n):", faults))
+    raise_all("the plan's devices are not here; make it with fp.devices(n):", faults, PlacementError)
     return tuple(out)
 
 
@@ -65,8 +64,7 @@ def place(plan: Plan, params: Sequence[Tree]) -> tuple[Tree, ...]:
             f"place takes a tuple with one tree for each of {plan.num_stages} stages; got {_describe(params)}"
         )
     faults = [fault for stage, tree in enumerate(params) for fault in refuse_hidden(tree, f"[{stage}]", *flatten(tree))]
-    if faults:
-        raise PlacementError(bullets("tensors that cannot be seen cannot be moved:", faults))
+    raise_all("tensors that cannot be seen cannot be moved:", faults, PlacementError)
     by_lane = plan_devices(plan)
     device_of = plan.schedule.device_of
     if plan.schedule.has_backward and len({by_lane[device_of[stage]] for stage in range(plan.num_stages)}) > 1:

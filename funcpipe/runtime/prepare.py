@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, bullets
+from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, raise_all
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
 from funcpipe.core.stage import names_of
@@ -91,10 +91,7 @@ def prepare(
     states = _states(options.state, plan)
     devices = plan_devices(plan)
     faults = misplaced(plan, trees, devices, "params") + misplaced(plan, states, devices, "state")
-    if faults:
-        raise PlacementError(
-            bullets("tensors must lie where their stage runs; move them with fp.place(plan, params):", faults)
-        )
+    raise_all("tensors must lie where their stage runs; move them with fp.place(plan, params):", faults, PlacementError)
     inputs, target = split_batch(plan, batch)
     batch_trees = {
         "inputs": inputs,
@@ -180,15 +177,13 @@ def _found(trees: Mapping[str, Tree], wrong: Callable[[Any], bool]) -> list[tupl
 def _refuse_attached(trees: Mapping[str, Tree]) -> None:
     """Raise BatchError for leaves of the batch that ask for a gradient: none goes from a run into its batch."""
     faults = [f"{place} {_why(leaf)}" for place, leaf in _found(trees, _asks)]
-    if faults:
-        raise BatchError(
-            bullets(
-                "no gradient goes from a run into its batch, and what made these values would not be trained. Make "
-                "it the first stage; or take the gradients of the inputs by fp.vjp, or by fp.Pipe inside of an "
-                "autograd graph; or hand the values in detached, x.detach():",
-                faults,
-            )
-        )
+    raise_all(
+        "no gradient goes from a run into its batch, and what made these values would not be trained. Make "
+        "it the first stage; or take the gradients of the inputs by fp.vjp, or by fp.Pipe inside of an "
+        "autograd graph; or hand the values in detached, x.detach():",
+        faults,
+        BatchError,
+    )
 
 
 def _bare(leaf: Any) -> Any:
@@ -221,8 +216,7 @@ def _refuse_untrained(trees: Sequence[Tree], states: Sequence[Tree], trained: li
         if any(whys):
             pairs = zip(locations(tree, f"params[{stage}]"), whys, strict=True)
             faults += [f"{place} {why}" for place, why in pairs if why]
-    if faults:
-        raise PlanError(bullets("these would not be trained as they say:", faults))
+    raise_all("these would not be trained as they say:", faults)
 
 
 def _untrained(leaf: Any, trained: bool, stage: int) -> str:
@@ -258,8 +252,7 @@ def _refuse_meta(trees: Mapping[str, Tree]) -> None:
     """Raise BatchError for tensors of the batch on the meta device."""
     missing = _found(trees, lambda leaf: isinstance(leaf, Tensor) and leaf.is_meta)
     faults = [f"{place} is on the meta device and has no numbers" for place, _ in missing]
-    if faults:
-        raise BatchError(bullets("the batch cannot be run:", faults))
+    raise_all("the batch cannot be run:", faults, BatchError)
 
 
 def _bind(
@@ -367,8 +360,7 @@ def _states(state: Any, plan: Plan) -> tuple[Tree, ...]:
         for i, part in enumerate(plan.stages)
         if part.state and states[i] is None
     ]
-    if faults:
-        raise PlanError(bullets("state does not fit the stages:", faults))
+    raise_all("state does not fit the stages:", faults)
     return states
 
 

@@ -44,6 +44,8 @@ def make_step(call: Call, program: LaneProgram, stage: Stage, bound: Bound, host
         case Kind.O | Kind.L:
             assert host is not None
             return _move(call, bound, host)
+        case Kind.G:
+            return lambda reads, run: ()  # all replicas of this process are one
         case _:
             assert_never(call.kind)
 

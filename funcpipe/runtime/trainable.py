@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from funcpipe.core.errors import PlanError, Where, bullets, fail
+from funcpipe.core.errors import PlanError, Where, fail, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Path, Tree, flatten, is_differentiable, paths
 
@@ -91,8 +91,7 @@ def resolve_ties(
         if len({trained[s][n] for s, n in members}) > 1:
             faults.append(f"some leaves of {group} are trainable and some are not")
         groups.append(tuple(members))
-    if faults:
-        raise PlanError(bullets("the plan's ties do not fit params:", faults))
+    raise_all("the plan's ties do not fit params:", faults)
     return tuple(groups)
 
 

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from funcpipe.core.cost import Cost, per_stage
-from funcpipe.core.kinds import KINDS, Flow, Kind, Resource, flowing
+from funcpipe.core.kinds import MOVES, Flow, Kind, flowing
 
 CODED = tuple(Kind)
 """The kinds by their codes, the numbers that those use who walk over all actions."""
 CODE = {kind: code for code, kind in enumerate(CODED)}
-F, B, I, W, R, O, L, *_ = range(len(CODED))
-_LINKS = (Resource.TO_HOST, Resource.FROM_HOST)
+F, B, I, W, R, O, L, G, *_ = range(len(CODED))
 
 
 class Dependency(NamedTuple):
@@ -83,7 +82,7 @@ def clock(
 
     What flows (`KindRow.flow`: F; B and I) waits for what flows from other stages to its own, and for the residual that
     an L brings back; everything else a device does for itself, in order. Values that cross from one device to another
-    occupy the link between them, one after the other. O and L occupy the link to the host, one for each way, as soon as
+    occupy the link between them, one after the other. O, L and G occupy a link of the device, each its own, as soon as
     the device comes to them and the link is free (L when its O has ended, too); the device goes on at once.
 
     Linear: a device that must wait is woken by the very value that it waits for.
@@ -104,9 +103,9 @@ def clock(
             receives[code][to].append((arrival, latency))
             sends[code][source].append((arrival, crossing, link))
     steps = [list(zip(*columns, strict=True)) for columns in zip(durations, receives, sends, strict=True)]
-    ways = [_LINKS.index(KINDS[kind].resource) if KINDS[kind].resource in _LINKS else -1 for kind in CODED]
+    ways = [MOVES.index(kind) if kind in MOVES else -1 for kind in CODED]
     busy: dict[int, float] = {}  # until when each link between devices is
-    hosts = [[0.0, 0.0] for _ in lanes]  # and those to and from the host
+    own_links = [[0.0] * len(MOVES) for _ in lanes]  # and those to the host, from it, to other replicas
     moved: dict[tuple[int, int], float] = {}  # when a residual is at the host, or back
     starts: list[list[float]] = [[] for _ in lanes]
     now = [0.0] * len(lanes)
@@ -120,9 +119,9 @@ def clock(
             way = ways[code]
             if way >= 0:
                 at = (stage, microbatch)
-                start = max(time, hosts[device][way], moved.get(at, 0.0))
+                start = max(time, own_links[device][way], moved.get(at, 0.0))
                 row.append(start)
-                hosts[device][way] = moved[at] = start + duration
+                own_links[device][way] = moved[at] = start + duration
                 continue
             for arrival, latency in needed:
                 arrived = arrival[microbatch]

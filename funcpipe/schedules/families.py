@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from operator import index, itemgetter
+from operator import itemgetter
 
-from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.schedules.counts import counted
 
 
 def weave(
@@ -297,17 +298,7 @@ def _counts(
     """
     faults: list[str] = []
     arguments = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_devices": num_devices}
-    counts: dict[str, int] = {}
-    for name, value in arguments.items():
-        if value is None and name == "num_devices":
-            continue
-        try:
-            counts[name] = index(value)  # pyright: ignore[reportArgumentType]
-        except TypeError:
-            faults.append(f"{name} is a whole number; got {value!r}")
-            continue
-        if counts[name] <= 0:
-            faults.append(f"{name} is positive; got {value}")
+    counts = counted(arguments, faults, optional="num_devices")
     stages, devices = counts.get("num_stages", 0), counts.get("num_devices", 0)
     if stages > 0 and num_devices is None:
         devices = stages // share if stages % share == 0 else stages
@@ -325,8 +316,7 @@ def _counts(
             f"a V has two stages a device, so num_stages is twice num_devices; got {stages} stages on {devices} "
             f"devices; {remedy}"
         )
-    if faults:
-        raise ScheduleError(bullets("no such schedule:", faults))
+    raise_all("no such schedule:", faults, ScheduleError)
     return stages, counts["num_microbatches"], devices
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError, bullets
-from funcpipe.core.kinds import LETTERS, Kind
+from funcpipe.core.kinds import SPELLING
 from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import _ACTION, Action, Schedule
+from funcpipe.core.schedule import ACTION, Action, Schedule
 
 VERSION = 1
 """Of the JSON; a reader refuses any other."""
@@ -23,7 +23,6 @@ _MOST = 10**6
 """Stages, microbatches and devices of a file are fewer: what walks over them stays quick whatever the file says."""
 _MOST_FAULTS = 20
 _MOST_LETTERS = 200
-_KINDS = {kind.value: kind for kind in Kind}
 
 Fault = Callable[[str], None]
 """Takes note of something wrong, ``place: what``."""
@@ -295,11 +294,10 @@ def read_actions(words: Sequence[str], place: str, *, known: dict[str, Action], 
     for word in words:
         action = known.get(word)
         if action is None:
-            match = _ACTION.fullmatch(word)
-            if match is None:
-                fault(f"{place}: {shown(word)} is no action; write stage, one of {LETTERS}, microbatch, as in 2F0")
+            if ACTION.fullmatch(word) is None:
+                fault(f"{place}: {shown(word)} is no action; write {SPELLING}")
                 continue
-            action = Action(_KINDS[match[2]], int(match[1]), int(match[3]))
+            action = Action.parse(word)
             if not (_is_index(action.stage) and _is_index(action.microbatch)):
                 fault(f"{place}: {word}: stages and microbatches are below {_MOST}")
                 continue

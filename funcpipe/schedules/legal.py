@@ -7,10 +7,10 @@ from itertools import repeat
 from typing import Any
 
 from funcpipe.core.errors import ScheduleError, bullets
-from funcpipe.core.kinds import ADDS, KINDS, Flow, Kind, flowing
+from funcpipe.core.kinds import ADDS, KINDS, ONCE, Flow, Kind, flowing
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.schedule import Action, Schedule
-from funcpipe.schedules.clock import CODE, CODED, B, F, I, R, W, chain, clock
+from funcpipe.schedules.clock import CODE, CODED, B, F, G, I, R, W, chain, clock
 
 _MOST_FAULTS = 20
 
@@ -36,7 +36,8 @@ def check(schedule: Schedule) -> None:
 
     Legal means: stages and microbatches are numbered without gaps, a stage lives on one device, each (stage,
     microbatch) runs one F and, if the schedule has backwards, one B or one I and one W, in the order F B or F I W;
-    between F and its backward stands at most one R, or one O and after it one L; and all devices come to their end.
+    between F and its backward stands at most one R, or one O and after it one L; at most one G of a stage comes after
+    all its backwards; and all devices come to their end.
 
     Time is linear in the number of actions.
 
@@ -122,6 +123,7 @@ def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatc
     for lane in lanes:
         owed: set[tuple[int, int]] = set()
         stages_here: set[int] = set()
+        reduced: set[int] = set()
         for position, (code, stage, microbatch) in enumerate(lane):
             if code == F:
                 row = forwards[stage]
@@ -132,6 +134,11 @@ def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatc
                     owed.add((stage, microbatch))
             elif code == W and (stage, microbatch) in owed:
                 owed.remove((stage, microbatch))
+                continue
+            elif code == G and stage in stages_here and stage not in reduced and not microbatch:
+                if len(backwards[stage]) != microbatches or any(other == stage for other, _ in owed):
+                    return False
+                reduced.add(stage)
                 continue
             else:
                 return False
@@ -157,22 +164,33 @@ def _incomplete(
     done = [bytearray(stages * microbatches) for _ in CODED]
     needed = [[done[CODE[other]] for other in _before(kind)] for kind in CODED]
     spoilt = [[done[CODE[other]] for other in _later(kind)] for kind in CODED]
+    once_done: dict[int, Action] = {}  # by stage, the last action that wants all gradients of the stage to be there
     for device, lane in enumerate(lanes):
         for code, stage, microbatch in lane:
             at = stage * microbatches + microbatch
+            action = Action(CODED[code], stage, microbatch)
             if device_of[stage] != device:
                 faults.append(
-                    f"{stage}{CODED[code]}{microbatch} on device {device}: stage {stage} lives on device "
-                    f"{device_of[stage]} too; a stage lives on one device"
+                    f"{action} on device {device}: stage {stage} lives on device {device_of[stage]} too; a stage lives "
+                    "on one device"
                 )
             if done[code][at]:
-                faults.append(f"{stage}{CODED[code]}{microbatch} on device {device} stands twice")
+                faults.append(f"{action} on device {device} stands twice")
             done[code][at] = 1
+            if action.kind in ONCE:
+                once_done[stage] = action
+                if microbatch:
+                    faults.append(
+                        f"{action} on device {device} has a microbatch ({microbatch}); it stands once a batch"
+                    )
+                continue
             early = [number for number, row in enumerate(needed[code]) if not row[at]]
             if early or any(row[at] for row in spoilt[code]):
-                rule = _rule(CODED[code], early)
+                rule = _rule(action.kind, early)
+                faults.append(f"{action} on device {device} stands too early or too late: {rule}")
+            if stage in once_done and action.kind in ADDS:
                 faults.append(
-                    f"{stage}{CODED[code]}{microbatch} on device {device} stands too early or too late: {rule}"
+                    f"{action} on device {device} stands after {once_done[stage]}, which is for all gradients"
                 )
     faults += _unpaired(dict(zip(CODED, done, strict=True)), microbatches)
     return faults, frozenset(at for at, stands in enumerate(done[R]) if stands)
@@ -187,8 +205,10 @@ def _before(kind: Kind) -> list[Kind]:
 def _later(kind: Kind) -> tuple[Kind, ...]:
     """What must not have stood yet."""
     row = KINDS[kind]
+    if row.once:
+        return ()
     if row.after is None:
-        return tuple(other for other in Kind if other is not kind)
+        return tuple(other for other in Kind if other is not kind and other not in ONCE)
     return ADDS if row.before_backward else ()
 
 
@@ -204,7 +224,7 @@ def _unpaired(done: dict[Kind, bytearray], microbatches: int) -> list[str]:
     """What is missing, and what must not stand together."""
 
     def name(kind: Kind, at: int) -> str:
-        return f"{at // microbatches}{kind}{at % microbatches}"
+        return str(Action(kind, *divmod(at, microbatches)))
 
     faults = [f"{name(Kind.F, at)} is missing" for at, stands in enumerate(done[Kind.F]) if not stands]
     if any(any(row) for kind, row in done.items() if kind is not Kind.F):
@@ -250,7 +270,7 @@ def _waiting(schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], 
         other_stage = stage - 1 if flow is Flow.FORWARD else stage + 1
         needs = next(key for key in ((source, other_stage, microbatch) for source in sources) if key in place)
         other, where = place[needs]
-        name = f"{needs[1]}{CODED[needs[0]]}{needs[2]}"
+        name = Action(CODED[needs[0]], *needs[1:])
         steps = where - stuck[other]
         behind = schedule.orders[other][stuck[other]]
         detail = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from funcpipe.core.errors import ScheduleError
-from funcpipe.core.kinds import Kind
-from funcpipe.core.schedule import Action, Schedule
+from funcpipe.core.kinds import ONCE, Kind
+from funcpipe.core.schedule import Action, Schedule, select
 from funcpipe.schedules.formats import read_actions, refuse_faults, shown
 from funcpipe.schedules.legal import check
 
@@ -19,7 +19,8 @@ _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 def to_torch_csv(schedule: Schedule) -> str:
     """The schedule in the format of torch.distributed.pipelining: a row for each rank, ``0F0,0F1,0B0,0B1``.
 
-    torch loads it as a "compute_only" schedule, and adds its sends and receives. Rank d has the stages of device d.
+    torch loads it as a "compute_only" schedule, and adds its sends, receives and reductions (G is left out). Rank d has
+    the stages of device d.
 
     >>> from funcpipe.schedules import zero_bubble
     >>> print(to_torch_csv(zero_bubble(2, 2)), end="")
@@ -27,7 +28,7 @@ def to_torch_csv(schedule: Schedule) -> str:
     1F0,1I0,1F1,1I1,1W0,1W1
 
     Args:
-        schedule: a legal schedule with backwards and without R.
+        schedule: a legal schedule with backwards and without R, O and L.
 
     Raises:
         ScheduleError: torch could not run it.
@@ -36,13 +37,19 @@ def to_torch_csv(schedule: Schedule) -> str:
     faults: list[str] = []
     if not schedule.has_backward:
         faults.append("it has no backwards: torch has no schedules that only evaluate (there: `schedule.eval`)")
-    if any(action.kind is Kind.R for order in schedule.orders for action in order):
+    kinds = {action.kind for order in schedule.orders for action in order}
+    if Kind.R in kinds:
         faults.append(
             "it has R: torch's schedules have no remat; write the schedule as it was before `fp.schedules.remat`, and "
             "checkpoint inside the stages"
         )
+    if kinds & {Kind.O, Kind.L}:
+        faults.append(
+            "it has O and L: torch's schedules have no offload; write it as it was before `fp.schedules.offload`"
+        )
     refuse_faults(f"torch.distributed.pipelining cannot run schedule {schedule.name!r}:", faults)
-    return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)
+    orders = select(schedule.orders, lambda action: action.kind not in ONCE)
+    return "".join(",".join(map(str, order)) + "\n" for order in orders)
 
 
 def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:

@@ -1,4 +1,4 @@
-"""Schedules made from schedules: remat (R), split and delayed weight backwards (I, W), offload (O, L)."""
+"""Schedules made from schedules: remat (R), split and delayed weight backwards (I, W), offload (O, L), reduction (G)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.kinds import ADDS, ONCE
 from funcpipe.core.schedule import Action, Kind, Schedule
 
 _MOST_FAULTS = 20
@@ -100,6 +101,8 @@ def _delayed(order: tuple[Action, ...], group: int) -> tuple[Action, ...]:
     for kind, stage, microbatch in order:
         if kind is Kind.W:
             continue
+        if kind in ONCE:
+            out += waiting.pop(stage, [])  # these wait for no longer than what comes after all of them
         if kind not in (Kind.B, Kind.I):
             out.append(Action(kind, stage, microbatch))
             continue
@@ -110,6 +113,39 @@ def _delayed(order: tuple[Action, ...], group: int) -> tuple[Action, ...]:
             out += weights
             weights.clear()
     return tuple(out + [action for weights in waiting.values() for action in weights])
+
+
+def reduce_grads(schedule: Schedule) -> Schedule:
+    """Sum the gradients of each stage over its replicas as soon as they are complete: insert ``G`` after its last backward.
+
+    It runs on the link to the other replicas while the device goes on with other stages. Where there are no replicas,
+    nothing is left to do.
+
+    >>> from funcpipe.schedules import one_f_one_b
+    >>> print(reduce_grads(one_f_one_b(2, 2)))
+    0F0 0F1 0B0 0B1 0G
+    1F0 1B0 1F1 1B1 1G
+
+    Args:
+        schedule: a schedule with backwards.
+
+    Raises:
+        ScheduleError: this is no schedule, it has no backwards, or it has ``G`` already.
+    """
+    _refuse("reduce_grads", schedule, because="there are no gradients to reduce")
+    if any(action.kind in ONCE for order in schedule.orders for action in order):
+        raise ScheduleError(f"schedule {schedule.name!r} has G already; apply reduce_grads once, and last")
+
+    def reduced(order: tuple[Action, ...]) -> list[Action]:
+        last = {action.stage: at for at, action in enumerate(order) if action.kind in ADDS}
+        out: list[Action] = []
+        for at, action in enumerate(order):
+            out.append(action)
+            if last.get(action.stage) == at:
+                out.append(Action(Kind.G, action.stage))
+        return out
+
+    return Schedule(tuple(tuple(reduced(order)) for order in schedule.orders), f"{schedule.name}+reduce")
 
 
 def always(action: Action) -> bool:

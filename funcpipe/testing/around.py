@@ -1,4 +1,4 @@
-"""A stage with something around every call of its function, in a run and outside of one."""
+"""A stage with a hook around every call of its function, in a run and outside of one."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class HookedFn(Bindable):
         return self.hook(self.call, params, x, extras)
 
     def bind(self, params: Tree, state: Tree) -> BoundFn:
-        """The function with parameters and state put in, and the hook around it."""
+        """The stage's function bound to parameters and state, with the hook around it."""
         return _BoundAround(self, params, state)
 
     def layers(self) -> Iterable[str]:
-        """Those of the stage."""
+        """The layers of the stage."""
         return self.stage.layers()
 
     def parts(self) -> Iterable[Stage]:
-        """Those of the stage."""
+        """The parts of the stage."""
         return self.stage.fn.parts() if bindable(self.stage.fn) else ()
 
 

@@ -1,4 +1,4 @@
-"""check_stage: one stage alone, called as a run would call it; what would go wrong there is named at once."""
+"""check_stage: calls one stage alone as a run would, and reports every fault that a run would meet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from funcpipe.core.errors import FuncpipeError, PlanError, bullets
+from funcpipe.core.errors import FuncpipeError, PlanError, bullets, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, refuse_hidden
 from funcpipe.testing.observe import generators_kept
@@ -75,7 +75,7 @@ class StageReport:
             f"stage {self.name!r}: {self.num_bytes} bytes out; draws random numbers: {'yes' if self.draws else 'no'}; "
             f"rows: {self.rows}"
         ]
-        lines += [f"  {where}: {what}" for where, what in self.outputs]
+        lines += [f"  {where}: {kind}" for where, kind in self.outputs]
         lines += [f"  writes in place into {', '.join(self.in_place)}"] if self.in_place else []
         lines += [f"  allowed: {text} [{name}]" for name, text in self.allowed]
         return "\n".join(lines)
@@ -140,9 +140,11 @@ def check_stage(
     )
     with torch.enable_grad(), generators_kept():
         cause = probe.run(independent_rows=independent_rows)
-    left = [fault for fault in probe.faults if fault[0] not in allow]
-    if left:
-        raise CheckError(f"stage {stage.name!r} has {len(left)} fault{'s' if len(left) > 1 else ''}:", left) from cause
+    faults = [fault for fault in probe.faults if fault[0] not in allow]
+    if faults:
+        raise CheckError(
+            f"stage {stage.name!r} has {len(faults)} fault{'s' if len(faults) > 1 else ''}:", faults
+        ) from cause
     allowed = tuple(fault for fault in probe.faults if fault[0] in allow)
     outputs, num_bytes, rows = tuple(probe.outputs.items()), probe.num_bytes, probe.rows
     return StageReport(
@@ -166,14 +168,10 @@ def _check_arguments(stage: Any, skips: Any, feeds: Any, state: Any, allow: Any)
     if isinstance(allow, str):
         raise PlanError(f"allow={allow!r}: give a collection of names, allow=[{allow!r}]")
     faults += [f"allow names {name!r}; the faults are {', '.join(FAULTS)}" for name in allow if name not in FAULTS]
-    if faults:
-        raise PlanError(bullets(f"check_stage cannot call stage {stage.name!r}:", faults))
+    raise_all(f"check_stage cannot call stage {stage.name!r}:", faults)
 
 
-def _check_trees(stage: Stage, given: Mapping[str, Tree]) -> None:
-    """What a run would refuse of what a stage gets."""
-    faults = [fault for name, tree in given.items() for fault in refuse_hidden(tree, name, *flatten(tree))]
-    if faults:
-        raise PlanError(
-            bullets(f"check_stage cannot call stage {stage.name!r}; these are no trees of tensors:", faults)
-        )
+def _check_trees(stage: Stage, trees: Mapping[str, Tree]) -> None:
+    """Refuse trees that a run would refuse. Raises PlanError."""
+    faults = [fault for name, tree in trees.items() for fault in refuse_hidden(tree, name, *flatten(tree))]
+    raise_all(f"check_stage cannot call stage {stage.name!r}; these are no trees of tensors:", faults)

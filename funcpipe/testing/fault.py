@@ -1,4 +1,4 @@
-"""FaultAt: stages that fail on purpose at one action, to see what a run makes of it."""
+"""FaultAt: makes a stage fail on purpose at one action of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.schedule import Action, Kind
 from funcpipe.core.stage import Out, Stage, normalise, side_loss
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, unflatten
@@ -81,22 +81,21 @@ class FaultAt:
             )
         if not isinstance(self.error, BaseException) and not callable(self.error):
             faults.append(f"error is an exception, its type, or a function of a tensor; got {self.error!r}")
-        if faults:
-            raise PlanError(bullets("no such fault:", faults))
+        raise_all("no such fault:", faults)
 
     def __call__(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
         """The stages, one of them with the fault in it."""
-        given = (stages,) if isinstance(stages, Stage) else stages
-        if not isinstance(given, (tuple, list)):
+        sequence = (stages,) if isinstance(stages, Stage) else stages
+        if not isinstance(sequence, (tuple, list)):
             raise PlanError(
-                f"FaultAt(...) takes stages and gives stages, before the plan is made; got a {type(given).__name__}"
+                f"FaultAt(...) takes stages and gives stages, before the plan is made; got a {type(sequence).__name__}"
             )
-        if self.stage >= len(given):
+        if self.stage >= len(sequence):
             raise PlanError(
-                f"FaultAt(stage={self.stage}) was given {len(given)} stages; the last is stage {len(given) - 1}"
+                f"FaultAt(stage={self.stage}) was given {len(sequence)} stages; the last is stage {len(sequence) - 1}"
             )
-        failing = replace(given[self.stage], fn=HookedFn(given[self.stage], self._around))
-        return (*given[: self.stage], failing, *given[self.stage + 1 :])
+        failing = replace(sequence[self.stage], fn=HookedFn(sequence[self.stage], self._around))
+        return (*sequence[: self.stage], failing, *sequence[self.stage + 1 :])
 
     def _around(self, call: StageCall, params: Tree, x: Tree, extras: dict[str, Any]) -> Any:
         out = call(params, x, extras)
@@ -113,7 +112,7 @@ class FaultAt:
         return _over(out, is_differentiable, self._strike) if action.kind is self.kind else out
 
     def _strike(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Raise, or change what is there."""
+        """Raise the error, or change the tensors."""
         if isinstance(self.error, BaseException):
             raise self.error.with_traceback(None)  # else it would grow with every run
         if isinstance(self.error, type) and issubclass(self.error, BaseException):
@@ -146,21 +145,21 @@ class _FailingBackward(torch.autograd.Function):
         return (None, *fault._strike(gradients))
 
 
-def _over(out: Any, chosen: Callable[[Any], bool], change: Callable[[Sequence[Tensor]], Sequence[Any]]) -> Any:
-    """What a stage returned with some of its tensors changed, all in one call; one that stands twice stays one."""
-    whole = normalise(out)
-    given = side_loss(whole)
-    side = None if given is None else given[0]
-    leaves, spec = flatten((whole.y, dict(whole.stash), side))
-    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and chosen(leaf)}
-    new = dict(zip(found, change(tuple(found.values())), strict=True))
-    y, stash, side = unflatten(spec, [new.get(id(leaf), leaf) for leaf in leaves])
+def _over(out: Any, selects: Callable[[Any], bool], change: Callable[[Sequence[Tensor]], Sequence[Any]]) -> Any:
+    """What a stage returned with the selected tensors changed in one call; one that stands twice stays one."""
+    result = normalise(out)
+    loss = side_loss(result)
+    loss_sum = None if loss is None else loss[0]
+    values, spec = flatten((result.y, dict(result.stash), loss_sum))
+    tensors = {id(leaf): leaf for leaf in values if isinstance(leaf, Tensor) and selects(leaf)}
+    new = dict(zip(tensors, change(tuple(tensors.values())), strict=True))
+    y, stash, loss_sum = unflatten(spec, [new.get(id(leaf), leaf) for leaf in values])
     if not isinstance(out, Out):
         return y
-    return Out(y, stash, whole.stats, () if given is None else (side, given[1]))
+    return Out(y, stash, result.stats, () if loss is None else (loss_sum, loss[1]))
 
 
 def running() -> Action | None:
-    """The action that a run does on this thread; None outside of a run."""
-    where = RUNNING.get()
-    return None if where is None else Action.parse(where().action.split()[0])
+    """The action that a run performs on this thread; None outside of a run."""
+    position = RUNNING.get()
+    return None if position is None else Action.parse(position().action.split()[0])

@@ -20,7 +20,7 @@ from funcpipe.runtime.sequential import run_sequential
 from funcpipe.runtime.trainable import Trainable
 
 _FIELDS = ("losses", "loss", "weight", "aux", "outputs", "state", "grads", "unused")
-"""Of a result, in the order in which they are made: the first that differs is nearest to the cause."""
+"""The fields of a result in the order of their computation: the first that differs is nearest to the cause."""
 
 _SHOWN = 10
 """How many differing leaves a message lists."""
@@ -82,8 +82,8 @@ def assert_matches_sequential(
         )
         _compare(result, expected, _FIELDS, f"fp.run(executor={name})", "fp.run_sequential")
     if whole_batch is not None:
-        kept: dict[str, Any] = {"devices": plan.devices, "loss": plan.loss, "weight": plan.weight, "ties": plan.ties}
-        whole = make_plan(plan.stages, plan.schedule.first(1), train=plan.train, outputs=plan.outputs, **kept)
+        shared: dict[str, Any] = {"devices": plan.devices, "loss": plan.loss, "weight": plan.weight, "ties": plan.ties}
+        whole = make_plan(plan.stages, plan.schedule.first(1), train=plan.train, outputs=plan.outputs, **shared)
         fields = ("loss", "outputs", "grads")
         title = f"{plan.num_microbatches} microbatches", "one microbatch of all rows"
         _compare(result, run_sequential(whole, params, batch, **options), fields, *title, part=whole_batch)
@@ -91,22 +91,22 @@ def assert_matches_sequential(
 
 
 def _compare(
-    result: Result, expected: Result, fields: Sequence[str], came: str, wanted: str, *, part: float | None = None
+    result: Result, expected: Result, fields: Sequence[str], name: str, reference: str, *, part: float | None = None
 ) -> None:
     faults: list[str] = []
     count = 0
     for field in fields:
         a, b = _plain(getattr(result, field)), _plain(getattr(expected, field))
-        found, number = ([], 0) if a is b is None else differences(a, b, field, allowed=part)
-        faults += found
-        count += number
+        differing, leaf_count = ([], 0) if a is b is None else differences(a, b, field, allowed=part)
+        faults += differing
+        count += leaf_count
     if not faults:
         return
-    more = len(faults) - _SHOWN
-    lines = faults[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+    left_out = len(faults) - _SHOWN
+    lines = faults[:_SHOWN] + ([f"and {left_out} more"] if left_out > 0 else [])
     first = faults[0].split(":")[0]
     raise AssertionError(
-        bullets(f"{came} differs from {wanted} in {len(faults)} of {count} leaves, first in {first}:", lines)
+        bullets(f"{name} differs from {reference} in {len(faults)} of {count} leaves, first in {first}:", lines)
     )
 
 
@@ -114,46 +114,46 @@ def _plain(tree: Tree) -> Tree:
     return tuple(tree) if isinstance(tree, Microbatches) else tree
 
 
-def differences(came: Tree, wanted: Tree, root: str, *, allowed: float | None = None) -> tuple[list[str], int]:
+def differences(actual: Tree, expected: Tree, root: str, *, allowed: float | None = None) -> tuple[list[str], int]:
     """A line for each leaf that differs, and how many leaves there are.
 
     Args:
-        came, wanted: the trees.
+        actual, expected: the trees.
         root: what to call them.
         allowed: None: no bit may differ (but a NaN is a NaN). Else floating numbers may, by this part of the largest.
     """
-    left, spec = flatten(came)
-    right, other = flatten(wanted)
-    if spec != other:
-        return [f"{root}: the structure is {spec} and should be {other}"], max(len(left), len(right))
-    said = [_difference(a, b, allowed) for a, b in zip(left, right, strict=True)]
-    if not any(said):
+    left, spec = flatten(actual)
+    right, expected_spec = flatten(expected)
+    if spec != expected_spec:
+        return [f"{root}: the structure is {spec} and should be {expected_spec}"], max(len(left), len(right))
+    texts = [_difference(a, b, allowed) for a, b in zip(left, right, strict=True)]
+    if not any(texts):
         return [], len(left)
-    return [f"{name}: {text}" for name, text in zip(locations(wanted, root), said, strict=True) if text], len(left)
+    return [f"{name}: {text}" for name, text in zip(locations(expected, root), texts, strict=True) if text], len(left)
 
 
-def _difference(came: Any, wanted: Any, allowed: float | None) -> str:
+def _difference(actual: Any, expected: Any, allowed: float | None) -> str:
     """How a leaf differs; "" if it does not."""
-    if not isinstance(came, Tensor) or not isinstance(wanted, Tensor):
-        return "" if _same(came, wanted) else f"{_short(came)} came, {_short(wanted)} expected"
-    if (came.shape, came.dtype, came.device) != (wanted.shape, wanted.dtype, wanted.device):
-        return f"{_short(came)} came, {_short(wanted)} expected"
+    if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
+        return "" if _same(actual, expected) else f"{_short(actual)} came, {_short(expected)} expected"
+    if (actual.shape, actual.dtype, actual.device) != (expected.shape, expected.dtype, expected.device):
+        return f"{_short(actual)} came, {_short(expected)} expected"
     # One row of bytes per number, which every type has.
-    a, b = _bytes(came), _bytes(wanted)
+    a, b = _bytes(actual), _bytes(expected)
     differs = (a != b).any(1)
     if not differs.any():
         return ""
-    x, y = _wide(came), _wide(wanted)
+    x, y = _wide(actual), _wide(expected)
     distance = (x - y).abs()
     differs &= ~(x.isnan() & y.isnan())
     if allowed is not None:
         largest = y.abs()[y.isfinite()]
         differs &= (x != y) & ~(distance <= allowed * float(largest.max() if largest.numel() else 0.0))
-    return _say(x, y, differs, distance, came.shape) if differs.any() else ""
+    return _say(x, y, differs, distance, actual.shape) if differs.any() else ""
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Are two leaves that are no tensors the same, as far as one can tell."""
+    """Are two leaves that are no tensors equal; those that cannot be compared count as equal."""
     if a is b or type(a) is not type(b):
         return a is b
     if hasattr(a, "__dict__"):
@@ -170,19 +170,19 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    kind = torch.complex128 if tensor.is_complex() else torch.float64
-    return tensor.detach().to_dense().cpu().to(kind).reshape(-1)
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.detach().to_dense().cpu().to(dtype).reshape(-1)
 
 
 def _say(x: Tensor, y: Tensor, differs: Tensor, distance: Tensor, shape: torch.Size) -> str:
-    at = int(differs.nonzero()[0])
-    index = [int(one) for one in torch.unravel_index(torch.tensor(at), shape)] if shape else []
-    far = distance[differs]
-    relative = far / y[differs].abs()
+    first = int(differs.nonzero()[0])
+    index = [int(axis) for axis in torch.unravel_index(torch.tensor(first), shape)] if shape else []
+    errors = distance[differs]
+    relative = errors / y[differs].abs()
     where = f"at {index}: " if index else ""
     return (
-        f"{int(differs.sum())} of {x.numel()} numbers differ, by {float(far.max()):.3g} at most (relative "
-        f"{float(relative.max()):.3g}); first {where}{x[at].item()!r} came, {y[at].item()!r} expected"
+        f"{int(differs.sum())} of {x.numel()} numbers differ, by {float(errors.max()):.3g} at most (relative "
+        f"{float(relative.max()):.3g}); first {where}{x[first].item()!r} came, {y[first].item()!r} expected"
     )
 
 

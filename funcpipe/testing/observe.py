@@ -1,4 +1,4 @@
-"""What one call of a stage does besides returning its output, noted while the stage runs."""
+"""Notes what one call of a stage does besides returning its output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Fault = tuple[str, str]
 
 
 class Observer:
-    """What is around the function of a stage that is watched: faults are noted and the call goes on.
+    """A hook around the function of a stage that notes faults and lets the call go on.
 
     Attributes:
         faults: as they were found; some more than once.
@@ -43,29 +43,29 @@ class Observer:
         self.parameters: set[int] = set()
 
     def note(self, name: str, text: str) -> None:
-        """A fault."""
+        """Note a fault."""
         self.faults.append((name, text))
 
     def watched(self) -> Stage:
-        """The stage with this around it. What runs find out about it is not to change."""
+        """The stage with this hook around it; what runs learn of the stage must not change."""
         return replace(self.stage, fn=HookedFn(self.stage, self._observe))
 
     def _observe(self, call: StageCall, params: Tree, x: Tree, extras: dict[str, Any]) -> Out:
-        """Make a call; note what else it does."""
+        """Call the stage, and note its side effects."""
         params = map_leaves(lambda leaf: leaf, params)  # new containers, so that one fault is not many
         if self.stage.state:
             extras["state"] = _copy(extras["state"])
         state = extras.get("state", ())
-        given = {
+        inputs = {
             f"{kind}[{name!r}]": tree for kind in ("skips", "feeds") for name, tree in extras.get(kind, {}).items()
         }
-        given["x"] = x
-        before = {name: Snapshot(named(tree, name)) for name, tree in given.items()}
+        inputs["x"] = x
+        snapshots = {name: Snapshot(named(tree, name)) for name, tree in inputs.items()}
         params_before, state_before = Snapshot(named(params, "params")), Snapshot(named(state, "state"))
-        settings, draws = _settings(), _generators()
+        settings, generators = _settings(), _generators()
         returned = call(params, x, extras)
-        for name, tree in given.items():
-            self._wrote(before[name].written(tree, name))
+        for name, tree in inputs.items():
+            self._wrote(snapshots[name].written(tree, name))
         for where in params_before.written(params, "params"):
             self.note("params", f"writes into {where}; compute with a copy")
         for where in state_before.written(state, "state"):
@@ -75,7 +75,7 @@ class Observer:
                 self.note("settings", f"changes {name} from {settings[name]} to {value}")
         _restore(settings)
         for name, value in _generators().items():
-            if value != draws.get(name, value):
+            if value != generators.get(name, value):
                 self.note(
                     "random",
                     f"draws from, or seeds, the global generator of {name}; torch's random functions are keyed by "
@@ -83,14 +83,14 @@ class Observer:
                 )
         params_before.restore()
         out = self._returned(normalise(returned))
-        kept = [*leaves(given), *leaves((out.y, out.stash))]
-        self.memory += [StorageWeakRef(leaf.untyped_storage()) for leaf in kept if leaf.layout is torch.strided]
+        tensors = [*leaves(inputs), *leaves((out.y, out.stash))]
+        self.memory += [StorageWeakRef(leaf.untyped_storage()) for leaf in tensors if leaf.layout is torch.strided]
         return out
 
-    def _wrote(self, found: list[str]) -> None:
-        self.in_place.update(dict.fromkeys(found))
+    def _wrote(self, places: list[str]) -> None:
+        self.in_place.update(dict.fromkeys(places))
         if not bindable(self.stage.fn):  # a module or a composition: layers like that are common
-            for where in found:
+            for where in places:
                 self.note(
                     "in-place",
                     f"writes into {where}: a run gives it a copy, but a direct call writes into yours; compute out of "
@@ -98,7 +98,7 @@ class Observer:
                 )
 
     def _returned(self, out: Out) -> Out:
-        """What is wrong with what the stage returned; and the same in a form that a run accepts."""
+        """Note the faults of what the stage returned; return it in a form that a run accepts."""
         if out.y is None:
             self.note("output", "returns None; is a return statement missing?")
         allowed = {*self.stage.stash, *self.stage.offers}
@@ -130,7 +130,7 @@ def _copy(tree: Tree) -> Tree:
 
 
 def _settings() -> dict[str, Any]:
-    """Settings of the process that a stage has no business with."""
+    """Settings of the process that a stage must not change."""
     return {
         "the grad mode": torch.is_grad_enabled(),
         "the default dtype": torch.get_default_dtype(),
@@ -147,7 +147,7 @@ def _restore(settings: dict[str, Any]) -> None:
 
 
 def _generators() -> dict[str, Any]:
-    """The states of the random generators that everybody shares."""
+    """The states of the global random generators."""
     numpy: Any = sys.modules.get("numpy.random")
     states: dict[str, Any] = {"torch": torch.get_rng_state().numpy().tobytes(), "random": random.getstate()}
     if numpy is not None:

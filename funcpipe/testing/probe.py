@@ -1,4 +1,4 @@
-"""The calls that `check_stage` makes of a stage, and what follows from comparing them."""
+"""The calls that `check_stage` makes of a stage, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from funcpipe.testing.snapshot import Snapshot, named
 
 
 class Arguments:
-    """What a stage is called with: copies, laid out as values between stages are."""
+    """The arguments of a stage: copies, laid out as values between stages are."""
 
     def __init__(
         self, params: Tree, x: Tree, skips: Mapping[str, Tree], feeds: Mapping[str, Tree], state: Tree
@@ -63,9 +63,9 @@ class Arguments:
         return StageArgs(border(self.x), skips, [border(self.feeds[name]) for name in stage.feeds], None, microbatch)
 
     def first(self, leaf: Any, rows: int) -> Any:
-        """The first rows of what has as many as the input."""
-        has = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows
-        return leaf[:rows] if has else leaf
+        """The first rows of a leaf that has as many rows as the input; any other leaf whole."""
+        has_rows = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows
+        return leaf[:rows] if has_rows else leaf
 
 
 class Probe:
@@ -78,11 +78,11 @@ class Probe:
         draws, in_place, unused, rows: see `StageReport`.
     """
 
-    def __init__(self, stage: Stage, given: Arguments, *, train: bool, seed: int, trainable: Any) -> None:
-        self.stage, self.given, self.train, self.seed = stage, given, train, seed
-        self.wanted = trainable_leaves([given.params], _of_one(trainable))[0]
-        self.names = locations(given.params, "params")
-        self.watch = Observer(stage, finite=given.finite)
+    def __init__(self, stage: Stage, arguments: Arguments, *, train: bool, seed: int, trainable: Any) -> None:
+        self.stage, self.given, self.train, self.seed = stage, arguments, train, seed
+        self.wanted = trainable_leaves([arguments.params], _of_one(trainable))[0]
+        self.names = locations(arguments.params, "params")
+        self.watch = Observer(stage, finite=arguments.finite)
         self.watched = self.watch.watched()
         self.watched.seen.kept.update((True, False))  # the observer looks after the parameters
         self.outputs: dict[str, str] = {}
@@ -92,11 +92,11 @@ class Probe:
 
     @property
     def faults(self) -> tuple[tuple[str, str], ...]:
-        """All that was found."""
+        """The faults so far, each once."""
         return tuple(dict.fromkeys(self.watch.faults))
 
     def run(self, *, independent_rows: bool) -> BaseException | None:
-        """Make all calls. Returns what the stage itself raised, if it did: the faults are then those until there."""
+        """Make all calls. Returns what the stage raised, or None; after it no more faults are looked for."""
         try:
             self._first_call()
             before, captured = self._alive(), Snapshot(Reached(self.stage).found)
@@ -104,15 +104,15 @@ class Probe:
             self._fewer_rows(independent_rows)
         except _Raised as raised:
             return raised.__cause__
-        now = Reached(self.stage).found
-        there = [*leaves(self.given.params), *leaves(self.given.state), *captured.values.values()]
-        own = {storage_number(one.untyped_storage()) for one in there if _is_strided(one)}
-        if self._alive() - before - own:
+        reached = Reached(self.stage).found
+        values = [*leaves(self.given.params), *leaves(self.given.state), *captured.values.values()]
+        storages = {storage_number(value.untyped_storage()) for value in values if _is_strided(value)}
+        if self._alive() - before - storages:
             self.watch.note(
                 "kept",
                 "keeps its input, or what it returned, after the run; hand it on instead (stash, Out(stats=...))",
             )
-        for name in captured.changes(now):
+        for name in captured.changes(reached):
             self.watch.note(
                 "captured", f"changes {name}, which it closes over; return it in Out(stats=...), fold it in commit="
             )
@@ -125,7 +125,7 @@ class Probe:
         return None
 
     def _alive(self) -> set[int]:
-        """The memory of the calls so far that somebody still holds."""
+        """The storages of the calls so far that are still alive."""
         if not all(ref.expired() for ref in self.watch.memory):
             gc.collect()
         return {ref.cdata for ref in self.watch.memory if not ref.expired()}
@@ -142,22 +142,22 @@ class Probe:
     def _forward(self, bound: EagerBound, microbatch: int) -> StageOut:
         return self._attempt(lambda: bound.forward(self.given.args(self.stage, microbatch), keep=True), "raises")
 
-    def _attempt(self, call: Callable[[], Any], what: str) -> Any:
+    def _attempt(self, call: Callable[[], Any], prefix: str) -> Any:
         try:
             return call()
         except Exception as error:
             # Draws without a key, and buffers that a module writes, are refused by the runtime in its own words.
             known = "random" if isinstance(error, DrawError) else "state" if isinstance(error, PlanError) else ""
-            self.watch.note(known or "raises", str(error) if known else f"{what} {type(error).__name__}: {error}")
+            self.watch.note(known or "raises", str(error) if known else f"{prefix} {type(error).__name__}: {error}")
             raise _Raised from error
 
     def _first_call(self) -> None:
-        """What only the first call of a shape fills, a table, is no fault. It also tells whether the stage draws."""
+        """Call once unjudged, as a table that the first call of a shape fills is no fault; note outputs and draws."""
         bound = self._bind()
         out = self._forward(bound, 0)
         self.draws = self.train in self.watched.seen.draws
         if self.given.rows > 1:
-            with suppress(Exception):  # it comes again
+            with suppress(Exception):  # `_fewer_rows` reports it
                 bound.forward(self.given.args(self.stage, 0, self.given.rows - 1), keep=False)
         for name, tree in _parts(out):
             self.outputs |= {place: _shape(leaf) for place, leaf in named(tree, name).items()}
@@ -165,7 +165,7 @@ class Probe:
         bound.release()
 
     def _same_again(self) -> None:
-        """Microbatch 0, another one, 0 again as remat does, 0 in a second run: same numbers, same gradients."""
+        """Call with microbatch 0, 1, 0 again as remat does, and 0 in a second run: numbers and gradients must agree."""
         bound = self._bind()
         first, other, again = [self._forward(bound, microbatch) for microbatch in (0, 1, 0)]
         self._compare(other, first, "for another microbatch", values=False)
@@ -176,8 +176,8 @@ class Probe:
         self._compare(self._forward(bound, 0), first, "in a second run")
         bound.release()
 
-    def _compare(self, came: StageOut, wanted: StageOut, when: str, *, values: bool = True) -> None:
-        for (name, a), (_, b) in zip(_parts(came), _parts(wanted), strict=True):
+    def _compare(self, actual: StageOut, expected: StageOut, when: str, *, values: bool = True) -> None:
+        for (name, a), (_, b) in zip(_parts(actual), _parts(expected), strict=True):
             if _kinds(a) != _kinds(b):
                 self.watch.note("structure", f"{name} {when} is {_show(a)}, before it was {_show(b)}")
             elif values:
@@ -197,18 +197,19 @@ class Probe:
             )
             return
         inputs = self._attempt(lambda: self._backward(bound, first), "in its backward raises")
-        once = [None if one is None else one.clone() for one in bound.grads()]
+        first_grads = [None if grad is None else grad.clone() for grad in bound.grads()]
         self.unused = [self.names[number] for number in bound.unused()]
         repeated = self._attempt(lambda: self._backward(bound, again), "in its second backward raises")
         # The same added to itself is twice the same, exactly.
-        second = [None if one is None else one / 2 for one in bound.grads()]
-        found = {**dict(zip(self.names, once, strict=True)), **inputs}
-        for name, gradient in {**dict(zip(self.names, second, strict=True)), **repeated}.items():
-            for line in differences(gradient, found[name], name)[0]:
+        second_grads = [None if grad is None else grad / 2 for grad in bound.grads()]
+        gradients = {**dict(zip(self.names, first_grads, strict=True)), **inputs}
+        for name, gradient in {**dict(zip(self.names, second_grads, strict=True)), **repeated}.items():
+            for line in differences(gradient, gradients[name], name)[0]:
                 self.watch.note(
-                    "deterministic", f"gives another gradient of {line.replace(':', ' at the second backward:', 1)}"
+                    "deterministic",
+                    f"gives another gradient of {line.replace(':', ' at the second backward:', 1)}",
                 )
-        for name, gradient in found.items():
+        for name, gradient in gradients.items():
             if self.given.finite and gradient is not None and not gradient.isfinite().all():
                 self.watch.note("gradient", f"the gradient of {name} is not finite, for finite inputs")
         for name in self.unused:
@@ -221,22 +222,24 @@ class Probe:
 
     def _backward(self, bound: EagerBound, out: StageOut) -> dict[str, Tensor | None]:
         """The gradients of the inputs by name, for fixed gradients of the outputs."""
-        dice = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
 
         def some(border: Border) -> Gradients:
             pairs = zip(border.leaves, border.flags, strict=True)
-            return [torch.randn(leaf.shape, generator=dice).to(leaf) if flag else None for leaf, flag in pairs]
+            return [torch.randn(leaf.shape, generator=generator).to(leaf) if flag else None for leaf, flag in pairs]
 
-        got = bound.backward(out.residual, some(out.y), {name: [some(one)] for name, one in out.stash.items()})
+        grads = bound.backward(
+            out.residual, some(out.y), {name: [some(stashed)] for name, stashed in out.stash.items()}
+        )
         trees = [self.given.x, *(self.given.skips[name] for name in self.stage.pop)]
         roots = ["x", *(f"skips[{name!r}]" for name in self.stage.pop)]
         places = [place for tree, root in zip(trees, roots, strict=True) for place in locations(tree, root)]
-        return dict(zip(places, [gradient for row in (got.x, *got.skips) for gradient in row], strict=True))
+        return dict(zip(places, [gradient for group in (grads.x, *grads.skips) for gradient in group], strict=True))
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def _fewer_rows(self, independent: bool) -> None:
-        """All rows against all but the last: microbatches differ by a row."""
+        """Compare a call with all rows to one without the last: microbatches differ by a row."""
         fewer = self.given.rows - 1
         if fewer < 1:
             return
@@ -272,7 +275,7 @@ def _is_strided(value: Any) -> bool:
 
 
 def _of_one(trainable: Any) -> Trainable:
-    """What was meant for one stage, as a run wants it for all."""
+    """``trainable`` of one stage in the form that a run takes for all of its stages."""
     if trainable is None or isinstance(trainable, (bool, str)):
         return trainable
     if callable(trainable):
@@ -281,11 +284,11 @@ def _of_one(trainable: Any) -> Trainable:
 
 
 class _Raised(Exception):
-    """The stage itself raised: a fault, after which nothing more can be seen."""
+    """The stage itself raised: the probe ends with this fault."""
 
 
 def _parts(out: StageOut) -> list[tuple[str, Tree]]:
-    """What a stage returned, by the names of `Out`."""
+    """The trees that a stage returned, by the names of `Out`."""
     parts = [("y", out.y.tree()), *((f"stash[{name!r}]", border.tree()) for name, border in out.stash.items())]
     return [*parts, ("stats", out.report.stats), ("loss", () if out.report.side is None else out.report.side)]
 
@@ -310,5 +313,5 @@ def _show(tree: Tree) -> str:
 
 
 def _rounding(leaf: Any) -> float:
-    """How much of the largest number a row may change with the number of rows: kernels sum in other orders."""
+    """The part of the largest number by which a row may change with the number of rows: kernels sum in other orders."""
     return torch.finfo(leaf.dtype).eps ** 0.7 if is_differentiable(leaf) else 0.0

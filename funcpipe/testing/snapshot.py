@@ -1,4 +1,4 @@
-"""Values as they were at some time: which of them are others now."""
+"""Snapshots of values by name, that tell later which of them have changed."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class Snapshot:
         tensors = ((name, value) for name, value in self.values.items() if isinstance(value, Tensor))
         self._bits = {name: (_writes(tensor), tensor.detach().clone()) for name, tensor in tensors}
 
-    def changes(self, now: Mapping[str, Any]) -> list[str]:
-        """The names that have come or gone, or whose values are others now; a tensor with the same bits is no other."""
-        both = [name for name in self.values if name in now]
-        other = [name for name in both if self._differs(name, now[name])]
-        other += [name for name in (*self.values, *now) if (name in now) != (name in self.values)]
-        grown = tuple(f"{name[4:-1]}[" for name in other if name.startswith("len("))
-        return [name for name in other if not name.startswith(grown)]  # its length says it of a container
+    def changes(self, values: Mapping[str, Any]) -> list[str]:
+        """The names that have come or gone, or whose values have changed; a tensor with the same bits has not."""
+        common = [name for name in self.values if name in values]
+        changed = [name for name in common if self._differs(name, values[name])]
+        changed += [name for name in (*self.values, *values) if (name in values) != (name in self.values)]
+        grown = tuple(f"{name[4:-1]}[" for name in changed if name.startswith("len("))
+        return [name for name in changed if not name.startswith(grown)]  # a container is named by its length alone
 
     def written(self, tree: Tree, root: str) -> list[str]:
-        """The leaves of a tree, taken as `named` gives them, that were written to or put in the place of others."""
-        now = named(tree, root)
-        if now.keys() != self.values.keys():
+        """The leaves of a tree, taken as `named` gives them, that were written to or replaced."""
+        leaves = named(tree, root)
+        if leaves.keys() != self.values.keys():
             return [root]
         return [
             name
-            for name, leaf in now.items()
+            for name, leaf in leaves.items()
             if leaf is not self.values[name] or (isinstance(leaf, Tensor) and self._differs(name, leaf))
         ]
 
@@ -49,12 +49,12 @@ class Snapshot:
             if differences(self.values[name], bits, "")[0]:
                 self.values[name].data.copy_(bits)
 
-    def _differs(self, name: str, now: Any) -> bool:
+    def _differs(self, name: str, value: Any) -> bool:
         before = self.values[name]
-        if not isinstance(before, Tensor) or not isinstance(now, Tensor):
-            return type(before) is not type(now) or not (before == now or before != before)
+        if not isinstance(before, Tensor) or not isinstance(value, Tensor):
+            return type(before) is not type(value) or not (before == value or before != before)
         writes, bits = self._bits[name]
-        return (now is before and writes != _writes(now)) or bool(differences(now, bits, "")[0])
+        return (value is before and writes != _writes(value)) or bool(differences(value, bits, "")[0])
 
 
 def named(tree: Tree, root: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class LaneState:
         now: until when it is busy.
         wires: by slot, what lies there.
         ready: by slot, from when on that can be read.
-        links: until when the link to its host is busy, and that from it.
+        links: until when each of its links is busy, as in `MOVES`: to the host, from it, to other replicas.
         spans: of its actions, in order.
         changes: of the memory that it holds: (when, its place among those of one time, by how much).
     """
@@ -51,7 +51,7 @@ class LaneState:
     now: Since = BEGIN
     wires: dict[int, int] = field(default_factory=dict[int, int])
     ready: dict[int, Since] = field(default_factory=dict[int, Since])
-    links: list[Since] = field(default_factory=lambda: [BEGIN, BEGIN])
+    links: list[Since] = field(default_factory=lambda: [BEGIN] * len(MOVES))
     spans: list[Span] = field(default_factory=list[Span])
     changes: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
 
@@ -61,7 +61,7 @@ class Play:
 
     A value that is sent occupies the link between its two lanes for its size over the bandwidth, one value after the
     other, and can be read the latency later. Who reads it waits. With ``bounded`` a lane also waits until the slot into
-    which it sends is free. O and L occupy the link between a lane and its host, one for each way; the lane goes on.
+    which it sends is free. O, L and G occupy a link of the lane, each its own; the lane goes on.
 
     Args:
         lowered: a program.
@@ -162,7 +162,9 @@ class Play:
             way = MOVES.index(kind)
             since = max(since, lane.links[way], key=_time)
             end = since.time + self.durations[kind, stage]
-            lane.links[way] = lane.ready[run.writes[0]] = Since(end, action)
+            lane.links[way] = Since(end, action)
+            if run.writes:
+                lane.ready[run.writes[0]] = lane.links[way]
         else:
             end = since.time + self.durations[kind, stage]
             lane.now = Since(end, action)

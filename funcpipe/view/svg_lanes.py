@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from funcpipe.core.kinds import KINDS, MOVES, Kind
+from funcpipe.core.kinds import KINDS, MOVES, ONCE, Kind
 from funcpipe.core.result import Span
 from funcpipe.view import summary
 from funcpipe.view.figure import Frame, Panel
@@ -110,8 +110,7 @@ def _actions(track: Track, chart: Chart, frame: Frame, font: float, least: float
         if by_stage and not track.top:
             edges[span.action.kind].append(f"M{_fine(x)} 0h{_fine(width)}v{pixels(edge)}h-{_fine(width)}z")
         if width >= least and track.height >= font:
-            letter = span.action.kind.value if by_stage else ""
-            numbers.append(f'<text x="{pixels(x + width / 2)}">{letter}{span.action.microbatch}</text>')
+            numbers.append(f'<text x="{pixels(x + width / 2)}">{_number(span, by_stage)}</text>')
     for shade in sorted(groups):
         yield from (f'<g class="{shade.name}">', *groups[shade], "</g>")
     yield from mixed
@@ -121,6 +120,12 @@ def _actions(track: Track, chart: Chart, frame: Frame, font: float, least: float
         down = pixels(track.height / 2 + (edge / 2 if by_stage else 0) + 0.36 * font)
         yield f'<g class="num" transform="translate(0 {down})" font-size="{pixels(font)}">'
         yield from (*numbers, "</g>")
+
+
+def _number(span: Span, by_stage: bool) -> str:
+    """What an action has written in it: its microbatch; its kind too, where the colour tells the stage."""
+    kind, _, microbatch = span.action
+    return f"{kind.value if by_stage or kind in ONCE else ''}{'' if kind in ONCE else microbatch}"
 
 
 def _numbers(panel: Panel, frame: Frame) -> tuple[float, float]:
@@ -187,7 +192,8 @@ def _hover(span: Span, times: summary.TimeText) -> str:
     """The tooltip of an action."""
     kind, stage, microbatch = span.action
     when = escape(times.interval(span.start, span.end))
-    return f"{span.action} {KINDS[kind].word}, stage {stage}, microbatch {microbatch}: {when}"
+    which = f"stage {stage}" if kind in ONCE else f"stage {stage}, microbatch {microbatch}"
+    return f"{span.action} {KINDS[kind].word}, {which}: {when}"
 
 
 def _hover_all(bar: ActionBar, times: summary.TimeText) -> str:

@@ -115,7 +115,7 @@ def text(timelines: Sequence[Timeline], width: int, *, color: bool = False, memo
 
 
 def _rows(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
-    """A row for each device, and below it one for what it moves to its host (O) and one for what comes back (L)."""
+    """A row for each device, and below it one for each of its links: to the host (O), from it (L), to replicas (G)."""
     busy, peak = summary.side_columns(timeline)
     yield " " * (layout.left + 1 + layout.columns) + "  busy" + (f"  {'peak':>{layout.peaks}}" if peak else "")
     ranks = stage_ranks(timeline)
@@ -194,8 +194,8 @@ def _column(time: float, scale: float) -> int:
 
 
 def _label(span: Span, stages: bool) -> str:
-    kind, stage, microbatch = span.action
-    return f"{stage if stages else ''}{kind.value}{microbatch}"
+    text = str(span.action)
+    return text if stages else text.removeprefix(str(span.action.stage))
 
 
 def _fit(spans: Sequence[Span], scale: float, *, stages: bool) -> bool:

@@ -215,7 +215,7 @@ def test_the_trace_names_process_and_threads() -> None:
         ("thread_name", 0, "device 0"),
         ("thread_sort_index", 0, 0),
         ("thread_name", 1, "device 1"),
-        ("thread_sort_index", 1, 3),
+        ("thread_sort_index", 1, 4),
     ] == names
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from funcpipe.core.errors import FuncpipeError, ScheduleError
+from funcpipe.core.kinds import ONCE
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
 from funcpipe.schedules.legal import check
@@ -16,7 +17,9 @@ from funcpipe.schedules.transforms import remat
 random_sizes = settings(deadline=None, database=None, max_examples=80)
 
 indices = st.integers(0, 12) | st.integers(0, 999_999_999)
-actions = st.builds(Action, st.sampled_from(Kind), indices, indices)
+actions = st.builds(Action, st.sampled_from(Kind), indices, indices).map(
+    lambda action: action._replace(microbatch=0) if action.kind in ONCE else action
+)
 orders = st.lists(st.lists(actions, min_size=1, max_size=12).map(tuple), max_size=5).map(tuple)
 
 FAMILIES = [fill_drain, one_f_one_b, looped_bfs, interleaved, zero_bubble]
@@ -25,7 +28,7 @@ FAMILIES = [fill_drain, one_f_one_b, looped_bfs, interleaved, zero_bubble]
 @pytest.mark.parametrize("kind", Kind)
 def test_an_action_prints_as_stage_letter_microbatch(kind: Kind) -> None:
     """The text of an action is what the papers write."""
-    assert f"12{kind.name}3" == str(Action(kind, 12, 3))
+    assert f"12{kind.name}{'' if kind in ONCE else 3}" == str(Action(kind, 12, 3))
 
 
 @random_sizes
@@ -35,7 +38,25 @@ def test_an_action_reads_back_what_it_prints(action: Action) -> None:
     assert action == Action.parse(str(action))
 
 
-JUNK = ["", "F", "1F", "F0", "-1F0", "1F-1", "1X0", "1f0", "1F0xyz", "x1F0", "1F0 ", " 1F0", "1F0\n", "1FF0", "1.0F0"]
+JUNK = [
+    "",
+    "F",
+    "1F",
+    "F0",
+    "-1F0",
+    "1F-1",
+    "1X0",
+    "1f0",
+    "1F0xyz",
+    "x1F0",
+    "1F0 ",
+    " 1F0",
+    "2G0",
+    "G",
+    "1F0\n",
+    "1FF0",
+    "1.0F0",
+]
 JUNK += [
     "1_0F0",
     "+1F0",
@@ -55,7 +76,10 @@ def test_text_that_is_no_action_is_refused_by_name(text: str) -> None:
     """Nothing around, nothing missing, ASCII digits only; the message shows the text and how to write it."""
     with pytest.raises(ScheduleError) as error:
         Action.parse(text)
-    assert f"{text!r} is no action: write stage, one of F B I W R O L, microbatch, as in 2F0" == str(error.value)
+    assert (
+        f"{text!r} is no action: write stage, one of F B I W R O L, microbatch, as in 2F0; or stage and G, as in 2G"
+        == str(error.value)
+    )
 
 
 @random_sizes
@@ -90,7 +114,7 @@ def test_every_bad_word_is_named_at_once_with_its_line() -> None:
     with pytest.raises(ScheduleError) as error:
         Schedule.parse("0F0 1F 0B0\n\n1F0xyz 1F1 # 7Q7\n-1F0 1X0")
     assert [
-        "write stage, one of F B I W R O L, microbatch, as in 2F0:",
+        "write stage, one of F B I W R O L, microbatch, as in 2F0; or stage and G, as in 2G:",
         "  * line 1: '1F' is no action",
         "  * line 3: '1F0xyz' is no action",
         "  * line 4: '-1F0' is no action",

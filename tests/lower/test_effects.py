@@ -50,6 +50,7 @@ def test_the_table_of_a_net_with_a_skip_two_pops_and_a_feed() -> None:
         "0W": "weight_residual0 -> ",
         "0O": "residual0 -> offloaded0",
         "0L": "offloaded0 -> residual0",
+        "0G": " -> ",
         "1F": "act0 skip0(e) feed0(mask) -> act1 report1 residual1",
         "1F-": "act0 skip0(e) feed0(mask) -> act1 report1",
         "1R": "act0 skip0(e) feed0(mask) -> residual1",
@@ -58,6 +59,7 @@ def test_the_table_of_a_net_with_a_skip_two_pops_and_a_feed() -> None:
         "1W": "weight_residual1 -> ",
         "1O": "residual1 -> offloaded1",
         "1L": "offloaded1 -> residual1",
+        "1G": " -> ",
         "2F": "act1 skip0(e) target2 -> report2 residual2",
         "2F-": "act1 skip0(e) target2 -> report2",
         "2R": "act1 skip0(e) target2 -> residual2",
@@ -66,6 +68,7 @@ def test_the_table_of_a_net_with_a_skip_two_pops_and_a_feed() -> None:
         "2W": "weight_residual2 -> ",
         "2O": "residual2 -> offloaded2",
         "2L": "offloaded2 -> residual2",
+        "2G": " -> ",
     } == table(net(), loss=True, outputs=False)
 
 
@@ -83,11 +86,13 @@ def test_outputs_come_only_from_the_last_stage() -> None:
     assert "act1 skip0(e) target2 -> output2 report2 residual2" == rows["2F"]
 
 
-@pytest.mark.parametrize("kind", [Kind.R, Kind.W, Kind.O, Kind.L])
+@pytest.mark.parametrize("kind", [Kind.R, Kind.W, Kind.O, Kind.L, Kind.G])
 def test_remat_the_weights_and_moves_write_nothing_that_others_see(kind: Kind) -> None:
     """R and L write the residual only, so statistics cannot count twice; W ends in the parameters."""
     given = EffectContext(net(), routes(net()), True, False)
-    expected = {Kind.R: [Role.RESIDUAL], Kind.W: [], Kind.O: [Role.OFFLOADED], Kind.L: [Role.RESIDUAL]}[kind]
+    expected = {Kind.R: [Role.RESIDUAL], Kind.W: [], Kind.O: [Role.OFFLOADED], Kind.L: [Role.RESIDUAL], Kind.G: []}[
+        kind
+    ]
     assert [expected] * 3 == [[wire.role for wire in effects(kind, s, True, given)[1]] for s in range(3)]
 
 

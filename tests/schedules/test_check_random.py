@@ -10,7 +10,7 @@ from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
 from funcpipe.schedules.legal import check
-from funcpipe.schedules.transforms import remat
+from funcpipe.schedules.transforms import reduce_grads, remat
 
 Orders = list[list[Action]]
 
@@ -44,6 +44,9 @@ def is_ready(action: Action, done: set[Action], everything: Counter[Action]) -> 
         return has(Kind.F, stage)
     if kind is Kind.W:
         return has(Kind.I, stage)
+    if kind is Kind.G:
+        adding = (Kind.B, Kind.I, Kind.W)
+        return all(other in done for other in everything if other.stage == stage and other.kind in adding)
     later = stage + 1 > max(action.stage for action in everything) or has(Kind.B, stage + 1) or has(Kind.I, stage + 1)
     again = Action(Kind.R, stage, microbatch)
     return has(Kind.F, stage) and later and (again not in everything or again in done)
@@ -63,13 +66,15 @@ def is_complete(orders: Orders) -> bool:
         and microbatches == set(range(len(microbatches)))
         and len(homes) == len(stages)
         and all(
-            is_whole({k for k in Kind if Action(k, s, m) in counts}, backward) for s in stages for m in microbatches
+            is_whole({k for k in Kind if Action(k, s, m) in counts}, backward, m) for s in stages for m in microbatches
         )
     )
 
 
-def is_whole(kinds: set[Kind], backward: bool) -> bool:
-    """F alone, or F with B or I W, with or without R."""
+def is_whole(kinds: set[Kind], backward: bool, microbatch: int) -> bool:
+    """F alone, or F with B or I W, with or without R; of the first microbatch, which stands for all, with or without G."""
+    if backward and not microbatch:
+        kinds = kinds - {Kind.G}
     rest = kinds - {Kind.F, Kind.R}
     return Kind.F in kinds and (rest in ({Kind.B}, {Kind.I, Kind.W}) if backward else kinds == {Kind.F})
 
@@ -92,6 +97,8 @@ def legal(draw: st.DrawFn) -> Orders:
     if draw(st.booleans()):
         kept = draw(st.sets(st.integers(0, 3)))
         schedule = remat(schedule, keep=lambda action: action.microbatch in kept)
+    if draw(st.booleans()):
+        schedule = reduce_grads(schedule)
     return [list(order) for order in schedule.orders]
 
 
