@@ -169,7 +169,7 @@ def plan_for(
             )
         except ScheduleError:  # cut short before it came to what the first search found
             longer = first
-        finalists += [(_value(result, options), candidate, result) for result in (first, longer)]
+        finalists += [(result.value, candidate, result) for result in (first, longer)]
     value, candidate, result = min(finalists, key=itemgetter(0))
     chosen = candidate.tried._replace(value=value, reason=f"{result.schedule.name}, {result.source}")
     return Choice(
@@ -274,7 +274,7 @@ class _Case(NamedTuple):
             )
         except ScheduleError as error:
             return candidate.without(str(error))
-        tried = candidate.tried._replace(value=_value(result, self.options), reason=result.schedule.name)
+        tried = candidate.tried._replace(value=result.value, reason=result.schedule.name)
         return candidate._replace(tried=tried, found=result)
 
 
@@ -298,10 +298,6 @@ def _better(best: _Candidate, look: Callable[[tuple[int, ...]], _Candidate], dea
         if perf_counter() < deadline and _rank(look(sizes)) < _rank(best):
             return look(sizes)
     return None
-
-
-def _value(result: Found, options: dict[str, Any]) -> float:
-    return result.makespan if options["objective"] == "makespan" else result.span
 
 
 def _num_layers(layers: Cost) -> int:

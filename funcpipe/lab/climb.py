@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.lab.listing import DeviceRule, Listed, run
-from funcpipe.lab.problem import ROUNDING, Budget, Problem
+from funcpipe.lab.problem import ROUNDING, Budget, Problem, Score
 from funcpipe.schedules.clock import F, I
 
 _POOL = 4
@@ -21,10 +21,9 @@ _RESERVES = (0, 1, 2, 3)
 
 
 class _Try(NamedTuple):
-    """Rules with the schedule they lead to; compares by the objective, then by all devices together, then by age."""
+    """Rules with the schedule they lead to; compares by its score, then by age."""
 
-    value: float
-    total: float
+    score: Score
     age: int
     rules: list[DeviceRule]
     listed: Listed
@@ -39,10 +38,7 @@ def climb(
     def attempt(rules: list[DeviceRule]) -> _Try | None:
         budget.spend()
         listed = run(problem, rules)
-        if listed is None:
-            return None
-        value = listed.makespan if problem.objective == "makespan" else listed.span
-        return _Try(value, listed.total, next(ages), rules, listed)
+        return None if listed is None else _Try(listed.score, next(ages), rules, listed)
 
     pool: list[_Try] = []
     for rules in chain(() if like is None else near(problem, like), seeds(problem)):
@@ -57,14 +53,14 @@ def climb(
     yield best.listed
     together = budget.evaluations + _TOGETHER
     turn = 0
-    while not budget.spent and best.value > good * (1 + ROUNDING):
+    while not budget.spent and best.score.value > good * (1 + ROUNDING):
         if len(pool) > 1 and budget.evaluations > together:
             pool = [min(pool)]
         turn = (turn + 1) % len(pool)
         attempted = attempt(_changed(problem, pool[turn].rules, rng))
-        if attempted is not None and attempted[:2] <= pool[turn][:2]:
+        if attempted is not None and attempted.score <= pool[turn].score:
             pool[turn] = attempted
-            if attempted.value < best.value * (1 - ROUNDING):
+            if attempted.score.value < best.score.value * (1 - ROUNDING):
                 best = attempted
                 yield attempted.listed
 

@@ -7,17 +7,17 @@ what that leaves to the end of W. Solved by OR-Tools' CP-SAT, the extra ``solve`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 from importlib import import_module
 from math import ceil, floor, inf, lcm
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from funcpipe.core.cost import per_stage
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Action, Kind
-from funcpipe.lab.problem import ROUNDING, Orders, Problem
+from funcpipe.lab.problem import ROUNDING, Problem
 
 _LARGEST = 10**6
 """The most ticks that one action takes; the solver is slow with larger numbers."""
@@ -36,7 +36,7 @@ class Solved(NamedTuple):
         late: whether the time ended it.
     """
 
-    orders: Orders | None
+    orders: tuple[tuple[Action, ...], ...] | None
     bound: float
     late: bool
 
@@ -86,11 +86,11 @@ class _Model:
     def __init__(self, problem: Problem, cp_model: Any, hint: Timeline | None) -> None:
         self.problem, self.cp = problem, cp_model.CpModel()
         self.unit, exact = _unit(problem)
-        fused = any(
-            whole < inward + weight
-            for whole, inward, weight in zip(problem.whole_backward, problem.inward, problem.weight, strict=True)
+        rows = zip(problem.whole_backward, problem.inward, problem.weight, strict=True)
+        fused = any(whole < inward + weight for whole, inward, weight in rows)
+        crossing = (
+            problem.cost.bandwidth or problem.cost.skips or any(per_stage(problem.cost.output, problem.num_stages))
         )
-        crossing = problem.cost.bandwidth or problem.cost.skips or any(_tuple(problem.cost.output))
         self.complete = exact and not fused and not crossing and not problem.offload and not problem.remat
         times = {Kind.F: problem.forward, Kind.I: problem.inward, Kind.W: problem.weight, Kind.R: problem.again}
         self.times = {kind: [round(Fraction(time) / self.unit) for time in row] for kind, row in times.items()}
@@ -192,7 +192,7 @@ class _Model:
     def _end(self, action: Action) -> Any:
         return self.starts[action] + self.times[action.kind][action.stage]
 
-    def orders(self, solver: Any) -> Orders:
+    def orders(self, solver: Any) -> tuple[tuple[Action, ...], ...]:
         """The orders of the solution; actions of no length go before those that start at the same time."""
         rank = {Kind.F: 0, Kind.R: 1, Kind.I: 2, Kind.W: 3}
         rows: list[list[tuple[tuple[int, ...], Action]]] = [[] for _ in range(self.problem.num_devices)]
@@ -203,7 +203,7 @@ class _Model:
             begin = solver.Value(start)
             key = begin, bool(self.times[kind][stage]), rank[kind], stage if kind is Kind.F else -stage, microbatch
             rows[self.problem.device_of[stage]].append((key, action))
-        return [[action for _, action in sorted(row, key=itemgetter(0))] for row in rows]
+        return tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in rows)
 
 
 def _unit(problem: Problem) -> tuple[Fraction, bool]:
@@ -219,7 +219,3 @@ def _unit(problem: Problem) -> tuple[Fraction, bool]:
     ):
         return unit, True
     return max(long, Fraction(1, 10**9)) / 1000, False
-
-
-def _tuple(value: float | Sequence[float]) -> tuple[float, ...]:
-    return tuple(value) if isinstance(value, Sequence) else (value,)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from random import Random
-from typing import NamedTuple
 
-from funcpipe.lab.problem import ROUNDING, Budget, CodedAction, Problem
+from funcpipe.lab.problem import ROUNDING, Budget, CodedAction, Lanes, Problem, Score
 from funcpipe.schedules.clock import CODED, B, F, I, L, O, R, W, clock, durations_of, edges_of
 from funcpipe.schedules.memory import residual_table
 
@@ -15,13 +14,6 @@ _CLASS = {F: 0, R: 1, B: 2, I: 2, W: 3, O: 4, L: 5}
 
 _REACH = 6
 """The most positions by which an action moves."""
-
-
-class Score(NamedTuple):
-    """The score of orders, smaller is better: the objective, then the sum of it over the devices."""
-
-    value: float
-    total: float
 
 
 class Bench:
@@ -44,10 +36,7 @@ class Bench:
         ends = [
             row[-1] + self.durations[lane[-1][0]][lane[-1][1]] for row, lane in zip(ticks.starts, lanes, strict=True)
         ]
-        spans = [end - row[0] for end, row in zip(ends, ticks.starts, strict=True)]
-        if problem.objective == "makespan":
-            return Score(max(ends), sum(ends))
-        return Score(max(spans), sum(spans))
+        return problem.score((row[0] for row in ticks.starts), ends)
 
     def fits(self, device: int, lane: Sequence[CodedAction]) -> bool:
         """Do the residuals of a device stay within its memory limit."""
@@ -81,7 +70,7 @@ def bounds_of(lane: Sequence[CodedAction], position: int) -> tuple[int, int]:
 
 def polish(
     bench: Bench, lanes: Sequence[Sequence[CodedAction]], rng: Random, budget: Budget, *, good: float
-) -> Iterator[list[list[CodedAction]]]:
+) -> Iterator[Lanes]:
     """Move one action after the other, as long as that makes nothing longer; yields what is shorter than all before.
 
     Args:

@@ -6,22 +6,30 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.kinds import Flow, Kind
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Action, Schedule
-from funcpipe.schedules.clock import edges_of
+from funcpipe.schedules.clock import CODED, edges_of
 
 Objective: TypeAlias = Literal["makespan", "span"]
 
-Orders: TypeAlias = list[list[Action]]
-"""The actions of each device in their order."""
-
 CodedAction: TypeAlias = tuple[int, int, int]
 """An action as (code, stage, microbatch), for loops that visit all of them again and again."""
+
+Lanes: TypeAlias = list[list[CodedAction]]
+"""The actions of each device in their order."""
+
+
+class Score(NamedTuple):
+    """The score of orders, smaller is better: the objective, then the sum of it over the devices."""
+
+    value: float
+    total: float
+
 
 ROUNDING = 1e-9
 """Relative: times and memory that differ by less count as equal."""
@@ -147,6 +155,13 @@ class Problem:
         """The objective of a timeline: its makespan, or its span."""
         return timeline.makespan if self.objective == "makespan" else timeline.span
 
+    def score(self, begins: Iterable[float], ends: Sequence[float]) -> Score:
+        """The score of devices that begin and end then."""
+        if self.objective == "makespan":
+            return Score(max(ends), sum(ends))
+        spans = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        return Score(max(spans), sum(spans))
+
     def fits(self, timeline: Timeline) -> bool:
         """Does every device stay within its memory."""
         return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(timeline.peak, self.limits, strict=True))
@@ -155,9 +170,9 @@ class Problem:
         return tuple(float(self.cost.of(kind, stage)) for stage in range(self.num_stages))
 
 
-def as_schedule(orders: Iterable[Iterable[Action]], name: str) -> Schedule:
-    """The orders as a schedule."""
-    return Schedule(tuple(map(tuple, orders)), name)
+def as_schedule(lanes: Iterable[Iterable[CodedAction]], name: str) -> Schedule:
+    """Lanes as a schedule."""
+    return Schedule(tuple(tuple(Action(CODED[code], *place) for code, *place in lane) for lane in lanes), name)
 
 
 def limits_of(memory_limit: Any, num_devices: int) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from random import Random
@@ -20,7 +20,7 @@ from funcpipe.lab.placement import placed, shapes_for
 from funcpipe.lab.polish import Bench, polish
 from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule, limits_of
 from funcpipe.lab.starting_points import fused, starting_points
-from funcpipe.schedules.clock import CODE, CODED
+from funcpipe.schedules.clock import CODE
 from funcpipe.schedules.counts import counted
 from funcpipe.schedules.memory import residual_peak
 from funcpipe.view.simulate import simulate
@@ -65,6 +65,11 @@ class Found:
         return self.timeline.span
 
     @property
+    def value(self) -> float:
+        """What was made short: the makespan, or the span."""
+        return self.makespan if self.objective == "makespan" else self.span
+
+    @property
     def peak(self) -> tuple[float, ...]:
         """The most memory of each device."""
         return self.timeline.peak
@@ -77,15 +82,12 @@ class Found:
     @property
     def gap(self) -> float:
         """How much longer than the lower bound it is, of 1; 0: nothing shorter exists."""
-        value = self.makespan if self.objective == "makespan" else self.span
-        gap = value / self.lower_bound - 1 if self.lower_bound else 0.0
+        gap = self.value / self.lower_bound - 1 if self.lower_bound else 0.0
         return gap if gap > ROUNDING else 0.0
 
     def __str__(self) -> str:
         proof = "nothing shorter exists" if not self.gap else f"at most {self.gap:.2%} above the shortest"
-        head = (
-            f"{self.schedule.name}: {self.objective} {self.makespan if self.objective == 'makespan' else self.span:.6g}"
-        )
+        head = f"{self.schedule.name}: {self.objective} {self.value:.6g}"
         peak = f"peak {max(self.peak):.6g}"
         return (
             f"{head}, {proof}; {shares(self.timeline)}; {peak}; {self.evaluations} schedules timed, ended by "
@@ -172,17 +174,13 @@ def search(
             part = budget.part((0.45 if exact else 0.9) / left)
             like = best.schedule if best.problem is problem else None
             for listed in climb(variant, part, Random(seed), good=best.bound, like=like):
-                best.offer(problem, as_schedule(map(_actions, listed.lanes), "search"), "rules")
+                best.offer(problem, as_schedule(listed.lanes, "search"), "rules")
                 if best.done:
                     break
     best.polish(Random(seed), share=0.5 if exact else 1.0)
     if exact:
         best.prove(problems, seed)
     return best.found(problems)
-
-
-def _actions(lane: Iterable[tuple[int, int, int]]) -> tuple[Action, ...]:
-    return tuple(Action(CODED[code], stage, microbatch) for code, stage, microbatch in lane)
 
 
 class _Best:
@@ -267,7 +265,7 @@ class _Best:
         lanes = [[(CODE[kind], stage, m) for kind, stage, m in order] for order in self.schedule.orders]
         bench = Bench(self.tight(self.problem))
         for better in polish(bench, lanes, rng, self.budget.part(share), good=self.bound):
-            self._offer(self.problem, as_schedule(map(_actions, better), self.schedule.name), "moves")
+            self._offer(self.problem, as_schedule(better, self.schedule.name), "moves")
 
     def prove(self, problems: Sequence[Problem], seed: int) -> None:
         """Solve every placement that is small enough; a proof raises its bound."""
@@ -281,7 +279,7 @@ class _Best:
             solved = solve(problem, hint, seconds=seconds, seed=seed)
             self.cut = self.cut or (solved is not None and solved.late)
             if solved is not None and solved.orders is not None:
-                self.offer(problem, as_schedule(solved.orders, "search"), "exact")
+                self.offer(problem, Schedule(solved.orders, "search"), "exact")
                 if self.problem is problem and solved.bound > self.value * (1 + _WRONG):
                     raise FuncpipeError(
                         f"internal error: the solver's bound is {solved.bound}, above {self.value}, which was found; "

@@ -55,8 +55,8 @@ def starting_points(problem: Problem) -> Iterator[tuple[str, Schedule]]:
             yield schedule.name, schedule
     greedy = on_a_line if problem.is_line else on_a_v if problem.is_v else None
     if greedy is not None and devices > 1:
-        for orders in greedy(problem):
-            yield "greedy", as_schedule(orders, "search")
+        for lanes in greedy(problem):
+            yield "greedy", as_schedule(lanes, "search")
 
 
 def _one_at_a_time(problem: Problem) -> Schedule:
@@ -67,7 +67,7 @@ def _one_at_a_time(problem: Problem) -> Schedule:
             orders[device].append(Action(Kind.F, stage, microbatch))
         for stage, device in reversed(list(enumerate(problem.device_of))):
             orders[device] += [Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)]
-    return as_schedule(orders, "one-at-a-time")
+    return Schedule(tuple(map(tuple, orders)), "one-at-a-time")
 
 
 def fused(problem: Problem, schedule: Schedule) -> Schedule | None:
