@@ -10,37 +10,40 @@ from funcpipe.core.tree import flatten
 EXECUTORS = ("serial", "threads")
 
 
+ON_BLOCKS_OR_LOOPS = [
+    fp.schedules.fill_drain,
+    fp.schedules.one_f_one_b,
+    fp.schedules.looped_bfs,
+    fp.schedules.interleaved,
+    fp.schedules.zero_bubble,
+]
+"""Families that are tried at every number of devices that divides the stages, plain and with remat."""
+ON_A_LINE = [fp.schedules.zb_h2, fp.schedules.eager_one_f_one_b]
+"""Families that are tried with a stage a device."""
+ON_A_V = [fp.schedules.zbv, fp.schedules.v_half, fp.schedules.v_min, fp.schedules.dualpipe_v]
+"""Families with two stages a device, down the devices and back up."""
+
+
 def schedules(num_stages: int, num_microbatches: int, *, backward: bool = True) -> list[fp.Schedule]:
     """Every family at every number of devices that divides the stages, plain, with remat, with residuals at the host."""
     s, m = num_stages, num_microbatches
     if not backward:
         return [fp.schedules.fill_drain(s, m, num_devices=d, backward=False) for d in range(1, s + 1)]
-    out: list[fp.Schedule] = []
-    for d in [d for d in range(1, s + 1) if s % d == 0]:
-        out += [
-            fp.schedules.fill_drain(s, m, num_devices=d),
-            fp.schedules.one_f_one_b(s, m, num_devices=d),
-            fp.schedules.looped_bfs(s, m, num_devices=d),
-            fp.schedules.interleaved(s, m, num_devices=d),
-            fp.schedules.zero_bubble(s, m, num_devices=d),
-        ]
-    some = [fp.schedules.remat(one) for one in out]
-    part = [fp.schedules.remat(one, keep=lambda a: (a.stage + a.microbatch) % 2 == 0) for one in out]
-    new = [fp.schedules.zb_h2(s, m), fp.schedules.eager_one_f_one_b(s, m)]
+    divisors = [d for d in range(1, s + 1) if s % d == 0]
+    plain = [family(s, m, num_devices=d) for d in divisors for family in ON_BLOCKS_OR_LOOPS]
+    line = [family(s, m) for family in ON_A_LINE]
+    vee: list[fp.Schedule] = []
     if s > 1 and s % 2 == 0:
-        families = [
-            fp.schedules.zbv,
-            fp.schedules.v_half,
-            fp.schedules.v_min,
-            *([fp.schedules.dualpipe_v] if m >= s else []),
-        ]
-        new += [family(s, m, num_devices=s // 2) for family in families]
-        new.append(fp.schedules.interleaved(s, m, num_devices=s // 2, group=(s // 2 + 1) // 2))
-        new.append(fp.schedules.remat(new[2], keep=lambda a: (a.stage + a.microbatch) % 2 == 0))
-    away = [fp.schedules.one_f_one_b(s, m), *new[:1], *new[2:3], fp.schedules.interleaved(s, m)]
+        vee = [family(s, m) for family in ON_A_V if family is not fp.schedules.dualpipe_v or m >= s]
+        line.append(fp.schedules.interleaved(s, m, num_devices=s // 2, group=(s // 2 + 1) // 2))
+    zbv = vee[:1]
+    rematted = [fp.schedules.remat(one) for one in plain]
+    rematted += [fp.schedules.remat(one, keep=lambda a: (a.stage + a.microbatch) % 2 == 0) for one in plain + zbv]
+    away = [fp.schedules.one_f_one_b(s, m), fp.schedules.zb_h2(s, m), *zbv, fp.schedules.interleaved(s, m)]
     away = [fp.schedules.offload(one, move=lambda a: (a.stage + a.microbatch) % 3 != 0, ahead=m % 2) for one in away]
-    reduced = [fp.schedules.reduce_grads(one) for one in (*out[-2:], *new[2:3], *away[:1])]
-    unique = {str(one): one for one in (*out, *some, *part, *new, *away, *reduced)}
+    whole = [fp.schedules.interleaved(s, m, num_devices=s), fp.schedules.zero_bubble(s, m, num_devices=s)]
+    reduced = [fp.schedules.reduce_grads(one) for one in (*whole, *zbv, *away[:1])]
+    unique = {str(one): one for one in (*plain, *rematted, *line, *vee, *away, *reduced)}
     return list(unique.values())
 
 

@@ -13,6 +13,20 @@ from funcpipe.lab.problem import ROUNDING, Problem, as_schedule
 from funcpipe.schedules import families, v_shape
 from funcpipe.schedules.transforms import remat as rematted
 
+PUBLISHED: tuple[Callable[..., Schedule], ...] = (
+    families.zb_h2,
+    families.zero_bubble,
+    families.one_f_one_b,
+    families.eager_one_f_one_b,
+    families.interleaved,
+    families.looped_bfs,
+    families.fill_drain,
+    v_shape.zbv,
+    v_shape.v_half,
+    v_shape.v_min,
+    v_shape.dualpipe_v,
+)
+"""The families, the best guesses first."""
 _SMALL = 16
 """The most devices for which an adaptive V is built; for more that takes seconds."""
 
@@ -20,22 +34,9 @@ _SMALL = 16
 def starting_points(problem: Problem) -> Iterator[tuple[str, Schedule]]:
     """The published schedules on this placement, and the greedy ones; the best guesses first."""
     stages, microbatches, devices = problem.num_stages, problem.num_microbatches, problem.num_devices
-    makers: list[Callable[..., Schedule]] = [
-        families.zb_h2,
-        families.zero_bubble,
-        families.one_f_one_b,
-        families.eager_one_f_one_b,
-        families.interleaved,
-        families.looped_bfs,
-        families.fill_drain,
-        v_shape.zbv,
-        v_shape.v_half,
-        v_shape.v_min,
-        v_shape.dualpipe_v,
-    ]
     if any(map(isfinite, problem.limits)):
         yield "one at a time", _one_at_a_time(problem)  # first: if anything fits, this does
-    for make in makers:
+    for make in PUBLISHED:
         try:
             schedule = make(stages, microbatches, num_devices=devices)
         except ScheduleError:

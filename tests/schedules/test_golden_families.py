@@ -6,11 +6,16 @@ the diff. The variable is the only way; nothing is ever written without it.
 
 import os
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 
 import pytest
+from common import ON_A_LINE, ON_A_V, ON_BLOCKS_OR_LOOPS
 
+import funcpipe as fp
+from funcpipe.cli_words import FAMILIES
 from funcpipe.core.schedule import Schedule
+from funcpipe.lab.starting_points import PUBLISHED
 from funcpipe.schedules.families import (
     eager_one_f_one_b,
     fill_drain,
@@ -107,3 +112,28 @@ def test_every_family_has_three_golden_sizes(family: Callable[..., Schedule]) ->
     """One size shows a pattern, three show a rule."""
     expected = sorted(file_of(family, sizes) for sizes in CASES[family])
     assert (3, expected) == (len(expected), sorted(FOLDER.glob(f"{family.__name__}_[0-9]*.txt")))
+
+
+def is_family(function: object) -> bool:
+    """Does it make a schedule of counts alone."""
+    if not callable(function):
+        return False
+    parameters = list(signature(function).parameters.values())
+    names = [parameter.name for parameter in parameters[:2]]
+    return names == ["num_stages", "num_microbatches"] and all(one.default is not one.empty for one in parameters[2:])
+
+
+def test_a_family_stands_in_every_list() -> None:
+    """In those of people (command line, search) and of tests; CONTRIBUTING.md has what each is for."""
+    families = {function for name, function in vars(fp.schedules).items() if name.islower() and is_family(function)}
+    assert interleaved in families
+    lists = {
+        "FAMILIES in funcpipe/cli_words.py": FAMILIES.values(),
+        "PUBLISHED in funcpipe/lab/starting_points.py": PUBLISHED,
+        "CASES in tests/schedules/test_golden_families.py": CASES,
+        "ON_BLOCKS_OR_LOOPS, ON_A_LINE or ON_A_V in tests/common.py": [*ON_BLOCKS_OR_LOOPS, *ON_A_LINE, *ON_A_V],
+    }
+    missing = [
+        f"{family.__name__}: {place}" for family in families for place, row in lists.items() if family not in row
+    ]
+    assert not missing
