@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from funcpipe.core.cost import Cost
-from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import SPELLING
 from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import ACTION, Action, Schedule
+from funcpipe.schedules.legal import MOST_FAULTS
 
 VERSION = 1
 """Of the JSON; a reader refuses any other."""
 
 _MOST = 10**6
 """Stages, microbatches and devices of a file are fewer: what walks over them stays quick whatever the file says."""
-_MOST_FAULTS = 20
 _MOST_LETTERS = 200
 
 Fault = Callable[[str], None]
@@ -97,7 +97,7 @@ def from_json(text: str) -> Schedule | Cost | Timeline:
         raise ScheduleError(f'"version" is {VERSION}, the only one that this funcpipe reads; got {shown(version)}')
     faults: list[str] = []
     thing = read(data, faults.append)
-    refuse_faults(f"this is no {kind} that funcpipe reads:", faults)
+    raise_all(f"this is no {kind} that funcpipe reads:", faults, ScheduleError, most=MOST_FAULTS)
     assert thing is not None
     return thing
 
@@ -337,10 +337,3 @@ def shown(value: Any) -> str:
         return f"[{', '.join(flat)}, ...]"
     text = repr(value[:40] if isinstance(value, str) else value)
     return text if len(text) <= 44 else text[:40] + "..."
-
-
-def refuse_faults(title: str, faults: list[str]) -> None:
-    """Raise a ScheduleError with the first of the faults, if there are any."""
-    if faults:
-        more = len(faults) - _MOST_FAULTS
-        raise ScheduleError(bullets(title, faults[:_MOST_FAULTS] + [f"and {more} more"] * (more > 0)))

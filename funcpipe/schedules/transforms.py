@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 
-from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import ADDS, ONCE
 from funcpipe.core.schedule import Action, Kind, Schedule
-
-_MOST_FAULTS = 20
+from funcpipe.schedules.legal import MOST_FAULTS
 
 
 def _refuse(name: str, schedule: object, *, because: str) -> None:
@@ -190,16 +189,12 @@ def offload(schedule: Schedule, *, move: Callable[[Action], bool] = always, ahea
         for order in orders
         for stage, microbatch in sorted(_of(order, Kind.O) & _of(order, Kind.R))
     ]
-    if faults:
-        omitted = len(faults) - _MOST_FAULTS
-        faults = faults[:_MOST_FAULTS] + ([f"and {omitted} more"] if omitted > 0 else [])
-        raise ScheduleError(
-            bullets(
-                f"a residual of {schedule.name!r} is computed again or moved, not both; let move= leave these out. It "
-                "picked",
-                faults,
-            )
-        )
+    raise_all(
+        f"a residual of {schedule.name!r} is computed again or moved, not both; let move= leave these out. It picked",
+        faults,
+        ScheduleError,
+        most=MOST_FAULTS,
+    )
     return Schedule(orders, f"{schedule.name}+offload")
 
 
