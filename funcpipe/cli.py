@@ -15,6 +15,7 @@ import funcpipe as fp
 from funcpipe.cli_words import (
     COST,
     FAMILIES,
+    FORMATS,
     SOURCE,
     SUFFIXES,
     as_cost,
@@ -31,7 +32,6 @@ from funcpipe.cli_words import (
 )
 from funcpipe.core.result import NEGLIGIBLE, imbalance_of, percent
 
-_SCHEDULES = (".json", ".csv", ".txt")
 _COLUMNS: dict[str, Callable[[fp.Timeline], str]] = {
     "makespan": lambda timeline: f"{timeline.makespan:.6g}",
     "bubble": lambda timeline: percent(timeline.bubble),
@@ -345,7 +345,7 @@ def _search(*, cost: fp.Cost | None, width: int | None, output: str | None, **op
     _wide(width)
     bounded(options["num_stages"] or 2 * options["num_devices"], options["num_microbatches"])
     if output is not None:
-        writable(output, (*_SCHEDULES, ".svg"))
+        writable(output, (*FORMATS, ".svg"))
         if Path(output).suffix.lower() == ".csv" and (options["remat"] or options["offload"]):
             raise fp.FuncpipeError(
                 "torch's schedules have no R, O or L: leave out --remat and --offload, or write .json"
@@ -354,7 +354,7 @@ def _search(*, cost: fp.Cost | None, width: int | None, output: str | None, **op
     _tell(result)
     _show(result.timeline, width)
     if output is not None:
-        if Path(output).suffix.lower() in _SCHEDULES:
+        if Path(output).suffix.lower() in FORMATS:
             _write(result.schedule, output)
         else:
             fp.draw(result.timeline).save(output)
@@ -381,7 +381,7 @@ def _proof(result: fp.typing.Found) -> str:
 
 
 def _convert(*, file: str, **words: Any) -> None:
-    writable(file, _SCHEDULES)
+    writable(file, FORMATS)
     schedule = source(**words)
     if isinstance(schedule, fp.Timeline):
         raise fp.FuncpipeError(f"{words['schedule']} is a timeline; convert takes a schedule")
