@@ -185,14 +185,9 @@ def _last_full(changes: list[int], residuals: int, first: int, slot: int, ceilin
 
 
 def _earliest(lane: Lane, residuals: int, ready: int, slot: int, *, room: int) -> int:
-    """The first slot from ``ready`` up to its own that an action could have, with at most ``room`` held from it on.
+    """The first slot from ``ready`` up to its own, ``slot``, that an action could have, with at most ``room`` held from it on.
 
-    A free one, or that of a W, where one residual more has room.
-
-    Args:
-        lane: what the device does.
-        residuals: how many it holds just before ``slot``.
-        ready, slot, room: see above.
+    A free one, or that of a W, where one residual more has room; ``residuals``: held just before ``slot``.
     """
     best, peak = slot, 0
     for early in range(slot - 1, ready - 1, -1):
