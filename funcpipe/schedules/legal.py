@@ -49,11 +49,6 @@ def check(schedule: Schedule) -> None:
     examine(schedule)
 
 
-def examine(schedule: Schedule) -> Legal:
-    """`check` with its findings; remembered on the schedule."""
-    return _legal(schedule)
-
-
 def _examine(schedule: Schedule) -> Legal:
     def refuse(faults: list[str]) -> None:
         raise_all(f"schedule {schedule.name!r} is not legal:", faults, ScheduleError, most=MOST_FAULTS)
@@ -77,7 +72,8 @@ def _examine(schedule: Schedule) -> Legal:
     return Legal(lanes, list(map(places.__getitem__, order)), rematted)
 
 
-_legal = Remembered(_examine)
+examine = Remembered(_examine)
+"""`check` with its findings, for each schedule once."""
 
 
 def _malformed(schedule: Schedule) -> list[str]:

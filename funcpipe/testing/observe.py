@@ -27,7 +27,7 @@ class Observer:
     """A hook around the function of a stage that notes faults and lets the call go on.
 
     Attributes:
-        faults: as they were found; some more than once.
+        faults: each once, as they were found.
         in_place: what of its input the stage wrote into.
         memory: of all inputs and outputs.
         connected: did anything that the last call returned require a gradient.
@@ -36,7 +36,7 @@ class Observer:
 
     def __init__(self, stage: Stage, *, finite: bool) -> None:
         self.stage, self.finite = stage, finite
-        self.faults: list[Fault] = []
+        self.faults: dict[Fault, None] = {}
         self.in_place: dict[str, None] = {}
         self.memory: list[StorageWeakRef] = []
         self.connected = False
@@ -44,7 +44,7 @@ class Observer:
 
     def note(self, name: str, text: str) -> None:
         """Note a fault."""
-        self.faults.append((name, text))
+        self.faults[name, text] = None
 
     def watched(self) -> Stage:
         """The stage with this hook around it; what runs learn of the stage must not change."""

@@ -41,11 +41,7 @@ class Arguments:
             return copies[id(leaf)]
 
         self.params, self.state = map_leaves(copy, params), () if state is None else map_leaves(copy, state)
-        self.x, self.skips, self.feeds = (
-            map_leaves(copy, x),
-            map_leaves(copy, dict(skips)),
-            map_leaves(copy, dict(feeds)),
-        )
+        self.x, self.skips, self.feeds = (map_leaves(copy, tree) for tree in (x, dict(skips), dict(feeds)))
         self.rows = next((leaf.shape[0] for leaf in leaves(self.x) if leaf.dim()), 0)
         self.floating = any(is_differentiable(leaf) for leaf in leaves(self.x))
         self.finite = all(bool(leaf.isfinite().all()) for leaf in copies.values())
@@ -72,10 +68,10 @@ class Probe:
     """One check of one stage.
 
     Attributes:
-        faults: (name, what is wrong), each once.
+        watch: notes faults, and what is written in place.
         outputs: the leaves that the stage returns: where, and type and shape.
         num_bytes: of the tensors among them.
-        draws, in_place, unused, rows: see `StageReport`.
+        draws, unused, rows: see `StageReport`.
     """
 
     def __init__(self, stage: Stage, arguments: Arguments, *, train: bool, seed: int, trainable: Any) -> None:
@@ -89,11 +85,6 @@ class Probe:
         self.num_bytes = 0
         self.draws, self.rows = False, "not compared"
         self.unused: list[str] = []
-
-    @property
-    def faults(self) -> tuple[tuple[str, str], ...]:
-        """The faults so far, each once."""
-        return tuple(dict.fromkeys(self.watch.faults))
 
     def run(self, *, independent_rows: bool) -> BaseException | None:
         """Make all calls. Returns what the stage raised, or None; after it no more faults are looked for."""

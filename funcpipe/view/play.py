@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from funcpipe.core.cost import Cost, per_stage
@@ -29,6 +30,7 @@ class Since(NamedTuple):
 
 
 BEGIN = Since(0.0, None)
+_time = attrgetter("time")
 
 
 @dataclass
@@ -204,10 +206,6 @@ class Play:
 
 _HANDED = frozenset({Role.ACT, Role.GRAD, Role.SKIP, Role.SKIP_GRAD})
 """What one stage hands to another."""
-
-
-def _time(since: Since) -> float:
-    return since[0]
 
 
 def _crossings(lowered: Lowered, cost: Cost) -> Mapping[tuple[int, int], tuple[float, float]]:
