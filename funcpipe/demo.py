@@ -164,7 +164,7 @@ def main(options: DemoOptions) -> float:
 
     # While a step trains, the next batch is made ready: images to the first lane's device, labels to the last one's.
     move = fp.batches.to_device((devices[0], devices[-1]))
-    loader = fp.batches.overlap(batches(len(labels), options, steps), [load, decode, move])
+    loader = fp.batches.overlap(batches(len(labels), options), [load, decode, move])
     verdict, timeline, report = "", fp.Timeline((), options.devices), None
     start = perf_counter()
     with loader, fp.lanes(plan) as lanes, progress(steps) as advance:
@@ -195,17 +195,12 @@ def main(options: DemoOptions) -> float:
     return accuracy
 
 
-def batches(count: int, options: DemoOptions, steps: int) -> Iterator[Tensor]:
-    """Indices of the rows of each step, shuffled anew each epoch."""
+def batches(count: int, options: DemoOptions) -> Iterator[Tensor]:
+    """Indices of the rows of each step, shuffled anew each epoch; rows that make no whole batch are left out."""
     generator = torch.Generator().manual_seed(options.seed)
-    done = 0
-    while True:
+    for _ in range(options.epochs):
         order = torch.randperm(count, generator=generator)
-        for start in range(0, count - options.batch + 1, options.batch):
-            if done == steps:
-                return
-            yield order[start : start + options.batch]
-            done += 1
+        yield from order[: count - count % options.batch].split(options.batch)
 
 
 def decode(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

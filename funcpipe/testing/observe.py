@@ -54,7 +54,9 @@ class Observer:
         """Call the stage, and note its side effects."""
         params = map_leaves(lambda leaf: leaf, params)  # new containers, so that one fault is not many
         if self.stage.state:
-            extras["state"] = _copy(extras["state"])
+            extras["state"] = map_leaves(
+                lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, extras["state"]
+            )
         state = extras.get("state", ())
         inputs = {
             f"{kind}[{name!r}]": tree for kind in ("skips", "feeds") for name, tree in extras.get(kind, {}).items()
@@ -65,7 +67,14 @@ class Observer:
         settings, generators = _settings(), _generators()
         returned = call(params, x, extras)
         for name, tree in inputs.items():
-            self._wrote(snapshots[name].written(tree, name))
+            for where in snapshots[name].written(tree, name):
+                self.in_place[where] = None
+                if not bindable(self.stage.fn):  # a module or a composition: layers like that are common
+                    self.note(
+                        "in-place",
+                        f"writes into {where}: a run gives it a copy, but a direct call writes into yours; compute "
+                        "out of place",
+                    )
         for where in params_before.written(params, "params"):
             self.note("params", f"writes into {where}; compute with a copy")
         for where in state_before.written(state, "state"):
@@ -86,16 +95,6 @@ class Observer:
         tensors = [*leaves(inputs), *leaves((out.y, out.stash))]
         self.memory += [StorageWeakRef(leaf.untyped_storage()) for leaf in tensors if leaf.layout is torch.strided]
         return out
-
-    def _wrote(self, places: list[str]) -> None:
-        self.in_place.update(dict.fromkeys(places))
-        if not bindable(self.stage.fn):  # a module or a composition: layers like that are common
-            for where in places:
-                self.note(
-                    "in-place",
-                    f"writes into {where}: a run gives it a copy, but a direct call writes into yours; compute out of "
-                    "place",
-                )
 
     def _returned(self, out: Out) -> Out:
         """Note the faults of what the stage returned; return it in a form that a run accepts."""
@@ -123,10 +122,6 @@ class Observer:
         self.connected = bool(roots)
         self.parameters |= {id(node.variable) for node in nodes_of(roots) if hasattr(node, "variable")}
         return out._replace(stash=stash)
-
-
-def _copy(tree: Tree) -> Tree:
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _settings() -> dict[str, Any]:

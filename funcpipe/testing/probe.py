@@ -97,7 +97,8 @@ class Probe:
             return raised.__cause__
         reached = Reached(self.stage).found
         values = [*leaves(self.given.params), *leaves(self.given.state), *captured.values.values()]
-        storages = {storage_number(value.untyped_storage()) for value in values if _is_strided(value)}
+        strided = [value for value in values if isinstance(value, Tensor) and value.layout is torch.strided]
+        storages = {storage_number(value.untyped_storage()) for value in strided}
         if self._alive() - before - storages:
             self.watch.note(
                 "kept",
@@ -259,10 +260,6 @@ class Probe:
         self.rows = "dependent" if depends else "independent"
         if independent and depends:
             self.watch.note("rows", f"without the last row the others give another {depends[0]}")
-
-
-def _is_strided(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def _of_one(trainable: Any) -> Trainable:

@@ -230,14 +230,13 @@ def _skip_sizes(lowered: Lowered, cost: Cost) -> dict[tuple[int, int, str], floa
 
     Where there are not as many as the program has between these stages, each has its share of all.
     """
-    names: dict[tuple[int, int], list[str]] = defaultdict(list)
+    names: dict[tuple[int, int], dict[str, None]] = defaultdict(dict)
     sizes: dict[tuple[int, int], list[float]] = defaultdict(list)
     for call in lowered.calls:
-        if call.kind is Kind.F:
-            for wire, _ in call.reads:
-                role, stash, name, _ = lowered.wires[wire]
-                if role is Role.SKIP and name not in names[stash, call.stage]:
-                    names[stash, call.stage].append(name)
+        for wire, _ in call.reads if call.kind is Kind.F else ():
+            role, stash, name, _ = lowered.wires[wire]
+            if role is Role.SKIP:
+                names[stash, call.stage][name] = None
     for stash, pop, size in cost.skips:
         sizes[stash, pop].append(size)
     out: dict[tuple[int, int, str], float] = {}

@@ -133,7 +133,19 @@ class Report:
             TypeError: the width is no whole number.
             ValueError: the width is less than 40.
         """
-        return _text(self.findings, width_of(width, "report"))
+        width, findings = width_of(width, "report"), self.findings
+        longest = max(len(name) for name, _ in findings.headline)
+        parts = [
+            _wrap(findings.title, width),
+            [line for name, value in findings.headline for line in _wrap(value, width, f"  {name:<{longest}}  ")],
+            ["", text(_timelines(findings), width)],
+        ]
+        parts += [["", *_wrap(table.title, width), *_columns(table, width)] for table in findings.tables if table.rows]
+        if findings.remarks:
+            remarks = [line for remark in findings.remarks for line in _wrap(remark, width, "  * ")]
+            parts.append(["", "Remarks", *remarks])
+        parts.append(["", *_wrap(_sentence(findings.note), width)])
+        return "\n".join(line for part in parts for line in part)
 
     def __str__(self) -> str:
         return self.text()
@@ -192,21 +204,6 @@ def _table(table: Table) -> str:
     rows = "\n".join(f"<tr>{line('td', row)}</tr>" for row in table.rows)
     head = f"<thead><tr>{line('th', table.heads)}</tr></thead>"
     return f'<h2>{escape(table.title)}</h2>\n<div class="wide"><table>{head}\n<tbody>{rows}</tbody></table></div>'
-
-
-def _text(findings: Findings, width: int) -> str:
-    """The report for a terminal; no line is wider."""
-    longest = max(len(name) for name, _ in findings.headline)
-    parts = [
-        _wrap(findings.title, width),
-        [line for name, value in findings.headline for line in _wrap(value, width, f"  {name:<{longest}}  ")],
-        ["", text(_timelines(findings), width)],
-    ]
-    parts += [["", *_wrap(table.title, width), *_columns(table, width)] for table in findings.tables if table.rows]
-    if findings.remarks:
-        parts.append(["", "Remarks", *(line for remark in findings.remarks for line in _wrap(remark, width, "  * "))])
-    parts.append(["", *_wrap(_sentence(findings.note), width)])
-    return "\n".join(line for part in parts for line in part)
 
 
 def _wrap(words: str, width: int, first: str = "") -> list[str]:
