@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,13 @@ from funcpipe.testing.snapshot import Snapshot, named
 
 Fault = tuple[str, str]
 """A name from `FAULTS`, or "raises", and what is wrong."""
+
+_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "the grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+}
+"""Of the process, which a stage must not change: how to read each, and to set it."""
 
 
 class Observer:
@@ -64,7 +71,7 @@ class Observer:
         inputs["x"] = x
         snapshots = {name: Snapshot(named(tree, name)) for name, tree in inputs.items()}
         params_before, state_before = Snapshot(named(params, "params")), Snapshot(named(state, "state"))
-        settings, generators = _settings(), _generators()
+        settings, generators = {name: now() for name, (now, _) in _SETTINGS.items()}, _generators()
         returned = call(params, x, extras)
         for name, tree in inputs.items():
             for where in snapshots[name].written(tree, name):
@@ -79,10 +86,10 @@ class Observer:
             self.note("params", f"writes into {where}; compute with a copy")
         for where in state_before.written(state, "state"):
             self.note("state", f"writes into {where}; return statistics in Out(stats=...) and fold them in commit=")
-        for name, value in _settings().items():
-            if value != settings[name]:
-                self.note("settings", f"changes {name} from {settings[name]} to {value}")
-        _restore(settings)
+        for name, (now, put_back) in _SETTINGS.items():
+            if now() != settings[name]:
+                self.note("settings", f"changes {name} from {settings[name]} to {now()}")
+                put_back(settings[name])
         for name, value in _generators().items():
             if value != generators.get(name, value):
                 self.note(
@@ -122,23 +129,6 @@ class Observer:
         self.connected = bool(roots)
         self.parameters |= {id(node.variable) for node in nodes_of(roots) if hasattr(node, "variable")}
         return out._replace(stash=stash)
-
-
-def _settings() -> dict[str, Any]:
-    """Settings of the process that a stage must not change."""
-    return {
-        "the grad mode": torch.is_grad_enabled(),
-        "the default dtype": torch.get_default_dtype(),
-        "the number of threads": torch.get_num_threads(),
-    }
-
-
-def _restore(settings: dict[str, Any]) -> None:
-    grad, dtype, threads = settings.values()
-    torch.set_grad_enabled(grad)
-    torch.set_default_dtype(dtype)
-    if threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
 
 
 def _generators() -> dict[str, Any]:
