@@ -56,12 +56,9 @@ def most_held(lanes: Sequence[Lane]) -> int:
 
 
 def squeezed(lanes: Sequence[Lane], ceiling: int, *, more: int = 0) -> tuple[tuple[Action, ...], ...]:
-    """The orders of repeated blocks when all that can has moved up, twice, with at most ``ceiling`` residuals a device.
+    """The orders of `repeated` blocks when all that can has moved up, twice, with at most ``ceiling`` residuals a device.
 
-    Args:
-        lanes: as `repeated` gives them.
-        ceiling: at least `most_held` of them.
-        more: so many microbatches are added where the orders repeat; on each device they must.
+    That is at least `most_held` of them; so many microbatches ``more`` are added where the orders repeat, as they must.
     """
     moved = _squeeze(lanes, ceiling, drain=max(map(len, lanes)))
     last = max(slot for slot, code in enumerate(moved[0]) if code % BLOCK == 0)

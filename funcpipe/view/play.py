@@ -18,12 +18,7 @@ from funcpipe.schedules.memory import residual_table
 
 
 class Since(NamedTuple):
-    """When something is, and because of which action.
-
-    Attributes:
-        time: from when on.
-        cause: the action whose end (and way) that is; None: nobody's.
-    """
+    """From when on something is, and the action whose end (and way) that is; None: nobody's."""
 
     time: float
     cause: Action | None
