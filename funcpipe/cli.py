@@ -31,6 +31,7 @@ from funcpipe.cli_words import (
     writable,
 )
 from funcpipe.core.result import NEGLIGIBLE, imbalance_of, percent
+from funcpipe.core.words import columns
 
 _COLUMNS: dict[str, Callable[[fp.Timeline], str]] = {
     "makespan": lambda timeline: f"{timeline.makespan:.6g}",
@@ -320,12 +321,12 @@ def _compare(
     rows = sorted((row(*maker) for maker in makers), key=lambda row: row.makespan)
     print(f"{stages} stages on {devices} devices, {microbatches} microbatches{', remat' * remat}\n")
     unequal = any(row.timeline is not None and row.timeline.imbalance >= NEGLIGIBLE for row in rows)
-    columns = {head: show for head, show in _COLUMNS.items() if unequal or head != "imbalance"}
+    shown = {head: show for head, show in _COLUMNS.items() if unequal or head != "imbalance"}
     cells = [
-        (name, *("-" if timeline is None else show(timeline) for show in columns.values()), legal)
+        (name, *("-" if timeline is None else show(timeline) for show in shown.values()), legal)
         for name, timeline, legal in rows
     ]
-    print(_table([("schedule", *columns, "legal"), *cells]))
+    print("\n".join(columns([("schedule", *shown, "legal"), *cells], words=(0, len(shown) + 1))))
     if unequal:
         print("\nimbalance: the most that balancing wins at the same bubble (fp.models.balance)")
 
@@ -408,13 +409,3 @@ def _wide(width: int | None) -> None:
 def _show(timeline: fp.Timeline, width: int | None) -> None:
     """Print the picture of a timeline."""
     print(fp.draw(timeline).text(width, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as lines of aligned columns; numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines: list[str] = []
-    for first, *numbers, last in rows:
-        padded = [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=False)]
-        lines.append("  ".join([first.ljust(widths[0]), *padded, last]))
-    return "\n".join(lines)

@@ -15,6 +15,7 @@ from textwrap import wrap
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
+from funcpipe.core.words import columns
 from funcpipe.view import summary
 from funcpipe.view.align import aligned
 from funcpipe.view.figure import Panel, memory_scale, panels_of
@@ -219,12 +220,8 @@ def _columns(table: Table, width: int) -> list[str]:
     for word in _SPARE:
         if sum(widths[column] + 2 for column in kept) > width:
             kept = [column for column in kept if not (column and word in table.heads[column].replace(",", "").split())]
-    return [
-        "".join(f"  {line[column]:{'<' if column < table.words else '>'}{widths[column]}}" for column in kept).rstrip()[
-            :width
-        ]
-        for line in lines
-    ]
+    words = [place for place, column in enumerate(kept) if column < table.words]
+    return [f"  {line}"[:width] for line in columns([[line[column] for column in kept] for line in lines], words)]
 
 
 def _sentence(words: str) -> str:
