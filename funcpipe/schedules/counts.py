@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from funcpipe.core.errors import ScheduleError, raise_all
 
 
-class Counts(NamedTuple):
+class ScheduleCounts(NamedTuple):
     """The counts of a schedule."""
 
     stages: int
@@ -42,7 +42,7 @@ def counted(arguments: Mapping[str, Any], faults: list[str], *, optional: str = 
     return counts
 
 
-def counts_of(
+def schedule_counts(
     num_stages: int,
     num_microbatches: int,
     num_devices: int | None,
@@ -50,7 +50,7 @@ def counts_of(
     looped: bool = False,
     folded: bool = False,
     share: int = 1,
-) -> Counts:
+) -> ScheduleCounts:
     """The counts as ints; all faults of them in one message.
 
     Without ``num_devices`` there is one device for ``share`` stages, where that divides them, else for each.
@@ -76,7 +76,7 @@ def counts_of(
             f"devices; {remedy}"
         )
     raise_all("no such schedule:", faults, ScheduleError)
-    return Counts(stages, counts["num_microbatches"], devices)
+    return ScheduleCounts(stages, counts["num_microbatches"], devices)
 
 
 def blocks(count: int, parts: int) -> list[range]:

@@ -18,7 +18,7 @@ from operator import itemgetter
 
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.counts import Counts, blocks, counts_of
+from funcpipe.schedules.counts import ScheduleCounts, blocks, schedule_counts
 
 
 def weave(
@@ -72,7 +72,7 @@ def fill_drain(
     Raises:
         ScheduleError: a count that is not positive, or more devices than stages.
     """
-    counts = counts_of(num_stages, num_microbatches, num_devices)
+    counts = schedule_counts(num_stages, num_microbatches, num_devices)
     schedule = _woven("fill-drain", counts, [counts.microbatches] * counts.devices)
     return schedule if backward else Schedule(schedule.forwards().orders, "forward-only")
 
@@ -94,7 +94,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int, *, num_devices: int | No
     Raises:
         ScheduleError: a count that is not positive, or more devices than stages.
     """
-    counts = counts_of(num_stages, num_microbatches, num_devices)
+    counts = schedule_counts(num_stages, num_microbatches, num_devices)
     return _woven("1F1B", counts, reversed(range(counts.devices)))
 
 
@@ -116,7 +116,7 @@ def eager_one_f_one_b(num_stages: int, num_microbatches: int, *, num_devices: in
     Raises:
         ScheduleError: a count that is not positive, or more devices than stages.
     """
-    counts = counts_of(num_stages, num_microbatches, num_devices)
+    counts = schedule_counts(num_stages, num_microbatches, num_devices)
     return _woven("eager-1F1B", counts, reversed(range(0, 2 * counts.devices, 2)))
 
 
@@ -138,7 +138,7 @@ def looped_bfs(num_stages: int, num_microbatches: int, *, num_devices: int | Non
     Raises:
         ScheduleError: a count that is not positive, or S is no multiple of D.
     """
-    counts = counts_of(num_stages, num_microbatches, num_devices, looped=True, share=2)
+    counts = schedule_counts(num_stages, num_microbatches, num_devices, looped=True, share=2)
     _, microbatches, devices = counts
     return _woven("looped-BFS", counts, [counts.stages * microbatches] * devices, [range(microbatches)])
 
@@ -169,14 +169,14 @@ def interleaved(
     Raises:
         ScheduleError: a count that is not positive, S is no multiple of D, or a group of another size.
     """
-    counts = counts_of(num_stages, num_microbatches, num_devices, looped=True, share=2)
+    counts = schedule_counts(num_stages, num_microbatches, num_devices, looped=True, share=2)
     if group is not None:
         return _grouped(counts, group)
     rounds, before = _rounds(counts)
     return _woven("interleaved", counts, [before + more for more in reversed(range(0, 2 * counts.devices, 2))], rounds)
 
 
-def _grouped(counts: Counts, group: int) -> Schedule:
+def _grouped(counts: ScheduleCounts, group: int) -> Schedule:
     """The schedule in slots: a device begins a forward every two, a backward in those between, g of each stage in turn.
 
     From device to device is one slot, so from one local stage to the next are D; a round of g takes 2 g, no less.
@@ -222,7 +222,7 @@ def zero_bubble(num_stages: int, num_microbatches: int, *, num_devices: int | No
     Raises:
         ScheduleError: a count that is not positive, or S is no multiple of D.
     """
-    counts = counts_of(num_stages, num_microbatches, num_devices, looped=True)
+    counts = schedule_counts(num_stages, num_microbatches, num_devices, looped=True)
     rounds, before = _rounds(counts)
     delays = range(counts.devices)
     name = "ZB-H1" if counts.stages == counts.devices else "interleaved-ZB"
@@ -248,12 +248,12 @@ def zb_h2(num_stages: int, num_microbatches: int, *, num_devices: int | None = N
     Raises:
         ScheduleError: a count that is not positive, or more devices than stages.
     """
-    counts = counts_of(num_stages, num_microbatches, num_devices)
+    counts = schedule_counts(num_stages, num_microbatches, num_devices)
     delays = range(0, 2 * counts.devices, 2)
     return _woven("ZB-H2", counts, reversed(delays), delays=delays)
 
 
-def _rounds(counts: Counts) -> tuple[list[range], int]:
+def _rounds(counts: ScheduleCounts) -> tuple[list[range], int]:
     """The microbatches in rounds of about D, and how many forwards of the longest come before a device's last stage."""
     rounds = blocks(counts.microbatches, max(1, counts.microbatches // counts.devices))
     return rounds, (counts.stages // counts.devices - 1) * max(map(len, rounds))
@@ -261,7 +261,7 @@ def _rounds(counts: Counts) -> tuple[list[range], int]:
 
 def _woven(
     name: str,
-    counts: Counts,
+    counts: ScheduleCounts,
     warmups: Iterable[int],
     rounds: Sequence[range] = (),
     delays: Sequence[int] = (),
