@@ -15,6 +15,7 @@ import funcpipe as fp
 from funcpipe.cli_words import (
     COST,
     FAMILIES,
+    FORMATS,
     SOURCE,
     SUFFIXES,
     as_cost,
@@ -30,8 +31,8 @@ from funcpipe.cli_words import (
     writable,
 )
 from funcpipe.core.result import NEGLIGIBLE, imbalance_of, percent
+from funcpipe.core.words import columns
 
-_SCHEDULES = (".json", ".csv", ".txt")
 _COLUMNS: dict[str, Callable[[fp.Timeline], str]] = {
     "makespan": lambda timeline: f"{timeline.makespan:.6g}",
     "bubble": lambda timeline: percent(timeline.bubble),
@@ -320,12 +321,12 @@ def _compare(
     rows = sorted((row(*maker) for maker in makers), key=lambda row: row.makespan)
     print(f"{stages} stages on {devices} devices, {microbatches} microbatches{', remat' * remat}\n")
     unequal = any(row.timeline is not None and row.timeline.imbalance >= NEGLIGIBLE for row in rows)
-    columns = {head: show for head, show in _COLUMNS.items() if unequal or head != "imbalance"}
+    shown = {head: show for head, show in _COLUMNS.items() if unequal or head != "imbalance"}
     cells = [
-        (name, *("-" if timeline is None else show(timeline) for show in columns.values()), legal)
+        (name, *("-" if timeline is None else show(timeline) for show in shown.values()), legal)
         for name, timeline, legal in rows
     ]
-    print(_table([("schedule", *columns, "legal"), *cells]))
+    print("\n".join(columns([("schedule", *shown, "legal"), *cells], words=(0, len(shown) + 1))))
     if unequal:
         print("\nimbalance: the most that balancing wins at the same bubble (fp.models.balance)")
 
@@ -345,7 +346,7 @@ def _search(*, cost: fp.Cost | None, width: int | None, output: str | None, **op
     _wide(width)
     bounded(options["num_stages"] or 2 * options["num_devices"], options["num_microbatches"])
     if output is not None:
-        writable(output, (*_SCHEDULES, ".svg"))
+        writable(output, (*FORMATS, ".svg"))
         if Path(output).suffix.lower() == ".csv" and (options["remat"] or options["offload"]):
             raise fp.FuncpipeError(
                 "torch's schedules have no R, O or L: leave out --remat and --offload, or write .json"
@@ -354,7 +355,7 @@ def _search(*, cost: fp.Cost | None, width: int | None, output: str | None, **op
     _tell(result)
     _show(result.timeline, width)
     if output is not None:
-        if Path(output).suffix.lower() in _SCHEDULES:
+        if Path(output).suffix.lower() in FORMATS:
             _write(result.schedule, output)
         else:
             fp.draw(result.timeline).save(output)
@@ -381,7 +382,7 @@ def _proof(result: fp.typing.Found) -> str:
 
 
 def _convert(*, file: str, **words: Any) -> None:
-    writable(file, _SCHEDULES)
+    writable(file, FORMATS)
     schedule = source(**words)
     if isinstance(schedule, fp.Timeline):
         raise fp.FuncpipeError(f"{words['schedule']} is a timeline; convert takes a schedule")
@@ -408,13 +409,3 @@ def _wide(width: int | None) -> None:
 def _show(timeline: fp.Timeline, width: int | None) -> None:
     """Print the picture of a timeline."""
     print(fp.draw(timeline).text(width, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as lines of aligned columns; numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines: list[str] = []
-    for first, *numbers, last in rows:
-        padded = [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=False)]
-        lines.append("  ".join([first.ljust(widths[0]), *padded, last]))
-    return "\n".join(lines)

@@ -24,6 +24,7 @@ FAMILIES: Mapping[str, Callable[..., fp.Schedule]] = {
     "dualpipe-v": fp.schedules.dualpipe_v,
 }
 SHAPES = ("line", "loop", "v")
+FORMATS = (".json", ".csv", ".txt")
 SUFFIXES = ".json, .csv (of torch.distributed.pipelining) or .txt (a line for each device)"
 SOURCE = f"""\
 SCHEDULE is a family, which then needs --stages and --microbatches, or a file.
@@ -70,7 +71,7 @@ def read(name: str) -> fp.Schedule | fp.Timeline:
     """A file's schedule or timeline; its ending says the format."""
     path = Path(name)
     suffix = path.suffix.lower()
-    if suffix not in (".json", ".csv", ".txt"):
+    if suffix not in FORMATS:
         near = get_close_matches(name.lower().replace("_", "-"), FAMILIES, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; the families are {', '.join(FAMILIES)}"
         raise fp.FuncpipeError(f"{name!r} is no family, and no file that ends in .json, .csv or .txt{hint}")
@@ -95,10 +96,16 @@ def writable(name: str, suffixes: tuple[str, ...]) -> None:
     path = Path(name)
     if path.suffix.lower() not in suffixes:
         raise fp.FuncpipeError(f"{name} does not end in {' or '.join(', '.join(suffixes).rsplit(', ', 1))}")
-    if not path.absolute().parent.is_dir():
-        raise fp.FuncpipeError(f"{name} cannot be written: there is no folder {path.parent}")
+    if reason := unwritable(name):
+        raise fp.FuncpipeError(reason)
+
+
+def unwritable(name: str) -> str:
+    """Why a file cannot be written, as far as its name tells; nothing where it can."""
+    path = Path(name)
     if path.is_dir():
-        raise fp.FuncpipeError(f"{name} cannot be written: it is a folder")
+        return f"{path} cannot be written: it is a folder"
+    return "" if path.absolute().parent.is_dir() else f"{name} cannot be written: there is no folder {path.parent}"
 
 
 def bounded(stages: int, microbatches: int) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import chain
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -18,18 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import funcpipe as fp
+from funcpipe.cli_words import FAMILIES, unwritable
 from funcpipe.core.errors import bullets
 
 ROWS = 1497
 """Images to train on."""
-
-FAMILIES: dict[str, Callable[..., fp.Schedule]] = {
-    "fill-drain": fp.schedules.fill_drain,
-    "1f1b": fp.schedules.one_f_one_b,
-    "looped-bfs": fp.schedules.looped_bfs,
-    "interleaved": fp.schedules.interleaved,
-    "zero-bubble": fp.schedules.zero_bubble,
-}
 
 
 def option(default: Any, help: str = "default: %(default)s", **keywords: Any) -> Any:
@@ -138,10 +130,8 @@ def refuse(options: DemoOptions) -> None:
     if not 0 <= options.seed < 2**63:
         faults.append(f"--seed is a whole number from 0 to 2**63 - 1; got {options.seed}")
     for name, file in (("trace", options.trace), ("report", options.report)):
-        if file is not None and (not file or Path(file).is_dir()):
-            faults.append(f"--{name} is a file; got {file!r}")
-        elif file is not None and not Path(file).absolute().parent.is_dir():
-            faults.append(f"--{name} {file} cannot be written: there is no folder {Path(file).parent}")
+        reason = None if file is None else unwritable(file)
+        faults += [f"--{name} {reason}"] if reason else []
     try:
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError) as error:  # no such device type, or torch was built without it
@@ -174,7 +164,7 @@ def main(options: DemoOptions) -> float:
 
     # While a step trains, the next batch is made ready: images to the first lane's device, labels to the last one's.
     move = fp.batches.to_device((devices[0], devices[-1]))
-    loader = fp.batches.overlap(batches(len(labels), options, steps), [load, decode, move])
+    loader = fp.batches.overlap(batches(len(labels), options), [load, decode, move])
     verdict, timeline, report = "", fp.Timeline((), options.devices), None
     start = perf_counter()
     with loader, fp.lanes(plan) as lanes, progress(steps) as advance:
@@ -205,17 +195,12 @@ def main(options: DemoOptions) -> float:
     return accuracy
 
 
-def batches(count: int, options: DemoOptions, steps: int) -> Iterator[Tensor]:
-    """Indices of the rows of each step, shuffled anew each epoch."""
+def batches(count: int, options: DemoOptions) -> Iterator[Tensor]:
+    """Indices of the rows of each step, shuffled anew each epoch; rows that make no whole batch are left out."""
     generator = torch.Generator().manual_seed(options.seed)
-    done = 0
-    while True:
+    for _ in range(options.epochs):
         order = torch.randperm(count, generator=generator)
-        for start in range(0, count - options.batch + 1, options.batch):
-            if done == steps:
-                return
-            yield order[start : start + options.batch]
-            done += 1
+        yield from order[: count - count % options.batch].split(options.batch)
 
 
 def decode(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -408,7 +408,7 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("demo --batch 0", "--batch is a whole number from 1; got 0"),
         ("demo --microbatches 200", "--microbatches is at most --batch; got 200 for 128 rows"),
         ("demo --report no/report.html", "--report no/report.html cannot be written: there is no folder no"),
-        ("demo --trace .", "--trace is a file; got '.'"),
+        ("demo --trace .", "--trace . cannot be written: it is a folder"),
         ("demo --remat 0 4", "--remat names stages 0 to 3; got 4"),
         ("demo --remat -1", "--remat names stages 0 to 3; got -1"),
         ("demo --remat x", "invalid int value: 'x'"),
@@ -442,6 +442,21 @@ def test_the_demos_mistakes_come_all_at_once():
     with pytest.raises(fp.FuncpipeError) as caught:
         demo.main(options)
     assert 4 == str(caught.value).count("  * ")
+
+
+def test_the_demo_knows_every_family(monkeypatch):
+    """And runs one that it did not list of itself: up to the plan, where this test has seen enough."""
+    assert tuple(FAMILIES) == tuple(demo.OPTIONS["--schedule"]["choices"])
+    plans = []
+
+    def place(plan, params):
+        plans.append(plan)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fp, "place", place)
+    with pytest.raises(KeyboardInterrupt):
+        demo.main(demo.DemoOptions(schedule="zbv"))
+    assert "ZB-V+remat" == plans[0].schedule.name
 
 
 def test_the_demos_own_options_are_sound():

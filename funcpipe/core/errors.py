@@ -111,15 +111,20 @@ class RunTimeout(FuncpipeError, TimeoutError):
     """With ``timeout=``: nothing went on for so long. The message says what every lane did last and waits for."""
 
 
-def bullets(title: str, faults: Iterable[str]) -> str:
-    """One message for many faults: a title, then a line for each."""
-    return "\n".join([title, *(f"  * {fault}" for fault in faults)])
+def bullets(title: str, faults: Iterable[str], most: int | None = None) -> str:
+    """One message for many faults: a title, then a line for each, or for so many and how many more there are."""
+    lines = list(faults)
+    left_out = 0 if most is None else max(0, len(lines) - most)
+    lines[len(lines) - left_out :] = [f"and {left_out} more"] * (left_out > 0)
+    return "\n".join([title, *(f"  * {line}" for line in lines)])
 
 
-def raise_all(title: str, faults: Collection[str], kind: type[FuncpipeError] = PlanError) -> None:
-    """Raise one error for all faults, if there are any."""
+def raise_all(
+    title: str, faults: Collection[str], kind: type[Exception] = PlanError, *, most: int | None = None
+) -> None:
+    """Raise one error for all faults, if there are any; its message lists no more than ``most`` of them."""
     if faults:
-        raise kind(bullets(title, faults))
+        raise kind(bullets(title, faults, most))
 
 
 def located(error: BaseException, where: Where) -> BaseException:

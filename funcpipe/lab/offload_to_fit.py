@@ -7,7 +7,7 @@ from collections.abc import Callable
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.lab.problem import ROUNDING, Budget, Problem
-from funcpipe.schedules.transforms import with_moves
+from funcpipe.schedules.transforms import inserted
 
 Timed = Callable[[Schedule], Timeline]
 
@@ -85,5 +85,6 @@ def _insert(problem: Problem, bare: Schedule, timeline: Timeline, away: set[tupl
             while target - 1 > forwards[place] and starts[order[target]] > begin:
                 target -= 1
             loads.setdefault(target, []).insert(0, Action(Kind.L, stage, microbatch))
-        orders.append(with_moves(order, {forwards[place] for place in away if place in forwards}, loads))
+        leaves = {forwards[place]: [Action(Kind.O, *place)] for place in away if place in forwards}
+        orders.append(inserted(order, loads, leaves))
     return Schedule(tuple(orders), f"{bare.name}+offload")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from funcpipe.core.errors import ScheduleError
-from funcpipe.schedules.families import _blocks as blocks  # pyright: ignore[reportPrivateUsage]
+from funcpipe.schedules.counts import blocks
 
 SHAPES = ("line", "loop", "v")
 

@@ -32,17 +32,10 @@ class EffectContext:
 
 
 def effects(kind: Kind, stage: int, keeps: bool, context: EffectContext) -> tuple[list[Wire], list[Wire]]:
-    """The wires that an action reads and writes.
+    """The wires that an action reads, and those that it writes.
 
-    Args:
-        kind: what it does.
-        stage: on which stage.
-        keeps: does a forward keep its residual (False where it is computed again, or never needed).
-        context: stages, skips, loss.
-
-    Returns:
-        Reads, writes. Gradients of one skip from several pops are read in descending order of the popper: plain
-        autograd adds them in that order.
+    A forward does not keep its residual where it is computed again, or never needed. Gradients of one skip from several
+    pops are read in descending order of the popper: plain autograd adds them in that order.
     """
     this, last = context.stages[stage], len(context.stages) - 1
     ends_in_loss = stage == last and context.loss

@@ -132,11 +132,7 @@ def program_for(plan: Plan, num_microbatches: int, *, halves: bool = False) -> L
     return program
 
 
-def _none_yet(_: Plan) -> dict[tuple[int, bool], Lowered]:
-    return {}
-
-
-_programs = Remembered(_none_yet)
+_programs: Remembered[Plan, dict[tuple[int, bool], Lowered]] = Remembered(lambda _: {})
 """Of each plan, by number of microbatches and halves."""
 
 

@@ -99,23 +99,10 @@ class _Calls:
         self.calls: list[Call] = []
         self.readers: dict[Wire, set[int]] = defaultdict(set)
         """The lanes that read each wire."""
-        kinds = self._kinds()
-        for stage in range(schedule.num_stages):
-            for kind in kinds[stage]:
-                for wire in effects(kind, stage, True, context)[0]:
-                    self.readers[wire].add(schedule.device_of[stage])
-
-    def _kinds(self) -> list[set[Kind]]:
-        present: list[set[Kind]] = [set() for _ in range(self.schedule.num_stages)]
-        flags = [[False] * self.schedule.num_stages for _ in CODED]
-        for lane in self.legal.lanes:
-            for code, stage, _ in lane:
-                flags[code][stage] = True
-        for code, row in enumerate(flags):
-            for stage, crosses in enumerate(row):
-                if crosses:
-                    present[stage].add(CODED[code])
-        return present
+        for device, lane in enumerate(legal.lanes):
+            for code, stage in {(code, stage) for code, stage, _ in lane}:
+                for wire in effects(CODED[code], stage, True, context)[0]:
+                    self.readers[wire].add(device)
 
     def order(self) -> list[int]:
         """The plan order as ``call * M + microbatch``."""

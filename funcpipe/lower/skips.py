@@ -10,12 +10,7 @@ from funcpipe.core.stage import Stage, names_of
 
 
 class Route(NamedTuple):
-    """The way of one skip.
-
-    Attributes:
-        stash: the stage that makes it.
-        pops: the stages that take it, ascending.
-    """
+    """The way of one skip: the stage that makes it, and those that take it, ascending."""
 
     stash: int
     pops: tuple[int, ...]

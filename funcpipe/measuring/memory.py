@@ -12,7 +12,7 @@ from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.tree import Tree, flatten, leaves
-from funcpipe.core.words import size_of
+from funcpipe.core.words import columns, size_of
 from funcpipe.cutting.example import unmarked
 from funcpipe.measuring.join import join, peaks
 from funcpipe.measuring.measured import Measured, Pass, merged
@@ -159,13 +159,7 @@ class Memory:
         rows = [head, *map(_row, self.layers)]
         if len(self) > 1:
             rows.append(["all", *_row(self.total)[1:]])
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        return "\n".join(
-            "  ".join(
-                [row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))]
-            )
-            for row in rows
-        )
+        return "\n".join(columns(rows))
 
 
 def memory(

@@ -12,13 +12,13 @@ Sources: GPipe (arXiv 1811.06965), PipeDream-Flush / DAPPLE for 1F1B (arXiv 2006
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from operator import itemgetter
 
-from funcpipe.core.errors import ScheduleError, raise_all
+from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.counts import counted
+from funcpipe.schedules.counts import ScheduleCounts, blocks, schedule_counts
 
 
 def weave(
@@ -72,12 +72,9 @@ def fill_drain(
     Raises:
         ScheduleError: a count that is not positive, or more devices than stages.
     """
-    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices)
-    orders: list[tuple[Action, ...]] = []
-    for block in _blocks(stages, devices):
-        forwards, backwards = _straight(block, microbatches)
-        orders.append(weave(forwards, backwards, warmup=microbatches, size=len(block)) if backward else tuple(forwards))
-    return Schedule(tuple(orders), "fill-drain" if backward else "forward-only")
+    counts = schedule_counts(num_stages, num_microbatches, num_devices)
+    schedule = _woven("fill-drain", counts, [counts.microbatches] * counts.devices)
+    return schedule if backward else Schedule(schedule.forwards().orders, "forward-only")
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
@@ -97,12 +94,8 @@ def one_f_one_b(num_stages: int, num_microbatches: int, *, num_devices: int | No
     Raises:
         ScheduleError: a count that is not positive, or more devices than stages.
     """
-    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices)
-    orders = [
-        weave(*_straight(block, microbatches), warmup=devices - 1 - device, size=len(block))
-        for device, block in enumerate(_blocks(stages, devices))
-    ]
-    return Schedule(tuple(orders), "1F1B")
+    counts = schedule_counts(num_stages, num_microbatches, num_devices)
+    return _woven("1F1B", counts, reversed(range(counts.devices)))
 
 
 def eager_one_f_one_b(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
@@ -123,12 +116,8 @@ def eager_one_f_one_b(num_stages: int, num_microbatches: int, *, num_devices: in
     Raises:
         ScheduleError: a count that is not positive, or more devices than stages.
     """
-    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices)
-    orders = [
-        weave(*_straight(block, microbatches), warmup=2 * (devices - 1 - device), size=len(block))
-        for device, block in enumerate(_blocks(stages, devices))
-    ]
-    return Schedule(tuple(orders), "eager-1F1B")
+    counts = schedule_counts(num_stages, num_microbatches, num_devices)
+    return _woven("eager-1F1B", counts, reversed(range(0, 2 * counts.devices, 2)))
 
 
 def looped_bfs(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
@@ -149,13 +138,9 @@ def looped_bfs(num_stages: int, num_microbatches: int, *, num_devices: int | Non
     Raises:
         ScheduleError: a count that is not positive, or S is no multiple of D.
     """
-    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices, looped=True, share=2)
-    rounds = [range(microbatches)]
-    orders: list[tuple[Action, ...]] = []
-    for device in range(devices):
-        forwards, backwards = (_looped(kind, device, stages, devices, rounds) for kind in (Kind.F, Kind.B))
-        orders.append(weave(forwards, backwards, warmup=len(forwards)))
-    return Schedule(tuple(orders), "looped-BFS")
+    counts = schedule_counts(num_stages, num_microbatches, num_devices, looped=True, share=2)
+    _, microbatches, devices = counts
+    return _woven("looped-BFS", counts, [counts.stages * microbatches] * devices, [range(microbatches)])
 
 
 def interleaved(
@@ -184,23 +169,19 @@ def interleaved(
     Raises:
         ScheduleError: a count that is not positive, S is no multiple of D, or a group of another size.
     """
-    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices, looped=True, share=2)
+    counts = schedule_counts(num_stages, num_microbatches, num_devices, looped=True, share=2)
     if group is not None:
-        return _grouped(stages, microbatches, devices, group)
-    rounds, longest = _rounds(microbatches, devices)
-    orders: list[tuple[Action, ...]] = []
-    for device in range(devices):
-        forwards, backwards = (_looped(kind, device, stages, devices, rounds) for kind in (Kind.F, Kind.B))
-        warmup = (stages // devices - 1) * longest + 2 * (devices - 1 - device)
-        orders.append(weave(forwards, backwards, warmup=warmup))
-    return Schedule(tuple(orders), "interleaved")
+        return _grouped(counts, group)
+    rounds, before = _rounds(counts)
+    return _woven("interleaved", counts, [before + more for more in reversed(range(0, 2 * counts.devices, 2))], rounds)
 
 
-def _grouped(stages: int, microbatches: int, devices: int, group: int) -> Schedule:
+def _grouped(counts: ScheduleCounts, group: int) -> Schedule:
     """The schedule in slots: a device begins a forward every two, a backward in those between, g of each stage in turn.
 
     From device to device is one slot, so from one local stage to the next are D; a round of g takes 2 g, no less.
     """
+    stages, microbatches, devices = counts
     least = (devices + 1) // 2
     if type(group) is not int or not least <= group <= devices:
         raise ScheduleError(
@@ -241,17 +222,11 @@ def zero_bubble(num_stages: int, num_microbatches: int, *, num_devices: int | No
     Raises:
         ScheduleError: a count that is not positive, or S is no multiple of D.
     """
-    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices, looped=True)
-    rounds, longest = _rounds(microbatches, devices)
-    chunks = stages // devices
-    orders: list[tuple[Action, ...]] = []
-    for device in range(devices):
-        forwards, inputs, weights = (
-            _looped(kind, device, stages, devices, rounds) for kind in (Kind.F, Kind.I, Kind.W)
-        )
-        warmup = (chunks - 1) * longest + (devices - 1 - device)
-        orders.append(weave(forwards, inputs, warmup=warmup, weights=weights, delay=device))
-    return Schedule(tuple(orders), "ZB-H1" if chunks == 1 else "interleaved-ZB")
+    counts = schedule_counts(num_stages, num_microbatches, num_devices, looped=True)
+    rounds, before = _rounds(counts)
+    delays = range(counts.devices)
+    name = "ZB-H1" if counts.stages == counts.devices else "interleaved-ZB"
+    return _woven(name, counts, [before + more for more in reversed(delays)], rounds, delays)
 
 
 def zb_h2(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
@@ -273,76 +248,40 @@ def zb_h2(num_stages: int, num_microbatches: int, *, num_devices: int | None = N
     Raises:
         ScheduleError: a count that is not positive, or more devices than stages.
     """
-    stages, microbatches, devices = _counts(num_stages, num_microbatches, num_devices)
-    orders: list[tuple[Action, ...]] = []
-    for device, block in enumerate(_blocks(stages, devices)):
-        forwards, inputs = _straight(block, microbatches, Kind.I)
-        weights = [Action(Kind.W, stage, microbatch) for _, stage, microbatch in inputs]
-        warmup, delay = 2 * (devices - 1 - device), 2 * device
-        orders.append(weave(forwards, inputs, warmup=warmup, size=len(block), weights=weights, delay=delay))
-    return Schedule(tuple(orders), "ZB-H2")
+    counts = schedule_counts(num_stages, num_microbatches, num_devices)
+    delays = range(0, 2 * counts.devices, 2)
+    return _woven("ZB-H2", counts, reversed(delays), delays=delays)
 
 
-def _counts(
-    num_stages: int,
-    num_microbatches: int,
-    num_devices: int | None,
-    *,
-    looped: bool = False,
-    folded: bool = False,
-    share: int = 1,
-) -> tuple[int, int, int]:
-    """The counts as ints; all faults of them in one message.
+def _rounds(counts: ScheduleCounts) -> tuple[list[range], int]:
+    """The microbatches in rounds of about D, and how many forwards of the longest come before a device's last stage."""
+    rounds = blocks(counts.microbatches, max(1, counts.microbatches // counts.devices))
+    return rounds, (counts.stages // counts.devices - 1) * max(map(len, rounds))
 
-    Without ``num_devices`` there is one device for ``share`` stages, where that divides them, else for each.
+
+def _woven(
+    name: str,
+    counts: ScheduleCounts,
+    warmups: Iterable[int],
+    rounds: Sequence[range] = (),
+    delays: Sequence[int] = (),
+) -> Schedule:
+    """`weave` on every device; with delays, of split backwards.
+
+    With rounds of microbatches the stages loop, and a device takes a round through one of them after the other;
+    without, a device takes each microbatch through its neighbouring stages in one step.
     """
-    faults: list[str] = []
-    arguments = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_devices": num_devices}
-    counts = counted(arguments, faults, optional="num_devices")
-    stages, devices = counts.get("num_stages", 0), counts.get("num_devices", 0)
-    if stages > 0 and num_devices is None:
-        devices = stages // share if stages % share == 0 else stages
-    if 0 < stages < devices:
-        faults.append(f"num_devices is at most num_stages; got {devices} devices for {stages} stages")
-    elif looped and stages > 0 and devices > 0 and stages % devices:
-        divisors = [d for d in range(1, stages + 1) if stages % d == 0]
-        faults.append(
-            f"looped stages are spread evenly, so num_devices divides num_stages; got {stages} stages on {devices} "
-            f"devices; take num_devices from {divisors}"
-        )
-    elif folded and stages > 0 and devices > 0 and stages != 2 * devices:
-        remedy = f"take num_devices={stages // 2}" if stages % 2 == 0 else f"take num_stages={stages + 1}"
-        faults.append(
-            f"a V has two stages a device, so num_stages is twice num_devices; got {stages} stages on {devices} "
-            f"devices; {remedy}"
-        )
-    raise_all("no such schedule:", faults, ScheduleError)
-    return stages, counts["num_microbatches"], devices
-
-
-def _blocks(stages: int, devices: int) -> list[range]:
-    """Neighbouring stages for each device, as equal as can be."""
-    size, larger = divmod(stages, devices)
-    starts = [device * size + min(device, larger) for device in range(devices + 1)]
-    return [range(a, b) for a, b in pairwise(starts)]
-
-
-def _straight(block: range, microbatches: int, backward: Kind = Kind.B) -> tuple[list[Action], list[Action]]:
-    """Forwards and backwards (B, or I) of a block of stages, microbatch by microbatch."""
-    forwards = [Action(Kind.F, s, m) for m in range(microbatches) for s in block]
-    backwards = [Action(backward, s, m) for m in range(microbatches) for s in reversed(block)]
-    return forwards, backwards
-
-
-def _rounds(microbatches: int, devices: int) -> tuple[list[range], int]:
-    """The microbatches in rounds of D (of a bit more where D does not divide M), and the longest round."""
-    rounds = _blocks(microbatches, max(1, microbatches // devices))
-    return rounds, max(map(len, rounds))
-
-
-def _looped(kind: Kind, device: int, stages: int, devices: int, rounds: list[range]) -> list[Action]:
-    """The actions of one kind on a device with looped stages: each round through one local stage after the other."""
-    local = range(device, stages, devices)
-    chain = local if kind is Kind.F else local[::-1]
+    stages, microbatches, devices = counts
+    places = [range(device, stages, devices) for device in range(devices)] if rounds else blocks(stages, devices)
     new = tuple.__new__  # a third of the time of Action(...), and there may be a hundred thousand
-    return [new(Action, (kind, s, m)) for around in rounds for s in chain for m in around]
+
+    def row(kind: Kind, place: range) -> list[Action]:
+        local, around = place if kind is Kind.F else place[::-1], rounds or blocks(microbatches, microbatches)
+        return [new(Action, (kind, stage, m)) for group in around for stage in local for m in group]
+
+    orders: list[tuple[Action, ...]] = []
+    for place, warmup, delay in zip(places, warmups, delays or repeat(0), strict=False):
+        forwards, backwards = row(Kind.F, place), row(Kind.I if delays else Kind.B, place)
+        weights, size = row(Kind.W, place) if delays else (), 1 if rounds else len(place)
+        orders.append(weave(forwards, backwards, warmup=warmup, size=size, weights=weights, delay=delay))
+    return Schedule(tuple(orders), name)

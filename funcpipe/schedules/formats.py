@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from funcpipe.core.cost import Cost
-from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import SPELLING
 from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import ACTION, Action, Schedule
+from funcpipe.schedules.legal import MOST_FAULTS
 
 VERSION = 1
 """Of the JSON; a reader refuses any other."""
 
 _MOST = 10**6
 """Stages, microbatches and devices of a file are fewer: what walks over them stays quick whatever the file says."""
-_MOST_FAULTS = 20
 _MOST_LETTERS = 200
 
 Fault = Callable[[str], None]
@@ -97,7 +98,7 @@ def from_json(text: str) -> Schedule | Cost | Timeline:
         raise ScheduleError(f'"version" is {VERSION}, the only one that this funcpipe reads; got {shown(version)}')
     faults: list[str] = []
     thing = read(data, faults.append)
-    refuse_faults(f"this is no {kind} that funcpipe reads:", faults)
+    raise_all(f"this is no {kind} that funcpipe reads:", faults, ScheduleError, most=MOST_FAULTS)
     assert thing is not None
     return thing
 
@@ -151,39 +152,27 @@ def _schedule(data: dict[str, Any], fault: Fault) -> Schedule:
     _fields(data, need=("orders",), may=("name",), fault=fault)
     known: dict[str, Action] = {}
     orders: list[tuple[Action, ...]] = []
-    for at, row in enumerate(_list(data.get("orders", []), "orders", fault)):
+    for at, row in enumerate(_field(data, "orders", [], _is_list, "a list", fault)):
         if isinstance(row, str):
             orders.append(read_actions(row.split(), f"orders[{at}]", known=known, fault=fault))
         else:
             fault(f'orders[{at}]: a text like "0F0 0B0"; got {shown(row)}')
-    return Schedule(tuple(orders), _label(data.get("name", "custom"), "name", fault))
+    return Schedule(tuple(orders), _field(data, "name", "custom", _is_label, _LABEL, fault))
 
 
 def _cost(data: dict[str, Any], fault: Fault) -> Cost | None:
-    names = tuple(Cost.__dataclass_fields__)
-    _fields(data, need=(), may=names, fault=fault)
-    fields: dict[str, Any] = {}
+    declared = Cost.__dataclass_fields__
+    _fields(data, need=(), may=tuple(declared), fault=fault)
+    fields = {name: data[name] for name in declared if name in data}
     faults: list[str] = []
-    for name in names:
-        if name not in data:
-            continue
-        value = data[name]
+    for name, value in fields.items():
         if name == "skips":
-            rows = _list(value, name, faults.append)
+            rows = _field(data, name, [], _is_list, "a list", faults.append)
             faults += [
                 f"skips[{at}]: [stash, pop, size]; got {shown(row)}" for at, row in enumerate(rows) if not _is_skip(row)
             ]
-            fields[name] = tuple(tuple(row) for row in rows if _is_skip(row))
-            continue
-        is_single = name == "bandwidth"
-        values = value if isinstance(value, list) and not is_single else [value]
-        if not (value is None and name in ("backward", "remat", "bandwidth")):
-            bad = [number for number in values if not _is_number(number)]
-            faults += [
-                f"{name}: a number from 0{', or a list of them' * (not is_single)}; got {shown(number)}"
-                for number in bad[:1]
-            ]
-        fields[name] = tuple(value) if isinstance(value, list) else value
+        elif value is not None or declared[name].default is not None:
+            _numbers(value, name, faults.append, single=name == "bandwidth")
     if not faults:
         try:
             return Cost(**fields)
@@ -199,27 +188,33 @@ def _is_skip(row: Any) -> bool:
 
 
 def _timeline(data: dict[str, Any], fault: Fault) -> Timeline | None:
-    _fields(
-        data,
-        need=("num_devices", "spans"),
-        may=("name", "unit", "comm", "peak", "memory", "lanes", "path"),
-        fault=fault,
-    )
-    devices, comm = data.get("num_devices", 0), data.get("comm", 0.0)
+    may = ("name", "unit", "comm", "peak", "memory", "lanes", "path")
+    _fields(data, need=("num_devices", "spans"), may=may, fault=fault)
+    devices = data.get("num_devices", 0)
     if not _is_index(devices):
         fault(f"num_devices: a whole number from 0 to {_MOST - 1}; got {shown(devices)}")
         return None
-    if not all(map(_is_number, comm if isinstance(comm, list) else [comm])):
-        fault(f"comm: a number from 0, or a list of them; got {shown(comm)}")
-    peak = _list(data.get("peak", []), "peak", fault)
-    if not all(map(_is_number, peak)) or len(peak) not in (0, devices):
-        fault(f"peak: a number from 0 for each of {devices} devices, or []; got {shown(peak)}")
+
+    def for_each(name: str, is_sound: Callable[[Any], bool], words: str) -> tuple[Any, ...]:
+        def are_sound(rows: Any) -> bool:
+            return _is_list(rows, is_sound) and len(rows) in (0, devices)
+
+        return tuple(_field(data, name, [], are_sound, f"{words}, or []", fault))
+
+    comm = _numbers(data.get("comm", 0.0), "comm", fault)
+    peak = for_each("peak", _is_number, f"a number from 0 for each of {devices} devices")
+    lanes = for_each("lanes", _is_text, f"a name for each of {devices} devices")
+    memory = for_each(
+        "memory", partial(_is_list, is_sound=_is_step), f"for each of {devices} devices a list of [time, amount]"
+    )
+    name = _field(data, "name", "", _is_label, _LABEL, fault)
+    unit = _field(data, "unit", "units", _is_label, _LABEL, fault)
     known: dict[str, Action] = {}
     seen: set[Action] = set()
     spans: list[Span] = []
-    for at, row in enumerate(_list(data.get("spans", []), "spans", fault)):
-        sound = isinstance(row, list) and len(row) == 4 and _is_index(row[0]) and row[0] < devices
-        if not (sound and _is_number(row[1]) and _is_number(row[2]) and row[1] <= row[2] and isinstance(row[3], str)):
+    for at, row in enumerate(_field(data, "spans", [], _is_list, "a list", fault)):
+        sound = _is_list(row) and len(row) == 4 and _is_index(row[0]) and row[0] < devices
+        if not (sound and _is_number(row[1]) and _is_number(row[2]) and row[1] <= row[2] and _is_text(row[3])):
             fault(
                 f'spans[{at}]: [device, start, end, "2F0"] with a device below {devices}, 0 <= start <= end; got '
                 f"{shown(row)}"
@@ -230,45 +225,17 @@ def _timeline(data: dict[str, Any], fault: Fault) -> Timeline | None:
                 fault(f"spans[{at}]: {action} stands twice")
             seen.add(action)
             spans.append(Span(row[0], row[1], row[2], action))
-    name, unit = (_label(data.get(key, default), key, fault) for key, default in (("name", ""), ("unit", "units")))
-    comm = tuple(comm) if isinstance(comm, list) else comm
-    lanes = _list(data.get("lanes", []), "lanes", fault)
-    if not all(isinstance(lane, str) for lane in lanes) or len(lanes) not in (0, devices):
-        fault(f"lanes: a name for each of {devices} devices, or []; got {shown(lanes)}")
-    memory = _memory(data.get("memory", []), devices, fault)
-    path = _path(data.get("path", []), known, seen, fault)
-    return Timeline(tuple(spans), devices, tuple(peak), unit, comm, name, memory, tuple(lanes), path)
-
-
-def _path(value: Any, known: dict[str, Action], spanned: set[Action], fault: Fault) -> tuple[Action, ...]:
-    words = _list(value, "path", fault)
-    if not all(isinstance(word, str) for word in words):
-        fault(f"path: a list of actions, such as 2F0; got {shown(value)}")
-        words = []
-    actions = read_actions(words, "path", known=known, fault=fault)
-    if not spanned.issuperset(actions):
+    words = _field(data, "path", [], partial(_is_list, is_sound=_is_text), "a list of actions, such as 2F0", fault)
+    path = read_actions(words, "path", known=known, fault=fault)
+    if not seen.issuperset(path):
         fault("path: some of its actions have no span")
-    return actions
-
-
-def _memory(value: Any, devices: int, fault: Fault) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """The steps of each device; (from when, how much), a level may be a rounding below zero."""
-    rows = _list(value, "memory", fault)
-    sound = len(rows) in (0, devices) and all(isinstance(row, list) and all(map(_is_step, row)) for row in rows)
-    if not sound:
-        fault(f"memory: for each of {devices} devices a list of [time, amount], or []; got {shown(value)}")
-        return ()
-    return tuple(tuple((time, level) for time, level in row) for row in rows)
+    steps = tuple(tuple((time, level) for time, level in row) for row in memory)
+    return Timeline(tuple(spans), devices, peak, unit, comm, name, steps, lanes, path)
 
 
 def _is_step(step: Any) -> bool:
-    return (
-        isinstance(step, list)
-        and len(step) == 2
-        and _is_number(step[0])
-        and type(step[1]) in (int, float)
-        and abs(step[1]) < float("inf")
-    )
+    """Is it (from when, how much); a level may be a rounding below zero."""
+    return _is_list(step, _is_finite) and len(step) == 2 and step[0] >= 0
 
 
 _READERS: Mapping[str, Callable[[dict[str, Any], Fault], Schedule | Cost | Timeline | None]] = {
@@ -306,27 +273,52 @@ def read_actions(words: Sequence[str], place: str, *, known: dict[str, Action], 
     return tuple(actions)
 
 
-def _list(value: Any, place: str, fault: Fault) -> list[Any]:
-    if isinstance(value, list):
+def _field(
+    data: Mapping[str, Any], name: str, default: Any, is_sound: Callable[[Any], bool], words: str, fault: Fault
+) -> Any:
+    """A field, or what takes its place where it is left out, or is none of what the words say."""
+    value = data.get(name, default)
+    if is_sound(value):
         return value
-    fault(f"{place}: a list; got {shown(value)}")
-    return []
+    fault(f"{name}: {words}; got {shown(value)}")
+    return default
 
 
-def _label(value: Any, place: str, fault: Fault) -> str:
-    """A name for pictures, never of a file; short, and nothing in it moves a terminal's cursor."""
-    if isinstance(value, str) and len(value) <= _MOST_LETTERS and value.isprintable():
-        return value
-    fault(f"{place}: a text of at most {_MOST_LETTERS} letters that print; got {shown(value)}")
-    return ""
+def _numbers(value: Any, name: str, fault: Fault, *, single: bool = False) -> Any:
+    """A number, or unless it must be single a tuple of them."""
+    values = tuple(value) if _is_list(value) and not single else (value,)
+    bad = [number for number in values if not _is_number(number)]
+    if bad:
+        fault(f"{name}: a number from 0{', or a list of them' * (not single)}; got {shown(bad[0])}")
+    return values if _is_list(value) else value
+
+
+_LABEL = f"a text of at most {_MOST_LETTERS} letters that print"
+"""A name for pictures, never of a file; short, and nothing in it moves a terminal's cursor."""
+
+
+def _is_label(value: Any) -> bool:
+    return _is_text(value) and len(value) <= _MOST_LETTERS and value.isprintable()
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list(value: Any, is_sound: Callable[[Any], bool] | None = None) -> bool:
+    return isinstance(value, list) and (is_sound is None or all(map(is_sound, value)))
 
 
 def _is_index(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MOST
 
 
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < float("inf")
+
+
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < float("inf")
+    return _is_finite(value) and value >= 0
 
 
 def shown(value: Any) -> str:
@@ -337,10 +329,3 @@ def shown(value: Any) -> str:
         return f"[{', '.join(flat)}, ...]"
     text = repr(value[:40] if isinstance(value, str) else value)
     return text if len(text) <= 44 else text[:40] + "..."
-
-
-def refuse_faults(title: str, faults: list[str]) -> None:
-    """Raise a ScheduleError with the first of the faults, if there are any."""
-    if faults:
-        more = len(faults) - _MOST_FAULTS
-        raise ScheduleError(bullets(title, faults[:_MOST_FAULTS] + [f"and {more} more"] * (more > 0)))

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.errors import ScheduleError, bullets, raise_all
 from funcpipe.core.kinds import ADDS, KINDS, ONCE, Flow, Kind, flowing
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.schedule import Action, Schedule
 from funcpipe.schedules.clock import CODE, CODED, B, F, G, I, R, W, chain, clock
 
-_MOST_FAULTS = 20
+MOST_FAULTS = 20
+"""A message about a schedule lists no more."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +49,19 @@ def check(schedule: Schedule) -> None:
     examine(schedule)
 
 
-def examine(schedule: Schedule) -> Legal:
-    """`check` with its findings; remembered on the schedule."""
-    return _legal(schedule)
-
-
 def _examine(schedule: Schedule) -> Legal:
-    faults = _malformed(schedule)
-    if faults:
-        _refuse(schedule, faults)
+    def refuse(faults: list[str]) -> None:
+        raise_all(f"schedule {schedule.name!r} is not legal:", faults, ScheduleError, most=MOST_FAULTS)
+
+    refuse(_malformed(schedule))
     lanes = tuple([(CODE[kind], stage, microbatch) for kind, stage, microbatch in order] for order in schedule.orders)
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     if stages * microbatches > 5 * sum(map(len, lanes)):  # absurd indices: named before anything is allocated by them
-        _refuse(schedule, _gaps(lanes, stages, microbatches))
+        refuse(_gaps(lanes, stages, microbatches))
     rematted: frozenset[int] = frozenset()
     if not _plain(lanes, stages, microbatches):
         faults, rematted = _incomplete(lanes, stages, microbatches, schedule.device_of)
-        if faults:
-            _refuse(schedule, faults)
+        refuse(faults)
     durations = [[float(KINDS[kind].units)] * stages for kind in CODED]
     starts, stuck = clock(lanes, schedule.device_of, microbatches, durations, chain(stages))
     if stuck:
@@ -76,13 +72,8 @@ def _examine(schedule: Schedule) -> Legal:
     return Legal(lanes, list(map(places.__getitem__, order)), rematted)
 
 
-_legal = Remembered(_examine)
-
-
-def _refuse(schedule: Schedule, faults: list[str]) -> None:
-    more = len(faults) - _MOST_FAULTS
-    shown = faults[:_MOST_FAULTS] + ([f"and {more} more"] if more > 0 else [])
-    raise ScheduleError(bullets(f"schedule {schedule.name!r} is not legal:", shown))
+examine = Remembered(_examine)
+"""`check` with its findings, for each schedule once."""
 
 
 def _malformed(schedule: Schedule) -> list[str]:

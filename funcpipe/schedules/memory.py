@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.kinds import KINDS, Held, Kind
 from funcpipe.core.schedule import Action, Schedule
@@ -24,30 +22,22 @@ def residual_table(cost: Cost, num_stages: int) -> dict[Kind, tuple[tuple[float,
     return {kind: (amounts[row.takes], amounts[row.frees]) for kind, row in KINDS.items()}
 
 
-def _changes(order: Sequence[Action], schedule: Schedule, cost: Cost) -> list[tuple[float, float]]:
-    """What each action of a device takes and frees of residuals."""
-    if not schedule.has_backward:
-        return [(0.0, 0.0)] * len(order)
-    again = {(stage, microbatch) for kind, stage, microbatch in order if kind is Kind.R}
-    table = residual_table(cost, schedule.num_stages)
-    rows: list[tuple[float, float]] = []
-    for kind, stage, microbatch in order:
-        takes, frees = table[kind]
-        kept = kind is not Kind.F or (stage, microbatch) not in again
-        rows.append((takes[stage] if kept else 0.0, frees[stage]))
-    return rows
-
-
 def residual_levels(order: tuple[Action, ...], schedule: Schedule, cost: Cost = Cost()) -> list[tuple[float, float]]:  # noqa: B008  frozen
     """What a device holds in residuals from the start of each action of its order, and from its end.
 
     By the order alone: O and L move all of a residual in no time here.
     """
+    if not schedule.has_backward:
+        return [(0.0, 0.0)] * len(order)
+    again = {(stage, microbatch) for kind, stage, microbatch in order if kind is Kind.R}
+    table = residual_table(cost, schedule.num_stages)
     live = 0.0
     levels: list[tuple[float, float]] = []
-    for taken, freed in _changes(order, schedule, cost):
-        during = live + taken
-        live = during - freed
+    for kind, stage, microbatch in order:
+        takes, frees = table[kind]
+        kept = kind is not Kind.F or (stage, microbatch) not in again
+        during = live + takes[stage] if kept else live
+        live = during - frees[stage]
         levels.append((during, live))
     return levels
 

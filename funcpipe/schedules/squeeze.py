@@ -56,12 +56,9 @@ def most_held(lanes: Sequence[Lane]) -> int:
 
 
 def squeezed(lanes: Sequence[Lane], ceiling: int, *, more: int = 0) -> tuple[tuple[Action, ...], ...]:
-    """The orders of repeated blocks when all that can has moved up, twice, with at most ``ceiling`` residuals a device.
+    """The orders of `repeated` blocks when all that can has moved up, twice, with at most ``ceiling`` residuals a device.
 
-    Args:
-        lanes: as `repeated` gives them.
-        ceiling: at least `most_held` of them.
-        more: so many microbatches are added where the orders repeat; on each device they must.
+    That is at least `most_held` of them; so many microbatches ``more`` are added where the orders repeat, as they must.
     """
     moved = _squeeze(lanes, ceiling, drain=max(map(len, lanes)))
     last = max(slot for slot, code in enumerate(moved[0]) if code % BLOCK == 0)
@@ -185,14 +182,9 @@ def _last_full(changes: list[int], residuals: int, first: int, slot: int, ceilin
 
 
 def _earliest(lane: Lane, residuals: int, ready: int, slot: int, *, room: int) -> int:
-    """The first slot from ``ready`` up to its own that an action could have, with at most ``room`` held from it on.
+    """The first slot from ``ready`` up to its own, ``slot``, that an action could have, with at most ``room`` held from it on.
 
-    A free one, or that of a W, where one residual more has room.
-
-    Args:
-        lane: what the device does.
-        residuals: how many it holds just before ``slot``.
-        ready, slot, room: see above.
+    A free one, or that of a W, where one residual more has room; ``residuals``: held just before ``slot``.
     """
     best, peak = slot, 0
     for early in range(slot - 1, ready - 1, -1):

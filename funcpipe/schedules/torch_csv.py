@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from funcpipe.core.errors import ScheduleError
+from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import ONCE, Kind
 from funcpipe.core.schedule import Action, Schedule, select
-from funcpipe.schedules.formats import read_actions, refuse_faults, shown
-from funcpipe.schedules.legal import check
+from funcpipe.schedules.formats import read_actions, shown
+from funcpipe.schedules.legal import MOST_FAULTS, check
 
 _COMMS = re.compile(r"[0-9]+(?:(?:WAIT_SEND|SEND|RECV)_[FB][0-9]+|(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)[0-9]*)")
 """The actions of torch 2.15 and older that carry nothing for a plan: it derives its messages, and shards nothing."""
@@ -47,7 +47,7 @@ def to_torch_csv(schedule: Schedule) -> str:
         faults.append(
             "it has O and L: torch's schedules have no offload; write it as it was before `fp.schedules.offload`"
         )
-    refuse_faults(f"torch.distributed.pipelining cannot run schedule {schedule.name!r}:", faults)
+    raise_all(f"torch.distributed.pipelining cannot run schedule {schedule.name!r}:", faults, ScheduleError)
     orders = select(schedule.orders, lambda action: action.kind not in ONCE)
     return "".join(",".join(map(str, order)) + "\n" for order in orders)
 
@@ -91,5 +91,5 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
             else:
                 words.append(cell)
         orders.append(read_actions(words, f"row {row}", known=known, fault=faults.append))
-    refuse_faults("this is no schedule of torch.distributed.pipelining:", faults)
+    raise_all("this is no schedule of torch.distributed.pipelining:", faults, ScheduleError, most=MOST_FAULTS)
     return Schedule(tuple(orders), name)

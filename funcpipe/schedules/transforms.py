@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from funcpipe.core.errors import ScheduleError, bullets
+from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import ADDS, ONCE
 from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.schedules.legal import MOST_FAULTS
 
-_MOST_FAULTS = 20
 
+def _refuse(name: str, schedule: object, kinds: Collection[Kind] = (), *, because: str, once: str = "") -> None:
+    """Raise ScheduleError for what is no schedule, has no backwards, or has one of the kinds already.
 
-def _refuse(name: str, schedule: object, *, because: str) -> None:
-    """Raise ScheduleError for what is no schedule, or has no backwards; ``because``: what these would be for."""
+    ``because``: what backwards would be for; ``once``: how to apply it once.
+    """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
             f"{name} takes a schedule; got a {type(schedule).__name__} (of a plan: fp.schedules.{name}(plan.schedule))"
         )
     if not schedule.has_backward:
         raise ScheduleError(f"schedule {schedule.name!r} has no backwards, so {because}")
+    if any(action.kind in kinds for order in schedule.orders for action in order):
+        letters = " or ".join(kind.value for kind in kinds)
+        raise ScheduleError(f"schedule {schedule.name!r} has {letters} already; apply {name} once, {once}")
 
 
 def _refuse_choice(name: str, choose: object) -> None:
@@ -53,21 +58,17 @@ def remat(schedule: Schedule, *, keep: Callable[[Action], bool] = never) -> Sche
     Raises:
         ScheduleError: this is no schedule, it has no backwards, or it has ``R`` already.
     """
-    _refuse("remat", schedule, because="there is nothing to compute again")
+    _refuse("remat", schedule, [Kind.R], because="there is nothing to compute again", once="with keep=")
     _refuse_choice("keep", keep)
-    if any(action.kind is Kind.R for order in schedule.orders for action in order):
-        raise ScheduleError(f"schedule {schedule.name!r} has R already; apply remat once, with keep=")
 
-    def rows(order: tuple[Action, ...]) -> list[Action]:
-        out: list[Action] = []
-        for action in order:
-            kind, stage, microbatch = action
-            if (kind is Kind.B or kind is Kind.I) and not keep(Action(Kind.F, stage, microbatch)):
-                out.append(Action(Kind.R, stage, microbatch))
-            out.append(action)
-        return out
+    def again(order: tuple[Action, ...]) -> dict[int, list[Action]]:
+        return {
+            at: [Action(Kind.R, stage, microbatch)]
+            for at, (kind, stage, microbatch) in enumerate(order)
+            if kind in (Kind.B, Kind.I) and not keep(Action(Kind.F, stage, microbatch))
+        }
 
-    return Schedule(tuple(tuple(rows(order)) for order in schedule.orders), f"{schedule.name}+remat")
+    return Schedule(tuple(inserted(order, again(order), {}) for order in schedule.orders), f"{schedule.name}+remat")
 
 
 def delay(schedule: Schedule, *, group: int = 1) -> Schedule:
@@ -132,20 +133,13 @@ def reduce_grads(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: this is no schedule, it has no backwards, or it has ``G`` already.
     """
-    _refuse("reduce_grads", schedule, because="there are no gradients to reduce")
-    if any(action.kind in ONCE for order in schedule.orders for action in order):
-        raise ScheduleError(f"schedule {schedule.name!r} has G already; apply reduce_grads once, and last")
+    _refuse("reduce_grads", schedule, ONCE, because="there are no gradients to reduce", once="and last")
 
-    def reduced(order: tuple[Action, ...]) -> list[Action]:
+    def reduced(order: tuple[Action, ...]) -> tuple[Action, ...]:
         last = {action.stage: at for at, action in enumerate(order) if action.kind in ADDS}
-        out: list[Action] = []
-        for at, action in enumerate(order):
-            out.append(action)
-            if last.get(action.stage) == at:
-                out.append(Action(Kind.G, action.stage))
-        return out
+        return inserted(order, {}, {at: [Action(Kind.G, stage)] for stage, at in last.items()})
 
-    return Schedule(tuple(tuple(reduced(order)) for order in schedule.orders), f"{schedule.name}+reduce")
+    return Schedule(tuple(map(reduced, schedule.orders)), f"{schedule.name}+reduce")
 
 
 def always(action: Action) -> bool:
@@ -176,30 +170,24 @@ def offload(schedule: Schedule, *, move: Callable[[Action], bool] = always, ahea
         ScheduleError: this is no schedule, it has no backwards, it has ``O`` already, or a residual that is picked is
             computed again by ``R``.
     """
-    _refuse("offload", schedule, because="no residual waits for one")
+    _refuse("offload", schedule, [Kind.O, Kind.L], because="no residual waits for one", once="with move=")
     _refuse_choice("move", move)
     if type(ahead) is not int or ahead < 0:
         raise ScheduleError(
             f"ahead is how many computing actions stand between L and the backward, from 0; got {ahead!r}"
         )
-    if any(action.kind in (Kind.O, Kind.L) for order in schedule.orders for action in order):
-        raise ScheduleError(f"schedule {schedule.name!r} has O or L already; apply offload once, with move=")
     orders = tuple(_moved(order, move, ahead) for order in schedule.orders)
     faults = [
         f"{stage}F{microbatch}, but its residual is computed again by {stage}R{microbatch}"
         for order in orders
         for stage, microbatch in sorted(_of(order, Kind.O) & _of(order, Kind.R))
     ]
-    if faults:
-        omitted = len(faults) - _MOST_FAULTS
-        faults = faults[:_MOST_FAULTS] + ([f"and {omitted} more"] if omitted > 0 else [])
-        raise ScheduleError(
-            bullets(
-                f"a residual of {schedule.name!r} is computed again or moved, not both; let move= leave these out. It "
-                "picked",
-                faults,
-            )
-        )
+    raise_all(
+        f"a residual of {schedule.name!r} is computed again or moved, not both; let move= leave these out. It picked",
+        faults,
+        ScheduleError,
+        most=MOST_FAULTS,
+    )
     return Schedule(orders, f"{schedule.name}+offload")
 
 
@@ -210,25 +198,22 @@ def _of(order: tuple[Action, ...], kind: Kind) -> set[tuple[int, int]]:
 def _moved(order: tuple[Action, ...], move: Callable[[Action], bool], ahead: int) -> tuple[Action, ...]:
     """The order of one device with its O and L."""
     forwards = {(stage, m): at for at, (kind, stage, m) in enumerate(order) if kind is Kind.F}
-    away: set[int] = set()
+    away: dict[int, list[Action]] = {}
     loads: dict[int, list[Action]] = defaultdict(list)  # what to bring back before each position
     for at, (kind, stage, m) in enumerate(order):
         forward = forwards.get((stage, m))
         if kind not in (Kind.B, Kind.I) or forward is None or at - ahead <= forward + 1 or not move(order[forward]):
             continue
-        away.add(forward)
+        away[forward] = [Action(Kind.O, stage, m)]
         loads[at - ahead].append(Action(Kind.L, stage, m))
-    return with_moves(order, away, loads)
+    return inserted(order, loads, away)
 
 
-def with_moves(
-    order: Sequence[Action], away: Container[int], loads: Mapping[int, Sequence[Action]]
+def inserted(
+    order: Sequence[Action], before: Mapping[int, Sequence[Action]], after: Mapping[int, Sequence[Action]]
 ) -> tuple[Action, ...]:
-    """An order with an O after each forward at a position in ``away``, and the L of ``loads`` before their positions."""
+    """An order with more actions before and after some of its positions."""
     out: list[Action] = []
     for at, action in enumerate(order):
-        out += loads.get(at, [])
-        out.append(action)
-        if at in away:
-            out.append(Action(Kind.O, action.stage, action.microbatch))
+        out += (*before.get(at, ()), action, *after.get(at, ()))
     return tuple(out)

@@ -21,7 +21,7 @@ from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.clock import CODE, clock
 from funcpipe.schedules.clock import chain as neighbours
-from funcpipe.schedules.families import _counts as counts  # pyright: ignore[reportPrivateUsage]
+from funcpipe.schedules.counts import schedule_counts
 from funcpipe.schedules.squeeze import BLOCK, Block, most_held, repeated, squeezed, steady
 
 _Phase = tuple[int, str]
@@ -50,7 +50,7 @@ def zbv(num_stages: int, num_microbatches: int, *, num_devices: int | None = Non
     Raises:
         ScheduleError: a count that is not positive, or S is not twice D.
     """
-    _, microbatches, devices = counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
+    _, microbatches, devices = schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
     full = max(microbatches, 2 * devices - 1)  # so many fill the V; of a longer schedule the first few are taken
     orders: list[list[Action]] = []
     for device in range(devices):
@@ -90,7 +90,7 @@ def dualpipe_v(num_stages: int, num_microbatches: int, *, num_devices: int | Non
     Raises:
         ScheduleError: a count that is not positive, S is not twice D, or M is less than S.
     """
-    stages, microbatches, devices = counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
+    stages, microbatches, devices = schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
     if microbatches < stages:
         raise ScheduleError(
             f"no such schedule: DualPipeV fills the V with {stages} microbatches, one for each stage; got "
@@ -135,7 +135,7 @@ def v_half(num_stages: int, num_microbatches: int, *, num_devices: int | None = 
     Raises:
         ScheduleError: a count that is not positive, or S is not twice D.
     """
-    _, microbatches, devices = counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
+    _, microbatches, devices = schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
     return Schedule(steady(_half_block, devices, microbatches), "V-Half")
 
 
@@ -159,7 +159,7 @@ def v_min(num_stages: int, num_microbatches: int, *, num_devices: int | None = N
     Raises:
         ScheduleError: a count that is not positive, or S is not twice D.
     """
-    _, microbatches, devices = counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
+    _, microbatches, devices = schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
     return Schedule(steady(_min_block, devices, microbatches), "V-Min")
 
 
@@ -184,7 +184,7 @@ def v_adaptive(num_stages: int, num_microbatches: int, *, num_devices: int | Non
     Raises:
         ScheduleError: a count that is not positive, S is not twice D, or fewer residuals than V-Min has.
     """
-    stages, microbatches, devices = counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
+    stages, microbatches, devices = schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
     fewest = min(2 * ((devices + 4) // 3), 2 * microbatches)
     if not isinstance(residuals, int) or residuals < fewest:
         raise ScheduleError(

@@ -140,12 +140,12 @@ def check_stage(
     )
     with torch.enable_grad(), generators_kept():
         cause = probe.run(independent_rows=independent_rows)
-    faults = [fault for fault in probe.faults if fault[0] not in allow]
+    faults = [fault for fault in probe.watch.faults if fault[0] not in allow]
     if faults:
         raise CheckError(
             f"stage {stage.name!r} has {len(faults)} fault{'s' if len(faults) > 1 else ''}:", faults
         ) from cause
-    allowed = tuple(fault for fault in probe.faults if fault[0] in allow)
+    allowed = tuple(fault for fault in probe.watch.faults if fault[0] in allow)
     outputs, num_bytes, rows = tuple(probe.outputs.items()), probe.num_bytes, probe.rows
     return StageReport(
         stage.name, outputs, num_bytes, probe.draws, tuple(probe.watch.in_place), tuple(probe.unused), rows, allowed

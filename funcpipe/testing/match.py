@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, flatten, locations
@@ -100,14 +100,9 @@ def _compare(
         differing, leaf_count = ([], 0) if a is b is None else differences(a, b, field, allowed=part)
         faults += differing
         count += leaf_count
-    if not faults:
-        return
-    left_out = len(faults) - _SHOWN
-    lines = faults[:_SHOWN] + ([f"and {left_out} more"] if left_out > 0 else [])
-    first = faults[0].split(":")[0]
-    raise AssertionError(
-        bullets(f"{name} differs from {reference} in {len(faults)} of {count} leaves, first in {first}:", lines)
-    )
+    first = faults[0].split(":")[0] if faults else ""
+    title = f"{name} differs from {reference} in {len(faults)} of {count} leaves, first in {first}:"
+    raise_all(title, faults, AssertionError, most=_SHOWN)
 
 
 def _plain(tree: Tree) -> Tree:

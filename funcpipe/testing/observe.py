@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,12 +22,19 @@ from funcpipe.testing.snapshot import Snapshot, named
 Fault = tuple[str, str]
 """A name from `FAULTS`, or "raises", and what is wrong."""
 
+_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "the grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+}
+"""Of the process, which a stage must not change: how to read each, and to set it."""
+
 
 class Observer:
     """A hook around the function of a stage that notes faults and lets the call go on.
 
     Attributes:
-        faults: as they were found; some more than once.
+        faults: each once, as they were found.
         in_place: what of its input the stage wrote into.
         memory: of all inputs and outputs.
         connected: did anything that the last call returned require a gradient.
@@ -36,7 +43,7 @@ class Observer:
 
     def __init__(self, stage: Stage, *, finite: bool) -> None:
         self.stage, self.finite = stage, finite
-        self.faults: list[Fault] = []
+        self.faults: dict[Fault, None] = {}
         self.in_place: dict[str, None] = {}
         self.memory: list[StorageWeakRef] = []
         self.connected = False
@@ -44,7 +51,7 @@ class Observer:
 
     def note(self, name: str, text: str) -> None:
         """Note a fault."""
-        self.faults.append((name, text))
+        self.faults[name, text] = None
 
     def watched(self) -> Stage:
         """The stage with this hook around it; what runs learn of the stage must not change."""
@@ -54,7 +61,9 @@ class Observer:
         """Call the stage, and note its side effects."""
         params = map_leaves(lambda leaf: leaf, params)  # new containers, so that one fault is not many
         if self.stage.state:
-            extras["state"] = _copy(extras["state"])
+            extras["state"] = map_leaves(
+                lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, extras["state"]
+            )
         state = extras.get("state", ())
         inputs = {
             f"{kind}[{name!r}]": tree for kind in ("skips", "feeds") for name, tree in extras.get(kind, {}).items()
@@ -62,18 +71,25 @@ class Observer:
         inputs["x"] = x
         snapshots = {name: Snapshot(named(tree, name)) for name, tree in inputs.items()}
         params_before, state_before = Snapshot(named(params, "params")), Snapshot(named(state, "state"))
-        settings, generators = _settings(), _generators()
+        settings, generators = {name: now() for name, (now, _) in _SETTINGS.items()}, _generators()
         returned = call(params, x, extras)
         for name, tree in inputs.items():
-            self._wrote(snapshots[name].written(tree, name))
+            for where in snapshots[name].written(tree, name):
+                self.in_place[where] = None
+                if not bindable(self.stage.fn):  # a module or a composition: layers like that are common
+                    self.note(
+                        "in-place",
+                        f"writes into {where}: a run gives it a copy, but a direct call writes into yours; compute "
+                        "out of place",
+                    )
         for where in params_before.written(params, "params"):
             self.note("params", f"writes into {where}; compute with a copy")
         for where in state_before.written(state, "state"):
             self.note("state", f"writes into {where}; return statistics in Out(stats=...) and fold them in commit=")
-        for name, value in _settings().items():
-            if value != settings[name]:
-                self.note("settings", f"changes {name} from {settings[name]} to {value}")
-        _restore(settings)
+        for name, (now, put_back) in _SETTINGS.items():
+            if now() != settings[name]:
+                self.note("settings", f"changes {name} from {settings[name]} to {now()}")
+                put_back(settings[name])
         for name, value in _generators().items():
             if value != generators.get(name, value):
                 self.note(
@@ -86,16 +102,6 @@ class Observer:
         tensors = [*leaves(inputs), *leaves((out.y, out.stash))]
         self.memory += [StorageWeakRef(leaf.untyped_storage()) for leaf in tensors if leaf.layout is torch.strided]
         return out
-
-    def _wrote(self, places: list[str]) -> None:
-        self.in_place.update(dict.fromkeys(places))
-        if not bindable(self.stage.fn):  # a module or a composition: layers like that are common
-            for where in places:
-                self.note(
-                    "in-place",
-                    f"writes into {where}: a run gives it a copy, but a direct call writes into yours; compute out of "
-                    "place",
-                )
 
     def _returned(self, out: Out) -> Out:
         """Note the faults of what the stage returned; return it in a form that a run accepts."""
@@ -123,27 +129,6 @@ class Observer:
         self.connected = bool(roots)
         self.parameters |= {id(node.variable) for node in nodes_of(roots) if hasattr(node, "variable")}
         return out._replace(stash=stash)
-
-
-def _copy(tree: Tree) -> Tree:
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
-
-
-def _settings() -> dict[str, Any]:
-    """Settings of the process that a stage must not change."""
-    return {
-        "the grad mode": torch.is_grad_enabled(),
-        "the default dtype": torch.get_default_dtype(),
-        "the number of threads": torch.get_num_threads(),
-    }
-
-
-def _restore(settings: dict[str, Any]) -> None:
-    grad, dtype, threads = settings.values()
-    torch.set_grad_enabled(grad)
-    torch.set_default_dtype(dtype)
-    if threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
 
 
 def _generators() -> dict[str, Any]:

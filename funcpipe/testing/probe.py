@@ -41,11 +41,7 @@ class Arguments:
             return copies[id(leaf)]
 
         self.params, self.state = map_leaves(copy, params), () if state is None else map_leaves(copy, state)
-        self.x, self.skips, self.feeds = (
-            map_leaves(copy, x),
-            map_leaves(copy, dict(skips)),
-            map_leaves(copy, dict(feeds)),
-        )
+        self.x, self.skips, self.feeds = (map_leaves(copy, tree) for tree in (x, dict(skips), dict(feeds)))
         self.rows = next((leaf.shape[0] for leaf in leaves(self.x) if leaf.dim()), 0)
         self.floating = any(is_differentiable(leaf) for leaf in leaves(self.x))
         self.finite = all(bool(leaf.isfinite().all()) for leaf in copies.values())
@@ -72,10 +68,10 @@ class Probe:
     """One check of one stage.
 
     Attributes:
-        faults: (name, what is wrong), each once.
+        watch: notes faults, and what is written in place.
         outputs: the leaves that the stage returns: where, and type and shape.
         num_bytes: of the tensors among them.
-        draws, in_place, unused, rows: see `StageReport`.
+        draws, unused, rows: see `StageReport`.
     """
 
     def __init__(self, stage: Stage, arguments: Arguments, *, train: bool, seed: int, trainable: Any) -> None:
@@ -90,11 +86,6 @@ class Probe:
         self.draws, self.rows = False, "not compared"
         self.unused: list[str] = []
 
-    @property
-    def faults(self) -> tuple[tuple[str, str], ...]:
-        """The faults so far, each once."""
-        return tuple(dict.fromkeys(self.watch.faults))
-
     def run(self, *, independent_rows: bool) -> BaseException | None:
         """Make all calls. Returns what the stage raised, or None; after it no more faults are looked for."""
         try:
@@ -106,7 +97,8 @@ class Probe:
             return raised.__cause__
         reached = Reached(self.stage).found
         values = [*leaves(self.given.params), *leaves(self.given.state), *captured.values.values()]
-        storages = {storage_number(value.untyped_storage()) for value in values if _is_strided(value)}
+        strided = [value for value in values if isinstance(value, Tensor) and value.layout is torch.strided]
+        storages = {storage_number(value.untyped_storage()) for value in strided}
         if self._alive() - before - storages:
             self.watch.note(
                 "kept",
@@ -268,10 +260,6 @@ class Probe:
         self.rows = "dependent" if depends else "independent"
         if independent and depends:
             self.watch.note("rows", f"without the last row the others give another {depends[0]}")
-
-
-def _is_strided(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def _of_one(trainable: Any) -> Trainable:

@@ -14,12 +14,7 @@ _FREE = "units"
 
 
 class Aligned(NamedTuple):
-    """Timelines that can be drawn on one axis.
-
-    Attributes:
-        timelines: all in one unit, with names that tell them apart.
-        notes: for each how it was scaled, or nothing.
-    """
+    """Timelines in one unit, with names that tell them apart; for each a note how it was scaled, or none."""
 
     timelines: tuple[Timeline, ...]
     notes: tuple[str, ...]

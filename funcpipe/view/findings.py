@@ -15,6 +15,7 @@ from funcpipe.core.result import NEGLIGIBLE, Result, RunStats, Timeline, percent
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree, leaves
+from funcpipe.core.words import size_of
 from funcpipe.lower.plan import program_for
 from funcpipe.view import summary
 from funcpipe.view.memory_levels import Levels, count_residuals, spans_by_device
@@ -26,7 +27,6 @@ _UNEVEN = 1.2
 """How much longer the busiest lane may work before it is worth a remark."""
 _TIMES = ("forward", "backward_input", "backward_weight", "backward", "remat", "offload")
 """Of a `Cost`."""
-_BYTES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 class Table(NamedTuple):
@@ -153,7 +153,7 @@ def _stages(plan: Plan, params: Sequence[Tree] | None, measured: Timeline) -> Ta
         if params is not None:
             tensors = leaves(params[stage])
             row.append(f"{sum(tensor.numel() for tensor in tensors):,}")
-            row.append(_bytes_text(sum(tensor.numel() * tensor.element_size() for tensor in tensors)))
+            row.append(size_of(sum(tensor.numel() * tensor.element_size() for tensor in tensors)))
         work = 0.0
         for kind in kinds:
             times = by_kind.get((kind, stage), ())
@@ -288,9 +288,3 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 def _stage_numbers(stages: set[int]) -> str:
     return f"{'stages' if len(stages) > 1 else 'stage'} {_ranges(sorted(stages))}"
-
-
-def _bytes_text(count: int) -> str:
-    """Bytes in the largest unit that they fill."""
-    unit, size = next(((unit, size) for unit, size in _BYTES if count >= size), ("B", 1))
-    return f"{summary.number_text(count / size, 1)} {unit}"

@@ -16,12 +16,7 @@ _ALIKE = 0.08
 
 
 class ActionBar(NamedTuple):
-    """One action, or several as one bar.
-
-    Attributes:
-        start, end: in the timeline's unit.
-        spans: what it stands for.
-    """
+    """One action, or several as one bar, from when to when in the timeline's unit."""
 
     start: float
     end: float

@@ -85,10 +85,7 @@ def coarse(device: Sequence[Level], step: float) -> tuple[Level, ...]:
 
 def _levels(steps: Iterable[tuple[float, float]], end: float) -> tuple[Level, ...]:
     """The levels between the steps; of those that last no time only the highest of all, and only if it is the peak."""
-    changes: list[tuple[float, float]] = []
-    for time, amount in steps:
-        if not changes or amount != changes[-1][1]:
-            changes.append((time, amount))
+    changes = list(steps)
     if not changes:
         return ()
     ends = [*(time for time, _ in changes[1:]), max(end, changes[-1][0])]

@@ -29,12 +29,7 @@ _FEW = 4
 
 
 class Shade(NamedTuple):
-    """A colour and its name in a picture's style.
-
-    Attributes:
-        name: says the colour, so it means the same in every picture of a page.
-        colour: red, green, blue.
-    """
+    """A colour and its name in a style sheet, which says the colour: it means the same in every picture of a page."""
 
     name: str
     colour: Colour

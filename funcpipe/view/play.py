@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from funcpipe.core.cost import Cost, per_stage
@@ -17,18 +18,14 @@ from funcpipe.schedules.memory import residual_table
 
 
 class Since(NamedTuple):
-    """When something is, and because of which action.
-
-    Attributes:
-        time: from when on.
-        cause: the action whose end (and way) that is; None: nobody's.
-    """
+    """From when on something is, and the action whose end (and way) that is; None: nobody's."""
 
     time: float
     cause: Action | None
 
 
 BEGIN = Since(0.0, None)
+_time = attrgetter("time")
 
 
 @dataclass
@@ -79,9 +76,7 @@ class Play:
         self.backward = any(call.kind is not Kind.F for call in lowered.calls)
         self.durations = {(call.kind, call.stage): cost.of(call.kind, call.stage) for call in lowered.calls}
         self.residuals = residual_table(cost, lowered.num_stages)
-        self.sizes: dict[tuple[int, int], tuple[float, float]] = {}
-        """Of a wire that stages on a lane read: see `_crossing`."""
-        self.skips = _skip_sizes(lowered, cost)
+        self.crossings = _crossings(lowered, cost)
         self.links: dict[tuple[int, int], float] = defaultdict(float)
         self.arrivals: dict[tuple[int, int], deque[Since]] = defaultdict(deque)
         """When what was sent into a slot can be read."""
@@ -179,13 +174,13 @@ class Play:
             lane.changes.append((end, place + 1, -frees[stage]))
         for wire, slot in zip(call.writes, run.writes, strict=True):
             lane.wires[slot] = wire
-            size, _ = self._crossing(wire, number)
+            size, _ = self.crossings[wire, number]
             if size:
                 lane.changes.append((end, float("inf"), size))
 
     def _send(self, number: int, lane: LaneState, send: Send) -> None:
         slot, to, into = send
-        size, latency = self._crossing(lane.wires[slot], to)
+        size, latency = self.crossings[lane.wires[slot], to]
         crossed = lane.now.time
         if size and self.cost.bandwidth:
             crossed = self.links[number, to] = max(crossed, self.links[number, to]) + size / self.cost.bandwidth
@@ -195,7 +190,7 @@ class Play:
 
     def _leave(self, number: int, lane: LaneState, slot: int) -> None:
         """What one stage handed to another goes: into the residual, or when the action that read it ends."""
-        size, _ = self._crossing(lane.wires[slot], number)
+        size, _ = self.crossings[lane.wires[slot], number]
         if size:
             _, start, end, _ = lane.spans[-1]
             place = 2.0 * (len(lane.spans) - 1)
@@ -203,39 +198,26 @@ class Play:
             kept = any(lane.program.slots[written].role is Role.RESIDUAL for written in run.writes)
             lane.changes.append((start, place, -size) if kept else (end, place + 1, -size))
 
-    def _crossing(self, wire: int, lane: int) -> tuple[float, float]:
-        """The size of a value that stages on a lane get of others, and its latency; of all others and elsewhere 0."""
-        crossing = self.sizes.get((wire, lane))
-        if crossing is None:
-            crossing = self.sizes[wire, lane] = self._measured(wire, lane)
-        return crossing
-
-    def _measured(self, wire: int, lane: int) -> tuple[float, float]:
-        role, stage, name, peer = self.lowered.wires[wire]
-        if role not in _HANDED:
-            return 0.0, 0.0
-        outputs = per_stage(self.cost.output, self.lowered.num_stages)
-        sizes, latencies = [0.0], [0.0]
-        for reader in _readers(self.lowered, wire, lane):
-            source = stage if role in (Role.ACT, Role.SKIP) else peer if role is Role.SKIP_GRAD else stage + 1
-            stash, pop = min(source, reader), max(source, reader)
-            neighbours = role in (Role.ACT, Role.GRAD)
-            sizes.append(outputs[stage] if neighbours else self.skips.get((stash, pop, name), 0.0))
-            latencies.append(self.cost.latency(source, reader))
-        return max(sizes), max(latencies)
-
 
 _HANDED = frozenset({Role.ACT, Role.GRAD, Role.SKIP, Role.SKIP_GRAD})
 """What one stage hands to another."""
 
 
-def _time(since: Since) -> float:
-    return since[0]
-
-
-def _readers(lowered: Lowered, wire: int, lane: int) -> set[int]:
-    """The stages on a lane that read a wire."""
-    return {call.stage for call in lowered.calls if call.lane == lane and any(read == wire for read, _ in call.reads)}
+def _crossings(lowered: Lowered, cost: Cost) -> Mapping[tuple[int, int], tuple[float, float]]:
+    """By (wire, lane): the size of a value that stages on the lane get of others, and its latency; 0 of all others."""
+    skips, outputs = _skip_sizes(lowered, cost), per_stage(cost.output, lowered.num_stages)
+    out: dict[tuple[int, int], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for call in lowered.calls:
+        for wire, _ in call.reads:
+            role, stage, name, peer = lowered.wires[wire]
+            if role not in _HANDED:
+                continue
+            source = stage if role in (Role.ACT, Role.SKIP) else peer if role is Role.SKIP_GRAD else stage + 1
+            stash, pop = sorted((source, call.stage))
+            size = outputs[stage] if role in (Role.ACT, Role.GRAD) else skips.get((stash, pop, name), 0.0)
+            most, slowest = out[wire, call.lane]
+            out[wire, call.lane] = max(most, size), max(slowest, cost.latency(source, call.stage))
+    return out
 
 
 def _skip_sizes(lowered: Lowered, cost: Cost) -> dict[tuple[int, int, str], float]:
@@ -243,14 +225,13 @@ def _skip_sizes(lowered: Lowered, cost: Cost) -> dict[tuple[int, int, str], floa
 
     Where there are not as many as the program has between these stages, each has its share of all.
     """
-    names: dict[tuple[int, int], list[str]] = defaultdict(list)
+    names: dict[tuple[int, int], dict[str, None]] = defaultdict(dict)
     sizes: dict[tuple[int, int], list[float]] = defaultdict(list)
     for call in lowered.calls:
-        if call.kind is Kind.F:
-            for wire, _ in call.reads:
-                role, stash, name, _ = lowered.wires[wire]
-                if role is Role.SKIP and name not in names[stash, call.stage]:
-                    names[stash, call.stage].append(name)
+        for wire, _ in call.reads if call.kind is Kind.F else ():
+            role, stash, name, _ = lowered.wires[wire]
+            if role is Role.SKIP:
+                names[stash, call.stage][name] = None
     for stash, pop, size in cost.skips:
         sizes[stash, pop].append(size)
     out: dict[tuple[int, int, str], float] = {}

@@ -15,6 +15,7 @@ from textwrap import wrap
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
+from funcpipe.core.words import columns
 from funcpipe.view import summary
 from funcpipe.view.align import aligned
 from funcpipe.view.figure import Panel, memory_scale, panels_of
@@ -133,7 +134,19 @@ class Report:
             TypeError: the width is no whole number.
             ValueError: the width is less than 40.
         """
-        return _text(self.findings, width_of(width, "report"))
+        width, findings = width_of(width, "report"), self.findings
+        longest = max(len(name) for name, _ in findings.headline)
+        parts = [
+            _wrap(findings.title, width),
+            [line for name, value in findings.headline for line in _wrap(value, width, f"  {name:<{longest}}  ")],
+            ["", text(_timelines(findings), width)],
+        ]
+        parts += [["", *_wrap(table.title, width), *_columns(table, width)] for table in findings.tables if table.rows]
+        if findings.remarks:
+            remarks = [line for remark in findings.remarks for line in _wrap(remark, width, "  * ")]
+            parts.append(["", "Remarks", *remarks])
+        parts.append(["", *_wrap(_sentence(findings.note), width)])
+        return "\n".join(line for part in parts for line in part)
 
     def __str__(self) -> str:
         return self.text()
@@ -194,21 +207,6 @@ def _table(table: Table) -> str:
     return f'<h2>{escape(table.title)}</h2>\n<div class="wide"><table>{head}\n<tbody>{rows}</tbody></table></div>'
 
 
-def _text(findings: Findings, width: int) -> str:
-    """The report for a terminal; no line is wider."""
-    longest = max(len(name) for name, _ in findings.headline)
-    parts = [
-        _wrap(findings.title, width),
-        [line for name, value in findings.headline for line in _wrap(value, width, f"  {name:<{longest}}  ")],
-        ["", text(_timelines(findings), width)],
-    ]
-    parts += [["", *_wrap(table.title, width), *_columns(table, width)] for table in findings.tables if table.rows]
-    if findings.remarks:
-        parts.append(["", "Remarks", *(line for remark in findings.remarks for line in _wrap(remark, width, "  * "))])
-    parts.append(["", *_wrap(_sentence(findings.note), width)])
-    return "\n".join(line for part in parts for line in part)
-
-
 def _wrap(words: str, width: int, first: str = "") -> list[str]:
     """The words behind a first few letters, the further lines below them."""
     return wrap(words, width, initial_indent=first, subsequent_indent=" " * len(first)) or [first.rstrip()]
@@ -222,12 +220,8 @@ def _columns(table: Table, width: int) -> list[str]:
     for word in _SPARE:
         if sum(widths[column] + 2 for column in kept) > width:
             kept = [column for column in kept if not (column and word in table.heads[column].replace(",", "").split())]
-    return [
-        "".join(f"  {line[column]:{'<' if column < table.words else '>'}{widths[column]}}" for column in kept).rstrip()[
-            :width
-        ]
-        for line in lines
-    ]
+    words = [place for place, column in enumerate(kept) if column < table.words]
+    return [f"  {line}"[:width] for line in columns([[line[column] for column in kept] for line in lines], words)]
 
 
 def _sentence(words: str) -> str:

@@ -50,9 +50,8 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
             f"simulate takes a Cost beside the schedule: fp.Cost(forward=..., backward=...); got {cost!r}"
         )
     cost.check_stages(schedule.num_stages)
-    bounded = isinstance(plan_or_schedule, Plan)
     program = plan_or_schedule.program if isinstance(plan_or_schedule, Plan) else _blank(schedule, cost)
-    play = Play(program, cost, bounded=bounded)
+    play = Play(program, cost, bounded=isinstance(plan_or_schedule, Plan))
     play.run()
     spans = [span for lane in play.lanes for span in lane.spans]
     spans.sort(key=lambda span: (span.start, span.device))

@@ -19,13 +19,7 @@ _ORDER = {kind: number for number, kind in enumerate(Kind)}
 
 
 class Track(NamedTuple):
-    """Actions of a device that do not overlap, and their place in its lane.
-
-    Attributes:
-        device: whose.
-        top, height: in pixels from the top of the lane.
-        bars: by start.
-    """
+    """Actions of a device that do not overlap, by start, and their place in its lane, in pixels from its top."""
 
     device: int
     top: float
@@ -34,13 +28,7 @@ class Track(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """What the lanes of a panel show.
-
-    Attributes:
-        panel: which.
-        shades: of its actions, by `shade_key`.
-        tracks: of its actions; none where it shows levels.
-    """
+    """What the lanes of a panel show: its actions, their shades by `shade_key`; no tracks where it shows levels."""
 
     panel: Panel
     shades: dict[tuple[int, Kind, int], Shade]
@@ -54,11 +42,7 @@ class Chart(NamedTuple):
 def chart_of(panel: Panel, frame: Frame, last: int, limit: int) -> Chart:
     """What runs in the lanes of a panel; what moves to the host (O) and back (L) has thin strips at the bottom.
 
-    Args:
-        panel: which.
-        frame: the figure's.
-        last: the last stage of all in the figure.
-        limit: more bars than this are too many.
+    ``last`` is the last stage of all in the figure; more bars than ``limit`` are too many.
     """
     if panel.levels is not None:
         return Chart(panel, {}, [])
