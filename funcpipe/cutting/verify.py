@@ -16,7 +16,7 @@ from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.tree import flatten, locations, map_leaves, unflatten
 from funcpipe.modules.export import shell
 from funcpipe.modules.losses import ModelLoss
-from funcpipe.modules.module import all_tensors, first_names
+from funcpipe.modules.module import all_tensors, clones, first_names
 from funcpipe.modules.signature import Signature, as_call, as_input
 from funcpipe.modules.split import Split
 from funcpipe.modules.ties import innermost
@@ -80,10 +80,9 @@ def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) ->
     pairs = zip(leaves, rows, strict=True)
     single = as_input(*unflatten(spec, [leaf if axis is None else leaf.narrow(axis, 0, 1) for leaf, axis in pairs]))
     module = shell(model) if train else shell(model).eval()
-    tensors = {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     try:
         with torch.no_grad():
-            expected = _call(module, tensors, single)
+            expected = _call(module, clones(model), single)
     except Exception:
         return  # the model wants more rows, and says so itself
     try:
@@ -127,11 +126,10 @@ def try_once(model: nn.Module, inputs: Any) -> None:
         numpy: Any = sys.modules["numpy"]
         generators.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
     states = [get() for _, get, _ in generators]
-    tensors = {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     drawn: list[str] = []
     try:
         with torch.no_grad():
-            _call(shell(model), tensors, inputs)
+            _call(shell(model), clones(model), inputs)
     except PlanError:
         raise
     except Exception as error:

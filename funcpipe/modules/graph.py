@@ -15,6 +15,7 @@ from funcpipe.core.stage import Stage
 from funcpipe.core.words import similar
 from funcpipe.modules.bonds import bonds
 from funcpipe.modules.export import Captured, is_marker
+from funcpipe.modules.module import named_tensors
 from funcpipe.modules.nodes import layer_of, layers_of, regions_of
 from funcpipe.modules.traced import CommitGraph, GraphFn, Norm, TracedLayout
 
@@ -163,7 +164,7 @@ def cut(
     cutter = _Cutter(captured, starts)
     crossing = cutter.crossing()
     edges = [_edge(*value) for value in crossing]
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    tensors = named_tensors(model)
     parts = [_part(cutter, stage, edges, tensors) for stage in range(cutter.last + 1)]
     return parts, edges
 

@@ -16,7 +16,7 @@ from funcpipe.modules.configs import configs, without_cache
 from funcpipe.modules.layers_find import TRACED, Layers, find_layers
 from funcpipe.modules.layers_look import asks
 from funcpipe.modules.layers_stage import INPUTS, LayersFn
-from funcpipe.modules.module import Skeleton, refuse_lazy
+from funcpipe.modules.module import Skeleton, devices_fault, refuse_lazy
 from funcpipe.modules.skippable import skips_of
 
 
@@ -92,27 +92,14 @@ def _model_faults(model: nn.Module, stack: Layers, *, split: bool) -> list[str]:
         for block, name in zip(blocks, stack.names, strict=True)
         if first[id(block)] != name
     ]
-    named = [*model.named_parameters(), *model.named_buffers()]
     faults += [
         f"{name} is a {type(param).__name__} of {param.dtype}, not a plain floating parameter (quantized?); convert it "
         "first"
         for name, param in model.named_parameters()
         if not (param.is_floating_point() or param.is_complex())
     ]
-    devices = {str(tensor.device): name for name, tensor in reversed(named)}
-    if len(devices) > 1:
-        listed = ", ".join(f"{name} on {device}" for device, name in sorted(devices.items()))
-        faults.append(
-            f"it lies on several devices ({listed}); "
-            + (
-                "give numbers to all of it first, or to none"
-                if "meta" in devices
-                else "cut it on one, then fp.place(plan, params)"
-            )
-        )
-    if split:
-        faults += _configured(model)
-    return faults
+    faults += devices_fault(model)
+    return faults + _configured(model) if split else faults
 
 
 def _configured(model: nn.Module) -> list[str]:

@@ -96,6 +96,26 @@ def refuse_lazy(module: nn.Module) -> None:
         raise PlanError(f"parameters {lazy} are not initialised yet; call the module once on an example first")
 
 
+def devices_fault(model: nn.Module) -> list[str]:
+    """The fault of a model on several devices."""
+    named = {str(tensor.device): name for name, tensor in reversed(named_tensors(model).items())}
+    if len(named) < 2:
+        return []
+    listed = ", ".join(f"{name} on {device}" for device, name in sorted(named.items()))
+    empty, placed = "give numbers to all of it first, or to none", "cut it on one, then fp.place(plan, params)"
+    return [f"it lies on several devices ({listed}); {empty if 'meta' in named else placed}"]
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under their first names."""
+    return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def clones(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of parameters and buffers, without gradients, by their first names."""
+    return {name: tensor.detach().clone() for name, tensor in named_tensors(module).items()}
+
+
 def all_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers under every name that they have."""
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
