@@ -17,7 +17,7 @@ from funcpipe.modules.bonds import bonds
 from funcpipe.modules.export import Captured, is_marker
 from funcpipe.modules.module import named_tensors
 from funcpipe.modules.nodes import layer_of, layers_of, regions_of
-from funcpipe.modules.traced import CommitGraph, GraphFn, Norm, TracedLayout
+from funcpipe.modules.traced import CommitGraph, GraphFn, Norm
 
 
 class CutEdge(NamedTuple):
@@ -180,46 +180,36 @@ def _part(
     ends = captured.outputs if last else ()
     outgoing = dict.fromkeys([*(edge.name for edge in leaving), *(value for kind, value in ends if kind == "value")])
     module, takes, results = _graph(cutter, stage, set(straight), outgoing)
-    params = {name: tensors[name] for kind, name in takes if kind == "param"}
     norms = {norm.path: norm.running for norm in module.modules() if isinstance(norm, Norm)}
     buffers = [name for kind, name in takes if kind == "buffer"]
     buffers += [running.tracked for running in norms.values() if running.tracked is not None]
-    state = {name: tensors[name].detach().clone() for name in dict.fromkeys(buffers)}
-    layout = TracedLayout(
-        tuple(takes),
-        straight,
-        () if last else tuple(edge.name for edge in leaving if not edge.skip),
-        tuple(edge.name for edge in leaving if edge.skip),
-        tuple(name for name in state if name in captured.written),
-        norms,
-        _rows(cutter.nodes, takes),
-        tuple(results),
-        ends,
-    )
     fn = GraphFn(
         module,
-        layout,
         captured.signature,
+        takes=tuple(takes),
+        x=straight,
+        y=() if last else tuple(edge.name for edge in leaving if not edge.skip),
+        stash=tuple(edge.name for edge in leaving if edge.skip),
+        writes=tuple(name for name in dict.fromkeys(buffers) if name in captured.written),
+        norms=norms,
+        rows=_rows(cutter.nodes, takes),
+        results=tuple(results),
+        ends=ends,
         first=stage == 0,
         last=last,
-        param_shapes={name: tuple(param.shape) for name, param in params.items()},
-        buffer_shapes={name: tuple(buffer.shape) for name, buffer in state.items()},
+        param_shapes={name: tuple(tensors[name].shape) for kind, name in takes if kind == "param"},
+        buffer_shapes={name: tuple(tensors[name].shape) for name in buffers},
         consts={name: captured.consts[name] for kind, name in takes if kind == "const"},
         evaluation=captured.evaluation,
-        evaluates=captured.evaluation,
         device=next((tensor.device for tensor in tensors.values()), torch.device("cpu")),
     )
-    part = Stage(
-        fn,
+    return fn.part(
+        tensors,
         _title(cutter, stage),
-        stash=layout.stash,
+        stash=fn.stash,
         pop=tuple(edge.name for edge in received if edge.skip),
-        state=bool(state),
-        commit=CommitGraph(norms, layout.writes) if norms or layout.writes else None,
-        takes_train=True,
-        evaluation=captured.evaluation,
+        commit=CommitGraph(norms, fn.writes) if norms or fn.writes else None,
     )
-    return part, params, state or ()
 
 
 def _rows(nodes: Mapping[str, fx.Node], takes: Sequence[tuple[str, str]]) -> tuple[str, int] | None:

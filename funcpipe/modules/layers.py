@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from funcpipe.modules.configs import configs, without_cache
 from funcpipe.modules.layers_find import TRACED, Layers, find_layers
 from funcpipe.modules.layers_look import asks
 from funcpipe.modules.layers_stage import INPUTS, LayersFn
-from funcpipe.modules.module import Skeleton, devices_fault, refuse_lazy
+from funcpipe.modules.module import Skeleton, devices_fault, named_tensors, refuse_lazy
 from funcpipe.modules.skippable import skips_of
 
 
@@ -65,22 +65,18 @@ def cut_layers(
     raise_all(f"{type(model).__name__} cannot be cut so:", faults)
     skeleton = Skeleton(model)
     without_cache(skeleton.module, model)
-    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    tensors = named_tensors(model)
     out: list[tuple[Stage, dict[str, Any], Any]] = []
-    for first, last in zip([0, *accumulate(counts)], accumulate(counts), strict=False):
+    for first, last in pairwise(accumulate(counts, initial=0)):
         fn = LayersFn(skeleton, skips, stack, first, last)
-        state = {name: buffers[name].detach().clone() for name in fn.buffer_shapes}
-        stage = Stage(
-            fn,
+        part = fn.part(
+            tensors,
             f"{stack.path}[{first}:{last}]",
             stash=(INPUTS,) if first == 0 and last < len(stack) else (),
             pop=(INPUTS,) if first else (),
-            state=bool(state),
             commit=CommitLayers(fn.norms) if fn.norms else None,
-            takes_train=True,
-            evaluation=fn.evaluation,
         )
-        out.append((stage, {name: params[name] for name in fn.param_shapes}, state or ()))
+        out.append(part)
     return tuple(out)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from funcpipe.core.errors import BatchError, PlanError
-from funcpipe.core.stage import Bindable, Out
+from funcpipe.core.stage import Out
 from funcpipe.core.torch_names import OpOverload, schema
 from funcpipe.core.tree import Tree
 from funcpipe.modules.batchnorm import CommitLayers, NormStats, Running, batch_norm, wide
-from funcpipe.modules.module import refuse_other_tensors
+from funcpipe.modules.module import PartFn
 from funcpipe.modules.nodes import layer_of, regions_of
 from funcpipe.modules.signature import Signature
 
@@ -142,9 +143,11 @@ def _draw(node: fx.Node, path: str, drawn: dict[str, int]) -> Draw | None:
     return Draw(op, f"{path}#{nth}" if nth else path, flag if trains else None, rate)
 
 
-@dataclass(frozen=True)
-class TracedLayout:
-    """Where the flat values of a traced stage come from and go to.
+@dataclass(eq=False)
+class GraphFn(PartFn):
+    """A part of a traced model as a function of its parameters.
+
+    It names no layers: each draw has its own path in the model, wherever the cuts are.
 
     Attributes:
         takes: for each argument of the graph where it comes from: ("x" | "skip" | "param" | "buffer" | "const", name).
@@ -155,10 +158,14 @@ class TracedLayout:
         norms: the batch norms in it whose statistics are deferred.
         rows: the value, of those that it takes, whose axis tells how many rows a microbatch has; None: all have as
             many.
-        ends: for the last stage, where each leaf of the model's output is: ("value", number) or ("constant", itself).
         results: names of what the graph returns.
+        ends: for the last stage, where each leaf of the model's output is: ("value", number) or ("constant", itself).
+        evaluation: it was traced with all of the model in evaluation mode, and is always run as it was traced.
+        evaluates: traced in training, does it compute in evaluation mode what the model does; that is compared first.
     """
 
+    module: fx.GraphModule
+    signature: Signature
     takes: tuple[tuple[str, str], ...]
     x: tuple[str, ...]
     y: tuple[str, ...]
@@ -167,32 +174,18 @@ class TracedLayout:
     norms: Mapping[str, Running]
     rows: tuple[str, int] | None
     results: tuple[str, ...]
-    ends: tuple[tuple[str, Any], ...] = ()
-
-
-@dataclass(eq=False)
-class GraphFn(Bindable):
-    """A part of a traced model as a function of its parameters: ``fn(params, x, skips=, state=, train=)``.
-
-    It names no layers: each draw has its own path in the model, wherever the cuts are.
-
-    Attributes:
-        evaluation: it was traced with all of the model in evaluation mode, and is always run as it was traced.
-        evaluates: does it compute in evaluation mode what the model does; one traced in training is compared first.
-    """
-
-    module: fx.GraphModule
-    layout: TracedLayout
-    signature: Signature
+    ends: tuple[tuple[str, Any], ...]
     first: bool
     last: bool
     param_shapes: Mapping[str, tuple[int, ...]]
     buffer_shapes: Mapping[str, tuple[int, ...]]
     consts: Mapping[str, Tensor]
     evaluation: bool
-    evaluates: bool
     device: torch.device
+    evaluates: bool = False
     _moved: dict[torch.device, tuple[fx.GraphModule, dict[str, Tensor]]] = field(default_factory=dict, repr=False)
+
+    who = "this stage"
 
     def bind(self, params: Any, state: Any) -> BoundGraph:
         """The function with its parameters; the graph itself keeps nothing, so all runs share it."""
@@ -208,41 +201,36 @@ class GraphFn(Bindable):
         """The layers that draw, by the id of their module."""
         return {id(draw): draw.path for draw in self.module.modules() if isinstance(draw, Draw)}
 
-    def check(self, params: Any, state: Any) -> None:
-        """Refuse parameters and buffers that are not those of this part of the model. Raises PlanError."""
-        shapes = {"params": self.param_shapes, "state": self.buffer_shapes}
-        refuse_other_tensors("this stage", shapes, {"params": params, "state": state or {}})
-
     def run(self, params: Mapping[str, Tensor], x: Tree, extras: Mapping[str, Any]) -> Any:
         """Run the graph on one microbatch; returns its output, in an `Out` where it has stash or statistics."""
         train = bool(extras.get("train", False))
-        if not (train or self.evaluates):
+        if not (train or self.evaluation or self.evaluates):
             raise PlanError(
                 "this stage was traced in training mode and cannot run in evaluation mode: the model does something "
                 "else there; split it again after model.eval()"
             )
-        layout, state = self.layout, extras.get("state") or {}
-        fresh = {name: state[name].clone() for name in layout.writes}
+        state = extras.get("state") or {}
+        fresh = {name: state[name].clone() for name in self.writes}
         module, consts = self._on(params, state, x)
-        inputs = self.signature.values(x) if self.first else _named(layout.x, x)
+        inputs = self.signature.values(x) if self.first else _named(self.x, x)
         inputs = {**inputs, **extras.get("skips", {})}
         sources: dict[str, Mapping[str, Any]] = {"param": params, "buffer": {**state, **fresh}, "const": consts}
-        collected: dict[str, NormStats] | None = {} if train and layout.norms else None
+        collected: dict[str, NormStats] | None = {} if train and self.norms else None
         before = _mode.train, _mode.norms
         _mode.train, _mode.norms = train or self.evaluation, collected
         try:
-            results = module(*[sources.get(source, inputs)[name] for source, name in layout.takes])
+            results = module(*[sources.get(source, inputs)[name] for source, name in self.takes])
         finally:
             _mode.train, _mode.norms = before
-        flat = {**inputs, **dict(zip(layout.results, results, strict=True))}
+        flat = {**inputs, **dict(zip(self.results, results, strict=True))}
         if self.last:
-            y = self.signature.output([flat[value] if kind == "value" else value for kind, value in layout.ends])
+            y = self.signature.output([flat[value] if kind == "value" else value for kind, value in self.ends])
         else:
-            y = flat[layout.y[0]] if len(layout.y) == 1 else {name: flat[name] for name in layout.y}
-        stash = {name: flat[name] for name in layout.stash}
+            y = flat[self.y[0]] if len(self.y) == 1 else {name: flat[name] for name in self.y}
+        stash = {name: flat[name] for name in self.stash}
         stats: Tree = ()
         if collected is not None or fresh:
-            rows = inputs[layout.rows[0]].shape[layout.rows[1]] if layout.rows else 1
+            rows = inputs[self.rows[0]].shape[self.rows[1]] if self.rows else 1
             written = {name: value.detach() for name, value in fresh.items()}
             stats = {"norms": collected or {}, "written": written, "rows": rows}
         return Out(y, stash, stats) if stash or stats else y
@@ -316,12 +304,11 @@ class CommitGraph:
 
 def retarget(module: fx.GraphModule, old: torch.device, new: torch.device) -> fx.GraphModule:
     """A copy of a graph, its regions too, that makes its tensors on another device."""
-    import copy
 
     def swap(value: Any) -> Any:
         return new if isinstance(value, torch.device) and value.type == old.type else value
 
-    moved = copy.deepcopy(module)
+    moved = deepcopy(module)
     for part in moved.modules():
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:
