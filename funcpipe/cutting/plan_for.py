@@ -255,7 +255,7 @@ class _Case(NamedTuple):
         """The candidate that a short search finds for a partition on a placement."""
         cost, room = self.layers.group(sizes), list(self.limits)
         device_of = placed(shape, len(sizes), len(room))
-        for stage, (begin, end) in enumerate(pairwise([0, *accumulate(sizes)])):
+        for stage, (begin, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
             room[device_of[stage]] -= sum(self.weights[begin:end])
         candidate = _Candidate(
             Tried(self.num_microbatches, sizes, shape, inf, ""), cost, tuple(room), _over(cost, device_of, room)

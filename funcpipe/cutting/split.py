@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any, NamedTuple, cast
 
@@ -254,7 +254,7 @@ def _places(captured: Captured, model: nn.Module, cuts: _Wanted, example: Any) -
     measure = partial(_time, captured, model, example)
     units, starts = units_of_graph(captured, model, count, measure, movable=cuts.balance is None)
     sizes = cuts.sizes(units)
-    return [starts[sum(sizes[:n])] for n in range(1, len(sizes))]
+    return [starts[end] for end in accumulate(sizes[:-1])]
 
 
 def _module_units(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from math import prod
 from typing import Any, NamedTuple
 
@@ -162,7 +161,7 @@ class Pass:
             gc.collect()
             self.live.forget()
         self.live.restart()
-        with self._modes():
+        with self.fake, self.live, torch.set_grad_enabled(self.train):
             storages, y, stash, roots, forward = self._forward(stage, fn, x, pops, feeds, state)
             kept = {value: size for value, (key, size) in storages.items() if self.live.holds(key)}
             handed_on = merged(tree.bytes() for tree in (y, *stash.values()))
@@ -227,13 +226,6 @@ class Pass:
         return self.live.peak - start
 
     # -- values between layers -----------------------------------------------------------------------------------------
-
-    def _modes(self) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(self.fake)
-        stack.enter_context(self.live)
-        stack.enter_context(torch.set_grad_enabled(self.train))
-        return stack
 
     def _like(self, leaf: Any) -> Any:
         """A fake tensor with the shape, strides and dtype of a leaf; any other leaf as it is."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import BatchError
 from funcpipe.core.tree import Tree
+from funcpipe.modules.module import syntax_of
 from funcpipe.modules.signature import as_call
 
 IGNORED = -100
@@ -120,12 +120,9 @@ class _Classes:
 
 def _loss_of_labels(forward: Callable[..., Any]) -> str:
     """How a forward computes its loss from ``labels`` as they are: "function", "cross entropy"; "": otherwise."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
-    except (OSError, TypeError, SyntaxError):  # no source
-        return ""
-    nodes = list(ast.walk(tree))
-    written = [node for node in nodes if isinstance(node, ast.Name) and node.id == "labels" and _is_store(node)]
+    nodes = syntax_of(forward)
+    names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "labels"]
+    written = [name for name in names if isinstance(name.ctx, ast.Store)]
     assigned = [ast.unparse(node) for node in nodes if isinstance(node, ast.Assign)]
     moved = [line for line in assigned if line.startswith("labels = labels.to(")]
     if len(written) > len(moved):
@@ -143,7 +140,3 @@ def _loss_of_labels(forward: Callable[..., Any]) -> str:
         flat = last in (["labels.view(-1)"], ["labels.reshape(-1)"])
         return "cross entropy" if flat and options in ([], [f"ignore_index={IGNORED}"]) else ""
     return ""
-
-
-def _is_store(node: ast.Name) -> bool:
-    return isinstance(node.ctx, ast.Store)

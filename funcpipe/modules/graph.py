@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -105,16 +105,14 @@ def _computes(nodes: Sequence[fx.Node]) -> bool:
 class _Cutter:
     """A captured graph with a stage for each of its nodes."""
 
-    def __init__(self, captured: Captured, starts: Sequence[int]) -> None:
-        self.captured = captured
-        self.module = captured.module
+    def __init__(self, captured: Captured, starts: Collection[int]) -> None:
+        self.captured, self.module = captured, captured.module
         self.nodes = {node.name: node for node in captured.module.graph.nodes}
         self.stage: dict[fx.Node, int] = {}
-        current, begins = 0, set(starts)
+        self.last = 0
         for index, node in enumerate(captured.body):
-            current += index in begins
-            self.stage[node] = current
-        self.last = current
+            self.last += index in starts
+            self.stage[node] = self.last
         for node in captured.body:  # a part of a result stays with the node that makes the result
             if node.target is operator.getitem:
                 self.stage[node] = self.stage.get(node.all_input_nodes[0], self.stage[node])
@@ -146,7 +144,7 @@ class _Cutter:
 
 
 def cut(
-    captured: Captured, starts: Sequence[int], model: nn.Module
+    captured: Captured, starts: Collection[int], model: nn.Module
 ) -> tuple[list[tuple[Stage, Any, Any]], list[CutEdge]]:
     """The stages of a captured model.
 

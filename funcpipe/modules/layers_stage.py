@@ -114,12 +114,9 @@ class LayersCopy(ModuleCopy):
 
     def _fill(self, value: float, device: torch.device) -> None:
         """Put stand-ins in the places of other stages' tensors: of their type and shape, but without memory."""
-        for table, local, tensor in self.absent:
-            floating = is_differentiable(tensor)
-            table[local] = (
-                torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape) if floating else None
-            )
         self.filled, self.unknown = device, value
+        for table, local, tensor in self.absent:
+            table[local] = self._unknown(tensor) if is_differentiable(tensor) else None
 
     # -- one call --------------------------------------------------------------------------------------------------
 

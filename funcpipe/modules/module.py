@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable, Mapping, Sequence, Set
 from copy import deepcopy
 from typing import Any, Self, TypeAlias
@@ -114,6 +117,14 @@ def all_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers under every name that they have."""
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return dict(named)
+
+
+def syntax_of(forward: Callable[..., Any]) -> list[ast.AST]:
+    """The nodes of a function's source, outermost first; none where it has no source."""
+    try:
+        return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))))
+    except (OSError, TypeError, SyntaxError):
+        return []
 
 
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:

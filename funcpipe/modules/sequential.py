@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -107,8 +108,7 @@ def cut_sequential(
     refuse_lazy(module)
     _refuse_shared_norms(units)
     skips_of(module, whole=True)
-    ends = [sum(counts[: number + 1]) for number in range(len(counts))]
-    rows = [units[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    rows = [units[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
     parts = [SequentialPart(module, row) for row in rows]
     for name, tensor in module.named_parameters(
         recurse=False, remove_duplicate=False

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from funcpipe.core.errors import BatchError, PlanError
+from funcpipe.core.errors import PlanError
 from funcpipe.core.stage import Out
 from funcpipe.core.torch_names import OpOverload, schema
 from funcpipe.core.tree import Tree
-from funcpipe.modules.batchnorm import CommitLayers, NormStats, Running, batch_norm, wide
+from funcpipe.modules.batchnorm import CommitLayers, NormStats, Running, batch_norm_at, wide
 from funcpipe.modules.module import PartFn
 from funcpipe.modules.nodes import layer_of, regions_of
 from funcpipe.modules.signature import Signature
+from funcpipe.modules.written_buffers import NormCall
 
 
 class _Mode(threading.local):
@@ -84,11 +85,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *rest: Any) -> Tensor:
         """As ``nn.BatchNorm`` does, without touching a buffer."""
-        state = {"running_mean": mean, "running_var": var}
-        try:
-            y, stats = batch_norm(x, weight, bias, state, train=_mode.train, eps=self.eps)
-        except BatchError as error:
-            raise BatchError(f"layer {self.path!r}: {error}") from None
+        y, stats = batch_norm_at(self.path, NormCall(x, mean, var, weight, bias, _mode.train, eps=self.eps))
         if _mode.norms is not None:
             before = _mode.norms.get(self.path, NormStats((), self.momentum))
             _mode.norms[self.path] = before._replace(moments=before.moments + stats)
