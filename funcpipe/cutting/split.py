@@ -18,7 +18,7 @@ from funcpipe.core.torch_names import has_gradient_hooks, hooks_of
 from funcpipe.core.tree import flatten
 from funcpipe.core.words import similar
 from funcpipe.cutting.example import row_axes, unmarked
-from funcpipe.cutting.verify import try_once, verify, verify_evaluation
+from funcpipe.cutting.verify import seeded, try_once, verify, verify_evaluation
 from funcpipe.modules import graph as traced_graph
 from funcpipe.modules.balance import checked_sizes
 from funcpipe.modules.export import Captured, callers, capture
@@ -296,8 +296,7 @@ def _time(captured: Captured, model: nn.Module, example: Any, bounds: list[int])
     for node in captured.module.graph.find_nodes(op="placeholder"):
         kind, key = captured.sources.get(node.name, ("input", node.name))
         values.append({"input": inputs, "const": captured.consts}.get(kind, tensors)[key])
-    cuda = sorted({tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}, key=str)
-    with torch.no_grad(), torch.random.fork_rng(devices=cuda):
+    with torch.no_grad(), seeded(tensors):
         for _ in range(6):
             sweeps.append([0.0] * len(numbers))
             TimedInterpreter(captured.module).run(*values)

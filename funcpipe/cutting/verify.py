@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -86,7 +87,7 @@ def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) ->
     except Exception:
         return  # the model wants more rows, and says so itself
     try:
-        with torch.no_grad(), _seeded(single):
+        with torch.no_grad(), seeded(single):
             actual = apply(split.stages, split.params, single, state=_copied(split.state), train=train).y
         differs = bool(_differences([("output", expected, actual)]))
     except Exception:
@@ -201,7 +202,7 @@ def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any
         if kind == "params"
     }
     written = _copied(state)
-    with torch.enable_grad(), _seeded(x):
+    with torch.enable_grad(), seeded(x):
         outputs = apply(split.stages, trees, x, state=written, train=train)
         first: dict[int, str] = {}
         unique = {name: leaf for name, leaf in named.items() if first.setdefault(id(leaf), name) == name}
@@ -230,27 +231,21 @@ def _copied(state: Any) -> tuple[Any, ...]:
 
 def _call(module: nn.Module, tensors: dict[str, Tensor], x: Any) -> Any:
     args, kwargs = as_call(map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, x))
-    with _seeded(x):
+    with seeded(x):
         return torch.func.functional_call(module, tensors, args, kwargs)
 
 
-class _seeded:
-    """Context with the same random numbers each time; at its end torch's generators are as they were."""
-
-    def __init__(self, x: Any) -> None:
-        devices = {leaf.device for leaf in flatten(x)[0] if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
-        self.devices = sorted(devices, key=str)
-        self.fork = torch.random.fork_rng(devices=self.devices)
-
-    def __enter__(self) -> None:
-        self.fork.__enter__()
+@contextmanager
+def seeded(x: Any) -> Generator[None]:
+    """The same random numbers each time on the devices of these inputs; torch's generators are as they were after it."""
+    found = {leaf.device for leaf in flatten(x)[0] if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
+    devices = sorted(found, key=str)
+    with torch.random.fork_rng(devices=devices):
         # Not torch.manual_seed: it also seeds devices whose generators are not restored.
         torch.default_generator.manual_seed(0)
-        for device in self.devices:
+        for device in devices:
             torch.cuda.default_generators[device.index or 0].manual_seed(0)
-
-    def __exit__(self, *error: Any) -> None:
-        self.fork.__exit__(*error)
+        yield
 
 
 def _objective(y: Any, loss: Callable[[Any, Any], Any] | None) -> Tensor | None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -166,11 +167,7 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.module: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
-
-    def wait(self) -> None:
-        if self.module is not None:
-            self.module.synchronize(self.device)
+        self.wait = partial(torch.get_device_module(device).synchronize, device)
 
     def time(self, call: Callable[[], Any]) -> tuple[float, Any]:
         """How long a call takes, and what it gives."""

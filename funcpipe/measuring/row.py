@@ -110,7 +110,7 @@ def _refuse_numbers(params: Any, state: Any) -> None:
 def known_device(device: Any) -> torch.device:
     """A device whose kernels can be asked. Raises PlacementError."""
     resolved = torch.device(device)
-    if resolved.type != "cpu" and (resolved.type == "meta" or not torch.get_device_module(resolved).is_available()):
+    if resolved.type == "meta" or not torch.get_device_module(resolved).is_available():
         raise PlacementError(
             f"device={device!r}: torch sees no such device here, so its kernels cannot be asked; leave device= out "
             "for those of the CPU"

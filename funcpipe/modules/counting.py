@@ -6,6 +6,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def counter(model: Any) -> Counter | None:
                 known.ForCausalLMLoss: _next_tokens,
                 known.ForMaskedLMLoss: _tokens,
                 known.ForTokenClassification: _tokens,
-                known.ForSequenceClassificationLoss: _Classes(model),
+                known.ForSequenceClassificationLoss: partial(_classes, model.config),
             }
             return table.get(function)
         case "cross entropy":
@@ -104,18 +105,13 @@ def _next_tokens(inputs: Mapping[str, Any]) -> Any:
     return (labels[..., 1:] != IGNORED).sum() if isinstance(labels, Tensor) else None
 
 
-class _Classes:
-    """Counts labels that are one class for each row; None for other labels of a row."""
-
-    def __init__(self, model: Any) -> None:
-        self.config: Any = model.config
-
-    def __call__(self, inputs: Mapping[str, Any]) -> Any:
-        labels, problem = inputs.get("labels"), self.config.problem_type
-        if problem is None and self.config.num_labels > 1:
-            problem = "single_label_classification"
-        classes = isinstance(labels, Tensor) and labels.dtype in (torch.long, torch.int)
-        return _tokens(inputs) if classes and problem == "single_label_classification" else None
+def _classes(config: Any, inputs: Mapping[str, Any]) -> Any:
+    """The number of labels that are one class for each row; None for other labels of a row."""
+    labels, problem = inputs.get("labels"), config.problem_type
+    if problem is None and config.num_labels > 1:
+        problem = "single_label_classification"
+    classes = isinstance(labels, Tensor) and labels.dtype in (torch.long, torch.int)
+    return _tokens(inputs) if classes and problem == "single_label_classification" else None
 
 
 def _loss_of_labels(forward: Callable[..., Any]) -> str:

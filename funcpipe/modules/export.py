@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -89,23 +90,19 @@ class _Capturing(threading.local):
 
 
 _capturing = _Capturing()
-_library: list[Any] = []
 
 
+@cache
 def _marker() -> Any:
     """The operation that stands for a `split_point` in a graph; registered when it is first needed."""
-    if not _library:
-        library = torch.library.Library("funcpipe", "FRAGMENT")
-        library.define("split_point() -> ()")
-        library.impl("split_point", lambda: None, "CompositeExplicitAutograd")
-        fx.has_side_effect(torch.ops.funcpipe.split_point.default)
-        _library.append(library)
-    return torch.ops.funcpipe.split_point.default
+    torch.library.define("funcpipe::split_point", "() -> ()")
+    torch.library.impl("funcpipe::split_point", "default", lambda: None)
+    return fx.has_side_effect(torch.ops.funcpipe.split_point.default)
 
 
 def is_marker(node: fx.Node) -> bool:
     """Is this node a `split_point`."""
-    return bool(_library) and node.target is torch.ops.funcpipe.split_point.default
+    return node.target is _marker()
 
 
 def callers(model: nn.Module) -> list[str]:
@@ -335,7 +332,10 @@ def _export(model: nn.Module, flat: _Flat) -> Any:
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                program = torch.export.export(model, _requiring_grad(example), dynamic_shapes=shapes, strict=False)
+                tracked = tuple(
+                    tensor.detach().requires_grad_() if is_differentiable(tensor) else tensor for tensor in example
+                )
+                program = torch.export.export(model, tracked, dynamic_shapes=shapes, strict=False)
             except RuntimeError as error:
                 if "leaf Variable that requires grad" not in str(error):
                     raise
@@ -347,11 +347,6 @@ def _export(model: nn.Module, flat: _Flat) -> Any:
         _capturing.on = False
     custom_functions.refuse(flat.functions, program.graph_module)
     return program
-
-
-def _requiring_grad(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The same tensors, detached; those that may have a gradient require one."""
-    return tuple(tensor.detach().requires_grad_() if is_differentiable(tensor) else tensor for tensor in tensors)
 
 
 def _reason(error: Exception, rows: Sequence[str]) -> str:

@@ -171,7 +171,7 @@ def _units(module: nn.Module, flat: bool) -> list[Unit]:
     faults = [
         f"the Sequential itself has {kind}, which would not run: put them on a layer" for kind in hooks_of(module)
     ]
-    units = list(_inside(module, "", _spreads(module), flat))
+    units = list(_inside(module, "", isinstance(module, PipeSequential), flat))
     faults += [f"layer {path!r} is None" for path, layer, _ in units if layer is None]  # pyright: ignore[reportUnnecessaryComparison]
     faults += [] if units else ["it has no layers; a stage has at least one, nn.Identity() will do"]
     raise_all(f"this {type(module).__name__} cannot be cut:", faults)
@@ -180,7 +180,7 @@ def _units(module: nn.Module, flat: bool) -> list[Unit]:
 
 def _inside(container: nn.Module, path: str, spread: bool, flat: bool) -> Iterator[Unit]:
     for number, (name, layer) in enumerate(children_of(container).items()):
-        spreads = spread if number == 0 else _spreads(container)
+        spreads = spread if number == 0 else isinstance(container, PipeSequential)
         if flat and layer and _is_row(layer) and not (hooks_of(layer) or _has_tensors(layer)):
             yield from _inside(layer, f"{path}{name}.", spreads, flat)
         else:
@@ -195,10 +195,6 @@ def _is_row(module: nn.Module) -> bool:
         and "forward" not in vars(module)
         and forward in (nn.Sequential.forward, PipeSequential.forward)
     )
-
-
-def _spreads(container: nn.Module) -> bool:
-    return isinstance(container, PipeSequential)
 
 
 def _has_tensors(layer: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.stage import Out
+from funcpipe.core.stage import Out, checked_names
 from funcpipe.core.torch_names import backward_number, children_of
 from funcpipe.core.tree import Tree, cow_clone, map_leaves
 from funcpipe.modules.skip_scope import Key, Namespace, Store, current, label
@@ -108,9 +108,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
 
 
 def _names(names: Iterable[str], keyword: str) -> tuple[str, ...]:
-    if isinstance(names, str):
-        raise PlanError(f"{keyword}={names!r}: give a sequence of names, {keyword}=[{names!r}]")
-    unique = tuple(dict.fromkeys(names))
+    unique = tuple(dict.fromkeys(checked_names(names, keyword)))
     if wrong := [name for name in unique if not isinstance(name, str)]:
         raise PlanError(f"the names in {keyword}= are strings; got {wrong}")
     return unique
@@ -300,13 +298,6 @@ class Skips(NamedTuple):
     inside: bool
 
 
-class _Use(NamedTuple):
-    """A layer that stashes or pops a skip."""
-
-    key: Key
-    path: str
-
-
 def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
     """What the layers of a module stash and pop, at any depth, in the order in which they are registered.
 
@@ -318,7 +309,7 @@ def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
         PlanError: with all faults of the declarations.
     """
     stashes: dict[Key, str] = {}
-    pops: list[_Use] = []
+    pops: list[tuple[Key, str]] = []
     faults: list[str] = []
     for path, layer in module.named_modules(remove_duplicate=False):
         declared: Declared | None = getattr(type(layer), "_skips", None)
@@ -333,14 +324,14 @@ def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
                     "apart: isolate(fp.models.Namespace())"
                 )
             stashes.setdefault(key, path)
-        pops += [_Use(_key(layer, name), path) for name in declared.pop if name not in both]
+        pops += [(_key(layer, name), path) for name in declared.pop if name not in both]
     for key, path in pops:
         where = _layer(path, module.get_submodule(path))
         if key in stashes and _before(module, path, stashes[key]):
             faults.append(f"{where} pops {label(key)!r}, but only {stashes[key]!r}, which comes later, stashes it")
         elif whole and key not in stashes:
             faults.append(f"{where} pops {label(key)!r}, but no layer stashes it")
-    popped = {use.key for use in pops}
+    popped = {key for key, _ in pops}
     if whole:
         unpopped = [(key, path) for key, path in stashes.items() if key not in popped]
         faults += [
@@ -351,7 +342,7 @@ def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
     raise_all("stash and pop do not match:", faults)
     return Skips(
         {label(key): key for key in stashes if key not in popped},
-        {label(use.key): use.key for use in pops if use.key not in stashes},
+        {label(key): key for key, _ in pops if key not in stashes},
         {label(key): key for key in stashes if key in popped},
         bool(stashes or pops),
     )

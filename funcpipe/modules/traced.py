@@ -53,9 +53,6 @@ class Draw(nn.Module):
             op = getattr(op, name)
         super().__setstate__({**state, "op": op})
 
-    def __deepcopy__(self, memo: Any) -> Draw:
-        return Draw(self.op, self.path, self.flag, self.rate)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operation; in evaluation with its training switched off."""
         if _mode.train:
