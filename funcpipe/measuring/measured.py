@@ -258,15 +258,8 @@ class Pass:
         if number not in keys:
             keys[number] = next(self.numbers)
         value, grad = keys[number], tensor.requires_grad
-        return _TensorSpec(
-            value,
-            storage.nbytes(),
-            tuple(tensor.shape),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.dtype,
-            grad,
-        )
+        size, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return _TensorSpec(value, storage.nbytes(), size, stride, offset, tensor.dtype, grad)
 
     def _tensors(self, placed: _PlacedTree, handle: Tensor | None, storages: dict[int, Tensor]) -> list[Any]:
         """The leaves as tensors, in memory that does not count; places of one storage share one."""

@@ -136,15 +136,7 @@ def profile(
 
 
 class _Times(NamedTuple):
-    """Seconds of one layer.
-
-    Attributes:
-        forward: of F.
-        whole: of B.
-        inputs: of I.
-        weights: of W.
-        kept: bytes between F and its backward and between I and W, where programs know.
-    """
+    """Seconds of F, B, I and W of one layer; bytes between F and its backward and between I and W, if programs know."""
 
     forward: float
     whole: float

@@ -42,15 +42,7 @@ def on_the_way_to(outputs: Iterable[Any]) -> set[str]:
 
 
 def refuse(names: set[str], module: fx.GraphModule) -> None:
-    """Refuse a trace that forgot the backward of functions.
-
-    Args:
-        names: the functions `on_the_way_to` the outputs.
-        module: the exported one.
-
-    Raises:
-        PlanError: it names the functions, and what to do instead.
-    """
+    """Refuse a trace that forgot the backward of the functions `on_the_way_to` its outputs. Raises PlanError."""
     known = [advice for name, advice in _ADVICE.items() if name in names]
     if known:
         raise PlanError(f"the model cannot be traced: export forgets {' and '.join(known)}")

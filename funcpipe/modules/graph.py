@@ -103,7 +103,7 @@ def _computes(nodes: Sequence[fx.Node]) -> bool:
 
 
 class _Cutter:
-    """A captured graph with a stage for each of its nodes."""
+    """A captured graph with a stage for each of its nodes. Raises PlanError where a cut parts what belongs together."""
 
     def __init__(self, captured: Captured, starts: Collection[int]) -> None:
         self.captured, self.module = captured, captured.module
@@ -123,11 +123,7 @@ class _Cutter:
         for kind, name in captured.outputs:
             if kind == "value":
                 self.readers.setdefault(self.nodes[name], set()).add(self.last)
-        self.check()
-
-    def check(self) -> None:
-        """Raise PlanError where a cut parts operations that belong together."""
-        faults = [fault for bond in bonds(self.captured) if (fault := bond.fault(self.stage))]
+        faults = [fault for bond in bonds(captured) if (fault := bond.fault(self.stage))]
         raise_all("these cuts part what belongs together; move them:", faults)
 
     def crossing(self) -> list[tuple[fx.Node, int, tuple[int, ...]]]:
@@ -146,15 +142,9 @@ class _Cutter:
 def cut(
     captured: Captured, starts: Collection[int], model: nn.Module
 ) -> tuple[list[tuple[Stage, Any, Any]], list[CutEdge]]:
-    """The stages of a captured model.
+    """The stages of a captured model, each with params and state, and the values between them.
 
-    Args:
-        captured: by `export.capture`.
-        starts: numbers of the nodes that begin a stage (not the first).
-        model: whose parameters and buffers they get.
-
-    Returns:
-        For each stage (stage, params, state), and the values between them.
+    ``starts`` are the numbers of the nodes that begin a stage, the first apart.
 
     Raises:
         PlanError: a cut parts what belongs together: a write in place from its value, the calls of a batch norm layer.

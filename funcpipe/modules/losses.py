@@ -52,11 +52,9 @@ class ModelLoss:
 
 def as_loss(loss: Any, model: nn.Module) -> Callable[[Any, Any], Any]:
     """The loss of a plan that ``split(loss=)`` asks for. Raises PlanError where it is neither path nor function."""
-    if loss is None:
-        return ModelLoss(None, Labels(model))
     if isinstance(loss, (str, int)):
         loss = tuple(loss.split(".")) if isinstance(loss, str) else (loss,)
-    if isinstance(loss, tuple):
+    if loss is None or isinstance(loss, tuple):
         return ModelLoss(loss, Labels(model))  # pyright: ignore[reportUnknownArgumentType]
     if callable(loss):
         return lambda y, target: loss(y)

@@ -18,7 +18,6 @@ from funcpipe.core.torch_names import FLAT_WEIGHTS, buffers_of, list_weights, pa
 from funcpipe.core.tree import Tree
 from funcpipe.core.words import similar
 from funcpipe.modules.batchnorm import CommitLayers, DeferredBatchNorm, Running
-from funcpipe.modules.scripted import scripted
 from funcpipe.modules.skip_scope import carrying
 from funcpipe.modules.skippable import Skips, skips_of
 from funcpipe.modules.written_buffers import has_numbers, looked_at, refuse_writes, version
@@ -83,6 +82,20 @@ def stage_of(
         commit=CommitLayers(fn.norms, deferred=deferred) if fn.norms else None,
         offers=tuple(skips.offers),
     )
+
+
+def scripted(module: nn.Module) -> list[str]:
+    """What keeps a module from being a stage: its outermost TorchScript layers, whose tensors live in C++."""
+    outermost: dict[str, nn.Module] = {}
+    for path, layer in module.named_modules():
+        inside = any(not outer or path.startswith(f"{outer}.") for outer in outermost)
+        if isinstance(layer, torch.jit.ScriptModule) and not inside:
+            outermost[path] = layer
+    return [
+        f"{repr(path) if path else 'it'} is TorchScript (a {type(layer).__name__}), whose parameters and copies are "
+        "not Python's; give the module that it was scripted or traced from"
+        for path, layer in outermost.items()
+    ]
 
 
 def refuse_lazy(module: nn.Module) -> None:

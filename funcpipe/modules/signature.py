@@ -32,9 +32,7 @@ class Guard:
     @staticmethod
     def of(node: fx.Node, ranges: Mapping[Any, Any]) -> Guard:
         """The guard of a placeholder."""
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor):
-            return Guard(node.name, value, None, ())
+        value = node.meta["val"]
         return Guard(node.name, None, value.dtype, tuple(_size(size, ranges) for size in value.shape))
 
     @property

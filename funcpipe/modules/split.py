@@ -144,7 +144,7 @@ class Split:
     def code(self, stage: int) -> str:
         """The source of one stage: of a traced one its graph as Python, of others what they are made of."""
         inner = innermost(self.stages[stage])
-        return inner.code if isinstance(inner, GraphFn) else str(getattr(inner, "skeleton", inner))
+        return inner.module.code if isinstance(inner, GraphFn) else str(getattr(inner, "skeleton", inner))
 
     def __str__(self) -> str:
         lines = [f"{len(self)} stages"]

@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate
 from funcpipe.core.errors import PlanError
 from funcpipe.core.stage import Out
 from funcpipe.core.torch_names import OpOverload, schema
-from funcpipe.core.tree import Tree
+from funcpipe.core.tree import Tree, flatten
 from funcpipe.modules.batchnorm import CommitLayers, NormStats, Running, batch_norm_at, wide
 from funcpipe.modules.module import PartFn
 from funcpipe.modules.nodes import layer_of, regions_of
@@ -90,12 +90,7 @@ class Norm(nn.Module):
 
 
 def refit(module: fx.GraphModule, norms: Mapping[fx.Node, Norm]) -> None:
-    """Replace operations of a graph and its regions by `Draw` and `Norm`, and remove the assertions of export.
-
-    Args:
-        module: the graph.
-        norms: for each node of a batch norm, its replacement.
-    """
+    """Replace operations of a graph and its regions by `Draw` and these `Norm`, and remove the assertions of export."""
     drawn: dict[str, int] = {}
 
     def visit(graph_module: fx.GraphModule) -> None:
@@ -186,15 +181,6 @@ class GraphFn(PartFn):
         self.check(params, state)
         return BoundGraph(self, params)
 
-    @property
-    def code(self) -> str:
-        """The stage as Python."""
-        return self.module.code
-
-    def places(self) -> dict[int, str]:
-        """The layers that draw, by the id of their module."""
-        return {id(draw): draw.path for draw in self.module.modules() if isinstance(draw, Draw)}
-
     def run(self, params: Mapping[str, Tensor], x: Tree, extras: Mapping[str, Any]) -> Any:
         """Run the graph on one microbatch; returns its output, in an `Out` where it has stash or statistics."""
         train = bool(extras.get("train", False))
@@ -206,7 +192,7 @@ class GraphFn(PartFn):
         state = extras.get("state") or {}
         fresh = {name: state[name].clone() for name in self.writes}
         module, consts = self._on(params, state, x)
-        inputs = self.signature.values(x) if self.first else _named(self.x, x)
+        inputs = self.signature.values(x) if self.first else {self.x[0]: x} if len(self.x) == 1 else x
         inputs = {**inputs, **extras.get("skips", {})}
         sources: dict[str, Mapping[str, Any]] = {"param": params, "buffer": {**state, **fresh}, "const": consts}
         collected: dict[str, NormStats] | None = {} if train and self.norms else None
@@ -231,11 +217,8 @@ class GraphFn(PartFn):
 
     def _on(self, params: Mapping[str, Tensor], state: Mapping[str, Tensor], x: Tree) -> tuple[fx.GraphModule, Any]:
         """The graph and its constants on the stage's device; the trace names the device of the example."""
-        tensors = [tensor for tensor in (*params.values(), *state.values()) if isinstance(tensor, Tensor)]
-        if not tensors:
-            values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else (x,)
-            tensors = [tensor for tensor in values if isinstance(tensor, Tensor)]
-        device = tensors[0].device if tensors else self.device
+        held = [*params.values(), *state.values()] or flatten(x)[0]
+        device = next((leaf.device for leaf in held if isinstance(leaf, Tensor)), self.device)
         if device == self.device:
             return self.module, self.consts
         moved = self._moved.get(device)
@@ -245,16 +228,12 @@ class GraphFn(PartFn):
         return moved
 
 
-def _named(names: Sequence[str], x: Tree) -> Mapping[str, Any]:
-    return {names[0]: x} if len(names) == 1 else x
-
-
 class BoundGraph:
     """A traced stage with its parameters."""
 
     def __init__(self, owner: GraphFn, params: Mapping[str, Tensor]) -> None:
         self.owner, self.params = owner, params
-        self.places = owner.places()
+        self.places = {id(draw): draw.path for draw in owner.module.modules() if isinstance(draw, Draw)}
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
         """Run this part of the model on one microbatch."""
