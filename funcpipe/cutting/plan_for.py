@@ -220,15 +220,12 @@ def _counts(
         return counts
 
     numbers("num_devices", num_devices)
-    microbatches, shares = (
-        numbers("num_microbatches", num_microbatches),
-        numbers("stages_per_device", stages_per_device),
-    )
+    microbatches = numbers("num_microbatches", num_microbatches)
+    shares = numbers("stages_per_device", stages_per_device)
     if isinstance(cost, Cost) and len(microbatches) > 1:
         faults.append(
             "with several numbers of microbatches cost is a function of them: lambda m: fp.models.profile(layers, "
-            "example[: "
-            "rows // m])"
+            "example[: rows // m])"
         )
     elif not isinstance(cost, Cost) and (not callable(cost) or hasattr(cost, "named_parameters")):
         faults.append(

@@ -100,8 +100,7 @@ def split(
     if cuts.open and policy is None and (marked := callers(model)):
         raise PlanError(
             f"the forward of {' and '.join(marked)} calls fp.models.split_point(), which only a trace sees; give "
-            "example= "
-            "to cut there, or say where to cut: at=, balance=, policy="
+            "example= to cut there, or say where to cut: at=, balance=, policy="
         )
     if isinstance(model, nn.Sequential) and layers is None:
         return _sequential(model, cuts, ties, loss)

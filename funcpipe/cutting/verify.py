@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.tree import flatten, locations, map_leaves, unflatten
+from funcpipe.core.tree import flatten, locations, map_tensors, unflatten
 from funcpipe.modules.export import shell
 from funcpipe.modules.losses import ModelLoss
 from funcpipe.modules.module import all_tensors, clones, first_names
@@ -185,7 +185,7 @@ def _eager(
 ) -> tuple[Any, dict[str, Tensor]]:
     with torch.enable_grad():
         y = _call(module, {**params, **buffers}, x)
-        return map_leaves(_plain, y), _gradients(_objective(y, loss), dict(params))
+        return map_tensors(Tensor.detach, y), _gradients(_objective(y, loss), dict(params))
 
 
 def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any, dict[str, Tensor]], tuple[Any, ...]]:
@@ -222,7 +222,7 @@ def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any
         part.commit(tree, (stats,)) if part.commit is not None and train else tree
         for part, tree, stats in zip(split.stages, state, outputs.stats, strict=True)
     )
-    return (map_leaves(_plain, outputs.y), gradients), after
+    return (map_tensors(Tensor.detach, outputs.y), gradients), after
 
 
 def _copied(state: Any) -> tuple[Any, ...]:
@@ -230,7 +230,7 @@ def _copied(state: Any) -> tuple[Any, ...]:
 
 
 def _call(module: nn.Module, tensors: dict[str, Tensor], x: Any) -> Any:
-    args, kwargs = as_call(map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, x))
+    args, kwargs = as_call(map_tensors(Tensor.clone, x))
     with seeded(x):
         return torch.func.functional_call(module, tensors, args, kwargs)
 
@@ -268,10 +268,6 @@ def _gradients(objective: Tensor | None, named: dict[str, Tensor]) -> dict[str, 
         return {}
     gradients: Any = torch.autograd.grad(objective, list(trained.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(trained, gradients, strict=True) if gradient is not None}
-
-
-def _plain(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:

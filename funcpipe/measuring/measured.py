@@ -24,7 +24,7 @@ from funcpipe.core.tree import (
     flatten,
     is_differentiable,
     leaves,
-    map_leaves,
+    map_tensors,
     unflatten,
 )
 from funcpipe.measuring.live import Live
@@ -130,8 +130,8 @@ class Pass:
         self, layers: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree], trainable: Sequence[Sequence[bool]]
     ) -> list[Measured]:
         """Measure every layer. Raises what a layer raises, with the layer's name."""
-        placed_feeds = {name: self._held(map_leaves(self._like, tree), {}) for name, tree in feeds.items()}
-        x = self._held(map_leaves(self._like, example), {})
+        placed_feeds = {name: self._held(map_tensors(self._like, tree), {}) for name, tree in feeds.items()}
+        x = self._held(map_tensors(self._like, example), {})
         out: list[Measured] = []
         for number, (layer, flags) in enumerate(zip(layers, trainable, strict=True)):
             placed = x
@@ -153,7 +153,7 @@ class Pass:
         stage, memo = layer.stage, dict[int, Tensor]()
         values, spec = flatten(layer.params)
         params = [self._parameter(leaf, flag and self.train, memo) for leaf, flag in zip(values, flags, strict=True)]
-        state = map_leaves(self._like, layer.state)
+        state = map_tensors(self._like, layer.state)
         self.live.known([*params, *(leaf.grad for leaf in leaves(params)), *leaves(state)])
         fn = stage.bind(unflatten(spec, params), state)
         pops = {name: self.skips[name] for name in stage.pop}
@@ -227,10 +227,8 @@ class Pass:
 
     # -- values between layers -----------------------------------------------------------------------------------------
 
-    def _like(self, leaf: Any) -> Any:
-        """A fake tensor with the shape, strides and dtype of a leaf; any other leaf as it is."""
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def _like(self, leaf: Tensor) -> Tensor:
+        """A fake tensor with the shape, strides and dtype of a leaf."""
         with self.fake:
             if leaf.layout is not torch.strided:
                 return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import PlanError
-from funcpipe.core.tree import Tree, flatten, leaves, locations, map_leaves
+from funcpipe.core.tree import Tree, flatten, leaves, locations, map_tensors
 from funcpipe.cutting.example import unmarked
 from funcpipe.measuring.memory import memory
 from funcpipe.measuring.row import Layer, blame, known_device, layers_of
@@ -263,7 +263,7 @@ class _Sweep:
         return forward, whole, out.y, out.stash
 
     def _there(self, tree: Tree) -> Tree:
-        return map_leaves(lambda leaf: leaf.detach().to(self.clock.device) if isinstance(leaf, Tensor) else leaf, tree)
+        return map_tensors(lambda tensor: tensor.detach().to(self.clock.device), tree)
 
 
 def _ones(border: Border) -> list[Tensor | None]:

@@ -176,8 +176,7 @@ def _problem(
         if not isinstance(costs, Iterable) or hasattr(costs, "named_parameters"):
             raise PlanError(
                 "balance takes the time of each layer, [1.0, 2.0, ...], or the Cost that fp.models.profile(model, "
-                "example) "
-                f"measures; got a {type(costs).__name__}"
+                f"example) measures; got a {type(costs).__name__}"
             )
         work = list(cast("Iterable[Any]", costs))
         layers = len(work)
@@ -196,9 +195,7 @@ def _problem(
             faults.append(
                 f"{name}: numbers {'over' if name in ('speeds', 'limit') else 'from'} 0; got {(bad or [0])[0]!r}"
             )
-        if bad:
-            return []
-        return [Fraction(v) for v in values] if isinstance(value, Sequence) else [Fraction(value)] * length
+        return [] if bad else [Fraction(v) for v in values]
 
     time, redo = numbers("costs", work, layers), numbers("remat", remat_work, layers)
     borders = numbers("comm", comm, layers - 1)

@@ -7,12 +7,12 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Out, checked_names
 from funcpipe.core.torch_names import backward_number, children_of
-from funcpipe.core.tree import Tree, cow_clone, map_leaves
+from funcpipe.core.tree import Tree, cow_clone, map_tensors
 from funcpipe.modules.skip_scope import Key, Namespace, Store, current, label
 
 _Class = TypeVar("_Class", bound=type[nn.Module])
@@ -193,7 +193,7 @@ class _LayerCall:
                 f"{self._who} stashes {name!r} without declaring it: @fp.models.skippable(stash=[{name!r}])"
             )
         self.done.add(("stash", name))
-        self.store[_key(self.layer, name)] = _own(value)
+        self.store[_key(self.layer, name)] = map_tensors(cow_clone, value)  # the layer may write into what it has
 
     def pop(self, name: str) -> Tree:
         if name not in self.declared.pop:
@@ -201,13 +201,12 @@ class _LayerCall:
         self.done.add(("pop", name))
         key = _key(self.layer, name)
         if key in self.store:
-            return _own(self.store[key])
+            return map_tensors(cow_clone, self.store[key])
         if backward_number() != -1:
             raise PlanError(
                 f"{self._who} pops {label(key)!r} in a backward, where torch.utils.checkpoint computes it again and "
                 "its skip is gone; pop outside of the checkpointed part and pass the value in, or use "
-                "fp.schedules.remat for "
-                "the stage"
+                "fp.schedules.remat for the stage"
             )
         stashed = sorted(map(label, self.store))
         raise PlanError(
@@ -261,8 +260,7 @@ class _LayerCall:
         ]
         raise_all(
             f"{self._who} did not do what it declares (yield fp.models.stash(name, value), value = yield "
-            "fp.models.pop(name), or "
-            f"Out(y, stash={{...}}) and a keyword skips): it",
+            f"fp.models.pop(name), or Out(y, stash={{...}}) and a keyword skips): it",
             faults,
         )
         return result
@@ -270,13 +268,6 @@ class _LayerCall:
     @property
     def _who(self) -> str:
         return type(self.layer).__name__
-
-
-def _own(tree: Tree) -> Tree:
-    """A copy-on-write clone of what a layer stashes or pops, so that the layer may write into it; see `cow_clone`."""
-    if isinstance(tree, Tensor):
-        return cow_clone(tree)
-    return map_leaves(lambda leaf: cow_clone(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 # -- the skips of a whole module ---------------------------------------------------------------------------------------
