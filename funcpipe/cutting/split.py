@@ -268,7 +268,7 @@ def _module_units(
     for row in rows:
         params = {id(param): param for module in row for param in module.parameters() if id(param) not in counted}
         counted |= set(params)
-        sizes.append(sum(param.numel() * param.element_size() for param in params.values()))
+        sizes.append(sum(param.nbytes for param in params.values()))
 
     def measure() -> Sequence[float]:
         raise PlanError("by_time measures the model on an example; give example=")

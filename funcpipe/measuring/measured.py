@@ -111,12 +111,7 @@ class _Source(torch.autograd.Function):
 
 
 class Pass:
-    """The pass over the layers.
-
-    Args:
-        train: whether stages train, and there are backwards.
-        device: whose kernels the layers run.
-    """
+    """The pass over the layers, with the kernels of a device; there are backwards where they train."""
 
     def __init__(self, *, train: bool, device: torch.device) -> None:
         self.train, self.device = train, device

@@ -221,9 +221,7 @@ def _norms(
     known: dict[str, tuple[Running, float | None]] = {}
     faults: list[str] = []
     for node, statistics in norms_of(module).items():
-        kinds = [
-            sources.get(source.name, ("", "")) if isinstance(source, fx.Node) else ("", "") for source in statistics
-        ]
+        kinds = [sources.get(getattr(source, "name", ""), ("", "")) for source in statistics]
         if any(kind != "buffer" for kind, _ in kinds):
             continue
         mean, var = (name for _, name in kinds)
@@ -381,22 +379,17 @@ def _written(
     statistics = {name for norm in norms.values() for name in norm.running[:2]}
     for node, root in writes_of(module, norms):
         kind, name = sources.get(root.name, ("", ""))
-        fault = ""
-        match kind:
-            case "buffer":
-                written.add(name)
-                if name in statistics:
-                    fault = f"it writes into {name!r}, which a batch norm updates"
-                elif node in norms_of(module):
-                    fault = f"batch norm updates a part of {name!r}, or after another write"
-            case "param":
-                fault = f"it writes into its parameter {name!r}"
-            case "const":
-                fault = f"it writes into the tensor {name!r}, which no register_buffer made its state"
-            case "input":
-                fault = f"it writes into its input {name!r}; clone it first"
-            case _:  # a value of the forward
-                pass
+        fault = {
+            "param": f"it writes into its parameter {name!r}",
+            "const": f"it writes into the tensor {name!r}, which no register_buffer made its state",
+            "input": f"it writes into its input {name!r}; clone it first",
+        }.get(kind, "")  # none for a value of the forward
+        if kind == "buffer":
+            written.add(name)
+            if name in statistics:
+                fault = f"it writes into {name!r}, which a batch norm updates"
+            elif node in norms_of(module):
+                fault = f"batch norm updates a part of {name!r}, or after another write"
         faults += [f"{fault}, in {node.name}"] if fault else []
     raise_all("the model's forward is not pure:", faults)
     return frozenset(written)

@@ -61,8 +61,7 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
             unknown = f"the model has no such module{similar(name, known)}"
             faults.append(f"at[{name!r}]: {'no operation of its forward was traced' if path in known else unknown}")
             continue
-        edge = hits[0] if side == "before" else hits[-1]
-        start = hits[0] if side == "before" else hits[-1] + 1
+        edge, start = (hits[0], hits[0]) if side == "before" else (hits[-1], hits[-1] + 1)
         others = {
             path for path in layers[edge] if not _within(path, name) and not _within(name, path.partition("@")[0])
         }
@@ -72,10 +71,7 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
                 "put autocast around fp.run instead of inside the model, or cut before or after the region"
             )
         elif not _computes(body[:start]) or not _computes(body[start:]):
-            faults.append(
-                f"at[{name!r}] {side}: nothing is computed {'before' if side == 'before' else 'after'} it, so a stage "
-                "would be empty"
-            )
+            faults.append(f"at[{name!r}] {side}: nothing is computed {side} it, so a stage would be empty")
         else:
             starts[start] = name
     raise_all("the model cannot be cut there:", faults)

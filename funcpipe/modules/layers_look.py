@@ -67,10 +67,8 @@ def _has_graph(leaf: Any) -> bool:
 def beside(y: Tree, ends: Iterable[Any], tensor_ids: Collection[int]) -> str:
     """The first leaf of an output that depends on tensors of the blocks by another way than what the blocks returned.
 
-    Args:
-        y: the output.
-        ends: the operations that made what the blocks returned.
-        tensor_ids: the ids of the tensors that the blocks alone have.
+    ``ends`` are the operations that made what the blocks returned, ``tensor_ids`` the ids of the tensors that the
+    blocks alone have.
     """
     passed = set(ends)
     for place, leaf in zip(locations(y, "output"), flatten(y)[0], strict=True):

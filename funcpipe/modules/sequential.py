@@ -110,9 +110,8 @@ def cut_sequential(
     skips_of(module, whole=True)
     rows = [units[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
     parts = [SequentialPart(module, row) for row in rows]
-    for name, tensor in module.named_parameters(
-        recurse=False, remove_duplicate=False
-    ):  # of the Sequential itself: no layer uses them
+    # Tensors of the Sequential itself, which no layer uses.
+    for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
         parts[0].register_parameter(name, tensor)
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         parts[0].register_buffer(name, buffer)

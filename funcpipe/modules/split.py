@@ -149,10 +149,10 @@ class Split:
     def __str__(self) -> str:
         lines = [f"{len(self)} stages"]
         for index, (stage, params, state) in enumerate(zip(self.stages, self.params, self.state, strict=True)):
-            numel, size = _count(params)
+            numel = sum(tensor.numel() for tensor in params.values())
             lines.append(
-                f"stage {index} {stage.name}: {len(params)} parameters, {numel:,} numbers, {size_of(size)}"
-                + (f"; {len(state)} buffers, {size_of(_count(state)[1])}" if state else "")
+                f"stage {index} {stage.name}: {len(params)} parameters, {numel:,} numbers, {_size(params)}"
+                + (f"; {len(state)} buffers, {_size(state)}" if state else "")
             )
             lines += [f"  {line}" for line in self._borders(index)]
         lines += ["tied: " + ", ".join(f"{key} of stage {stage}" for stage, key in group) for group in self.ties]
@@ -235,6 +235,5 @@ def _like(old: Tensor, values: Tensor, loaded: dict[int, Tensor]) -> Tensor:
     return new
 
 
-def _count(tree: Mapping[str, Tensor]) -> tuple[int, int]:
-    tensors = list(tree.values())
-    return sum(tensor.numel() for tensor in tensors), sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _size(tree: Mapping[str, Tensor]) -> str:
+    return size_of(sum(tensor.nbytes for tensor in tree.values()))
