@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.tree import flatten, locations, map_tensors, unflatten
 from funcpipe.modules.export import shell
 from funcpipe.modules.losses import ModelLoss
@@ -53,20 +53,15 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
             expected = _eager(module, params, buffers, x, split.loss)
         actual, state = _staged(split, x, state, train=train)
         faults = _faults(split, expected, actual, buffers, state, before)
-        if faults:
-            which = (
-                "the example"
-                if not number
-                else "inputs other than the example (the trace took something for a constant: a counter, a random number "
-                "of Python, a number read from a tensor)"
-            )
-            raise PlanError(
-                bullets(
-                    f"the traced stages do not compute what the model computes, on {which}; cut without tracing "
-                    "(split without example=), or write the stages yourself:",
-                    faults[:12],
-                )
-            )
+        others = (
+            "inputs other than the example (the trace took something for a constant: a counter, a random number of "
+            "Python, a number read from a tensor)"
+        )
+        raise_all(
+            f"the traced stages do not compute what the model computes, on {others if number else 'the example'}; cut "
+            "without tracing (split without example=), or write the stages yourself:",
+            faults[:12],
+        )
     if not once:
         _try_one_row(model, split, inputs, train=train)
 
@@ -204,8 +199,7 @@ def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any
     written = _copied(state)
     with torch.enable_grad(), seeded(x):
         outputs = apply(split.stages, trees, x, state=written, train=train)
-        first: dict[int, str] = {}
-        unique = {name: leaf for name, leaf in named.items() if first.setdefault(id(leaf), name) == name}
+        unique = {name: named[name] for name in first_names(named).values()}
         gradients = _gradients(_objective(outputs.y, split.loss), unique)
     writes = [
         name
