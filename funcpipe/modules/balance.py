@@ -131,14 +131,7 @@ def evenly(costs: Sequence[float], num_parts: int) -> list[int]:
 def checked_sizes(sizes: Any, total: int, noun: str, num_stages: int | None = None) -> list[int]:
     """The number of layers of each stage, by whatever name: each has at least one, and together they are all.
 
-    Args:
-        sizes: as the caller or a policy gives them.
-        total: how many there are.
-        noun: what is divided, for messages.
-        num_stages: how many sizes there must be; None: any number.
-
-    Raises:
-        PlanError: they are none.
+    ``noun`` is what is divided, for messages. Raises PlanError, also where there are not ``num_stages`` of them.
     """
     try:
         counts = [index(size) for size in sizes]

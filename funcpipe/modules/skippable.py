@@ -41,8 +41,7 @@ class Declared(NamedTuple):
     """What a class stashes and pops.
 
     Attributes:
-        stash: names, in the order given.
-        pop: names, in the order given.
+        stash, pop: names, in the order given.
         forward: the driver that replaces the class's own forward.
         here: did the class declare it itself, and not inherit it.
     """
@@ -250,13 +249,11 @@ class _LayerCall:
                     f"{self._who} returns stats or a loss in its Out; a layer returns Out(y, stash={{...}})"
                 )
             result = result.y
+        declared = [*(("stash", name) for name in self.declared.stash), *(("pop", name) for name in self.declared.pop)]
         faults = [
-            f"declares stash {name!r} but did not stash it"
-            for name in self.declared.stash
-            if ("stash", name) not in self.done
-        ]
-        faults += [
-            f"declares pop {name!r} but did not pop it" for name in self.declared.pop if ("pop", name) not in self.done
+            f"declares {verb} {name!r} but did not {verb} it"
+            for verb, name in declared
+            if (verb, name) not in self.done
         ]
         raise_all(
             f"{self._who} did not do what it declares (yield fp.models.stash(name, value), value = yield "

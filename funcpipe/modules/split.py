@@ -132,9 +132,8 @@ class Split:
         faults: list[str] = []
         saved = [name for name, home in self.homes.items() if home.saved]
         if strict:
-            for name in state_dict:
-                if name not in self.homes:
-                    faults.append(f"{name!r} is no name of the model{similar(name, saved)}")
+            strange = [name for name in state_dict if name not in self.homes]
+            faults += [f"{name!r} is no name of the model{similar(name, saved)}" for name in strange]
             faults += [f"{name!r} is missing" for name in saved if name not in state_dict]
         for name, home in self.homes.items():
             if name in state_dict and tuple(state_dict[name].shape) != home.shape:
