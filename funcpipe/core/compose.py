@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Bindable, BoundFn, Out, Stage, normalise, refuse_others, scope, side_loss
-from funcpipe.core.tree import Tree, cow_clone, map_leaves
+from funcpipe.core.tree import Tree, cow_clone, map_tensors
 
 
 def compose(*stages: Stage, name: str = "") -> Stage:
@@ -76,10 +74,12 @@ def chain(
     for part, call, state in zip(stages, calls, states, strict=True):
         feeds = extras.get("feeds", {})
         # Each part gets copies of its own, as in a plan: what it writes in place reaches nobody else.
-        taken = {name: _own_tree(skips[name]) for name in part.pop}
-        own_extras = part.extras(taken, {n: _own_tree(feeds[n]) for n in part.feeds}, state, extras["train"])
+        taken = {name: map_tensors(cow_clone, skips[name]) for name in part.pop}
+        own_extras = part.extras(
+            taken, {n: map_tensors(cow_clone, feeds[n]) for n in part.feeds}, state, extras["train"]
+        )
         with scope(part):
-            out = normalise(call(_own_tree(x), **own_extras))
+            out = normalise(call(map_tensors(cow_clone, x), **own_extras))
         x = out.y
         skips.update(out.stash)
         stash.update(out.stash)
@@ -94,10 +94,6 @@ def chain(
         counted = [total / weight for total, weight in losses if float(weight)]
         loss = (sum(counted), 1.0) if counted else losses[0]
     return Out(x, stash, tuple(stats), loss)
-
-
-def _own_tree(tree: Tree) -> Tree:
-    return map_leaves(lambda leaf: cow_clone(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 class _Composition(Bindable):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from funcpipe.core.errors import PlanError, raise_all
 
 
-def checked_names(names: Sequence[str], option: str) -> tuple[str, ...]:
+def checked_names(names: Iterable[str], option: str) -> tuple[str, ...]:
     """Names as a tuple. Raises PlanError where they are one string, whose letters would be the names."""
     if isinstance(names, str):
         raise PlanError(f"{option}={names!r}: give a sequence of names, {option}=[{names!r}]")

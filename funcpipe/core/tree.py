@@ -79,6 +79,13 @@ def map_leaves(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     return unflatten(spec, [fn(*row) for row in zip(leaves, *columns, strict=True)])
 
 
+def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
+    """Apply ``fn`` to the tensors of a tree; other leaves stay as they are."""
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
 def paths(tree: Tree) -> list[Path]:
     """The keys that lead to each leaf, in the order of `flatten`."""
     return optree.treespec_paths(structure(tree))

@@ -220,15 +220,12 @@ def _counts(
         return counts
 
     numbers("num_devices", num_devices)
-    microbatches, shares = (
-        numbers("num_microbatches", num_microbatches),
-        numbers("stages_per_device", stages_per_device),
-    )
+    microbatches = numbers("num_microbatches", num_microbatches)
+    shares = numbers("stages_per_device", stages_per_device)
     if isinstance(cost, Cost) and len(microbatches) > 1:
         faults.append(
             "with several numbers of microbatches cost is a function of them: lambda m: fp.models.profile(layers, "
-            "example[: "
-            "rows // m])"
+            "example[: rows // m])"
         )
     elif not isinstance(cost, Cost) and (not callable(cost) or hasattr(cost, "named_parameters")):
         faults.append(
@@ -255,7 +252,7 @@ class _Case(NamedTuple):
         """The candidate that a short search finds for a partition on a placement."""
         cost, room = self.layers.group(sizes), list(self.limits)
         device_of = placed(shape, len(sizes), len(room))
-        for stage, (begin, end) in enumerate(pairwise([0, *accumulate(sizes)])):
+        for stage, (begin, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
             room[device_of[stage]] -= sum(self.weights[begin:end])
         candidate = _Candidate(
             Tried(self.num_microbatches, sizes, shape, inf, ""), cost, tuple(room), _over(cost, device_of, room)

@@ -6,28 +6,27 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.parameter import is_lazy
 
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.torch_names import has_gradient_hooks, hooks_of
 from funcpipe.core.tree import flatten
 from funcpipe.core.words import similar
 from funcpipe.cutting.example import row_axes, unmarked
-from funcpipe.cutting.verify import try_once, verify, verify_evaluation
+from funcpipe.cutting.verify import seeded, try_once, verify, verify_evaluation
 from funcpipe.modules import graph as traced_graph
 from funcpipe.modules.balance import checked_sizes
 from funcpipe.modules.export import Captured, callers, capture
 from funcpipe.modules.layers import cut_layers
 from funcpipe.modules.layers_find import Layers, find_layers
 from funcpipe.modules.losses import ModelLoss, as_loss
+from funcpipe.modules.module import clones, devices_fault, named_tensors, refuse_lazy
 from funcpipe.modules.policy import Policy, Units, by_parameters
-from funcpipe.modules.scripted import scripted
 from funcpipe.modules.sequential import cut_sequential, units_of
 from funcpipe.modules.signature import as_call
 from funcpipe.modules.split import Split, assemble
@@ -101,8 +100,7 @@ def split(
     if cuts.open and policy is None and (marked := callers(model)):
         raise PlanError(
             f"the forward of {' and '.join(marked)} calls fp.models.split_point(), which only a trace sees; give "
-            "example= "
-            "to cut there, or say where to cut: at=, balance=, policy="
+            "example= to cut there, or say where to cut: at=, balance=, policy="
         )
     if isinstance(model, nn.Sequential) and layers is None:
         return _sequential(model, cuts, ties, loss)
@@ -255,7 +253,7 @@ def _places(captured: Captured, model: nn.Module, cuts: _Wanted, example: Any) -
     measure = partial(_time, captured, model, example)
     units, starts = units_of_graph(captured, model, count, measure, movable=cuts.balance is None)
     sizes = cuts.sizes(units)
-    return [starts[sum(sizes[:n])] for n in range(1, len(sizes))]
+    return [starts[end] for end in accumulate(sizes[:-1])]
 
 
 def _module_units(
@@ -270,7 +268,7 @@ def _module_units(
     for row in rows:
         params = {id(param): param for module in row for param in module.parameters() if id(param) not in counted}
         counted |= set(params)
-        sizes.append(sum(param.numel() * param.element_size() for param in params.values()))
+        sizes.append(sum(param.nbytes for param in params.values()))
 
     def measure() -> Sequence[float]:
         raise PlanError("by_time measures the model on an example; give example=")
@@ -280,7 +278,7 @@ def _module_units(
 
 def _time(captured: Captured, model: nn.Module, example: Any, bounds: list[int]) -> list[float]:
     """Seconds of the forward of each unit: the graph run node by node, medians of five sweeps after one."""
-    tensors = {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    tensors = clones(model)
     inputs = captured.signature.values(example)
     numbers = {node: number for number, node in enumerate(captured.body)}
     sweeps: list[list[float]] = []
@@ -296,10 +294,8 @@ def _time(captured: Captured, model: nn.Module, example: Any, bounds: list[int])
     values: list[Any] = []
     for node in captured.module.graph.find_nodes(op="placeholder"):
         kind, key = captured.sources.get(node.name, ("input", node.name))
-        table = {"input": inputs, "const": captured.consts}.get(kind)
-        values.append(tensors[key].clone() if table is None else table.get(key))
-    cuda = sorted({tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}, key=str)
-    with torch.no_grad(), torch.random.fork_rng(devices=cuda):
+        values.append({"input": inputs, "const": captured.consts}.get(kind, tensors)[key])
+    with torch.no_grad(), seeded(tensors):
         for _ in range(6):
             sweeps.append([0.0] * len(numbers))
             TimedInterpreter(captured.module).run(*values)
@@ -324,33 +320,20 @@ def _check_model(model: Any) -> None:
     """Raises PlanError for a model that cannot be cut in any way."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"split takes an nn.Module; got a {type(model).__name__} (stages of functions: fp.stage)")
-    raise_all("this model cannot be split:", scripted(model))
-    named = [*model.named_parameters(), *model.named_buffers()]
+    refuse_lazy(model)
+    named = named_tensors(model)
     faults = [
-        f"{name} is not initialised yet; call the model once on an example first"
-        for name, tensor in named
-        if is_lazy(tensor)
-    ]
-    known = [(name, tensor) for name, tensor in named if not is_lazy(tensor)]
-    faults += [
         f"{name} is {'quantized' if tensor.is_quantized else tensor.layout}, not a plain dense tensor; convert it first"
-        for name, tensor in known
+        for name, tensor in named.items()
         if tensor.is_quantized or tensor.layout is not torch.strided
     ]
     faults += [
         f"{name} has hooks on its gradient, which a run does not call; apply them to result.grads"
-        for name, tensor in known
+        for name, tensor in named.items()
         if has_gradient_hooks(tensor)
     ]
-    faults += _loose(model, {id(tensor) for _, tensor in named})
-    where = {tensor.device: name for name, tensor in reversed(known)}
-    if len(where) > 1:
-        faults.append(
-            "it lies on several devices ("
-            + ", ".join(f"{name} on {device}" for device, name in where.items())
-            + "); split it on one and place the parts with fp.place(plan, params)"
-        )
-    raise_all("this model cannot be split:", faults)
+    faults += _loose(model, set(map(id, named.values())))
+    raise_all("this model cannot be split:", faults + devices_fault(model))
 
 
 def _loose(model: nn.Module, known: set[int]) -> list[str]:

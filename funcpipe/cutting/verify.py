@@ -5,18 +5,19 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.tree import flatten, locations, map_leaves, unflatten
+from funcpipe.core.errors import PlanError, raise_all
+from funcpipe.core.tree import flatten, locations, map_tensors, unflatten
 from funcpipe.modules.export import shell
 from funcpipe.modules.losses import ModelLoss
-from funcpipe.modules.module import all_tensors, first_names
+from funcpipe.modules.module import all_tensors, clones, first_names
 from funcpipe.modules.signature import Signature, as_call, as_input
 from funcpipe.modules.split import Split
 from funcpipe.modules.ties import innermost
@@ -52,20 +53,15 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
             expected = _eager(module, params, buffers, x, split.loss)
         actual, state = _staged(split, x, state, train=train)
         faults = _faults(split, expected, actual, buffers, state, before)
-        if faults:
-            which = (
-                "the example"
-                if not number
-                else "inputs other than the example (the trace took something for a constant: a counter, a random number "
-                "of Python, a number read from a tensor)"
-            )
-            raise PlanError(
-                bullets(
-                    f"the traced stages do not compute what the model computes, on {which}; cut without tracing "
-                    "(split without example=), or write the stages yourself:",
-                    faults[:12],
-                )
-            )
+        others = (
+            "inputs other than the example (the trace took something for a constant: a counter, a random number of "
+            "Python, a number read from a tensor)"
+        )
+        raise_all(
+            f"the traced stages do not compute what the model computes, on {others if number else 'the example'}; cut "
+            "without tracing (split without example=), or write the stages yourself:",
+            faults[:12],
+        )
     if not once:
         _try_one_row(model, split, inputs, train=train)
 
@@ -80,14 +76,13 @@ def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) ->
     pairs = zip(leaves, rows, strict=True)
     single = as_input(*unflatten(spec, [leaf if axis is None else leaf.narrow(axis, 0, 1) for leaf, axis in pairs]))
     module = shell(model) if train else shell(model).eval()
-    tensors = {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     try:
         with torch.no_grad():
-            expected = _call(module, tensors, single)
+            expected = _call(module, clones(model), single)
     except Exception:
         return  # the model wants more rows, and says so itself
     try:
-        with torch.no_grad(), _seeded(single):
+        with torch.no_grad(), seeded(single):
             actual = apply(split.stages, split.params, single, state=_copied(split.state), train=train).y
         differs = bool(_differences([("output", expected, actual)]))
     except Exception:
@@ -127,11 +122,10 @@ def try_once(model: nn.Module, inputs: Any) -> None:
         numpy: Any = sys.modules["numpy"]
         generators.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
     states = [get() for _, get, _ in generators]
-    tensors = {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     drawn: list[str] = []
     try:
         with torch.no_grad():
-            _call(shell(model), tensors, inputs)
+            _call(shell(model), clones(model), inputs)
     except PlanError:
         raise
     except Exception as error:
@@ -186,7 +180,7 @@ def _eager(
 ) -> tuple[Any, dict[str, Tensor]]:
     with torch.enable_grad():
         y = _call(module, {**params, **buffers}, x)
-        return map_leaves(_plain, y), _gradients(_objective(y, loss), dict(params))
+        return map_tensors(Tensor.detach, y), _gradients(_objective(y, loss), dict(params))
 
 
 def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any, dict[str, Tensor]], tuple[Any, ...]]:
@@ -203,10 +197,9 @@ def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any
         if kind == "params"
     }
     written = _copied(state)
-    with torch.enable_grad(), _seeded(x):
+    with torch.enable_grad(), seeded(x):
         outputs = apply(split.stages, trees, x, state=written, train=train)
-        first: dict[int, str] = {}
-        unique = {name: leaf for name, leaf in named.items() if first.setdefault(id(leaf), name) == name}
+        unique = {name: named[name] for name in first_names(named).values()}
         gradients = _gradients(_objective(outputs.y, split.loss), unique)
     writes = [
         name
@@ -223,7 +216,7 @@ def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any
         part.commit(tree, (stats,)) if part.commit is not None and train else tree
         for part, tree, stats in zip(split.stages, state, outputs.stats, strict=True)
     )
-    return (map_leaves(_plain, outputs.y), gradients), after
+    return (map_tensors(Tensor.detach, outputs.y), gradients), after
 
 
 def _copied(state: Any) -> tuple[Any, ...]:
@@ -231,28 +224,22 @@ def _copied(state: Any) -> tuple[Any, ...]:
 
 
 def _call(module: nn.Module, tensors: dict[str, Tensor], x: Any) -> Any:
-    args, kwargs = as_call(map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, x))
-    with _seeded(x):
+    args, kwargs = as_call(map_tensors(Tensor.clone, x))
+    with seeded(x):
         return torch.func.functional_call(module, tensors, args, kwargs)
 
 
-class _seeded:
-    """Context with the same random numbers each time; at its end torch's generators are as they were."""
-
-    def __init__(self, x: Any) -> None:
-        devices = {leaf.device for leaf in flatten(x)[0] if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
-        self.devices = sorted(devices, key=str)
-        self.fork = torch.random.fork_rng(devices=self.devices)
-
-    def __enter__(self) -> None:
-        self.fork.__enter__()
+@contextmanager
+def seeded(x: Any) -> Generator[None]:
+    """The same random numbers each time on the devices of these inputs; torch's generators are as they were after it."""
+    found = {leaf.device for leaf in flatten(x)[0] if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
+    devices = sorted(found, key=str)
+    with torch.random.fork_rng(devices=devices):
         # Not torch.manual_seed: it also seeds devices whose generators are not restored.
         torch.default_generator.manual_seed(0)
-        for device in self.devices:
+        for device in devices:
             torch.cuda.default_generators[device.index or 0].manual_seed(0)
-
-    def __exit__(self, *error: Any) -> None:
-        self.fork.__exit__(*error)
+        yield
 
 
 def _objective(y: Any, loss: Callable[[Any, Any], Any] | None) -> Tensor | None:
@@ -275,10 +262,6 @@ def _gradients(objective: Tensor | None, named: dict[str, Tensor]) -> dict[str, 
         return {}
     gradients: Any = torch.autograd.grad(objective, list(trained.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(trained, gradients, strict=True) if gradient is not None}
-
-
-def _plain(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:

@@ -21,10 +21,7 @@ def join(row: Sequence[Measured], popped: set[str]) -> Measured:
 
     A stage holds its borders (inputs, skips, outputs) from its forward to its backward, whether autograd needs them or
     not. In between it holds what autograd keeps, once, however many layers keep it.
-
-    Args:
-        row: the layers.
-        popped: names of the skips that other stages pop.
+    ``popped`` are the names of the skips that other stages pop.
     """
     if len(row) == 1:
         only = row[0]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from funcpipe.core.tree import (
     flatten,
     is_differentiable,
     leaves,
-    map_leaves,
+    map_tensors,
     unflatten,
 )
 from funcpipe.measuring.live import Live
@@ -112,12 +111,7 @@ class _Source(torch.autograd.Function):
 
 
 class Pass:
-    """The pass over the layers.
-
-    Args:
-        train: whether stages train, and there are backwards.
-        device: whose kernels the layers run.
-    """
+    """The pass over the layers, with the kernels of a device; there are backwards where they train."""
 
     def __init__(self, *, train: bool, device: torch.device) -> None:
         self.train, self.device = train, device
@@ -131,8 +125,8 @@ class Pass:
         self, layers: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree], trainable: Sequence[Sequence[bool]]
     ) -> list[Measured]:
         """Measure every layer. Raises what a layer raises, with the layer's name."""
-        placed_feeds = {name: self._held(map_leaves(self._like, tree), {}) for name, tree in feeds.items()}
-        x = self._held(map_leaves(self._like, example), {})
+        placed_feeds = {name: self._held(map_tensors(self._like, tree), {}) for name, tree in feeds.items()}
+        x = self._held(map_tensors(self._like, example), {})
         out: list[Measured] = []
         for number, (layer, flags) in enumerate(zip(layers, trainable, strict=True)):
             placed = x
@@ -154,7 +148,7 @@ class Pass:
         stage, memo = layer.stage, dict[int, Tensor]()
         values, spec = flatten(layer.params)
         params = [self._parameter(leaf, flag and self.train, memo) for leaf, flag in zip(values, flags, strict=True)]
-        state = map_leaves(self._like, layer.state)
+        state = map_tensors(self._like, layer.state)
         self.live.known([*params, *(leaf.grad for leaf in leaves(params)), *leaves(state)])
         fn = stage.bind(unflatten(spec, params), state)
         pops = {name: self.skips[name] for name in stage.pop}
@@ -162,7 +156,7 @@ class Pass:
             gc.collect()
             self.live.forget()
         self.live.restart()
-        with self._modes():
+        with self.fake, self.live, torch.set_grad_enabled(self.train):
             storages, y, stash, roots, forward = self._forward(stage, fn, x, pops, feeds, state)
             kept = {value: size for value, (key, size) in storages.items() if self.live.holds(key)}
             handed_on = merged(tree.bytes() for tree in (y, *stash.values()))
@@ -228,17 +222,8 @@ class Pass:
 
     # -- values between layers -----------------------------------------------------------------------------------------
 
-    def _modes(self) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(self.fake)
-        stack.enter_context(self.live)
-        stack.enter_context(torch.set_grad_enabled(self.train))
-        return stack
-
-    def _like(self, leaf: Any) -> Any:
-        """A fake tensor with the shape, strides and dtype of a leaf; any other leaf as it is."""
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def _like(self, leaf: Tensor) -> Tensor:
+        """A fake tensor with the shape, strides and dtype of a leaf."""
         with self.fake:
             if leaf.layout is not torch.strided:
                 return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
@@ -266,15 +251,8 @@ class Pass:
         if number not in keys:
             keys[number] = next(self.numbers)
         value, grad = keys[number], tensor.requires_grad
-        return _TensorSpec(
-            value,
-            storage.nbytes(),
-            tuple(tensor.shape),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.dtype,
-            grad,
-        )
+        size, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return _TensorSpec(value, storage.nbytes(), size, stride, offset, tensor.dtype, grad)
 
     def _tensors(self, placed: _PlacedTree, handle: Tensor | None, storages: dict[int, Tensor]) -> list[Any]:
         """The leaves as tensors, in memory that does not count; places of one storage share one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -45,37 +46,32 @@ class LayerMemory:
     gradients: int
     optimizer: int
     activations: int
+    input: int
+    output: int
+    forward: int
+    backward: int
+    weight_residual: int
     measured: Measured = field(repr=False)
+
+    @classmethod
+    def of(cls, name: str, sizes: Sequence[int], activations: int, measured: Measured) -> LayerMemory:
+        """The entry of a layer with these parameters, buffers, gradients and optimizer state."""
+        return cls(
+            name,
+            *sizes,
+            activations=activations,
+            input=sum(merged((measured.inputs, *measured.pops.values())).values()),
+            output=sum(merged((measured.outputs, *measured.stash.values())).values()),
+            forward=measured.forward,
+            backward=measured.backward,
+            weight_residual=measured.weights,
+            measured=measured,
+        )
 
     @property
     def model(self) -> int:
         """Parameters, buffers, gradients and optimizer state: what is there all the time."""
         return self.parameters + self.buffers + self.gradients + self.optimizer
-
-    @property
-    def input(self) -> int:
-        """Bytes that it gets."""
-        return sum(merged((self.measured.inputs, *self.measured.pops.values())).values())
-
-    @property
-    def output(self) -> int:
-        """Bytes that it hands on."""
-        return sum(merged((self.measured.outputs, *self.measured.stash.values())).values())
-
-    @property
-    def forward(self) -> int:
-        """The most that is alive in its forward, besides its input."""
-        return self.measured.forward
-
-    @property
-    def backward(self) -> int:
-        """The most that its backward makes while it runs."""
-        return self.measured.backward
-
-    @property
-    def weight_residual(self) -> int:
-        """What is left of the residual between I and W."""
-        return self.measured.weights
 
 
 @dataclass(frozen=True)
@@ -116,11 +112,11 @@ class Memory:
             PlanError: sizes that are not positive or do not add up to the layers.
         """
         counts = checked_sizes(sizes, len(self), "layers")
-        ends = [sum(counts[: n + 1]) for n in range(len(counts))]
-        rows = [self.layers[end - count : end] for end, count in zip(ends, counts, strict=True)]
-        popped = [{name for later in self.layers[end:] for name in later.measured.pops} for end in ends]
-        stages = tuple(_stage(row, names, self.train) for row, names in zip(rows, popped, strict=True))
-        return Memory(stages, self.optimizer, self.train)
+        stages: list[LayerMemory] = []
+        for start, end in pairwise(accumulate(counts, initial=0)):
+            popped = {name for later in self.layers[end:] for name in later.measured.pops}
+            stages.append(_stage(self.layers[start:end], popped, self.train))
+        return Memory(tuple(stages), self.optimizer, self.train)
 
     def peak(self, schedule: Schedule | Plan) -> tuple[int, ...]:
         """The most bytes that each device holds when it runs a schedule, each layer being a stage.
@@ -230,7 +226,7 @@ def memory(
         )
         activations = sizes.inner + sum(residual.values())
         kept |= sizes.kept.keys()
-        out.append(LayerMemory(layer.name, *counted, activations=activations if train else 0, measured=sizes))
+        out.append(LayerMemory.of(layer.name, counted, activations if train else 0, sizes))
     return Memory(tuple(out), name if train else "no optimizer", train)
 
 
@@ -252,7 +248,7 @@ def _stage(row: Sequence[LayerMemory], popped: set[str], train: bool) -> LayerMe
     columns = zip(*((layer.parameters, layer.buffers, layer.gradients, layer.optimizer) for layer in row), strict=True)
     sums = [sum(column) for column in columns]
     activations = joined.inner + sum(joined.held().values()) if train else 0
-    return LayerMemory(first if len(row) == 1 else f"{first}-{last}", *sums, activations=activations, measured=joined)
+    return LayerMemory.of(first if len(row) == 1 else f"{first}-{last}", sums, activations, joined)
 
 
 def _row(layer: LayerMemory) -> list[str]:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import PlanError
-from funcpipe.core.tree import Tree, flatten, leaves, locations, map_leaves
+from funcpipe.core.tree import Tree, flatten, leaves, locations, map_tensors
 from funcpipe.cutting.example import unmarked
 from funcpipe.measuring.memory import memory
 from funcpipe.measuring.row import Layer, blame, known_device, layers_of
@@ -135,15 +136,7 @@ def profile(
 
 
 class _Times(NamedTuple):
-    """Seconds of one layer.
-
-    Attributes:
-        forward: of F.
-        whole: of B.
-        inputs: of I.
-        weights: of W.
-        kept: bytes between F and its backward and between I and W, where programs know.
-    """
+    """Seconds of F, B, I and W of one layer; bytes between F and its backward and between I and W, if programs know."""
 
     forward: float
     whole: float
@@ -166,11 +159,7 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.module: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
-
-    def wait(self) -> None:
-        if self.module is not None:
-            self.module.synchronize(self.device)
+        self.wait = partial(torch.get_device_module(device).synchronize, device)
 
     def time(self, call: Callable[[], Any]) -> tuple[float, Any]:
         """How long a call takes, and what it gives."""
@@ -274,7 +263,7 @@ class _Sweep:
         return forward, whole, out.y, out.stash
 
     def _there(self, tree: Tree) -> Tree:
-        return map_leaves(lambda leaf: leaf.detach().to(self.clock.device) if isinstance(leaf, Tensor) else leaf, tree)
+        return map_tensors(lambda tensor: tensor.detach().to(self.clock.device), tree)
 
 
 def _ones(border: Border) -> list[Tensor | None]:

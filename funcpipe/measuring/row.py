@@ -6,15 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from funcpipe.core.errors import PlacementError, PlanError, Where, located, raise_all
 from funcpipe.core.stage import Stage
-from funcpipe.core.tree import Tree, flatten, locations
+from funcpipe.core.tree import Tree
 from funcpipe.lower.skips import routes
 from funcpipe.modules.module import from_module
 from funcpipe.modules.sequential import cut_sequential, units_of
 from funcpipe.modules.split import Split
+from funcpipe.runtime.explain import described
 
 
 class Layer(NamedTuple):
@@ -109,7 +110,7 @@ def _refuse_numbers(params: Any, state: Any) -> None:
 def known_device(device: Any) -> torch.device:
     """A device whose kernels can be asked. Raises PlacementError."""
     resolved = torch.device(device)
-    if resolved.type != "cpu" and (resolved.type == "meta" or not torch.get_device_module(resolved).is_available()):
+    if resolved.type == "meta" or not torch.get_device_module(resolved).is_available():
         raise PlacementError(
             f"device={device!r}: torch sees no such device here, so its kernels cannot be asked; leave device= out "
             "for those of the CPU"
@@ -120,22 +121,5 @@ def known_device(device: Any) -> torch.device:
 def blame(error: Exception, number: int, layer: Layer, phase: str, x: Tree) -> NoReturn:
     """Raise what a layer raised, with its name and what it got."""
     failure = located(error, Where(number, layer.name, None, phase, ""))
-    failure.add_note(f"it got {described(x)}")
+    failure.add_note(f"it got x: {described(x)}")
     raise failure
-
-
-def described(tree: Tree) -> str:
-    """``x: float32 (2, 8)``, for each leaf.
-
-    >>> described(({"mask": None}, 3))
-    "x[0]['mask']: NoneType, x[1]: int"
-    """
-    return ", ".join(
-        f"{place}: {_leaf(leaf)}" for place, leaf in zip(locations(tree, "x"), flatten(tree)[0], strict=True)
-    )
-
-
-def _leaf(leaf: Any) -> str:
-    return (
-        f"{leaf.dtype} {tuple(leaf.shape)}".removeprefix("torch.") if isinstance(leaf, Tensor) else type(leaf).__name__
-    )

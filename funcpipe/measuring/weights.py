@@ -27,11 +27,7 @@ def for_weights(roots: Sequence[Edge], source: type, parameters: Sequence[Any]) 
     that arrived and what the node saved wait for W. (How the graph is cut in zero-bubble schedules, arXiv 2401.10241;
     what the node saved for its input's gradient alone is counted too.) Without an input to go to, W is the whole
     backward and what it needs is all that is kept; that is 0 here.
-
-    Args:
-        roots: of the graph.
-        source: the Function at the inputs.
-        parameters: whose memory does not count.
+    ``source`` is the Function at the inputs; the memory of ``parameters`` does not count.
     """
     order = _ascending(roots)
     excluded = {storage_number(leaf.untyped_storage()) for leaf in parameters if isinstance(leaf, Tensor)}

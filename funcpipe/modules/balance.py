@@ -131,14 +131,7 @@ def evenly(costs: Sequence[float], num_parts: int) -> list[int]:
 def checked_sizes(sizes: Any, total: int, noun: str, num_stages: int | None = None) -> list[int]:
     """The number of layers of each stage, by whatever name: each has at least one, and together they are all.
 
-    Args:
-        sizes: as the caller or a policy gives them.
-        total: how many there are.
-        noun: what is divided, for messages.
-        num_stages: how many sizes there must be; None: any number.
-
-    Raises:
-        PlanError: they are none.
+    ``noun`` is what is divided, for messages. Raises PlanError, also where there are not ``num_stages`` of them.
     """
     try:
         counts = [index(size) for size in sizes]
@@ -176,8 +169,7 @@ def _problem(
         if not isinstance(costs, Iterable) or hasattr(costs, "named_parameters"):
             raise PlanError(
                 "balance takes the time of each layer, [1.0, 2.0, ...], or the Cost that fp.models.profile(model, "
-                "example) "
-                f"measures; got a {type(costs).__name__}"
+                f"example) measures; got a {type(costs).__name__}"
             )
         work = list(cast("Iterable[Any]", costs))
         layers = len(work)
@@ -196,9 +188,7 @@ def _problem(
             faults.append(
                 f"{name}: numbers {'over' if name in ('speeds', 'limit') else 'from'} 0; got {(bad or [0])[0]!r}"
             )
-        if bad:
-            return []
-        return [Fraction(v) for v in values] if isinstance(value, Sequence) else [Fraction(value)] * length
+        return [] if bad else [Fraction(v) for v in values]
 
     time, redo = numbers("costs", work, layers), numbers("remat", remat_work, layers)
     borders = numbers("comm", comm, layers - 1)

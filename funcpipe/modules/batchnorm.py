@@ -131,6 +131,17 @@ class BatchNorm:
 batch_norm = BatchNorm()
 
 
+def batch_norm_at(path: str, call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:
+    """`batch_norm` for a call of torch's in the layer at this path, which errors name."""
+    assert call.running_mean is not None
+    assert call.running_var is not None
+    state = {"running_mean": call.running_mean, "running_var": call.running_var}
+    try:
+        return batch_norm(call.input, call.weight, call.bias, state, train=call.training, eps=call.eps)
+    except BatchError as error:
+        raise BatchError(f"layer {path!r}: {error}") from None
+
+
 def merge(moments: Sequence[Moments]) -> Moments:
     """The statistics of all values together.
 
@@ -256,9 +267,8 @@ class DeferredBatchNorm(AnyBatchNorm):
         check_dimensions(self, input)
         if self.training and isinstance(self, nn.SyncBatchNorm):
             refuse_processes(self)
-        return _normalise(
-            self, NormCall(input, weight=self.weight, bias=self.bias, training=self.training, eps=self.eps)
-        )
+        mean, var = self.running_mean, self.running_var
+        return _normalise(self, NormCall(input, mean, var, self.weight, self.bias, self.training, eps=self.eps))
 
 
 class _OwnForward(DeferredBatchNorm):
@@ -293,14 +303,8 @@ def _hear(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
 
 
 def _normalise(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
-    mean, var = layer.running_mean, layer.running_var
-    assert mean is not None
-    assert var is not None
-    state, deferral = {"running_mean": mean, "running_var": var}, layer.deferral
-    try:
-        y, stats = batch_norm(call.input, call.weight, call.bias, state, train=call.training, eps=call.eps)
-    except BatchError as error:
-        raise BatchError(f"layer {deferral.path!r}: {error}") from None
+    deferral = layer.deferral
+    y, stats = batch_norm_at(deferral.path, call)
     if deferral.collected is not None:
         deferral.collected += stats
     return y

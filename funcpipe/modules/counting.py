@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-import textwrap
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import BatchError
 from funcpipe.core.tree import Tree
+from funcpipe.modules.module import syntax_of
 from funcpipe.modules.signature import as_call
 
 IGNORED = -100
@@ -82,7 +83,7 @@ def counter(model: Any) -> Counter | None:
                 known.ForCausalLMLoss: _next_tokens,
                 known.ForMaskedLMLoss: _tokens,
                 known.ForTokenClassification: _tokens,
-                known.ForSequenceClassificationLoss: _Classes(model),
+                known.ForSequenceClassificationLoss: partial(_classes, model.config),
             }
             return table.get(function)
         case "cross entropy":
@@ -104,28 +105,20 @@ def _next_tokens(inputs: Mapping[str, Any]) -> Any:
     return (labels[..., 1:] != IGNORED).sum() if isinstance(labels, Tensor) else None
 
 
-class _Classes:
-    """Counts labels that are one class for each row; None for other labels of a row."""
-
-    def __init__(self, model: Any) -> None:
-        self.config: Any = model.config
-
-    def __call__(self, inputs: Mapping[str, Any]) -> Any:
-        labels, problem = inputs.get("labels"), self.config.problem_type
-        if problem is None and self.config.num_labels > 1:
-            problem = "single_label_classification"
-        classes = isinstance(labels, Tensor) and labels.dtype in (torch.long, torch.int)
-        return _tokens(inputs) if classes and problem == "single_label_classification" else None
+def _classes(config: Any, inputs: Mapping[str, Any]) -> Any:
+    """The number of labels that are one class for each row; None for other labels of a row."""
+    labels, problem = inputs.get("labels"), config.problem_type
+    if problem is None and config.num_labels > 1:
+        problem = "single_label_classification"
+    classes = isinstance(labels, Tensor) and labels.dtype in (torch.long, torch.int)
+    return _tokens(inputs) if classes and problem == "single_label_classification" else None
 
 
 def _loss_of_labels(forward: Callable[..., Any]) -> str:
     """How a forward computes its loss from ``labels`` as they are: "function", "cross entropy"; "": otherwise."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
-    except (OSError, TypeError, SyntaxError):  # no source
-        return ""
-    nodes = list(ast.walk(tree))
-    written = [node for node in nodes if isinstance(node, ast.Name) and node.id == "labels" and _is_store(node)]
+    nodes = syntax_of(forward)
+    names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "labels"]
+    written = [name for name in names if isinstance(name.ctx, ast.Store)]
     assigned = [ast.unparse(node) for node in nodes if isinstance(node, ast.Assign)]
     moved = [line for line in assigned if line.startswith("labels = labels.to(")]
     if len(written) > len(moved):
@@ -143,7 +136,3 @@ def _loss_of_labels(forward: Callable[..., Any]) -> str:
         flat = last in (["labels.view(-1)"], ["labels.reshape(-1)"])
         return "cross entropy" if flat and options in ([], [f"ignore_index={IGNORED}"]) else ""
     return ""
-
-
-def _is_store(node: ast.Name) -> bool:
-    return isinstance(node.ctx, ast.Store)

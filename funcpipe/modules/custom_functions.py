@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.autograd.function import BackwardCFunction
 
 from funcpipe.core.errors import PlanError
+from funcpipe.core.gradient_graph import nodes_of
 from funcpipe.core.torch_names import HOOK_FUNCTION, TRACED_FUNCTION, function_of
 
 _ADVICE = {
@@ -31,14 +32,7 @@ def on_the_way_to(outputs: Iterable[Any]) -> set[str]:
     One under ``no_grad``, or whose result no output depends on, is not among them: its backward is never called.
     """
     names: set[str] = set()
-    visited: set[Any] = set()
-    waiting = [output.grad_fn for output in outputs if isinstance(output, Tensor)]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        waiting.extend(source for source, _ in node.next_functions)
+    for node in nodes_of(output for output in outputs if isinstance(output, Tensor)):
         if isinstance(node, BackwardCFunction):
             kind = function_of(node)
             name = f"{kind.__module__}.{kind.__qualname__}"
@@ -48,15 +42,7 @@ def on_the_way_to(outputs: Iterable[Any]) -> set[str]:
 
 
 def refuse(names: set[str], module: fx.GraphModule) -> None:
-    """Refuse a trace that forgot the backward of functions.
-
-    Args:
-        names: the functions `on_the_way_to` the outputs.
-        module: the exported one.
-
-    Raises:
-        PlanError: it names the functions, and what to do instead.
-    """
+    """Refuse a trace that forgot the backward of the functions `on_the_way_to` its outputs. Raises PlanError."""
     known = [advice for name, advice in _ADVICE.items() if name in names]
     if known:
         raise PlanError(f"the model cannot be traced: export forgets {' and '.join(known)}")

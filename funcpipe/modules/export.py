@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -89,23 +90,19 @@ class _Capturing(threading.local):
 
 
 _capturing = _Capturing()
-_library: list[Any] = []
 
 
+@cache
 def _marker() -> Any:
     """The operation that stands for a `split_point` in a graph; registered when it is first needed."""
-    if not _library:
-        library = torch.library.Library("funcpipe", "FRAGMENT")
-        library.define("split_point() -> ()")
-        library.impl("split_point", lambda: None, "CompositeExplicitAutograd")
-        fx.has_side_effect(torch.ops.funcpipe.split_point.default)
-        _library.append(library)
-    return torch.ops.funcpipe.split_point.default
+    torch.library.define("funcpipe::split_point", "() -> ()")
+    torch.library.impl("funcpipe::split_point", "default", lambda: None)
+    return fx.has_side_effect(torch.ops.funcpipe.split_point.default)
 
 
 def is_marker(node: fx.Node) -> bool:
     """Is this node a `split_point`."""
-    return bool(_library) and node.target is torch.ops.funcpipe.split_point.default
+    return node.target is _marker()
 
 
 def callers(model: nn.Module) -> list[str]:
@@ -224,9 +221,7 @@ def _norms(
     known: dict[str, tuple[Running, float | None]] = {}
     faults: list[str] = []
     for node, statistics in norms_of(module).items():
-        kinds = [
-            sources.get(source.name, ("", "")) if isinstance(source, fx.Node) else ("", "") for source in statistics
-        ]
+        kinds = [sources.get(getattr(source, "name", ""), ("", "")) for source in statistics]
         if any(kind != "buffer" for kind, _ in kinds):
             continue
         mean, var = (name for _, name in kinds)
@@ -335,7 +330,10 @@ def _export(model: nn.Module, flat: _Flat) -> Any:
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                program = torch.export.export(model, _requiring_grad(example), dynamic_shapes=shapes, strict=False)
+                tracked = tuple(
+                    tensor.detach().requires_grad_() if is_differentiable(tensor) else tensor for tensor in example
+                )
+                program = torch.export.export(model, tracked, dynamic_shapes=shapes, strict=False)
             except RuntimeError as error:
                 if "leaf Variable that requires grad" not in str(error):
                     raise
@@ -347,11 +345,6 @@ def _export(model: nn.Module, flat: _Flat) -> Any:
         _capturing.on = False
     custom_functions.refuse(flat.functions, program.graph_module)
     return program
-
-
-def _requiring_grad(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The same tensors, detached; those that may have a gradient require one."""
-    return tuple(tensor.detach().requires_grad_() if is_differentiable(tensor) else tensor for tensor in tensors)
 
 
 def _reason(error: Exception, rows: Sequence[str]) -> str:
@@ -386,22 +379,17 @@ def _written(
     statistics = {name for norm in norms.values() for name in norm.running[:2]}
     for node, root in writes_of(module, norms):
         kind, name = sources.get(root.name, ("", ""))
-        fault = ""
-        match kind:
-            case "buffer":
-                written.add(name)
-                if name in statistics:
-                    fault = f"it writes into {name!r}, which a batch norm updates"
-                elif node in norms_of(module):
-                    fault = f"batch norm updates a part of {name!r}, or after another write"
-            case "param":
-                fault = f"it writes into its parameter {name!r}"
-            case "const":
-                fault = f"it writes into the tensor {name!r}, which no register_buffer made its state"
-            case "input":
-                fault = f"it writes into its input {name!r}; clone it first"
-            case _:  # a value of the forward
-                pass
+        fault = {
+            "param": f"it writes into its parameter {name!r}",
+            "const": f"it writes into the tensor {name!r}, which no register_buffer made its state",
+            "input": f"it writes into its input {name!r}; clone it first",
+        }.get(kind, "")  # none for a value of the forward
+        if kind == "buffer":
+            written.add(name)
+            if name in statistics:
+                fault = f"it writes into {name!r}, which a batch norm updates"
+            elif node in norms_of(module):
+                fault = f"batch norm updates a part of {name!r}, or after another write"
         faults += [f"{fault}, in {node.name}"] if fault else []
     raise_all("the model's forward is not pure:", faults)
     return frozenset(written)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,8 +15,9 @@ from funcpipe.core.stage import Stage
 from funcpipe.core.words import similar
 from funcpipe.modules.bonds import bonds
 from funcpipe.modules.export import Captured, is_marker
+from funcpipe.modules.module import named_tensors
 from funcpipe.modules.nodes import layer_of, layers_of, regions_of
-from funcpipe.modules.traced import CommitGraph, GraphFn, Norm, TracedLayout
+from funcpipe.modules.traced import CommitGraph, GraphFn, Norm
 
 
 class CutEdge(NamedTuple):
@@ -60,8 +61,7 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
             unknown = f"the model has no such module{similar(name, known)}"
             faults.append(f"at[{name!r}]: {'no operation of its forward was traced' if path in known else unknown}")
             continue
-        edge = hits[0] if side == "before" else hits[-1]
-        start = hits[0] if side == "before" else hits[-1] + 1
+        edge, start = (hits[0], hits[0]) if side == "before" else (hits[-1], hits[-1] + 1)
         others = {
             path for path in layers[edge] if not _within(path, name) and not _within(name, path.partition("@")[0])
         }
@@ -71,10 +71,7 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
                 "put autocast around fp.run instead of inside the model, or cut before or after the region"
             )
         elif not _computes(body[:start]) or not _computes(body[start:]):
-            faults.append(
-                f"at[{name!r}] {side}: nothing is computed {'before' if side == 'before' else 'after'} it, so a stage "
-                "would be empty"
-            )
+            faults.append(f"at[{name!r}] {side}: nothing is computed {side} it, so a stage would be empty")
         else:
             starts[start] = name
     raise_all("the model cannot be cut there:", faults)
@@ -102,18 +99,16 @@ def _computes(nodes: Sequence[fx.Node]) -> bool:
 
 
 class _Cutter:
-    """A captured graph with a stage for each of its nodes."""
+    """A captured graph with a stage for each of its nodes. Raises PlanError where a cut parts what belongs together."""
 
-    def __init__(self, captured: Captured, starts: Sequence[int]) -> None:
-        self.captured = captured
-        self.module = captured.module
+    def __init__(self, captured: Captured, starts: Collection[int]) -> None:
+        self.captured, self.module = captured, captured.module
         self.nodes = {node.name: node for node in captured.module.graph.nodes}
         self.stage: dict[fx.Node, int] = {}
-        current, begins = 0, set(starts)
+        self.last = 0
         for index, node in enumerate(captured.body):
-            current += index in begins
-            self.stage[node] = current
-        self.last = current
+            self.last += index in starts
+            self.stage[node] = self.last
         for node in captured.body:  # a part of a result stays with the node that makes the result
             if node.target is operator.getitem:
                 self.stage[node] = self.stage.get(node.all_input_nodes[0], self.stage[node])
@@ -124,11 +119,7 @@ class _Cutter:
         for kind, name in captured.outputs:
             if kind == "value":
                 self.readers.setdefault(self.nodes[name], set()).add(self.last)
-        self.check()
-
-    def check(self) -> None:
-        """Raise PlanError where a cut parts operations that belong together."""
-        faults = [fault for bond in bonds(self.captured) if (fault := bond.fault(self.stage))]
+        faults = [fault for bond in bonds(captured) if (fault := bond.fault(self.stage))]
         raise_all("these cuts part what belongs together; move them:", faults)
 
     def crossing(self) -> list[tuple[fx.Node, int, tuple[int, ...]]]:
@@ -145,17 +136,11 @@ class _Cutter:
 
 
 def cut(
-    captured: Captured, starts: Sequence[int], model: nn.Module
+    captured: Captured, starts: Collection[int], model: nn.Module
 ) -> tuple[list[tuple[Stage, Any, Any]], list[CutEdge]]:
-    """The stages of a captured model.
+    """The stages of a captured model, each with params and state, and the values between them.
 
-    Args:
-        captured: by `export.capture`.
-        starts: numbers of the nodes that begin a stage (not the first).
-        model: whose parameters and buffers they get.
-
-    Returns:
-        For each stage (stage, params, state), and the values between them.
+    ``starts`` are the numbers of the nodes that begin a stage, the first apart.
 
     Raises:
         PlanError: a cut parts what belongs together: a write in place from its value, the calls of a batch norm layer.
@@ -163,7 +148,7 @@ def cut(
     cutter = _Cutter(captured, starts)
     crossing = cutter.crossing()
     edges = [_edge(*value) for value in crossing]
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    tensors = named_tensors(model)
     parts = [_part(cutter, stage, edges, tensors) for stage in range(cutter.last + 1)]
     return parts, edges
 
@@ -179,46 +164,36 @@ def _part(
     ends = captured.outputs if last else ()
     outgoing = dict.fromkeys([*(edge.name for edge in leaving), *(value for kind, value in ends if kind == "value")])
     module, takes, results = _graph(cutter, stage, set(straight), outgoing)
-    params = {name: tensors[name] for kind, name in takes if kind == "param"}
     norms = {norm.path: norm.running for norm in module.modules() if isinstance(norm, Norm)}
     buffers = [name for kind, name in takes if kind == "buffer"]
     buffers += [running.tracked for running in norms.values() if running.tracked is not None]
-    state = {name: tensors[name].detach().clone() for name in dict.fromkeys(buffers)}
-    layout = TracedLayout(
-        tuple(takes),
-        straight,
-        () if last else tuple(edge.name for edge in leaving if not edge.skip),
-        tuple(edge.name for edge in leaving if edge.skip),
-        tuple(name for name in state if name in captured.written),
-        norms,
-        _rows(cutter.nodes, takes),
-        tuple(results),
-        ends,
-    )
     fn = GraphFn(
         module,
-        layout,
         captured.signature,
+        takes=tuple(takes),
+        x=straight,
+        y=() if last else tuple(edge.name for edge in leaving if not edge.skip),
+        stash=tuple(edge.name for edge in leaving if edge.skip),
+        writes=tuple(name for name in dict.fromkeys(buffers) if name in captured.written),
+        norms=norms,
+        rows=_rows(cutter.nodes, takes),
+        results=tuple(results),
+        ends=ends,
         first=stage == 0,
         last=last,
-        param_shapes={name: tuple(param.shape) for name, param in params.items()},
-        buffer_shapes={name: tuple(buffer.shape) for name, buffer in state.items()},
+        param_shapes={name: tuple(tensors[name].shape) for kind, name in takes if kind == "param"},
+        buffer_shapes={name: tuple(tensors[name].shape) for name in buffers},
         consts={name: captured.consts[name] for kind, name in takes if kind == "const"},
         evaluation=captured.evaluation,
-        evaluates=captured.evaluation,
         device=next((tensor.device for tensor in tensors.values()), torch.device("cpu")),
     )
-    part = Stage(
-        fn,
+    return fn.part(
+        tensors,
         _title(cutter, stage),
-        stash=layout.stash,
+        stash=fn.stash,
         pop=tuple(edge.name for edge in received if edge.skip),
-        state=bool(state),
-        commit=CommitGraph(norms, layout.writes) if norms or layout.writes else None,
-        takes_train=True,
-        evaluation=captured.evaluation,
+        commit=CommitGraph(norms, fn.writes) if norms or fn.writes else None,
     )
-    return part, params, state or ()
 
 
 def _rows(nodes: Mapping[str, fx.Node], takes: Sequence[tuple[str, str]]) -> tuple[str, int] | None:

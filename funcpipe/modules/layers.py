@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from funcpipe.modules.configs import configs, without_cache
 from funcpipe.modules.layers_find import TRACED, Layers, find_layers
 from funcpipe.modules.layers_look import asks
 from funcpipe.modules.layers_stage import INPUTS, LayersFn
-from funcpipe.modules.module import Skeleton, refuse_lazy
+from funcpipe.modules.module import Skeleton, devices_fault, named_tensors, refuse_lazy
 from funcpipe.modules.skippable import skips_of
 
 
@@ -65,22 +65,18 @@ def cut_layers(
     raise_all(f"{type(model).__name__} cannot be cut so:", faults)
     skeleton = Skeleton(model)
     without_cache(skeleton.module, model)
-    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    tensors = named_tensors(model)
     out: list[tuple[Stage, dict[str, Any], Any]] = []
-    for first, last in zip([0, *accumulate(counts)], accumulate(counts), strict=False):
+    for first, last in pairwise(accumulate(counts, initial=0)):
         fn = LayersFn(skeleton, skips, stack, first, last)
-        state = {name: buffers[name].detach().clone() for name in fn.buffer_shapes}
-        stage = Stage(
-            fn,
+        part = fn.part(
+            tensors,
             f"{stack.path}[{first}:{last}]",
             stash=(INPUTS,) if first == 0 and last < len(stack) else (),
             pop=(INPUTS,) if first else (),
-            state=bool(state),
             commit=CommitLayers(fn.norms) if fn.norms else None,
-            takes_train=True,
-            evaluation=fn.evaluation,
         )
-        out.append((stage, {name: params[name] for name in fn.param_shapes}, state or ()))
+        out.append(part)
     return tuple(out)
 
 
@@ -92,27 +88,14 @@ def _model_faults(model: nn.Module, stack: Layers, *, split: bool) -> list[str]:
         for block, name in zip(blocks, stack.names, strict=True)
         if first[id(block)] != name
     ]
-    named = [*model.named_parameters(), *model.named_buffers()]
     faults += [
         f"{name} is a {type(param).__name__} of {param.dtype}, not a plain floating parameter (quantized?); convert it "
         "first"
         for name, param in model.named_parameters()
         if not (param.is_floating_point() or param.is_complex())
     ]
-    devices = {str(tensor.device): name for name, tensor in reversed(named)}
-    if len(devices) > 1:
-        listed = ", ".join(f"{name} on {device}" for device, name in sorted(devices.items()))
-        faults.append(
-            f"it lies on several devices ({listed}); "
-            + (
-                "give numbers to all of it first, or to none"
-                if "meta" in devices
-                else "cut it on one, then fp.place(plan, params)"
-            )
-        )
-    if split:
-        faults += _configured(model)
-    return faults
+    faults += devices_fault(model)
+    return faults + _configured(model) if split else faults
 
 
 def _configured(model: nn.Module) -> list[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,6 +13,7 @@ from funcpipe.core.errors import PlanError, bullets, raise_all
 from funcpipe.core.torch_names import children_of
 from funcpipe.core.words import similar
 from funcpipe.modules.batchnorm import DeferredBatchNorm
+from funcpipe.modules.module import syntax_of
 
 TRACED = "trace it instead: fp.split(model, ..., example=...)"
 """What messages advise for a model that a layer cut cannot cut."""
@@ -195,13 +194,8 @@ def _uses(kind: type[nn.Module], step: str, names: Sequence[str]) -> dict[str, t
 
     Empty where there is no source, or where it does not name that child: the order of registration must do then.
     """
-    try:
-        text = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
-        tree = ast.parse(text)
-    except (OSError, TypeError, SyntaxError):
-        return {}
     places: dict[str, list[tuple[int, int]]] = {}
-    for node in ast.walk(tree):
+    for node in syntax_of(kind.forward):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
             places.setdefault(node.attr, []).append((node.lineno, node.col_offset))
     if step not in places:

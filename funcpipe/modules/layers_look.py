@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError
+from funcpipe.core.gradient_graph import nodes_of
 from funcpipe.core.torch_names import without_modes
 from funcpipe.core.tree import Tree, flatten, is_differentiable, locations, map_leaves, under_transform
 from funcpipe.modules.layers_find import TRACED
@@ -66,22 +67,14 @@ def _has_graph(leaf: Any) -> bool:
 def beside(y: Tree, ends: Iterable[Any], tensor_ids: Collection[int]) -> str:
     """The first leaf of an output that depends on tensors of the blocks by another way than what the blocks returned.
 
-    Args:
-        y: the output.
-        ends: the operations that made what the blocks returned.
-        tensor_ids: the ids of the tensors that the blocks alone have.
+    ``ends`` are the operations that made what the blocks returned, ``tensor_ids`` the ids of the tensors that the
+    blocks alone have.
     """
     passed = set(ends)
     for place, leaf in zip(locations(y, "output"), flatten(y)[0], strict=True):
-        waiting = [leaf.grad_fn] if _has_graph(leaf) else []
-        while waiting:
-            node = waiting.pop()
-            if node in passed:
-                continue
-            passed.add(node)
-            if id(getattr(node, "variable", None)) in tensor_ids:
-                return place
-            waiting += [source for source, _ in node.next_functions if source is not None]
+        nodes = nodes_of([leaf], passed) if _has_graph(leaf) else ()
+        if any(id(getattr(node, "variable", None)) in tensor_ids for node in nodes):
+            return place
     return ""
 
 

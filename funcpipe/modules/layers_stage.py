@@ -17,7 +17,7 @@ from torch import Tensor
 from funcpipe.core.errors import PlanError
 from funcpipe.core.frames import REGIONS, frames
 from funcpipe.core.torch_names import without_modes
-from funcpipe.core.tree import Tree, cow_clone, flatten, is_differentiable, map_leaves, under_transform
+from funcpipe.core.tree import Tree, cow_clone, flatten, is_differentiable, map_leaves, map_tensors, under_transform
 from funcpipe.modules.layers_find import TRACED, Layers, within
 from funcpipe.modules.layers_look import asked, beside, differs, incomplete, marked, nans
 from funcpipe.modules.layers_stub import Blank, Leave, outer_paths, outline, real, stub
@@ -114,12 +114,9 @@ class LayersCopy(ModuleCopy):
 
     def _fill(self, value: float, device: torch.device) -> None:
         """Put stand-ins in the places of other stages' tensors: of their type and shape, but without memory."""
-        for table, local, tensor in self.absent:
-            floating = is_differentiable(tensor)
-            table[local] = (
-                torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape) if floating else None
-            )
         self.filled, self.unknown = device, value
+        for table, local, tensor in self.absent:
+            table[local] = self._unknown(tensor) if is_differentiable(tensor) else None
 
     # -- one call --------------------------------------------------------------------------------------------------
 
@@ -136,9 +133,7 @@ class LayersCopy(ModuleCopy):
         inputs, calls = extras["skips"][INPUTS] if self.first else (x, ())
         travels = self.first == 0 and self.last < len(self.cut)
         # What a forward writes in place into its inputs, the forwards of later stages write again.
-        kept = (
-            map_leaves(lambda leaf: cow_clone(leaf) if isinstance(leaf, Tensor) else leaf, inputs) if travels else None
-        )
+        kept = map_tensors(cow_clone, inputs) if travels else None
         mode = self.train, torch.is_grad_enabled()
         self.looks, self.ends = mode not in self.owner.verified, []
         y, returned = self._forward(x, inputs, calls)

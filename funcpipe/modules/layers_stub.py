@@ -14,11 +14,7 @@ from funcpipe.core.tree import Tree, is_differentiable
 
 
 class Blank:
-    """What later stages know of a floating tensor that an entry made in the first. No dataclass: it is one leaf.
-
-    Attributes:
-        shape, dtype: the tensor's.
-    """
+    """What later stages know of a floating tensor that an entry made in the first. No dataclass: it is one leaf."""
 
     __slots__ = ("dtype", "shape")
 

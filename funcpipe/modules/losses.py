@@ -27,9 +27,9 @@ class ModelLoss:
         """The loss in an output. Raises PlanError where there is none."""
         loss = self.find(y)
         if loss is None:
-            missing = "a loss" if self.path is None else f"a loss at {'.'.join(map(str, self.path))}"
+            missing = "loss" if self.path is None else f"loss at {'.'.join(map(str, self.path))}"
             raise PlanError(
-                f"the model's output has no {missing.removeprefix('a ')}; its scalars are {scalars(y) or 'none'}; give "
+                f"the model's output has no {missing}; its scalars are {scalars(y) or 'none'}; give "
                 "split(..., loss=path or function), or a loss of your own to make_plan(loss=)"
             )
         return loss
@@ -52,11 +52,9 @@ class ModelLoss:
 
 def as_loss(loss: Any, model: nn.Module) -> Callable[[Any, Any], Any]:
     """The loss of a plan that ``split(loss=)`` asks for. Raises PlanError where it is neither path nor function."""
-    if loss is None:
-        return ModelLoss(None, Labels(model))
     if isinstance(loss, (str, int)):
         loss = tuple(loss.split(".")) if isinstance(loss, str) else (loss,)
-    if isinstance(loss, tuple):
+    if loss is None or isinstance(loss, tuple):
         return ModelLoss(loss, Labels(model))  # pyright: ignore[reportUnknownArgumentType]
     if callable(loss):
         return lambda y, target: loss(y)

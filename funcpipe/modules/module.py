@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable, Mapping, Sequence, Set
 from copy import deepcopy
 from typing import Any, Self, TypeAlias
@@ -15,7 +18,6 @@ from funcpipe.core.torch_names import FLAT_WEIGHTS, buffers_of, list_weights, pa
 from funcpipe.core.tree import Tree
 from funcpipe.core.words import similar
 from funcpipe.modules.batchnorm import CommitLayers, DeferredBatchNorm, Running
-from funcpipe.modules.scripted import scripted
 from funcpipe.modules.skip_scope import carrying
 from funcpipe.modules.skippable import Skips, skips_of
 from funcpipe.modules.written_buffers import has_numbers, looked_at, refuse_writes, version
@@ -69,23 +71,31 @@ def stage_of(
     spread: bool = True,
 ) -> tuple[Stage, Params, State]:
     """`from_module` with known skips; without ``spread`` a tuple is one argument."""
-    params: Params = dict(module.named_parameters())
-    state = {key: buffer.detach().clone() for key, buffer in module.named_buffers()}
     skeleton = Skeleton(module)
     fn = ModuleFn(skeleton, skips, set(skeleton.canonical), spread=spread)
-    stage = Stage(
-        fn,
+    return fn.part(
+        named_tensors(module),
         name,
         stash=tuple(skips.stash),
         pop=tuple(skips.pop),
         feeds=checked_names(feeds, "feeds"),
-        state=bool(state),
         commit=CommitLayers(fn.norms, deferred=deferred) if fn.norms else None,
         offers=tuple(skips.offers),
-        takes_train=True,
-        evaluation=fn.evaluation,
     )
-    return stage, params, state or ()
+
+
+def scripted(module: nn.Module) -> list[str]:
+    """What keeps a module from being a stage: its outermost TorchScript layers, whose tensors live in C++."""
+    outermost: dict[str, nn.Module] = {}
+    for path, layer in module.named_modules():
+        inside = any(not outer or path.startswith(f"{outer}.") for outer in outermost)
+        if isinstance(layer, torch.jit.ScriptModule) and not inside:
+            outermost[path] = layer
+    return [
+        f"{repr(path) if path else 'it'} is TorchScript (a {type(layer).__name__}), whose parameters and copies are "
+        "not Python's; give the module that it was scripted or traced from"
+        for path, layer in outermost.items()
+    ]
 
 
 def refuse_lazy(module: nn.Module) -> None:
@@ -96,10 +106,38 @@ def refuse_lazy(module: nn.Module) -> None:
         raise PlanError(f"parameters {lazy} are not initialised yet; call the module once on an example first")
 
 
+def devices_fault(model: nn.Module) -> list[str]:
+    """The fault of a model on several devices."""
+    named = {str(tensor.device): name for name, tensor in reversed(named_tensors(model).items())}
+    if len(named) < 2:
+        return []
+    listed = ", ".join(f"{name} on {device}" for device, name in sorted(named.items()))
+    empty, placed = "give numbers to all of it first, or to none", "cut it on one, then fp.place(plan, params)"
+    return [f"it lies on several devices ({listed}); {empty if 'meta' in named else placed}"]
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under their first names."""
+    return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def clones(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of parameters and buffers, without gradients, by their first names."""
+    return {name: tensor.detach().clone() for name, tensor in named_tensors(module).items()}
+
+
 def all_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers under every name that they have."""
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return dict(named)
+
+
+def syntax_of(forward: Callable[..., Any]) -> list[ast.AST]:
+    """The nodes of a function's source, outermost first; none where it has no source."""
+    try:
+        return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))))
+    except (OSError, TypeError, SyntaxError):
+        return []
 
 
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -148,8 +186,52 @@ class Skeleton:
         self.evaluation = all(not layer.training for layer in self.module.modules())
 
 
-class ModuleFn(Bindable):
-    """A module as a function of its parameters: ``fn(params, x, skips=, feeds=, state=, train=)``.
+class PartFn(Bindable):
+    """A part of a model as a function of its parameters: ``fn(params, x, skips=, feeds=, state=, train=)``.
+
+    Attributes:
+        who: whose tensors these are, for messages.
+        param_shapes, buffer_shapes: of the part's tensors, by the model's names.
+        evaluation: does it stay in evaluation mode.
+    """
+
+    who: str
+    param_shapes: Mapping[str, tuple[int, ...]]
+    buffer_shapes: Mapping[str, tuple[int, ...]]
+    evaluation: bool
+
+    def part(self, tensors: Mapping[str, Tensor], name: str, **declared: Any) -> tuple[Stage, Params, State]:
+        """The stage of this function, with its share of a model's tensors; buffers are copied."""
+        params = {key: tensors[key] for key in self.param_shapes}
+        state = {key: tensors[key].detach().clone() for key in self.buffer_shapes}
+        stage = Stage(self, name, state=bool(state), takes_train=True, evaluation=self.evaluation, **declared)
+        return stage, params, state or ()
+
+    def check(self, params: Any, state: Any) -> None:
+        """Refuse parameters and buffers that are not exactly those of the part. Raises PlanError."""
+        faults: list[str] = []
+        for kind, tree, expected in (
+            ("params", params, self.param_shapes),
+            ("state", state or {}, self.buffer_shapes),
+        ):
+            if not isinstance(tree, Mapping):
+                faults.append(f"{kind} is a {type(tree).__name__}, not a dict by the module's names")
+                continue
+            strange = [str(name) for name in tree if name not in expected]  # pyright: ignore[reportUnknownVariableType]
+            faults += [f"{kind} has {name!r}, which the module does not{similar(name, expected)}" for name in strange]
+            for name, shape in expected.items():
+                tensor: Any = tree.get(name)  # pyright: ignore[reportUnknownVariableType]
+                if name not in tree:
+                    faults.append(f"{kind} lacks {name!r}{similar(name, strange, '; is it {!r}?')}")
+                elif not isinstance(tensor, Tensor):
+                    faults.append(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+                elif tuple(tensor.shape) != shape:
+                    faults.append(f"{name!r} has shape {tuple(tensor.shape)}, the module wants {shape}")
+        raise_all(f"these are not the tensors of {self.who}:", faults)
+
+
+class ModuleFn(PartFn):
+    """A module as a function of its parameters.
 
     Attributes:
         held: the names (all of them, of tied ones too) of the tensors that the stage has.
@@ -159,6 +241,7 @@ class ModuleFn(Bindable):
 
     def __init__(self, skeleton: Skeleton, skips: Skips, names: Set[str], *, spread: bool) -> None:
         self.shape, self.skeleton, self.evaluation = skeleton, skeleton.module, skeleton.evaluation
+        self.who = type(self.skeleton).__name__
         self.skips, self.held, self.spread = skips, names, spread
         canonical = {skeleton.canonical[alias] for alias in names}
         shapes = {name: size for name, size in skeleton.shapes.items() if name in canonical}
@@ -194,11 +277,6 @@ class ModuleFn(Bindable):
     def layers(self) -> list[str]:
         """The paths of all submodules without children."""
         return [path for path, layer in self.skeleton.named_modules() if path and not any(layer.children())]
-
-    def check(self, params: Any, state: Any) -> None:
-        """Refuse parameters and buffers that are not exactly those of the stage. Raises PlanError."""
-        shapes = {"params": self.param_shapes, "state": self.buffer_shapes}
-        refuse_other_tensors(type(self.skeleton).__name__, shapes, {"params": params, "state": state or {}})
 
 
 class ModuleCopy:
@@ -322,32 +400,3 @@ def _placeholder(tensor: Tensor) -> Tensor:
     """A tensor on meta of the same shape and type, that stands for one in a copy without numbers."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def refuse_other_tensors(
-    owner: str, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], trees: Mapping[str, Any]
-) -> None:
-    """Refuse trees of tensors that a module stage cannot run with. Raises PlanError.
-
-    Args:
-        owner: whose tensors they should be.
-        shapes: by name, for params and for state.
-        trees: of tensors by name, likewise.
-    """
-    faults: list[str] = []
-    for kind, tree in trees.items():
-        expected = shapes[kind]
-        if not isinstance(tree, Mapping):
-            faults.append(f"{kind} is a {type(tree).__name__}, not a dict by the module's names")
-            continue
-        strange = [str(name) for name in tree if name not in expected]  # pyright: ignore[reportUnknownVariableType]
-        faults += [f"{kind} has {name!r}, which the module does not{similar(name, expected)}" for name in strange]
-        for name, shape in expected.items():
-            tensor: Any = tree.get(name)  # pyright: ignore[reportUnknownVariableType]
-            if name not in tree:
-                faults.append(f"{kind} lacks {name!r}{similar(name, strange, '; is it {!r}?')}")
-            elif not isinstance(tensor, Tensor):
-                faults.append(f"{name!r} is a {type(tensor).__name__}, not a tensor")
-            elif tuple(tensor.shape) != shape:
-                faults.append(f"{name!r} has shape {tuple(tensor.shape)}, the module wants {shape}")
-    raise_all(f"these are not the tensors of {owner}:", faults)

@@ -64,8 +64,7 @@ def norms_of(module: fx.GraphModule) -> dict[fx.Node, tuple[Any, Any]]:
     for node in module.graph.nodes:
         if node.target is torch.ops.aten.batch_norm.default and node.args[5] is True:
             norms[node] = node.args[3], node.args[4]
-        for body, inputs in regions_of(module, node):
-            table = dict(zip([n for n in body.graph.nodes if n.op == "placeholder"], inputs, strict=False))
+        for body, table in regions_of(module, node):
             norms |= {inner: (table.get(mean), table.get(var)) for inner, (mean, var) in norms_of(body).items()}
     return norms
 
@@ -85,24 +84,26 @@ def writes_of(module: fx.GraphModule, apart: Container[fx.Node] = ()) -> list[tu
             if op in _NORMS and len(node.args) > 5 and node.args[5] is True:
                 written += [value for value in node.args[3:5] if isinstance(value, fx.Node)]
             writes += [(node, roots[value]) for value in written]
-        for body, inputs in regions_of(module, node):
-            placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
-            table = dict(zip(placeholders, inputs, strict=False))
+        for body, table in regions_of(module, node):
             writes += [
                 (node, roots[table[root]]) for _, root in writes_of(body, apart) if isinstance(table.get(root), fx.Node)
             ]
     return writes
 
 
-def regions_of(module: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, tuple[Any, ...]]]:
-    """The bodies that a higher-order operation runs (no_grad, autocast, cond), with what they are given."""
+def regions_of(module: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, dict[fx.Node, fx.Node]]]:
+    """The bodies that a higher-order operation runs (no_grad, autocast, cond), with what their placeholders stand for."""
     if not isinstance(node.target, HigherOrderOperator):
         return []
-    flat: list[Any] = []
+    flat: list[fx.Node] = []
     map_arg((node.args, node.kwargs), flat.append)
-    operands = tuple(value for value in flat if value.op != "get_attr")
+    operands = [value for value in flat if value.op != "get_attr"]
     bodies = [_attribute(module, value.target) for value in flat if value.op == "get_attr"]
-    return [(body, operands) for body in bodies if isinstance(body, fx.GraphModule)]
+    return [
+        (body, dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=False)))
+        for body in bodies
+        if isinstance(body, fx.GraphModule)
+    ]
 
 
 def _attribute(module: nn.Module, path: Any) -> Any:

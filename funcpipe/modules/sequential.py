@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -107,12 +108,10 @@ def cut_sequential(
     refuse_lazy(module)
     _refuse_shared_norms(units)
     skips_of(module, whole=True)
-    ends = [sum(counts[: number + 1]) for number in range(len(counts))]
-    rows = [units[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    rows = [units[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
     parts = [SequentialPart(module, row) for row in rows]
-    for name, tensor in module.named_parameters(
-        recurse=False, remove_duplicate=False
-    ):  # of the Sequential itself: no layer uses them
+    # Tensors of the Sequential itself, which no layer uses.
+    for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
         parts[0].register_parameter(name, tensor)
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         parts[0].register_buffer(name, buffer)
@@ -171,7 +170,7 @@ def _units(module: nn.Module, flat: bool) -> list[Unit]:
     faults = [
         f"the Sequential itself has {kind}, which would not run: put them on a layer" for kind in hooks_of(module)
     ]
-    units = list(_inside(module, "", _spreads(module), flat))
+    units = list(_inside(module, "", isinstance(module, PipeSequential), flat))
     faults += [f"layer {path!r} is None" for path, layer, _ in units if layer is None]  # pyright: ignore[reportUnnecessaryComparison]
     faults += [] if units else ["it has no layers; a stage has at least one, nn.Identity() will do"]
     raise_all(f"this {type(module).__name__} cannot be cut:", faults)
@@ -180,7 +179,7 @@ def _units(module: nn.Module, flat: bool) -> list[Unit]:
 
 def _inside(container: nn.Module, path: str, spread: bool, flat: bool) -> Iterator[Unit]:
     for number, (name, layer) in enumerate(children_of(container).items()):
-        spreads = spread if number == 0 else _spreads(container)
+        spreads = spread if number == 0 else isinstance(container, PipeSequential)
         if flat and layer and _is_row(layer) and not (hooks_of(layer) or _has_tensors(layer)):
             yield from _inside(layer, f"{path}{name}.", spreads, flat)
         else:
@@ -195,10 +194,6 @@ def _is_row(module: nn.Module) -> bool:
         and "forward" not in vars(module)
         and forward in (nn.Sequential.forward, PipeSequential.forward)
     )
-
-
-def _spreads(container: nn.Module) -> bool:
-    return isinstance(container, PipeSequential)
 
 
 def _has_tensors(layer: nn.Module) -> bool:

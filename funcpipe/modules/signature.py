@@ -32,9 +32,7 @@ class Guard:
     @staticmethod
     def of(node: fx.Node, ranges: Mapping[Any, Any]) -> Guard:
         """The guard of a placeholder."""
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor):
-            return Guard(node.name, value, None, ())
+        value = node.meta["val"]
         return Guard(node.name, None, value.dtype, tuple(_size(size, ranges) for size in value.shape))
 
     @property
@@ -46,14 +44,8 @@ class Guard:
         """How a leaf differs from what was traced."""
         if self.dtype is None:
             same = value is self.constant or (type(value) is type(self.constant) and value == self.constant)
-            return (
-                []
-                if same
-                else [
-                    f"{self.name} was {self.constant!r} when it was traced, and is a part of the graph since; got "
-                    f"{value!r}"
-                ]
-            )
+            traced = f"{self.name} was {self.constant!r} when it was traced, and is a part of the graph since"
+            return [] if same else [f"{traced}; got {value!r}"]
         if not isinstance(value, Tensor):
             return [f"{self.name} was a tensor; got a {type(value).__name__}"]
         if value.dtype != self.dtype or value.dim() != len(self.shape):

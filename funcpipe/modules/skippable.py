@@ -7,12 +7,12 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.stage import Out
+from funcpipe.core.stage import Out, checked_names
 from funcpipe.core.torch_names import backward_number, children_of
-from funcpipe.core.tree import Tree, cow_clone, map_leaves
+from funcpipe.core.tree import Tree, cow_clone, map_tensors
 from funcpipe.modules.skip_scope import Key, Namespace, Store, current, label
 
 _Class = TypeVar("_Class", bound=type[nn.Module])
@@ -41,8 +41,7 @@ class Declared(NamedTuple):
     """What a class stashes and pops.
 
     Attributes:
-        stash: names, in the order given.
-        pop: names, in the order given.
+        stash, pop: names, in the order given.
         forward: the driver that replaces the class's own forward.
         here: did the class declare it itself, and not inherit it.
     """
@@ -108,9 +107,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
 
 
 def _names(names: Iterable[str], keyword: str) -> tuple[str, ...]:
-    if isinstance(names, str):
-        raise PlanError(f"{keyword}={names!r}: give a sequence of names, {keyword}=[{names!r}]")
-    unique = tuple(dict.fromkeys(names))
+    unique = tuple(dict.fromkeys(checked_names(names, keyword)))
     if wrong := [name for name in unique if not isinstance(name, str)]:
         raise PlanError(f"the names in {keyword}= are strings; got {wrong}")
     return unique
@@ -195,7 +192,7 @@ class _LayerCall:
                 f"{self._who} stashes {name!r} without declaring it: @fp.models.skippable(stash=[{name!r}])"
             )
         self.done.add(("stash", name))
-        self.store[_key(self.layer, name)] = _own(value)
+        self.store[_key(self.layer, name)] = map_tensors(cow_clone, value)  # the layer may write into what it has
 
     def pop(self, name: str) -> Tree:
         if name not in self.declared.pop:
@@ -203,13 +200,12 @@ class _LayerCall:
         self.done.add(("pop", name))
         key = _key(self.layer, name)
         if key in self.store:
-            return _own(self.store[key])
+            return map_tensors(cow_clone, self.store[key])
         if backward_number() != -1:
             raise PlanError(
                 f"{self._who} pops {label(key)!r} in a backward, where torch.utils.checkpoint computes it again and "
                 "its skip is gone; pop outside of the checkpointed part and pass the value in, or use "
-                "fp.schedules.remat for "
-                "the stage"
+                "fp.schedules.remat for the stage"
             )
         stashed = sorted(map(label, self.store))
         raise PlanError(
@@ -253,18 +249,15 @@ class _LayerCall:
                     f"{self._who} returns stats or a loss in its Out; a layer returns Out(y, stash={{...}})"
                 )
             result = result.y
+        declared = [*(("stash", name) for name in self.declared.stash), *(("pop", name) for name in self.declared.pop)]
         faults = [
-            f"declares stash {name!r} but did not stash it"
-            for name in self.declared.stash
-            if ("stash", name) not in self.done
-        ]
-        faults += [
-            f"declares pop {name!r} but did not pop it" for name in self.declared.pop if ("pop", name) not in self.done
+            f"declares {verb} {name!r} but did not {verb} it"
+            for verb, name in declared
+            if (verb, name) not in self.done
         ]
         raise_all(
             f"{self._who} did not do what it declares (yield fp.models.stash(name, value), value = yield "
-            "fp.models.pop(name), or "
-            f"Out(y, stash={{...}}) and a keyword skips): it",
+            f"fp.models.pop(name), or Out(y, stash={{...}}) and a keyword skips): it",
             faults,
         )
         return result
@@ -272,13 +265,6 @@ class _LayerCall:
     @property
     def _who(self) -> str:
         return type(self.layer).__name__
-
-
-def _own(tree: Tree) -> Tree:
-    """A copy-on-write clone of what a layer stashes or pops, so that the layer may write into it; see `cow_clone`."""
-    if isinstance(tree, Tensor):
-        return cow_clone(tree)
-    return map_leaves(lambda leaf: cow_clone(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 # -- the skips of a whole module ---------------------------------------------------------------------------------------
@@ -300,13 +286,6 @@ class Skips(NamedTuple):
     inside: bool
 
 
-class _Use(NamedTuple):
-    """A layer that stashes or pops a skip."""
-
-    key: Key
-    path: str
-
-
 def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
     """What the layers of a module stash and pop, at any depth, in the order in which they are registered.
 
@@ -318,7 +297,7 @@ def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
         PlanError: with all faults of the declarations.
     """
     stashes: dict[Key, str] = {}
-    pops: list[_Use] = []
+    pops: list[tuple[Key, str]] = []
     faults: list[str] = []
     for path, layer in module.named_modules(remove_duplicate=False):
         declared: Declared | None = getattr(type(layer), "_skips", None)
@@ -333,14 +312,14 @@ def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
                     "apart: isolate(fp.models.Namespace())"
                 )
             stashes.setdefault(key, path)
-        pops += [_Use(_key(layer, name), path) for name in declared.pop if name not in both]
+        pops += [(_key(layer, name), path) for name in declared.pop if name not in both]
     for key, path in pops:
         where = _layer(path, module.get_submodule(path))
         if key in stashes and _before(module, path, stashes[key]):
             faults.append(f"{where} pops {label(key)!r}, but only {stashes[key]!r}, which comes later, stashes it")
         elif whole and key not in stashes:
             faults.append(f"{where} pops {label(key)!r}, but no layer stashes it")
-    popped = {use.key for use in pops}
+    popped = {key for key, _ in pops}
     if whole:
         unpopped = [(key, path) for key, path in stashes.items() if key not in popped]
         faults += [
@@ -351,7 +330,7 @@ def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
     raise_all("stash and pop do not match:", faults)
     return Skips(
         {label(key): key for key in stashes if key not in popped},
-        {label(use.key): use.key for use in pops if use.key not in stashes},
+        {label(key): key for key, _ in pops if key not in stashes},
         {label(key): key for key in stashes if key in popped},
         bool(stashes or pops),
     )

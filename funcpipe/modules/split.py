@@ -132,9 +132,8 @@ class Split:
         faults: list[str] = []
         saved = [name for name, home in self.homes.items() if home.saved]
         if strict:
-            for name in state_dict:
-                if name not in self.homes:
-                    faults.append(f"{name!r} is no name of the model{similar(name, saved)}")
+            strange = [name for name in state_dict if name not in self.homes]
+            faults += [f"{name!r} is no name of the model{similar(name, saved)}" for name in strange]
             faults += [f"{name!r} is missing" for name in saved if name not in state_dict]
         for name, home in self.homes.items():
             if name in state_dict and tuple(state_dict[name].shape) != home.shape:
@@ -144,15 +143,15 @@ class Split:
     def code(self, stage: int) -> str:
         """The source of one stage: of a traced one its graph as Python, of others what they are made of."""
         inner = innermost(self.stages[stage])
-        return inner.code if isinstance(inner, GraphFn) else str(getattr(inner, "skeleton", inner))
+        return inner.module.code if isinstance(inner, GraphFn) else str(getattr(inner, "skeleton", inner))
 
     def __str__(self) -> str:
         lines = [f"{len(self)} stages"]
         for index, (stage, params, state) in enumerate(zip(self.stages, self.params, self.state, strict=True)):
-            numel, size = _count(params)
+            numel = sum(tensor.numel() for tensor in params.values())
             lines.append(
-                f"stage {index} {stage.name}: {len(params)} parameters, {numel:,} numbers, {size_of(size)}"
-                + (f"; {len(state)} buffers, {size_of(_count(state)[1])}" if state else "")
+                f"stage {index} {stage.name}: {len(params)} parameters, {numel:,} numbers, {_size(params)}"
+                + (f"; {len(state)} buffers, {_size(state)}" if state else "")
             )
             lines += [f"  {line}" for line in self._borders(index)]
         lines += ["tied: " + ", ".join(f"{key} of stage {stage}" for stage, key in group) for group in self.ties]
@@ -235,6 +234,5 @@ def _like(old: Tensor, values: Tensor, loaded: dict[int, Tensor]) -> Tensor:
     return new
 
 
-def _count(tree: Mapping[str, Tensor]) -> tuple[int, int]:
-    tensors = list(tree.values())
-    return sum(tensor.numel() for tensor in tensors), sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _size(tree: Mapping[str, Tensor]) -> str:
+    return size_of(sum(tensor.nbytes for tensor in tree.values()))

@@ -67,13 +67,8 @@ def transmit(
 ) -> tuple[tuple[Stage, ...], tuple[dict[str, Tensor], ...], Ties]:
     """Make ties that travel: the first stage of a group owns the parameter and stashes it, the others pop it.
 
-    Args:
-        stages, params: of a split, as they were cut.
-        ties: the groups.
-        how: "replicate" or "transmit" for all, or for each name (any name of the group; "replicate" where it has none).
-
-    Returns:
-        Stages, params, and the groups that are still replicated.
+    ``how`` is "replicate" or "transmit" for all, or for each name (any name of the group; "replicate" where it has
+    none). Returns stages, params, and the groups that are still replicated.
 
     Raises:
         PlanError: no such way, or a name that is not tied.
@@ -114,9 +109,7 @@ def _ways(ties: Ties, how: Any) -> list[str]:
     faults = [
         f"{name!r}: {way!r} is neither 'replicate' nor 'transmit'" for name, way in ways.items() if way not in known
     ]
-    for name in ways:
-        if name not in names:
-            faults.append(f"{name!r} is not used by several stages{similar(name, names)}")
+    faults += [f"{name!r} is not used by several stages{similar(name, names)}" for name in ways if name not in names]
     raise_all("ties= does not fit the split:", faults)
     chosen = ["replicate"] * len(ties)
     for name, way in ways.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,14 +12,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from funcpipe.core.errors import BatchError, PlanError
-from funcpipe.core.stage import Bindable, Out
+from funcpipe.core.errors import PlanError
+from funcpipe.core.stage import Out
 from funcpipe.core.torch_names import OpOverload, schema
-from funcpipe.core.tree import Tree
-from funcpipe.modules.batchnorm import CommitLayers, NormStats, Running, batch_norm, wide
-from funcpipe.modules.module import refuse_other_tensors
+from funcpipe.core.tree import Tree, flatten
+from funcpipe.modules.batchnorm import CommitLayers, NormStats, Running, batch_norm_at, wide
+from funcpipe.modules.module import PartFn
 from funcpipe.modules.nodes import layer_of, regions_of
 from funcpipe.modules.signature import Signature
+from funcpipe.modules.written_buffers import NormCall
 
 
 class _Mode(threading.local):
@@ -51,9 +53,6 @@ class Draw(nn.Module):
             op = getattr(op, name)
         super().__setstate__({**state, "op": op})
 
-    def __deepcopy__(self, memo: Any) -> Draw:
-        return Draw(self.op, self.path, self.flag, self.rate)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operation; in evaluation with its training switched off."""
         if _mode.train:
@@ -83,11 +82,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *rest: Any) -> Tensor:
         """As ``nn.BatchNorm`` does, without touching a buffer."""
-        state = {"running_mean": mean, "running_var": var}
-        try:
-            y, stats = batch_norm(x, weight, bias, state, train=_mode.train, eps=self.eps)
-        except BatchError as error:
-            raise BatchError(f"layer {self.path!r}: {error}") from None
+        y, stats = batch_norm_at(self.path, NormCall(x, mean, var, weight, bias, _mode.train, eps=self.eps))
         if _mode.norms is not None:
             before = _mode.norms.get(self.path, NormStats((), self.momentum))
             _mode.norms[self.path] = before._replace(moments=before.moments + stats)
@@ -95,12 +90,7 @@ class Norm(nn.Module):
 
 
 def refit(module: fx.GraphModule, norms: Mapping[fx.Node, Norm]) -> None:
-    """Replace operations of a graph and its regions by `Draw` and `Norm`, and remove the assertions of export.
-
-    Args:
-        module: the graph.
-        norms: for each node of a batch norm, its replacement.
-    """
+    """Replace operations of a graph and its regions by `Draw` and these `Norm`, and remove the assertions of export."""
     drawn: dict[str, int] = {}
 
     def visit(graph_module: fx.GraphModule) -> None:
@@ -142,9 +132,11 @@ def _draw(node: fx.Node, path: str, drawn: dict[str, int]) -> Draw | None:
     return Draw(op, f"{path}#{nth}" if nth else path, flag if trains else None, rate)
 
 
-@dataclass(frozen=True)
-class TracedLayout:
-    """Where the flat values of a traced stage come from and go to.
+@dataclass(eq=False)
+class GraphFn(PartFn):
+    """A part of a traced model as a function of its parameters.
+
+    It names no layers: each draw has its own path in the model, wherever the cuts are.
 
     Attributes:
         takes: for each argument of the graph where it comes from: ("x" | "skip" | "param" | "buffer" | "const", name).
@@ -155,10 +147,14 @@ class TracedLayout:
         norms: the batch norms in it whose statistics are deferred.
         rows: the value, of those that it takes, whose axis tells how many rows a microbatch has; None: all have as
             many.
-        ends: for the last stage, where each leaf of the model's output is: ("value", number) or ("constant", itself).
         results: names of what the graph returns.
+        ends: for the last stage, where each leaf of the model's output is: ("value", number) or ("constant", itself).
+        evaluation: it was traced with all of the model in evaluation mode, and is always run as it was traced.
+        evaluates: traced in training, does it compute in evaluation mode what the model does; that is compared first.
     """
 
+    module: fx.GraphModule
+    signature: Signature
     takes: tuple[tuple[str, str], ...]
     x: tuple[str, ...]
     y: tuple[str, ...]
@@ -167,93 +163,62 @@ class TracedLayout:
     norms: Mapping[str, Running]
     rows: tuple[str, int] | None
     results: tuple[str, ...]
-    ends: tuple[tuple[str, Any], ...] = ()
-
-
-@dataclass(eq=False)
-class GraphFn(Bindable):
-    """A part of a traced model as a function of its parameters: ``fn(params, x, skips=, state=, train=)``.
-
-    It names no layers: each draw has its own path in the model, wherever the cuts are.
-
-    Attributes:
-        evaluation: it was traced with all of the model in evaluation mode, and is always run as it was traced.
-        evaluates: does it compute in evaluation mode what the model does; one traced in training is compared first.
-    """
-
-    module: fx.GraphModule
-    layout: TracedLayout
-    signature: Signature
+    ends: tuple[tuple[str, Any], ...]
     first: bool
     last: bool
     param_shapes: Mapping[str, tuple[int, ...]]
     buffer_shapes: Mapping[str, tuple[int, ...]]
     consts: Mapping[str, Tensor]
     evaluation: bool
-    evaluates: bool
     device: torch.device
+    evaluates: bool = False
     _moved: dict[torch.device, tuple[fx.GraphModule, dict[str, Tensor]]] = field(default_factory=dict, repr=False)
+
+    who = "this stage"
 
     def bind(self, params: Any, state: Any) -> BoundGraph:
         """The function with its parameters; the graph itself keeps nothing, so all runs share it."""
         self.check(params, state)
         return BoundGraph(self, params)
 
-    @property
-    def code(self) -> str:
-        """The stage as Python."""
-        return self.module.code
-
-    def places(self) -> dict[int, str]:
-        """The layers that draw, by the id of their module."""
-        return {id(draw): draw.path for draw in self.module.modules() if isinstance(draw, Draw)}
-
-    def check(self, params: Any, state: Any) -> None:
-        """Refuse parameters and buffers that are not those of this part of the model. Raises PlanError."""
-        shapes = {"params": self.param_shapes, "state": self.buffer_shapes}
-        refuse_other_tensors("this stage", shapes, {"params": params, "state": state or {}})
-
     def run(self, params: Mapping[str, Tensor], x: Tree, extras: Mapping[str, Any]) -> Any:
         """Run the graph on one microbatch; returns its output, in an `Out` where it has stash or statistics."""
         train = bool(extras.get("train", False))
-        if not (train or self.evaluates):
+        if not (train or self.evaluation or self.evaluates):
             raise PlanError(
                 "this stage was traced in training mode and cannot run in evaluation mode: the model does something "
                 "else there; split it again after model.eval()"
             )
-        layout, state = self.layout, extras.get("state") or {}
-        fresh = {name: state[name].clone() for name in layout.writes}
+        state = extras.get("state") or {}
+        fresh = {name: state[name].clone() for name in self.writes}
         module, consts = self._on(params, state, x)
-        inputs = self.signature.values(x) if self.first else _named(layout.x, x)
+        inputs = self.signature.values(x) if self.first else {self.x[0]: x} if len(self.x) == 1 else x
         inputs = {**inputs, **extras.get("skips", {})}
         sources: dict[str, Mapping[str, Any]] = {"param": params, "buffer": {**state, **fresh}, "const": consts}
-        collected: dict[str, NormStats] | None = {} if train and layout.norms else None
+        collected: dict[str, NormStats] | None = {} if train and self.norms else None
         before = _mode.train, _mode.norms
         _mode.train, _mode.norms = train or self.evaluation, collected
         try:
-            results = module(*[sources.get(source, inputs)[name] for source, name in layout.takes])
+            results = module(*[sources.get(source, inputs)[name] for source, name in self.takes])
         finally:
             _mode.train, _mode.norms = before
-        flat = {**inputs, **dict(zip(layout.results, results, strict=True))}
+        flat = {**inputs, **dict(zip(self.results, results, strict=True))}
         if self.last:
-            y = self.signature.output([flat[value] if kind == "value" else value for kind, value in layout.ends])
+            y = self.signature.output([flat[value] if kind == "value" else value for kind, value in self.ends])
         else:
-            y = flat[layout.y[0]] if len(layout.y) == 1 else {name: flat[name] for name in layout.y}
-        stash = {name: flat[name] for name in layout.stash}
+            y = flat[self.y[0]] if len(self.y) == 1 else {name: flat[name] for name in self.y}
+        stash = {name: flat[name] for name in self.stash}
         stats: Tree = ()
         if collected is not None or fresh:
-            rows = inputs[layout.rows[0]].shape[layout.rows[1]] if layout.rows else 1
+            rows = inputs[self.rows[0]].shape[self.rows[1]] if self.rows else 1
             written = {name: value.detach() for name, value in fresh.items()}
             stats = {"norms": collected or {}, "written": written, "rows": rows}
         return Out(y, stash, stats) if stash or stats else y
 
     def _on(self, params: Mapping[str, Tensor], state: Mapping[str, Tensor], x: Tree) -> tuple[fx.GraphModule, Any]:
         """The graph and its constants on the stage's device; the trace names the device of the example."""
-        tensors = [tensor for tensor in (*params.values(), *state.values()) if isinstance(tensor, Tensor)]
-        if not tensors:
-            values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else (x,)
-            tensors = [tensor for tensor in values if isinstance(tensor, Tensor)]
-        device = tensors[0].device if tensors else self.device
+        held = [*params.values(), *state.values()] or flatten(x)[0]
+        device = next((leaf.device for leaf in held if isinstance(leaf, Tensor)), self.device)
         if device == self.device:
             return self.module, self.consts
         moved = self._moved.get(device)
@@ -263,16 +228,12 @@ class GraphFn(Bindable):
         return moved
 
 
-def _named(names: Sequence[str], x: Tree) -> Mapping[str, Any]:
-    return {names[0]: x} if len(names) == 1 else x
-
-
 class BoundGraph:
     """A traced stage with its parameters."""
 
     def __init__(self, owner: GraphFn, params: Mapping[str, Tensor]) -> None:
         self.owner, self.params = owner, params
-        self.places = owner.places()
+        self.places = {id(draw): draw.path for draw in owner.module.modules() if isinstance(draw, Draw)}
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
         """Run this part of the model on one microbatch."""
@@ -316,12 +277,11 @@ class CommitGraph:
 
 def retarget(module: fx.GraphModule, old: torch.device, new: torch.device) -> fx.GraphModule:
     """A copy of a graph, its regions too, that makes its tensors on another device."""
-    import copy
 
     def swap(value: Any) -> Any:
         return new if isinstance(value, torch.device) and value.type == old.type else value
 
-    moved = copy.deepcopy(module)
+    moved = deepcopy(module)
     for part in moved.modules():
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:

@@ -73,7 +73,7 @@ def _units(
         read = {value.name for node in body[start:stop] for value in node.all_input_nodes}
         sources = [captured.sources[name] for name in read & captured.sources.keys()]
         used = {name for kind, name in sources if kind == "param"}
-        parameters.append(sum(weights[name].numel() * weights[name].element_size() for name in used - counted))
+        parameters.append(sum(weights[name].nbytes for name in used - counted))
         counted |= used
         borders.append(_alive(captured, body, stop))
     return Units(tuple(names), tuple(parameters), tuple(borders), lambda: measure(bounds)), starts

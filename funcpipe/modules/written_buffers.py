@@ -46,12 +46,9 @@ _DEFAULTS = {F.instance_norm: {"training": True}}
 
 
 class Hearing(TorchFunctionMode):
-    """While it is on, calls of norms with one of these tensors as running statistics go to ``answer`` instead.
+    """While it is on, calls of ``norms`` with one of these tensors (ids) as running statistics go to ``answer`` instead.
 
-    Args:
-        tensors: the ids of these tensors.
-        norms: the functions, with the names of their arguments.
-        answer: called with the arguments; its result is that of the call.
+    ``norms`` has the names of each function's arguments; what ``answer`` returns is the result of the call.
     """
 
     def __init__(

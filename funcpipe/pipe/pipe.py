@@ -15,7 +15,7 @@ from funcpipe.core.torch_names import Anchored, buffers_of, children_of, device_
 from funcpipe.core.tree import Tree, map_leaves
 from funcpipe.cutting.example import bare
 from funcpipe.lower.plan import make_plan
-from funcpipe.modules.scripted import scripted
+from funcpipe.modules.module import scripted
 from funcpipe.modules.sequential import PipeSequential
 from funcpipe.pipe.border import (
     attach,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from funcpipe.core.errors import PlanError, StageError, raise_all
+from funcpipe.core.gradient_graph import nodes_of
 from funcpipe.core.losses import read_loss
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Out, Stage, side_loss
@@ -31,7 +32,7 @@ from funcpipe.runtime.aliases import alias_of, differ, guarded, refuse_rebinding
 from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, dense, open_border, share
 from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, Shares, StageArgs, StageOut
 from funcpipe.runtime.explain import explain
-from funcpipe.runtime.foreign import nodes_of, refuse_around, refuse_backward, refuse_foreign
+from funcpipe.runtime.foreign import refuse_around, refuse_backward, refuse_foreign
 from funcpipe.runtime.residual import EagerResidual, GradientLeaves
 from funcpipe.runtime.rng import KeyedDraws, Keys
 

@@ -57,11 +57,11 @@ def explain(error: Exception, arguments: Mapping[str, Tree]) -> None:
     hint = next((text for pattern, text in _HINTS if re.search(pattern, str(error), re.IGNORECASE)), None)
     if hint is None or isinstance(error, FuncpipeError):
         return
-    described = "; ".join(f"{name}: {_described(tree)}" for name, tree in arguments.items())
-    error.__dict__.setdefault("__notes__", []).extend(["got " + described, hint])
+    parts = "; ".join(f"{name}: {described(tree)}" for name, tree in arguments.items())
+    error.__dict__.setdefault("__notes__", []).extend(["got " + parts, hint])
 
 
-def _described(tree: Tree) -> str:
+def described(tree: Tree) -> str:
     """The types and shapes of a tree, in a line."""
     leaves, _ = flatten(tree)
     if len(leaves) == 1 and leaves[0] is tree:

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.core.torch_names import version
 from funcpipe.runtime.reached import Reached
-
-
-def nodes_of(roots: Iterable[Any]) -> Iterator[Any]:
-    """Every node of the graph behind some tensors or edges, once."""
-    todo: list[Any] = [
-        root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots if root is not None
-    ]
-    visited: set[Any] = set()
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in visited:
-            visited.add(node)
-            yield node
-            todo += [successor for successor, _ in node.next_functions]
 
 
 def refuse_foreign(stage: Stage, foreign: Sequence[Tensor]) -> bool:

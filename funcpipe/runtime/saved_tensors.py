@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from funcpipe.core.gradient_graph import nodes_of
 from funcpipe.core.torch_names import inputs_of_region, saved_names
 from funcpipe.runtime.host_link import HostStream
 from funcpipe.runtime.plain_tensors import address, is_plain
@@ -66,13 +67,8 @@ def take_out(nodes: Iterable[Any], to: HostStream, fixed: frozenset[int]) -> lis
     Raises:
         RuntimeError: autograd's own, where a saved tensor was modified in place.
     """
-    todo, visited, slots = list(nodes), set[Any](), list[SavedSlot]()
-    while todo:
-        node = todo.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        todo += [next_node for next_node, _ in node.next_functions]
+    slots: list[SavedSlot] = []
+    for node in nodes_of(nodes):
         for handle, tensor in _saved_by(node):
             if isinstance(tensor, Tensor) and _moves(tensor, to, fixed):
                 slot = SavedSlot()

@@ -287,7 +287,7 @@ def test_refusals():
     with pytest.raises(fp.StageError, match="reduction dim") as found:
         memory(model, x)
     assert (1, "1") == (found.value.funcpipe.stage, found.value.funcpipe.name)
-    assert "it got x: float32 (3, 8)" in found.value.__notes__
+    assert "it got x: float32 [3, 8]" in found.value.__notes__
     right = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     for optimizer, said in (("adamwx", "did you mean 'adamw'"), (torch.optim.LBFGS, "optimizer=2"), (-1, "the table has|The table has")):  # fmt: skip
         with pytest.raises(fp.PlanError, match=said):

@@ -159,7 +159,7 @@ def test_refusals():
     x = torch.zeros(3, 4)
     with pytest.raises(fp.StageError, match="mat1 and mat2") as found:
         profile(nn.Sequential(nn.Linear(4, 8), nn.Linear(9, 2)), x)
-    assert "it got x: float32 (3, 8)" in found.value.__notes__
+    assert "it got x: float32 [3, 8]" in found.value.__notes__
     assert (1, "1") == (found.value.funcpipe.stage, found.value.funcpipe.name)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4))
