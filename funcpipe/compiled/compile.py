@@ -60,7 +60,7 @@ class Compiled:
 
     def __call__(self, stage: Stage, index: int, params: Tree, state: Tree, **options: Any) -> CompiledBound:
         """Bind a stage for one run, as `Program` says. Raises PlanError where parameters or state do not fit."""
-        return CompiledBound(self, EagerBound(stage, index, params, state, **options))
+        return CompiledBound(self, stage, index, params, state, **options)
 
     def reasons(self) -> list[str]:
         """Why signatures have no programs."""
