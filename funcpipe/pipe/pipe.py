@@ -353,12 +353,11 @@ def _module_faults(sequential: Any) -> list[str]:
 
 
 def _option_faults(chunks: Any, checkpoint: Any) -> list[str]:
-    faults: list[str] = []
     try:
-        if index(chunks) < 1:
-            faults.append(f"number of chunks must be positive integer; got {chunks}")
+        positive = index(chunks) > 0
     except TypeError:
-        faults.append(f"number of chunks must be positive integer; got {chunks!r}")
+        positive = False
+    faults = [] if positive else [f"number of chunks must be positive integer; got {chunks!r}"]
     if checkpoint not in CHECKPOINTS:
         faults.append(f"checkpoint is not one of 'always', 'except_last', or 'never'; got {checkpoint!r}")
     return faults

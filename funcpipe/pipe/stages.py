@@ -95,16 +95,16 @@ class Stages:
             earlier: set[int] = set()
             by_stage: list[dict[str, Tensor]] = []
             for stage, (table, device) in enumerate(zip(tables, self.layout.devices, strict=True)):
-                tensors: dict[str, Tensor] = {}
-                for name, home in table.items():
-                    tensor = tensors[name] = _read(home)
+                tensors = {name: _read(home) for name, home in table.items()}
+                held = [id(tensor) for tensor in tensors.values()]
+                for name, tensor in tensors.items():
                     if same_device(tensor.device, device):
                         continue
                     if id(tensor) in earlier:
                         tensors[name] = tensor.detach().to(device)
                     else:
                         faults.append(f"{name} lies on {tensor.device}, stage {stage} runs on {device}")
-                earlier.update(id(_read(home)) for home in table.values())
+                earlier.update(held)
                 by_stage.append(tensors)
             trees.append(tuple(by_stage))
         raise_all(
