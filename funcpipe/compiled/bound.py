@@ -226,14 +226,5 @@ def _close(spec: OutputSpec, outs: Sequence[Tensor]) -> tuple[Border, ForwardRep
 
 def _read(args: StageArgs) -> tuple[list[Tensor], list[Hashable]]:
     """The tensors that a forward gets, and the signature of all that it gets."""
-    leaves: list[Tensor] = []
-    keys: list[Hashable] = []
-    borders = [args.x, *args.skips, *args.feeds]
-    if args.target is not None:
-        borders.append(args.target)
-    for border in borders:
-        keys.append(border_key(border))
-        for leaf in border.leaves:
-            if isinstance(leaf, Tensor):
-                leaves.append(leaf)
-    return leaves, keys
+    borders = args.borders()
+    return tensors(*[border.leaves for border in borders]), [border_key(border) for border in borders]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from funcpipe.compiled.advice import advice
-from funcpipe.compiled.backend import Backend, cudagraphs, inductor
+from funcpipe.compiled.backend import Backend, cudagraphs
 from funcpipe.compiled.bound import CompiledBound
 from funcpipe.compiled.hoist import hoist
 from funcpipe.compiled.joint import trace, tracing
@@ -17,6 +17,7 @@ from funcpipe.compiled.programs import Programs
 from funcpipe.compiled.recompute import recompute as least_kept
 from funcpipe.core.errors import PlanError, TraceError
 from funcpipe.core.stage import Stage
+from funcpipe.core.torch_names import inductor
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.bound import StageArgs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -13,27 +14,6 @@ from torch import fx
 from funcpipe.compiled.joint import Joint
 
 _aten = torch.ops.aten
-
-_VIEWS: set[Any] = {
-    _aten.t.default,
-    _aten.view.default,
-    _aten._unsafe_view.default,
-    _aten.transpose.int,
-    _aten.permute.default,
-    _aten.unsqueeze.default,
-    _aten.squeeze.dim,
-    _aten.squeeze.dims,
-    _aten.squeeze.default,
-    _aten.expand.default,
-    _aten.slice.Tensor,
-    _aten.select.int,
-    _aten.split.Tensor,
-    _aten.split_with_sizes.default,
-    _aten.unbind.int,
-    _aten.diagonal.default,
-    _aten.as_strided.default,
-}
-"""Operations that cost nothing: each program makes its own views, and the base of a view crosses instead."""
 
 
 @dataclass(frozen=True)
@@ -221,10 +201,9 @@ def _columns(sums: Sequence[fx.Node | None], nodes: set[fx.Node]) -> list[int]:
 
 def _single(sums: Sequence[fx.Node | None], nodes: set[fx.Node], target: Any) -> Iterator[tuple[int, fx.Node]]:
     """The weight gradients that this operation makes and only one sum reads, with their numbers."""
+    times = Counter(sums)
     for number, node in enumerate(sums):
-        if node is None or node not in nodes or node.target is not target or list(sums).count(node) > 1:
-            continue
-        if nodes.isdisjoint(node.users):
+        if node in nodes and node.target is target and times[node] == 1 and nodes.isdisjoint(node.users):
             yield number, node
 
 
@@ -295,7 +274,6 @@ def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Is it a view, or a piece of one that has several."""
-    if node.target is operator.getitem:
-        return node.args[0].target in _VIEWS  # pyright: ignore
-    return node.target in _VIEWS
+    """Is it a view, or a piece of one that has several. It costs nothing: its base crosses, each program makes its own."""
+    target: Any = node.args[0].target if node.target is operator.getitem else node.target  # pyright: ignore
+    return target is _aten._unsafe_view.default or getattr(target, "is_view", False)

@@ -330,7 +330,10 @@ TRACED_FUNCTION = "torch/_functorch/autograd_function.py"
 
 
 def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    """A graph as torch's compiler makes it; ``torch.compile`` would trace it again."""
+    """A graph as torch's compiler makes it; ``torch.compile`` would trace it again.
+
+    It needs a C++ compiler for the CPU, Triton for CUDA.
+    """
     build = private("torch._inductor.compile", lost='compile_stage(backend="inductor") cannot be had; the others can')
     return build(graph, examples)
 
