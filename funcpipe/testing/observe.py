@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from funcpipe.core.stage import Out, Stage, bindable, normalise, side_loss
+from funcpipe.core.stage import Bindable, Out, Stage, normalise, side_loss
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves, refuse_hidden
 from funcpipe.runtime.foreign import nodes_of
 from funcpipe.testing.around import HookedFn, StageCall
@@ -89,7 +89,7 @@ class Observer:
 
     def _wrote(self, places: list[str]) -> None:
         self.in_place.update(dict.fromkeys(places))
-        if not bindable(self.stage.fn):  # a module or a composition: layers like that are common
+        if not isinstance(self.stage.fn, Bindable):  # a module or a composition: layers like that are common
             for where in places:
                 self.note(
                     "in-place",
