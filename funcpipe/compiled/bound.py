@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -46,7 +47,6 @@ class CompiledBound(EagerBound):
         self._ends: dict[tuple[Programs, float], dict[str, Tensor]] = {}
         self._met: dict[Hashable, Programs | None] = {}
         self._last: tuple[list[Hashable], Programs | None] = ([], None)
-        self._fixed_words: Hashable = None
         self._waiting: list[tuple[list[Tensor], list[Tensor]]] = []
         self._waiting_for: tuple[Programs, frozenset[int]] | None = None
 
@@ -71,11 +71,8 @@ class CompiledBound(EagerBound):
         if programs is None:
             return super().forward(args, keep=keep)
         joint, program = programs.joint, programs.forward if keep else programs.alone
-        if joint.draws:
-            keys = Keyring(self.keys, self.index, joint.draws, args.microbatch)
-            result = self._run(programs, program, leaves, keys)
-        else:
-            result = self._run(programs, program, leaves)
+        keys = [Keyring(self.keys, self.index, joint.draws, args.microbatch)] if joint.draws else []
+        result = self._run(programs, program, leaves, *keys)
         outs, kept = result if keep else (result, [])
         y, report, stash = _close(joint.spec, outs)
         if program.gives is None:
@@ -110,12 +107,11 @@ class CompiledBound(EagerBound):
         if signature != self._last[0]:
             form = tuple(signature)
             if form not in self._met:  # a run keeps its programs, whatever else is made meanwhile
-                if self._fixed_words is None:
-                    self._fixed_words = self._words()
-                self._met[form] = self.compiled.programs((self._fixed_words, *form), self, args)
+                self._met[form] = self.compiled.programs((self._words, *form), self, args)
             self._last = signature, self._met[form]
         return self._last[1]
 
+    @cached_property
     def _words(self) -> Hashable:
         """The key of all that a program depends on besides what a forward gets."""
         flags = (self.train, self.backwards, tuple(self.trainable), self.loss)

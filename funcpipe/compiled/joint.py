@@ -179,13 +179,8 @@ class _TracedForward:
             return Border(put(old.leaves), old.spec, old.flags)
 
         params, state = unflatten(real.spec, put(real.leaves)), unflatten(real.state_spec, put(real.state_leaves))
-        x, skips, feeds, target, microbatch = args
-        borders = (
-            border(x),
-            [border(skip) for skip in skips],
-            [border(feed) for feed in feeds],
-            target and border(target),
-        )
+        x, skips, feeds = border(args.x), [border(skip) for skip in args.skips], [border(feed) for feed in args.feeds]
+        traced = StageArgs(x, skips, feeds, args.target and border(args.target), args.microbatch)
         if bound is None:
             options: dict[str, Any] = {"trainable": real.trainable, "train": real.train, "backwards": real.backwards}
             options |= {"keys": Keys(None, [real.stage]), "loss": real.loss}
@@ -193,7 +188,7 @@ class _TracedForward:
         self.bound = bound
         self.watch = Watch(bound.places)
         with self.watch:
-            out = bound.evaluate(StageArgs(*borders, microbatch), keep=True)
+            out = bound.evaluate(traced, keep=True)
         if bound.written():
             raise TraceError("it writes into its parameters; a stage is pure")
         self.residual = out.residual
