@@ -6,11 +6,12 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from funcpipe.compiled.draws import Keyring
 from funcpipe.compiled.joint import OutputSpec, tensors
-from funcpipe.compiled.programs import Programs, add_products
+from funcpipe.compiled.programs import Programs
 from funcpipe.compiled.residual import ProgramResidual
 from funcpipe.compiled.source import Code, laid_out
 from funcpipe.core.errors import TraceError
@@ -31,7 +32,7 @@ _ALL_THERE: frozenset[int] = frozenset()
 
 
 class CompiledBound(EagerBound):
-    """A stage run by its programs; what cannot be a program runs eagerly. Sums and shares are those of the eager stage.
+    """A stage run by its programs; what cannot be a program runs eagerly.
 
     Args:
         compiled: how the stage becomes programs.
@@ -157,10 +158,13 @@ class CompiledBound(EagerBound):
             self._merge()
 
     def _merge(self) -> None:
-        """Add the waiting products to their sums."""
+        """Add the waiting products to their sums: of all microbatches at once, one larger product for each sum."""
         if self._waiting_for is not None:
             programs, missing = self._waiting_for
-            add_products(programs.half(missing).products, self._waiting, self._totals())
+            for at, (number, (_, _, turned)) in enumerate(programs.half(missing).products.items()):
+                left = torch.cat([lefts[at] for lefts, _ in self._waiting], 0 if turned else 1)
+                right = torch.cat([rights[at] for _, rights in self._waiting])
+                self._totals()[number].addmm_(left.t() if turned else left, right)
         self._waiting, self._waiting_for = [], None
 
     def _totals(self) -> list[Tensor]:

@@ -129,10 +129,8 @@ class Compiled:
     def _advise(self, signature: Hashable, bound: EagerBound, args: StageArgs) -> None:
         """Warn once of what makes traces come over and over."""
         with self._turn:
-            text = ""
-            if not self._told:
-                text = advice(bound, args, signature, list(self.found), self.made, self.max_programs)
-            self._told = self._told or bool(text)
+            text = "" if self._told else advice(self, bound, args, signature)
+            self._told |= bool(text)
         if text:
             warnings.warn(text, stacklevel=2)
 

@@ -128,8 +128,9 @@ class Cut:
         takes = {"P": joint.params, "K": self.kept, "G": joint.cotangents}
         second = {"P": joint.params, "L": left}
         weights = _part("W", second, None, sums)
-        products = _products(sums, {*weights.nodes})
-        fused = [*products, *_columns(sums, {*weights.nodes})] if self.fuse else []
+        nodes = {*weights.nodes}
+        products = {number: product(node) for number, node in _single(sums, nodes, _aten.mm.default)}
+        fused = [*products, *_columns(sums, nodes)] if self.fuse else []
         factors = [pair.left for pair in products.values()], [pair.right for pair in products.values()]
         others = [None if number in products else node for number, node in enumerate(sums)]
         return CutBackward(
@@ -159,11 +160,6 @@ def nodes_in(values: Any) -> list[fx.Node]:
     nodes: list[fx.Node] = []
     fx.map_arg(values, nodes.append)  # pyright: ignore[reportArgumentType]
     return nodes
-
-
-def _products(sums: Sequence[fx.Node | None], nodes: set[fx.Node]) -> dict[int, Product]:
-    """The weight gradients that are products and serve nothing but one sum."""
-    return {number: product(node) for number, node in _single(sums, nodes, _aten.mm.default)}
 
 
 def is_product(node: fx.Node | None) -> bool:

@@ -27,9 +27,16 @@ def input_leaves(inputs: Tree) -> list[Any]:
 
 def input_flags(inputs: Tree) -> Tree:
     """Which leaves of inputs require gradients: a tree like them."""
-    if isinstance(inputs, Microbatches):
-        return Microbatches(input_flags(tree) for tree in inputs)
-    return map_leaves(lambda leaf: _requires_grad(bare(leaf)), inputs)
+    return _mapped(lambda leaf: _requires_grad(bare(leaf)), inputs)
+
+
+def _mapped(fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    """A tree with ``fn`` applied to its leaves, and to those of every microbatch where they are apart."""
+
+    def mapped(leaf: Any) -> Any:
+        return Microbatches(_mapped(fn, tree) for tree in leaf) if isinstance(leaf, Microbatches) else fn(leaf)
+
+    return map_leaves(mapped, tree)
 
 
 def _requires_grad(leaf: Any) -> bool:
@@ -68,17 +75,6 @@ def tensors_of(outputs: Tree) -> list[Tensor]:
         elif isinstance(leaf, Tensor):
             tensors.append(leaf)
     return tensors
-
-
-def _replaced(outputs: Tree, tensors: Iterator[Tensor]) -> Tree:
-    """The outputs with their tensors replaced, in order."""
-
-    def replaced(leaf: Any) -> Any:
-        if isinstance(leaf, Microbatches):
-            return Microbatches(_replaced(tree, tensors) for tree in leaf)
-        return next(tensors) if isinstance(leaf, Tensor) else leaf
-
-    return map_leaves(replaced, outputs)
 
 
 _Form = Callable[[Iterator["Tensor | None"]], Tree]
@@ -184,7 +180,7 @@ def attach(
     kept = pullback, _form(outputs), [place for place, _ in params], flags
     roots = [*(param for _, param in params), *(leaf for leaf, flag in zip(leaves, flags, strict=True) if flag)]
     attached = iter(_Node.apply(kept, tensors, detached, *roots))
-    return _replaced(outputs, attached)
+    return _mapped(lambda leaf: next(attached) if isinstance(leaf, Tensor) else leaf, outputs)
 
 
 class without_saved_tensor_hooks:

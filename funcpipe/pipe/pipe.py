@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from operator import index
 from typing import Any, overload
 
@@ -155,9 +156,8 @@ class Pipe(Anchored):
     @property
     def partitions(self) -> tuple[nn.Sequential, ...]:
         """The layers of each stage, as views: the layers are the pipe's and may have hooks, the views may not."""
-        ends = [sum(self.balance[: stage + 1]) for stage in range(len(self.balance))]
-        self._views = self._views or tuple(self._kind() for _ in ends)
-        for view, end, count in zip(self._views, ends, self.balance, strict=True):
+        self._views = self._views or tuple(self._kind() for _ in self.balance)
+        for view, end, count in zip(self._views, accumulate(self.balance), self.balance, strict=True):
             children_of(view).clear()
             children_of(view).update(self._layers()[end - count : end])
             view.training = self.training
