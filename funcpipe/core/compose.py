@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.stage import Bindable, BoundFn, Out, Stage, normalise, refuse_others, scope, side_loss
+from funcpipe.core.stage import SCOPE, Bindable, BoundFn, Out, Stage, normalise, refuse_others, side_loss
 from funcpipe.core.tree import Tree, cow_clone, map_leaves
 
 
@@ -79,8 +79,11 @@ def chain(
         # Each part gets copies of its own, as in a plan: what it writes in place reaches nobody else.
         taken = {name: _own_tree(skips[name]) for name in part.pop}
         own_extras = part.extras(taken, {n: _own_tree(feeds[n]) for n in part.feeds}, state, extras["train"])
-        with scope(part):
+        token = SCOPE.set(part)
+        try:
             out = normalise(call(_own_tree(x), **own_extras))
+        finally:
+            SCOPE.reset(token)
         x = out.y
         skips.update(out.stash)
         stash.update(out.stash)

@@ -87,25 +87,8 @@ class _Plain(partial[Any]):
         """Do nothing: the parameters go with this object."""
 
 
-_SCOPE: ContextVar[Stage | None] = ContextVar("funcpipe_scope", default=None)
-
-
-class scope:
-    """While inside, random numbers are those of this part of a composition, as if it stood alone."""
-
-    def __init__(self, part: Stage) -> None:
-        self.part = part
-
-    def __enter__(self) -> None:
-        self.token = _SCOPE.set(self.part)
-
-    def __exit__(self, *error: object) -> None:
-        _SCOPE.reset(self.token)
-
-
-def current_scope() -> Stage | None:
-    """The innermost `scope`, None outside of any."""
-    return _SCOPE.get()
+SCOPE: ContextVar[Stage | None] = ContextVar("funcpipe_scope", default=None)
+"""The part of a composition that runs, None outside of any: random numbers are the part's, as if it stood alone."""
 
 
 @dataclass(frozen=True, eq=False)
