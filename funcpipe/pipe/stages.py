@@ -45,12 +45,11 @@ class Stages:
         self.layout, self.merge = layout, merge
         self.train = any(module.training for layer in model for module in layer.modules())
         parts = cut_sequential(model, layout.balance, deferred=deferred)
-        homes: dict[str, TensorHome] = {}
-        for path, layer in model.named_modules(remove_duplicate=False):
-            homes |= {
-                f"{path}.{name}" if path else name: (layer, name)
-                for name in (*parameters_of(layer), *buffers_of(layer))
-            }
+        homes: dict[str, TensorHome] = {
+            f"{path}.{name}" if path else name: (layer, name)
+            for path, layer in model.named_modules(remove_duplicate=False)
+            for name in (*parameters_of(layer), *buffers_of(layer))
+        }
         self.stages = [stage for stage, _, _ in parts]
         self.params = [{name: homes[name] for name in params} for _, params, _ in parts]
         self.buffers = [{name: homes[name] for name in state} for _, _, state in parts]
