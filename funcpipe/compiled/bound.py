@@ -32,15 +32,10 @@ _ALL_THERE: frozenset[int] = frozenset()
 
 
 class CompiledBound(EagerBound):
-    """A stage run by its programs; what cannot be a program runs eagerly.
-
-    Args:
-        compiled: how the stage becomes programs.
-        bound: as `Program` says.
-    """
+    """A stage run by its programs, as ``compiled`` makes them; what cannot be a program runs eagerly."""
 
     def __init__(self, compiled: Compiled, *bound: Any, **options: Any) -> None:
-        super().__init__(*bound, **options)
+        super().__init__(*bound, **options)  # as `Program` says
         self.compiled = compiled
         self._bare = [leaf.detach() for leaf in tensors(self.leaves, self.state_leaves)]
         self._complete: dict[Programs, list[Tensor]] = {}

@@ -167,11 +167,7 @@ def attach(
 ) -> Tree:
     """Outputs of a `vjp`, attached to the caller's graph; dropping them frees what the backwards need.
 
-    Args:
-        outputs: of the forwards.
-        pullback: of the same call.
-        params: the parameters that require gradients, each with its stage and its name there.
-        inputs: as the caller gave them.
+    ``params`` are those that require gradients, each after its stage and its name there.
     """
     tensors = tensors_of(outputs)
     detached = [tensor for tensor, flag in zip(tensors, _attached(outputs, pullback), strict=True) if not flag]
