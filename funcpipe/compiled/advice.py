@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
 
 from funcpipe.core.tree import flatten, locations, unflatten
 from funcpipe.runtime.bound import StageArgs
 from funcpipe.runtime.eager import EagerBound
+
+if TYPE_CHECKING:
+    from funcpipe.compiled.compile import Compiled
 
 _VALUES = 4
 """So many values of a number are no accident; two may be training and evaluation."""
@@ -15,21 +18,12 @@ _VALUES = 4
 _NUMBERS = (float, int)
 
 
-def advice(
-    bound: EagerBound, args: StageArgs, signature: Hashable, kept: Sequence[Hashable], count: int, limit: int
-) -> str:
-    """The text of a warning after a trace; "": there is none, yet.
-
-    Args:
-        bound, args: what was traced.
-        signature: of the trace.
-        kept: the signatures of all programs that there are.
-        count: how many traces were made in all.
-        limit: how many programs are kept at most.
-    """
+def advice(compiled: Compiled, bound: EagerBound, args: StageArgs, signature: Hashable) -> str:
+    """The text of a warning after the trace of a signature; "": there is none, yet."""
+    count, limit = compiled.made, compiled.max_programs
     name = f"stage {bound.stage.name!r} (compiled)"
     form, numbers = _apart(signature)
-    alike = [values for other, values in map(_apart, kept) if other == form and values != numbers]
+    alike = [values for other, values in map(_apart, compiled.found) if other == form and values != numbers]
     if len(alike) >= max(1, min(_VALUES, limit) - 1):
         rows = zip(_names(bound, args), numbers, *alike, strict=True)
         changing = {path: list(dict.fromkeys([*past, new])) for path, new, *past in rows if {*past} != {new}}

@@ -11,18 +11,12 @@ from torch import Tensor, fx
 
 from funcpipe.compiled.cut import is_view
 from funcpipe.compiled.joint import tracing
-from funcpipe.core import torch_names
 from funcpipe.runtime.device_graph import Recorded, Unrecordable
 from funcpipe.runtime.eager import no_autocast
 from funcpipe.runtime.stream import Place
 
 Backend: TypeAlias = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 """``(graph, example inputs) -> function of the inputs``; inputs and outputs are tensors in a row (torch.compile)."""
-
-
-def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    """torch's compiler; needs a C++ compiler for the CPU, Triton for CUDA."""
-    return torch_names.inductor(graph, examples)
 
 
 def cudagraphs(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from funcpipe.compiled.draws import Keyring
 from funcpipe.compiled.joint import OutputSpec, tensors
-from funcpipe.compiled.programs import Programs, add_products
+from funcpipe.compiled.programs import Programs
 from funcpipe.compiled.residual import ProgramResidual
 from funcpipe.compiled.source import Code, laid_out
 from funcpipe.core.errors import TraceError
@@ -29,53 +31,24 @@ _ALL_THERE: frozenset[int] = frozenset()
 """No root lacks its gradient."""
 
 
-class CompiledBound:
-    """A stage run by its programs.
+class CompiledBound(EagerBound):
+    """A stage run by its programs, as ``compiled`` makes them; what cannot be a program runs eagerly."""
 
-    Args:
-        compiled: how the stage becomes programs.
-        eager: the same stage, bound. It holds parameters, sums and shares, and runs what cannot be a program.
-    """
-
-    def __init__(self, compiled: Compiled, eager: EagerBound) -> None:
-        self.compiled, self.eager = compiled, eager
-        self._autocast = eager.autocast
-        self._bare = [leaf.detach() for leaf in tensors(eager.leaves, eager.state_leaves)]
+    def __init__(self, compiled: Compiled, *bound: Any, **options: Any) -> None:
+        super().__init__(*bound, **options)  # as `Program` says
+        self.compiled = compiled
+        self._bare = [leaf.detach() for leaf in tensors(self.leaves, self.state_leaves)]
         self._complete: dict[Programs, list[Tensor]] = {}
         self._sums: list[Tensor] = []
         self._ends: dict[tuple[Programs, float], dict[str, Tensor]] = {}
         self._met: dict[Hashable, Programs | None] = {}
         self._last: tuple[list[Hashable], Programs | None] = ([], None)
-        self._fixed_words: Hashable = None
         self._waiting: list[tuple[list[Tensor], list[Tensor]]] = []
         self._waiting_for: tuple[Programs, frozenset[int]] | None = None
 
-    # -- of the eager stage --------------------------------------------------------------------------------------------
-
-    @property
-    def phase(self) -> str:
-        """The phase of the eager stage."""
-        return self.eager.phase
-
-    def grads(self) -> list[Tensor | None]:
-        """The sum of each leaf, as the eager stage has it."""
-        return self.eager.grads()
-
-    def unused(self) -> list[int]:
-        """Trainable leaves (by number) that no backward added to."""
-        return self.eager.unused()
-
-    def fixed(self) -> list[Any]:
-        """What every forward and backward reads, as the eager stage has it."""
-        return self.eager.fixed()
-
-    def written(self) -> list[int]:
-        """Parameter leaves (by number) that the stage wrote into."""
-        return self.eager.written()
-
     def release(self) -> None:
         """Forget every tensor."""
-        self.eager.release()
+        super().release()
         self._bare, self._sums, self._last = [], [], ([], None)
         for remembered in (self._complete, self._ends, self._met):
             remembered.clear()
@@ -89,16 +62,13 @@ class CompiledBound:
             programs = self._programs(args, signature)
         except TraceError as error:
             if error.cause is not None:
-                self.eager.forward(args, keep=False)  # an error of the stage itself is raised where it occurs
+                super().forward(args, keep=False)  # an error of the stage itself is raised where it occurs
             programs = self._programs(args, signature)  # this error says how to go on
         if programs is None:
-            return self.eager.forward(args, keep=keep)
+            return super().forward(args, keep=keep)
         joint, program = programs.joint, programs.forward if keep else programs.alone
-        if joint.draws:
-            keys = Keyring(self.eager.keys, self.eager.index, joint.draws, args.microbatch)
-            result = self._run(programs, program, leaves, keys)
-        else:
-            result = self._run(programs, program, leaves)
+        keys = [Keyring(self.keys, self.index, joint.draws, args.microbatch)] if joint.draws else []
+        result = self._run(programs, program, leaves, *keys)
         outs, kept = result if keep else (result, [])
         y, report, stash = _close(joint.spec, outs)
         if program.gives is None:
@@ -114,7 +84,7 @@ class CompiledBound:
         complete = self._complete.get(programs)
         if complete is None:  # computed once, by the lane that runs them
             complete = self._complete[programs] = programs.complete(self._bare)
-        if self._autocast:
+        if self.autocast:
             with no_autocast():
                 return program.call(complete, *values)
         return program.call(complete, *values)
@@ -126,32 +96,30 @@ class CompiledBound:
     def build(self, *, split: bool, remat: bool) -> None:
         """Write, or build, all programs that a step with the shapes of the last forward needs."""
         programs = self._last[1]
-        if programs is not None and self.eager.backwards:
+        if programs is not None and self.backwards:
             programs.build(split=split, remat=remat)
 
     def _programs(self, args: StageArgs, signature: list[Hashable]) -> Programs | None:
         if signature != self._last[0]:
             form = tuple(signature)
             if form not in self._met:  # a run keeps its programs, whatever else is made meanwhile
-                if self._fixed_words is None:
-                    self._fixed_words = self._words()
-                self._met[form] = self.compiled.programs((self._fixed_words, *form), self.eager, args)
+                self._met[form] = self.compiled.programs((self._words, *form), self, args)
             self._last = signature, self._met[form]
         return self._last[1]
 
+    @cached_property
     def _words(self) -> Hashable:
         """The key of all that a program depends on besides what a forward gets."""
-        eager = self.eager
-        flags = (eager.train, eager.backwards, tuple(eager.trainable), eager.loss)
-        leaves = (*eager.leaves, *eager.state_leaves)
-        return (flags, switches_key(), eager.spec, eager.state_spec, *map(leaf_key, leaves))
+        flags = (self.train, self.backwards, tuple(self.trainable), self.loss)
+        leaves = (*self.leaves, *self.state_leaves)
+        return (flags, switches_key(), self.spec, self.state_spec, *map(leaf_key, leaves))
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def backward(self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
         """B, as one program."""
         if isinstance(residual, EagerResidual):
-            return self.eager.backward(residual, y, stash)
+            return super().backward(residual, y, stash)
         programs = residual.programs
         cotangents, missing = self._roots(residual, y, stash)
         x, *skips = self._run(programs, programs.half(missing).whole, residual.values, cotangents, self._totals())
@@ -162,7 +130,7 @@ class CompiledBound:
     ) -> tuple[Cotangents, Any]:
         """I: the gradients of the inputs, and what W needs."""
         if isinstance(residual, EagerResidual):
-            return self.eager.backward_input(residual, y, stash)
+            return super().backward_input(residual, y, stash)
         programs = residual.programs
         cotangents, missing = self._roots(residual, y, stash)
         (x, *skips), left = self._run(programs, programs.half(missing).inputs, residual.values, cotangents)
@@ -185,16 +153,19 @@ class CompiledBound:
             self._merge()
 
     def _merge(self) -> None:
-        """Add the waiting products to their sums."""
+        """Add the waiting products to their sums: of all microbatches at once, one larger product for each sum."""
         if self._waiting_for is not None:
             programs, missing = self._waiting_for
-            add_products(programs.half(missing).products, self._waiting, self._totals())
+            for at, (number, (_, _, turned)) in enumerate(programs.half(missing).products.items()):
+                left = torch.cat([lefts[at] for lefts, _ in self._waiting], 0 if turned else 1)
+                right = torch.cat([rights[at] for _, rights in self._waiting])
+                self._totals()[number].addmm_(left.t() if turned else left, right)
         self._waiting, self._waiting_for = [], None
 
     def _totals(self) -> list[Tensor]:
         """The sums of the trainable leaves."""
         if not self._sums:
-            self._sums = [total for total in self.eager.grads() if total is not None]
+            self._sums = [total for total in self.grads() if total is not None]
         return self._sums
 
     def _roots(
@@ -221,12 +192,12 @@ class CompiledBound:
 
     def _loss_cotangents(self, residual: ProgramResidual) -> dict[str, Tensor]:
         """The gradients of loss and side, made once for all microbatches of one weight: no program writes into them."""
-        loss, shares = residual.loss, self.eager.shares
+        loss, shares = residual.loss, self.shares
         if shares is None or residual.side is not None or loss is None or loss.weight is not None:
-            return self.eager.loss_cotangents(residual)
+            return self.loss_cotangents(residual)
         key = residual.programs, shares.factor(loss, residual.microbatch)
         if key not in self._ends:
-            self._ends[key] = self.eager.loss_cotangents(residual)
+            self._ends[key] = self.loss_cotangents(residual)
         return self._ends[key]
 
 
@@ -250,14 +221,5 @@ def _close(spec: OutputSpec, outs: Sequence[Tensor]) -> tuple[Border, ForwardRep
 
 def _read(args: StageArgs) -> tuple[list[Tensor], list[Hashable]]:
     """The tensors that a forward gets, and the signature of all that it gets."""
-    leaves: list[Tensor] = []
-    keys: list[Hashable] = []
-    borders = [args.x, *args.skips, *args.feeds]
-    if args.target is not None:
-        borders.append(args.target)
-    for border in borders:
-        keys.append(border_key(border))
-        for leaf in border.leaves:
-            if isinstance(leaf, Tensor):
-                leaves.append(leaf)
-    return leaves, keys
+    borders = args.borders()
+    return tensors(*[border.leaves for border in borders]), [border_key(border) for border in borders]

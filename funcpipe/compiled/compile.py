@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from funcpipe.compiled.advice import advice
-from funcpipe.compiled.backend import Backend, cudagraphs, inductor
+from funcpipe.compiled.backend import Backend, cudagraphs
 from funcpipe.compiled.bound import CompiledBound
 from funcpipe.compiled.hoist import hoist
 from funcpipe.compiled.joint import trace, tracing
@@ -17,6 +17,7 @@ from funcpipe.compiled.programs import Programs
 from funcpipe.compiled.recompute import recompute as least_kept
 from funcpipe.core.errors import PlanError, TraceError
 from funcpipe.core.stage import Stage
+from funcpipe.core.torch_names import inductor
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.bound import StageArgs
@@ -60,7 +61,7 @@ class Compiled:
 
     def __call__(self, stage: Stage, index: int, params: Tree, state: Tree, **options: Any) -> CompiledBound:
         """Bind a stage for one run, as `Program` says. Raises PlanError where parameters or state do not fit."""
-        return CompiledBound(self, EagerBound(stage, index, params, state, **options))
+        return CompiledBound(self, stage, index, params, state, **options)
 
     def reasons(self) -> list[str]:
         """Why signatures have no programs."""
@@ -128,10 +129,8 @@ class Compiled:
     def _advise(self, signature: Hashable, bound: EagerBound, args: StageArgs) -> None:
         """Warn once of what makes traces come over and over."""
         with self._turn:
-            text = ""
-            if not self._told:
-                text = advice(bound, args, signature, list(self.found), self.made, self.max_programs)
-            self._told = self._told or bool(text)
+            text = "" if self._told else advice(self, bound, args, signature)
+            self._told |= bool(text)
         if text:
             warnings.warn(text, stacklevel=2)
 

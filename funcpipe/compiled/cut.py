@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -13,27 +14,6 @@ from torch import fx
 from funcpipe.compiled.joint import Joint
 
 _aten = torch.ops.aten
-
-_VIEWS: set[Any] = {
-    _aten.t.default,
-    _aten.view.default,
-    _aten._unsafe_view.default,
-    _aten.transpose.int,
-    _aten.permute.default,
-    _aten.unsqueeze.default,
-    _aten.squeeze.dim,
-    _aten.squeeze.dims,
-    _aten.squeeze.default,
-    _aten.expand.default,
-    _aten.slice.Tensor,
-    _aten.select.int,
-    _aten.split.Tensor,
-    _aten.split_with_sizes.default,
-    _aten.unbind.int,
-    _aten.diagonal.default,
-    _aten.as_strided.default,
-}
-"""Operations that cost nothing: each program makes its own views, and the base of a view crosses instead."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +128,9 @@ class Cut:
         takes = {"P": joint.params, "K": self.kept, "G": joint.cotangents}
         second = {"P": joint.params, "L": left}
         weights = _part("W", second, None, sums)
-        products = _products(sums, {*weights.nodes})
-        fused = [*products, *_columns(sums, {*weights.nodes})] if self.fuse else []
+        nodes = {*weights.nodes}
+        products = {number: product(node) for number, node in _single(sums, nodes, _aten.mm.default)}
+        fused = [*products, *_columns(sums, nodes)] if self.fuse else []
         factors = [pair.left for pair in products.values()], [pair.right for pair in products.values()]
         others = [None if number in products else node for number, node in enumerate(sums)]
         return CutBackward(
@@ -179,11 +160,6 @@ def nodes_in(values: Any) -> list[fx.Node]:
     nodes: list[fx.Node] = []
     fx.map_arg(values, nodes.append)  # pyright: ignore[reportArgumentType]
     return nodes
-
-
-def _products(sums: Sequence[fx.Node | None], nodes: set[fx.Node]) -> dict[int, Product]:
-    """The weight gradients that are products and serve nothing but one sum."""
-    return {number: product(node) for number, node in _single(sums, nodes, _aten.mm.default)}
 
 
 def is_product(node: fx.Node | None) -> bool:
@@ -221,10 +197,9 @@ def _columns(sums: Sequence[fx.Node | None], nodes: set[fx.Node]) -> list[int]:
 
 def _single(sums: Sequence[fx.Node | None], nodes: set[fx.Node], target: Any) -> Iterator[tuple[int, fx.Node]]:
     """The weight gradients that this operation makes and only one sum reads, with their numbers."""
+    times = Counter(sums)
     for number, node in enumerate(sums):
-        if node is None or node not in nodes or node.target is not target or list(sums).count(node) > 1:
-            continue
-        if nodes.isdisjoint(node.users):
+        if node in nodes and node.target is target and times[node] == 1 and nodes.isdisjoint(node.users):
             yield number, node
 
 
@@ -295,7 +270,6 @@ def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Is it a view, or a piece of one that has several."""
-    if node.target is operator.getitem:
-        return node.args[0].target in _VIEWS  # pyright: ignore
-    return node.target in _VIEWS
+    """Is it a view, or a piece of one that has several. It costs nothing: its base crosses, each program makes its own."""
+    target: Any = node.args[0].target if node.target is operator.getitem else node.target  # pyright: ignore
+    return target is _aten._unsafe_view.default or getattr(target, "is_view", False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.compiled.known import UNKNOWN, Known
-from funcpipe.core.stage import Stage, current_scope
+from funcpipe.core.stage import SCOPE, Stage
 from funcpipe.core.torch_names import WatchingMode
 from funcpipe.runtime.drawing import draws_nothing, may_draw
 from funcpipe.runtime.rng import Keys, borrowed, locate
@@ -70,7 +70,7 @@ class Watch(WatchingMode):
             self.steps.append(f"{func} {_words(args)} {_words(kwargs)}")
         if draws(func, args, kwargs, out):
             layer, _, _ = locate(self.places)
-            part = current_scope()
+            part = SCOPE.get()
             key = (id(part), layer)
             self.draws.append(DrawOp(part, layer, self._counts[key], func))
             self._counts[key] += 1

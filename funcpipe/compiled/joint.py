@@ -91,12 +91,6 @@ def tensors(*trees: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaves in trees for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def leaves_in(args: StageArgs) -> list[Any]:
-    """All leaves that a forward gets."""
-    borders = [args.x, *args.skips, *args.feeds, *([] if args.target is None else [args.target])]
-    return [leaf for border in borders for leaf in border.leaves]
-
-
 tracing = threading.RLock()
 """Held while programs are traced, written or built: fx keeps what it traces in the process, not in the thread."""
 
@@ -120,7 +114,8 @@ def trace(bound: EagerBound, args: StageArgs) -> Joint:
 def _trace(real: EagerBound, args: StageArgs) -> Joint:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    fixed, arguments = tensors(real.leaves, real.state_leaves), tensors(leaves_in(args))
+    fixed = tensors(real.leaves, real.state_leaves)
+    arguments = tensors(*(border.leaves for border in args.borders()))
     kind: Any = FakeTensorMode
     if not torch.cuda.is_available():
         # Builds with CUDA on machines without: torch 2.11 then puts a guard into the process that dies with this
@@ -184,13 +179,8 @@ class _TracedForward:
             return Border(put(old.leaves), old.spec, old.flags)
 
         params, state = unflatten(real.spec, put(real.leaves)), unflatten(real.state_spec, put(real.state_leaves))
-        x, skips, feeds, target, microbatch = args
-        borders = (
-            border(x),
-            [border(skip) for skip in skips],
-            [border(feed) for feed in feeds],
-            target and border(target),
-        )
+        x, skips, feeds = border(args.x), [border(skip) for skip in args.skips], [border(feed) for feed in args.feeds]
+        traced = StageArgs(x, skips, feeds, args.target and border(args.target), args.microbatch)
         if bound is None:
             options: dict[str, Any] = {"trainable": real.trainable, "train": real.train, "backwards": real.backwards}
             options |= {"keys": Keys(None, [real.stage]), "loss": real.loss}
@@ -198,7 +188,7 @@ class _TracedForward:
         self.bound = bound
         self.watch = Watch(bound.places)
         with self.watch:
-            out = bound.evaluate(StageArgs(*borders, microbatch), keep=True)
+            out = bound.evaluate(traced, keep=True)
         if bound.written():
             raise TraceError("it writes into its parameters; a stage is pure")
         self.residual = out.residual

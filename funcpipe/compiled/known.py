@@ -26,9 +26,8 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self._real: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # by id; holds the tensor of the trace, so that ids stay its own
+        # By id; holds the tensor of the trace, so that ids stay its own.
+        self._real: dict[int, tuple[Tensor, Tensor]] = {}
 
     def number(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of an operation that takes numbers out; UNKNOWN for other tensors and other operations."""
@@ -65,9 +64,8 @@ class Known:
             return None
         if any(isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves):
             leaves = [torch.device("cpu") if isinstance(leaf, torch.device) else leaf for leaf in leaves]
-        return pytree.tree_unflatten(
-            [self._real[id(leaf)][1] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-        )  # pyright: ignore
+        values = [self._real[id(leaf)][1] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return pytree.tree_unflatten(values, spec)
 
     def _forget(self, written: Sequence[Tensor]) -> None:
         """Forget the numbers of these tensors, which were written into, and of all that share memory with them."""

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from funcpipe.compiled.backend import Backend
-from funcpipe.compiled.cut import Cut, CutBackward, Part, Product
+from funcpipe.compiled.cut import Cut, CutBackward, Part
 from funcpipe.compiled.joint import Joint, tracing
 from funcpipe.compiled.recompute import memory_of
 from funcpipe.compiled.source import Code
-
-
-def add_products(
-    products: Mapping[int, Product],
-    factors: Sequence[tuple[list[Tensor], list[Tensor]]],
-    sums: Sequence[Tensor | None],
-) -> None:
-    """Add products to their sums, of several microbatches at once: one larger product for each sum.
-
-    Args:
-        products: as of `CutBackward`.
-        factors: what V gave for each microbatch.
-        sums: of all trainable leaves.
-    """
-    for at, (number, (_, _, turned)) in enumerate(products.items()):
-        left = torch.cat([lefts[at] for lefts, _ in factors], 0 if turned else 1)
-        total = sums[number]
-        assert total is not None
-        total.addmm_(left.t() if turned else left, torch.cat([rights[at] for _, rights in factors]))
 
 
 class Programs:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from funcpipe.compiled.cut import above, is_view
-from funcpipe.compiled.joint import Joint
+from funcpipe.compiled.joint import Joint, tensors
 from funcpipe.core.torch_names import storage_number
 
 _aten = torch.ops.aten
@@ -103,11 +103,7 @@ def _repeats(node: fx.Node) -> bool:
 def tensors_of(node: fx.Node) -> list[Tensor]:
     """The fake tensors of a value: one, or all that an operation gives."""
     val = node.meta["val"]
-    return [
-        tensor
-        for tensor in (val if isinstance(val, (tuple, list)) else (val,))  # pyright: ignore
-        if isinstance(tensor, Tensor)
-    ]
+    return tensors(val if isinstance(val, (tuple, list)) else (val,))  # pyright: ignore[reportUnknownArgumentType]
 
 
 def bytes_of(node: fx.Node) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from funcpipe.compiled.programs import Programs
 from funcpipe.core.result import Loss
+from funcpipe.runtime.border import fills
 from funcpipe.runtime.host_link import HostStream
 from funcpipe.runtime.plain_tensors import address, is_plain
 
@@ -61,14 +61,14 @@ class ProgramResidual:
         moving = {
             number: tensor
             for number, tensor in enumerate(self.values)
-            if _movable(tensor) and to.takes(tensor) and address(tensor) not in fixed
+            if is_plain(tensor)
+            and tensor.numel()
+            and fills(tensor)
+            and to.takes(tensor)
+            and address(tensor) not in fixed
         }
         copies, self._event = to.copy([tensor.as_strided((tensor.numel(),), (1,)) for tensor in moving.values()])
         self._away = {number: (tensor.shape, tensor.stride()) for number, tensor in moving.items()}
         for number, copy in zip(moving, copies, strict=True):
             self.values[number] = copy
         return self._event
-
-
-def _movable(tensor: Tensor) -> bool:
-    return is_plain(tensor) and tensor.numel() > 0 and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

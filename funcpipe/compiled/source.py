@@ -75,11 +75,8 @@ class Code:
             self.kernel.build()
 
     def __str__(self) -> str:
-        return (
-            self.text
-            if self.kernel is None
-            else f"{self.text}# What is built of it:\n{self.kernel.graph.code.strip()}\n"
-        )
+        built = "" if self.kernel is None else f"# What is built of it:\n{self.kernel.graph.code.strip()}\n"
+        return self.text + built
 
     def _first(self, *values: Any) -> Any:
         odd: dict[fx.Node, None] = {}

@@ -67,9 +67,7 @@ def _flatten(graph: fx.Graph, node: fx.Node, total: fx.Node) -> None:
         return
     shape = total.meta["val"].shape
     dropped = {dim % len(shape) for dim in dims}  # pyright: ignore
-    if list(node.args[1]) != [  # pyright: ignore[reportArgumentType]
-        size for dim, size in enumerate(shape) if dim not in dropped
-    ]:
+    if list(node.args[1]) != [size for dim, size in enumerate(shape) if dim not in dropped]:  # pyright: ignore
         return
     with graph.inserting_before(node):
         plain = graph.create_node("call_function", _aten.sum.dim_IntList, (x, dims), name=total.name)

@@ -40,16 +40,16 @@ def lent_modules(fn: Any) -> dict[int, tuple[str, nn.Module]]:
     ``torch.func.functional_call(module, params, x)`` puts the parameters into the module for as long as the call takes.
     One whose own parameters are frozen is called as it is.
     """
-    values = dict(captured_values(fn))
+    values, inner = captured_values(fn), dict[int, tuple[str, nn.Module]]()
     if isinstance(fn, FunctionType):
         names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
         values |= dict(zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)) | (fn.__kwdefaults__ or {})
     elif isinstance(fn, partial):
         values |= dict(enumerate(fn.args)) | fn.keywords
-        return {id(net): (str(name), net) for name, net in values.items() if _lends(net)} | lent_modules(fn.func)
+        inner = lent_modules(fn.func)
     elif not isinstance(fn, nn.Module) and callable(fn):
         values |= getattr(getattr(fn, "__self__", fn), "__dict__", {})
-    return {id(net): (str(name), net) for name, net in values.items() if _lends(net)}
+    return {id(net): (str(name), net) for name, net in values.items() if _lends(net)} | inner
 
 
 def _lends(value: Any) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.stage import Bindable, BoundFn, Out, Stage, normalise, refuse_others, scope, side_loss
+from funcpipe.core.stage import SCOPE, Bindable, BoundFn, Out, Stage, normalise, refuse_others, side_loss
 from funcpipe.core.tree import Tree, cow_clone, map_tensors
 
 
@@ -75,11 +76,13 @@ def chain(
         feeds = extras.get("feeds", {})
         # Each part gets copies of its own, as in a plan: what it writes in place reaches nobody else.
         taken = {name: map_tensors(cow_clone, skips[name]) for name in part.pop}
-        own_extras = part.extras(
-            taken, {n: map_tensors(cow_clone, feeds[n]) for n in part.feeds}, state, extras["train"]
-        )
-        with scope(part):
+        own_feeds = {name: map_tensors(cow_clone, feeds[name]) for name in part.feeds}
+        own_extras = part.extras(taken, own_feeds, state, extras["train"])
+        token = SCOPE.set(part)
+        try:
             out = normalise(call(map_tensors(cow_clone, x), **own_extras))
+        finally:
+            SCOPE.reset(token)
         x = out.y
         skips.update(out.stash)
         stash.update(out.stash)
@@ -104,7 +107,7 @@ class _Composition(Bindable):
 
     def __call__(self, params: Tree, x: Tree, **extras: Any) -> Any:
         _check_length("params", params, self.stages)
-        calls = [_with_params(part, p) for part, p in zip(self.stages, params, strict=True)]
+        calls = [partial(part.fn, p) for part, p in zip(self.stages, params, strict=True)]
         return self._call(calls, x, extras)
 
     def _call(self, calls: Sequence[Callable[..., Any]], x: Tree, extras: dict[str, Any]) -> Any:
@@ -132,9 +135,7 @@ class _Composition(Bindable):
 class _BoundComposition:
     def __init__(self, composition: _Composition, bound: list[BoundFn]) -> None:
         self.composition, self.bound = composition, bound
-        self.places: dict[int, str] = {}
-        for part in bound:
-            self.places.update(part.places)
+        self.places = {module: path for part in bound for module, path in part.places.items()}
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
         return self.composition._call(self.bound, x, extras)  # pyright: ignore[reportPrivateUsage]
@@ -151,15 +152,10 @@ class _CommitEach:
         self.stages = stages
 
     def __call__(self, state: Tree, stats: tuple[Tree, ...]) -> Tree:
-        new: list[Tree] = []
-        for index, part in enumerate(self.stages):
-            old = state[index]
-            new.append(old if part.commit is None else part.commit(old, tuple(row[index] for row in stats)))
-        return tuple(new)
-
-
-def _with_params(part: Stage, params: Tree) -> Callable[..., Any]:
-    return lambda x, **extras: part.fn(params, x, **extras)
+        return tuple(
+            old if part.commit is None else part.commit(old, tuple(row[index] for row in stats))
+            for index, (part, old) in enumerate(zip(self.stages, state, strict=True))
+        )
 
 
 def _check_length(label: str, trees: Any, stages: Sequence[Stage]) -> None:

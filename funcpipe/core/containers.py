@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from funcpipe.core.errors import native
 from funcpipe.core.torch_names import pytree
 
 FlattenFns: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
@@ -41,16 +42,11 @@ def flatten_fns_of(leaf: Any) -> FlattenFns | None:
 def _is_record(leaf: Any) -> bool:
     """Is this an instance of a dataclass, which keeps its fields itself and is nothing else besides."""
     kind = type(leaf)
-    if not dataclasses.is_dataclass(kind) or issubclass(kind, (Tensor, nn.Module, Enum)) or _native(kind) is not object:
+    if not dataclasses.is_dataclass(kind) or issubclass(kind, (Tensor, nn.Module, Enum)) or native(kind) is not object:
         return False
     # TensorDict's tensorclass has fields that lie elsewhere; torch's registry knows it.
     names = {field.name for field in dataclasses.fields(kind)}
     return kind not in pytree.SUPPORTED_NODES or not names.isdisjoint(_Attributes(kind).of(leaf))
-
-
-def _native(kind: type) -> Any:
-    """The nearest class made in C, which makes the instances."""
-    return next(base for base in kind.__mro__ if not base.__flags__ & (1 << 9))
 
 
 class _Attributes:
@@ -101,17 +97,17 @@ def _record(kind: Any) -> FlattenFns:
 
 def _mapping(kind: Any) -> FlattenFns:
     """For a mapping: its sorted items, then its attributes; rebuilt without its ``__init__``, which may compute."""
-    native, user = _native(kind), issubclass(kind, UserDict)
+    base, user = native(kind), issubclass(kind, UserDict)
     attributes = _Attributes(kind)
-    fields = _fields_that_are_items(kind, native)
-    dropped = _OF_ALL_ROWS if any(base.__name__ == "BatchEncoding" for base in kind.__mro__) else ()
+    fields = _fields_that_are_items(kind, base)
+    dropped = _OF_ALL_ROWS if any(each.__name__ == "BatchEncoding" for each in kind.__mro__) else ()
 
     def take(mapping: Any) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]]:
         extras = attributes.of(mapping)
         items: dict[Any, Any] = (
             dict(extras.pop("data"))
             if user
-            else {key: dict.__getitem__(mapping, key) for key in native.__iter__(mapping)}
+            else {key: dict.__getitem__(mapping, key) for key in base.__iter__(mapping)}
         )
         keys = tuple(sorted(items, key=lambda key: (type(key).__name__, str(key))))
         omitted = {*dropped, *(name for name in fields if extras.get(name) is items.get(name))}
@@ -124,12 +120,12 @@ def _mapping(kind: Any) -> FlattenFns:
         values = list(values)
         by_key = dict(zip(keys, values, strict=False))
         items = {key: by_key[key] for key in order}
-        new = native.__new__(kind)
+        new = base.__new__(kind)
         if user:
             new.__dict__["data"] = items
         else:
             for key, value in items.items():
-                native.__setitem__(new, key, value)
+                base.__setitem__(new, key, value)
         attributes.put(new, (*fields, *dropped), [*map(items.get, fields), *[None] * len(dropped)])
         attributes.put(new, names, values[len(keys) :])
         return new
@@ -137,9 +133,9 @@ def _mapping(kind: Any) -> FlattenFns:
     return take, give
 
 
-def _fields_that_are_items(kind: Any, native: Any) -> tuple[str, ...]:
+def _fields_that_are_items(kind: Any, base: Any) -> tuple[str, ...]:
     """The fields of a class that keeps each as an attribute and as an item (ModelOutput); None where it has no item."""
-    if not dataclasses.is_dataclass(kind) or getattr(kind, "__setitem__") is native.__setitem__:  # noqa: B009
+    if not dataclasses.is_dataclass(kind) or getattr(kind, "__setitem__") is base.__setitem__:  # noqa: B009
         return ()
     return tuple(field.name for field in dataclasses.fields(kind))
 

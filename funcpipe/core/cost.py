@@ -70,8 +70,7 @@ class Cost:
 
     def __post_init__(self) -> None:
         faults: list[str] = []
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
+        for name, value in list(vars(self).items()):
             if name == "skips":
                 faults += self._take_skips(value)
                 continue
@@ -105,11 +104,11 @@ class Cost:
     @property
     def num_stages(self) -> int | None:
         """How many stages (or layers) its sequences speak of; None: it has one number for all."""
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, tuple) and name != "skips":
-                return len(cast("tuple[float, ...]", value)) + (name == "comm")
-        return None
+        return next((len(row) + (name == "comm") for name, row in self._rows().items()), None)
+
+    def _rows(self) -> dict[str, tuple[float, ...]]:
+        """The fields that are sequences, with a number for each stage (``comm``: each hop)."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, tuple) and name != "skips"}
 
     def of(self, kind: Kind, stage: int) -> float:
         """Time of one action of this kind on this stage."""
@@ -153,19 +152,8 @@ class Cost:
             ends_at = stage_of[stash], stage_of[pop]
             if ends_at[0] != ends_at[1]:
                 skips[ends_at] = skips.get(ends_at, 0.0) + size
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        summed = (
-            "forward",
-            "backward_input",
-            "backward_weight",
-            "backward",
-            "remat",
-            "offload",
-            "reduce",
-            "residual",
-            "weight_residual",
-        )
-        fields |= {name: sums(fields[name]) for name in summed}
+        kept = ("comm", "bandwidth", "output", "skips")
+        fields: dict[str, Any] = {name: value if name in kept else sums(value) for name, value in vars(self).items()}
         fields["output"] = tuple(per_stage(self.output, layers)[end - 1] for end in ends)
         if isinstance(self.comm, Sequence):
             fields["comm"] = tuple(self.comm[end - 1] for end in ends[:-1])
@@ -181,17 +169,11 @@ class Cost:
     def check_stages(self, num_stages: int) -> None:
         """Refuse sequences that do not have one number per stage. Raises ScheduleError."""
         faults: list[str] = []
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if name == "skips":
-                faults += [
-                    f"{skip} is popped by a stage that is not there" for skip in self.skips if skip.pop >= num_stages
-                ]
-            elif isinstance(value, tuple):
-                values = cast("tuple[float, ...]", value)
-                if len(values) != num_stages - (name == "comm"):
-                    hint = f" (it has {num_stages - 1}, one for each hop)" if name == "comm" else ""
-                    faults.append(f"{name} has {len(values)} numbers{hint}")
+        for name, row in self._rows().items():
+            if len(row) != num_stages - (name == "comm"):
+                hint = f" (it has {num_stages - 1}, one for each hop)" if name == "comm" else ""
+                faults.append(f"{name} has {len(row)} numbers{hint}")
+        faults += [f"{skip} is popped by a stage that is not there" for skip in self.skips if skip.pop >= num_stages]
         raise_all(f"a cost has one number, or one for each of {num_stages} stages:", faults, ScheduleError)
 
 

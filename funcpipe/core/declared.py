@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from funcpipe.core.errors import PlanError, raise_all
+
+if TYPE_CHECKING:
+    from funcpipe.core.stage import Stage
 
 
 def checked_names(names: Iterable[str], option: str) -> tuple[str, ...]:
@@ -40,28 +43,26 @@ def check_function(fn: Any) -> None:
         )
 
 
-def keywords_of(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function besides params and x, by name."""
+def arguments_of(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """What a function takes; None for built-ins without a signature."""
     try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # built-ins without a signature
-        return {}
-    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return {p.name: p for p in list(parameters)[2:] if p.kind in kinds}
-
-
-def check_declaration(
-    fn: Callable[..., Any], name: str, *, stash: Sequence[str], pop: Sequence[str], feeds: Sequence[str], state: bool
-) -> None:
-    """Refuse a declaration that its function does not fit. Raises PlanError."""
-    keywords = keywords_of(fn)
-    try:
-        parameters = inspect.signature(fn).parameters.values()
+        return list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
-        return
+        return None
+
+
+def keywords_of(parameters: Sequence[inspect.Parameter]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function besides params and x, by name."""
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return {p.name: p for p in parameters[2:] if p.kind in kinds}
+
+
+def check_declaration(stage: Stage, parameters: Sequence[inspect.Parameter]) -> None:
+    """Refuse a declaration that does not fit what the function takes. Raises PlanError."""
+    keywords = keywords_of(parameters)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    declared = {"skips": pop, "feeds": feeds, "state": state}
-    faults = _positional(list(parameters))
+    declared = {"skips": stage.pop, "feeds": stage.feeds, "state": stage.state}
+    faults = _positional(parameters)
     for keyword, declaration in declared.items():
         option = "pop" if keyword == "skips" else keyword
         if declaration and keyword not in keywords and not takes_all:
@@ -71,14 +72,14 @@ def check_declaration(
             faults.append(f"takes the keyword {keyword!r} but declares no {option}; add {option}=[...]")
     faults += [
         f"names {repeated!r} twice in {label}"
-        for label, names in (("stash", stash), ("pop", pop), ("feeds", feeds))
+        for label, names in (("stash", stage.stash), ("pop", stage.pop), ("feeds", stage.feeds))
         for repeated in sorted({n for n in names if names.count(n) > 1})
     ]
-    faults += [f"both stashes and pops {skip!r}" for skip in stash if skip in pop]
-    raise_all(f"stage {name!r} and its function do not fit:", faults)
+    faults += [f"both stashes and pops {skip!r}" for skip in stage.stash if skip in stage.pop]
+    raise_all(f"stage {stage.name!r} and its function do not fit:", faults)
 
 
-def _positional(parameters: list[inspect.Parameter]) -> list[str]:
+def _positional(parameters: Sequence[inspect.Parameter]) -> list[str]:
     """The faults of the arguments besides the keywords that stages declare: there are two, params and x."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [p for p in parameters if p.kind in kinds]

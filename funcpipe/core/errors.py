@@ -215,9 +215,8 @@ def _blank(kind: type[StageError], source: Exception) -> StageError:
         new = kind.__new__(kind, *source.args)
     except TypeError:  # MemoryError's own is refused where MemoryError is not the first base
         new = BaseException.__new__(kind, *source.args)
-    native = next(base for base in type(source).__mro__ if not base.__flags__ & (1 << 9))  # the nearest class made in C
     try:
-        native.__init__(new, *source.args)
+        native(type(source)).__init__(new, *source.args)
     except TypeError:
         pass  # wants other arguments than it keeps; its fields are copied below
     new.args = source.args
@@ -231,6 +230,11 @@ def _blank(kind: type[StageError], source: Exception) -> StageError:
         except (AttributeError, TypeError):
             continue  # read-only or unset
     return new
+
+
+def native(kind: type) -> Any:
+    """The nearest class made in C, which makes the instances."""
+    return next(base for base in kind.__mro__ if not base.__flags__ & (1 << 9))
 
 
 def _members(kind: type) -> Iterable[str]:

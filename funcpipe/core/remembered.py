@@ -26,9 +26,6 @@ class Remembered(Generic[T, V]):
     >>> thing = Thing()
     >>> size(thing) is size(thing), size(thing) is size(Thing())
     (True, False)
-
-    Args:
-        work_out: the function.
     """
 
     def __init__(self, work_out: Callable[[T], V]) -> None:

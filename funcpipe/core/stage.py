@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, overload, runtime_checkable
+from pkgutil import resolve_name
+from typing import Any, NamedTuple, Protocol, TypeAlias, overload, runtime_checkable
 
 from funcpipe.core.captured import captured_values
-from funcpipe.core.declared import check_declaration, check_function, checked_names, keywords_of
+from funcpipe.core.declared import arguments_of, check_declaration, check_function, checked_names, keywords_of
 from funcpipe.core.errors import PlanError
 from funcpipe.core.tree import Tree
 
@@ -75,11 +75,6 @@ class Bindable(ABC):
         return ()
 
 
-def bindable(fn: Any) -> TypeGuard[Bindable]:
-    """Is a stage's function a `Bindable`."""
-    return isinstance(fn, Bindable)
-
-
 class _Plain(partial[Any]):
     """A plain function with its parameters in front."""
 
@@ -92,25 +87,8 @@ class _Plain(partial[Any]):
         """Do nothing: the parameters go with this object."""
 
 
-_SCOPE: ContextVar[Stage | None] = ContextVar("funcpipe_scope", default=None)
-
-
-class scope:
-    """While inside, random numbers are those of this part of a composition, as if it stood alone."""
-
-    def __init__(self, part: Stage) -> None:
-        self.part = part
-
-    def __enter__(self) -> None:
-        self.token = _SCOPE.set(self.part)
-
-    def __exit__(self, *error: object) -> None:
-        _SCOPE.reset(self.token)
-
-
-def current_scope() -> Stage | None:
-    """The innermost `scope`, None outside of any."""
-    return _SCOPE.get()
+SCOPE: ContextVar[Stage | None] = ContextVar("funcpipe_scope", default=None)
+"""The part of a composition that runs, None outside of any: random numbers are the part's, as if it stood alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,18 +173,14 @@ class Stage:
         Raises:
             PlanError: a declared skip, feed or the state is missing.
         """
-        missing = [f"skips={{{name!r}: ...}}" for name in self.pop if name not in (skips or {})]
-        missing += [f"feeds={{{name!r}: ...}}" for name in self.feeds if name not in (feeds or {})]
+        skips, feeds = skips or {}, feeds or {}
+        missing = [f"skips={{{name!r}: ...}}" for name in self.pop if name not in skips]
+        missing += [f"feeds={{{name!r}: ...}}" for name in self.feeds if name not in feeds]
         missing += ["state=..."] if self.state and state is None else []
         if missing:
             raise PlanError(f"stage {self.name!r} declares more than it was given; add " + ", ".join(missing))
-        extras = self.extras(
-            {name: (skips or {})[name] for name in self.pop},
-            {name: (feeds or {})[name] for name in self.feeds},
-            state,
-            train,
-        )
-        return self.fn(params, x, **extras)
+        declared = {name: skips[name] for name in self.pop}, {name: feeds[name] for name in self.feeds}
+        return self.fn(params, x, **self.extras(*declared, state, train))
 
     def extras(self, skips: Mapping[str, Tree], feeds: Mapping[str, Tree], state: Tree, train: bool) -> dict[str, Any]:
         """The keywords that the function gets: those that the stage declares, no others."""
@@ -223,28 +197,27 @@ class Stage:
 
     def bind(self, params: Tree, state: Tree) -> BoundFn:
         """The function with parameters and state put in, for one run."""
-        return self.fn.bind(params, state) if bindable(self.fn) else _Plain(self.fn, params)
+        return self.fn.bind(params, state) if isinstance(self.fn, Bindable) else _Plain(self.fn, params)
 
     def layers(self) -> set[str]:
         """The paths of the layers of a module stage; a function has none."""
-        return set(self.fn.layers()) if bindable(self.fn) else set()
+        return set(self.fn.layers()) if isinstance(self.fn, Bindable) else set()
 
     def simple(self) -> list[Stage]:
         """The stages that this one is made of, itself if it is no composition."""
-        inner = list(self.fn.parts()) if bindable(self.fn) else []
+        inner = self.fn.parts() if isinstance(self.fn, Bindable) else ()
         return [simple for part in inner for simple in part.simple()] or [self]
 
     def __reduce__(self) -> Any:
         location = _importable(self)
-        if location is not None:
-            return (_import, location)
-        fields = (self.fn, self.name, self.stash, self.pop, self.feeds, self.state, self.commit)
-        if inspect.isfunction(self.fn) and _importable(self.fn) is None:
+        if location:
+            return resolve_name, (location,)
+        if inspect.isfunction(self.fn) and not _importable(self.fn):
             raise PlanError(
                 f"stage {self.name!r} cannot be pickled: its function {self.fn.__qualname__} is not importable; "
                 "define it at the top of a module"
             )
-        return (Stage, (*fields, self.offers, self.takes_train, self.program, self.shares, self.evaluation))
+        return Stage, tuple(getattr(self, each.name) for each in fields(self) if each.name not in ("closed", "seen"))
 
 
 @runtime_checkable
@@ -345,7 +318,8 @@ def stage(
         )
     check_function(fn)
     label = name or getattr(fn, "__name__", "")
-    keywords = keywords_of(fn)
+    arguments = arguments_of(fn)
+    keywords = keywords_of(arguments or ())
     new = Stage(
         fn,
         "" if label == "<lambda>" else label,
@@ -357,30 +331,19 @@ def stage(
         takes_train="train" in keywords,
         closed=captured_values(fn),
     )
-    check_declaration(fn, new.name, stash=new.stash, pop=new.pop, feeds=new.feeds, state=new.state)
+    if arguments is not None:
+        check_declaration(new, arguments)
     return new
 
 
-def _importable(value: Any) -> tuple[str, str] | None:
-    """(module, qualified name) under which pickle finds this very object, or None."""
+def _importable(value: Any) -> str:
+    """``module:name`` under which pickle finds this very object; "" where it does not."""
     fn = value.fn if isinstance(value, Stage) else value
-    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str) or "<" in name:
-        return None
+    location = f"{getattr(fn, '__module__', None)}:{getattr(fn, '__qualname__', None)}"
     try:
-        imported = _import(module, name)
-    except (AttributeError, KeyError):
-        return None
-    return (module, name) if imported is value else None
-
-
-def _import(module: str, name: str) -> Any:
-    if module not in sys.modules:
-        __import__(module)
-    value: Any = sys.modules[module]
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+        return location if resolve_name(location) is value else ""
+    except (AttributeError, ImportError, ValueError):
+        return ""
 
 
 def refuse_others(name: str, stages: Iterable[Any], usage: str) -> None:

@@ -234,20 +234,19 @@ schema: Callable[[Any], Any] = attribute(
 )
 """What an operation takes, returns and writes; public only as text."""
 
-dispatch_key: Callable[[str], Any] = private("torch._C._dispatch_key_parse", lost="draws are caught by a mode")
+_SLOWER = "draws are caught by a mode"
+dispatch_key: Callable[[str], Any] = private("torch._C._dispatch_key_parse", lost=_SLOWER)
 """A dispatch key by its name. Without it, or any of the next three: draws are caught by a mode (runtime/drawing.py)."""
 
-include_key: Callable[[Any, bool], None] = private(
-    "torch._C._dispatch_tls_set_dispatch_key_included", lost="draws are caught by a mode"
-)
+include_key: Callable[[Any, bool], None] = private("torch._C._dispatch_tls_set_dispatch_key_included", lost=_SLOWER)
 """Put a dispatch key into this thread's set, or take it out: public are only the kernels under a key."""
 
-higher_order_operators: dict[str, Any] = private("torch._ops._higher_order_ops", lost="draws are caught by a mode")
+higher_order_operators: dict[str, Any] = private("torch._ops._higher_order_ops", lost=_SLOWER)
 """All operations that call functions: a key that they do not know stops them, so each is told that it passes ours."""
 
-_operation_names: Any = private("torch._C._dispatch_get_all_op_names", lost="draws are caught by a mode")
-_overload: Any = private("torch._C._get_operation_overload", lost="draws are caught by a mode")
-_has_kernel: Any = private("torch._C._dispatch_has_kernel_for_dispatch_key", lost="draws are caught by a mode")
+_operation_names: Any = private("torch._C._dispatch_get_all_op_names", lost=_SLOWER)
+_overload: Any = private("torch._C._get_operation_overload", lost=_SLOWER)
+_has_kernel: Any = private("torch._C._dispatch_has_kernel_for_dispatch_key", lost=_SLOWER)
 
 
 def operations_with(tag: torch.Tag) -> Iterator[Any]:
@@ -330,7 +329,7 @@ TRACED_FUNCTION = "torch/_functorch/autograd_function.py"
 
 
 def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    """A graph as torch's compiler makes it; ``torch.compile`` would trace it again."""
+    """A graph as torch's compiler makes it, with a C++ compiler or Triton; ``torch.compile`` would trace it again."""
     build = private("torch._inductor.compile", lost='compile_stage(backend="inductor") cannot be had; the others can')
     return build(graph, examples)
 

@@ -18,8 +18,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """The trace as data; see `Timeline.chrome_trace`."""
     scale = 1e6 if timeline.unit == "s" else 1e3
     devices = range(timeline.num_devices)
-    process = {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": timeline.name or "funcpipe"}}
-    events: list[dict[str, Any]] = [process]
+    events = [_event("M", name="process_name", args={"name": timeline.name or "funcpipe"})]
     for device in devices:
         name = timeline.lanes[device] if device < len(timeline.lanes) else f"device {device}"
         events += _thread(device, name, _RANKS * device)
@@ -36,37 +35,24 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         args: dict[str, Any] = {"stage": stage, "kind": kind.name}
         if kind not in ONCE:
             args["microbatch"] = microbatch
-        events.append(
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": links.get((device, kind), device),
-                "name": str(action),
-                "cat": kind.value,
-                "ts": start * scale,
-                "dur": (end - start) * scale,
-                "args": args,
-            }
-        )
+        times = {"ts": start * scale, "dur": (end - start) * scale}
+        thread = links.get((device, kind), device)
+        events.append(_event("X", tid=thread, name=str(action), cat=kind.value, **times, args=args))
     for device, steps in enumerate(timeline.memory):
         # Of several at one time a counter shows the last.
         for (time, amount), following in zip(steps, [*steps[1:], None], strict=True):
             if following is None or following[0] != time:
-                events.append(
-                    {
-                        "ph": "C",
-                        "pid": 0,
-                        "name": f"memory of device {device}",
-                        "ts": time * scale,
-                        "args": {"held": amount},
-                    }
-                )
+                events.append(_event("C", name=f"memory of device {device}", ts=time * scale, args={"held": amount}))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _thread(tid: int, name: str, place: int) -> list[dict[str, Any]]:
     """The name of a row, and its place among the rows."""
     return [
-        {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}},
-        {"ph": "M", "pid": 0, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": place}},
+        _event("M", tid=tid, name="thread_name", args={"name": name}),
+        _event("M", tid=tid, name="thread_sort_index", args={"sort_index": place}),
     ]
+
+
+def _event(phase: str, **fields: Any) -> dict[str, Any]:
+    return {"ph": phase, "pid": 0, **fields}

@@ -27,9 +27,16 @@ def input_leaves(inputs: Tree) -> list[Any]:
 
 def input_flags(inputs: Tree) -> Tree:
     """Which leaves of inputs require gradients: a tree like them."""
-    if isinstance(inputs, Microbatches):
-        return Microbatches(input_flags(tree) for tree in inputs)
-    return map_leaves(lambda leaf: _requires_grad(bare(leaf)), inputs)
+    return _mapped(lambda leaf: _requires_grad(bare(leaf)), inputs)
+
+
+def _mapped(fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    """A tree with ``fn`` applied to its leaves, and to those of every microbatch where they are apart."""
+
+    def mapped(leaf: Any) -> Any:
+        return Microbatches(_mapped(fn, tree) for tree in leaf) if isinstance(leaf, Microbatches) else fn(leaf)
+
+    return map_leaves(mapped, tree)
 
 
 def _requires_grad(leaf: Any) -> bool:
@@ -70,17 +77,6 @@ def tensors_of(outputs: Tree) -> list[Tensor]:
     return tensors
 
 
-def _replaced(outputs: Tree, tensors: Iterator[Tensor]) -> Tree:
-    """The outputs with their tensors replaced, in order."""
-
-    def replaced(leaf: Any) -> Any:
-        if isinstance(leaf, Microbatches):
-            return Microbatches(_replaced(tree, tensors) for tree in leaf)
-        return next(tensors) if isinstance(leaf, Tensor) else leaf
-
-    return map_leaves(replaced, outputs)
-
-
 _Form = Callable[[Iterator["Tensor | None"]], Tree]
 
 
@@ -119,60 +115,48 @@ def _attached(outputs: Tree, pullback: Pullback) -> list[bool]:
 # -- the node ---------------------------------------------------------------------------------------------------------
 
 
-class PipeBackward:
-    """The backward of a pipe: what its node keeps between the forwards and the backwards.
+class _Node(torch.autograd.Function):
+    """Outputs that were computed already, attached to the parameters and inputs that they depend on.
 
-    Args:
-        pullback: of the run.
-        form: makes trees of gradients like its outputs.
-        places: for each parameter that requires a gradient, its stage and name.
-        wanted: which leaves of the inputs require gradients.
+    Between the forwards and the backwards it keeps the pullback of the run, the form of its outputs, the stage and name
+    of each parameter that requires a gradient, and which leaves of the inputs do.
     """
 
-    def __init__(
-        self, pullback: Pullback, form: _Form, places: Sequence[tuple[int, str]], wanted: Sequence[bool]
-    ) -> None:
-        self.pullback: Pullback | None = pullback
-        self.form, self.places, self.wanted = form, places, wanted
-
-    def back(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the parameters, then of the inputs; None where plain autograd has none."""
-        if torch.is_grad_enabled():
-            raise FuncpipeError(
-                "a Pipe computes its gradients itself, so they have no graph of their own and create_graph=True is "
-                "not possible; for second derivatives call the layers without the pipe: nn.Sequential(*pipe)"
-            )
-        if all(gradient is None for gradient in gradients):
-            return [None] * (len(self.places) + sum(self.wanted))
-        pullback, self.pullback = self.pullback, None
-        if pullback is None:
-            raise FuncpipeError(
-                "the backward of this output of a Pipe was done already, and what it needs is freed by the first "
-                "one, retain_graph=True or not; add the losses and call backward once, or call the pipe again"
-            )
-        with without_saved_tensor_hooks():
-            grads, input_grads = pullback(self.form(iter(gradients)))
-        unused = set(pullback.unused)
-        out: list[Tensor | None] = [None if place in unused else grads[place[0]][place[1]] for place in self.places]
-        if any(self.wanted):
-            pairs = zip(input_leaves(input_grads), self.wanted, strict=True)
-            out += [gradient for gradient, wanted in pairs if wanted]
-        return out
-
-
-class _Node(torch.autograd.Function):
-    """Outputs that were computed already, attached to the parameters and inputs that they depend on."""
-
     @staticmethod
-    def forward(ctx: Any, backward: PipeBackward, outputs: list[Tensor], detached: list[Tensor], *_: Tensor) -> Any:
-        ctx.way = backward
+    def forward(ctx: Any, kept: tuple[Any, ...], outputs: list[Tensor], detached: list[Tensor], *_: Tensor) -> Any:
+        ctx.pullback, ctx.form, ctx.places, ctx.wanted = kept
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*detached)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return None, None, None, *ctx.way.back(gradients)
+        return None, None, None, *_back(ctx, gradients)
+
+
+def _back(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of the parameters, then of the inputs; None where plain autograd has none."""
+    if torch.is_grad_enabled():
+        raise FuncpipeError(
+            "a Pipe computes its gradients itself, so they have no graph of their own and create_graph=True is "
+            "not possible; for second derivatives call the layers without the pipe: nn.Sequential(*pipe)"
+        )
+    if all(gradient is None for gradient in gradients):
+        return [None] * (len(ctx.places) + sum(ctx.wanted))
+    pullback, ctx.pullback = ctx.pullback, None
+    if pullback is None:
+        raise FuncpipeError(
+            "the backward of this output of a Pipe was done already, and what it needs is freed by the first "
+            "one, retain_graph=True or not; add the losses and call backward once, or call the pipe again"
+        )
+    with without_saved_tensor_hooks():
+        grads, input_grads = pullback(ctx.form(iter(gradients)))
+    unused = set(pullback.unused)
+    out = [None if place in unused else grads[place[0]][place[1]] for place in ctx.places]
+    if any(ctx.wanted):
+        pairs = zip(input_leaves(input_grads), ctx.wanted, strict=True)
+        out += [gradient for gradient, wanted in pairs if wanted]
+    return out
 
 
 def attach(
@@ -183,20 +167,16 @@ def attach(
 ) -> Tree:
     """Outputs of a `vjp`, attached to the caller's graph; dropping them frees what the backwards need.
 
-    Args:
-        outputs: of the forwards.
-        pullback: of the same call.
-        params: the parameters that require gradients, each with its stage and its name there.
-        inputs: as the caller gave them.
+    ``params`` are those that require gradients, each after its stage and its name there.
     """
     tensors = tensors_of(outputs)
     detached = [tensor for tensor, flag in zip(tensors, _attached(outputs, pullback), strict=True) if not flag]
     leaves = input_leaves(inputs)
     flags = [_requires_grad(leaf) for leaf in leaves]
-    backward = PipeBackward(pullback, _form(outputs), [place for place, _ in params], flags)
+    kept = pullback, _form(outputs), [place for place, _ in params], flags
     roots = [*(param for _, param in params), *(leaf for leaf, flag in zip(leaves, flags, strict=True) if flag)]
-    attached = iter(_Node.apply(backward, tensors, detached, *roots))
-    return _replaced(outputs, attached)
+    attached = iter(_Node.apply(kept, tensors, detached, *roots))
+    return _mapped(lambda leaf: next(attached) if isinstance(leaf, Tensor) else leaf, outputs)
 
 
 class without_saved_tensor_hooks:

@@ -37,13 +37,14 @@ def lay_out(layers: Sequence[tuple[str, nn.Module]], balance: Any, devices: Any)
         PlanError: the balance does not fit the layers.
         PlacementError: devices are missing, not there, or too few; a layer lies on several.
     """
-    sizes = [_bytes(tensors) for tensors in _first_held(layers)]
+    held = _first_held(layers)
+    sizes = [sum(tensor.nbytes for tensor in tensors if not is_lazy(tensor)) for tensors in held]
     if not layers:
         return Layout((), ())
     named = None if devices is None else _known(devices, balance, len(layers))
     if balance is not None:
         counts = _checked(balance, sizes)
-        placed = _where_they_are(layers, counts) if named is None else named
+        placed = _where_they_are(_layer_devices(layers, held), counts) if named is None else named
         if len(placed) < len(counts):
             raise PlacementError(
                 f"too few devices to hold these stages (devices: {len(placed)}, stages: {len(counts)}); name one for "
@@ -52,9 +53,9 @@ def lay_out(layers: Sequence[tuple[str, nn.Module]], balance: Any, devices: Any)
             )
         return Layout(counts, placed[: len(counts)])
     if named is None:
-        runs = _runs(layers)
+        runs = [(device, len(list(run))) for device, run in groupby(_filled(_layer_devices(layers, held)))]
         if len(runs) > 1:
-            return Layout(tuple(count for count, _ in runs), tuple(device for _, device in runs))
+            return Layout(tuple(count for _, count in runs), tuple(device for device, _ in runs))
         named = _all_there_are()
     counts = tuple(evenly(sizes, min(len(named), len(layers))))
     return Layout(counts, named[: len(counts)])
@@ -125,24 +126,19 @@ def _first_held(layers: Sequence[tuple[str, nn.Module]]) -> list[list[Tensor]]:
     seen: set[int] = set()
     out: list[list[Tensor]] = []
     for _, layer in layers:
-        tensors: list[Tensor] = []
-        for tensor in (*layer.parameters(), *layer.buffers()):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                tensors.append(tensor)
-        out.append(tensors)
+        tensors = {id(tensor): tensor for tensor in (*layer.parameters(), *layer.buffers())}
+        out.append([tensor for key, tensor in tensors.items() if key not in seen])
+        seen.update(tensors)
     return out
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors if not is_lazy(tensor))
-
-
-def _layer_devices(layers: Sequence[tuple[str, nn.Module]]) -> list[torch.device | None]:
+def _layer_devices(
+    layers: Sequence[tuple[str, nn.Module]], held: Sequence[Sequence[Tensor]]
+) -> list[torch.device | None]:
     """The device of each layer; None for a layer without tensors of its own. Raises PlacementError."""
     out: list[torch.device | None] = []
     faults: list[str] = []
-    for (name, _), tensors in zip(layers, _first_held(layers), strict=True):
+    for (name, _), tensors in zip(layers, held, strict=True):
         devices = list(dict.fromkeys(tensor.device for tensor in tensors))
         if len(devices) > 1:
             faults.append(f"layer {name!r} lies on {' and '.join(map(str, devices))}")
@@ -169,14 +165,8 @@ def _filled(devices: Sequence[torch.device | None]) -> list[torch.device]:
     return filled
 
 
-def _runs(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[int, torch.device]]:
-    """Runs of neighbouring layers on one device, each as the number of its layers and the device."""
-    return [(len(list(run)), device) for device, run in groupby(_filled(_layer_devices(layers)))]
-
-
-def _where_they_are(layers: Sequence[tuple[str, nn.Module]], counts: Sequence[int]) -> tuple[torch.device, ...]:
+def _where_they_are(devices: Sequence[torch.device | None], counts: Sequence[int]) -> tuple[torch.device, ...]:
     """The devices of stages that the caller cut but did not place. Raises PlacementError."""
-    devices = _layer_devices(layers)
     filled = _filled(devices)
     if len(set(filled)) <= 1:
         available = _all_there_are()
@@ -184,9 +174,7 @@ def _where_they_are(layers: Sequence[tuple[str, nn.Module]], counts: Sequence[in
     placed: list[torch.device] = []
     faults: list[str] = []
     for stage, (start, end) in enumerate(pairwise([0, *accumulate(counts)])):
-        stage_devices = list(dict.fromkeys(device for device in devices[start:end] if device is not None)) or [
-            filled[start]
-        ]
+        stage_devices = list(dict.fromkeys(filter(None, devices[start:end]))) or [filled[start]]
         if len(stage_devices) > 1:
             faults.append(f"stage {stage} has layers on {' and '.join(map(str, stage_devices))}")
         placed.append(stage_devices[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from operator import index
 from typing import Any, overload
 
@@ -155,9 +156,8 @@ class Pipe(Anchored):
     @property
     def partitions(self) -> tuple[nn.Sequential, ...]:
         """The layers of each stage, as views: the layers are the pipe's and may have hooks, the views may not."""
-        ends = [sum(self.balance[: stage + 1]) for stage in range(len(self.balance))]
-        self._views = self._views or tuple(self._kind() for _ in ends)
-        for view, end, count in zip(self._views, ends, self.balance, strict=True):
+        self._views = self._views or tuple(self._kind() for _ in self.balance)
+        for view, end, count in zip(self._views, accumulate(self.balance), self.balance, strict=True):
             children_of(view).clear()
             children_of(view).update(self._layers()[end - count : end])
             view.training = self.training
@@ -353,12 +353,11 @@ def _module_faults(sequential: Any) -> list[str]:
 
 
 def _option_faults(chunks: Any, checkpoint: Any) -> list[str]:
-    faults: list[str] = []
     try:
-        if index(chunks) < 1:
-            faults.append(f"number of chunks must be positive integer; got {chunks}")
+        positive = index(chunks) > 0
     except TypeError:
-        faults.append(f"number of chunks must be positive integer; got {chunks!r}")
+        positive = False
+    faults = [] if positive else [f"number of chunks must be positive integer; got {chunks!r}"]
     if checkpoint not in CHECKPOINTS:
         faults.append(f"checkpoint is not one of 'always', 'except_last', or 'never'; got {checkpoint!r}")
     return faults

@@ -45,12 +45,11 @@ class Stages:
         self.layout, self.merge = layout, merge
         self.train = any(module.training for layer in model for module in layer.modules())
         parts = cut_sequential(model, layout.balance, deferred=deferred)
-        homes: dict[str, TensorHome] = {}
-        for path, layer in model.named_modules(remove_duplicate=False):
-            homes |= {
-                f"{path}.{name}" if path else name: (layer, name)
-                for name in (*parameters_of(layer), *buffers_of(layer))
-            }
+        homes: dict[str, TensorHome] = {
+            f"{path}.{name}" if path else name: (layer, name)
+            for path, layer in model.named_modules(remove_duplicate=False)
+            for name in (*parameters_of(layer), *buffers_of(layer))
+        }
         self.stages = [stage for stage, _, _ in parts]
         self.params = [{name: homes[name] for name in params} for _, params, _ in parts]
         self.buffers = [{name: homes[name] for name in state} for _, _, state in parts]
@@ -95,16 +94,16 @@ class Stages:
             earlier: set[int] = set()
             by_stage: list[dict[str, Tensor]] = []
             for stage, (table, device) in enumerate(zip(tables, self.layout.devices, strict=True)):
-                tensors: dict[str, Tensor] = {}
-                for name, home in table.items():
-                    tensor = tensors[name] = _read(home)
+                tensors = {name: _read(home) for name, home in table.items()}
+                held = [id(tensor) for tensor in tensors.values()]
+                for name, tensor in tensors.items():
                     if same_device(tensor.device, device):
                         continue
                     if id(tensor) in earlier:
                         tensors[name] = tensor.detach().to(device)
                     else:
                         faults.append(f"{name} lies on {tensor.device}, stage {stage} runs on {device}")
-                earlier.update(id(_read(home)) for home in table.values())
+                earlier.update(held)
                 by_stage.append(tensors)
             trees.append(tuple(by_stage))
         raise_all(

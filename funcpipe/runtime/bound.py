@@ -39,6 +39,10 @@ class StageArgs(NamedTuple):
     target: Border | None
     microbatch: int
 
+    def borders(self) -> list[Border]:
+        """All that it gets, in this order."""
+        return [self.x, *self.skips, *self.feeds, *([] if self.target is None else [self.target])]
+
 
 class ForwardReport(NamedTuple):
     """What a forward reports for the end of the batch; tensors are detached.

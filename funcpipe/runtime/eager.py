@@ -93,7 +93,7 @@ class EagerBound:
         # Entering a grad mode costs more than asking for it, and it is the right one most of the time.
         if torch.is_grad_enabled() is not self.backwards:
             with torch.set_grad_enabled(self.backwards):
-                return self.forward(args, keep=keep)
+                return EagerBound.forward(self, args, keep=keep)
         drawing = self.drawing
         drawing.microbatch = args.microbatch
         with drawing:

@@ -20,7 +20,7 @@ from funcpipe.core.errors import FuncpipeError, PlanError, RunTimeout
 from funcpipe.core.plan import Plan
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.result import Result
-from funcpipe.core.stage import bindable
+from funcpipe.core.stage import Bindable
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.context import (
     RUNNING,
@@ -286,7 +286,7 @@ def _find_lent_twice(plan: Plan) -> list[str]:
     names: dict[int, str] = {}
     for stage, whole in enumerate(plan.stages):
         for part in whole.simple():
-            for key, (name, _) in ({} if bindable(part.fn) else lent_modules(part.fn)).items():
+            for key, (name, _) in ({} if isinstance(part.fn, Bindable) else lent_modules(part.fn)).items():
                 lanes_of.setdefault(key, set()).add(plan.schedule.device_of[stage])
                 names[key] = name
     return [

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from funcpipe.core.errors import DrawError, PlanError
 from funcpipe.core.frames import REGIONS, frames, own_dict
-from funcpipe.core.stage import Stage, current_scope
+from funcpipe.core.stage import SCOPE, Stage
 from funcpipe.core.torch_names import schema
 from funcpipe.runtime.drawing import CatchDraws
 
@@ -71,7 +71,7 @@ class Keys:
         Only where two stages have layers of the same path (they come from separate modules) the stage's name is put
         before it. A function stage draws by its name. The part of a composition is the one that runs, or as given.
         """
-        part = part or current_scope() or self.stages[stage]
+        part = part or SCOPE.get() or self.stages[stage]
         return f"{part.name}.{layer}" if layer and self._clashes(part) else layer or part.name
 
     def number(self, path: str, nth: int, microbatch: int) -> int:
@@ -89,7 +89,7 @@ class Keys:
                 f"stage {stage} draws random numbers ({what}), but no seed was given: run(..., seed=step); a new seed "
                 "for each step, e.g. fp.fold_in(seed, step)"
             )
-        part = part or current_scope() or self.stages[stage]
+        part = part or SCOPE.get() or self.stages[stage]
         path = self.path(stage, layer, part)
         if layer and not part.name and self._clashes(part):
             raise DrawError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from funcpipe.core.stage import Bindable, BoundFn, Stage, bindable
+from funcpipe.core.stage import Bindable, BoundFn, Stage
 from funcpipe.core.tree import Tree
 
 StageCall: TypeAlias = Callable[[Tree, Tree, dict[str, Any]], Any]
@@ -39,7 +39,7 @@ class HookedFn(Bindable):
 
     def parts(self) -> Iterable[Stage]:
         """The parts of the stage."""
-        return self.stage.fn.parts() if bindable(self.stage.fn) else ()
+        return self.stage.fn.parts() if isinstance(self.stage.fn, Bindable) else ()
 
 
 class _BoundAround:
@@ -50,7 +50,9 @@ class _BoundAround:
 
     def call(self, params: Tree, x: Tree, extras: dict[str, Any]) -> Any:
         """Call without the hook; a function that is no module gets new params from it."""
-        return self.fn(x, **extras) if bindable(self.around.stage.fn) else self.around.call(params, x, extras)
+        if isinstance(self.around.stage.fn, Bindable):
+            return self.fn(x, **extras)
+        return self.around.call(params, x, extras)
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
         return self.around.hook(self.call, self.params, x, extras)

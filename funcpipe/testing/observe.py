@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from funcpipe.core.gradient_graph import nodes_of
-from funcpipe.core.stage import Out, Stage, bindable, normalise, side_loss
+from funcpipe.core.stage import Out, Stage, normalise, side_loss
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves, refuse_hidden
 from funcpipe.testing.around import HookedFn, StageCall
 from funcpipe.testing.snapshot import Snapshot, named
@@ -76,7 +76,7 @@ class Observer:
         for name, tree in inputs.items():
             for where in snapshots[name].written(tree, name):
                 self.in_place[where] = None
-                if not bindable(self.stage.fn):  # a module or a composition: layers like that are common
+                if not isinstance(self.stage.fn, Bindable):  # a module or a composition: layers like that are common
                     self.note(
                         "in-place",
                         f"writes into {where}: a run gives it a copy, but a direct call writes into yours; compute "

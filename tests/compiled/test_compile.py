@@ -262,7 +262,7 @@ def test_peaks_are_as_simulated(kind, family, recompute, monkeypatch):
         def call(self, *args, **words):
             out = real(self, *args, **words)
             new = [one for one in (out if isinstance(out, tuple) else ()) if isinstance(one, ProgramResidual)]
-            device = schedule.device_of[self.eager.index]
+            device = schedule.device_of[self.index]
             held[device] += new
             # Not `nbytes`: a target is a view of the caller's batch, whose storage is the whole of it.
             kept = [{one.data_ptr(): one.nbytes for one in each.values} for each in held[device]]

@@ -279,11 +279,11 @@ def test_a_dropped_output_frees_everything(checkpoint):
     gc.disable()
     try:
         y = pipe(data())
-        held = [weakref.ref(y.grad_fn.way), weakref.ref(y.grad_fn.way.pullback._execution)]
+        held = [weakref.ref(y.grad_fn.pullback), weakref.ref(y.grad_fn.pullback._execution)]
         del y
         assert [one() for one in held] == [None, None]
         y = pipe(data())
-        held = weakref.ref(y.grad_fn.way.pullback._execution)
+        held = weakref.ref(y.grad_fn.pullback._execution)
         y.sum().backward()
         assert held() is None
     finally:
