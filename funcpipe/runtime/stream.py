@@ -17,7 +17,7 @@ from torch import Tensor
 
 from funcpipe.core.program import CALLER
 from funcpipe.runtime.border import Border, fills
-from funcpipe.runtime.device_graph import DeviceGraph, Graph
+from funcpipe.runtime.device_graph import DeviceGraph
 from funcpipe.runtime.place import same_device
 from funcpipe.runtime.plain_tensors import materialized
 
@@ -86,7 +86,7 @@ class StreamBackend:
         """Let the host wait for the event, so that it does not run far ahead."""
         event.synchronize()
 
-    def graph(self, device: torch.device) -> Graph | None:
+    def graph(self, device: torch.device) -> DeviceGraph | None:
         """A graph that records work of the device; None where its kind of device has none."""
         module = self.module(device) if self.asynchronous(device) else None
         return DeviceGraph(module, device) if hasattr(module, "CUDAGraph") else None
@@ -110,12 +110,7 @@ def _without_gaps(value: Border) -> Border:
 
 
 class Ticket(NamedTuple):
-    """A value on its way to a lane.
-
-    Attributes:
-        value: what arrives.
-        event: after which it is there; None: now.
-    """
+    """A value on its way to a lane, and the event after which it is there; None: now."""
 
     value: Border
     event: Any = None
@@ -125,11 +120,6 @@ class Place:
     """Where a lane computes: a device and, if it has streams, one of them.
 
     A device that stands for several lanes gets a stream for each; one that stands alone computes on the caller's.
-
-    Args:
-        device: of torch's.
-        alone: does it stand for one lane only.
-        lane: its number.
     """
 
     backend: ClassVar[StreamBackend] = StreamBackend()
@@ -218,12 +208,7 @@ class CopyEdge:
         self._streams: dict[torch.device, Any] = {}
 
     def send(self, value: Border, free: Any = None) -> Ticket:
-        """Start to copy a value.
-
-        Args:
-            value: on the source's device, or anywhere if the caller gave it.
-            free: the event after which its slot is free; None: it is.
-        """
+        """Start to copy a value that lies on the source's device, or anywhere if the caller gave it."""
         source, target = self.source, self.target
         if source is not None and not source.asynchronous and not target.asynchronous:
             return Ticket(_apart(value) if self.threaded else value)
