@@ -138,15 +138,13 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
     faults += [
         f"microbatch {index} of {tree.name} has no rows; leave it out"
         for tree in trees
-        if tree.ready is not None
-        for index, size in enumerate(tree.ready_rows())
+        for index, size in enumerate(tree.ready_rows)
         if size == 0
     ]
     raise_all("this batch cannot be cut into microbatches:", faults, BatchError)
     if ready:
         count = next(iter(ready.values()))
-        ready_rows = [tree.ready_rows() for tree in trees if tree.ready is not None]
-        by_microbatch = [size or 1 for size in next(filter(any, ready_rows), [1] * count)]
+        by_microbatch = [size or 1 for size in next(filter(any, (tree.ready_rows for tree in trees)), [1] * count)]
         if rows is not None and rows != sum(by_microbatch):
             raise BatchError(
                 f"the ready-made microbatches have {sum(by_microbatch)} rows ({by_microbatch}), other leaves have "
@@ -181,8 +179,14 @@ class _BatchTree:
             self.axes.append(self._axis(index, place, leaf))
         if self.ready is None:
             self.faults += refuse_hidden(tree, name, self.leaves, spec)
+        self.ready_rows: list[int | None] = []
+        """The rows of ready-made microbatches: those of the first leaf that can have any, None if there is none."""
         for index, piece in enumerate(self.ready or ()):
-            self.faults += refuse_hidden(piece, f"{name}[{index}]", *flatten(piece))
+            leaves, spec = flatten(piece)
+            self.faults += refuse_hidden(piece, f"{name}[{index}]", leaves, spec)
+            self.ready_rows.append(
+                next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+            )
 
     def _axis(self, index: int, place: str, leaf: Any) -> int | None:
         """The axis along which a leaf is cut; None: it is shared."""
@@ -230,15 +234,6 @@ class _BatchTree:
             if _is_collection(leaf) and len(leaf) == rows and not self.marked[number]:
                 faults.append(f"{place} is a {type(leaf).__name__} with one value {_each(rows, place)}")
         return faults
-
-    def ready_rows(self) -> list[int | None]:
-        """The rows of ready-made microbatches: those of the first leaf that can have any, None if there is none."""
-        assert self.ready is not None
-        out: list[int | None] = []
-        for tree in self.ready:
-            tensors = [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor) and leaf.dim()]
-            out.append(tensors[0].shape[0] if tensors else None)
-        return out
 
     def cut(self, parts: Sequence[int]) -> list[Border]:
         """One border per microbatch: views of the caller's tensors."""

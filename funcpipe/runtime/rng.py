@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -232,17 +233,10 @@ def default_generator(device: torch.device) -> torch.Generator:
     return module.default_generators[device.index if ":" in str(device) else module.current_device()]
 
 
-_TWINS: dict[Any, Callable[..., Any] | None] = {}
-
-
+@cache
 def twin_of(func: Any) -> Callable[..., Any] | None:
     """The overload of a random operation that takes a generator; None where there is none."""
-    if func not in _TWINS:
-        _TWINS[func] = _twin(func)
-    return _TWINS[func]
 
-
-def _twin(func: Any) -> Callable[..., Any] | None:
     def takes(overload: Any) -> bool:
         return any(argument.name == "generator" for argument in schema(overload).arguments)
 
