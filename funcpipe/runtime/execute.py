@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar, NoReturn
@@ -19,7 +19,7 @@ from funcpipe.core.result import Result, RunStats, Span, Timeline
 from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree, map_leaves
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.context import RUNNING, CallerContext, intra_op_threads
+from funcpipe.runtime.context import RUNNING, CallerContext, intra_op_threads, no_autocast_cache
 from funcpipe.runtime.drawing import CatchDraws
 from funcpipe.runtime.finish import finish, release
 from funcpipe.runtime.host_link import HostLink
@@ -157,10 +157,14 @@ class Execution:
         """What the caller gives for the next part, one value per microbatch."""
         self.caller.update(_numbered(self.ready.program.wires.index(wire), pieces))
 
-    def listening(self) -> AbstractContextManager[Any]:
-        """What a walk is inside of: eager stages catch their draws, and each forward would else ask for them anew."""
+    @contextmanager
+    def entered(self) -> Generator[None]:
+        """What every thread of a walk is inside of."""
+        # Eager stages catch their draws, and each forward would else ask for them anew.
         eager = any(stage.program is None for stage in self.ready.plan.stages)
-        return CatchDraws() if eager else nullcontext()
+        draws = CatchDraws() if eager else nullcontext()
+        with self.context.entered(), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False), draws:
+            yield
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
 
@@ -169,10 +173,7 @@ class Execution:
         runs = lane.program.runs
         run = runs[max(0, min(lane.begun, len(runs)) - 1)]
         action = lane.program.action(run)
-        phase = self.ready.bounds[action.stage].phase
-        word = f"{action} ({phase})" if phase else str(action)
-        device = f"{lane.program.lane} ({lane.place.device})"
-        return Where(action.stage, self.ready.plan.stages[action.stage].name, action.microbatch, word, device)
+        return self.ready.at(action.stage, action.microbatch, str(action))
 
     def position(self, lane: Runner) -> int:
         """Where in the plan order the lane is."""

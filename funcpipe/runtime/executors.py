@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 from itertools import islice
 
-import torch
-
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
-from funcpipe.runtime.context import RUNNING, checked_plan, intra_op_threads, no_autocast_cache
+from funcpipe.runtime.context import RUNNING, checked_plan, intra_op_threads
 from funcpipe.runtime.execute import Execution, LaneExecutor, raise_located
 from funcpipe.runtime.lanes import Lanes, refuse_uncarried, uncarried
 from funcpipe.runtime.options import Executor, ExecutorLike
@@ -31,14 +29,7 @@ class Serial(LaneExecutor):
         for lane in lanes:
             lane.thread = threading.get_ident()
         RUNNING.set(lambda: execution.where(lanes[execution.turn]))  # whoever began the run sets it back
-        with (
-            interrupting(execution, ready.options.timeout),
-            execution.context.entered(),
-            intra_op_threads(ready.threads),
-            no_autocast_cache(),
-            torch.autograd.set_multithreading_enabled(False),
-            execution.listening(),
-        ):
+        with interrupting(execution, ready.options.timeout), intra_op_threads(ready.threads), execution.entered():
             try:
                 for number in islice(ready.program.lane_order, *execution.part):
                     execution.turn = number

@@ -12,8 +12,6 @@ from functools import partial
 from time import monotonic, sleep
 from typing import Self
 
-import torch
-
 from funcpipe.core.captured import lent_modules
 from funcpipe.core.errors import FuncpipeError, PlanError, RunTimeout
 from funcpipe.core.plan import Plan
@@ -24,7 +22,6 @@ from funcpipe.runtime.context import (
     checked_plan,
     cores,
     intra_op_threads,
-    no_autocast_cache,
     not_carried,
     pin,
 )
@@ -114,7 +111,7 @@ class Lanes(LaneExecutor):
         finished = False
         leaving = partial(self._leave, execution, threading.get_ident())
         atexit.register(leaving)  # a lane that is in torch's code when Python ends would abort the process
-        watchdog = None if timeout is None else Watchdog(execution, timeout, lambda _: done.put(_TIMEOUT))
+        watchdog = None if timeout is None else Watchdog(execution, timeout, partial(done.put, _TIMEOUT))
         try:
             # Inside of try: Ctrl-C between two starts must stop the first.
             self._start()
@@ -176,13 +173,7 @@ class Lanes(LaneExecutor):
             compute_with(execution.ready.threads)
             pin(lane.program.lane, self.count, self._cores)
             RUNNING.set(partial(execution.where, lane))  # of the copied context, which ends with the job
-            with (
-                execution.context.entered(),
-                no_autocast_cache(),
-                torch.autograd.set_multithreading_enabled(False),
-                execution.listening(),
-                lane.place.active(),
-            ):
+            with execution.entered(), lane.place.active():
                 _do(execution, lane, failures)
         except Stop:
             pass

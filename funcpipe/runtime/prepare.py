@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, raise_all
+from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, Where, raise_all
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
 from funcpipe.core.stage import names_of
@@ -58,6 +58,12 @@ class Prepared:
     ties: tuple[tuple[tuple[int, int], ...], ...]
     strict: bool
     options: RunOptions
+
+    def at(self, stage: int, microbatch: int | None, word: str) -> Where:
+        """The coordinates of something that a stage does."""
+        lane, phase = self.plan.schedule.device_of[stage], self.bounds[stage].phase
+        word = f"{word} ({phase})" if phase else word
+        return Where(stage, self.plan.stages[stage].name, microbatch, word, f"{lane} ({self.where[lane]})")
 
 
 def prepare(
