@@ -254,14 +254,10 @@ class Execution:
 def _given(ready: Prepared) -> dict[int, Border]:
     """What the caller gives, by value number."""
     batch = ready.batch
+    pieces = {Role.INPUT: batch.inputs, Role.TARGET: batch.target or ()}
     out: dict[int, Border] = {}
     for number, (role, _, name, _) in enumerate(ready.program.wires):
-        if role is Role.INPUT:
-            out |= _numbered(number, batch.inputs)
-        elif role is Role.TARGET and batch.target is not None:
-            out |= _numbered(number, batch.target)
-        elif role is Role.FEED:
-            out |= _numbered(number, batch.feeds[name])
+        out |= _numbered(number, batch.feeds[name] if role is Role.FEED else pieces.get(role, ()))
     return out
 
 

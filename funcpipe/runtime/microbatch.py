@@ -112,17 +112,15 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
         BatchError: leaves with different numbers of rows, without rows, no rows at all, feeds missing or unknown, or
             the wrong number of ready-made microbatches; every fault with its place.
     """
+    feeds = feeds or {}
     by_name: dict[str, Tree] = {"inputs": inputs}
     if plan.loss is not None:
         by_name["target"] = target
     declared = dict.fromkeys(name for part in plan.stages for name in part.feeds)
-    faults = [
-        f"feeds lacks {name!r}, which {_stage_that_feeds(plan, name)} declares"
-        for name in declared
-        if name not in (feeds or {})
-    ]
-    faults += [f"feeds has {name!r}, which no stage declares" for name in feeds or {} if name not in declared]
-    by_name.update({f"feeds[{name!r}]": (feeds or {})[name] for name in declared if name in (feeds or {})})
+    lacking = [name for name in declared if name not in feeds]
+    faults = [f"feeds lacks {name!r}, which {_stage_that_feeds(plan, name)} declares" for name in lacking]
+    faults += [f"feeds has {name!r}, which no stage declares" for name in feeds if name not in declared]
+    by_name.update({f"feeds[{name!r}]": feeds[name] for name in declared if name in feeds})
     trees = [_BatchTree(name, tree) for name, tree in by_name.items()]
     rows, row_faults = _rows(trees)
     faults += row_faults or [fault for tree in trees for fault in tree.listed(rows)]

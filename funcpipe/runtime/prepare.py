@@ -123,13 +123,7 @@ def prepare(
     available = min(len(cores()), torch.get_num_threads())
     threads = options.threads_per_lane or max(1, available // plan.num_devices)
     checks = _checks(options.check)
-    bounds: Sequence[Bound] = _bind(plan, trees, states, trained, Keys(seed, plan.stages), shares)
-    if checks & {"finite", "finite-op"}:
-        operations = "finite-op" in checks
-        bounds = [
-            FiniteBound(b, tree, i, shares, operations=operations)
-            for i, (b, tree) in enumerate(zip(bounds, trees, strict=True))
-        ]
+    bounds = _bind(plan, trees, states, trained, Keys(seed, plan.stages), shares, checks)
     program = program_for(plan, cut.num_microbatches, halves=halves)
     return Prepared(
         plan, program, cut, shares, trees, states, bounds, devices, threads, ties, "used" in checks, options
@@ -268,6 +262,7 @@ def _bind(
     trained: list[list[bool]],
     keys: Keys,
     shares: Shares,
+    checks: set[str],
 ) -> list[Bound]:
     """Bind every stage to its parameters and state."""
     bounds: list[Bound] = []
@@ -277,9 +272,12 @@ def _bind(
         options: dict[str, Any] = {"trainable": trained[index], "train": plan.train, "keys": keys}
         options["backwards"] = plan.schedule.has_backward
         try:
-            bounds.append(program(part, index, params, state, loss=loss, shares=shares, **options))
+            bound = program(part, index, params, state, loss=loss, shares=shares, **options)
         except PlanError as error:
             raise PlanError(f"{names_of(plan.stages)[index]}: {error}") from None
+        if checks & {"finite", "finite-op"}:
+            bound = FiniteBound(bound, params, index, shares, operations="finite-op" in checks)
+        bounds.append(bound)
     return bounds
 
 
@@ -356,22 +354,14 @@ def _states(state: Any, plan: Plan) -> tuple[Tree, ...]:
             )
         return ((),) * plan.num_stages
     states = _per_stage("state", state, plan)
-    faults = [
-        f"{labels[i]} declares no state, but state[{i}] is not ()"
-        for i, part in enumerate(plan.stages)
-        if not part.state and not _empty(states[i])
-    ]
-    faults += [
-        f"{labels[i]} declares state, but state[{i}] is None"
-        for i, part in enumerate(plan.stages)
-        if part.state and states[i] is None
-    ]
+    faults: list[str] = []
+    for number, (label, part, tree) in enumerate(zip(labels, plan.stages, states, strict=True)):
+        if part.state and tree is None:
+            faults.append(f"{label} declares state, but state[{number}] is None")
+        if not part.state and tree is not None and flatten(tree)[0]:
+            faults.append(f"{label} declares no state, but state[{number}] is not ()")
     raise_all("state does not fit the stages:", faults)
     return states
-
-
-def _empty(tree: Tree) -> bool:
-    return tree is None or not flatten(tree)[0]
 
 
 def split_batch(plan: Plan, batch: Any) -> tuple[Tree, Tree]:

@@ -94,8 +94,7 @@ def _by_halves(executor: ExecutorLike, plan: Plan) -> LaneExecutor:
     if not isinstance(chosen, LaneExecutor):
         raise PlanError(
             "executor is 'threads', 'serial', fp.lanes(plan), or None, for fp.run also fp.graphs(plan), which does "
-            "whole "
-            f"runs; got {chosen!r}"
+            f"whole runs; got {chosen!r}"
         )
     return chosen
 
