@@ -14,7 +14,7 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.result import Loss, Result, RunStats, Timeline
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves, paths, unflatten
-from funcpipe.runtime.border import Border, caller_copy
+from funcpipe.runtime.border import caller_copy
 from funcpipe.runtime.bound import ForwardReport, Shares
 from funcpipe.runtime.joining import merge
 from funcpipe.runtime.prepare import Prepared
@@ -46,10 +46,7 @@ def finish(
         grads, unused = gradients(ready, 1.0 / weight if late and weight else 1.0)
     # A list: a generator would make another error of a StopIteration.
     state = tuple([_commit(ready, stage, reports) for stage in range(plan.num_stages)])
-    merged: Tree = None
-    if outputs:
-        pieces: list[Border] = [outputs[last, m] for m in range(count)]
-        merged = merge(pieces, ready.batch, plan.merge)
+    merged = merge([outputs[last, m] for m in range(count)], ready.batch, plan.merge) if outputs else None
     if grads is not None:  # last: any other error says more
         _refuse_untouched(grads, unused)
     scale = ready.shares.loss_scale

@@ -236,9 +236,9 @@ def _untrained(leaf: Any, trained: bool, stage: int) -> str:
 
 def _refuse_frozen(trees: Sequence[Tree], trainable: Trainable) -> None:
     """Raise PlanError where ``trainable`` is None and every Parameter is frozen."""
-    leaves = (
-        [leaf for tree in trees for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)] if trainable is None else []
-    )
+    if trainable is not None:
+        return
+    leaves = [leaf for tree in trees for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
     frozen = any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
     if frozen and not any(leaf.requires_grad for leaf in leaves):
         raise PlanError(
