@@ -10,7 +10,7 @@ import torch
 from funcpipe.batches.device import ToDevice, numbered
 from funcpipe.batches.loop import Overlap
 from funcpipe.batches.stage import BatchStage, StageLike, named
-from funcpipe.batches.stats import Progress, reporter
+from funcpipe.batches.stats import Bar, Progress
 from funcpipe.batches.ticks import ticks
 from funcpipe.core.errors import FuncpipeError, PlanError
 from funcpipe.runtime.context import not_carried, refuse_transforms
@@ -106,7 +106,7 @@ def overlap(
         ring=memory == "ring",
         snapshot=snapshot,
         record=record,
-        report=reporter(progress),
+        report=progress if callable(progress) else Bar() if progress else None,
     )
 
 

@@ -256,7 +256,7 @@ class Overlap(Iterator[Any]):
             here.wait(item.marks)
             item = item._replace(value=materialized_tree(item.value))
             if workers.ring:
-                workers.lend(item)
+                workers.lent = item
             else:
                 here.use(item.value, item.marks)
         fold, start = self._fold, perf_counter()

@@ -88,9 +88,8 @@ def named(stages: Iterable[StageLike]) -> tuple[tuple[BatchStage, ...], Fold | N
     raise_all("these stages cannot be overlapped:", faults)
     taken = {"source": 1}
     wrapped = [entry if isinstance(entry, BatchStage | Fold) else BatchStage(entry) for entry in stages]
-    unique = [replace(stage, name=_unlike(stage.name or _called(stage.fn), taken)) for stage in wrapped]
-    last = unique.pop() if fold else None
-    return tuple(stage for stage in unique if isinstance(stage, BatchStage)), last if isinstance(last, Fold) else None
+    unique: list[Any] = [replace(stage, name=_unlike(stage.name or _called(stage.fn), taken)) for stage in wrapped]
+    return (tuple(unique[:-1]), unique[-1]) if fold else (tuple(unique), None)
 
 
 def _faults(position: int, entry: StageLike, fold: Fold | None) -> Iterable[str]:

@@ -18,7 +18,7 @@ from funcpipe.batches.leaves import materialized_tree, streamed
 from funcpipe.batches.stage import BatchStage, Fold
 from funcpipe.batches.streams import StreamSet
 from funcpipe.batches.ticks import TickRow
-from funcpipe.batches.workers import Item, Meter, Queue, Release, Workers
+from funcpipe.batches.workers import Item, Meter, Queue, Workers
 from funcpipe.core.errors import Where, at_batch
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.context import CallerContext
@@ -77,7 +77,7 @@ class StageWorker:
     stage: BatchStage | None
     draw: Callable[[], Any]
     snapshot: Callable[[], Any] | None
-    released: deque[Release] = field(default_factory=deque[Release])
+    released: deque[Item] = field(default_factory=deque[Item])
 
     @property
     def meter(self) -> Meter:
@@ -117,10 +117,10 @@ class StageWorker:
         """In a ring: memory that came back is dropped after the stream has waited for those who read it."""
         while True:
             try:
-                release = self.released.popleft()
+                item = self.released.popleft()
             except IndexError:  # who ends the overlap may empty it at the same time
                 return
-            self.streams.wait(release.marks)
+            self.streams.wait(item.marks)
 
     def _failed(self, batch: int, error: Exception) -> Item:
         """An error in the place of a batch: nothing after it is wanted any more."""
@@ -168,7 +168,7 @@ class StageWorker:
                 value = materialized_tree(value) if streams.devices else value
                 marks = streams.marks()
             if shared.ring and streams.devices:
-                shared.give_back(self.number, Release(marks, item.value))
+                shared.give_back(self.number, Item(item.value, marks=marks))
             return Item(value, marks=marks)
         except Exception as error:
             return self._failed(batch, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple, TextIO
 
@@ -114,10 +114,3 @@ class Bar:
         self(progress)
         self.file.write("\n")
         self.file.flush()
-
-
-def reporter(progress: bool | Callable[[Progress], None]) -> Bar | Callable[[Progress], None] | None:
-    """The function that gets the progress: none, a bar, or the caller's."""
-    if progress is True:
-        return Bar()
-    return None if progress is False else progress

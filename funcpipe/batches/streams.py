@@ -26,9 +26,7 @@ class Mark(NamedTuple):
 class StreamSet:
     """A place on each device: where work is queued. Does nothing where no device has streams.
 
-    Args:
-        devices: with streams.
-        streams: one for each device; None: those that are current whenever work is queued.
+    Without ``streams``, one for each device, they are those that are current whenever work is queued.
     """
 
     def __init__(self, devices: Sequence[torch.device], streams: Mapping[torch.device, Any] | None = None) -> None:

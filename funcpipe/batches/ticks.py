@@ -124,34 +124,31 @@ def ticks(
 ) -> TickPlan:
     """The plan of an overlap.
 
-    Args:
-        stages, fold: with names.
-        depth: how many batches ahead at most.
-        threads: for the source and each stage, whether it has a thread.
-        streamed: do devices have streams; a stage with one is a lane of its own.
-        order: of the rows of the loop's thread, by number (0 is the first stage) or name; None: what runs ahead first,
-            the older batch before the newer, so that it is queued before the work of the step.
+    ``threads`` has an entry for the source and for each stage. Where devices have streams (``streamed``), a stage with
+    one is a lane of its own. Without an order what runs ahead comes first, the older batch before the newer, so that it
+    is queued before the work of the step.
 
     Raises:
         PlanError: the order runs a stage on a batch before the one that makes it, or leaves some out; a lead is too
             large, or larger than that of the stage before.
     """
     leads = _leads(stages, depth)
-    entries: list[tuple[str, int, str, bool, int | None]] = [
-        ("source", leads[0] if leads else depth, "source" if threads[0] else "loop", threads[0], None)
-    ]
+    lanes: dict[str, int] = {}
+
+    def row(name: str, lead: int, lane: str, thread: bool, lag: int | None = None) -> TickRow:
+        return TickRow(name, lead, lanes.setdefault(lane, len(lanes)), thread, lag)
+
+    rows = [row("source", leads[0] if leads else depth, "source" if threads[0] else "loop", threads[0])]
     for stage, lead, thread in zip(stages, leads, threads[1:], strict=True):
         lane = stage.name if thread else "loop"
         if streamed and stage.stream != "caller":
             lane = f"stream {stage.stream}" if isinstance(stage.stream, str) else stage.name
-        entries.append((stage.name, lead, lane, thread, stage.lag))
+        rows.append(row(stage.name, lead, lane, thread, stage.lag))
     if fold:
-        entries.append((fold.name, 0, "loop", False, None))
-    lanes = tuple(dict.fromkeys(lane for _, _, lane, _, _ in entries))
-    rows = tuple(TickRow(name, lead, lanes.index(lane), thread, lag) for name, lead, lane, thread, lag in entries)
+        rows.append(row(fold.name, 0, "loop", thread=False))
     numbers = _order(rows, order)
     _check(rows, numbers)
-    return TickPlan(rows, numbers, lanes)
+    return TickPlan(tuple(rows), numbers, tuple(lanes))
 
 
 def _leads(stages: Sequence[BatchStage], depth: int) -> list[int]:
@@ -176,7 +173,7 @@ def _leads(stages: Sequence[BatchStage], depth: int) -> list[int]:
     return leads if depth else [0] * len(stages)
 
 
-def _order(rows: tuple[TickRow, ...], order: Sequence[int | str] | None) -> tuple[int, ...]:
+def _order(rows: Sequence[TickRow], order: Sequence[int | str] | None) -> tuple[int, ...]:
     inline = [number for number, row in enumerate(rows) if not row.thread]
     others = tuple(number for number, row in enumerate(rows) if row.thread)
     if order is None:
@@ -198,7 +195,7 @@ def _order(rows: tuple[TickRow, ...], order: Sequence[int | str] | None) -> tupl
     return (*others, *numbers)
 
 
-def _check(rows: tuple[TickRow, ...], order: tuple[int, ...]) -> None:
+def _check(rows: Sequence[TickRow], order: tuple[int, ...]) -> None:
     turns = {number: turn for turn, number in enumerate(order)}
     faults: list[str] = []
     for number, row in enumerate(rows):

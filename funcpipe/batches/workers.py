@@ -40,13 +40,6 @@ class Item(NamedTuple):
     marks: tuple[Mark, ...] = ()
 
 
-class Release(NamedTuple):
-    """A batch that its reader is done with: its maker may use the memory again once its stream has waited."""
-
-    marks: tuple[Mark, ...]
-    value: Any
-
-
 class Queue(Inbox):
     """The inbox of a worker, by the number of the batch, and for how many seconds it has waited at it."""
 
@@ -145,7 +138,8 @@ class Workers:
         self.snapshots: deque[Any] = deque()
         self._threads: list[Worker] = []
         self._abort: BaseException | None = None
-        self._lent: Item | None = None
+        self.lent: Item | None = None
+        """In a ring: the result that the loop has until it asks for the next one."""
         self._ending = threading.Lock()
 
     def start(self, workers: Sequence[StageWorker], first: int) -> None:
@@ -212,25 +206,24 @@ class Workers:
             self._threads[0].end(PATIENCE)
         self._settle()
 
-    def lend(self, item: Item) -> None:
-        """In a ring: the loop has this result until it asks for the next one."""
-        self._lent = item
-
     def take_back(self) -> None:
         """In a ring: the loop is done with the last result."""
-        if self._lent is not None:
-            lent, self._lent = self._lent, None
-            self.give_back(len(self.all), Release(self.here.marks(), lent.value))
+        if self.lent is not None:
+            lent, self.lent = self.lent, None
+            self.give_back(len(self.all), Item(lent.value, marks=self.here.marks()))
 
-    def give_back(self, count: int, release: Release) -> None:
-        """Give memory back to the workers before ``count``: a batch that was only handed on may be an earlier one's."""
+    def give_back(self, count: int, item: Item) -> None:
+        """Give a batch back that its reader is done with, after these marks, to the workers before ``count``.
+
+        To all of them: one that was only handed on may be an earlier one's.
+        """
         for worker in self.all[1:count]:
-            worker.released.append(release)
+            worker.released.append(item)
 
     def _settle(self) -> None:
         """Queue what the loop does next after all that was under way, and memory of streams after its readers."""
-        if self._lent is not None:
-            lent, self._lent = self._lent, None
+        if self.lent is not None:
+            lent, self.lent = self.lent, None
             self.here.use(lent.value, lent.marks)
         for worker in self.all:
             worker.reclaim()

@@ -47,13 +47,7 @@ def differ(kept: Any, original: Any) -> bool:
 def refuse_rebinding(params: Tree, spec: Spec, aliases: Sequence[Any]) -> None:
     """Refuse a stage that put other values into its params, which the next microbatch would compute with.
 
-    Args:
-        params: as the stage left them.
-        spec: their structure when the stage got them.
-        aliases: their leaves then.
-
-    Raises:
-        PlanError: it names them.
+    ``spec`` and ``aliases`` are what it got. Raises PlanError, which names them.
     """
     leaves, new_spec = flatten(params)
     if new_spec == spec and all(map(is_, leaves, aliases)):

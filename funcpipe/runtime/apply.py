@@ -56,17 +56,11 @@ def apply(
         for name, trees in (("params", params), ("state", state))
         if trees is not None and len(trees) != len(parts)
     ]
-    faults += [
-        f"{label} declares the feed {name!r}, which is not given"
-        for label, part in zip(names_of(parts), parts, strict=True)
-        for name in part.feeds
-        if name not in (feeds or {})
-    ]
-    faults += [
-        f"{label} has state, which is not given"
-        for label, part in zip(names_of(parts), parts, strict=True)
-        if part.state and state is None
-    ]
+    for label, part in zip(names_of(parts), parts, strict=True):
+        missing = [name for name in part.feeds if name not in (feeds or {})]
+        faults += [f"{label} declares the feed {name!r}, which is not given" for name in missing]
+        if part.state and state is None:
+            faults.append(f"{label} has state, which is not given")
     raise_all("apply cannot call these stages:", faults)
     states = ((),) * len(parts) if state is None else tuple(state)
     bound = [part.bind(weights, values) for part, weights, values in zip(parts, params, states, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,11 @@ class Border:
     def tree(self) -> Tree:
         """The tree itself."""
         return unflatten(self.spec, self.leaves)
+
+    def mapped(self, fn: Callable[[Tensor], Tensor]) -> Border:
+        """The border with what ``fn`` makes of its tensors."""
+        leaves = [fn(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return Border(leaves, self.spec, self.flags)
 
 
 def given(tree: Tree) -> Border:

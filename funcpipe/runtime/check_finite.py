@@ -26,27 +26,24 @@ _anomaly = threading.Lock()
 class FiniteBound:
     """A bound stage whose outputs, losses and gradients are checked after every action.
 
-    Args:
-        inner: the stage.
-        params: its parameters, to name them.
-        index: of the stage.
-        shares: a microbatch that does not count may have a loss that is NaN: the mean of nothing.
-        operations: keep the arguments of actions, and after a fault do the action again to find the operation.
+    A microbatch that does not count by the shares may have a loss that is NaN: the mean of nothing. With ``operations``
+    the arguments of actions are kept, and after a fault the action is done again to find the operation.
     """
 
     def __init__(self, inner: Bound, params: Tree, index: int, shares: Shares, *, operations: bool) -> None:
         self.inner, self.shares, self.operations = inner, shares, operations
         self.names, self.params = locations(params, f"params[{index}]"), flatten(params)[0]
         self.given: dict[int, StageArgs] = {}
-        self.phase = ""
+        self.grads, self.unused, self.fixed, self.written = inner.grads, inner.unused, inner.fixed, inner.written
+
+    @property
+    def phase(self) -> str:
+        """The inner stage's."""
+        return self.inner.phase
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
         """Forward of the inner stage. Raises NotFiniteError where it hands on NaN or Inf."""
-        try:
-            out = self.inner.forward(args, keep=keep)
-        finally:
-            self.phase = self.inner.phase
-        self.phase = ""
+        out = self.inner.forward(args, keep=keep)
         faults = _border(out.y, "output") + [
             fault for name, border in out.stash.items() for fault in _border(border, f"stash[{name!r}]")
         ]
@@ -83,22 +80,6 @@ class FiniteBound:
         """W of the inner stage. Raises NotFiniteError where gradients have NaN or Inf."""
         self.inner.backward_weight(residual, more=more)
         self._check_gradients(Cotangents([], []), None, None, {})
-
-    def grads(self) -> list[Tensor | None]:
-        """The inner stage's."""
-        return self.inner.grads()
-
-    def unused(self) -> list[int]:
-        """The inner stage's."""
-        return self.inner.unused()
-
-    def fixed(self) -> list[Any]:
-        """The inner stage's."""
-        return self.inner.fixed()
-
-    def written(self) -> list[int]:
-        """The inner stage's."""
-        return self.inner.written()
 
     def release(self) -> None:
         """Release the inner stage, and forget what its actions were given."""
@@ -143,8 +124,7 @@ class FiniteBound:
 
 
 def _border(border: Border, name: str) -> list[str]:
-    tree = border.tree()
-    return _leaves(zip(locations(tree, name), flatten(tree)[0], strict=True))
+    return _leaves(zip(locations(border.tree(), name), border.leaves, strict=True))
 
 
 def _leaves(named: Iterable[tuple[str, Any]]) -> list[str]:

@@ -49,10 +49,8 @@ def outside_of_graphs(work: T) -> T:
 
 def not_carried() -> list[str]:
     """The names of what the caller has switched on and other threads cannot take over."""
-    names: list[str] = []
-    names += [
-        f"function mode {type(mode).__name__}" for mode in modes_on("function") if not isinstance(mode, DeviceContext)
-    ]
+    functions = [mode for mode in modes_on("function") if not isinstance(mode, DeviceContext)]
+    names = [f"function mode {type(mode).__name__}" for mode in functions]
     names += [f"dispatch mode {type(mode).__name__}" for mode in modes_on("dispatch")]
     if saved_tensors_are_hooked():
         names.append("saved-tensor hooks")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeVar
+from contextlib import contextmanager
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -28,32 +28,8 @@ class Unrecordable(Exception):
     """Work that runs and cannot be recorded; the message says what stood in the way."""
 
 
-class Graph(Protocol):
-    """Records work and plays it: a device's graph (`DeviceGraph`), or one that tests put in its place."""
-
-    def warm(self, work: Callable[[], object]) -> None:
-        """Do the work unrecorded, where it will be recorded."""
-        ...
-
-    def rehearse(self, work: Callable[[], object]) -> None:
-        """Do the work once more. Raises Unrecordable where it could not be recorded."""
-        ...
-
-    def record(self, work: Callable[[], T]) -> T:
-        """Run the work's Python, and keep what it queues instead of running that."""
-        ...
-
-    def play(self) -> None:
-        """Run what was recorded, on the memory that it was recorded with."""
-        ...
-
-    def turn(self, memory: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """What is queued inside, on this memory, runs after what was queued in the turn before, on any stream."""
-        ...
-
-
 class DeviceGraph:
-    """A graph of a device, `torch.cuda.CUDAGraph`, recorded on a stream of its own.
+    """Records work and plays it: a graph of a device, `torch.cuda.CUDAGraph`, recorded on a stream of its own.
 
     Other threads may use the device meanwhile ("thread_local"), but for what waits for all of it.
     """
@@ -66,7 +42,7 @@ class DeviceGraph:
         self._done: Any = None
 
     def warm(self, work: Callable[[], object]) -> None:
-        """See `Graph`; torch asks for a stream that is not the default one."""
+        """Do the work unrecorded, where it will be recorded; torch asks for a stream that is not the default one."""
         current = self.module.current_stream(self.device)
         self._stream.wait_stream(current)
         with self.module.stream(self._stream):
@@ -74,12 +50,15 @@ class DeviceGraph:
         current.wait_stream(self._stream)
 
     def rehearse(self, work: Callable[[], object]) -> None:
-        """See `Graph`. A recording that fails costs torch memory, so what can be seen before is refused before."""
+        """Do the work once more. Raises Unrecordable where it could not be recorded.
+
+        A recording that fails costs torch memory, so what can be seen before is refused before.
+        """
         with Rehearsal(self.device):
             self.warm(work)
 
     def record(self, work: Callable[[], T]) -> T:
-        """See `Graph`."""
+        """Run the work's Python, and keep what it queues instead of running that."""
         recording = self.module.graph(self._graph, stream=self._stream, capture_error_mode="thread_local")
         # The stream once more: torch leaves its own behind where a recording cannot be ended.
         with _recording, self.module.device(self.device), self.module.stream(self._stream):
@@ -92,13 +71,13 @@ class DeviceGraph:
                 clear_workspaces()
 
     def play(self) -> None:
-        """See `Graph`; on the current stream."""
+        """Run what was recorded on the current stream, on the memory that it was recorded with."""
         with self.module.device(self.device):
             self._graph.replay()
 
     @contextmanager
     def turn(self, memory: Sequence[Tensor]) -> Generator[None]:
-        """See `Graph`."""
+        """What is queued inside, on this memory, runs after what was queued in the turn before, on any stream."""
         current = self.module.current_stream(self.device)
         if self._done is not None:
             current.wait_event(self._done)
@@ -146,7 +125,7 @@ class Recorded:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: DeviceGraph,
         device: torch.device,
         tensors: Sequence[Tensor],
         work: Callable[[list[Tensor]], Sequence[Tensor]],
@@ -225,7 +204,7 @@ class Recorded:
         return False
 
 
-def _record(graph: Graph, work: Callable[[], T]) -> T:
+def _record(graph: DeviceGraph, work: Callable[[], T]) -> T:
     messages: list[str] = []  # of the work's own error: ending the recording then raises another
 
     def noting() -> T:

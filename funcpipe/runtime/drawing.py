@@ -84,8 +84,7 @@ def _register() -> _Kernels:
 class _Kernels:
     """The kernels of the drawing operations, under a key of their own; inside of ``with`` this thread has the key.
 
-    Attributes:
-        work: whether this torch takes them.
+    They ``work`` where this torch takes them.
     """
 
     def __init__(self) -> None:

@@ -115,7 +115,8 @@ class EagerBound:
             self.reentrant = seen.looked[key]
             return
         refuse_rebinding(self.params, self.spec, self.aliases)
-        refuse_backward([alias.grad for alias in self.inputs], self.fresh)
+        if self.fresh is None:
+            refuse_backward(alias.grad for alias in self.inputs)
         graphs = [residual.y, *residual.stash.values(), residual.side or ()]
         roots = [root for graph in graphs for root in graph if isinstance(root, Tensor) and root.requires_grad]
         nodes = list(nodes_of(roots))  # not the loss's: a critic there that others train is no mistake
@@ -143,7 +144,7 @@ class EagerBound:
             raise
         if returned is None:
             raise PlanError("the stage returned None: is a `return` missing? A stage that hands nothing on returns ()")
-        loss = side = None
+        side = None
         stats: Tree = ()
         stash: dict[str, Border] = {}
         graphs: dict[str, list[Any]] = {}
@@ -156,13 +157,10 @@ class EagerBound:
         elif self.stage.stash:
             self._check_stash({})
         y, graph = close_border(returned, "y", stays=self.loss is not None)
-        if self.loss is not None:
-            loss = self._loss(self.loss, args.target, y, graph)
-            report = ForwardReport(_kept(stats), Loss(*map(_detached, loss)), _side(side))
-        elif side is None and _empty(stats):
-            report = _NOTHING
-        else:
-            report = ForwardReport(_kept(stats), None, _side(side))
+        loss = None if self.loss is None else self._loss(self.loss, args.target, y, graph)
+        report = _NOTHING
+        if loss is not None or side is not None or not _empty(stats):
+            report = ForwardReport(_kept(stats), loss and Loss(*map(_detached, loss)), _side(side))
         if not keep:
             return StageOut(y, report, None, stash)
         residual = EagerResidual(args.microbatch, graph, graphs, loss, side, len(args.x.leaves), x_leaves, skip_leaves)
@@ -300,13 +298,12 @@ class EagerBound:
 
     def unused(self) -> list[int]:
         """Trainable leaves (by number) that no backward added to."""
-        touched = {
+        untouched = {
             id(alias)
             for alias, before in zip(self.inputs, self._begun(), strict=True)
-            if alias.grad is not None and version(alias.grad) != before
+            if alias.grad is None or version(alias.grad) == before
         }
-        trainable = {id(alias) for alias in self.inputs}
-        return [i for i, a in enumerate(self.aliases) if id(a) in trainable and id(a) not in touched]
+        return [number for number, alias in enumerate(self.aliases) if id(alias) in untouched]
 
     def fixed(self) -> list[Any]:
         """What every forward and backward reads: parameters and state; it stays where it is."""

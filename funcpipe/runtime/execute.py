@@ -2,55 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from time import perf_counter
-from typing import Any, ClassVar, NoReturn, Protocol, runtime_checkable
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from funcpipe.core.errors import FuncpipeError, Where, located
 from funcpipe.core.lowered import slots_of
 from funcpipe.core.plan import Plan
-from funcpipe.core.program import CALLER, LaneProgram, Pool, Role, Wire
+from funcpipe.core.program import CALLER, LaneProgram, Role, Wire
 from funcpipe.core.result import Result, RunStats, Span, Timeline
 from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree, map_leaves
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.context import RUNNING, CallerContext, intra_op_threads
+from funcpipe.runtime.context import RUNNING, CallerContext, intra_op_threads, no_autocast_cache
 from funcpipe.runtime.drawing import CatchDraws
 from funcpipe.runtime.finish import finish, release
 from funcpipe.runtime.host_link import HostLink
-from funcpipe.runtime.options import Executor, RunOptions
+from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.plain_tensors import addresses
 from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.steps import make_step
-from funcpipe.runtime.stream import Channel, CopyEdge, Place
+from funcpipe.runtime.stream import CopyEdge, Place
 from funcpipe.runtime.transport import Inbox, Local, Mailbox, PoolLevel
 from funcpipe.schedules.memory import residual_peak
 
 
-@runtime_checkable
-class LaneExecutor(Executor, Protocol):
-    """An executor that walks the lanes in this process, so that it can do a whole run or each half of a `vjp`."""
+class LaneExecutor(ABC):
+    """An executor that walks the lanes in this process, so that it can do a whole run or each half of a `vjp`.
+
+    Attributes:
+        threaded: does every lane have a thread of its own.
+        reason: why it is the one.
+    """
 
     threaded: ClassVar[bool]
-    """Does every lane have a thread of its own."""
 
-    @property
-    def reason(self) -> str:
-        """Why it is the one."""
-        ...
+    def __init__(self, reason: str = "asked for") -> None:
+        self.reason = reason
 
+    @abstractmethod
     def check(self, plan: Plan) -> None:
         """Raises PlanError where it cannot run the plan now."""
-        ...
 
+    @abstractmethod
     def walk(self, execution: Execution) -> None:
         """Do the part that is aimed at, ``execution.part``; come back when it is done, or raise what failed."""
-        ...
+
+    def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
+        """A whole run: check, walk the lanes, fold what comes out."""
+        ready = prepare("run", plan, params, batch, options)
+        execution = Execution(ready, self)
+        execution.go()
+        reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
+        execution.check_empty()
+        timeline = execution.timeline() if options.record else None
+        with intra_op_threads(ready.threads):
+            result = finish(ready, reports, outputs, timeline, execution.stats(), backward=plan.schedule.has_backward)
+        release(ready)
+        execution.settle()
+        return result
 
 
 class Execution:
@@ -90,13 +106,12 @@ class Execution:
 
     def _transports(self, places: Sequence[Place]) -> list[Local]:
         """What carries values to and from each lane."""
-        pools = self.ready.program.pools
-
-        def edge(pool: Pool) -> Channel:
-            source = None if pool.source == CALLER else places[pool.source]
-            return CopyEdge(source, places[pool.lane], threaded=self.executor.threaded)
-
-        edges = {(pool.source, pool.lane): edge(pool) for pool in pools}
+        pools, threaded = self.ready.program.pools, self.executor.threaded
+        ends = {CALLER: None, **dict(enumerate(places))}
+        edges = {
+            (pool.source, pool.lane): CopyEdge(ends[pool.source], places[pool.lane], threaded=threaded)
+            for pool in pools
+        }
         levels = {
             (pool.lane, slot): level
             for pool, slots, level in zip(pools, slots_of(pools), self.levels, strict=True)
@@ -116,7 +131,12 @@ class Execution:
 
     def go(self, start: int = 0, stop: int | None = None) -> None:
         """Do the actions from one position of the plan order to another."""
-        self._aim(start, len(self.ready.program.order) if stop is None else stop)
+        program = self.ready.program
+        self.part = (start, len(program.order) if stop is None else stop)
+        before = program.lane_order[:stop]
+        for lane in self.lanes:
+            lane.first = lane.done
+            lane.stop = len(lane.program.ends) if stop is None else before.count(lane.program.lane)
         token = RUNNING.set(partial(self.where, self.lanes[0]))
         began = perf_counter()
         done = False
@@ -133,23 +153,18 @@ class Execution:
                     lane.place.join()
         self.seconds += perf_counter() - began
 
-    def _aim(self, start: int, stop: int) -> None:
-        program = self.ready.program
-        self.part = (start, stop)
-        whole = stop == len(program.order)
-        before = [] if whole else program.lane_order[:stop]
-        for lane in self.lanes:
-            lane.first = lane.done
-            lane.stop = len(lane.program.ends) if whole else before.count(lane.program.lane)
-
     def give(self, wire: Wire, pieces: Sequence[Border]) -> None:
         """What the caller gives for the next part, one value per microbatch."""
         self.caller.update(_numbered(self.ready.program.wires.index(wire), pieces))
 
-    def listening(self) -> AbstractContextManager[Any]:
-        """What a walk is inside of: eager stages catch their draws, and each forward would else ask for them anew."""
+    @contextmanager
+    def entered(self) -> Generator[None]:
+        """What every thread of a walk is inside of."""
+        # Eager stages catch their draws, and each forward would else ask for them anew.
         eager = any(stage.program is None for stage in self.ready.plan.stages)
-        return CatchDraws() if eager else nullcontext()
+        draws = CatchDraws() if eager else nullcontext()
+        with self.context.entered(), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False), draws:
+            yield
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
 
@@ -158,10 +173,7 @@ class Execution:
         runs = lane.program.runs
         run = runs[max(0, min(lane.begun, len(runs)) - 1)]
         action = lane.program.action(run)
-        phase = self.ready.bounds[action.stage].phase
-        word = f"{action} ({phase})" if phase else str(action)
-        device = f"{lane.program.lane} ({lane.place.device})"
-        return Where(action.stage, self.ready.plan.stages[action.stage].name, action.microbatch, word, device)
+        return self.ready.at(action.stage, action.microbatch, str(action))
 
     def position(self, lane: Runner) -> int:
         """Where in the plan order the lane is."""
@@ -239,32 +251,13 @@ class Execution:
         return RunStats(name, self.executor.reason, self.ready.threads, count, self.seconds, most)
 
 
-def run_by(executor: LaneExecutor, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
-    """A whole run: check, walk the lanes, fold what comes out."""
-    ready = prepare("run", plan, params, batch, options)
-    execution = Execution(ready, executor)
-    execution.go()
-    reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
-    execution.check_empty()
-    timeline = execution.timeline() if options.record else None
-    with intra_op_threads(ready.threads):
-        result = finish(ready, reports, outputs, timeline, execution.stats(), backward=plan.schedule.has_backward)
-    release(ready)
-    execution.settle()
-    return result
-
-
 def _given(ready: Prepared) -> dict[int, Border]:
     """What the caller gives, by value number."""
     batch = ready.batch
+    pieces = {Role.INPUT: batch.inputs, Role.TARGET: batch.target or ()}
     out: dict[int, Border] = {}
     for number, (role, _, name, _) in enumerate(ready.program.wires):
-        if role is Role.INPUT:
-            out |= _numbered(number, batch.inputs)
-        elif role is Role.TARGET and batch.target is not None:
-            out |= _numbered(number, batch.target)
-        elif role is Role.FEED:
-            out |= _numbered(number, batch.feeds[name])
+        out |= _numbered(number, batch.feeds[name] if role is Role.FEED else pieces.get(role, ()))
     return out
 
 
@@ -277,9 +270,7 @@ def _handed(value: Any, place: Place) -> Any:
     """What the caller takes of a lane's."""
     if not place.asynchronous:
         return value
-    if isinstance(value, Border):
-        return Border([place.hand(leaf) for leaf in value.leaves], value.spec, value.flags)
-    return map_leaves(place.hand, value)
+    return value.mapped(place.hand) if isinstance(value, Border) else map_leaves(place.hand, value)
 
 
 def _out_of_memory(error: BaseException) -> bool:

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar
-
-import torch
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
-from funcpipe.core.result import Result
-from funcpipe.core.tree import Tree
-from funcpipe.runtime.context import RUNNING, checked_plan, intra_op_threads, no_autocast_cache
-from funcpipe.runtime.execute import Execution, LaneExecutor, raise_located, run_by
+from funcpipe.runtime.context import RUNNING, checked_plan, intra_op_threads
+from funcpipe.runtime.execute import Execution, LaneExecutor, raise_located
 from funcpipe.runtime.lanes import Lanes, refuse_uncarried, uncarried
-from funcpipe.runtime.options import Executor, ExecutorLike, RunOptions
+from funcpipe.runtime.options import Executor, ExecutorLike
 from funcpipe.runtime.place import plan_devices
 from funcpipe.runtime.watchdog import interrupting
 
 
-@dataclass(frozen=True)
-class Serial:
+class Serial(LaneExecutor):
     """Runs all actions on the calling thread, in plan order."""
 
-    reason: str = "asked for"
-    threaded: ClassVar[bool] = False
+    threaded = False
 
     def check(self, plan: Plan) -> None:
         """Accepts every plan."""
-
-    def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
-        """Run the whole plan."""
-        return run_by(self, plan, params, batch, options)
 
     def walk(self, execution: Execution) -> None:
         """Run the actions in ``execution.part``."""
@@ -42,14 +29,7 @@ class Serial:
         for lane in lanes:
             lane.thread = threading.get_ident()
         RUNNING.set(lambda: execution.where(lanes[execution.turn]))  # whoever began the run sets it back
-        with (
-            interrupting(execution, ready.options.timeout),
-            execution.context.entered(),
-            intra_op_threads(ready.threads),
-            no_autocast_cache(),
-            torch.autograd.set_multithreading_enabled(False),
-            execution.listening(),
-        ):
+        with interrupting(execution, ready.options.timeout), intra_op_threads(ready.threads), execution.entered():
             try:
                 for number in islice(ready.program.lane_order, *execution.part):
                     execution.turn = number
@@ -63,20 +43,14 @@ class Serial:
                 raise_located([(0, execution.failure(lanes[execution.turn], error))])
 
 
-@dataclass(frozen=True)
-class Threads:
+class Threads(LaneExecutor):
     """Runs each lane on a new thread of its own."""
 
-    reason: str = "asked for"
-    threaded: ClassVar[bool] = True
+    threaded = True
 
     def check(self, plan: Plan) -> None:
         """Raises PlanError where something is switched on that other threads cannot take over."""
         refuse_uncarried(plan)
-
-    def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
-        """Run the whole plan."""
-        return run_by(self, plan, params, batch, options)
 
     def walk(self, execution: Execution) -> None:
         """Run the actions in ``execution.part``."""

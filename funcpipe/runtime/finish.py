@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, PlanError, Where, bullets, fail, raise_all
+from funcpipe.core.errors import BatchError, PlanError, bullets, fail, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Loss, Result, RunStats, Timeline
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves, paths, unflatten
-from funcpipe.runtime.border import Border, caller_copy
+from funcpipe.runtime.border import caller_copy
 from funcpipe.runtime.bound import ForwardReport, Shares
 from funcpipe.runtime.joining import merge
 from funcpipe.runtime.prepare import Prepared
@@ -45,10 +46,7 @@ def finish(
         grads, unused = gradients(ready, 1.0 / weight if late and weight else 1.0)
     # A list: a generator would make another error of a StopIteration.
     state = tuple([_commit(ready, stage, reports) for stage in range(plan.num_stages)])
-    merged: Tree = None
-    if outputs:
-        pieces: list[Border] = [outputs[last, m] for m in range(count)]
-        merged = merge(pieces, ready.batch, plan.merge)
+    merged = merge([outputs[last, m] for m in range(count)], ready.batch, plan.merge) if outputs else None
     if grads is not None:  # last: any other error says more
         _refuse_untouched(grads, unused)
     scale = ready.shares.loss_scale
@@ -174,9 +172,7 @@ def gradients(ready: Prepared, scale: float = 1.0) -> tuple[tuple[Tree, ...], li
             parts = [gradient for s, n in group if (gradient := sums[s][n]) is not None]
             if not parts:
                 continue
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part.to(total.device)
+            total = reduce(lambda first, other: first + other.to(first.device), parts)
             for s, n in group:
                 leaf_sum = sums[s][n]
                 if leaf_sum is not None:  # each stage gets a tensor of its own: clipping in place must not act twice
@@ -209,5 +205,4 @@ def _commit(ready: Prepared, stage: int, reports: ByPlace) -> Tree:
             copied = map_leaves(lambda leaf: caller_copy(leaf) if isinstance(leaf, Tensor) else leaf, state)
             return part.commit(copied, stats)
     except BaseException as error:
-        device = plan.schedule.device_of[stage]
-        fail(error, Where(stage, part.name, None, "commit", f"{device} ({ready.where[device]})"))
+        fail(error, ready.at(stage, None, "commit"))

@@ -20,10 +20,6 @@ def refuse_foreign(stage: Stage, foreign: Sequence[Tensor]) -> bool:
     A leaf that the function makes itself (to differentiate by it) is another one in each call, so one that is not among
     what the function closes over is refused at the second call that computes with it.
 
-    Args:
-        stage: whose forward made the graph.
-        foreign: the leaves of the graph that are not of the run's making.
-
     Returns:
         True where all is settled; False where the next graph must be checked too.
 
@@ -50,18 +46,9 @@ def refuse_foreign(stage: Stage, foreign: Sequence[Tensor]) -> bool:
     return bool(earlier)
 
 
-def refuse_backward(sums: Sequence[Any], fresh: Sequence[int] | None) -> None:
-    """Refuse a stage that calls backward itself, which adds to the run's sums.
-
-    Args:
-        sums: the gradient sum of each leaf; None where it is not trained.
-        fresh: their versions when they were filled with zeros; None before the run's first backward.
-
-    Raises:
-        PlanError: something else wrote to them.
-    """
-    counts = [version(gradient) for gradient in sums if gradient is not None]
-    if fresh is None and any(counts):
+def refuse_backward(sums: Iterable[Tensor | None]) -> None:
+    """Refuse a stage that calls backward itself: it adds to these sums before the run does. Raises PlanError."""
+    if any(version(gradient) for gradient in sums if gradient is not None):
         raise PlanError(
             "the stage, or the loss, calls backward itself, and that is what the run does: return the output, or the "
             "loss, alone. A gradient that belongs to the forward is torch.autograd.grad(y, x, create_graph=True)"
@@ -71,12 +58,7 @@ def refuse_backward(sums: Sequence[Any], fresh: Sequence[int] | None) -> None:
 def refuse_around(nodes: Iterable[Any], leaves: Iterable[Any]) -> None:
     """Refuse a loss that closes over the caller's parameters: the run trains them, but gives them no gradient this way.
 
-    Args:
-        nodes: of the loss's graph.
-        leaves: the parameters as the caller gave them.
-
-    Raises:
-        PlanError: the loss computes with some.
+    ``nodes`` are of the loss's graph, ``leaves`` the parameters as they were given. Raises PlanError.
     """
     param_ids = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
     if any(id(getattr(node, "variable", None)) in param_ids for node in nodes):

@@ -241,7 +241,6 @@ _FLAGS: tuple[tuple[Any, str], ...] = (
 
 _NONE: dict[str, Any] = dict.fromkeys(_FIELDS)
 
-
 _UNEVEN = "how much its microbatches count depends on the numbers in its target, and is not as many as they have rows"
 
 
@@ -284,6 +283,9 @@ _FIXED = (
 _CONSTANT = (*_FIXED, bool, int, float, complex, str, bytes, torch.device, torch.Size)
 """Types that hold no tensor and do not change."""
 
+_HOLDS: dict[type, tuple[str, ...]] = {Replicate: ("value",), Axis: ("value", "axis"), Microbatches: ("trees",)}
+"""Leaves that hold a tree: their arguments, the tree first."""
+
 
 class _Taken:
     """Takes trees apart into tensors and words.
@@ -320,13 +322,14 @@ class _Taken:
                 self.tensors.append(leaf)
             self._say(number, leaf.requires_grad, leaf)
             return lambda tensors: tensors[number]
-        if not isinstance(leaf, (Replicate, Axis, Microbatches)):
+        if not isinstance(leaf, tuple(_HOLDS)):
             if self.words is None and not isinstance(leaf, _CONSTANT):
                 raise Unrecordable(f"a result holds a {type(leaf).__name__}, and nobody knows what is in it")
             self._say(leaf)
             return lambda tensors: leaf
-        kind, *arguments = _wrapping(leaf)
-        inner = self.take(arguments.pop(0))
+        kind = next(kind for kind in _HOLDS if isinstance(leaf, kind))
+        held, *arguments = [getattr(leaf, name) for name in _HOLDS[kind]]
+        inner = self.take(held)
         self._say(kind, *arguments)
         return lambda tensors: kind(inner(tensors), *arguments)
 
@@ -337,17 +340,6 @@ class _Taken:
             if type(value).__eq__ is object.__eq__ and not isinstance(value, _FIXED):
                 raise TraceError(f"it gets a {type(value).__name__}, which may change and stays equal to itself")
         self.words.append(tuple(map(leaf_key, values)))
-
-
-def _wrapping(leaf: Replicate | Axis | Microbatches) -> tuple[Any, ...]:
-    """The class of a leaf that holds others, and its arguments."""
-    match leaf:
-        case Replicate():
-            return Replicate, leaf.value
-        case Axis():
-            return Axis, leaf.value, leaf.axis
-        case Microbatches():
-            return Microbatches, leaf.trees
 
 
 def graphs(plan: Plan) -> Graphs:

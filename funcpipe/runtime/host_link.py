@@ -15,12 +15,7 @@ _LEAST = 16
 
 
 class HostStream:
-    """The stream that copies one way between a lane's device and its host. On the CPU a copy is made at once.
-
-    Args:
-        place: the lane's.
-        out: to the host, or back from it.
-    """
+    """The stream that copies out to a lane's host, or back from it. On the CPU a copy is made at once."""
 
     def __init__(self, place: Place, *, out: bool) -> None:
         self.place, self.out = place, out
@@ -82,18 +77,12 @@ class HostStream:
         """Does the tensor's memory lie on the lane's device."""
         return self.place.backend.lies_on(tensor, self.place.device)
 
-    def hollow(self, tensor: Tensor) -> Tensor:
-        """A tensor of the same size, strides and type that has no memory."""
-        return self.place.backend.hollow(tensor)
-
 
 class HostLink:
-    """The streams to the host and back of a lane, and the addresses of memory that stays.
+    """The streams to the host and back of a lane.
 
-    Args:
-        place: the lane's.
-        coming: the lane's events by slot: who reads what lies there waits for it.
-        fixed: addresses of memory that others keep anyway, such as the batch.
+    ``coming`` are the lane's events by slot: who reads what lies there waits for it. ``fixed`` are addresses of memory
+    that stays, for others keep it anyway, such as the batch.
     """
 
     def __init__(self, place: Place, coming: dict[int, Any], fixed: frozenset[int]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -28,7 +30,7 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
     raise_all("the outputs cannot be handed back:", dict.fromkeys(faults), BatchError)
     if not batch.merged:
         # Copies, as joined outputs are: residuals may hold the same memory.
-        return Microbatches(unflatten(piece.spec, _copies(piece.leaves)) for piece in pieces)
+        return Microbatches(unflatten(piece.spec, share(piece.leaves)) for piece in pieces)
     for index, piece in enumerate(pieces):
         if piece.spec != pieces[0].spec:
             raise BatchError(
@@ -83,22 +85,16 @@ def _join(values: Sequence[Any], rule: MergeRule, rows: Sequence[int]) -> Any:
     if all(isinstance(value, Tensor) for value in values) and rule != "each":
         if isinstance(rule, int):
             return torch.cat(list(values), rule) if len(values) > 1 else caller_copy(values[0])
-        total: Tensor | None = None
-        for value, size in zip(values, rows, strict=True):
-            part = value * (size / sum(rows)) if rule == "mean" else value
-            total = part if total is None else total + part
-        return total if len(values) > 1 or rule == "mean" else caller_copy(values[0])
+        if rule == "mean":
+            return reduce(add, (value * (size / sum(rows)) for value, size in zip(values, rows, strict=True)))
+        return reduce(add, values) if len(values) > 1 else caller_copy(values[0])
     if isinstance(values[0], Tensor):
-        return Microbatches(_copies(values))
+        return Microbatches(share(values))
     try:
         same = all(type(value) is type(values[0]) and bool(value == values[0]) for value in values)
     except Exception:
         same = False
     return values[0] if same else Microbatches(values)
-
-
-def _copies(leaves: Sequence[Any]) -> list[Any]:
-    return [caller_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 class _Shape(NamedTuple):
@@ -112,13 +108,7 @@ class _Shape(NamedTuple):
 
 
 class OutputJoin:
-    """The shapes of outputs that were merged, and so of their cotangents. Holds no tensor of them.
-
-    Args:
-        pieces: the outputs, one border per microbatch.
-        batch: the batch that they are of.
-        rule: how they were merged.
-    """
+    """The shapes of outputs that were merged by a rule, and so of their cotangents. Holds no tensor of them."""
 
     def __init__(self, pieces: Sequence[Border], batch: Batch, rule: Tree) -> None:
         self.rows, self.merged = batch.rows, batch.merged
@@ -154,9 +144,8 @@ class OutputJoin:
             elif self.rules[number] != "each":
                 columns.append(self._spread(place, leaf, number, faults))
             elif isinstance(leaf, Microbatches) and len(leaf) == count:
-                faults += [
-                    fault for m, cotangent in enumerate(leaf) for fault in _fault(f"{place}[{m}]", cotangent, shapes[m])
-                ]
+                for m, cotangent in enumerate(leaf):
+                    faults += _fault(f"{place}[{m}]", cotangent, shapes[m])
                 columns.append(list(leaf))
             else:
                 faults.append(
@@ -197,11 +186,8 @@ class OutputJoin:
         ]
         if not faults:
             for m, (tree, row) in enumerate(zip(trees, self.shapes, strict=True)):
-                faults += [
-                    fault
-                    for number, (leaf, shape) in enumerate(zip(tree, row, strict=True))
-                    for fault in _fault(f"leaf {number} of microbatch {m}", leaf, shape)
-                ]
+                for number, (leaf, shape) in enumerate(zip(tree, row, strict=True)):
+                    faults += _fault(f"leaf {number} of microbatch {m}", leaf, shape)
         raise_all("these cotangents do not fit the outputs:", faults, BatchError)
         return [_border(tree) for tree in trees]
 
@@ -253,8 +239,5 @@ def join_input_grads(batch: Batch, pieces: Sequence[Gradients]) -> Tree:
         elif axis is not None:
             columns.append(torch.cat(parts, axis))
         else:
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
-            columns.append(total)
+            columns.append(reduce(add, parts))
     return unflatten(batch.inputs[0].spec, columns)

@@ -7,32 +7,25 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from time import monotonic, sleep
-from typing import Any, ClassVar, Self
-
-import torch
+from typing import Self
 
 from funcpipe.core.captured import lent_modules
 from funcpipe.core.errors import FuncpipeError, PlanError, RunTimeout
 from funcpipe.core.plan import Plan
 from funcpipe.core.remembered import Remembered
-from funcpipe.core.result import Result
 from funcpipe.core.stage import Bindable
-from funcpipe.core.tree import Tree
 from funcpipe.runtime.context import (
     RUNNING,
     checked_plan,
     cores,
     intra_op_threads,
-    no_autocast_cache,
     not_carried,
     pin,
 )
-from funcpipe.runtime.execute import Execution, raise_located, run_by
-from funcpipe.runtime.options import RunOptions
+from funcpipe.runtime.execute import Execution, LaneExecutor, raise_located
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.transport import Stop
 from funcpipe.runtime.watchdog import Watchdog
@@ -45,13 +38,14 @@ _PATIENCE = 0.05
 """Seconds that lanes get to end by themselves before they are interrupted."""
 
 
-class Lanes:
+class Lanes(LaneExecutor):
     """The worker threads of the lanes of a plan. Made by `lanes`, or for one run."""
 
-    threaded: ClassVar[bool] = True
+    threaded = True
 
     def __init__(self, count: int) -> None:
-        self.count, self.reason = count, "asked for"
+        super().__init__()
+        self.count = count
         self._cores = cores()
         self._workers: list[Worker] = []
         self._busy = threading.Lock()
@@ -87,10 +81,6 @@ class Lanes:
             )
         refuse_uncarried(plan)
 
-    def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
-        """A whole run."""
-        return run_by(self, plan, params, batch, options)
-
     def walk(self, execution: Execution) -> None:
         """Run every lane of an execution in its thread; come back when all are done, or raise what failed.
 
@@ -109,9 +99,7 @@ class Lanes:
                 "these lanes are busy with another run; give each concurrent run its own fp.lanes(plan)"
             )
         try:
-            with intra_op_threads(
-                execution.ready.threads
-            ):  # threads that the user starts later begin with his number again
+            with intra_op_threads(execution.ready.threads):  # threads started later begin with the user's number again
                 self._run(execution)
         finally:
             self._busy.release()
@@ -123,12 +111,12 @@ class Lanes:
         finished = False
         leaving = partial(self._leave, execution, threading.get_ident())
         atexit.register(leaving)  # a lane that is in torch's code when Python ends would abort the process
-        watchdog = None if timeout is None else Watchdog(execution, timeout, lambda _: done.put(_TIMEOUT))
+        watchdog = None if timeout is None else Watchdog(execution, timeout, partial(done.put, _TIMEOUT))
         try:
             # Inside of try: Ctrl-C between two starts must stop the first.
             self._start()
             for lane, worker in zip(execution.lanes, self._workers, strict=True):
-                worker.give(_job(self, execution, lane, failures, done))
+                worker.give(partial(self._work, execution, lane, failures, done))
             with watchdog or nullcontext():
                 for _ in execution.lanes:
                     if _take(done) == _TIMEOUT or failures:
@@ -172,9 +160,28 @@ class Lanes:
         while _is_inside(caller) and monotonic() < deadline:
             sleep(0.005)
 
-    def pin(self, lane: int) -> None:
-        """Give the calling thread its share of the cores."""
-        pin(lane, self.count, self._cores)
+    def _work(
+        self,
+        execution: Execution,
+        lane: Runner,
+        failures: list[tuple[int, BaseException]],
+        done: queue.SimpleQueue[int],
+    ) -> None:
+        """The work of one lane in one run."""
+        try:
+            lane.thread = threading.get_ident()
+            compute_with(execution.ready.threads)
+            pin(lane.program.lane, self.count, self._cores)
+            RUNNING.set(partial(execution.where, lane))  # of the copied context, which ends with the job
+            with execution.entered(), lane.place.active():
+                _do(execution, lane, failures)
+        except Stop:
+            pass
+        except BaseException as error:
+            failures.append((execution.position(lane), execution.failure(lane, error)))
+        finally:
+            lane.thread = 0
+            done.put(lane.program.lane)
 
 
 def _is_inside(thread: int) -> bool:
@@ -185,40 +192,6 @@ def _is_inside(thread: int) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _job(
-    crew: Lanes,
-    execution: Execution,
-    lane: Runner,
-    failures: list[tuple[int, BaseException]],
-    done: queue.SimpleQueue[int],
-) -> Callable[[], None]:
-    """A job that does the work of one lane in one run."""
-
-    def work() -> None:
-        try:
-            lane.thread = threading.get_ident()
-            compute_with(execution.ready.threads)
-            crew.pin(lane.program.lane)
-            RUNNING.set(partial(execution.where, lane))  # of the copied context, which ends with the job
-            with (
-                execution.context.entered(),
-                no_autocast_cache(),
-                torch.autograd.set_multithreading_enabled(False),
-                execution.listening(),
-                lane.place.active(),
-            ):
-                _do(execution, lane, failures)
-        except Stop:
-            pass
-        except BaseException as error:
-            failures.append((execution.position(lane), execution.failure(lane, error)))
-        finally:
-            lane.thread = 0
-            done.put(lane.program.lane)
-
-    return work
 
 
 def _take(done: queue.SimpleQueue[int]) -> int:

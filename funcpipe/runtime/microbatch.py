@@ -112,17 +112,15 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
         BatchError: leaves with different numbers of rows, without rows, no rows at all, feeds missing or unknown, or
             the wrong number of ready-made microbatches; every fault with its place.
     """
+    feeds = feeds or {}
     by_name: dict[str, Tree] = {"inputs": inputs}
     if plan.loss is not None:
         by_name["target"] = target
     declared = dict.fromkeys(name for part in plan.stages for name in part.feeds)
-    faults = [
-        f"feeds lacks {name!r}, which {_stage_that_feeds(plan, name)} declares"
-        for name in declared
-        if name not in (feeds or {})
-    ]
-    faults += [f"feeds has {name!r}, which no stage declares" for name in feeds or {} if name not in declared]
-    by_name.update({f"feeds[{name!r}]": (feeds or {})[name] for name in declared if name in (feeds or {})})
+    lacking = [name for name in declared if name not in feeds]
+    faults = [f"feeds lacks {name!r}, which {_stage_that_feeds(plan, name)} declares" for name in lacking]
+    faults += [f"feeds has {name!r}, which no stage declares" for name in feeds if name not in declared]
+    by_name.update({f"feeds[{name!r}]": feeds[name] for name in declared if name in feeds})
     trees = [_BatchTree(name, tree) for name, tree in by_name.items()]
     rows, row_faults = _rows(trees)
     faults += row_faults or [fault for tree in trees for fault in tree.listed(rows)]
@@ -138,15 +136,13 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
     faults += [
         f"microbatch {index} of {tree.name} has no rows; leave it out"
         for tree in trees
-        if tree.ready is not None
-        for index, size in enumerate(tree.ready_rows())
+        for index, size in enumerate(tree.ready_rows)
         if size == 0
     ]
     raise_all("this batch cannot be cut into microbatches:", faults, BatchError)
     if ready:
         count = next(iter(ready.values()))
-        ready_rows = [tree.ready_rows() for tree in trees if tree.ready is not None]
-        by_microbatch = [size or 1 for size in next(filter(any, ready_rows), [1] * count)]
+        by_microbatch = [size or 1 for size in next(filter(any, (tree.ready_rows for tree in trees)), [1] * count)]
         if rows is not None and rows != sum(by_microbatch):
             raise BatchError(
                 f"the ready-made microbatches have {sum(by_microbatch)} rows ({by_microbatch}), other leaves have "
@@ -181,8 +177,14 @@ class _BatchTree:
             self.axes.append(self._axis(index, place, leaf))
         if self.ready is None:
             self.faults += refuse_hidden(tree, name, self.leaves, spec)
+        self.ready_rows: list[int | None] = []
+        """The rows of ready-made microbatches: those of the first leaf that can have any, None if there is none."""
         for index, piece in enumerate(self.ready or ()):
-            self.faults += refuse_hidden(piece, f"{name}[{index}]", *flatten(piece))
+            leaves, spec = flatten(piece)
+            self.faults += refuse_hidden(piece, f"{name}[{index}]", leaves, spec)
+            self.ready_rows.append(
+                next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+            )
 
     def _axis(self, index: int, place: str, leaf: Any) -> int | None:
         """The axis along which a leaf is cut; None: it is shared."""
@@ -230,15 +232,6 @@ class _BatchTree:
             if _is_collection(leaf) and len(leaf) == rows and not self.marked[number]:
                 faults.append(f"{place} is a {type(leaf).__name__} with one value {_each(rows, place)}")
         return faults
-
-    def ready_rows(self) -> list[int | None]:
-        """The rows of ready-made microbatches: those of the first leaf that can have any, None if there is none."""
-        assert self.ready is not None
-        out: list[int | None] = []
-        for tree in self.ready:
-            tensors = [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor) and leaf.dim()]
-            out.append(tensors[0].shape[0] if tensors else None)
-        return out
 
     def cut(self, parts: Sequence[int]) -> list[Border]:
         """One border per microbatch: views of the caller's tensors."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.result import Result, RunStats
+from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, at, flatten, leaves, locations, map_leaves, structure
 
 Ties = Sequence[Sequence[tuple[int, Any]]]
@@ -117,8 +117,7 @@ def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
     sums = _sums(grads, ties)
     distinct: dict[int, Tensor] = {}
     for gradient in leaves(grads):
-        if isinstance(gradient, Tensor):
-            distinct.setdefault(sums.get(id(gradient), id(gradient)), gradient)
+        distinct.setdefault(sums.get(id(gradient), id(gradient)), gradient)
     return get_total_norm(list(distinct.values()))
 
 
@@ -153,14 +152,11 @@ def accumulate(results: Iterable[Result]) -> Result:
         loss = add([run.loss for run in runs], parts)
         grads = map_leaves(lambda *row: None if row[0] is None else add(row, scaled), *(run.grads for run in runs))
     unused = set(runs[0].unused).intersection(*(run.unused for run in runs[1:]))
-    first = runs[0].stats
-    stats = RunStats(
-        first.executor,
-        first.reason,
-        first.threads_per_lane,
-        sum(run.stats.num_microbatches for run in runs),
-        sum(run.stats.seconds for run in runs),
-        tuple(max(column) for column in zip(*(run.stats.slots for run in runs), strict=False)),
+    stats = replace(
+        runs[0].stats,
+        num_microbatches=sum(run.stats.num_microbatches for run in runs),
+        seconds=sum(run.stats.seconds for run in runs),
+        slots=tuple(max(column) for column in zip(*(run.stats.slots for run in runs), strict=False)),
     )
     return replace(
         last,
@@ -306,14 +302,14 @@ def _check_options(optimizer: torch.optim.Optimizer, max_norm: Any, scaler: Any)
         raise PlanError(f"max_norm is a number from 0, or None; got {max_norm!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise PlanError(f"scaler is a torch.amp.GradScaler, or None; got a {type(scaler).__name__}")
-    if not isinstance(optimizer, type) and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
-        raise PlanError(
-            f"step takes the optimizer first, fp.step(optimizer, params, result); got a {type(optimizer).__name__}"
-        )
     if isinstance(optimizer, type):
         raise PlanError(
             f"{optimizer.__name__} is a class; make an optimizer: torch.optim.{optimizer.__name__}(fp.leaves(params), "
             "lr=...)"
+        )
+    if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
+        raise PlanError(
+            f"step takes the optimizer first, fp.step(optimizer, params, result); got a {type(optimizer).__name__}"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

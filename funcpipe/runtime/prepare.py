@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, raise_all
+from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, Where, raise_all
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
 from funcpipe.core.stage import names_of
@@ -58,6 +58,12 @@ class Prepared:
     ties: tuple[tuple[tuple[int, int], ...], ...]
     strict: bool
     options: RunOptions
+
+    def at(self, stage: int, microbatch: int | None, word: str) -> Where:
+        """The coordinates of something that a stage does."""
+        lane, phase = self.plan.schedule.device_of[stage], self.bounds[stage].phase
+        word = f"{word} ({phase})" if phase else word
+        return Where(stage, self.plan.stages[stage].name, microbatch, word, f"{lane} ({self.where[lane]})")
 
 
 def prepare(
@@ -117,13 +123,7 @@ def prepare(
     available = min(len(cores()), torch.get_num_threads())
     threads = options.threads_per_lane or max(1, available // plan.num_devices)
     checks = _checks(options.check)
-    bounds: Sequence[Bound] = _bind(plan, trees, states, trained, Keys(seed, plan.stages), shares)
-    if checks & {"finite", "finite-op"}:
-        operations = "finite-op" in checks
-        bounds = [
-            FiniteBound(b, tree, i, shares, operations=operations)
-            for i, (b, tree) in enumerate(zip(bounds, trees, strict=True))
-        ]
+    bounds = _bind(plan, trees, states, trained, Keys(seed, plan.stages), shares, checks)
     program = program_for(plan, cut.num_microbatches, halves=halves)
     return Prepared(
         plan, program, cut, shares, trees, states, bounds, devices, threads, ties, "used" in checks, options
@@ -236,9 +236,9 @@ def _untrained(leaf: Any, trained: bool, stage: int) -> str:
 
 def _refuse_frozen(trees: Sequence[Tree], trainable: Trainable) -> None:
     """Raise PlanError where ``trainable`` is None and every Parameter is frozen."""
-    leaves = (
-        [leaf for tree in trees for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)] if trainable is None else []
-    )
+    if trainable is not None:
+        return
+    leaves = [leaf for tree in trees for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
     frozen = any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
     if frozen and not any(leaf.requires_grad for leaf in leaves):
         raise PlanError(
@@ -262,6 +262,7 @@ def _bind(
     trained: list[list[bool]],
     keys: Keys,
     shares: Shares,
+    checks: set[str],
 ) -> list[Bound]:
     """Bind every stage to its parameters and state."""
     bounds: list[Bound] = []
@@ -271,9 +272,12 @@ def _bind(
         options: dict[str, Any] = {"trainable": trained[index], "train": plan.train, "keys": keys}
         options["backwards"] = plan.schedule.has_backward
         try:
-            bounds.append(program(part, index, params, state, loss=loss, shares=shares, **options))
+            bound = program(part, index, params, state, loss=loss, shares=shares, **options)
         except PlanError as error:
             raise PlanError(f"{names_of(plan.stages)[index]}: {error}") from None
+        if checks & {"finite", "finite-op"}:
+            bound = FiniteBound(bound, params, index, shares, operations="finite-op" in checks)
+        bounds.append(bound)
     return bounds
 
 
@@ -350,22 +354,14 @@ def _states(state: Any, plan: Plan) -> tuple[Tree, ...]:
             )
         return ((),) * plan.num_stages
     states = _per_stage("state", state, plan)
-    faults = [
-        f"{labels[i]} declares no state, but state[{i}] is not ()"
-        for i, part in enumerate(plan.stages)
-        if not part.state and not _empty(states[i])
-    ]
-    faults += [
-        f"{labels[i]} declares state, but state[{i}] is None"
-        for i, part in enumerate(plan.stages)
-        if part.state and states[i] is None
-    ]
+    faults: list[str] = []
+    for number, (label, part, tree) in enumerate(zip(labels, plan.stages, states, strict=True)):
+        if part.state and tree is None:
+            faults.append(f"{label} declares state, but state[{number}] is None")
+        if not part.state and tree is not None and flatten(tree)[0]:
+            faults.append(f"{label} declares no state, but state[{number}] is not ()")
     raise_all("state does not fit the stages:", faults)
     return states
-
-
-def _empty(tree: Tree) -> bool:
-    return tree is None or not flatten(tree)[0]
 
 
 def split_batch(plan: Plan, batch: Any) -> tuple[Tree, Tree]:

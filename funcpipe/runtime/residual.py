@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -12,45 +13,28 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from funcpipe.core.result import Loss
 from funcpipe.runtime.host_link import HostStream
 from funcpipe.runtime.plain_tensors import address, is_plain
-from funcpipe.runtime.saved_tensors import saved_pieces, take_out
+from funcpipe.runtime.saved_tensors import SavedPiece, saved_pieces, take_out
 
 GradientLeaves: TypeAlias = dict[int, Tensor]
 """The leaves of a border that hold its gradients, by their numbers among all."""
 
 
+@dataclass(slots=True, eq=False)
 class EagerResidual:
     """The graph of one forward: its outputs, its losses, and the leaves at its inputs."""
 
-    __slots__ = (
-        "_event",
-        "_moved",
-        "_pieces",
-        "draws",
-        "loss",
-        "microbatch",
-        "side",
-        "skips",
-        "stash",
-        "x",
-        "x_count",
-        "y",
-    )
-
-    def __init__(
-        self,
-        microbatch: int,
-        y: list[Any],
-        stash: dict[str, list[Any]],
-        loss: Loss | None,
-        side: tuple[Any, Any] | None,
-        x_count: int,
-        x: GradientLeaves,
-        skips: list[tuple[int, GradientLeaves]],
-    ) -> None:
-        self.microbatch, self.y, self.stash, self.loss, self.side = microbatch, y, stash, loss, side
-        self.x_count, self.x, self.skips = x_count, x, skips
-        self.draws: dict[str, int] = {}
-        self._moved: int | None = None
+    microbatch: int
+    y: list[Any]
+    stash: dict[str, list[Any]]
+    loss: Loss | None
+    side: tuple[Any, Any] | None
+    x_count: int
+    x: GradientLeaves
+    skips: list[tuple[int, GradientLeaves]]
+    draws: dict[str, int] = field(default_factory=dict[str, int])
+    _moved: int | None = None
+    _pieces: Sequence[SavedPiece] = ()
+    _event: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -67,10 +51,6 @@ class EagerResidual:
         Of the outputs only their places in the graph are kept, of the leaves at the inputs only their shapes: a
         backward needs no more, and where it needs their numbers autograd saved them. The losses stay: they are single
         numbers.
-
-        Args:
-            to: the stream that moves it.
-            fixed: addresses of memory that stays where it is.
 
         Returns:
             The event after which it is there; None: it is.
@@ -89,13 +69,8 @@ class EagerResidual:
             *self.stash.values(),
             (self.loss.sum if self.loss else None, self.side[0] if self.side else None),
         ]
-        nodes = [
-            edge.node if isinstance(edge, GradientEdge) else edge.grad_fn
-            for row in ends
-            for edge in row
-            if isinstance(edge, (Tensor, GradientEdge))
-        ]
-        self._pieces = saved_pieces(take_out(nodes, to, fixed))
+        roots = [edge for row in ends for edge in row if isinstance(edge, (Tensor, GradientEdge))]
+        self._pieces = saved_pieces(take_out(roots, to, fixed))
         copies, self._event = to.copy([piece.flat for piece in self._pieces])
         for piece, copy in zip(self._pieces, copies, strict=True):
             piece.empty()
@@ -103,7 +78,7 @@ class EagerResidual:
         for leaves in (self.x, *(leaves for _, leaves in self.skips)):
             for leaf in leaves.values():
                 if is_plain(leaf) and leaf.numel() and to.takes(leaf) and address(leaf) not in fixed:
-                    leaf.data = to.hollow(leaf)
+                    leaf.data = to.place.backend.hollow(leaf)
         self._moved = 0
         return self._event
 
@@ -114,7 +89,7 @@ class EagerResidual:
             piece.flat = copy
             piece.restore()
         self._moved = sum(copy.nbytes for copy in copies)
-        self._pieces, self._event = [], None  # autograd alone holds what came back, and frees it as its backward goes
+        self._pieces, self._event = (), None  # autograd alone holds what came back, and frees it as its backward goes
         return event
 
 

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -63,7 +64,6 @@ class Keys:
         self.seed = seed
         self.stages = stages
         self.owners: dict[str, tuple[int, int]] = {}
-        self._clashing: set[int] | None = None
 
     def path(self, stage: int, layer: str, part: Stage | None = None) -> str:
         """The path of a drawing layer; unique in the model, so the place of the cuts does not matter.
@@ -72,7 +72,7 @@ class Keys:
         before it. A function stage draws by its name. The part of a composition is the one that runs, or as given.
         """
         part = part or SCOPE.get() or self.stages[stage]
-        return f"{part.name}.{layer}" if layer and self._clashes(part) else layer or part.name
+        return f"{part.name}.{layer}" if layer and id(part) in self._clashing else layer or part.name
 
     def number(self, path: str, nth: int, microbatch: int) -> int:
         """The seed of the generator of a draw."""
@@ -91,7 +91,7 @@ class Keys:
             )
         part = part or SCOPE.get() or self.stages[stage]
         path = self.path(stage, layer, part)
-        if layer and not part.name and self._clashes(part):
+        if layer and not part.name and id(part) in self._clashing:
             raise DrawError(
                 f"stage {stage} draws random numbers in its layer {layer!r} and has no name, while another stage has "
                 "layers at the same paths; give the stages names (name=), so that they draw different numbers"
@@ -105,17 +105,12 @@ class Keys:
                 "each stage its own name (name=)"
             )
 
-    def _clashes(self, part: Stage) -> bool:
-        if self._clashing is None:
-            self._clashing = _clashing(self.stages)
-        return id(part) in self._clashing
-
-
-def _clashing(stages: Sequence[Stage]) -> set[int]:
-    """The simple stages that share the path of a layer with another."""
-    parts = [part for stage in stages for part in stage.simple()]
-    counts = Counter(path for part in parts for path in part.layers())
-    return {id(part) for part in parts if any(counts[path] > 1 for path in part.layers())}
+    @cached_property
+    def _clashing(self) -> set[int]:
+        """The simple stages that share the path of a layer with another."""
+        parts = [part for stage in self.stages for part in stage.simple()]
+        counts = Counter(path for part in parts for path in part.layers())
+        return {id(part) for part in parts if any(counts[path] > 1 for path in part.layers())}
 
 
 class KeyedDraws(CatchDraws):
@@ -232,17 +227,10 @@ def default_generator(device: torch.device) -> torch.Generator:
     return module.default_generators[device.index if ":" in str(device) else module.current_device()]
 
 
-_TWINS: dict[Any, Callable[..., Any] | None] = {}
-
-
+@cache
 def twin_of(func: Any) -> Callable[..., Any] | None:
     """The overload of a random operation that takes a generator; None where there is none."""
-    if func not in _TWINS:
-        _TWINS[func] = _twin(func)
-    return _TWINS[func]
 
-
-def _twin(func: Any) -> Callable[..., Any] | None:
     def takes(overload: Any) -> bool:
         return any(argument.name == "generator" for argument in schema(overload).arguments)
 

@@ -14,14 +14,7 @@ from funcpipe.runtime.transport import Transport
 
 
 class Runner:
-    """The state of one lane while it runs.
-
-    Args:
-        program: the lane's.
-        steps: what each of its calls does.
-        place: where it computes.
-        transport: to and from the others.
-        timed: measure every action.
+    """The state of one lane while it runs; ``timed`` measures every action.
 
     Attributes:
         slots: what lies in each; None: nothing.

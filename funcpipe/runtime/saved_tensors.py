@@ -19,11 +19,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from funcpipe.core.gradient_graph import nodes_of
+from funcpipe.core.remembered import Remembered
 from funcpipe.core.torch_names import inputs_of_region, saved_names
 from funcpipe.runtime.host_link import HostStream
 from funcpipe.runtime.plain_tensors import address, is_plain
@@ -33,7 +33,7 @@ _ALIGNED = 64
 _BLOCK = 512
 """On CUDA at a multiple of this: such an offset can be taken off, and kernels see the same alignment."""
 
-_names: WeakKeyDictionary[type, tuple[tuple[str, str], ...]] = WeakKeyDictionary()
+_names_of = Remembered(saved_names)
 
 
 class SavedSlot:
@@ -56,19 +56,14 @@ def _unpack(slot: SavedSlot) -> Tensor:
     return slot.tensor
 
 
-def take_out(nodes: Iterable[Any], to: HostStream, fixed: frozenset[int]) -> list[SavedSlot]:
-    """Put every saved tensor that can be moved, in the graph behind some nodes, into a slot.
-
-    Args:
-        nodes: of the outputs.
-        to: the stream that will move them.
-        fixed: addresses of memory that stays.
+def take_out(roots: Iterable[Any], to: HostStream, fixed: frozenset[int]) -> list[SavedSlot]:
+    """Put every saved tensor that can be moved, in the graph behind some tensors or edges, into a slot.
 
     Raises:
         RuntimeError: autograd's own, where a saved tensor was modified in place.
     """
     slots: list[SavedSlot] = []
-    for node in nodes_of(nodes):
+    for node in nodes_of(roots):
         for handle, tensor in _saved_by(node):
             if isinstance(tensor, Tensor) and _moves(tensor, to, fixed):
                 slot = SavedSlot()
@@ -83,22 +78,13 @@ def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
     The tensor is read as a backward would read it, which checks whether it was modified since. One that is packed
     already is left alone: to read it would be to unpack it.
     """
-    for hidden, name in _names_of(node):
+    for hidden, name in _names_of(type(node)):
         handles = _many(getattr(node, hidden))
         hooks = [handle.unpack_hook for handle in handles]
         if all(hook is None for hook in hooks):
             yield from zip(handles, _many(getattr(node, name)), strict=True)
         for hook in hooks:
             yield from inputs_of_region(hook)
-
-
-def _names_of(node: Any) -> Iterable[tuple[str, str]]:
-    """The names of a node's attributes with what it saved, as pairs: of the handles, of the tensors."""
-    kind = type(node)
-    names = _names.get(kind)
-    if names is None:
-        names = _names[kind] = saved_names(kind)
-    return names
 
 
 def _many(value: Any) -> Sequence[Any]:

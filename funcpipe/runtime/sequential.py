@@ -56,10 +56,7 @@ def run_sequential(
 
 
 def _run(plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
-    return _execute(prepare("run_sequential", plan, params, batch, options))
-
-
-def _execute(ready: Prepared) -> Result:
+    ready = prepare("run_sequential", plan, params, batch, options)
     loop = Loop(ready)
     token = RUNNING.set(loop.where)
     began = perf_counter()
@@ -112,10 +109,7 @@ class Loop:
     def where(self) -> Where:
         """The coordinates of what it is at."""
         stage, m, letter = self.at
-        phase = self.ready.bounds[stage].phase
-        lane = self.plan.schedule.device_of[stage]
-        word = f"{stage}{letter}{m}" + (f" ({phase})" if phase else "")
-        return Where(stage, self.plan.stages[stage].name, m, word, f"{lane} ({self.ready.where[lane]})")
+        return self.ready.at(stage, m, f"{stage}{letter}{m}")
 
     def _moved(self, value: Border, stage: int) -> Border:
         """The value on the stage's device."""

@@ -19,14 +19,7 @@ Step: TypeAlias = Callable[[list[Any], Run], Sequence[Any]]
 
 
 def make_step(call: Call, program: LaneProgram, stage: Stage, bound: Bound, host: HostLink | None) -> Step:
-    """The step of a call; everything that is the same for all microbatches is worked out here, once a run.
-
-    Args:
-        call: the call.
-        program: whose it is.
-        stage, bound: what it does it with.
-        host: the lane's link; None where nothing is moved.
-    """
+    """The step of a call; everything that is the same for all microbatches is worked out here, once a run."""
     wires = program.wires
     match call.kind:
         case Kind.F | Kind.R:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from funcpipe.core.program import CALLER
 from funcpipe.runtime.border import Border, fills
-from funcpipe.runtime.device_graph import DeviceGraph, Graph
+from funcpipe.runtime.device_graph import DeviceGraph
 from funcpipe.runtime.place import same_device
 from funcpipe.runtime.plain_tensors import materialized
 
@@ -86,7 +86,7 @@ class StreamBackend:
         """Let the host wait for the event, so that it does not run far ahead."""
         event.synchronize()
 
-    def graph(self, device: torch.device) -> Graph | None:
+    def graph(self, device: torch.device) -> DeviceGraph | None:
         """A graph that records work of the device; None where its kind of device has none."""
         module = self.module(device) if self.asynchronous(device) else None
         return DeviceGraph(module, device) if hasattr(module, "CUDAGraph") else None
@@ -99,28 +99,18 @@ def _apart(value: Border) -> Border:
     (torch deletes the sharers' context while the other is about to lock it). Nobody writes to gradients, so they go as
     they are; they are told by having no flags.
     """
-    if not value.flags:
-        return value
-    return Border(
-        [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves], value.spec, value.flags
-    )
+    return value.mapped(torch.clone) if value.flags else value
 
 
 def _without_gaps(value: Border) -> Border:
     """The value in memory without gaps, which eager stages (these copy it at once) and programs then see alike."""
     if all(not isinstance(leaf, Tensor) or fills(leaf) for leaf in value.leaves):
         return value
-    leaves = [leaf if not isinstance(leaf, Tensor) or fills(leaf) else leaf.clone() for leaf in value.leaves]
-    return Border(leaves, value.spec, value.flags)
+    return value.mapped(lambda leaf: leaf if fills(leaf) else leaf.clone())
 
 
 class Ticket(NamedTuple):
-    """A value on its way to a lane.
-
-    Attributes:
-        value: what arrives.
-        event: after which it is there; None: now.
-    """
+    """A value on its way to a lane, and the event after which it is there; None: now."""
 
     value: Border
     event: Any = None
@@ -130,11 +120,6 @@ class Place:
     """Where a lane computes: a device and, if it has streams, one of them.
 
     A device that stands for several lanes gets a stream for each; one that stands alone computes on the caller's.
-
-    Args:
-        device: of torch's.
-        alone: does it stand for one lane only.
-        lane: its number.
     """
 
     backend: ClassVar[StreamBackend] = StreamBackend()
@@ -167,8 +152,7 @@ class Place:
         """Let the lane's work wait for what the caller has queued."""
         if self.asynchronous:
             self.caller = self.module.current_stream(self.device)  # the second half of a vjp may come from another
-            if self.stream != self.caller:
-                self.stream.wait_stream(self.caller)
+            self.settle()
 
     def join(self) -> None:
         """Let what the caller queues next wait for the lane's work."""
@@ -224,12 +208,7 @@ class CopyEdge:
         self._streams: dict[torch.device, Any] = {}
 
     def send(self, value: Border, free: Any = None) -> Ticket:
-        """Start to copy a value.
-
-        Args:
-            value: on the source's device, or anywhere if the caller gave it.
-            free: the event after which its slot is free; None: it is.
-        """
+        """Start to copy a value that lies on the source's device, or anywhere if the caller gave it."""
         source, target = self.source, self.target
         if source is not None and not source.asynchronous and not target.asynchronous:
             return Ticket(_apart(value) if self.threaded else value)
@@ -243,15 +222,14 @@ class CopyEdge:
 
     def _hand_over(self, source: Place, value: Border, free: Any) -> Ticket:
         """Two lanes of one device: the same memory, in order."""
-        value = _apart(value) if self.threaded else value
-        leaves = [materialized(leaf) if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
+        value = (_apart(value) if self.threaded else value).mapped(materialized)
         event = source.event()
-        for leaf in leaves:
+        for leaf in value.leaves:
             if isinstance(leaf, Tensor):
                 source.backend.record(leaf, self.target.stream)
         if free is not None:
             source.wait(free)  # no copy could wait for the slot, so the sender does
-        return Ticket(Border(leaves, value.spec, value.flags), event)
+        return Ticket(value, event)
 
     def _copy(self, value: Border, free: Any) -> Ticket:
         """To another device, on the copy streams of both. Torch orders a copy on the current streams of both ends."""
@@ -266,11 +244,7 @@ class CopyEdge:
                 if place.device in devices:
                     self._stream(place).wait_stream(place.caller)
         elif source.asynchronous:
-            value = Border(
-                [materialized(leaf) if isinstance(leaf, Tensor) else leaf for leaf in value.leaves],
-                value.spec,
-                value.flags,
-            )
+            value = value.mapped(materialized)
             ends.append(source)
             self._stream(source).wait_event(source.event())
         if free is not None:
@@ -278,8 +252,8 @@ class CopyEdge:
         with ExitStack() as stack:
             for place in ends:
                 stack.enter_context(place.module.stream(self._stream(place)))
-            leaves = [backend.copy(leaf, target.device) if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
-        for old, new in zip(value.leaves, leaves, strict=True):
+            copy = value.mapped(lambda leaf: backend.copy(leaf, target.device))
+        for old, new in zip(value.leaves, copy.leaves, strict=True):
             if isinstance(old, Tensor):
                 if source is not None and source.asynchronous:
                     backend.record(old, self._stream(source))
@@ -289,7 +263,7 @@ class CopyEdge:
         if ends:
             event = ends[0].module.Event()
             event.record(self._stream(ends[0]))
-        return Ticket(Border(leaves, value.spec, value.flags), event)
+        return Ticket(copy, event)
 
     def _stream(self, place: Place) -> Any:
         """The copy stream of this edge on one of its devices."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from funcpipe.core.errors import PlanError, Where, fail, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Path, Tree, flatten, is_differentiable, paths
+from funcpipe.core.words import similar
 
 Trainable: TypeAlias = bool | Callable[[str, Tensor], bool] | Sequence[Any] | None
 """Which leaves get gradients; see `run`."""
@@ -56,14 +56,10 @@ def _flags(stage: int, tree: Tree, choice: Any) -> list[bool]:
         raise PlanError(
             f"trainable[{stage}] is True, False, or a tree of them like params[{stage}] ({spec}); got {choice_spec}"
         )
-    faults = [
-        f"{path}"
-        for path, leaf, flag in zip(paths(tree), leaves, flags, strict=True)
-        if flag and not is_differentiable(leaf)
-    ]
-    if faults:
+    pairs = zip(paths(tree), leaves, flags, strict=True)
+    if wrong := [str(path) for path, leaf, flag in pairs if flag and not is_differentiable(leaf)]:
         raise PlanError(
-            f"trainable[{stage}] names leaves that cannot have gradients (not floating): {', '.join(faults)}"
+            f"trainable[{stage}] names leaves that cannot have gradients (not floating): {', '.join(wrong)}"
         )
     return flags
 
@@ -82,9 +78,7 @@ def resolve_ties(
             if path in leaf_paths:
                 members.append((stage, leaf_paths.index(path)))
             else:
-                near = difflib.get_close_matches(str(key), [str(p[0] if len(p) == 1 else p) for p in leaf_paths], 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                faults.append(f"params[{stage}] has no leaf at {key!r}{hint}")
+                faults.append(f"params[{stage}] has no leaf at {key!r}{similar(key, map(key_of, leaf_paths))}")
         shapes = {tuple(flatten(trees[s])[0][n].shape) for s, n in members}
         if len(shapes) > 1:
             faults.append(f"the leaves of {group} differ in shape: {sorted(shapes)}")

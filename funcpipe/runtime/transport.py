@@ -99,12 +99,8 @@ class PoolLevel:
 class Local:
     """The transport of one lane within a process.
 
-    Args:
-        program: the lane's.
-        boxes: of every lane.
-        edges: from the caller, and to each lane that this one sends to.
-        caller: what the caller gives, by value number.
-        levels: of the pools, by (lane, slot).
+    ``boxes`` are of every lane, ``edges`` by (from, to); ``caller`` has what he gives by value number, ``levels`` those
+    of the pools by (lane, slot).
     """
 
     def __init__(

@@ -94,8 +94,7 @@ def _by_halves(executor: ExecutorLike, plan: Plan) -> LaneExecutor:
     if not isinstance(chosen, LaneExecutor):
         raise PlanError(
             "executor is 'threads', 'serial', fp.lanes(plan), or None, for fp.run also fp.graphs(plan), which does "
-            "whole "
-            f"runs; got {chosen!r}"
+            f"whole runs; got {chosen!r}"
         )
     return chosen
 
@@ -145,24 +144,19 @@ class Pullback:
 
     It keeps what the backwards need (residuals, parameters) until it is called or dropped. Its executor is that of the
     first half, and what the caller had switched on then (autocast, default device) holds again.
+
+    Attributes:
+        attached: for each microbatch, which leaves of its outputs can have a gradient: ``requires_grad`` in plain
+            autograd.
+        unused: (stage, path) of trainable leaves that the backwards did not reach; known after the call.
     """
 
     def __init__(self, execution: Execution, seam: OutputJoin) -> None:
         self._execution: Execution | None = execution
-        self._seam = seam
+        self._seam, self.attached = seam, seam.attached
         self._lock = threading.Lock()
         self._carried = not_carried()
-        self._unused: tuple[tuple[int, Any], ...] = ()
-
-    @property
-    def attached(self) -> tuple[tuple[bool, ...], ...]:
-        """For each microbatch, which leaves of its outputs can have a gradient: ``requires_grad`` in plain autograd."""
-        return self._seam.attached
-
-    @property
-    def unused(self) -> tuple[tuple[int, Any], ...]:
-        """(stage, path) of trainable leaves that the backwards did not reach; known after the call."""
-        return self._unused
+        self.unused: tuple[tuple[int, Any], ...] = ()
 
     def __call__(self, cotangents: Tree) -> tuple[tuple[Tree, ...], Tree]:
         """Run the backwards.
@@ -208,7 +202,7 @@ class Pullback:
         with intra_op_threads(ready.threads):
             grads, unused = gradients(ready)
             inputs = join_input_grads(ready.batch, [input_grads[0, m].leaves for m in range(len(pieces))])
-        self._unused = tuple(unused)
+        self.unused = tuple(unused)
         release(ready)
         execution.settle()
         return grads, inputs

@@ -24,15 +24,9 @@ _GRACE = 1.0
 
 
 class Watchdog:
-    """A thread that looks at the lanes while a run lasts.
+    """A thread that looks at the lanes while a run lasts; when none begins an action it has a report, and bites once."""
 
-    Args:
-        execution: whose lanes.
-        timeout: seconds in which some lane must begin an action.
-        bite: called once with the report when none did.
-    """
-
-    def __init__(self, execution: Execution, timeout: float, bite: Callable[[str], None]) -> None:
+    def __init__(self, execution: Execution, timeout: float, bite: Callable[[], None]) -> None:
         self.execution, self.timeout, self.bite = execution, timeout, bite
         self.report = ""
         self._over = threading.Event()
@@ -63,7 +57,7 @@ class Watchdog:
                     if self._over.is_set():
                         return
                     self.report = describe(self.execution, monotonic() - since)
-                    self.bite(self.report)
+                    self.bite()
                 if not self._over.wait(_GRACE):
                     with suppress(OSError, ValueError):  # nobody reads it: a closed pipe, a closed file
                         print(f"funcpipe: {self.report}", file=sys.stderr, flush=True)
@@ -99,14 +93,11 @@ def describe(execution: Execution, seconds: float) -> str:
                 for entry in traceback.extract_stack(frame)
                 if "/funcpipe/" not in entry.filename.replace("\\", "/") and not entry.filename.endswith("threading.py")
             ]
-            stacks += (
-                []
-                if not shown
-                else [
-                    f"device {number} is at:",
-                    *(f"  {line}" for text in traceback.format_list(shown[-12:]) for line in text.rstrip().split("\n")),
+            if shown:
+                stacks.append(f"device {number} is at:")
+                stacks += [
+                    f"  {line}" for text in traceback.format_list(shown[-12:]) for line in text.rstrip().split("\n")
                 ]
-            )
     del frames
     start, stop = execution.part
     lines.append(f"{done} of {stop - start} actions are done")
@@ -143,7 +134,7 @@ class interrupting:
         self.dog = None if timeout is None else Watchdog(execution, timeout, self._bite)
         self._identity = threading.get_ident()
 
-    def _bite(self, report: str) -> None:
+    def _bite(self) -> None:
         main = threading.main_thread().ident == self._identity
         if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler and hasattr(signal, "pthread_kill"):
             signal.pthread_kill(self._identity, signal.SIGINT)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from funcpipe.core.gradient_graph import nodes_of
-from funcpipe.core.stage import Out, Stage, normalise, side_loss
+from funcpipe.core.stage import Bindable, Out, Stage, normalise, side_loss
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves, refuse_hidden
 from funcpipe.testing.around import HookedFn, StageCall
 from funcpipe.testing.snapshot import Snapshot, named

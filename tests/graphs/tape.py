@@ -41,7 +41,7 @@ class _Recording(TorchDispatchMode):
 
 
 class Tape:
-    """See `funcpipe.runtime.device_graph.Graph`."""
+    """What `funcpipe.runtime.device_graph.DeviceGraph` does, on the CPU."""
 
     def __init__(self) -> None:
         self.operations = []

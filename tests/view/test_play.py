@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import funcpipe as fp
 from funcpipe.core.program import Receive, Role
 from funcpipe.core.stage import Stage
-from funcpipe.runtime.execute import run_by
+from funcpipe.runtime.execute import LaneExecutor
 from funcpipe.schedules.clock import clock, durations_of, edges_of
 from funcpipe.schedules.legal import examine
 from funcpipe.schedules.memory import residual_peak
@@ -142,22 +142,20 @@ class Events(Play):
         return [number for _, _, number in sorted(self.events)]
 
 
-class InOrder:
+class InOrder(LaneExecutor):
     """One thread that does instructions in an order of its own, and notes what each lane holds after each action.
 
     Instructions and not actions: while what an action made waits for a slot, the slots that it read are free already.
     """
 
-    threaded, reason = False, "a test"
+    threaded = False
 
     def __init__(self, order):
+        super().__init__("a test")
         self.order, self.held = order, []
 
     def check(self, plan):
         pass
-
-    def run(self, plan, params, batch, options):
-        return run_by(self, plan, params, batch, options)
 
     def walk(self, execution):
         actions = [lane.parts for lane in execution.lanes]
