@@ -114,8 +114,8 @@ class RunTimeout(FuncpipeError, TimeoutError):
 def bullets(title: str, faults: Iterable[str], most: int | None = None) -> str:
     """One message for many faults: a title, then a line for each, or for so many and how many more there are."""
     lines = list(faults)
-    left_out = 0 if most is None else max(0, len(lines) - most)
-    lines[len(lines) - left_out :] = [f"and {left_out} more"] * (left_out > 0)
+    if most is not None and len(lines) > most:
+        lines[most:] = [f"and {len(lines) - most} more"]
     return "\n".join([title, *(f"  * {line}" for line in lines)])
 
 

@@ -22,8 +22,8 @@ def columns(rows: Sequence[Sequence[str]], words: Container[int] = (0,)) -> list
     weight     12
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = ["<" if column in words else ">" for column in range(len(widths))]
-    return ["  ".join(map(format, row, map("{}{}".format, sides, widths))).rstrip() for row in rows]
+    forms = [f"{'<' if column in words else '>'}{width}" for column, width in enumerate(widths)]
+    return ["  ".join(map(format, row, forms)).rstrip() for row in rows]
 
 
 def similar(name: object, names: Iterable[object], words: str = "; did you mean {!r}?") -> str:
