@@ -117,10 +117,10 @@ class StageWorker:
         """In a ring: memory that came back is dropped after the stream has waited for those who read it."""
         while True:
             try:
-                item = self.released.popleft()
+                returned = self.released.popleft()
             except IndexError:  # who ends the overlap may empty it at the same time
                 return
-            self.streams.wait(item.marks)
+            self.streams.wait(returned.marks)
 
     def _failed(self, batch: int, error: Exception) -> Item:
         """An error in the place of a batch: nothing after it is wanted any more."""

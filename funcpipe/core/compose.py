@@ -152,10 +152,11 @@ class _CommitEach:
         self.stages = stages
 
     def __call__(self, state: Tree, stats: tuple[Tree, ...]) -> Tree:
-        return tuple(
+        new = [  # a list: a generator would make another error of a StopIteration
             old if part.commit is None else part.commit(old, tuple(row[index] for row in stats))
             for index, (part, old) in enumerate(zip(self.stages, state, strict=True))
-        )
+        ]
+        return tuple(new)
 
 
 def _check_length(label: str, trees: Any, stages: Sequence[Stage]) -> None:

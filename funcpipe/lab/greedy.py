@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from funcpipe.lab.problem import ROUNDING, Lanes, Problem
+from funcpipe.lab.problem import ROUNDING, CodedLanes, Problem
 from funcpipe.lab.simulation import NEVER, Simulation
 from funcpipe.schedules.clock import F, I, W
 
@@ -88,7 +88,7 @@ class Builder(Simulation):
                 self.put_weight(number)
 
 
-def on_a_line(problem: Problem) -> Iterator[Lanes]:
+def on_a_line(problem: Problem) -> Iterator[CodedLanes]:
     """The eight variants of the line; those that need more memory than there is are left out."""
     for flags in product((False, True), repeat=3):
         try:
@@ -97,7 +97,7 @@ def on_a_line(problem: Problem) -> Iterator[Lanes]:
             continue
 
 
-def on_a_v(problem: Problem) -> Iterator[Lanes]:
+def on_a_v(problem: Problem) -> Iterator[CodedLanes]:
     """The four variants of the V, each repeated while what it learned of the waits makes it better."""
     for forwards, backwards in product((True, False), repeat=2):
         allowed: list[float] | None = None
@@ -112,7 +112,7 @@ def on_a_v(problem: Problem) -> Iterator[Lanes]:
             allowed = builder.idle
 
 
-def _line(problem: Problem, wait_before_first: bool, backwards_first: bool, eager: bool) -> Lanes:
+def _line(problem: Problem, wait_before_first: bool, backwards_first: bool, eager: bool) -> CodedLanes:
     builder = Builder(problem)
     stages, count = problem.num_stages, problem.num_microbatches
     forwards, backwards = builder.forwards, builder.backwards

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from funcpipe.lab.problem import Lanes, Problem, Score
+from funcpipe.lab.problem import CodedLanes, Problem, Score
 from funcpipe.lab.simulation import NEVER, Simulation
 from funcpipe.schedules.clock import B, F, I, R, W
 
@@ -47,7 +47,7 @@ class Listed(NamedTuple):
     """The schedule that rules lead to: its score, and the order of each device."""
 
     score: Score
-    lanes: Lanes
+    lanes: CodedLanes
 
 
 _Decision: TypeAlias = tuple[int, int, bool, float]

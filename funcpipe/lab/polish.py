@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from funcpipe.lab.problem import ROUNDING, Budget, CodedAction, Lanes, Problem, Score
+from funcpipe.lab.problem import ROUNDING, Budget, CodedAction, CodedLanes, Problem, Score
 from funcpipe.schedules.clock import CODED, B, F, I, L, O, R, W, clock, durations_of, edges_of
 from funcpipe.schedules.memory import residual_table
 
@@ -70,7 +70,7 @@ def bounds_of(lane: Sequence[CodedAction], position: int) -> tuple[int, int]:
 
 def polish(
     bench: Bench, lanes: Sequence[Sequence[CodedAction]], rng: Random, budget: Budget, *, good: float
-) -> Iterator[Lanes]:
+) -> Iterator[CodedLanes]:
     """Move one action after the other, as long as that makes nothing longer; yields what is shorter than all before.
 
     Args:

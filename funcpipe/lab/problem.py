@@ -20,7 +20,7 @@ Objective: TypeAlias = Literal["makespan", "span"]
 CodedAction: TypeAlias = tuple[int, int, int]
 """An action as (code, stage, microbatch), for loops that visit all of them again and again."""
 
-Lanes: TypeAlias = list[list[CodedAction]]
+CodedLanes: TypeAlias = list[list[CodedAction]]
 """The actions of each device in their order."""
 
 

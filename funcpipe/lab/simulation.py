@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from funcpipe.lab.problem import ROUNDING, CodedAction, Lanes, Problem
+from funcpipe.lab.problem import ROUNDING, CodedAction, CodedLanes, Problem
 from funcpipe.schedules.clock import B, F, I, W
 
 NEVER = float("inf")
@@ -57,7 +57,7 @@ class Simulation:
         self.devices = [Device(limit) for limit in problem.limits]
 
     @property
-    def lanes(self) -> Lanes:
+    def lanes(self) -> CodedLanes:
         """The order of each device."""
         return [device.lane for device in self.devices]
 
