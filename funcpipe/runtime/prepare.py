@@ -15,7 +15,7 @@ from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
 from funcpipe.core.stage import names_of
 from funcpipe.core.torch_names import has_gradient_hooks
-from funcpipe.core.tree import Tree, flatten, locations
+from funcpipe.core.tree import Leaves, Tree, flatten, locations
 from funcpipe.lower.plan import program_for
 from funcpipe.runtime import microbatch
 from funcpipe.runtime.bound import Bound, Program, Shares
@@ -99,11 +99,9 @@ def prepare(
     faults = misplaced(plan, trees, devices, "params") + misplaced(plan, states, devices, "state")
     raise_all("tensors must lie where their stage runs; move them with fp.place(plan, params):", faults, PlacementError)
     inputs, target = split_batch(plan, batch)
-    batch_trees = {
-        "inputs": inputs,
-        "target": target,
-        **{f"feeds[{name!r}]": tree for name, tree in (feeds or {}).items()},
-    }
+    batch_trees = _NamedTrees(
+        {"inputs": inputs, "target": target, **{f"feeds[{name!r}]": tree for name, tree in (feeds or {}).items()}}
+    )
     if all(device.type != "meta" for device in devices):
         _refuse_meta(batch_trees)
     if backward and not halves:
@@ -112,13 +110,14 @@ def prepare(
     if (plan.outputs or halves) and plan.merge is None:
         _refuse_unsaid_axes(cut)
     shares = microbatch.shares(cut, plan, options.loss_scale)
-    trained = trainable_leaves(trees, trainable) if backward else [[False] * len(flatten(t)[0]) for t in trees]
+    leaves = [flatten(tree)[0] for tree in trees]
+    trained = trainable_leaves(trees, trainable) if backward else [[False] * len(row) for row in leaves]
     ties = resolve_ties(plan, trees, trained)
     if backward:
         refuse_undeclared_ties(trees, trained, ties)
     if backward and not halves:
-        _refuse_untrained(trees, states, trained)
-        _refuse_frozen(trees, trainable)
+        _refuse_untrained(trees, leaves, states, trained)
+        _refuse_frozen(leaves, trainable)
     # A caller who set fewer threads than there are cores leaves the others to other work.
     available = min(len(cores()), torch.get_num_threads())
     threads = options.threads_per_lane or max(1, available // plan.num_devices)
@@ -163,20 +162,26 @@ def _refuse_unsaid_axes(cut: microbatch.Batch) -> None:
         )
 
 
-def _found(trees: Mapping[str, Tree], wrong: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-    """The wrong leaves with their places; places cost much, so they are made only for trees with a wrong leaf."""
-    return [
-        (place, leaf)
-        for root, tree in trees.items()
-        if any(wrong(leaf) for leaf in flatten(tree)[0])
-        for place, leaf in zip(locations(tree, root), flatten(tree)[0], strict=True)
-        if wrong(leaf)
-    ]
+class _NamedTrees:
+    """Trees by name, taken apart once."""
+
+    def __init__(self, trees: Mapping[str, Tree]) -> None:
+        self.trees = [(root, tree, flatten(tree)[0]) for root, tree in trees.items()]
+
+    def found(self, wrong: Callable[[Any], bool]) -> list[tuple[str, Any]]:
+        """The wrong leaves with their places; places cost much, so they are made only for trees with a wrong leaf."""
+        return [
+            (place, leaf)
+            for root, tree, leaves in self.trees
+            if any(map(wrong, leaves))
+            for place, leaf in zip(locations(tree, root), leaves, strict=True)
+            if wrong(leaf)
+        ]
 
 
-def _refuse_attached(trees: Mapping[str, Tree]) -> None:
+def _refuse_attached(trees: _NamedTrees) -> None:
     """Raise BatchError for leaves of the batch that ask for a gradient: none goes from a run into its batch."""
-    faults = [f"{place} {_why(leaf)}" for place, leaf in _found(trees, _asks)]
+    faults = [f"{place} {_why(leaf)}" for place, leaf in trees.found(_asks)]
     raise_all(
         "no gradient goes from a run into its batch, and what made these values would not be trained. Make "
         "it the first stage; or take the gradients of the inputs by fp.vjp, or by fp.Pipe inside of an "
@@ -204,15 +209,17 @@ def _asks(leaf: Any) -> bool:
     return isinstance(bare, Tensor) and bare.requires_grad
 
 
-def _refuse_untrained(trees: Sequence[Tree], states: Sequence[Tree], trained: list[list[bool]]) -> None:
+def _refuse_untrained(
+    trees: Sequence[Tree], leaves: Sequence[Leaves], states: Sequence[Tree], trained: list[list[bool]]
+) -> None:
     """Raise PlanError for state that requires gradients, params that are arrays, and params with gradient hooks."""
-    states_by_name = {f"state[{stage}]": tree for stage, tree in enumerate(states)}
+    states_by_name = _NamedTrees({f"state[{stage}]": tree for stage, tree in enumerate(states)})
     faults = [
         f"{place} requires a gradient, and state gets none: put it into params, or detach it"
-        for place, _ in _found(states_by_name, _asks)
+        for place, _ in states_by_name.found(_asks)
     ]
-    for stage, (tree, flags) in enumerate(zip(trees, trained, strict=True)):
-        whys = [_untrained(leaf, flag, stage) for leaf, flag in zip(flatten(tree)[0], flags, strict=True)]
+    for stage, (tree, row, flags) in enumerate(zip(trees, leaves, trained, strict=True)):
+        whys = [_untrained(leaf, flag, stage) for leaf, flag in zip(row, flags, strict=True)]
         if any(whys):
             pairs = zip(locations(tree, f"params[{stage}]"), whys, strict=True)
             faults += [f"{place} {why}" for place, why in pairs if why]
@@ -234,13 +241,12 @@ def _untrained(leaf: Any, trained: bool, stage: int) -> str:
     return ""
 
 
-def _refuse_frozen(trees: Sequence[Tree], trainable: Trainable) -> None:
+def _refuse_frozen(leaves: Sequence[Leaves], trainable: Trainable) -> None:
     """Raise PlanError where ``trainable`` is None and every Parameter is frozen."""
-    if trainable is not None:
+    tensors = [leaf for row in leaves for leaf in row if isinstance(leaf, Tensor)]
+    if trainable is not None or any(leaf.requires_grad for leaf in tensors):
         return
-    leaves = [leaf for tree in trees for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
-    frozen = any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
-    if frozen and not any(leaf.requires_grad for leaf in leaves):
+    if any(isinstance(leaf, torch.nn.Parameter) for leaf in tensors):
         raise PlanError(
             "every parameter is frozen (requires_grad is False), so there is nothing to train; leaf.requires_grad_() "
             "on what is trained, run(..., trainable=True) for gradients all the same, or evaluate: "
@@ -248,9 +254,9 @@ def _refuse_frozen(trees: Sequence[Tree], trainable: Trainable) -> None:
         )
 
 
-def _refuse_meta(trees: Mapping[str, Tree]) -> None:
+def _refuse_meta(trees: _NamedTrees) -> None:
     """Raise BatchError for tensors of the batch on the meta device."""
-    missing = _found(trees, lambda leaf: isinstance(leaf, Tensor) and leaf.is_meta)
+    missing = trees.found(lambda leaf: isinstance(leaf, Tensor) and leaf.is_meta)
     faults = [f"{place} is on the meta device and has no numbers" for place, _ in missing]
     raise_all("the batch cannot be run:", faults, BatchError)
 
