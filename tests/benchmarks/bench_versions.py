@@ -6,6 +6,8 @@
 First steps of the workloads of bench_peers.py on two kept lanes with one intra-op thread each (M = 8; 1F1B of eager stages,
 zero-bubble of compiled ones), then the host's time of stages of one Linear(8) on kept lanes and on one thread. A column is
 the median of the other version, and the median over rounds of this one's time over the other's: below 1 this one is faster.
+Versions that catch draws by kernels of a dispatch key cannot share a process: the second falls back to a mode, and its eager
+stages take twice as long. So compare with 42d21a7 or older, or look at the compiled rows alone.
 """
 
 from __future__ import annotations
