@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.torch_names import storage_number
-from funcpipe.core.tree import Tree, flatten, locations, map_leaves
+from funcpipe.core.tree import Tree, flatten, locations, map_leaves, map_tensors
 from funcpipe.runtime.plain_tensors import materialized
 from funcpipe.runtime.stream import StreamBackend
 
@@ -46,7 +46,7 @@ def streamed(backend: StreamBackend, tree: Tree) -> bool:
 def materialized_tree(tree: Tree) -> Tree:
     """The tree without memory that is shared copy-on-write, on which no stream could be recorded."""
     if any(isinstance(leaf, Tensor) and materialized(leaf) is not leaf for leaf in flatten(tree)[0]):
-        return map_leaves(lambda leaf: materialized(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+        return map_tensors(materialized, tree)
     return tree
 
 

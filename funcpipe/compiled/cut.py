@@ -270,6 +270,6 @@ def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Is it a view, or a piece of one that has several. It costs nothing: its base crosses, each program makes its own."""
+    """Is it a view, or a piece of one that has several. Its base crosses, and each program makes its own."""
     target: Any = node.args[0].target if node.target is operator.getitem else node.target  # pyright: ignore
     return target is _aten._unsafe_view.default or getattr(target, "is_view", False)

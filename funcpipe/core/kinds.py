@@ -77,8 +77,8 @@ class KindRow:
 
     Attributes:
         word: what it does, in pictures.
-        once: does it stand once a batch, at most, so that it has no microbatch; it comes after everything that adds to the
-            gradients of its stage.
+        once: does it stand once a batch, at most, so that it has no microbatch; it comes after everything that adds to
+            the gradients of its stage.
         after: the kind that must stand before it, of the same stage and microbatch; None: it comes first.
         before_backward: does it stand before the backward (B or I) of its stage and microbatch.
         pair: the kind with which it comes in pairs.

@@ -79,7 +79,7 @@ class Lowered:
         return expand(self, [lane])[0]
 
     def walk(self) -> Iterator[tuple[int, Instruction, dict[int, int]]]:
-        """All instructions in plan order, each with its lane, and what lies in the lane's slots (`LaneProgram.contents`)."""
+        """All instructions in plan order, each with its lane and what lies in its slots (`LaneProgram.contents`)."""
         for lane, each in _in_turn(self, [program.contents() for program in self.lanes]):
             yield lane, *each
 
@@ -191,7 +191,7 @@ def _crossings(
 
 
 class _Writer:
-    """Writes the program of a lane, action by action. Liveness decides every free: the last action that reads a value."""
+    """Writes the program of a lane, action by action. Liveness decides every free: after the last read."""
 
     def __init__(
         self, lowered: Lowered, lane: int, again: set[tuple[int, int]], crossings: dict[int, dict[int, int]]

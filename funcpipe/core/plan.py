@@ -20,7 +20,7 @@ Ties: TypeAlias = tuple[tuple[tuple[int, Any], ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A schedule lowered for stages: what `run` runs, `simulate` times, `draw` draws, `print` shows. Made by `make_plan`.
+    """A schedule lowered for stages: what `run`, `simulate`, `draw` and `print` interpret. Made by `make_plan`.
 
     Attributes:
         stages: the stages.

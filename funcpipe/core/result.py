@@ -172,7 +172,7 @@ class Timeline:
     def cost(self) -> Cost:
         """The mean time of each kind on each stage, to simulate with: what the actions took, without the waiting.
 
-        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F, and O, L and G are nothing.
+        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F; O, L and G are nothing.
 
         >>> Timeline((Span(0, 0.0, 1.0, Action(Kind.F, 0, 0)), Span(0, 1.0, 4.0, Action(Kind.F, 0, 1))), 1).cost().forward
         (2.0,)

@@ -1,1 +1,1 @@
-"""Where a model is cut, and whether the parts compute what it did: split, and the choice of stages and schedule together."""
+"""Where a model is cut, whether the parts compute what it did, and the choice of stages and schedule together."""

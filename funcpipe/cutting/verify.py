@@ -231,7 +231,7 @@ def _call(module: nn.Module, tensors: dict[str, Tensor], x: Any) -> Any:
 
 @contextmanager
 def seeded(x: Any) -> Generator[None]:
-    """The same random numbers each time on the devices of these inputs; torch's generators are as they were after it."""
+    """The same random numbers each time on the devices of these inputs; afterwards torch's generators are as before."""
     found = {leaf.device for leaf in flatten(x)[0] if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
     devices = sorted(found, key=str)
     with torch.random.fork_rng(devices=devices):
@@ -265,7 +265,7 @@ def _gradients(objective: Tensor | None, named: dict[str, Tensor]) -> dict[str, 
 
 
 def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
-    """Where trees differ by more than rounding: relative to a tensor's largest number, or 1e-3 of the largest of all."""
+    """Where trees differ by more than rounding: relative to a tensor's largest number, or 1e-3 of that of all."""
     faults: list[str] = []
     pairs: list[tuple[str, Tensor, Tensor]] = []
     for label, expected, actual in rows:

@@ -32,7 +32,7 @@ class _Try(NamedTuple):
 def climb(
     problem: Problem, budget: Budget, rng: Random, *, good: float, like: Schedule | None = None
 ) -> Iterator[Listed]:
-    """Ever better orders, until the budget is spent or one is as good as ``good``; ``like``: a schedule to begin near."""
+    """Ever better orders, until the budget is spent or one is as good as ``good``; begins near ``like``, a schedule."""
     ages = iter(range(10**12))
 
     def attempt(rules: list[DeviceRule]) -> _Try | None:

@@ -121,7 +121,7 @@ class Problem:
 
     @cached_property
     def waits(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Time from the end of a stage's F to the start of the next stage's; from that of its backward to the one before's.
+        """Time from the end of a stage's F to the start of the next's, from that of its backward to the one before's.
 
         As if its link were free: what waits for others on it shows in the simulation.
         """

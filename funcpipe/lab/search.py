@@ -20,7 +20,7 @@ from funcpipe.lab.placement import placed, shapes_for
 from funcpipe.lab.polish import Bench, polish
 from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule, limits_of
 from funcpipe.lab.starting_points import fused, starting_points
-from funcpipe.schedules.clock import CODE
+from funcpipe.schedules.clock import coded
 from funcpipe.schedules.counts import counted
 from funcpipe.schedules.memory import residual_peak
 from funcpipe.view.simulate import simulate
@@ -262,7 +262,7 @@ class _Best:
             return
         if sum(map(len, self.schedule.orders)) > _POLISHED:
             return
-        lanes = [[(CODE[kind], stage, m) for kind, stage, m in order] for order in self.schedule.orders]
+        lanes = coded(self.schedule.orders)
         bench = Bench(self.tight(self.problem))
         for better in polish(bench, lanes, rng, self.budget.part(share), good=self.bound):
             self._offer(self.problem, as_schedule(better, self.schedule.name), "moves")

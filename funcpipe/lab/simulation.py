@@ -1,7 +1,7 @@
 """Devices that are given one action after the other: when each can begin, what it takes and frees, for whom it is.
 
-What goes next is decided elsewhere: by rules (`listing`), or as the zero-bubble papers build schedules (`greedy`). Where
-the order of every device is known, `schedules.clock` is the simulation.
+What goes next is decided elsewhere: by rules (`listing`), or as the zero-bubble papers build schedules (`greedy`).
+Where the order of every device is known, `schedules.clock` is the simulation.
 """
 
 from __future__ import annotations

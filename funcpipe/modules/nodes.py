@@ -56,7 +56,7 @@ def roots_of(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
 
 
 def norms_of(module: fx.GraphModule) -> dict[fx.Node, tuple[Any, Any]]:
-    """Each batch norm in training, also of those inside regions, with what it is given for its running mean and variance.
+    """Each batch norm in training, also inside regions, with what it is given for its running mean and variance.
 
     Of a region's what the region is given; None where it is made inside.
     """
@@ -70,7 +70,7 @@ def norms_of(module: fx.GraphModule) -> dict[fx.Node, tuple[Any, Any]]:
 
 
 def writes_of(module: fx.GraphModule, apart: Container[fx.Node] = ()) -> list[tuple[fx.Node, fx.Node]]:
-    """(node, what it writes into) for each write in place, also of those inside regions; nodes in ``apart`` left out."""
+    """(node, what it writes into) for each write in place, also inside regions; nodes in ``apart`` left out."""
     roots = roots_of(module)
     writes: list[tuple[fx.Node, fx.Node]] = []
     for node in module.graph.nodes:
@@ -92,7 +92,7 @@ def writes_of(module: fx.GraphModule, apart: Container[fx.Node] = ()) -> list[tu
 
 
 def regions_of(module: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, dict[fx.Node, fx.Node]]]:
-    """The bodies that a higher-order operation runs (no_grad, autocast, cond), with what their placeholders stand for."""
+    """The bodies that a higher-order operation runs (no_grad, cond), and what their placeholders stand for."""
     if not isinstance(node.target, HigherOrderOperator):
         return []
     flat: list[fx.Node] = []

@@ -46,7 +46,7 @@ _DEFAULTS = {F.instance_norm: {"training": True}}
 
 
 class Hearing(TorchFunctionMode):
-    """While it is on, calls of ``norms`` with one of these tensors (ids) as running statistics go to ``answer`` instead.
+    """While it is on, calls of ``norms`` with one of these tensors (ids) as running statistics go to ``answer``.
 
     ``norms`` has the names of each function's arguments; what ``answer`` returns is the result of the call.
     """

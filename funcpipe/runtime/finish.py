@@ -13,7 +13,7 @@ from funcpipe.core.errors import BatchError, PlanError, bullets, fail, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Loss, Result, RunStats, Timeline
 from funcpipe.core.stage import names_of
-from funcpipe.core.tree import Tree, flatten, locations, map_leaves, paths, unflatten
+from funcpipe.core.tree import Tree, flatten, locations, map_tensors, paths, unflatten
 from funcpipe.runtime.border import caller_copy
 from funcpipe.runtime.bound import ForwardReport, Shares
 from funcpipe.runtime.joining import merge
@@ -202,7 +202,6 @@ def _commit(ready: Prepared, stage: int, reports: ByPlace) -> Tree:
     try:
         with torch.no_grad():
             # A copy: a commit that updates in place must not reach the caller's state.
-            copied = map_leaves(lambda leaf: caller_copy(leaf) if isinstance(leaf, Tensor) else leaf, state)
-            return part.commit(copied, stats)
+            return part.commit(map_tensors(caller_copy, state), stats)
     except BaseException as error:
         fail(error, ready.at(stage, None, "commit"))

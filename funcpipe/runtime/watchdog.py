@@ -24,7 +24,7 @@ _GRACE = 1.0
 
 
 class Watchdog:
-    """A thread that looks at the lanes while a run lasts; when none begins an action it has a report, and bites once."""
+    """A thread that looks at the lanes while a run lasts; when none begins an action it reports, and bites once."""
 
     def __init__(self, execution: Execution, timeout: float, bite: Callable[[], None]) -> None:
         self.execution, self.timeout, self.bite = execution, timeout, bite

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.kinds import MOVES, Flow, Kind, flowing
+from funcpipe.core.schedule import Action
 
 CODED = tuple(Kind)
 """The kinds by their codes, the numbers that those use who walk over all actions."""
 CODE = {kind: code for code, kind in enumerate(CODED)}
 F, B, I, W, R, O, L, G, *_ = range(len(CODED))
+
+
+def coded(orders: Iterable[Iterable[Action]]) -> list[list[tuple[int, int, int]]]:
+    """The actions of each device as (code, stage, microbatch)."""
+    return [[(CODE[kind], stage, microbatch) for kind, stage, microbatch in order] for order in orders]
 
 
 class Dependency(NamedTuple):

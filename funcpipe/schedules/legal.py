@@ -10,7 +10,7 @@ from funcpipe.core.errors import ScheduleError, bullets, raise_all
 from funcpipe.core.kinds import ADDS, KINDS, ONCE, Flow, Kind, flowing
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.schedule import Action, Schedule
-from funcpipe.schedules.clock import CODE, CODED, B, F, G, I, R, W, chain, clock
+from funcpipe.schedules.clock import CODE, CODED, B, F, G, I, R, W, chain, clock, coded
 
 MOST_FAULTS = 20
 """A message about a schedule lists no more."""
@@ -54,7 +54,7 @@ def _examine(schedule: Schedule) -> Legal:
         raise_all(f"schedule {schedule.name!r} is not legal:", faults, ScheduleError, most=MOST_FAULTS)
 
     refuse(_malformed(schedule))
-    lanes = tuple([(CODE[kind], stage, microbatch) for kind, stage, microbatch in order] for order in schedule.orders)
+    lanes = tuple(coded(schedule.orders))
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     if stages * microbatches > 5 * sum(map(len, lanes)):  # absurd indices: named before anything is allocated by them
         refuse(_gaps(lanes, stages, microbatches))
@@ -104,7 +104,7 @@ def _show(action: Any) -> str:
 
 
 def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int) -> bool:
-    """Is the whole as most are: each stage on one device, F before its B (or I, then W), microbatches in ascending order.
+    """Is all as most are: each stage on one device, F before its B (or I, then W), microbatches in ascending order.
 
     True: there is no fault. False: who wants to know more must look at every action for itself.
     """

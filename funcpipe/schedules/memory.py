@@ -51,7 +51,7 @@ def residual_peak(order: tuple[Action, ...], schedule: Schedule, cost: Cost = Co
 
 
 def running_sum(changes: list[tuple[float, float, float]]) -> tuple[tuple[float, float], ...]:
-    """What is held over time, ``(from when, how much)``, of changes: (when, its place among those of one time, by how much)."""
+    """What is held, ``(from when, how much)``; changes are (when, place among those of one time, by how much)."""
     changes.sort()
     level, steps = 0.0, list[tuple[float, float]]()
     for time, _, change in changes:

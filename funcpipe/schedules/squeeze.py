@@ -56,7 +56,7 @@ def most_held(lanes: Sequence[Lane]) -> int:
 
 
 def squeezed(lanes: Sequence[Lane], ceiling: int, *, more: int = 0) -> tuple[tuple[Action, ...], ...]:
-    """The orders of `repeated` blocks when all that can has moved up, twice, with at most ``ceiling`` residuals a device.
+    """The orders of `repeated` blocks when all that can has moved up, twice; at most ``ceiling`` residuals a device.
 
     That is at least `most_held` of them; so many microbatches ``more`` are added where the orders repeat, as they must.
     """
@@ -173,7 +173,7 @@ def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
 
 
 def _last_full(changes: list[int], residuals: int, first: int, slot: int, ceiling: int) -> int:
-    """The last slot from ``first`` on, before another, at whose end a device holds all that it may; ``first - 1``: none."""
+    """The last slot from ``first`` to before another at whose end a device holds all it may; ``first - 1``: none."""
     span = changes[first + 1 : slot]
     if residuals + span.count(-1) < ceiling:
         return first - 1
@@ -182,7 +182,7 @@ def _last_full(changes: list[int], residuals: int, first: int, slot: int, ceilin
 
 
 def _earliest(lane: Lane, residuals: int, ready: int, slot: int, *, room: int) -> int:
-    """The first slot from ``ready`` up to its own, ``slot``, that an action could have, with at most ``room`` held from it on.
+    """The first slot from ``ready`` up to ``slot``, its own, that an action could have; at most ``room`` are held.
 
     A free one, or that of a W, where one residual more has room; ``residuals``: held just before ``slot``.
     """

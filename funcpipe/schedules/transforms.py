@@ -1,4 +1,4 @@
-"""Schedules made from schedules: remat (R), split and delayed weight backwards (I, W), offload (O, L), reduction (G)."""
+"""Schedules made from schedules: remat (R), split and delayed weight backwards (I, W), offload (O, L), reduce (G)."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _delayed(order: tuple[Action, ...], group: int) -> tuple[Action, ...]:
 
 
 def reduce_grads(schedule: Schedule) -> Schedule:
-    """Sum the gradients of each stage over its replicas as soon as they are complete: insert ``G`` after its last backward.
+    """Sum the gradients of each stage over its replicas once they are complete: insert ``G`` after its last backward.
 
     It runs on the link to the other replicas while the device goes on with other stages. Where there are no replicas,
     nothing is left to do.

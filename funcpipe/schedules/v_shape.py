@@ -19,7 +19,7 @@ from itertools import chain
 
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.clock import CODE, clock
+from funcpipe.schedules.clock import CODE, clock, coded
 from funcpipe.schedules.clock import chain as neighbours
 from funcpipe.schedules.counts import schedule_counts
 from funcpipe.schedules.squeeze import BLOCK, Block, most_held, repeated, squeezed, steady
@@ -273,7 +273,7 @@ def _adaptive_block(device: int, devices: int, slow: int, gap: int) -> Block:
 def _span(orders: tuple[tuple[Action, ...], ...]) -> float:
     """The span where every action takes one unit of time."""
     schedule = Schedule(orders)
-    lanes = [[(CODE[kind], stage, microbatch) for kind, stage, microbatch in order] for order in orders]
+    lanes = coded(orders)
     stages = schedule.num_stages
     durations = [[1.0] * stages] * len(CODE)
     starts = clock(lanes, schedule.device_of, schedule.num_microbatches, durations, neighbours(stages)).starts

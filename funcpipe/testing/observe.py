@@ -10,12 +10,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from funcpipe.core.gradient_graph import nodes_of
 from funcpipe.core.stage import Bindable, Out, Stage, normalise, side_loss
-from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves, refuse_hidden
+from funcpipe.core.tree import (
+    Tree,
+    flatten,
+    is_differentiable,
+    leaves,
+    locations,
+    map_leaves,
+    map_tensors,
+    refuse_hidden,
+)
 from funcpipe.testing.around import HookedFn, StageCall
 from funcpipe.testing.snapshot import Snapshot, named
 
@@ -61,9 +69,7 @@ class Observer:
         """Call the stage, and note its side effects."""
         params = map_leaves(lambda leaf: leaf, params)  # new containers, so that one fault is not many
         if self.stage.state:
-            extras["state"] = map_leaves(
-                lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, extras["state"]
-            )
+            extras["state"] = map_tensors(torch.clone, extras["state"])
         state = extras.get("state", ())
         inputs = {
             f"{kind}[{name!r}]": tree for kind in ("skips", "feeds") for name, tree in extras.get(kind, {}).items()
