@@ -222,4 +222,5 @@ def _close(spec: OutputSpec, outs: Sequence[Tensor]) -> tuple[Border, ForwardRep
 def _read(args: StageArgs) -> tuple[list[Tensor], list[Hashable]]:
     """The tensors that a forward gets, and the signature of all that it gets."""
     borders = args.borders()
-    return tensors(*[border.leaves for border in borders]), [border_key(border) for border in borders]
+    leaves = [leaf for border in borders for leaf in border.leaves if isinstance(leaf, Tensor)]
+    return leaves, [border.words or border_key(border) for border in borders]

@@ -118,16 +118,21 @@ def _fold_losses(
         for m, loss in enumerate(reported):
             factor = shares.factor(loss, m) / (weight if late and weight else 1.0)
             if factor:
-                part = loss.sum.reshape(()) * factor
+                part = _scalar(loss.sum) * factor
                 total = part if total is None else total + part
         total = _add_sides(ready, reports, total, late)
         losses = tuple(_mean(loss, shares, m) for m, loss in enumerate(reported))
     return total, weight, losses, tuple(loss.aux for loss in reported), late
 
 
+def _scalar(total: Tensor) -> Tensor:
+    """A sum of one number, as one without axes."""
+    return total.reshape(()) if total.dim() else total
+
+
 def _mean(loss: Loss, shares: Shares, microbatch: int) -> Any:
     """A microbatch's loss as a mean; as a sum where nothing divides the sums."""
-    total = loss.sum.reshape(())
+    total = _scalar(loss.sum)
     if loss.weight is None and not (shares.summed and shares.explicit):
         return total
     weight = float(shares.weights[microbatch] if loss.weight is None else loss.weight)

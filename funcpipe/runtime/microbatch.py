@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -168,13 +170,11 @@ class _BatchTree:
         self.leaves, spec = flatten(tree if self.ready is None else None)
         self.marked = [isinstance(leaf, (Replicate, Axis)) for leaf in self.leaves]
         self.spec = LEAF if isinstance(tree, Tensor) else spec
-        self.axes: list[int | None] = []
         self.faults: list[str] = []
-        self.rows: dict[str, int] = {}
+        self.rows: dict[int, int] = {}
+        """By leaf number."""
         self.handles: list[Any] = []
-        places = locations(tree, name) if self.ready is None else [name]
-        for index, (place, leaf) in enumerate(zip(places, self.leaves, strict=True)):
-            self.axes.append(self._axis(index, place, leaf))
+        self.axes = [self._axis(index, leaf) for index, leaf in enumerate(self.leaves)]
         if self.ready is None:
             self.faults += refuse_hidden(tree, name, self.leaves, spec)
         self.ready_rows: list[int | None] = []
@@ -186,7 +186,12 @@ class _BatchTree:
                 next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
             )
 
-    def _axis(self, index: int, place: str, leaf: Any) -> int | None:
+    @cached_property
+    def places(self) -> list[str]:
+        """Where each leaf stands; they cost much, and only errors have them."""
+        return locations(self.tree, self.name)
+
+    def _axis(self, index: int, leaf: Any) -> int | None:
         """The axis along which a leaf is cut; None: it is shared."""
         if isinstance(leaf, Replicate):
             self.leaves[index] = leaf.value
@@ -197,18 +202,20 @@ class _BatchTree:
             self.leaves[index] = leaf
         if not isinstance(leaf, Tensor):
             if getattr(leaf, "shape", ()) and hasattr(leaf, "__array__"):
+                place = self.places[index]
                 self.faults.append(
                     f"{place} is a {type(leaf).__name__} with rows but no tensor: torch.from_numpy({place}), or share "
                     f"it: fp.Replicate({place})"
                 )
             return None
         if leaf.dim() == 0:
+            place = self.places[index]
             self.faults.append(f"{place} is a 0-dim tensor and has no rows; share it: fp.Replicate({place})")
             return None
         if not -leaf.dim() <= axis < leaf.dim():
-            self.faults.append(f"{place} has shape {tuple(leaf.shape)} and no axis {axis}")
+            self.faults.append(f"{self.places[index]} has shape {tuple(leaf.shape)} and no axis {axis}")
             return None
-        self.rows[place] = leaf.shape[axis]
+        self.rows[index] = leaf.shape[axis]
         return axis % leaf.dim()
 
     def listed(self, rows: int | None) -> list[str]:
@@ -228,7 +235,7 @@ class _BatchTree:
             if (kind in (list, deque) or strings) and not any(self.marked[number] for number in numbers):
                 place = self.name + "".join(f"[{key!r}]" for key in path)
                 faults.append(f"{place} is a {kind.__name__} with one {type(values[0]).__name__} {_each(rows, place)}")
-        for number, (place, leaf) in enumerate(zip(locations(self.tree, self.name), self.leaves, strict=True)):
+        for number, (place, leaf) in enumerate(zip(self.places, self.leaves, strict=True)):
             if _is_collection(leaf) and len(leaf) == rows and not self.marked[number]:
                 faults.append(f"{place} is a {type(leaf).__name__} with one value {_each(rows, place)}")
         return faults
@@ -239,21 +246,20 @@ class _BatchTree:
             self.handles = _marked(leaf for tree in self.ready for leaf in flatten(tree)[0])
             return [given(tree) for tree in self.ready]
         self.handles = _marked(self.leaves)
+        columns = [
+            repeat(leaf, len(parts)) if axis is None else leaf.detach().split_with_sizes(parts, axis)
+            for leaf, axis in zip(self.leaves, self.axes, strict=True)
+        ]
+        rows = zip(*columns, strict=True) if columns else repeat((), len(parts))
+        flags = (False,) * len(self.leaves)
         out: list[Border] = []
         keys: dict[int, Hashable] = {}
-        start = 0
-        flags = (False,) * len(self.leaves)
-        for size in parts:
-            piece = [
-                leaf if axis is None else leaf.detach().narrow(axis, start, size)
-                for leaf, axis in zip(self.leaves, self.axes, strict=True)
-            ]
-            border = Border(piece, self.spec, flags)
+        for size, row in zip(parts, rows, strict=True):
+            border = Border(list(row), self.spec, flags)
             if size not in keys:
                 keys[size] = border_key_or_none(border)
             border.words = keys[size]
             out.append(border)
-            start += size
         return out
 
 
@@ -295,16 +301,16 @@ def _marked(leaves: Iterable[Any]) -> list[Any]:
 def _rows(trees: Sequence[_BatchTree]) -> tuple[int | None, list[str]]:
     """The number of rows of a batch, None if nothing has any; and the faults."""
     faults = [fault for tree in trees for fault in tree.faults]
-    rows = {place: count for tree in trees for place, count in tree.rows.items()}
-    counts = set(rows.values())
+    counts = {count for tree in trees for count in tree.rows.values()}
     if len(counts) > 1:
-        listed = ", ".join(f"{place} has {count}" for place, count in rows.items())
+        listed = ", ".join(f"{tree.places[index]} has {count}" for tree in trees for index, count in tree.rows.items())
         faults.append(
             f"leaves differ in rows: {listed}; share a leaf that has none with fp.Replicate(leaf), name another axis "
             "with fp.Axis(leaf, axis)"
         )
     if counts == {0}:
-        faults.append(f"the batch has no rows: {', '.join(rows)}")
+        empty = [tree.places[index] for tree in trees for index in tree.rows]
+        faults.append(f"the batch has no rows: {', '.join(empty)}")
     return (next(iter(counts)) if counts else None), faults
 
 

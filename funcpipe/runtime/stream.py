@@ -205,13 +205,14 @@ class CopyEdge:
 
     def __init__(self, source: Place | None, target: Place, *, threaded: bool = False) -> None:
         self.source, self.target, self.threaded = source, target, threaded
+        self.at_once = source is not None and not source.asynchronous and not target.asynchronous
         self._streams: dict[torch.device, Any] = {}
 
     def send(self, value: Border, free: Any = None) -> Ticket:
         """Start to copy a value that lies on the source's device, or anywhere if the caller gave it."""
-        source, target = self.source, self.target
-        if source is not None and not source.asynchronous and not target.asynchronous:
+        if self.at_once:
             return Ticket(_apart(value) if self.threaded else value)
+        source, target = self.source, self.target
         for leaf in value.leaves:
             if isinstance(leaf, Tensor) and not target.backend.lies_on(leaf, target.device):
                 return self._copy(value, free)
