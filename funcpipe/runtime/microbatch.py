@@ -235,8 +235,9 @@ class _BatchTree:
             if (kind in (list, deque) or strings) and not any(self.marked[number] for number in numbers):
                 place = self.name + "".join(f"[{key!r}]" for key in path)
                 faults.append(f"{place} is a {kind.__name__} with one {type(values[0]).__name__} {_each(rows, place)}")
-        for number, (place, leaf) in enumerate(zip(self.places, self.leaves, strict=True)):
+        for number, leaf in enumerate(self.leaves):
             if _is_collection(leaf) and len(leaf) == rows and not self.marked[number]:
+                place = self.places[number]
                 faults.append(f"{place} is a {type(leaf).__name__} with one value {_each(rows, place)}")
         return faults
 

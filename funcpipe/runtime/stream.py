@@ -205,6 +205,7 @@ class CopyEdge:
 
     def __init__(self, source: Place | None, target: Place, *, threaded: bool = False) -> None:
         self.source, self.target, self.threaded = source, target, threaded
+        # Looked up once: it is asked for every value.
         self.at_once = source is not None and not source.asynchronous and not target.asynchronous
         self._streams: dict[torch.device, Any] = {}
 
