@@ -26,8 +26,10 @@ from funcpipe.core.errors import BatchError as BatchError
 from funcpipe.core.errors import DrawError as DrawError
 from funcpipe.core.errors import FuncpipeError as FuncpipeError
 from funcpipe.core.errors import NotFiniteError as NotFiniteError
+from funcpipe.core.errors import PeerError as PeerError
 from funcpipe.core.errors import PlacementError as PlacementError
 from funcpipe.core.errors import PlanError as PlanError
+from funcpipe.core.errors import RanksError as RanksError
 from funcpipe.core.errors import RunTimeout as RunTimeout
 from funcpipe.core.errors import ScheduleError as ScheduleError
 from funcpipe.core.errors import StageError as StageError
@@ -62,6 +64,7 @@ from funcpipe.runtime.optim import global_norm as global_norm
 from funcpipe.runtime.optim import step as step
 from funcpipe.runtime.place import devices as devices
 from funcpipe.runtime.place import place as place
+from funcpipe.runtime.ranks import ranks as ranks
 from funcpipe.runtime.rng import fold_in as fold_in
 from funcpipe.runtime.run import run as run
 from funcpipe.runtime.sequential import run_sequential as run_sequential

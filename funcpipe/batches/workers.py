@@ -136,7 +136,7 @@ class Workers:
         self.end = sys.maxsize
         self.stopping = self.closed = False
         self.snapshots: deque[Any] = deque()
-        self._threads: list[Worker] = []
+        self._started: list[Worker] = []
         self._abort: BaseException | None = None
         self.lent: Item | None = None
         """In a ring: the result that the loop has until it asks for the next one."""
@@ -150,11 +150,11 @@ class Workers:
                 worker.meter.room.put(batch, None)
             if worker.row.thread:
                 patience = PATIENCE if worker is workers[0] else _LONGEST
-                self._threads.append(Worker(f"funcpipe {worker.row.name}", self.stop, patience))
-                self._threads[-1].give(partial(worker.run, first))
-                self._threads[-1].dismiss()
+                self._started.append(Worker(f"funcpipe {worker.row.name}", self.stop, patience))
+                self._started[-1].give(partial(worker.run, first))
+                self._started[-1].dismiss()
         self.allow(first)
-        for thread in self._threads:
+        for thread in self._started:
             thread.start()
 
     def allow(self, handed: int) -> None:
@@ -189,10 +189,10 @@ class Workers:
     def close(self, timeout: float | None) -> str:
         """Stop all, and wait for so many seconds; the names of the threads that are left."""
         self.stop()
-        end_all(self._threads, timeout)
-        late = ", ".join(thread.name for thread in self._threads if thread.alive and not thread.is_here)
+        end_all(self._started, timeout)
+        late = ", ".join(thread.name for thread in self._started if thread.alive and not thread.is_here)
         self._settle()
-        self._threads = []
+        self._started = []
         return late
 
     def forget(self) -> None:
@@ -201,9 +201,9 @@ class Workers:
         The one that draws is waited for a moment: the source may be given to another overlap at once.
         """
         self.stop()
-        inside = self.process != os.getpid() or any(thread.is_here for thread in self._threads)
-        if self._threads and self.all[0].row.thread and not inside:
-            self._threads[0].end(PATIENCE)
+        inside = self.process != os.getpid() or any(thread.is_here for thread in self._started)
+        if self._started and self.all[0].row.thread and not inside:
+            self._started[0].end(PATIENCE)
         self._settle()
 
     def take_back(self) -> None:

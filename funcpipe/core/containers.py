@@ -39,10 +39,22 @@ def flatten_fns_of(leaf: Any) -> FlattenFns | None:
     return _torch_node(kind) if kind in pytree.SUPPORTED_NODES else None
 
 
+def unflatten_fn_of(kind: type) -> Callable[[Any, Any], Any] | None:
+    """How to put a container of this class together, of which no instance was met; None: such are leaves."""
+    if issubclass(kind, (dict, UserDict)):
+        return _mapping(kind)[1]
+    return _record(kind)[1] if _may_be_record(kind) else None
+
+
+def _may_be_record(kind: type) -> bool:
+    plain = dataclasses.is_dataclass(kind) and not issubclass(kind, (Tensor, nn.Module, Enum))
+    return plain and native(kind) is object
+
+
 def _is_record(leaf: Any) -> bool:
     """Is this an instance of a dataclass, which keeps its fields itself and is nothing else besides."""
     kind = type(leaf)
-    if not dataclasses.is_dataclass(kind) or issubclass(kind, (Tensor, nn.Module, Enum)) or native(kind) is not object:
+    if not _may_be_record(kind):
         return False
     # TensorDict's tensorclass has fields that lie elsewhere; torch's registry knows it.
     names = {field.name for field in dataclasses.fields(kind)}

@@ -30,6 +30,10 @@ class TraceError(PlanError):
     cause: Exception | None = None
 
 
+class RanksError(PlanError):
+    """The processes that run one plan together do not fit: every rank raises it, and says which differ in what."""
+
+
 class BatchError(FuncpipeError, ValueError):
     """A batch, its feeds or its weights cannot be cut into microbatches."""
 
@@ -109,6 +113,18 @@ class NotFiniteError(StageError, ArithmeticError):
 
 class RunTimeout(FuncpipeError, TimeoutError):
     """With ``timeout=``: nothing went on for so long. The message says what every lane did last and waits for."""
+
+
+class PeerError(FuncpipeError, ConnectionError):
+    """Another process of the plan failed, or is lost; the message says what it raised, or what is known.
+
+    Attributes:
+        rank: of that process, among those of the plan; None: nobody knows which.
+        funcpipe: the coordinates of its failure, where it failed inside of a stage.
+    """
+
+    rank: int | None = None
+    funcpipe: Where | None = None
 
 
 def bullets(title: str, faults: Iterable[str], most: int | None = None) -> str:

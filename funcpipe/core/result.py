@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from funcpipe.core.cost import Cost, PerStage
 from funcpipe.core.kinds import MOVES, Kind
@@ -272,6 +272,15 @@ class Loss(NamedTuple):
     aux: Tree = None
 
 
+Exchange: TypeAlias = Callable[[str, Any], list[Any]]
+"""(what it is about, what this process gives) -> what every process of a plan gives, by rank."""
+
+
+def alone(about: str, mine: Any) -> list[Any]:
+    """The exchange of a process that has no others."""
+    return [mine]
+
+
 @dataclass(frozen=True)
 class RunStats:
     """How a run went.
@@ -310,6 +319,7 @@ class Result:
         stats: how the run went.
         loss_scale: what the gradients (not the loss) were multiplied by.
         ties: of the plan: groups of (stage, path) that are one parameter.
+        exchange: what other processes have to say of the result, where it is of `ranks`.
     """
 
     loss: Any
@@ -324,9 +334,13 @@ class Result:
     stats: RunStats
     loss_scale: float = 1.0
     ties: tuple[tuple[tuple[int, Any], ...], ...] = ()
+    exchange: Exchange = field(default=alone, repr=False)
 
     @cached_property
     def finite(self) -> bool:
-        """Are the loss and all gradients finite. Looked up when asked, once; waits for the devices."""
+        """Are the loss and all gradients finite. Looked up when asked, once; waits for the devices.
+
+        Of a result of `ranks` it is about the gradients of all ranks, and all ask for it together.
+        """
         numbers = [leaf for leaf in flatten((self.loss, self.grads))[0] if is_differentiable(leaf)]
-        return all(bool(leaf.isfinite().all()) for leaf in numbers)
+        return all(self.exchange("result.finite", all(bool(leaf.isfinite().all()) for leaf in numbers)))

@@ -1,17 +1,18 @@
 """Every private name of torch that we use, each under a plain name: why, and what becomes of a torch without it.
 
-All of them are there from torch 2.11, the oldest that is supported, to 2.15, unless an entry says otherwise. They are
-looked up at import, which never fails. Where one is missing, what stands after *Without it* takes its place, and one
-RuntimeWarning says what is lost; an entry that has no such words raises `MissingName` when it is used.
-``tests/core/test_torch_names.py`` tries what we rely on, and ``tests/test_layout.py`` sees that no other file has a
-private name of torch.
+All of them are there from torch 2.11, the oldest that is supported, to 2.15. They are looked up at import, which never
+fails. Where one is missing, what stands after *Without it* takes its place, and one RuntimeWarning says what is lost; an
+entry that has no such words raises `MissingName` when it is used. ``tests/core/test_torch_names.py`` tries what we rely
+on, and ``tests/test_layout.py`` sees that no other file has a private name of torch.
 """
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,10 +60,9 @@ storage_number: Callable[[torch.UntypedStorage], int] = attribute(
 )
 """One number for all tensors that share a memory, as long as it lives; ``data_ptr`` of fake tensors is none."""
 
+_HOOKED = "hooks on a gradient, which a run does not call, are not refused"
 _gradient_hooks: list[Callable[[Tensor], Any]] = [
-    attribute(
-        Tensor, name, instead=lambda _: None, lost="hooks on a gradient, which a run does not call, are not refused"
-    )
+    attribute(Tensor, name, instead=lambda _: None, lost=_HOOKED)
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
 ]
 
@@ -73,12 +73,13 @@ def has_gradient_hooks(leaf: Tensor) -> bool:
 
 
 def _copy_one_by_one(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+    _ = [*map(Tensor.copy_, targets, sources)]
 
 
-copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = private(
-    "torch._foreach_copy_", instead=_copy_one_by_one, lost="inputs of recorded runs are copied by a kernel each"
+copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] = private(
+    "torch._foreach_copy_",
+    instead=_copy_one_by_one,
+    lost="inputs of recorded runs are copied by a kernel each",
 )
 """Copy tensors of one device into others, many in a kernel. Without it: one by one."""
 
@@ -112,11 +113,7 @@ def made_at(node: Any) -> str:
 
 
 def function_of(node: Any) -> type:
-    """The ``autograd.Function`` of a node of its backward: the node's own class does not say its module.
-
-    Raises:
-        MissingName: it is not there.
-    """
+    """The ``autograd.Function`` of a node of its backward: its class does not say its module. Raises MissingName."""
     try:
         return type(node)._forward_cls  # pyright: ignore[reportAttributeAccessIssue]
     except AttributeError:
@@ -139,9 +136,8 @@ SavedTensor: type[Any] = private(
 def saved_names(kind: type) -> tuple[tuple[str, str], ...]:
     """The attributes of a class of nodes with what it saved: of the handles, of the tensors.
 
-    An operation has ``_raw_saved_self`` and ``_saved_self``, an ``autograd.Function`` ``_raw_saved_tensors`` and
-    ``saved_tensors``. The public hooks on saved tensors are called while these are saved, in every forward; through a
-    handle a graph can be changed afterwards. Without it: none, so nothing is moved.
+    An operation has ``_raw_saved_self`` and ``_saved_self``, a Function ``_raw_saved_tensors`` and ``saved_tensors``.
+    The public hooks are called in every forward; through a handle a graph can be changed later. Without it: none.
     """
     handles = [name for name in dir(kind) if name.startswith("_raw_saved_")]
     return tuple((name, name[4:] if hasattr(kind, name[4:]) else name[5:]) for name in handles)
@@ -400,10 +396,7 @@ def device_asked(*args: Any, **kwargs: Any) -> Any:
 
 
 class Anchored(nn.Module):
-    """A module that may refuse a change of its tensors: by `to`, `cuda`, `half` or the like, of it or of one around it.
-
-    There is no hook for this. Without ``_apply``: it cannot refuse.
-    """
+    """A module that may refuse `to`, `cuda`, `half`; there is no hook for this. Without ``_apply``: it cannot."""
 
     def before_change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Refuse a change by raising."""
@@ -416,3 +409,12 @@ class Anchored(nn.Module):
 def rename(node: fx.Node, name: str) -> None:
     """Give a node of a graph another name, and see that no two have one: ``node.name = ...`` does not look."""
     node._rename(name)
+
+
+def gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A backend of gloo for who makes it, on GLOO_SOCKET_IFNAME's interface; the public constructor ignores that."""
+    backend: Any = torch.distributed.ProcessGroupGloo  # pyright: ignore
+    name, options = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], backend._Options()
+    options._devices = [backend.create_device(interface=name) if name else backend.create_default_device()]
+    options._timeout, options._threads = timeout, 1
+    return backend(store, rank, size, options)

@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from funcpipe.core.containers import Attribute, flatten_fns_of
+from funcpipe.core.containers import Attribute, flatten_fns_of, unflatten_fn_of
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.hidden import ATOMS, fault_of, hides_tensors, only_plain
 from funcpipe.core.torch_names import FakeTensor, FunctionalTensor, lazy_clone, transforms
@@ -183,6 +183,21 @@ def cow_clone_unchecked(tensor: Tensor) -> Tensor:
 def is_differentiable(leaf: Any) -> bool:
     """May this leaf have a gradient: a floating or complex tensor."""
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def take_apart(node: Any) -> tuple[list[Any], Any]:
+    """The children of a container of a registered class, and what puts them back. Raises PlanError for others."""
+    entry = optree.register_pytree_node.get(type(node), namespace=_NAMESPACE)
+    if entry is None:
+        raise PlanError(f"a {type(node).__name__} is none of the containers that are taken apart by their class")
+    children, kept, *_ = entry.flatten_func(node)
+    return list(children), kept
+
+
+def put_together_by(kind: type) -> Callable[[Any, Any], Any] | None:
+    """What makes a container of a class out of what `take_apart` returned, the last first; None: it makes leaves."""
+    entry = optree.register_pytree_node.get(kind, namespace=_NAMESPACE)
+    return unflatten_fn_of(kind) if entry is None else entry.unflatten_func
 
 
 class _PathEntry(optree.PyTreeEntry):

@@ -104,7 +104,7 @@ def profile(
 
     def sweep_often(lane: int) -> list[list[_Times]]:
         if lanes > 1:
-            pin(lane, lanes, available)
+            pin([lane], lanes, available)
         with (
             context.entered(),
             intra_op_threads(threads),

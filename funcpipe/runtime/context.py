@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -160,8 +160,12 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
-def pin(lane: int, num_lanes: int, available: list[int]) -> None:
-    """Give this thread its own share of the cores: the kernel likes to put two lanes on one. Ends with the thread."""
+def pin(lanes: Iterable[int], num_lanes: int, available: list[int]) -> None:
+    """Give this thread the share of some lanes in the cores: the kernel likes to put two on one. Ends with the thread.
+
+    Threads that it starts have that share, too.
+    """
     count = len(available)
     if count >= num_lanes > 1 and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, available[lane * count // num_lanes : (lane + 1) * count // num_lanes])
+        shares = [available[lane * count // num_lanes : (lane + 1) * count // num_lanes] for lane in lanes]
+        os.sched_setaffinity(0, [core for share in shares for core in share])

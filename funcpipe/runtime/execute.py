@@ -24,11 +24,12 @@ from funcpipe.runtime.drawing import CatchDraws
 from funcpipe.runtime.finish import finish, release
 from funcpipe.runtime.host_link import HostLink
 from funcpipe.runtime.options import RunOptions
+from funcpipe.runtime.part import PlanPart, whole
 from funcpipe.runtime.plain_tensors import addresses
 from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.steps import make_step
-from funcpipe.runtime.stream import CopyEdge, Place
+from funcpipe.runtime.stream import Channel, CopyEdge, HandOut, Place
 from funcpipe.runtime.transport import Inbox, Local, Mailbox, PoolLevel
 from funcpipe.schedules.memory import residual_peak
 
@@ -42,6 +43,8 @@ class LaneExecutor(ABC):
     """
 
     threaded: ClassVar[bool]
+    halves: ClassVar[bool] = True
+    """Can it do each half of a `vjp`."""
 
     def __init__(self, reason: str = "asked for") -> None:
         self.reason = reason
@@ -50,13 +53,21 @@ class LaneExecutor(ABC):
     def check(self, plan: Plan) -> None:
         """Raises PlanError where it cannot run the plan now."""
 
+    def part(self, plan: Plan) -> PlanPart:
+        """What it runs of a plan."""
+        return whole(plan)
+
+    def outboxes(self, program: LaneProgram) -> Mapping[int, Mailbox]:
+        """Of lanes that are not here, the mailboxes into which one that is puts what goes to them."""
+        return {}
+
     @abstractmethod
     def walk(self, execution: Execution) -> None:
         """Do the part that is aimed at, ``execution.part``; come back when it is done, or raise what failed."""
 
     def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
         """A whole run: check, walk the lanes, fold what comes out."""
-        ready = prepare("run", plan, params, batch, options)
+        ready = prepare("run", plan, params, batch, options, part=self.part(plan))
         execution = Execution(ready, self)
         execution.go()
         reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
@@ -77,7 +88,8 @@ class Execution:
         executor: who walks the lanes.
         context: what the caller had switched on when it began.
         lanes: the runners.
-        boxes: their mailboxes.
+        boxes: their mailboxes, by lane.
+        level_of: how full the pool is that a slot belongs to, by (lane, slot).
         part: the positions of the plan order that are done next.
         turn: the lane whose turn it is, where all are on one thread.
         stopped: no lane begins another action.
@@ -93,31 +105,40 @@ class Execution:
         self.stopped = False
         self.seconds = 0.0
         self.caller = _given(ready)
-        places = [
-            Place(device, alone=ready.where.count(device) == 1, lane=lane) for lane, device in enumerate(ready.where)
-        ]
-        self.boxes: list[Mailbox] = [Inbox() if executor.threaded else Mailbox() for _ in places]
+        here = [ready.where[lane] for lane in ready.part.lanes]
+        places = {
+            lane: Place(device, alone=here.count(device) == 1, lane=lane)
+            for lane, device in zip(ready.part.lanes, here, strict=True)
+        }
+        self.boxes: dict[int, Mailbox] = {lane: Inbox() if executor.threaded else Mailbox() for lane in places}
         self.levels = [PoolLevel() for _ in program.pools]
-        transports = self._transports(places)
+        programs = ready.part.programs(program)
         self.lanes = [
-            self._runner(lane, place, transport)
-            for lane, place, transport in zip(program.lanes, places, transports, strict=True)
+            self._runner(lane, places[lane.lane], transport)
+            for lane, transport in zip(programs, self._transports(programs, places), strict=True)
         ]
 
-    def _transports(self, places: Sequence[Place]) -> list[Local]:
-        """What carries values to and from each lane."""
+    def _transports(self, programs: Sequence[LaneProgram], places: Mapping[int, Place]) -> list[Local]:
+        """What carries values to and from each lane that is here."""
         pools, threaded = self.ready.program.pools, self.executor.threaded
-        ends = {CALLER: None, **dict(enumerate(places))}
-        edges = {
+        ends = {CALLER: None, **places}
+        edges: dict[tuple[int, int], Channel] = {
             (pool.source, pool.lane): CopyEdge(ends[pool.source], places[pool.lane], threaded=threaded)
+            if pool.lane in places
+            else HandOut()
             for pool in pools
+            if pool.source in ends and (pool.lane in places or pool.source in places)
         }
-        levels = {
-            (pool.lane, slot): level
+        # What lies at a lane that is not here is counted there.
+        self.level_of = {
+            (pool.lane, slot): level if pool.lane in places else PoolLevel()
             for pool, slots, level in zip(pools, slots_of(pools), self.levels, strict=True)
             for slot in slots
         }
-        return [Local(lane, self.boxes, edges, self.caller, levels) for lane in self.ready.program.lanes]
+        return [
+            Local(lane, {**self.boxes, **self.executor.outboxes(lane)}, edges, self.caller, self.level_of)
+            for lane in programs
+        ]
 
     def _runner(self, lane: LaneProgram, place: Place, transport: Local) -> Runner:
         coming: dict[int, Any] = {}
@@ -241,7 +262,7 @@ class Execution:
         spans.sort(key=lambda span: (span.start, span.device))
         schedule = self.ready.plan.schedule.first(self.ready.program.num_microbatches)
         peak = tuple(residual_peak(order, schedule) for order in schedule.orders)
-        return Timeline(tuple(spans), len(self.lanes), peak, "s", 0.0, schedule.name)
+        return Timeline(tuple(spans), len(schedule.orders), peak, "s", 0.0, schedule.name)
 
     def stats(self) -> RunStats:
         """How it went so far."""
@@ -257,7 +278,7 @@ def _given(ready: Prepared) -> dict[int, Border]:
     pieces = {Role.INPUT: batch.inputs, Role.TARGET: batch.target or ()}
     out: dict[int, Border] = {}
     for number, (role, _, name, _) in enumerate(ready.program.wires):
-        out |= _numbered(number, batch.feeds[name] if role is Role.FEED else pieces.get(role, ()))
+        out |= _numbered(number, batch.feeds.get(name, ()) if role is Role.FEED else pieces.get(role, ()))
     return out
 
 

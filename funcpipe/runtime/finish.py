@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from funcpipe.core.result import Loss, Result, RunStats, Timeline
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree, flatten, locations, map_tensors, paths, unflatten
 from funcpipe.runtime.border import caller_copy
-from funcpipe.runtime.bound import ForwardReport, Shares
+from funcpipe.runtime.bound import Shares
 from funcpipe.runtime.joining import merge
 from funcpipe.runtime.prepare import Prepared
 from funcpipe.runtime.trainable import key_of
@@ -37,25 +37,53 @@ def finish(
     plan, count = ready.plan, ready.batch.num_microbatches
     last = plan.num_stages - 1
     refuse_writes(ready, "a stage wrote into its parameters; a stage is pure, so compute with a copy:")
-    loss, weight, losses, aux, late = _fold_losses(ready, reports)
-    if loss is not None:
-        loss.backward = _no_backward
-    grads: tuple[Tree, ...] | None = None
-    unused: list[tuple[int, Any]] = []
-    if backward:
-        grads, unused = gradients(ready, 1.0 / weight if late and weight else 1.0)
+    sums = gradient_sums(ready) if backward else {}
+    unused = unused_leaves(ready) if backward else []
     # A list: a generator would make another error of a StopIteration.
     state = tuple([_commit(ready, stage, reports) for stage in range(plan.num_stages)])
     merged = merge([outputs[last, m] for m in range(count)], ready.batch, plan.merge) if outputs else None
-    if grads is not None:  # last: any other error says more
-        _refuse_untouched(grads, unused)
-    scale = ready.shares.loss_scale
-    return Result(loss, weight, losses, aux, grads, tuple(unused), state, merged, timeline, stats, scale, plan.ties)
+    trained = sum(gradient is not None for row in sums.values() for gradient in row)
+    ended = ready.part.exchange("the end of a run", _ended(ready, reports, trained, trained - len(unused)))
+    loss, weight, losses, aux, late = _fold_losses(ready, ended)
+    if loss is not None:
+        loss.backward = _no_backward
+    grads = gradients(ready, sums, 1.0 / weight if late and weight else 1.0) if backward else None
+    if backward:  # last: any other error says more
+        _refuse_untouched(ended)
+    scale, exchange = ready.shares.loss_scale, ready.part.exchange
+    return Result(
+        loss, weight, losses, aux, grads, tuple(unused), state, merged, timeline, stats, scale, plan.ties, exchange
+    )
 
 
-def _refuse_untouched(grads: tuple[Tree, ...], unused: Sequence[Any]) -> None:
+class _Ended(NamedTuple):
+    """What a process knows when its lanes are done.
+
+    Attributes:
+        losses: of each microbatch, where the last stage is here.
+        sides: auxiliary losses: (stage, microbatch, sum, weight).
+        trained: how many leaves have a gradient.
+        reached: how many of these a backward reached.
+    """
+
+    losses: tuple[Loss, ...]
+    sides: tuple[tuple[int, int, Any, Any], ...]
+    trained: int
+    reached: int
+
+
+def _ended(ready: Prepared, reports: ByPlace, trained: int, reached: int) -> _Ended:
+    count, last = ready.batch.num_microbatches, ready.plan.num_stages - 1
+    losses: tuple[Loss, ...] = ()
+    if ready.plan.loss is not None and last in ready.bounds:
+        losses = tuple([reports[last, m].loss for m in range(count)])
+    sides = [(stage, m, *report.side) for (stage, m), report in reports.items() if report.side is not None]
+    return _Ended(losses, tuple(sides), trained, reached)
+
+
+def _refuse_untouched(ended: Sequence[_Ended]) -> None:
     """Refuse a loss that hangs on no parameter, as torch's ``backward`` does. Raises PlanError."""
-    if unused and len(unused) == sum(leaf is not None for leaf in flatten(grads)[0]):
+    if any(each.trained for each in ended) and not any(each.reached for each in ended):
         raise PlanError(
             "no gradient reached any of the parameters: the loss hangs on none of them. Is it computed under "
             "torch.no_grad, by .detach(), .item() or numpy, or from the target alone? Without gradients: "
@@ -73,7 +101,7 @@ def _no_backward(*_: Any, **__: Any) -> None:
 
 def release(ready: Prepared) -> None:
     """Let the stages forget their tensors, once the results are taken out."""
-    for bound in ready.bounds:
+    for bound in ready.bounds.values():
         bound.release()
 
 
@@ -81,21 +109,20 @@ def refuse_writes(ready: Prepared, title: str) -> None:
     """Refuse parameters that were written into since they were bound. Raises PlanError."""
     faults = [
         locations(ready.params[stage], f"params[{stage}]")[number]
-        for stage, bound in enumerate(ready.bounds)
+        for stage, bound in ready.bounds.items()
         for number in bound.written()
     ]
     raise_all(title, faults)
 
 
 def _fold_losses(
-    ready: Prepared, reports: ByPlace
+    ready: Prepared, ended: Sequence[_Ended]
 ) -> tuple[Any, float | None, tuple[Any, ...], tuple[Tree, ...], bool]:
     """Loss, weight, losses and aux of the batch, and whether the loss function returned the weights."""
-    plan, shares, count = ready.plan, ready.shares, ready.batch.num_microbatches
-    if plan.loss is None:
+    shares = ready.shares
+    if ready.plan.loss is None:
         return None, None, (), (), False
-    last = plan.num_stages - 1
-    reported: list[Loss] = [reports[last, m].loss for m in range(count)]
+    reported = next(each.losses for each in ended if each.losses)
     weighted = [loss.weight is not None for loss in reported]
     if any(weighted) and not all(weighted):
         raise BatchError(
@@ -120,7 +147,7 @@ def _fold_losses(
             if factor:
                 part = _scalar(loss.sum) * factor
                 total = part if total is None else total + part
-        total = _add_sides(ready, reports, total, late)
+        total = _add_sides(ready, ended, total, late)
         losses = tuple(_mean(loss, shares, m) for m, loss in enumerate(reported))
     return total, weight, losses, tuple(loss.aux for loss in reported), late
 
@@ -139,52 +166,31 @@ def _mean(loss: Loss, shares: Shares, microbatch: int) -> Any:
     return total / weight if weight else torch.zeros_like(total)
 
 
-def _add_sides(ready: Prepared, reports: ByPlace, total: Any, late: bool) -> Any:
+def _add_sides(ready: Prepared, ended: Sequence[_Ended], total: Any, late: bool) -> Any:
     """Add the auxiliary losses of all stages to the total: each a mean, multiplied by the microbatch's share."""
-    for stage in range(ready.plan.num_stages):
-        for m in range(ready.batch.num_microbatches):
-            report: ForwardReport = reports[stage, m]
-            if report.side is None:
-                continue
-            if late or ready.shares.total is None:
-                reason = (
-                    "how much its microbatch counts is not known while the loss itself brings the weights"
-                    if late
-                    else "it is a mean, and the loss is a sum, which nothing divides"
-                )
-                raise BatchError(
-                    f"stage {stage} returned an auxiliary loss, but {reason}; give make_plan(..., weight=target -> "
-                    "number)"
-                )
-            side, weight = report.side
-            if float(weight):
-                part = side * (ready.shares.parts[m] / float(weight))
-                part = part.to(total.device).reshape(()) if isinstance(part, Tensor) else part
-                total = total + part
+    by_place = {(stage, m): (side, weight) for each in ended for stage, m, side, weight in each.sides}
+    for stage, m in sorted(by_place):
+        if late or ready.shares.total is None:
+            reason = (
+                "how much its microbatch counts is not known while the loss itself brings the weights"
+                if late
+                else "it is a mean, and the loss is a sum, which nothing divides"
+            )
+            raise BatchError(
+                f"stage {stage} returned an auxiliary loss, but {reason}; give make_plan(..., weight=target -> number)"
+            )
+        side, weight = by_place[stage, m]
+        if float(weight):
+            part = side * (ready.shares.parts[m] / float(weight))
+            part = part.to(total.device).reshape(()) if isinstance(part, Tensor) else part
+            total = total + part
     return total
 
 
-def gradients(ready: Prepared, scale: float = 1.0) -> tuple[tuple[Tree, ...], list[tuple[int, Any]]]:
-    """The gradient trees, multiplied by ``scale``, tied leaves summed; and the leaves that no backward reached."""
-    sums = [bound.grads() for bound in ready.bounds]
-    with torch.no_grad():
-        if scale != 1.0:
-            for stage_sums in sums:
-                for gradient in stage_sums:
-                    if gradient is not None:
-                        gradient.mul_(scale)
-        for group in ready.ties:
-            parts = [gradient for s, n in group if (gradient := sums[s][n]) is not None]
-            if not parts:
-                continue
-            total = reduce(lambda first, other: first + other.to(first.device), parts)
-            for s, n in group:
-                leaf_sum = sums[s][n]
-                if leaf_sum is not None:  # each stage gets a tensor of its own: clipping in place must not act twice
-                    sums[s][n] = total.to(leaf_sum.device, copy=True)
-    specs = [flatten(tree)[1] for tree in ready.params]
+def unused_leaves(ready: Prepared) -> list[tuple[int, Any]]:
+    """The trainable leaves that no backward reached. Raises PlanError where there must be none."""
     unused: list[tuple[int, Any]] = []
-    for stage, bound in enumerate(ready.bounds):
+    for stage, bound in ready.bounds.items():
         unused += [(stage, key_of(paths(ready.params[stage])[number])) for number in bound.unused()]
     if unused and ready.strict:
         faults = [f"{key!r} of {names_of(ready.plan.stages)[stage]}" for stage, key in unused]
@@ -195,13 +201,55 @@ def gradients(ready: Prepared, scale: float = 1.0) -> tuple[tuple[Tree, ...], li
                 faults,
             )
         )
-    return tuple(unflatten(spec, stage_sums) for spec, stage_sums in zip(specs, sums, strict=True)), unused
+    return unused
+
+
+def gradient_sums(ready: Prepared) -> dict[int, list[Tensor | None]]:
+    """The gradients as the backwards summed them, by stage that is here."""
+    return {stage: bound.grads() for stage, bound in ready.bounds.items()}
+
+
+def gradients(ready: Prepared, sums: dict[int, list[Tensor | None]], scale: float = 1.0) -> tuple[Tree, ...]:
+    """The gradient trees, multiplied by ``scale``, tied leaves summed; None for stages that are not here."""
+    with torch.no_grad():
+        if scale != 1.0:
+            for stage_sums in sums.values():
+                for gradient in stage_sums:
+                    if gradient is not None:
+                        gradient.mul_(scale)
+        for number in range(len(ready.ties)):
+            _tie(ready, sums, number)
+    rank_of, device_of = ready.part.rank_of, ready.plan.schedule.device_of
+    if any(len({rank_of[device_of[stage]] for stage, _ in group}) > 1 for group in ready.ties):
+        # Nobody steps before all have their sums.
+        ready.part.exchange("the sums of tied leaves", None)
+    trees = {stage: unflatten(flatten(ready.params[stage])[1], row) for stage, row in sums.items()}
+    return tuple([trees.get(stage) for stage in range(ready.plan.num_stages)])
+
+
+def _tie(ready: Prepared, sums: dict[int, list[Tensor | None]], number: int) -> None:
+    """Give every leaf of a tie that is here the sum of all."""
+    group = ready.ties[number]
+    here = {place: member for place, member in enumerate(group) if member[1] >= 0}
+    parts = {place: gradient for place, (s, n) in here.items() if (gradient := sums[s][n]) is not None}
+    if not parts:
+        return
+    device_of, rank_of = ready.plan.schedule.device_of, ready.part.rank_of
+    if len(here) < len(group):
+        holders = [rank_of[device_of[stage]] for stage, _ in group]
+        values = ready.part.gather(parts, holders, ready.layouts[number])
+    else:
+        values = [*parts.values()]
+    total = reduce(lambda first, other: first + other.to(first.device), values)
+    for place in parts:  # each stage gets a tensor of its own: clipping in place must not act twice
+        s, n = here[place]
+        sums[s][n] = total.to(parts[place].device, copy=True)
 
 
 def _commit(ready: Prepared, stage: int, reports: ByPlace) -> Tree:
     plan: Plan = ready.plan
     part, state = plan.stages[stage], ready.state[stage]
-    if part.commit is None or not plan.train:
+    if part.commit is None or not plan.train or stage not in ready.bounds:
         return state
     stats = tuple(reports[stage, m].stats for m in range(ready.batch.num_microbatches))
     try:

@@ -28,6 +28,7 @@ from funcpipe.runtime.microbatch import Axis, Microbatches, Replicate
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.place import plan_devices, same_device
 from funcpipe.runtime.prepare import checked_seed, split_batch
+from funcpipe.runtime.shares import shares_of, weights_of
 from funcpipe.runtime.stream import Place
 from funcpipe.runtime.trainable import trainable_leaves
 
@@ -252,7 +253,7 @@ def _by_rows(plan: Plan, batch: Any, feeds: Any) -> tuple[Plan | None, float | N
     if plan.weight is not None or plan.counts.weigh is None:
         return plan, None
     cut = microbatch.cut(plan, *split_batch(plan, batch), feeds)
-    shares = microbatch.shares(cut, plan, 1.0)
+    shares = shares_of(cut.rows, weights_of(cut, plan), plan, 1.0)
     pairs = zip(shares.weights, cut.rows, strict=True)
     if shares.total and all(weight * sum(cut.rows) == rows * shares.total for weight, rows in pairs):
         return replace(plan, counts=replace(plan.counts, weigh=None)), shares.total

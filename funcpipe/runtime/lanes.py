@@ -7,7 +7,8 @@ import os
 import queue
 import sys
 import threading
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import monotonic, sleep
 from typing import Self
@@ -31,8 +32,8 @@ from funcpipe.runtime.transport import Stop
 from funcpipe.runtime.watchdog import Watchdog
 from funcpipe.runtime.worker import Worker, compute_with, end_all
 
-_TIMEOUT = -1
-"""What the watchdog puts into the queue of lanes that are done."""
+_ALARM = -1
+"""What the watchdog, or another alarm, puts into the queue of lanes that are done."""
 
 _PATIENCE = 0.05
 """Seconds that lanes get to end by themselves before they are interrupted."""
@@ -111,27 +112,48 @@ class Lanes(LaneExecutor):
         finished = False
         leaving = partial(self._leave, execution, threading.get_ident())
         atexit.register(leaving)  # a lane that is in torch's code when Python ends would abort the process
-        watchdog = None if timeout is None else Watchdog(execution, timeout, partial(done.put, _TIMEOUT))
+        watchdog = None if timeout is None else Watchdog(execution, timeout, partial(done.put, _ALARM))
         try:
             # Inside of try: Ctrl-C between two starts must stop the first.
             self._start()
             for lane, worker in zip(execution.lanes, self._workers, strict=True):
                 worker.give(partial(self._work, execution, lane, failures, done))
-            with watchdog or nullcontext():
+            if watchdog is not None:
+                watchdog.start()
+            with self.watched(execution, partial(done.put, _ALARM)):
                 for _ in execution.lanes:
-                    if _take(done) == _TIMEOUT or failures:
+                    if _take(done) == _ALARM or failures:
                         break
                 else:
                     finished = True
         finally:
             atexit.unregister(leaving)
+            if watchdog is not None:  # here: Ctrl-C may come as it starts
+                watchdog.end()
             if not finished:
+                self.ending(failures[0][1] if failures else sys.exception())
                 # With timeout= nobody waits longer than that, whatever a lane is stuck in.
                 self._halt(execution, wait=timeout if watchdog is None or not watchdog.report else _PATIENCE)
         if watchdog is not None and watchdog.report and not finished:
             raise RunTimeout(watchdog.report)
         if failures:
             raise_located(failures)
+        if not finished:
+            self.raise_alarm()
+
+    def watched(self, execution: Execution, alarm: Callable[[], None]) -> AbstractContextManager[object]:
+        """Inside, the lanes run; whoever calls ``alarm`` ends them, and `raise_alarm` says why."""
+        return nullcontext()
+
+    def ending(self, error: BaseException | None) -> None:
+        """The lanes are about to be ended early, by an error that is known already, or by something else."""
+
+    def raise_alarm(self) -> None:
+        """Raise what an alarm was about."""
+
+    def seat(self, lane: int) -> tuple[int, int]:
+        """The number of a lane among those that share this machine's cores, and how many these are."""
+        return lane, self.count
 
     def _start(self) -> None:
         if not self._workers:
@@ -145,7 +167,7 @@ class Lanes(LaneExecutor):
         Threads that do not end within ``wait`` seconds (None: for ever) are left behind: Python cannot end them.
         """
         execution.stopped = True
-        for box in execution.boxes:
+        for box in execution.boxes.values():
             box.stop()
         # Most end by themselves. An interruption may land in some object's __del__, where Python prints and drops it.
         end_all(self._workers, _PATIENCE)
@@ -171,7 +193,8 @@ class Lanes(LaneExecutor):
         try:
             lane.thread = threading.get_ident()
             compute_with(execution.ready.threads)
-            pin(lane.program.lane, self.count, self._cores)
+            seat, seats = self.seat(lane.program.lane)
+            pin([seat], seats, self._cores)
             RUNNING.set(partial(execution.where, lane))  # of the copied context, which ends with the job
             with execution.entered(), lane.place.active():
                 _do(execution, lane, failures)

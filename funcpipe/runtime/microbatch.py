@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, Where, fail, raise_all
+from funcpipe.core.errors import BatchError, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Path, Tree, at, flatten, locations, map_leaves, paths, refuse_hidden, unflatten
-from funcpipe.runtime.border import LEAF, Border, given, open_border, share
-from funcpipe.runtime.bound import Shares
+from funcpipe.runtime.border import LEAF, Border, given, share
 from funcpipe.runtime.cache_key import border_key_or_none
 
 
@@ -107,6 +106,25 @@ def sizes(rows: int, count: int) -> list[int]:
     return [rows // parts + (index < rows % parts) for index in range(parts)]
 
 
+def parts_of(rows: int | None, ready: Sequence[int] | None, limit: int) -> tuple[int, ...]:
+    """The rows of each microbatch of a batch.
+
+    Args:
+        rows: of the leaves; None: none has any.
+        ready: of ready-made microbatches, 0 where nothing has rows; None: there are no such.
+        limit: how many microbatches there may be.
+
+    Raises:
+        BatchError: the leaves contradict each other.
+    """
+    if ready is None:
+        return tuple(sizes(rows, limit) if rows is not None else [1] * limit)
+    parts = tuple([size or 1 for size in ready])
+    if rows is not None and rows != sum(parts):
+        raise BatchError(f"the ready-made microbatches have {sum(parts)} rows ({[*parts]}), other leaves have {rows}")
+    return parts
+
+
 def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None) -> Batch:
     """Cut inputs, target and feeds alike.
 
@@ -114,19 +132,32 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
         BatchError: leaves with different numbers of rows, without rows, no rows at all, feeds missing or unknown, or
             the wrong number of ready-made microbatches; every fault with its place.
     """
+    uncut = look(plan, inputs, target, feeds)
+    return uncut.cut(uncut.parts)
+
+
+def look(
+    plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None, stages: Container[int] | None = None
+) -> Uncut:
+    """Look at a batch before it is cut: all of it, or what some stages read. Raises BatchError as `cut` does."""
     feeds = feeds or {}
-    by_name: dict[str, Tree] = {"inputs": inputs}
-    if plan.loss is not None:
+    last = plan.num_stages - 1
+    by_name: dict[str, Tree] = {}
+    if stages is None or 0 in stages or (last in stages and inputs is not None):
+        by_name["inputs"] = inputs
+    if plan.loss is not None and (stages is None or last in stages):
         by_name["target"] = target
-    declared = dict.fromkeys(name for part in plan.stages for name in part.feeds)
+    users = [part for stage, part in enumerate(plan.stages) if stages is None or stage in stages]
+    declared = dict.fromkeys(name for part in users for name in part.feeds)
+    everywhere = {name for part in plan.stages for name in part.feeds}
     lacking = [name for name in declared if name not in feeds]
     faults = [f"feeds lacks {name!r}, which {_stage_that_feeds(plan, name)} declares" for name in lacking]
-    faults += [f"feeds has {name!r}, which no stage declares" for name in feeds if name not in declared]
+    faults += [f"feeds has {name!r}, which no stage declares" for name in feeds if name not in everywhere]
     by_name.update({f"feeds[{name!r}]": feeds[name] for name in declared if name in feeds})
-    trees = [_BatchTree(name, tree) for name, tree in by_name.items()]
-    rows, row_faults = _rows(trees)
-    faults += row_faults or [fault for tree in trees for fault in tree.listed(rows)]
-    ready = {tree.name: len(tree.ready) for tree in trees if tree.ready is not None}
+    trees = {name: _BatchTree(name, tree) for name, tree in by_name.items()}
+    rows, row_faults = _rows([*trees.values()])
+    faults += row_faults or [fault for tree in trees.values() for fault in tree.listed(rows)]
+    ready = {name: len(tree.ready) for name, tree in trees.items() if tree.ready is not None}
     limit = plan.num_microbatches
     faults += [
         f"{name} is cut into {n} microbatches, the plan has {limit}" for name, n in ready.items() if not 0 < n <= limit
@@ -136,28 +167,59 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
             "ready-made microbatches differ in number: " + ", ".join(f"{name} has {n}" for name, n in ready.items())
         )
     faults += [
-        f"microbatch {index} of {tree.name} has no rows; leave it out"
-        for tree in trees
+        f"microbatch {index} of {name} has no rows; leave it out"
+        for name, tree in trees.items()
         for index, size in enumerate(tree.ready_rows)
         if size == 0
     ]
     raise_all("this batch cannot be cut into microbatches:", faults, BatchError)
+    made = None
     if ready:
-        count = next(iter(ready.values()))
-        by_microbatch = [size or 1 for size in next(filter(any, (tree.ready_rows for tree in trees)), [1] * count)]
-        if rows is not None and rows != sum(by_microbatch):
-            raise BatchError(
-                f"the ready-made microbatches have {sum(by_microbatch)} rows ({by_microbatch}), other leaves have "
-                f"{rows}"
-            )
-        parts = by_microbatch
-    else:
-        parts = sizes(rows, limit) if rows is not None else [1] * limit
-    pieces = {tree.name: tree.cut(parts) for tree in trees}
-    handles = [handle for tree in trees for handle in tree.handles]
-    by_feed = {name: pieces[f"feeds[{name!r}]"] for name in declared}
-    axes = tuple(trees[0].axes)  # the inputs are first
-    return Batch(pieces["inputs"], pieces.get("target"), by_feed, tuple(parts), "inputs" not in ready, axes, handles)
+        known = next((tree.ready_rows for tree in trees.values() if any(tree.ready_rows)), [None] * max(ready.values()))
+        made = tuple([size or 0 for size in known])
+    return Uncut(trees, rows, made, parts_of(rows, made, limit), tuple(declared))
+
+
+@dataclass(frozen=True)
+class Uncut:
+    """A batch that can be cut.
+
+    Attributes:
+        trees: inputs, target and feeds as far as they are here, by name.
+        rows: of the leaves; None: none has any.
+        ready: rows of the ready-made microbatches, 0 where nothing has any; None: there are no such.
+        parts: rows of the microbatches that follow from it.
+        feeds: the names of those that are here.
+    """
+
+    trees: Mapping[str, _BatchTree]
+    rows: int | None
+    ready: tuple[int, ...] | None
+    parts: tuple[int, ...]
+    feeds: tuple[str, ...]
+
+    @property
+    def merged(self) -> bool | None:
+        """Are inputs cut here, so that outputs are merged; None: they are not here."""
+        return self.trees["inputs"].ready is None if "inputs" in self.trees else None
+
+    def shapes(self) -> str:
+        """What its trees are, without the numbers of tensors; equal for batches that are cut alike."""
+        known = [(name, tree.spec, tree.axes, *map(_shape, tree.leaves)) for name, tree in self.trees.items()]
+        return str((self.ready, known))
+
+    def cut(self, parts: Sequence[int], merged: bool | None = None) -> Batch:
+        """Cut into microbatches of so many rows; ``merged`` as the process knows that has the inputs."""
+        pieces = {name: tree.cut(parts) for name, tree in self.trees.items()}
+        handles = [handle for tree in self.trees.values() for handle in tree.handles]
+        by_feed = {name: pieces[f"feeds[{name!r}]"] for name in self.feeds}
+        axes = tuple(self.trees["inputs"].axes) if "inputs" in self.trees else ()
+        merged = self.merged is not False if merged is None else merged
+        return Batch(pieces.get("inputs", []), pieces.get("target"), by_feed, tuple(parts), merged, axes, handles)
+
+
+def _shape(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
 
 
 class _BatchTree:
@@ -318,60 +380,3 @@ def _rows(trees: Sequence[_BatchTree]) -> tuple[int | None, list[str]]:
 def _stage_that_feeds(plan: Plan, name: str) -> str:
     index = next(i for i, part in enumerate(plan.stages) if name in part.feeds)
     return f"stage {index} ({plan.stages[index].name!r})"
-
-
-def shares(batch: Batch, plan: Plan, loss_scale: Any) -> Shares:
-    """The weight of every microbatch, before any forward.
-
-    Raises:
-        BatchError: a weight is not a number from 0, or all are 0.
-    """
-    scale, summed = float(loss_scale), plan.counts.summed
-    rows = tuple(map(float, batch.rows))
-    parts = tuple(size / sum(rows) for size in rows)
-    weights = _weights(batch, plan)
-    if weights is None:
-        return Shares(rows, None if summed else sum(rows), False, scale, parts, summed)
-    total = sum(weights)
-    if plan.weight is not None:
-        parts = tuple(weight / total for weight in weights)
-    return Shares(weights, total, True, scale, parts, summed)
-
-
-def _weights(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
-    """The weight of each microbatch by the plan's weight or its loss; None: its rows count."""
-    weight, weigh, word = plan.weight, plan.counts.weigh, "what the loss counts (its weigh(inputs, target))"
-    if weight is not None:
-        weigh, word = lambda _, target: weight(target), "weight(target)"
-    if weigh is None or batch.target is None:
-        return None
-    values: list[Any] = []
-    for index, (x, target) in enumerate(zip(batch.inputs, batch.target, strict=True)):
-        try:
-            values.append(weigh(open_border(x, grad=False)[0], open_border(target, grad=False)[0]))
-        except BaseException as error:
-            fail(error, Where(None, "", index, "weight", ""))
-    if weight is None and any(value is None for value in values):
-        return None
-    weights = _numbers(values)
-    for index, (number, value) in enumerate(zip(weights, values, strict=True)):
-        if not 0 <= number < float("inf"):
-            raise BatchError(f"{word} is a number from 0; for microbatch {index} it gave {value!r}")
-    if not sum(weights):
-        raise BatchError(f"{word} is 0 for every microbatch, so the loss of this batch is not defined; leave it out")
-    return weights
-
-
-def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
-    """Weights as numbers, nan where one is none; tensors are read at once, since each read waits for the device."""
-    if all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
-        return tuple(float(number) for number in torch.stack([value.reshape(()).double() for value in values]).cpu())
-    return tuple(map(_number, values))
-
-
-def _number(value: Any) -> float:
-    """A weight as a number; nan where it is none."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return float("nan")

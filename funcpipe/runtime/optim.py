@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -12,14 +13,14 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.result import Result
+from funcpipe.core.result import Exchange, Result, alone
 from funcpipe.core.tree import Tree, at, flatten, leaves, locations, map_leaves, structure
 
 Ties = Sequence[Sequence[tuple[int, Any]]]
 
 
 def step(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     params: Tree,
     grads: Tree | Result,
     *,
@@ -31,7 +32,8 @@ def step(
 
     ``fp.step(optimizer, params, result)`` takes what it must know from the result: the gradients, the ties, and the
     loss scale. Gradients of a run with ``loss_scale`` are divided by it, and where one of any stage is inf or NaN
-    nothing is stepped.
+    nothing is stepped. Of a result of `ranks` every rank makes the step, each with an optimizer of its own leaves, and
+    the norm is that of all.
 
     >>> import torch
     >>> params = ({"w": torch.ones(2)},)
@@ -40,7 +42,8 @@ def step(
     (5.0, [-2.0, -3.0])
 
     Args:
-        optimizer: any torch optimizer that holds some of the leaves of ``params``; the others stay as they are.
+        optimizer: any torch optimizer that holds some of the leaves of ``params``; the others stay as they are. None on
+            a rank of `ranks` where nothing is trained.
         params: the trees that were run.
         grads: a result of a run with backwards (or `accumulate`); or gradients alone, of the structure of params, None
             where there is none, of a run without loss scale. Not written to.
@@ -56,9 +59,10 @@ def step(
         PlanError: the result has no gradients, params and grads differ in structure, no leaf that the optimizer holds
             has a gradient, it wants a closure (LBFGS), or an option is not what it should be.
     """
-    _check_options(optimizer, max_norm, scaler)
-    scale = 1.0
+    _check_options(optimizer, max_norm, scaler, optional=isinstance(grads, Result) and grads.exchange is not alone)
+    scale, exchange = 1.0, alone
     if isinstance(grads, Result):
+        exchange = grads.exchange
         grads, ties, scale = _of_result(grads, ties, scaler)
     tensors = leaves(params)
     if structure(params) != structure(grads):
@@ -66,7 +70,8 @@ def step(
             bullets("params and grads differ in structure; give both of the same run:", _apart(params, grads))
         )
     entries = _by_leaf(params, grads, ties)
-    stepped = _held(optimizer, entries)
+    stepped = _held(optimizer, entries) if entries or exchange is alone else []
+    optimizer = optimizer if stepped else None
     for leaf in tensors:
         leaf.grad = None  # what an earlier backward left there is not stepped
     try:
@@ -79,13 +84,13 @@ def step(
         for entry in stepped:
             entry.leaf.grad = entry.gradient
         if scaler is not None:
-            _unscale(scaler, optimizer, entries, stepped)
-        norm = get_total_norm([entry.gradient for entry in entries if entry.counts])
+            _unscale(scaler, optimizer, entries, stepped, exchange)
+        norm = _norm([(entry.stage, entry.gradient) for entry in entries if entry.counts], exchange)
         if max_norm is not None:
             clip_grads_with_norm_(tensors, max_norm, norm)
-        if scaler is not None:
+        if optimizer is not None and scaler is not None:
             scaler.step(optimizer)
-        elif scale == 1.0 or bool(norm.isfinite()):
+        elif optimizer is not None and (scale == 1.0 or bool(norm.isfinite())):
             optimizer.step()
     finally:
         for leaf in tensors:
@@ -112,13 +117,37 @@ def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
         PlanError: a tie names no leaf, the result has no gradients, or this is no tree.
     """
     if isinstance(grads, Result):
+        exchange = grads.exchange
         grads, ties, scale = _of_result(grads, ties, None)
-        return global_norm(grads, ties=ties) / scale
+        return _norm(_distinct(grads, ties), exchange) / scale
+    return _norm(_distinct(grads, ties), alone)
+
+
+def _distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
+    """The gradients that are here with their stages, of each tie one; none where another process counts it."""
     sums = _sums(grads, ties)
-    distinct: dict[int, Tensor] = {}
-    for gradient in leaves(grads):
-        distinct.setdefault(sums.get(id(gradient), id(gradient)), gradient)
-    return get_total_norm(list(distinct.values()))
+    elsewhere = _counted_elsewhere(grads, ties)
+    distinct: dict[int, tuple[int, Tensor]] = {}
+    for stage, tree in enumerate(grads if isinstance(grads, (tuple, list)) else [grads]):
+        for gradient in leaves(tree):
+            key = sums.get(id(gradient), id(gradient))
+            if key not in elsewhere:
+                distinct.setdefault(key, (stage, gradient))
+    return [*distinct.values()]
+
+
+def _norm(gradients: list[tuple[int, Tensor]], exchange: Exchange) -> Tensor:
+    """The 2-norm of the gradients of all processes, each with its stage."""
+    if exchange is alone:
+        return get_total_norm([gradient for _, gradient in gradients])
+    norms = [(stage, torch.linalg.vector_norm(gradient).cpu()) for stage, gradient in gradients]
+    everyone = [each for theirs in exchange("the norm of the gradients", norms) for each in theirs]
+    # Together those of one type, in the order of the stages: as torch does it, for the same bits.
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for _, norm in sorted(everyone, key=itemgetter(0)):
+        by_type.setdefault(norm.dtype, []).append(norm)
+    ordered = [norm for same in by_type.values() for norm in same]
+    return torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.tensor(0.0)
 
 
 def accumulate(results: Iterable[Result]) -> Result:
@@ -198,7 +227,7 @@ def _by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[_LeafGradient]:
     and every place was given the whole sum already.
     """
     sums = _sums(grads, ties)
-    counted: set[int] = set()
+    counted = _counted_elsewhere(grads, ties)
     entries: dict[int, _LeafGradient] = {}
     per_stage = isinstance(params, (tuple, list))
     for stage, (tree, grad_tree) in enumerate(zip(params, grads, strict=True) if per_stage else [(params, grads)]):
@@ -223,7 +252,8 @@ def _sums(grads: Tree, ties: Ties) -> dict[int, int]:
         members: list[Any] = []
         for stage, path in group:
             try:
-                members.append(at(grads[stage], path))
+                if grads[stage] is not None:  # else it is at another process
+                    members.append(at(grads[stage], path))
             except (KeyError, IndexError, TypeError, AttributeError):
                 raise PlanError(
                     f"ties name {path!r} of stage {stage}, where grads have no leaf; give the plan's: ties=plan.ties"
@@ -232,14 +262,27 @@ def _sums(grads: Tree, ties: Ties) -> dict[int, int]:
     return out
 
 
-def _held(optimizer: torch.optim.Optimizer, entries: list[_LeafGradient]) -> list[_LeafGradient]:
+def _counted_elsewhere(grads: Tree, ties: Ties) -> set[int]:
+    """The ties (by the numbers of `_sums`) that count in the norm of another process: that of their first stage."""
+    sums = _sums(grads, ties)
+    out: set[int] = set()
+    for group in ties:
+        here = sorted(((s, path) for s, path in group if grads[s] is not None), key=itemgetter(0))
+        if here and here[0][0] > min(stage for stage, _ in group):
+            gradient = at(grads[here[0][0]], here[0][1])
+            out |= {sums[id(gradient)]} if id(gradient) in sums else set()
+    return out
+
+
+def _held(optimizer: torch.optim.Optimizer | None, entries: list[_LeafGradient]) -> list[_LeafGradient]:
     """The entries whose leaves this optimizer holds. Raises PlanError where a step could change nothing."""
     if not entries:
         raise PlanError(
             "no leaf has a gradient, so there is nothing to step; run with trainable=True, or set requires_grad on "
             "leaves"
         )
-    ids = {id(leaf) for group in optimizer.param_groups for leaf in group["params"]}
+    groups = [] if optimizer is None else optimizer.param_groups
+    ids = {id(leaf) for group in groups for leaf in group["params"]}
     stepped = [entry for entry in entries if id(entry.leaf) in ids]
     if not stepped:
         raise PlanError(
@@ -251,9 +294,10 @@ def _held(optimizer: torch.optim.Optimizer, entries: list[_LeafGradient]) -> lis
 
 def _unscale(
     scaler: torch.amp.GradScaler,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     entries: list[_LeafGradient],
     stepped: list[_LeafGradient],
+    exchange: Exchange,
 ) -> None:
     """Divide all gradients by the scale; those that the optimizer holds in place, in their leaves' ``.grad``.
 
@@ -262,7 +306,14 @@ def _unscale(
     """
     ids = {id(entry) for entry in stepped}
     others = [entry for entry in entries if id(entry) not in ids]
+    elsewhere = [] if exchange is alone else [float(get_total_norm([entry.gradient for entry in entries])) * 0]
+    elsewhere = [total for theirs in exchange("the scaler's unscaling", elsewhere) for total in theirs]
+    if optimizer is None:
+        return
     first = stepped[0].gradient
+    own = first.clone() if any(total != total for total in elsewhere) else None
+    if own is not None:
+        first.fill_(float("nan"))
     if others and scaler.is_enabled():
         factor = 1.0 / scaler.get_scale()
         for entry in others:
@@ -270,6 +321,8 @@ def _unscale(
         first.add_(get_total_norm([entry.gradient for entry in others]).to(first.device) * 0)
     scaler.scale(torch.zeros((), device=first.device))  # its scale becomes a tensor when it first scales one
     scaler.unscale_(optimizer)
+    if own is not None:  # the norm is of what it was
+        first.copy_(own / scaler.get_scale())
 
 
 def _of_result(result: Result, ties: Ties, scaler: Any) -> tuple[tuple[Tree, ...], Ties, float]:
@@ -297,17 +350,19 @@ def _apart(params: Tree, grads: Tree) -> list[str]:
     return lines[:8] or [f"params is a {kinds[0]}, grads a {kinds[1]}, with the same leaves in other containers"]
 
 
-def _check_options(optimizer: torch.optim.Optimizer, max_norm: Any, scaler: Any) -> None:
+def _check_options(optimizer: torch.optim.Optimizer | None, max_norm: Any, scaler: Any, *, optional: bool) -> None:
     if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm >= 0):
         raise PlanError(f"max_norm is a number from 0, or None; got {max_norm!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise PlanError(f"scaler is a torch.amp.GradScaler, or None; got a {type(scaler).__name__}")
+    if optimizer is None and optional:  # nothing may be trained at this process
+        return
     if isinstance(optimizer, type):
         raise PlanError(
             f"{optimizer.__name__} is a class; make an optimizer: torch.optim.{optimizer.__name__}(fp.leaves(params), "
             "lr=...)"
         )
-    if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
+    if optimizer is None or not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
         raise PlanError(
             f"step takes the optimizer first, fp.step(optimizer, params, result); got a {type(optimizer).__name__}"
         )

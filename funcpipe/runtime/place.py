@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Container, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +48,19 @@ def plan_devices(plan: Plan) -> tuple[torch.device, ...]:
     return tuple(out)
 
 
-def place(plan: Plan, params: Sequence[Tree]) -> tuple[Tree, ...]:
+class HasStages(Protocol):
+    """Something that some stages of a plan are at: `Ranks`."""
+
+    @property
+    def stages(self) -> Container[int]:
+        """Their numbers."""
+        ...
+
+
+def place(plan: Plan, params: Sequence[Tree], ranks: HasStages | None = None) -> tuple[Tree, ...]:
     """Each stage's tree on its device. Works for parameters, state, or any tuple with a tree per stage.
+
+    With ``ranks`` (of `fp.ranks`) there is None in place of what other processes have.
 
     Tensors that are there already stay the very same, so an optimizer and a module that hold them see every step.
     Moved ones keep ``requires_grad`` and being a Parameter.
@@ -75,7 +86,10 @@ def place(plan: Plan, params: Sequence[Tree]) -> tuple[Tree, ...]:
             ties = None
         if ties is not None:
             refuse_undeclared_ties(params, trained, ties)  # copies on several devices would go apart
-    return tuple(_move(tree, by_lane[device_of[stage]]) for stage, tree in enumerate(params))
+    return tuple(
+        _move(tree, by_lane[device_of[stage]]) if ranks is None or stage in ranks.stages else None
+        for stage, tree in enumerate(params)
+    )
 
 
 def _move(tree: Tree, device: torch.device) -> Tree:

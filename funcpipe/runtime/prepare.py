@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, Where, raise_all
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
 from funcpipe.core.stage import names_of
-from funcpipe.core.torch_names import has_gradient_hooks
-from funcpipe.core.tree import Leaves, Tree, flatten, locations
+from funcpipe.core.tree import Tree, flatten
 from funcpipe.lower.plan import program_for
 from funcpipe.runtime import microbatch
+from funcpipe.runtime.agreement import START, Word, agree
 from funcpipe.runtime.bound import Bound, Program, Shares
 from funcpipe.runtime.check_finite import FiniteBound
 from funcpipe.runtime.context import RUNNING, checked_plan, cores, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.options import RunOptions
+from funcpipe.runtime.part import PlanPart, stages_here, whole
 from funcpipe.runtime.place import misplaced, place, plan_devices
+from funcpipe.runtime.refusals import (
+    NamedTrees,
+    refuse_attached,
+    refuse_frozen,
+    refuse_meta,
+    refuse_unsaid_axes,
+    refuse_untrained,
+)
 from funcpipe.runtime.rng import Keys
-from funcpipe.runtime.trainable import Trainable, refuse_undeclared_ties, resolve_ties, trainable_leaves
+from funcpipe.runtime.shares import shares_of, weights_of
+from funcpipe.runtime.trainable import (
+    is_marked,
+    refuse_undeclared_ties,
+    resolve_ties,
+    tied_members,
+    trainable_leaves,
+)
 
 
 @dataclass(frozen=True)
@@ -34,28 +49,34 @@ class Prepared:
 
     Attributes:
         plan: the plan.
+        part: what of it is here.
         program: its program for the microbatches that have rows.
-        batch: the batch, cut.
+        batch: the batch, cut; of a part what its stages read.
         shares: how much each microbatch counts.
-        params, state: as given, one tree per stage.
-        bounds: the stages with their parameters.
+        params, state: as given, one tree per stage; None for stages that are not here.
+        bounds: the stages that are here, with their parameters.
         where: the torch device of each lane.
         threads: intra-op threads of a lane.
-        ties: groups of (stage, leaf number).
+        ties: groups of (stage, leaf number); -1 for a leaf that is not here.
+        layouts: of each member of each tie, where some are not here.
+        signature: equal for runs in which values between stages have the same shapes, unless these hang on numbers.
         strict: is a trainable leaf that no backward reached an error.
         options: as the user gave them.
     """
 
     plan: Plan
+    part: PlanPart
     program: Lowered
     batch: microbatch.Batch
     shares: Shares
     params: tuple[Tree, ...]
     state: tuple[Tree, ...]
-    bounds: Sequence[Bound]
+    bounds: Mapping[int, Bound]
     where: tuple[torch.device, ...]
     threads: int
     ties: tuple[tuple[tuple[int, int], ...], ...]
+    layouts: tuple[tuple[Any, ...], ...]
+    signature: tuple[Any, ...]
     strict: bool
     options: RunOptions
 
@@ -73,11 +94,13 @@ def prepare(
     batch: Any,
     options: RunOptions,
     *,
+    part: PlanPart | None = None,
     halves: bool = False,
 ) -> Prepared:
     """Check everything that can be checked, cut the batch, bind the stages. Nothing has run when it raises.
 
-    With ``halves`` the program is that of a `vjp`.
+    Of a ``part`` of the plan what is here; it then agrees with the others. With ``halves`` the program is that of a
+    `vjp`.
     """
     checked_plan(name, plan)
     refuse_transforms(name)
@@ -92,41 +115,92 @@ def prepare(
     else:
         _check_modes(name, plan, backward)
     _check_options(options)
+    part = part or whole(plan)
+    here = stages_here(plan, part)
     seed, feeds, trainable = checked_seed(options.seed), options.feeds, options.trainable
-    trees = _per_stage("params", params, plan)
-    states = _states(options.state, plan)
+    trees = _per_stage("params", params, plan, here)
+    states = _states(options.state, plan, here)
     devices = plan_devices(plan)
     faults = misplaced(plan, trees, devices, "params") + misplaced(plan, states, devices, "state")
     raise_all("tensors must lie where their stage runs; move them with fp.place(plan, params):", faults, PlacementError)
-    inputs, target = split_batch(plan, batch)
-    batch_trees = _NamedTrees(
+    absent = batch is None and len(here) < plan.num_stages
+    inputs, target = (None, None) if absent else split_batch(plan, batch)
+    batch_trees = NamedTrees(
         {"inputs": inputs, "target": target, **{f"feeds[{name!r}]": tree for name, tree in (feeds or {}).items()}}
     )
     if all(device.type != "meta" for device in devices):
-        _refuse_meta(batch_trees)
+        refuse_meta(batch_trees)
     if backward and not halves:
-        _refuse_attached(batch_trees)
-    cut = microbatch.cut(plan, inputs, target, feeds)
+        refuse_attached(batch_trees)
+    uncut = microbatch.look(plan, inputs, target, feeds, here)
+    cut = uncut.cut(uncut.parts)
     if (plan.outputs or halves) and plan.merge is None:
-        _refuse_unsaid_axes(cut)
-    shares = microbatch.shares(cut, plan, options.loss_scale)
+        refuse_unsaid_axes(cut)
     leaves = [flatten(tree)[0] for tree in trees]
-    trained = trainable_leaves(trees, trainable) if backward else [[False] * len(row) for row in leaves]
-    ties = resolve_ties(plan, trees, trained)
+    weights = weights_of(cut, plan)
+    marked = is_marked(leaves)
+    lacks = _lacks(plan, here, inputs, target)
+    seeded = {"seed": seed, "loss_scale": float(options.loss_scale)}
+    tied = tied_members(plan, trees, leaves, trainable, here) if len(here) < plan.num_stages else ()
+    shapes = uncut.shapes() if len(here) < plan.num_stages else ""
+    word = Word(
+        plan.fingerprint, seeded, uncut.rows, uncut.ready, lacks, uncut.merged, cut.rows, weights, marked, tied, shapes
+    )
+    words = part.exchange(START, word)
+    agreed = agree(words, plan.num_microbatches)
+    if agreed.parts != cut.rows or agreed.merged != cut.merged:
+        cut = uncut.cut(agreed.parts, agreed.merged)
+    weights = agreed.weights if agreed.weighed else _weighed_again(part, cut, plan)
+    shares = shares_of(cut.rows, weights, plan, options.loss_scale)
+    unmarked = [[False] * len(row) for row in leaves]
+    trained = trainable_leaves(trees, trainable, marked=agreed.marked) if backward else unmarked
+    ties = resolve_ties(plan, trees, trained, here)
     if backward:
         refuse_undeclared_ties(trees, trained, ties)
     if backward and not halves:
-        _refuse_untrained(trees, leaves, states, trained)
-        _refuse_frozen(leaves, trainable)
+        refuse_untrained(trees, leaves, states, trained)
+        refuse_frozen(leaves, trainable, marked=agreed.marked)
     # A caller who set fewer threads than there are cores leaves the others to other work.
     available = min(len(cores()), torch.get_num_threads())
-    threads = options.threads_per_lane or max(1, available // plan.num_devices)
+    threads = options.threads_per_lane or max(1, available // part.beside)
     checks = _checks(options.check)
-    bounds = _bind(plan, trees, states, trained, Keys(seed, plan.stages), shares, checks)
+    bounds = _bind(plan, here, trees, states, trained, Keys(seed, plan.stages), shares, checks)
     program = program_for(plan, cut.num_microbatches, halves=halves)
+    signature = (plan.fingerprint, cut.rows, *(word.shapes for word in words))
+    used = "used" in checks
     return Prepared(
-        plan, program, cut, shares, trees, states, bounds, devices, threads, ties, "used" in checks, options
+        plan,
+        part,
+        program,
+        cut,
+        shares,
+        trees,
+        states,
+        bounds,
+        devices,
+        threads,
+        ties,
+        agreed.layouts,
+        signature,
+        used,
+        options,
     )
+
+
+def _lacks(plan: Plan, here: Collection[int], inputs: Tree, target: Tree) -> tuple[str, ...]:
+    """What the stages that are here read and the process was not given; in one process nothing can be missing so."""
+    if len(here) == plan.num_stages:
+        return ()
+    first, last = 0 in here and inputs is None, plan.num_stages - 1 in here and target is None
+    lacks = ["has stage 0 and was given no inputs"] if first and not plan.stages[0].feeds else []
+    # A loss may do without a target; then nobody gives one, and the batch is (inputs, None).
+    return (*lacks, *(["has the last stage and was given no batch"] if last and plan.loss and inputs is None else []))
+
+
+def _weighed_again(part: PlanPart, cut: microbatch.Batch, plan: Plan) -> tuple[float, ...] | None:
+    """The weights of microbatches that were cut otherwise than their process thought at first."""
+    found: list[tuple[float, ...] | None] = part.exchange("the weights of microbatches", weights_of(cut, plan))
+    return next((weights for weights in found if weights is not None), None)
 
 
 def _check_options(options: RunOptions) -> None:
@@ -152,127 +226,20 @@ def checked_seed(seed: Any) -> int | None:
         raise PlanError(f"seed is an int; got a {type(seed).__name__}") from None
 
 
-def _refuse_unsaid_axes(cut: microbatch.Batch) -> None:
-    """Raise BatchError where no input is cut along axis 0: the axis of the outputs' rows is not known then."""
-    axes = sorted({axis for axis in cut.axes if axis is not None})
-    if axes and axes[0] > 0:
-        raise BatchError(
-            f"the inputs are cut along axis {', '.join(map(str, axes))}, and nothing says how outputs are joined: "
-            f"make_plan(..., merge={axes[0]}), or merge=0, 'each', or a tree of these like the outputs"
-        )
-
-
-class _NamedTrees:
-    """Trees by name, taken apart once."""
-
-    def __init__(self, trees: Mapping[str, Tree]) -> None:
-        self.trees = [(root, tree, flatten(tree)[0]) for root, tree in trees.items()]
-
-    def found(self, wrong: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-        """The wrong leaves with their places; places cost much, so they are made only for trees with a wrong leaf."""
-        return [
-            (place, leaf)
-            for root, tree, leaves in self.trees
-            if any(map(wrong, leaves))
-            for place, leaf in zip(locations(tree, root), leaves, strict=True)
-            if wrong(leaf)
-        ]
-
-
-def _refuse_attached(trees: _NamedTrees) -> None:
-    """Raise BatchError for leaves of the batch that ask for a gradient: none goes from a run into its batch."""
-    faults = [f"{place} {_why(leaf)}" for place, leaf in trees.found(_asks)]
-    raise_all(
-        "no gradient goes from a run into its batch, and what made these values would not be trained. Make "
-        "it the first stage; or take the gradients of the inputs by fp.vjp, or by fp.Pipe inside of an "
-        "autograd graph; or hand the values in detached, x.detach():",
-        faults,
-        BatchError,
-    )
-
-
-def _bare(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, (microbatch.Replicate, microbatch.Axis)) else leaf
-
-
-def _why(leaf: Any) -> str:
-    """Why a leaf of a batch asks for a gradient, as words for a fault."""
-    bare = _bare(leaf)
-    node = bare.grad_fn if isinstance(bare, Tensor) else None
-    return "requires a gradient" if node is None else f"was computed by {node.name()}"
-
-
-def _asks(leaf: Any) -> bool:
-    if isinstance(leaf, microbatch.Microbatches):
-        return any(_asks(inner) for tree in leaf for inner in flatten(tree)[0])
-    bare = _bare(leaf)
-    return isinstance(bare, Tensor) and bare.requires_grad
-
-
-def _refuse_untrained(
-    trees: Sequence[Tree], leaves: Sequence[Leaves], states: Sequence[Tree], trained: list[list[bool]]
-) -> None:
-    """Raise PlanError for state that requires gradients, params that are arrays, and params with gradient hooks."""
-    states_by_name = _NamedTrees({f"state[{stage}]": tree for stage, tree in enumerate(states)})
-    faults = [
-        f"{place} requires a gradient, and state gets none: put it into params, or detach it"
-        for place, _ in states_by_name.found(_asks)
-    ]
-    for stage, (tree, row, flags) in enumerate(zip(trees, leaves, trained, strict=True)):
-        whys = [_untrained(leaf, flag, stage) for leaf, flag in zip(row, flags, strict=True)]
-        if any(whys):
-            pairs = zip(locations(tree, f"params[{stage}]"), whys, strict=True)
-            faults += [f"{place} {why}" for place, why in pairs if why]
-    raise_all("these would not be trained as they say:", faults)
-
-
-def _untrained(leaf: Any, trained: bool, stage: int) -> str:
-    """Why a leaf of the params would not be trained as it says; "" where it would."""
-    if not isinstance(leaf, Tensor):
-        array = hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0
-        return f"is a {type(leaf).__name__}, and gradients are of tensors: torch.from_numpy(array)" if array else ""
-    if not trained:
-        return ""
-    if has_gradient_hooks(leaf):
-        return (
-            f"has hooks on its gradient, which a run does not call: apply them to result.grads[{stage}] before "
-            "fp.step, and take them off (the handle's remove())"
-        )
-    return ""
-
-
-def _refuse_frozen(leaves: Sequence[Leaves], trainable: Trainable) -> None:
-    """Raise PlanError where ``trainable`` is None and every Parameter is frozen."""
-    tensors = [leaf for row in leaves for leaf in row if isinstance(leaf, Tensor)]
-    if trainable is not None or any(leaf.requires_grad for leaf in tensors):
-        return
-    if any(isinstance(leaf, torch.nn.Parameter) for leaf in tensors):
-        raise PlanError(
-            "every parameter is frozen (requires_grad is False), so there is nothing to train; leaf.requires_grad_() "
-            "on what is trained, run(..., trainable=True) for gradients all the same, or evaluate: "
-            "fp.make_plan(stages, schedule.forwards())"
-        )
-
-
-def _refuse_meta(trees: _NamedTrees) -> None:
-    """Raise BatchError for tensors of the batch on the meta device."""
-    missing = trees.found(lambda leaf: isinstance(leaf, Tensor) and leaf.is_meta)
-    faults = [f"{place} is on the meta device and has no numbers" for place, _ in missing]
-    raise_all("the batch cannot be run:", faults, BatchError)
-
-
 def _bind(
     plan: Plan,
+    here: Collection[int],
     trees: Sequence[Tree],
     states: Sequence[Tree],
     trained: list[list[bool]],
     keys: Keys,
     shares: Shares,
     checks: set[str],
-) -> list[Bound]:
-    """Bind every stage to its parameters and state."""
-    bounds: list[Bound] = []
-    for index, (part, params, state) in enumerate(zip(plan.stages, trees, states, strict=True)):
+) -> dict[int, Bound]:
+    """Bind every stage that is here to its parameters and state."""
+    bounds: dict[int, Bound] = {}
+    for index in sorted(here):
+        part, params, state = plan.stages[index], trees[index], states[index]
         program: Program = part.program or EagerBound
         loss = plan.loss if index == plan.num_stages - 1 else None
         options: dict[str, Any] = {"trainable": trained[index], "train": plan.train, "keys": keys}
@@ -283,7 +250,7 @@ def _bind(
             raise PlanError(f"{names_of(plan.stages)[index]}: {error}") from None
         if checks & {"finite", "finite-op"}:
             bound = FiniteBound(bound, params, index, shares, operations="finite-op" in checks)
-        bounds.append(bound)
+        bounds[index] = bound
     return bounds
 
 
@@ -328,11 +295,24 @@ def _check_halves(plan: Plan, backward: bool) -> None:
         raise PlanError("vjp was called under torch.inference_mode, where autograd records nothing; call it outside")
 
 
-def _per_stage(name: str, trees: Any, plan: Plan) -> tuple[Tree, ...]:
+def _per_stage(name: str, trees: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
     count, labels = plan.num_stages, ", ".join(names_of(plan.stages))
     entries = tuple(cast("Sequence[Tree]", trees)) if isinstance(trees, (tuple, list)) else None
     if entries is not None and len(entries) == count:
-        return entries
+        if len(here) == count:
+            return entries
+        others = [
+            stage for stage in range(count) if stage not in here and flatten(entries[stage])[0] not in ([], [None])
+        ]
+        if others:
+            raise PlanError(
+                f"{name} has trees for stages {others}, which other ranks have; give None there, as fp.place(plan, "
+                f"{name}, ranks) does"
+            )
+        missing = [stage for stage in sorted(here) if entries[stage] is None]
+        if name == "params" and missing:
+            raise PlanError(f"params has None for stages {missing}, which are here; give their trees")
+        return tuple(entry if stage in here else None for stage, entry in enumerate(entries))
     got = f"a {type(trees).__name__}" if entries is None else f"{len(entries)}"
     hint = f"; for one stage that is ({name},)" if count == 1 else ""
     raise PlanError(
@@ -340,13 +320,13 @@ def _per_stage(name: str, trees: Any, plan: Plan) -> tuple[Tree, ...]:
     )
 
 
-def _states(state: Any, plan: Plan) -> tuple[Tree, ...]:
+def _states(state: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
     labels = names_of(plan.stages)
     if state is None:
         changing = [labels[i] for i, part in enumerate(plan.stages) if part.commit is not None and plan.train]
         needing = [labels[i] for i, part in enumerate(plan.stages) if part.state]
         if plan.state is not None and not changing:
-            return place(plan, plan.state)
+            return tuple(tree if stage in here else None for stage, tree in enumerate(place(plan, plan.state)))
         if plan.state is not None:
             raise PlanError(
                 f"state= is missing: a batch changes that of {', '.join(changing)}; give fp.place(plan, plan.state) "
@@ -358,11 +338,11 @@ def _states(state: Any, plan: Plan) -> tuple[Tree, ...]:
                 "state=, a tuple with one tree per stage (fp.from_module returns each; the new one is in "
                 "result.state)"
             )
-        return ((),) * plan.num_stages
-    states = _per_stage("state", state, plan)
+        return tuple(() if stage in here else None for stage in range(plan.num_stages))
+    states = _per_stage("state", state, plan, here)
     faults: list[str] = []
     for number, (label, part, tree) in enumerate(zip(labels, plan.stages, states, strict=True)):
-        if part.state and tree is None:
+        if part.state and tree is None and number in here:
             faults.append(f"{label} declares state, but state[{number}] is None")
         if not part.state and tree is not None and flatten(tree)[0]:
             faults.append(f"{label} declares no state, but state[{number}] is not ()")

@@ -200,6 +200,14 @@ class Channel(Protocol):
         ...
 
 
+class HandOut:
+    """The channel to a lane of another process: the value as it is, which its mailbox sends."""
+
+    def send(self, value: Border, free: Any = None) -> Ticket:
+        """The value itself."""
+        return Ticket(value)
+
+
 class CopyEdge:
     """The channel within a process: copies from one lane (or the caller, None) to another."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -11,16 +11,22 @@ from funcpipe.core.errors import PlanError, Where, fail, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Path, Tree, flatten, is_differentiable, paths
 from funcpipe.core.words import similar
+from funcpipe.runtime.wire_format import TensorLayout
 
 Trainable: TypeAlias = bool | Callable[[str, Tensor], bool] | Sequence[Any] | None
 """Which leaves get gradients; see `run`."""
 
 
-def trainable_leaves(trees: Sequence[Tree], trainable: Trainable) -> list[list[bool]]:
-    """For each stage, for each leaf: does it get a gradient. Raises PlanError."""
+def is_marked(leaves: Iterable[Iterable[Any]]) -> bool:
+    """Does any leaf of any stage require a gradient."""
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for row in leaves for leaf in row)
+
+
+def trainable_leaves(trees: Sequence[Tree], trainable: Trainable, *, marked: bool | None = None) -> list[list[bool]]:
+    """For each stage, for each leaf: does it get a gradient; ``marked`` as all processes know. Raises PlanError."""
     flat = [flatten(tree)[0] for tree in trees]
     if trainable is None:
-        marked = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaves in flat for leaf in leaves)
+        marked = is_marked(flat) if marked is None else marked
         return [[is_differentiable(leaf) and (leaf.requires_grad or not marked) for leaf in leaves] for leaves in flat]
     if isinstance(trainable, bool):
         return [[trainable and is_differentiable(leaf) for leaf in leaves] for leaves in flat]
@@ -48,6 +54,8 @@ def trainable_leaves(trees: Sequence[Tree], trainable: Trainable) -> list[list[b
 
 
 def _flags(stage: int, tree: Tree, choice: Any) -> list[bool]:
+    if tree is None:  # it has no leaves, or is not here
+        return [False]
     leaves, spec = flatten(tree)
     if isinstance(choice, bool):
         return [choice and is_differentiable(leaf) for leaf in leaves]
@@ -65,28 +73,60 @@ def _flags(stage: int, tree: Tree, choice: Any) -> list[bool]:
 
 
 def resolve_ties(
-    plan: Plan, trees: Sequence[Tree], trained: list[list[bool]]
+    plan: Plan, trees: Sequence[Tree], trained: list[list[bool]], here: Collection[int] | None = None
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The plan's ties as groups of (stage, leaf number). Raises PlanError where they do not fit."""
+    """The plan's ties as groups of (stage, leaf number), -1 in stages that are not here.
+
+    Raises:
+        PlanError: they do not fit.
+    """
     faults: list[str] = []
     groups: list[tuple[tuple[int, int], ...]] = []
     for group in plan.ties:
         members: list[tuple[int, int]] = []
         for stage, key in group:
+            if here is not None and stage not in here:
+                members.append((stage, -1))
+                continue
             leaf_paths = paths(trees[stage])
             path: Path = key if isinstance(key, tuple) else (key,)
             if path in leaf_paths:
                 members.append((stage, leaf_paths.index(path)))
             else:
                 faults.append(f"params[{stage}] has no leaf at {key!r}{similar(key, map(key_of, leaf_paths))}")
-        shapes = {tuple(flatten(trees[s])[0][n].shape) for s, n in members}
+        known = [(stage, number) for stage, number in members if number >= 0]
+        shapes = {tuple(flatten(trees[s])[0][n].shape) for s, n in known}
         if len(shapes) > 1:
             faults.append(f"the leaves of {group} differ in shape: {sorted(shapes)}")
-        if len({trained[s][n] for s, n in members}) > 1:
+        if len({trained[s][n] for s, n in known}) > 1:
             faults.append(f"some leaves of {group} are trainable and some are not")
         groups.append(tuple(members))
     raise_all("the plan's ties do not fit params:", faults)
     return tuple(groups)
+
+
+def tied_members(
+    plan: Plan, trees: Sequence[Tree], leaves: Sequence[Sequence[Any]], trainable: Trainable, here: Collection[int]
+) -> tuple[tuple[tuple[int, TensorLayout, bool, bool], ...], ...]:
+    """For each tie, for each member that is here: its place, its layout, whether it is trained where some leaf of any
+    stage requires a gradient, and where none does.
+
+    Raises:
+        PlanError: a tie names no leaf, or what is no tensor.
+    """
+    if not plan.ties:
+        return ()
+    either = [trainable_leaves(trees, trainable, marked=marked) for marked in (True, False)]
+    out: list[tuple[tuple[int, TensorLayout, bool, bool], ...]] = []
+    for group in resolve_ties(plan, trees, either[0], here):
+        members: list[tuple[int, TensorLayout, bool, bool]] = []
+        for place, (stage, number) in enumerate(group):
+            if number >= 0:
+                leaf = leaves[stage][number]
+                some, none = (flags[stage][number] for flags in either)
+                members.append((place, TensorLayout(tuple(leaf.shape), leaf.stride(), leaf.dtype), some, none))
+        out.append(tuple(members))
+    return tuple(out)
 
 
 def refuse_undeclared_ties(

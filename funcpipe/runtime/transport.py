@@ -8,7 +8,8 @@ of the lane that fills them.
 from __future__ import annotations
 
 import queue
-from collections.abc import Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Hashable, Mapping
 from typing import Any, Protocol
 
 from funcpipe.core.errors import FuncpipeError
@@ -63,15 +64,27 @@ class Inbox(Mailbox):
     def __init__(self) -> None:
         super().__init__()
         self.messages: queue.SimpleQueue[tuple[Hashable, Any] | None] = queue.SimpleQueue()
+        self.quiet: deque[tuple[Hashable, Any]] = deque()
 
     def put(self, key: Hashable, item: Any) -> None:
         """Hand something to the lane."""
         self.messages.put((key, item))
 
+    def put_quietly(self, key: Hashable, item: Any) -> None:
+        """Hand something to the lane, which is woken only if it waits for just that."""
+        self.quiet.append((key, item))
+        if self.waits == key:  # it looked at what is quiet after it said so
+            self.messages.put((None, None))
+
     def wait(self, key: Hashable) -> None:
         """Wait until something has come under a key. Raises Stop."""
         self.waits = key
-        while key not in self.came:
+        while True:
+            while self.quiet:
+                quiet = self.quiet.popleft()
+                self.came[quiet[0]] = quiet[1]
+            if key in self.came:
+                break
             message = self.messages.get()
             if message is None:
                 raise Stop
@@ -99,14 +112,14 @@ class PoolLevel:
 class Local:
     """The transport of one lane within a process.
 
-    ``boxes`` are of every lane, ``edges`` by (from, to); ``caller`` has what he gives by value number, ``levels`` those
-    of the pools by (lane, slot).
+    ``boxes`` are of every lane that it sends to or gets from, ``edges`` by (from, to); ``caller`` has what he gives by
+    value number, ``levels`` those of the pools by (lane, slot).
     """
 
     def __init__(
         self,
         program: LaneProgram,
-        boxes: Sequence[Mailbox],
+        boxes: Mapping[int, Mailbox],
         edges: Mapping[tuple[int, int], Channel],
         caller: Mapping[int, Border],
         levels: Mapping[tuple[int, int], PoolLevel],

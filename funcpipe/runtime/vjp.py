@@ -14,10 +14,10 @@ from funcpipe.core.result import Result
 from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.runtime.border import Border, share
-from funcpipe.runtime.context import intra_op_threads, not_carried, refuse_transforms
+from funcpipe.runtime.context import checked_plan, intra_op_threads, not_carried, refuse_transforms
 from funcpipe.runtime.execute import Execution, LaneExecutor
 from funcpipe.runtime.executors import executor_for
-from funcpipe.runtime.finish import finish, gradients, refuse_writes, release
+from funcpipe.runtime.finish import finish, gradient_sums, gradients, refuse_writes, release, unused_leaves
 from funcpipe.runtime.joining import OutputJoin, join_input_grads
 from funcpipe.runtime.microbatch import Microbatches
 from funcpipe.runtime.options import ExecutorLike, RunOptions
@@ -79,22 +79,24 @@ def vjp(
         check=check,
         timeout=timeout,
     )
+    checked_plan("vjp", plan)
+    chosen = _by_halves(executor, plan)
     ready = prepare("vjp", plan, params, inputs, options, halves=True)
     for borders in (ready.batch.inputs, *ready.batch.feeds.values()):
         # The caller may write into his batch before R reads it again.
         borders[:] = [Border(share(border.leaves), border.spec, border.flags) for border in borders]
     if input_grads is not False:
         _want(ready.batch.inputs, input_grads)
-    return _forwards(ready, Execution(ready, _by_halves(executor, plan)))
+    return _forwards(ready, Execution(ready, chosen))
 
 
 def _by_halves(executor: ExecutorLike, plan: Plan) -> LaneExecutor:
     """The executor of both halves. Raises PlanError where it does whole runs only."""
     chosen = executor_for(executor, plan)
-    if not isinstance(chosen, LaneExecutor):
+    if not isinstance(chosen, LaneExecutor) or not chosen.halves:
         raise PlanError(
-            "executor is 'threads', 'serial', fp.lanes(plan), or None, for fp.run also fp.graphs(plan), which does "
-            f"whole runs; got {chosen!r}"
+            "executor is 'threads', 'serial', fp.lanes(plan), or None, for fp.run also fp.graphs(plan) and "
+            f"fp.ranks(plan), which do whole runs; got {chosen!r}"
         )
     return chosen
 
@@ -200,7 +202,8 @@ class Pullback:
         input_grads = execution.collect(Role.INPUT_GRAD)
         execution.check_empty()
         with intra_op_threads(ready.threads):
-            grads, unused = gradients(ready)
+            unused = unused_leaves(ready)
+            grads = gradients(ready, gradient_sums(ready))
             inputs = join_input_grads(ready.batch, [input_grads[0, m].leaves for m in range(len(pieces))])
         self.unused = tuple(unused)
         release(ready)

@@ -33,16 +33,18 @@ class Watchdog:
         self._gate = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="funcpipe watchdog", daemon=True)
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
+        """Begin to look."""
         self._backstop()
         self._thread.start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
+    def end(self) -> None:
+        """Look no more. It may be called again, and after a start that was interrupted."""
         with self._gate:
             self._over.set()
         faulthandler.cancel_dump_traceback_later()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _watch(self) -> None:
         marks, since = self._marks(), monotonic()
@@ -74,33 +76,47 @@ class Watchdog:
             pass
 
 
+def lane_states(execution: Execution) -> list[tuple[bool, str]]:
+    """Of every lane that is here: is it in an action, and what it did last and waits for."""
+    states: list[tuple[bool, str]] = []
+    for lane in execution.lanes:
+        working = _is_working(execution, lane)
+        number = lane.program.lane
+        busy = working and execution.boxes[number].waits is None
+        states.append((busy, f"device {number} ({lane.place.device}) {_state(execution, lane, working=working)}"))
+    return states
+
+
+def _is_working(execution: Execution, lane: Runner) -> bool:
+    turn = execution.executor.threaded or lane.program.lane == execution.turn
+    return lane.thread != 0 and turn and lane.done < lane.stop
+
+
 def describe(execution: Execution, seconds: float) -> str:
     """What every lane did last and waits for, and where its Python is."""
     lines = [f"no action began in any lane for {seconds:.1f} s:"]
+    lines += [f"  * {words}" for _, words in lane_states(execution)]
     frames = sys._current_frames()
     stacks: list[str] = []
-    done = 0
-    for number, lane in enumerate(execution.lanes):
-        working = (
-            lane.thread != 0 and (execution.executor.threaded or number == execution.turn) and lane.done < lane.stop
-        )
-        done += lane.done - lane.first
-        lines.append(f"  * device {number} ({lane.place.device}) {_state(execution, lane, working=working)}")
+    for lane in execution.lanes:
         frame = frames.get(lane.thread)
-        if frame is not None and working:
+        if frame is not None and _is_working(execution, lane):
             shown = [
                 entry
                 for entry in traceback.extract_stack(frame)
                 if "/funcpipe/" not in entry.filename.replace("\\", "/") and not entry.filename.endswith("threading.py")
             ]
             if shown:
-                stacks.append(f"device {number} is at:")
+                stacks.append(f"device {lane.program.lane} is at:")
                 stacks += [
                     f"  {line}" for text in traceback.format_list(shown[-12:]) for line in text.rstrip().split("\n")
                 ]
     del frames
-    start, stop = execution.part
-    lines.append(f"{done} of {stop - start} actions are done")
+    done, total = (
+        sum(count)
+        for count in zip(*[(lane.done - lane.first, lane.stop - lane.first) for lane in execution.lanes], strict=True)
+    )
+    lines.append(f"{done} of {total} actions are done")
     return "\n".join([*lines, *stacks])
 
 
@@ -115,7 +131,7 @@ def _state(execution: Execution, lane: Runner, *, working: bool) -> str:
     if waits is None:
         return f"{last} and is in {current}"
     if isinstance(waits, tuple):
-        role = execution.lanes[waits[0]].program.slots[waits[1]].role
+        role = execution.ready.program.lane(waits[0]).slots[waits[1]].role
         return f"did {current} and waits until device {waits[0]} frees a slot for {role.value}"
     part = program.parts[lane.done]
     value = next(
@@ -143,7 +159,7 @@ class interrupting:
 
     def __enter__(self) -> Self:
         if self.dog is not None:
-            self.dog.__enter__()
+            self.dog.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -151,10 +167,10 @@ class interrupting:
         if dog is None:
             return
         try:
-            dog.__exit__()
+            dog.end()
         except (KeyboardInterrupt, Stop):  # the interruption came just now
             if not dog.report:
                 raise
-            dog.__exit__()
+            dog.end()
         if dog.report:
             raise RunTimeout(dog.report) from None

@@ -1,0 +1,119 @@
+"""What the processes of a plan must know of each other before a run: each says a word, and all draw the same from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from funcpipe.core.errors import BatchError, RanksError, raise_all
+from funcpipe.runtime.microbatch import parts_of
+
+START = "the start of a run"
+"""What the first exchange of a run is about."""
+
+
+class Word(NamedTuple):
+    """What one process says at the start of a run.
+
+    Attributes:
+        plan: the plan's fingerprint.
+        options: those that must be alike, by name.
+        rows: of the leaves that it has; None: none has any.
+        ready: rows of ready-made microbatches, 0 where nothing has any; None: it has no such.
+        lacks: what it should have been given and was not.
+        merged: are the inputs cut here, so that outputs are merged; None: it has no inputs.
+        parts: rows of the microbatches, as far as it knows.
+        weights: of these microbatches, if it knows them.
+        marked: does a leaf of its params require a gradient.
+        ties: for each tie, for each member that it holds: (place, layout, is it trained where some leaves are marked,
+            and where none is).
+        shapes: of its part of the batch, and what else decides about the shapes of what stages hand on.
+    """
+
+    plan: str
+    options: dict[str, Any]
+    rows: int | None
+    ready: tuple[int, ...] | None
+    lacks: tuple[str, ...]
+    merged: bool | None
+    parts: tuple[int, ...]
+    weights: tuple[float, ...] | None
+    marked: bool
+    ties: tuple[tuple[tuple[int, Any, bool, bool], ...], ...]
+    shapes: str
+
+
+class Agreed(NamedTuple):
+    """What follows from the words of all.
+
+    Attributes:
+        parts: rows of the microbatches.
+        merged: are outputs merged.
+        weights: of the microbatches; None: their rows count.
+        weighed: are these the weights of those microbatches; else they are computed again.
+        marked: does any leaf require a gradient.
+        layouts: for each tie, of each member.
+    """
+
+    parts: tuple[int, ...]
+    merged: bool
+    weights: tuple[float, ...] | None
+    weighed: bool
+    marked: bool
+    layouts: tuple[tuple[Any, ...], ...]
+
+
+def agree(words: Sequence[Word], limit: int) -> Agreed:
+    """What follows from the words of all processes, by rank; each comes to the same.
+
+    Raises:
+        RanksError: they do not fit; every process raises it, since all have the same words.
+    """
+    if len(words) == 1:
+        (word,) = words
+        layouts = tuple(tuple(layout for _, layout, *_ in tie) for tie in word.ties)
+        return Agreed(word.parts, word.merged is not False, word.weights, True, word.marked, layouts)
+    faults = _differences(words, "the plan", lambda word: word.plan)
+    for name in words[0].options:
+        faults += _differences(words, name, lambda word, name=name: word.options.get(name))
+    faults += [f"rank {rank} {lack}" for rank, word in enumerate(words) for lack in word.lacks]
+    faults += _differences(words, "the rows of the batch", lambda word: word.rows, some=True)
+    faults += _differences(words, "ready-made microbatches", lambda word: word.ready and len(word.ready), some=True)
+    raise_all("the ranks do not run the same:", faults, RanksError)
+    rows = next((word.rows for word in words if word.rows is not None), None)
+    ready = [word.ready for word in words if word.ready is not None]
+    try:
+        parts = parts_of(rows, next(filter(any, ready), ready[0] if ready else None), limit)
+    except BatchError as error:
+        raise RanksError(str(error)) from None
+    merged = all(word.merged is not False for word in words)
+    marked = any(word.marked for word in words)
+    heaviest = next((word for word in words if word.weights is not None), None)
+    weights, weighed = (None, True) if heaviest is None else (heaviest.weights, heaviest.parts == parts)
+    return Agreed(parts, merged, weights, weighed, marked, _layouts(words, marked))
+
+
+def _differences(words: Sequence[Word], name: str, field: Callable[[Word], Any], *, some: bool = False) -> list[str]:
+    """Where processes say other things; with ``some`` those that say None say nothing."""
+    values = [(rank, value) for rank, word in enumerate(words) if (value := field(word)) is not None or not some]
+    return [
+        f"{name}: rank {rank} has {value!r}, rank {values[0][0]} has {values[0][1]!r}"
+        for rank, value in values
+        if value != values[0][1]
+    ]
+
+
+def _layouts(words: Sequence[Word], marked: bool) -> tuple[tuple[Any, ...], ...]:
+    """For each tie, the layout of each member. Raises RanksError where members differ."""
+    out: list[tuple[Any, ...]] = []
+    faults: list[str] = []
+    for number, ties in enumerate(zip(*(word.ties for word in words), strict=True)):
+        members = {place: (layout, some if marked else none) for tie in ties for place, layout, some, none in tie}
+        layouts = tuple(members[place][0] for place in sorted(members))
+        if len({layout.size for layout in layouts}) > 1:
+            faults.append(f"the leaves of tie {number} differ in shape: {[layout.size for layout in layouts]}")
+        if len({trained for _, trained in members.values()}) > 1:
+            faults.append(f"some leaves of tie {number} are trainable and some are not")
+        out.append(layouts)
+    raise_all("the plan's ties do not fit params:", faults, RanksError)
+    return tuple(out)

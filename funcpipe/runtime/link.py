@@ -1,0 +1,385 @@
+"""What joins the processes of a plan: connections, exchanges in which all take part, and alarms through the store.
+
+A link lasts until the first failure of anyone: who fails tells the others through the store, closes its connections,
+and so does everyone who is told. The next run makes a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from funcpipe.core.errors import Where
+from funcpipe.core.torch_names import gloo
+from funcpipe.runtime.edge import Connection, EdgeIn, EdgeOut, LostError
+from funcpipe.runtime.worker import Worker
+
+_CHUNK = 4096
+"""Bytes of the first message of an exchange, which tells how many follow."""
+
+_FOREVER = timedelta(days=365)
+
+
+def below(name: str, store: Any) -> Any:
+    """A store whose keys lie below a name in another one."""
+    import torch.distributed as dist
+
+    return dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class Failure(NamedTuple):
+    """What the processes of a plan tell each other of a failure.
+
+    Attributes:
+        rank: whose it is; -1: nobody's in particular.
+        kind: the type of its exception; "" for a process that is gone.
+        text: what it says.
+        where: its coordinates, where it was in a stage.
+        run: the number of the run.
+        timed: did it wait for too long; then all say what they are doing.
+    """
+
+    rank: int
+    kind: str
+    text: str
+    where: Sequence[Any] | None
+    run: int
+    timed: bool = False
+
+    def place(self) -> Where | None:
+        """The coordinates."""
+        return None if self.where is None else Where(*self.where)
+
+
+class Alarm(Exception):
+    """The link is broken: `Link.failure` says by what."""
+
+
+class Link:
+    """One process's connections to the others of its plan.
+
+    Attributes:
+        rank, size: which it is, of how many.
+        failure: what has broken the link, once something has.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float, doing: Callable[[], tuple[bool, str]]) -> None:
+        self.store, self.rank, self.size, self.timeout, self.doing = store, rank, size, timeout, doing
+        self.failure: Failure | None = None
+        self.run = 0
+        self.edges: dict[tuple[int, int], EdgeOut | EdgeIn] = {}
+        self._connections: list[Connection] = []
+        self._gone: dict[int, int] = {}
+        """Of ranks that have closed, the number of their last run."""
+        self._alarms: list[Callable[[], None]] = []
+        self._gate = threading.Lock()
+        self._everyone: Connection | None = None
+        self._events = 0
+        self._told = False
+        self._worker = self._started("exchange", self.cut)
+        self._watcher = self._started("watcher", self._wake_watcher)
+
+    def _started(self, name: str, stop: Callable[[], None]) -> Worker:
+        worker = Worker(f"funcpipe {name}", stop, patience=1.0)
+        worker.start()
+        return worker
+
+    # -- making it -----------------------------------------------------------------------------------------------------
+
+    def hear(self, hello: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Say hello, and hear everyone's. Raises Alarm: someone did not come."""
+        self._watcher.give(partial(self._watch, self.store.clone()))
+        return self.wait(partial(self._hear, hello))
+
+    def join(self, settle: Callable[[], None]) -> None:
+        """Connect to everyone; ``settle`` is called first, by the thread that starts all others. Raises Alarm."""
+
+        def connect() -> None:
+            settle()
+            self._everyone = self._connection("all", self.rank, range(self.size))
+
+        self.wait(connect)
+
+    def _hear(self, hello: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self.store.set(f"hello/{self.rank}", json.dumps(hello))
+        deadline, said = monotonic() + self.timeout, list[dict[str, Any]]()
+        for other in range(self.size):
+            try:
+                self.store.wait([f"hello/{other}"], timedelta(seconds=max(0.001, deadline - monotonic())))
+            except RuntimeError:
+                missing = [rank for rank in range(other, self.size) if not self.store.check([f"hello/{rank}"])]
+                text = f"did not come: no process of rank {missing} made or used its ranks for {self.timeout:g} s"
+                raise LostError(missing[0] if missing else -1, text) from None
+            said.append(json.loads(self.store.get(f"hello/{other}")))
+        return said
+
+    def _connection(self, name: str, seat: int, ranks: Sequence[int]) -> Connection:
+        """A connection of some ranks, which all of them make."""
+        store, limit = below(name, self.store), timedelta(seconds=self.timeout)
+        with self._gate:
+            if self.failure is not None:
+                raise Alarm
+        try:
+            connection = Connection(gloo(store, seat, len(ranks), limit), ranks)
+        except RuntimeError as error:
+            others = [rank for rank in ranks if rank != self.rank]
+            raise LostError(others[0] if len(others) == 1 else -1, f"could not be connected: {error}") from None
+        with self._gate:
+            self._connections.append(connection)
+        return connection
+
+    def connect(self, edges: Mapping[tuple[int, int], tuple[int, int]]) -> None:
+        """Make the edges that are not there yet: (from lane, to lane) -> (from rank, to rank). Raises Alarm."""
+        missing = sorted(edge for edge in edges if edge not in self.edges)
+        if missing:
+            self.wait(partial(self._connect, {edge: edges[edge] for edge in missing}))
+
+    def _connect(self, edges: Mapping[tuple[int, int], tuple[int, int]]) -> None:
+        for (source, to), ranks in edges.items():
+            connection = self._connection(f"{source}-{to}", ranks.index(self.rank), ranks)
+            end = EdgeOut if ranks[0] == self.rank else EdgeIn
+            self.edges[source, to] = end(connection, f"{source}-{to}", self.lost)
+
+    # -- waiting for others --------------------------------------------------------------------------------------------
+
+    def wait(self, job: Callable[[], Any]) -> Any:
+        """The result of a job on the thread that may block. Raises Alarm; nobody waits longer than the timeout."""
+        answers: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                answers.put((job(),))
+            except (LostError, RuntimeError) as error:
+                self.lost(error if isinstance(error, LostError) else LostError(-1, str(error)))
+            except Alarm:
+                pass
+
+        with self.alarming(partial(answers.put, None)):
+            self._worker.give(work)
+            deadline = monotonic() + self.timeout
+            while True:
+                try:
+                    answer = answers.get(timeout=min(0.5, max(0.001, deadline - monotonic())))
+                except queue.Empty:
+                    if monotonic() < deadline:
+                        continue  # Ctrl-C is seen here
+                    text = f"the others did not come for {self.timeout:g} s"
+                    self.fail(Failure(self.rank, "RunTimeout", text, None, self.run, timed=True))
+                    answer = None
+                if answer is None:
+                    raise Alarm
+                return answer[0]
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """What every rank gives, by rank, in log2(size) rounds (Bruck, 1997). Raises Alarm."""
+        return self.wait(partial(self._exchange, data))
+
+    def _exchange(self, data: bytes) -> list[bytes]:
+        everyone, size, me = self._everyone, self.size, self.rank
+        assert everyone is not None
+        blocks, step = [data], 1  # blocks[i] is that of rank me + i
+        while step < size:
+            count = min(step, size - step)
+            works = everyone.send_bytes(_joined(blocks[:count]), (me - step) % size, _CHUNK)
+            blocks += _parted(everyone.receive_bytes((me + step) % size, _CHUNK))
+            everyone.finish(works, (me - step) % size)
+            step *= 2
+        return [blocks[(rank - me) % size] for rank in range(size)]
+
+    def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], room: Callable[[int], Tensor]) -> list[Tensor]:
+        """Tensors that several ranks hold, in order; see `PlanPart.gather`. Raises Alarm."""
+        return self.wait(partial(self._gather, mine, holders, room))
+
+    def _gather(
+        self, mine: Mapping[int, Tensor], holders: Sequence[int], room: Callable[[int], Tensor]
+    ) -> list[Tensor]:
+        everyone = self._everyone
+        assert everyone is not None
+        others = sorted({*holders} - {self.rank})
+        works = {other: [everyone.send(mine[place], other) for place in sorted(mine)] for other in others}
+        values = dict(mine)
+        for other in others:
+            places = [place for place, holder in enumerate(holders) if holder == other]
+            values |= {place: room(place) for place in places}
+            everyone.finish([everyone.receive(values[place], other) for place in places], other)
+        for other, sent in works.items():
+            everyone.finish(sent, other)
+        return [values[place] for place in range(len(holders))]
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def alarming(self, alarm: Callable[[], None]) -> _Alarming:
+        """Inside, ``alarm`` is called, from any thread, as soon as the link breaks."""
+        return _Alarming(self._alarms, self._gate, alarm, lambda: self.failure is not None)
+
+    def fail(self, failure: Failure) -> None:
+        """Break the link; the first failure counts."""
+        with self._gate:
+            if self.failure is not None:
+                return
+            self.failure = failure
+            alarms = [*self._alarms]
+        for alarm in alarms:
+            alarm()
+
+    def lost(self, error: LostError) -> None:
+        """A connection to a rank has ended. Either it failed, then it has told so before; or its process is gone."""
+        if self.failure is not None:
+            return
+        try:
+            told = self.store.check([f"event/{self.rank}/{self._events}"])
+        except RuntimeError:
+            told = False
+        if not told:  # else the watcher is about to say more
+            self.fail(Failure(error.rank, "", error.text, None, self.run))
+
+    def tell(self, failure: Failure, seconds: float = 1.0) -> None:
+        """Tell a failure to all others, once, for so long at most: the store may be gone."""
+        if self._told:
+            return
+        self._told = True
+        self._briefly(partial(self._post, "failed", list(failure)), seconds)
+
+    def _briefly(self, job: Callable[[], Any], seconds: float) -> Any:
+        """The result of a job that talks to the store; None where that takes longer, or the store is gone."""
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                results.put(job())
+            except RuntimeError:
+                results.put(None)
+
+        threading.Thread(target=work, name="funcpipe store", daemon=True).start()
+        with suppress(queue.Empty):
+            return results.get(timeout=seconds)
+        return None
+
+    def _post(self, kind: str, what: Any, only: int | None = None) -> None:
+        for other in range(self.size) if only is None else [only]:
+            if other != self.rank or only is not None:
+                number = self.store.add(f"events/{other}", 1) - 1
+                self.store.set(f"event/{other}/{number}", json.dumps([kind, what]))
+
+    def _watch(self, store: Any) -> None:
+        """Wait for what others tell, event by event; in a thread of its own."""
+        while True:
+            try:
+                key = f"event/{self.rank}/{self._events}"
+                store.wait([key], _FOREVER)
+                kind, what = json.loads(store.get(key))
+            except RuntimeError as error:
+                text = f"the store of the processes is gone, and with it the process that keeps it ({error})"
+                self.fail(Failure(-1, "", text.split("\n")[0], None, self.run))
+                return
+            self._events += 1
+            if kind == "end":
+                return
+            if kind == "closed":
+                self._gone[what[0]] = what[1]
+                self.refuse_gone()
+            else:
+                failure = Failure(*what)
+                if failure.timed:
+                    with suppress(RuntimeError):
+                        self._say(store)
+                self.fail(failure)
+
+    def refuse_gone(self) -> None:
+        """Break the link where a rank has closed its ranks and this one runs on."""
+        for rank, run in self._gone.items():
+            if self.run > run:
+                text = f"has left its `with fp.ranks(...)` after {run} runs, and this is run {self.run}"
+                self.fail(Failure(rank, "FuncpipeError", text, None, self.run))
+
+    def _say(self, store: Any) -> None:
+        store.set(f"doing/{self.rank}", json.dumps(self.doing()))
+
+    def table(self, seconds: float = 1.0) -> dict[int, tuple[bool, str]]:
+        """What every rank does, by rank: (is it in an action, in words); those that do not answer are left out."""
+        said: dict[int, tuple[bool, str]] = {}
+        deadline = monotonic() + seconds
+
+        def ask() -> None:
+            self._say(self.store)
+            while len(said) < self.size and monotonic() < deadline:
+                for rank in range(self.size):
+                    if rank not in said and self.store.check([f"doing/{rank}"]):
+                        busy, words = json.loads(self.store.get(f"doing/{rank}"))
+                        said[rank] = (busy, words)
+                sleep(0.02)
+
+        self._briefly(ask, seconds + 0.3)
+        return said
+
+    # -- its end -------------------------------------------------------------------------------------------------------
+
+    def cut(self) -> None:
+        """Close all connections, which ends what waits for them at both ends."""
+        self.fail(Failure(self.rank, "", "its connections were closed", None, self.run))
+        with self._gate:
+            connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.cut(self.rank)
+        for edge in [*self.edges.values()]:
+            edge.stop()
+
+    def close(self, *, told: bool) -> None:
+        """End all threads and connections; with ``told`` the others get to know that this one runs no more."""
+        if told:
+            self._briefly(partial(self._post, "closed", [self.rank, self.run]), 1.0)
+        self.cut()
+        self._wake_watcher()
+        for worker in [self._worker, *(edge.worker for edge in self.edges.values()), self._watcher]:
+            worker.end(1.0)
+
+    def _wake_watcher(self) -> None:
+        self._briefly(partial(self._post, "end", None, self.rank), 1.0)
+
+
+class _Alarming:
+    """Keeps a function among those that are called when a link breaks."""
+
+    def __init__(
+        self,
+        alarms: list[Callable[[], None]],
+        gate: threading.Lock,
+        alarm: Callable[[], None],
+        over: Callable[[], bool],
+    ) -> None:
+        self.alarms, self.gate, self.alarm, self.over = alarms, gate, alarm, over
+
+    def __enter__(self) -> None:
+        with self.gate:
+            self.alarms.append(self.alarm)
+            over = self.over()
+        if over:
+            self.alarm()
+
+    def __exit__(self, *error: object) -> None:
+        with self.gate:
+            self.alarms.remove(self.alarm)
+
+
+def _joined(blocks: Sequence[bytes]) -> bytes:
+    """Blocks as one, each after its length."""
+    return b"".join(part for block in blocks for part in (len(block).to_bytes(8, "little"), block))
+
+
+def _parted(data: bytes) -> list[bytes]:
+    """The blocks that were joined."""
+    blocks: list[bytes] = []
+    while data:
+        end = 8 + int.from_bytes(data[:8], "little")
+        blocks.append(data[8:end])
+        data = data[end:]
+    return blocks

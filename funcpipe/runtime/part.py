@@ -1,0 +1,86 @@
+"""The part of a plan that a process runs: all of it, or some lanes, with whom it then agrees on what concerns all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from funcpipe.core.lowered import Lowered
+from funcpipe.core.plan import Plan
+from funcpipe.core.program import LaneProgram
+from funcpipe.core.remembered import Remembered
+from funcpipe.core.result import alone
+
+
+class PlanPart(Protocol):
+    """Some lanes of a plan, which are here, and the way to the others."""
+
+    @property
+    def lanes(self) -> Sequence[int]:
+        """The lanes that are here."""
+        ...
+
+    @property
+    def rank_of(self) -> Sequence[int]:
+        """The process of each lane of the plan."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        ...
+
+    @property
+    def beside(self) -> int:
+        """How many lanes run on this machine, in whichever process."""
+        ...
+
+    def programs(self, program: Lowered) -> Sequence[LaneProgram]:
+        """The programs of the lanes that are here."""
+        ...
+
+    def exchange(self, about: str, mine: Any) -> list[Any]:
+        """What every process gives, by rank; each gives something about the same. Nobody goes on before all came."""
+        ...
+
+    def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
+        """Tensors that several processes hold, in order.
+
+        Args:
+            mine: those that are here, by their place in the order.
+            holders: the process of each.
+            like: the `TensorLayout` of each.
+        """
+        ...
+
+
+class WholePlan:
+    """All lanes, in this process: it agrees with itself."""
+
+    rank = 0
+    exchange = staticmethod(alone)
+
+    def __init__(self, plan: Plan) -> None:
+        self.lanes = tuple(range(plan.num_devices))
+        self.rank_of = (0,) * plan.num_devices
+        self.beside = plan.num_devices
+
+    def programs(self, program: Lowered) -> Sequence[LaneProgram]:
+        """The programs of all lanes."""
+        return program.lanes
+
+    def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
+        """What is here, in order."""
+        return [mine[place] for place in sorted(mine)]
+
+
+whole: Remembered[Plan, PlanPart] = Remembered(WholePlan)
+"""The part that is everything."""
+
+
+def stages_here(plan: Plan, part: PlanPart) -> frozenset[int]:
+    """The stages of the lanes that are here."""
+    lanes = {*part.lanes}
+    return frozenset(stage for stage, lane in enumerate(plan.schedule.device_of) if lane in lanes)

@@ -1,0 +1,384 @@
+"""Runs a plan in several processes: each has some lanes, and a lane of another process is a mailbox to it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from time import sleep
+from typing import Any, Self
+from uuid import getnode
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.errors import FuncpipeError, PeerError, PlanError, RanksError, RunTimeout, StageError, raise_all
+from funcpipe.core.lowered import Lowered
+from funcpipe.core.plan import Plan
+from funcpipe.core.program import CALLER, LaneProgram, Send
+from funcpipe.core.remembered import Remembered
+from funcpipe.core.result import Result
+from funcpipe.core.tree import Tree
+from funcpipe.runtime.agreement import START
+from funcpipe.runtime.context import pin
+from funcpipe.runtime.edge import EdgeIn, EdgeOut
+from funcpipe.runtime.execute import Execution
+from funcpipe.runtime.lanes import Lanes, refuse_uncarried
+from funcpipe.runtime.link import Alarm, Failure, Link, below
+from funcpipe.runtime.options import RunOptions
+from funcpipe.runtime.part import PlanPart, stages_here
+from funcpipe.runtime.place import plan_devices
+from funcpipe.runtime.transport import Inbox, Mailbox
+from funcpipe.runtime.watchdog import lane_states
+from funcpipe.runtime.wire_format import pack, unpack
+
+
+class Outbox(Mailbox):
+    """Of a lane that is not here: one that is puts into it what goes there, values and slots that are free again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out: EdgeOut | None = None
+        self.back: EdgeIn | None = None
+
+    def put(self, key: Any, item: Any) -> None:
+        """A ticket for a slot there, or (lane, slot) of this process that the other lane fills."""
+        if isinstance(key, int):
+            assert self.out is not None
+            self.out.send(key, item.value)
+        else:
+            assert self.back is not None
+            self.back.free(key[1])
+
+
+class Ranks(Lanes):
+    """The processes of a plan, seen from one of them. Made by `ranks`.
+
+    Attributes:
+        plan: the plan they were made for.
+        rank: the number of this process among them.
+        size: how many they are.
+        rank_of: the rank of each lane.
+        lanes: the lanes of this process.
+        stages: the stages of these lanes.
+        beside: how many lanes all processes of this machine have.
+    """
+
+    halves = False
+
+    def __init__(self, plan: Plan, store: Any, rank: int, size: int, rank_of: Sequence[int], timeout: float) -> None:
+        lanes = tuple(lane for lane, owner in enumerate(rank_of) if owner == rank)
+        super().__init__(len(lanes))
+        self.plan, self.rank, self.size, self.rank_of, self.lanes = plan, rank, size, tuple(rank_of), lanes
+        self.stages = stages_here(plan, self)
+        self.beside, self._seats = len(lanes), {lane: seat for seat, lane in enumerate(lanes)}
+        self._store, self._limit, self._links, self._runs = store, timeout, 0, 0
+        self._link: Link | None = None
+        self._turn = threading.Lock()
+        self._over = False
+        """Have all ranks the same of this run: what is refused from now on every rank refuses by itself."""
+        self._outboxes: dict[tuple[int, int], Outbox] = {}
+        self._execution: Execution | None = None
+        self._at = "outside of a run"
+        self._did: tuple[bool, str] | None = None
+        """What the lanes did when they were ended."""
+
+    def __enter__(self) -> Self:
+        with _Telling(self):
+            self._open()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if isinstance(error[1], BaseException):
+            with suppress(PeerError):
+                self._failed(error[1])
+        self.close()
+
+    def close(self) -> None:
+        """End all threads and connections; the other ranks are told that this one runs nothing more."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close(told=True)
+        super().close()
+
+    # -- as an executor ------------------------------------------------------------------------------------------------
+
+    def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
+        """A whole run, which every rank begins; see `ranks`."""
+        if self.closed:
+            raise FuncpipeError("these ranks are closed; run inside of their with block")
+        if not self._turn.acquire(blocking=False):
+            raise FuncpipeError("these ranks are busy with another run; runs of one plan follow each other")
+        try:
+            self._runs, self._over, self._did = self._runs + 1, False, None
+            with _Telling(self):
+                link = self._open()
+                link.run = self._runs
+                link.refuse_gone()
+                if options.timeout is None:
+                    options = replace(options, timeout=self._limit)
+                return super().run(plan, params, batch, options)
+        finally:
+            self._at = "outside of a run"
+            self._turn.release()
+
+    def check(self, plan: Plan) -> None:
+        """Raises PlanError where these ranks cannot run the plan."""
+        if plan.num_devices != len(self.rank_of):
+            raise PlanError(
+                f"these ranks have {len(self.rank_of)} lanes, the plan has {plan.num_devices}; make them with "
+                "fp.ranks(plan)"
+            )
+        refuse_devices(plan)
+        refuse_uncarried(plan)
+
+    def part(self, plan: Plan) -> PlanPart:
+        """What is here of a plan with as many lanes."""
+        self.check(plan)
+        return self
+
+    def programs(self, program: Lowered) -> Sequence[LaneProgram]:
+        """The programs of the lanes that are here."""
+        return [_lane(program, lane) for lane in self.lanes]
+
+    def seat(self, lane: int) -> tuple[int, int]:
+        """The number of a lane among those of this machine, and how many these are."""
+        return self._seats[lane], self.beside
+
+    def outboxes(self, program: LaneProgram) -> Mapping[int, Mailbox]:
+        """Of lanes that are not here, the mailboxes into which one that is puts what goes to them."""
+        others = {lane for lane, _ in program.outgoing} | {slot.source for slot in program.slots}
+        boxes = {other: Outbox() for other in others - {*self.lanes, CALLER}}
+        self._outboxes |= {(program.lane, other): box for other, box in boxes.items()}
+        return boxes
+
+    def walk(self, execution: Execution) -> None:
+        """Run the lanes that are here; come back when they are done, or raise what failed, here or elsewhere."""
+        program, rank_of, link = execution.ready.program, self.rank_of, self._open()
+        pools = {(pool.source, pool.lane) for pool in execution.ready.plan.program.pools if pool.source != CALLER}
+        ranks = {(source, to): (rank_of[source], rank_of[to]) for source, to in pools}
+        link.connect({edge: ends for edge, ends in ranks.items() if ends[0] != ends[1] and self.rank in ends})
+        for (lane, other), box in self._outboxes.items():
+            out, back = link.edges.get((lane, other)), link.edges.get((other, lane))
+            if isinstance(out, EdgeOut):
+                own = execution.boxes[lane]
+                assert isinstance(own, Inbox)
+                out.begin(execution.ready.signature, other, own)
+                box.out = out
+            if isinstance(back, EdgeIn):
+                sent = [each.into for each in _sends(_lane(program, other), lane)]
+                levels = {slot: execution.level_of[lane, slot] for slot in {*sent}}
+                back.begin(execution.ready.signature, sent, execution.boxes[lane], levels)
+                box.back = back
+        self._execution = execution
+        try:
+            super().walk(execution)
+        finally:
+            self._execution, self._outboxes = None, {}
+
+    def watched(self, execution: Execution, alarm: Callable[[], None]) -> AbstractContextManager[object]:
+        """Inside, the lanes run; whatever breaks the link ends them."""
+        return self._open().alarming(alarm)
+
+    def ending(self, error: BaseException | None) -> None:
+        """Tell the others first: to end the lanes may take as long as what they are in."""
+        self._did = self._doing()
+        if error is not None:
+            self._tell(self._open(), error)
+
+    def raise_alarm(self) -> None:
+        """Raise what an alarm was about."""
+        raise Alarm
+
+    # -- with the others -----------------------------------------------------------------------------------------------
+
+    def exchange(self, about: str, mine: Any) -> list[Any]:
+        """What every rank gives, by rank; all of them call this about the same thing. Nobody goes on before all came.
+
+        Raises:
+            RanksError: another rank exchanges something else now.
+            PeerError: a rank failed, or is lost.
+        """
+        with _Telling(self):
+            self._at = f"at {about} ({self._runs})"
+            known = [unpack(data) for data in self._open().exchange(pack((self._runs, about, mine)))]
+            self._over = about != START
+            self._at = f"after {about} ({self._runs})"
+        if len({(run, what) for run, what, _ in known}) > 1:
+            self._runs = max(run for run, *_ in known)
+            where = "; ".join(f"rank {rank} is at {what} ({run})" for rank, (run, what, _) in enumerate(known))
+            raise RanksError(f"the ranks do not do the same: {where}; let all call the same in the same order")
+        return [given for *_, given in known]
+
+    def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
+        """Tensors that several ranks hold, in order; see `PlanPart.gather`."""
+        dense = {place: tensor.contiguous() for place, tensor in mine.items()}
+        with _Telling(self):
+            return self._open().gather(
+                dense, holders, lambda place: torch.empty(like[place].size, dtype=like[place].dtype)
+            )
+
+    def _open(self) -> Link:
+        """The link; made if there is none. Raises RanksError: the others have another plan; Alarm: they do not come."""
+        if self.closed:
+            raise FuncpipeError(
+                "these ranks are closed; run, step and ask for result.finite inside of their with block"
+            )
+        if self._link is None:
+            self._links += 1
+            store = below(f"link{self._links}", self._store)
+            link = self._link = Link(store, self.rank, self.size, self._limit, self._doing)
+            link.run = self._runs
+            machine = f"{socket.gethostname()} {getnode()}"
+            said = link.hear({"same": _alike(self.plan, self.rank_of), "machine": machine})
+            _refuse_others([each["same"] for each in said])
+            machines = [each["machine"] for each in said]
+            here = [lane for lane, rank in enumerate(self.rank_of) if machines[rank] == machine]
+            self.beside, self._seats = len(here), {lane: seat for seat, lane in enumerate(here)}
+            # Threads of connections keep to the cores of these lanes, as whole processes of other libraries do.
+            link.join(partial(pin, [self._seats[lane] for lane in self.lanes], self.beside, self._cores))
+        return self._link
+
+    def _doing(self) -> tuple[bool, str]:
+        """Is a lane in an action, and what all of them do; for the tables of others."""
+        execution = self._execution
+        if self._did is not None:
+            return self._did
+        if execution is None:
+            return False, self._at
+        states = lane_states(execution)
+        return any(busy for busy, _ in states), "; ".join(words for _, words in states)
+
+    # -- what goes wrong -----------------------------------------------------------------------------------------------
+
+    def _failed(self, error: BaseException) -> None:
+        """After an error: tell it to the others and break the link, or raise what one of theirs is here."""
+        link = self._link
+        if link is None or (isinstance(error, FuncpipeError) and (self._over or isinstance(error, RanksError))):
+            return
+        self._link = None
+        failure = self._tell(link, error)
+        table = link.table() if failure.timed else {}
+        link.close(told=False)
+        if not (isinstance(error, Alarm) or failure.timed):
+            return
+        if table.get(self.rank, (False, ""))[0]:  # the others wait for this one
+            text = str(error) if isinstance(error, RunTimeout) else "this rank is in an action, for too long"
+            raise RunTimeout(f"{text}\n{_written(table, self.size)}") from None
+        if is_under_torchrun():
+            sleep(1.1)  # it blames who ends first, and counts in whole seconds
+        raise _peer_error(failure, table, self.size) from None
+
+    def _tell(self, link: Link, error: BaseException) -> Failure:
+        """Break the link by an error and tell it to the others, where nobody else does; what has broken it first."""
+        if not isinstance(error, Alarm):
+            where, text = getattr(error, "funcpipe", None), str(error)[:2000]
+            kind = type(error.__cause__ if isinstance(error, StageError) and error.__cause__ else error).__name__
+            link.fail(Failure(self.rank, kind, text, where, self._runs, isinstance(error, RunTimeout)))
+        failure = link.failure
+        assert failure is not None
+        if failure.rank == self.rank or not failure.kind:
+            link.tell(failure)
+        return failure
+
+
+class _Telling:
+    """Inside of it an error is told to the other ranks, and `Alarm` becomes what one of them failed by."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.ranks._failed(error)
+
+
+def _peer_error(failure: Failure, table: Mapping[int, tuple[bool, str]], size: int) -> PeerError:
+    """What a rank raises for another one's failure."""
+    rank, place = failure.rank, failure.place()
+    if failure.timed:
+        silent = [other for other in range(size) if other not in table]
+        rank = next(iter([*silent, *(other for other, (busy, _) in table.items() if busy)]), -1)
+        whom = "is silent" if silent else "is in an action" if rank >= 0 else ""
+        head = f"rank {rank} {whom}" if whom else "the ranks wait for each other"
+        text = f"{head}, and nothing went on for a while (rank {failure.rank} saw it first)\n{_written(table, size)}"
+    elif not failure.kind:
+        text = f"rank {rank}: {failure.text}" if rank >= 0 else failure.text
+    else:
+        at = "" if place is None else f" {place}"
+        text = f"rank {rank} failed{at}: {failure.kind}: {failure.text}"
+    error = PeerError(text)
+    error.rank, error.funcpipe = (None if rank < 0 else rank), place
+    return error
+
+
+def _written(table: Mapping[int, tuple[bool, str]], size: int) -> str:
+    """What all ranks do, a line each."""
+    lines = {rank: words for rank, (_, words) in table.items()}
+    return "\n".join(f"  * rank {rank}: {lines.get(rank, 'does not answer')}" for rank in range(size))
+
+
+def _sends(program: LaneProgram, lane: int) -> list[Send]:
+    """What a lane sends to another, in its order."""
+    return [each for each in program.instructions if type(each) is Send and each.to == lane]
+
+
+def _lane(program: Lowered, lane: int) -> LaneProgram:
+    """The program of a lane, worked out once; those of the others are not built."""
+    known = _known(program)
+    if lane not in known:
+        known[lane] = program.lane(lane)
+    return known[lane]
+
+
+_known: Remembered[Lowered, dict[int, LaneProgram]] = Remembered(lambda _: {})
+
+
+def _alike(plan: Plan, rank_of: Sequence[int]) -> dict[str, str]:
+    """What must be the same in every process."""
+    try:
+        own = version("torch-funcpipe")
+    except PackageNotFoundError:  # it runs out of its folder
+        own = "unknown"
+    return {
+        "the version of funcpipe": own,
+        "the version of torch": str(torch.__version__),
+        "the plan's schedule": f"{plan.schedule!r}",
+        "the plan": plan.fingerprint,
+        "the ranks of the lanes": str([*rank_of]),
+    }
+
+
+def _refuse_others(said: Sequence[Mapping[str, str]]) -> None:
+    """Raise RanksError where processes differ from the first."""
+    faults = [
+        f"{name}: rank {rank} has {each.get(name)}, rank 0 has {value}"
+        for name, value in said[0].items()
+        for rank, each in enumerate(said)
+        if each.get(name) != value
+    ]
+    raise_all("the ranks do not fit together:", faults, RanksError)
+
+
+def refuse_devices(plan: Plan) -> None:
+    """Raise PlanError where lanes compute elsewhere than on the CPU."""
+    others = [f"lane {lane} on {device}" for lane, device in enumerate(plan_devices(plan)) if device.type != "cpu"]
+    if others:
+        raise PlanError(
+            f"ranks run lanes on the CPU, over gloo, and the plan has {', '.join(others)}: make_plan(..., "
+            "devices='cpu'); in one process fp.run takes any devices"
+        )
+
+
+def is_under_torchrun() -> bool:
+    """Did torchrun start this process."""
+    import torch.distributed as dist
+
+    return dist.is_torchelastic_launched()

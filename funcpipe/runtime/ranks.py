@@ -1,0 +1,116 @@
+"""ranks: the processes that run a plan together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from funcpipe.core.errors import PlanError, RanksError
+from funcpipe.core.plan import Plan
+from funcpipe.runtime.context import checked_plan
+from funcpipe.runtime.link import below
+from funcpipe.runtime.rank_lanes import Ranks, refuse_devices
+
+_made: Counter[tuple[int, ...]] = Counter()
+"""How many `Ranks` were made of the same processes: each has keys of its own in the store."""
+
+
+def ranks(
+    plan: Plan,
+    mesh: Any = None,
+    *,
+    pp: str = "pp",
+    lanes: Sequence[int] | None = None,
+    timeout: float = 600.0,
+) -> Ranks:
+    """The processes that run a plan together: ``with fp.ranks(plan) as ranks: fp.run(..., executor=ranks)``.
+
+    Every process of them calls this, and makes the same runs in the same order (torchrun starts them). Each has some
+    lanes of the plan, the stages of these (``ranks.stages``), their parameters, state and gradients; for all other
+    stages it gives and gets None (``fp.place(plan, params, ranks)`` makes it so). The process of stage 0 gives the
+    inputs, that of the last stage the target, others None, or all give everything; feeds come from where they are
+    declared. Loss, losses, weight and aux are on every rank, outputs on the last stage's; the bits are those of one
+    process.
+
+    Values travel over gloo, each edge between two lanes on a connection of its own. When a process fails, all others
+    raise PeerError at once; the next run connects anew.
+
+    Args:
+        plan: on the CPU. Other plans with as many lanes (of the same stages, to evaluate) run too.
+        mesh: a ``DeviceMesh``; the processes of its dimension ``pp`` run the plan. None: all processes do.
+        pp: the name of that dimension.
+        lanes: the rank (in that dimension) of each lane; None: as many lanes on each, in order.
+        timeout: seconds after which waiting for others, or for an action to begin, ends in an error that says what
+            every rank does. A run's own ``timeout`` goes before it.
+
+    Raises:
+        RanksError: there is no process group, the mesh has no such dimension, lanes and ranks do not fit, or the
+            processes have other plans, versions or lanes.
+        PlanError: this is no plan, or one for other devices.
+        PeerError: a process did not come.
+    """
+    checked_plan("ranks", plan)
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_gloo_available() and dist.is_initialized()):
+        raise RanksError(
+            "there is no process group: torch.distributed.init_process_group('gloo') in every process, started by "
+            "torchrun --nproc-per-node 2 script.py"
+        )
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
+        raise PlanError(f"timeout is a number of seconds above 0; got {timeout!r}")
+    refuse_devices(plan)
+    members = _members(mesh, pp)
+    rank_of = _ranks_of(plan, lanes, len(members))
+    number = _made[members] = _made[members] + 1
+    name = f"funcpipe/{hashlib.blake2b(str(members).encode(), digest_size=8).hexdigest()}/{number}"
+    group: Any = dist.group.WORLD
+    return Ranks(
+        plan,
+        below(name, group.get_group_store()),
+        members.index(dist.get_rank()),
+        len(members),
+        rank_of,
+        float(timeout),
+    )
+
+
+def _members(mesh: Any, pp: str) -> tuple[int, ...]:
+    """The global ranks of the processes of the plan."""
+    import torch.distributed as dist
+
+    if mesh is None:
+        return tuple(range(dist.get_world_size()))
+    names = getattr(mesh, "mesh_dim_names", None)
+    if not hasattr(mesh, "get_group"):
+        raise RanksError(
+            f"mesh is a DeviceMesh (torch.distributed.init_device_mesh), or None; got {type(mesh).__name__}"
+        )
+    if not names or pp not in names:
+        raise RanksError(
+            f"the mesh has the dimensions {names}, and none of them is {pp!r}; name it: fp.ranks(plan, mesh, pp=...)"
+        )
+    members = tuple(dist.get_process_group_ranks(mesh.get_group(pp)))
+    return members
+
+
+def _ranks_of(plan: Plan, lanes: Sequence[int] | None, size: int) -> tuple[int, ...]:
+    """The rank of each lane. Raises RanksError."""
+    count = plan.num_devices
+    if lanes is None:
+        if count % size:
+            raise RanksError(
+                f"the plan has {count} lanes and there are {size} ranks; start {count} processes, or say which rank "
+                "has which lane: fp.ranks(plan, lanes=[0, 0, 1, ...])"
+            )
+        return tuple(lane * size // count for lane in range(count))
+    named = tuple(lanes)
+    wrong = [rank for rank in named if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size]
+    idle = [rank for rank in range(size) if rank not in named]
+    if len(named) != count or wrong or idle:
+        why = f"{wrong} are no ranks" if wrong else f"ranks {idle} have none"
+        why = why if len(named) == count else f"it names {len(named)}"
+        raise RanksError(f"lanes= is the rank (0 to {size - 1}) of each of {count} lanes, at least one a rank; {why}")
+    return named

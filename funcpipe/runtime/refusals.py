@@ -1,0 +1,124 @@
+"""Refuses batches, params and state that a run would take otherwise than they were meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.errors import BatchError, PlanError, raise_all
+from funcpipe.core.torch_names import has_gradient_hooks
+from funcpipe.core.tree import Leaves, Tree, flatten, locations
+from funcpipe.runtime import microbatch
+from funcpipe.runtime.trainable import Trainable
+
+
+def refuse_unsaid_axes(cut: microbatch.Batch) -> None:
+    """Raise BatchError where no input is cut along axis 0: the axis of the outputs' rows is not known then."""
+    axes = sorted({axis for axis in cut.axes if axis is not None})
+    if axes and axes[0] > 0:
+        raise BatchError(
+            f"the inputs are cut along axis {', '.join(map(str, axes))}, and nothing says how outputs are joined: "
+            f"make_plan(..., merge={axes[0]}), or merge=0, 'each', or a tree of these like the outputs"
+        )
+
+
+class NamedTrees:
+    """Trees by name, taken apart once."""
+
+    def __init__(self, trees: Mapping[str, Tree]) -> None:
+        self.trees = [(root, tree, flatten(tree)[0]) for root, tree in trees.items()]
+
+    def found(self, wrong: Callable[[Any], bool]) -> list[tuple[str, Any]]:
+        """The wrong leaves with their places; places cost much, so they are made only for trees with a wrong leaf."""
+        return [
+            (place, leaf)
+            for root, tree, leaves in self.trees
+            if any(map(wrong, leaves))
+            for place, leaf in zip(locations(tree, root), leaves, strict=True)
+            if wrong(leaf)
+        ]
+
+
+def refuse_attached(trees: NamedTrees) -> None:
+    """Raise BatchError for leaves of the batch that ask for a gradient: none goes from a run into its batch."""
+    faults = [f"{place} {_why(leaf)}" for place, leaf in trees.found(_asks)]
+    raise_all(
+        "no gradient goes from a run into its batch, and what made these values would not be trained. Make "
+        "it the first stage; or take the gradients of the inputs by fp.vjp, or by fp.Pipe inside of an "
+        "autograd graph; or hand the values in detached, x.detach():",
+        faults,
+        BatchError,
+    )
+
+
+def _bare(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, (microbatch.Replicate, microbatch.Axis)) else leaf
+
+
+def _why(leaf: Any) -> str:
+    """Why a leaf of a batch asks for a gradient, as words for a fault."""
+    bare = _bare(leaf)
+    node = bare.grad_fn if isinstance(bare, Tensor) else None
+    return "requires a gradient" if node is None else f"was computed by {node.name()}"
+
+
+def _asks(leaf: Any) -> bool:
+    if isinstance(leaf, microbatch.Microbatches):
+        return any(_asks(inner) for tree in leaf for inner in flatten(tree)[0])
+    bare = _bare(leaf)
+    return isinstance(bare, Tensor) and bare.requires_grad
+
+
+def refuse_untrained(
+    trees: Sequence[Tree], leaves: Sequence[Leaves], states: Sequence[Tree], trained: list[list[bool]]
+) -> None:
+    """Raise PlanError for state that requires gradients, params that are arrays, and params with gradient hooks."""
+    states_by_name = NamedTrees({f"state[{stage}]": tree for stage, tree in enumerate(states)})
+    faults = [
+        f"{place} requires a gradient, and state gets none: put it into params, or detach it"
+        for place, _ in states_by_name.found(_asks)
+    ]
+    for stage, (tree, row, flags) in enumerate(zip(trees, leaves, trained, strict=True)):
+        whys = [_untrained(leaf, flag, stage) for leaf, flag in zip(row, flags, strict=True)]
+        if any(whys):
+            pairs = zip(locations(tree, f"params[{stage}]"), whys, strict=True)
+            faults += [f"{place} {why}" for place, why in pairs if why]
+    raise_all("these would not be trained as they say:", faults)
+
+
+def _untrained(leaf: Any, trained: bool, stage: int) -> str:
+    """Why a leaf of the params would not be trained as it says; "" where it would."""
+    if not isinstance(leaf, Tensor):
+        array = hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0
+        return f"is a {type(leaf).__name__}, and gradients are of tensors: torch.from_numpy(array)" if array else ""
+    if not trained:
+        return ""
+    if has_gradient_hooks(leaf):
+        return (
+            f"has hooks on its gradient, which a run does not call: apply them to result.grads[{stage}] before "
+            "fp.step, and take them off (the handle's remove())"
+        )
+    return ""
+
+
+def refuse_frozen(leaves: Sequence[Leaves], trainable: Trainable, *, marked: bool) -> None:
+    """Raise PlanError where ``trainable`` is None and every Parameter is frozen."""
+    tensors = [leaf for row in leaves for leaf in row if isinstance(leaf, Tensor)]
+    if trainable is not None or marked:
+        return
+    if any(isinstance(leaf, torch.nn.Parameter) for leaf in tensors):
+        raise PlanError(
+            "every parameter is frozen (requires_grad is False), so there is nothing to train; leaf.requires_grad_() "
+            "on what is trained, run(..., trainable=True) for gradients all the same, or evaluate: "
+            "fp.make_plan(stages, schedule.forwards())"
+        )
+
+
+def refuse_meta(trees: NamedTrees) -> None:
+    """Raise BatchError for tensors of the batch on the meta device."""
+    missing = trees.found(lambda leaf: isinstance(leaf, Tensor) and leaf.is_meta)
+    faults = [f"{place} is on the meta device and has no numbers" for place, _ in missing]
+    raise_all("the batch cannot be run:", faults, BatchError)

@@ -1,0 +1,328 @@
+"""Trees as bytes for other processes, and back: JSON that is checked, then memory. No pickle, and nothing is imported.
+
+A container travels as its kind and its children; a class by its module and name, which must be loaded at the other end
+already and must be a container there too. Tensors travel as size, strides and dtype, and their memory.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.tree import Spec, Tree, flatten, put_together_by, take_apart, unflatten
+from funcpipe.runtime.border import LEAF, fills
+from funcpipe.runtime.plain_tensors import is_plain
+
+
+class TensorLayout(NamedTuple):
+    """What a tensor is, without its numbers.
+
+    Attributes:
+        size, strides: of a dense tensor, its axes in any order.
+        dtype: its type.
+    """
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its memory."""
+        return prod(self.size) * self.dtype.itemsize
+
+    def room(self) -> Tensor:
+        """A new tensor with memory for the numbers."""
+        return torch.empty_strided(self.size, self.strides, dtype=self.dtype)
+
+
+class TreeForm(NamedTuple):
+    """What some leaves and their structure are, without the numbers of tensors.
+
+    Attributes:
+        spec: the structure; `LEAF` for a row of gradients, which have none.
+        leaves: a `TensorLayout` in place of each tensor.
+        flags: one for each leaf, or none.
+    """
+
+    spec: Spec
+    leaves: tuple[Any, ...]
+    flags: tuple[bool, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its tensors."""
+        return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, TensorLayout))
+
+    @property
+    def is_small(self) -> bool:
+        """Is it cheaper to copy its tensors into one message than to send several."""
+        return self.nbytes <= 2**18
+
+
+def memory(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor in the order in which they lie."""
+    flat = tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(-1).view(torch.uint8)
+
+
+def sendable(leaf: Any) -> Any:
+    """A leaf as it travels: tensors plain, detached, dense, on the CPU. Raises PlanError for what cannot travel."""
+    if isinstance(leaf, Tensor):
+        leaf = leaf.detach()
+        if not is_plain(leaf):
+            raise PlanError(
+                f"a {type(leaf).__name__} ({leaf.layout}) cannot go to another process as it is; hand plain, dense "
+                "tensors on"
+            )
+        leaf = leaf.cpu()
+        return leaf if fills(leaf) and leaf.storage_offset() == 0 else leaf.clone(memory_format=torch.contiguous_format)
+    _coded(leaf)
+    return leaf
+
+
+def form_of(leaves: Sequence[Any], spec: Spec, flags: Sequence[bool]) -> TreeForm:
+    """The form of leaves that are `sendable`."""
+    return TreeForm(spec, tuple(map(_without_numbers, leaves)), tuple(map(bool, flags)))
+
+
+def form_key(leaves: Sequence[Any], spec: Spec, flags: Sequence[bool]) -> Any:
+    """What equal forms have in common, and only these: to look them up by."""
+    return (
+        spec,
+        *flags,
+        *[
+            (type(leaf), repr(leaf)) if not isinstance(leaf, Tensor) else (leaf.shape, leaf.stride(), leaf.dtype)
+            for leaf in leaves
+        ],
+    )
+
+
+def _without_numbers(leaf: Any) -> Any:
+    return TensorLayout(tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def pack_form(form: TreeForm) -> bytes:
+    """A form as bytes. Raises PlanError for containers and leaves that cannot travel."""
+    row = form.spec == LEAF and len(form.leaves) != 1
+    skeleton = None if row else _structure(unflatten(form.spec, map(_Number, range(len(form.leaves)))))
+    return json.dumps([skeleton, [_coded(leaf) for leaf in form.leaves], form.flags]).encode()
+
+
+def unpack_form(data: bytes) -> TreeForm:
+    """The form that was packed. Raises PlanError for what was not."""
+    try:
+        structure, leaves, flags = json.loads(data)
+        values = [_decoded(leaf) for leaf in leaves]
+        numbers, spec = ([*range(len(values))], LEAF) if structure is None else flatten(_built(structure, _Number))
+        if [*map(int, numbers)] != [*range(len(values))] or not all(isinstance(flag, bool) for flag in flags):
+            raise ValueError("its leaves are out of order")
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(f"what came from another process is damaged, {type(error).__name__}: {error}") from error
+    return TreeForm(spec, tuple(values), tuple(flags))
+
+
+def pack(tree: Tree) -> bytes:
+    """A whole tree as bytes: the length of its form, the form, the memory of its tensors."""
+    leaves, spec = flatten(tree)
+    leaves = [sendable(leaf) for leaf in leaves]
+    head = pack_form(form_of(leaves, spec, ()))
+    parts = [memory(leaf).numpy().tobytes() for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
+    return b"".join([struct.pack("<q", len(head)), head, *parts])
+
+
+def unpack(data: bytes) -> Tree:
+    """The tree that was packed; its tensors have memory of their own. Raises PlanError for what was not."""
+    end = 8 + struct.unpack("<q", data[:8])[0] if len(data) >= 8 else -1
+    if not 8 <= end <= len(data):
+        raise PlanError(f"what came from another process is damaged: {len(data)} bytes, and a head of {end - 8}")
+    form = unpack_form(data[8:end])
+    leaves: list[Any] = []
+    for leaf in form.leaves:
+        if isinstance(leaf, TensorLayout):
+            leaf = leaf.room()
+            if leaf.numel():
+                start, end = end, end + leaf.numel() * leaf.element_size()
+                piece = bytearray(data[start:end])
+                if len(piece) < end - start:
+                    raise PlanError("what came from another process is damaged: numbers of a tensor are missing")
+                memory(leaf).copy_(torch.frombuffer(piece, dtype=torch.uint8))
+        leaves.append(leaf)
+    return unflatten(form.spec, leaves)
+
+
+# -- leaves ------------------------------------------------------------------------------------------------------------
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name} is no dtype")
+    return found
+
+
+_AS_THEY_ARE = (type(None), bool, int, str)
+_CODES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "float": (float, float.hex, float.fromhex),
+    "complex": (
+        complex,
+        lambda value: [value.real.hex(), value.imag.hex()],
+        lambda pair: complex(*map(float.fromhex, pair)),
+    ),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "dtype": (torch.dtype, str, _dtype),
+    "device": (torch.device, str, torch.device),
+    "size": (torch.Size, list, torch.Size),
+}
+"""Leaves besides those that JSON has: how each is written and read."""
+
+
+def _coded(leaf: Any) -> Any:
+    """A leaf for JSON."""
+    if type(leaf) in _AS_THEY_ARE:
+        return leaf
+    if isinstance(leaf, TensorLayout):
+        return {"tensor": [list(leaf.size), list(leaf.strides), str(leaf.dtype)]}
+    for name, (kind, write, _) in _CODES.items():
+        if type(leaf) is kind:
+            return {name: write(leaf)}
+    raise PlanError(
+        f"a {type(leaf).__name__} cannot go to another process: between stages that lie in different ones, in losses' "
+        "aux and in ties there are tensors, numbers, strings and None, in containers"
+    )
+
+
+def _decoded(leaf: Any) -> Any:
+    """The leaf that was coded."""
+    if type(leaf) in _AS_THEY_ARE:
+        return leaf
+    ((name, value),) = leaf.items()
+    if name != "tensor":
+        return _CODES[name][2](value)
+    size, strides = (tuple(map(int, numbers)) for numbers in value[:2])
+    if len(size) != len(strides) or min((*size, *strides), default=0) < 0:
+        raise ValueError(f"no tensor has size {size} and strides {strides}")
+    layout = TensorLayout(size, strides, _dtype(value[2]))
+    if not fills(torch.empty_strided(size, strides, dtype=layout.dtype, device="meta")):
+        raise ValueError(f"a tensor of size {size} and strides {strides} has gaps")
+    return layout
+
+
+# -- containers --------------------------------------------------------------------------------------------------------
+
+
+class _Number(int):
+    """The number of a leaf, in its place in a tree."""
+
+
+def _structure(node: Any) -> Any:
+    """A container for JSON, leaves by their numbers."""
+    kind = type(node)
+    if kind is _Number:
+        return int(node)
+    if kind in (list, tuple):
+        return [kind.__name__, [_structure(child) for child in node]]
+    if kind is deque:
+        return ["deque", [_structure(child) for child in node], node.maxlen]
+    if kind in (dict, OrderedDict):
+        return [kind.__name__, [[_coded(key), _structure(child)] for key, child in node.items()]]
+    if kind is defaultdict:
+        raise PlanError("a defaultdict cannot go to another process, since its factory cannot; hand a dict on")
+    if isinstance(node, tuple) and hasattr(kind, "_fields"):
+        return ["named", _name_of(kind), [_structure(child) for child in node]]
+    children, kept = take_apart(node)
+    return ["class", _name_of(kind), [_structure(child) for child in children], _plain(kept)]
+
+
+def _built(code: Any, number: Callable[[int], Any]) -> Any:
+    """The container of a code."""
+    if isinstance(code, int):
+        return number(code)
+    kind, *rest = code
+    match kind:
+        case "list":
+            return [_built(child, number) for child in rest[0]]
+        case "tuple":
+            return tuple([_built(child, number) for child in rest[0]])
+        case "deque":
+            return deque([_built(child, number) for child in rest[0]], rest[1])
+        case "dict" | "OrderedDict":
+            pairs = [(_decoded(key), _built(child, number)) for key, child in rest[0]]
+            return dict(pairs) if kind == "dict" else OrderedDict(pairs)
+        case "named":
+            made = _class(rest[0])
+            if not (issubclass(made, tuple) and hasattr(made, "_fields")):
+                raise ValueError(f"{rest[0]} is no named tuple here")
+            return made(*[_built(child, number) for child in rest[1]])
+        case "class":
+            put_together = put_together_by(_class(rest[0]))
+            if put_together is None:
+                raise ValueError(f"{rest[0]} is no container here")
+            return put_together(_unplain(rest[2]), [_built(child, number) for child in rest[1]])
+        case _:
+            raise ValueError(f"{kind!r} is no container")
+
+
+def _plain(kept: Any) -> Any:
+    """What a class keeps besides its children, for JSON."""
+    if type(kept) in (list, tuple):
+        return [type(kept).__name__, [_plain(part) for part in kept]]
+    if type(kept) is dict:
+        return ["dict", [[_plain(key), _plain(part)] for key, part in kept.items()]]
+    if isinstance(kept, type):
+        return ["type", _name_of(kept)]
+    return ["leaf", _coded(str(kept) if isinstance(kept, str) else kept)]
+
+
+def _unplain(code: Any) -> Any:
+    kind, value = code
+    match kind:
+        case "list":
+            return [_unplain(part) for part in value]
+        case "tuple":
+            return tuple([_unplain(part) for part in value])
+        case "dict":
+            return {_unplain(key): _unplain(part) for key, part in value}
+        case "type":
+            return _class(value)
+        case "leaf":
+            return _decoded(value)
+        case _:
+            raise ValueError(f"{kind!r} is nothing that a class keeps")
+
+
+def _name_of(kind: type) -> str:
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if _looked_up(name) is not kind:
+        raise PlanError(
+            f"a {kind.__qualname__} cannot go to another process: {kind.__module__} has no class of this name, by which "
+            "it would be found there; define it at the top of a module, or hand a dict or a tuple on"
+        )
+    return name
+
+
+def _class(name: str) -> Any:
+    found = _looked_up(name)
+    if not isinstance(found, type):
+        raise ValueError(f"there is no class {name} in this process")
+    return found
+
+
+def _looked_up(name: str) -> Any:
+    """What has a name in a module that is loaded; None: nothing."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
