@@ -18,7 +18,8 @@ left of earlier steps went back to the system (the median of three steps of thei
 torchgpipe is measured if it is installed, as published: its two CPU partitions share one worker thread.
 torch.distributed.pipelining runs as two processes over gloo, kept between steps, each pinned to its share of the cores as
 funcpipe's lanes are, timed from the first rank's start to the last rank's end (the signal to start is not counted); its
-looped and V schedules have two stages a rank, and so has funcpipe's interleaved one.
+looped and V schedules have two stages a rank, and so has funcpipe's interleaved one. "funcpipe, processes" is `fp.ranks`,
+two processes likewise; "--arms 'processes|torch'" compares these alone.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from peers_processes import OWN, SCHEDULES, RankError, Ranks
 from peers_samples import Spent, Summary, here, peak, summary, take
-from peers_torch import SCHEDULES, RankError, Ranks
 from peers_work import KINDS, LANES, Work, gradients
 from torch import Tensor
 
@@ -220,6 +221,17 @@ def torch_pipelining(work: Work, opened: ExitStack) -> Iterator[Arm]:
         yield Arm("torch pipelining", name, "never", ranks.step, ranks.error, ranks.memory)
 
 
+def processes(work: Work, opened: ExitStack) -> Iterator[Arm]:
+    """`fp.ranks`, the processes pinned and timed as torch's are."""
+    folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+    work.save(folder / "work.pt")
+    for name, (_, each, _) in OWN.items():
+        if work.depth % (LANES * each) == 0:
+            ranks = opened.enter_context(Ranks(name, folder))
+            system, schedule = name.rsplit(", ", 1)
+            yield Arm(system, schedule, "never", ranks.step, ranks.error, ranks.memory)
+
+
 def installed(work: Work, opened: ExitStack) -> Iterator[Arm]:
     """All arms; for what is not installed, a line."""
     yield from plain(work)
@@ -233,6 +245,7 @@ def installed(work: Work, opened: ExitStack) -> Iterator[Arm]:
     else:
         print("skipped: torchgpipe is not installed; to measure it: pip install --no-deps torchgpipe==0.0.7")
     if torch.distributed.is_available() and torch.distributed.is_gloo_available():
+        yield from processes(work, opened)
         yield from torch_pipelining(work, opened)
     else:
         print("skipped: this torch was built without gloo; to measure torch pipelining: pip install torch==2.13.0")

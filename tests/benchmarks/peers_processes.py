@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining as an arm: two processes over gloo, started once, one step at each signal."""
+"""Arms of two processes over gloo, started once, one step at each signal: torch.distributed.pipelining and `fp.ranks`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ from peers_work import LANES, Work, gradients
 
 SCHEDULES = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 2, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}  # fmt: skip
 """torch's schedules by the names that it gives them, and the stages that each rank holds."""
+
+OWN = {
+    "funcpipe, processes, 1F1B": ("one_f_one_b", 1, False),
+    "funcpipe, processes, interleaved": ("interleaved", 2, False),
+    "funcpipe, compiled, processes, 1F1B": ("one_f_one_b", 1, True),
+    "funcpipe, compiled, processes, zero-bubble": ("zero_bubble", 1, True),
+}
+"""Our arms: the family, the stages that each rank holds, are they compiled."""
 
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 _PATIENCE = 60.0
@@ -104,22 +112,20 @@ def _main(rank: int, schedule: str, folder: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
     _pin(rank)
     try:
-        where = f"file://{folder / schedule}"
+        where = f"file://{folder / schedule.replace(' ', '_')}"
         patience = timedelta(seconds=_PATIENCE)
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=LANES, timeout=patience)
         work = Work.load(folder / "work.pt")
-        step, parts = _pipeline(rank, schedule, work)
-        per = work.depth // (LANES * SCHEDULES[schedule])
+        step, grads, clear = (_own if schedule in OWN else _pipeline)(rank, schedule, work)
         while (request := pipe.recv()) != "end":
             if request == "step":
                 start, cpu = perf_counter(), process_time()
                 step()
                 pipe.send((start, perf_counter(), process_time() - cpu))
             elif request == "memory":
-                pipe.send(peak(step, lambda: [part.zero_grad() for part in parts.values()]))
+                pipe.send(peak(step, clear))
             else:
-                found = [work.error(gradients(m), layers=slice(i * per, (i + 1) * per)) for i, m in parts.items()]
-                pipe.send(max(found))
+                pipe.send(max(work.error(found, layers=layers) for layers, found in grads()))
     except EOFError:
         pass  # the benchmark has ended
     except BaseException as error:
@@ -135,8 +141,43 @@ def _pin(rank: int) -> None:
             os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
 
 
-def _pipeline(rank: int, name: str, work: Work) -> tuple[Callable[[], None], dict[int, nn.Module]]:
-    """The step of one rank, and its parts of the model by their stage."""
+Pipeline = tuple[Callable[[], None], Callable[[], list[tuple[slice, Any]]], Callable[[], Any]]
+"""A step of one rank; its gradients by layers; what drops them."""
+
+
+def _own(rank: int, name: str, work: Work) -> Pipeline:
+    """The pipeline of one rank with `fp.ranks`."""
+    import funcpipe as fp
+
+    family, each, compiled = OWN[name]
+    count, model = LANES * each, work.model(fp)
+    per = work.depth // count
+    parts: list[nn.Sequential] = [model[i * per : (i + 1) * per] for i in range(count)]
+    stages, params, state = zip(*map(fp.from_module, parts), strict=True)
+    stages = tuple(map(fp.compile_stage, stages)) if compiled else stages
+    schedule = getattr(fp.schedules, family)(count, work.microbatches, num_devices=LANES)
+    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    ranks = fp.ranks(plan, timeout=_PATIENCE).__enter__()
+    params, state = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+    grads: Any = None
+
+    def step() -> None:
+        nonlocal grads
+        with work.casting():
+            grads = fp.run(plan, params, (work.x, work.target), state=state, executor=ranks, threads_per_lane=1).grads
+
+    def found() -> list[tuple[slice, Any]]:
+        return [(slice(i * per, (i + 1) * per), [grads[i][key] for key in params[i]]) for i in ranks.stages]
+
+    def clear() -> None:
+        nonlocal grads
+        grads = None
+
+    return step, found, clear
+
+
+def _pipeline(rank: int, name: str, work: Work) -> Pipeline:
+    """The pipeline of one rank with torch's schedules."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -158,4 +199,7 @@ def _pipeline(rank: int, name: str, work: Work) -> tuple[Callable[[], None], dic
         with work.casting():
             schedule.step(*inputs, **target, **losses, return_outputs=False)
 
-    return step, parts
+    def grads() -> list[tuple[slice, Any]]:
+        return [(slice(i * per, (i + 1) * per), gradients(part)) for i, part in parts.items()]
+
+    return step, grads, lambda: [part.zero_grad() for part in parts.values()]

@@ -1,0 +1,589 @@
+"""What the processes of the tests do. Every task gets (rank, size, ...) and returns something small, or raises."""
+
+import ctypes
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import same, schedules
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import funcpipe as fp
+
+
+class Pair(NamedTuple):
+    h: Tensor
+    ids: Tensor
+
+
+@dataclass
+class Record:
+    h: Tensor
+    flag: bool
+    name: str = "record"
+
+
+def linear(i, o, g):
+    return {
+        "w": torch.randn(o, i, generator=g, dtype=torch.float64),
+        "b": torch.randn(o, generator=g, dtype=torch.float64),
+    }
+
+
+def everything():
+    """Four stages: a dict, a named tuple, a dataclass between them; skips (one popped twice), a feed, dropout, state."""
+    g = torch.Generator().manual_seed(1)
+
+    @fp.stage(stash=["far", "mixed"])
+    def first(p, x):
+        h = F.dropout(torch.tanh(x @ p["w"].T + p["b"]), 0.25)
+        return fp.Out(
+            {"h": h, "ids": x.argmax(-1), "flag": True}, stash={"far": h * 2, "mixed": (h > 0, 3, h.detach())}
+        )
+
+    def second(p, x, *, skips, feeds, state):
+        h = F.relu(x["h"].mul_(1.5) @ p["w"].T + p["b"], inplace=True) + skips["far"] * feeds["scale"] + state
+        return fp.Out(
+            Pair(h.T.contiguous().T, x["ids"]), stats=h.detach().mean(0), loss=(h.square().sum() * 0.01, h.numel())
+        )
+
+    @fp.stage(pop=["mixed"])
+    def third(p, x, *, skips):
+        mask, factor, _ = skips["mixed"]
+        return Record(torch.where(mask, x.h @ p["w"].T, factor * x.h) + F.one_hot(x.ids, 6), flag=False)
+
+    @fp.stage(pop=["far"])
+    def fourth(p, x, *, skips):
+        assert (Record, "record", False) == (type(x), x.name, x.flag)
+        return F.dropout(x.h + skips["far"], 0.1) @ p["w"].T + p["b"]
+
+    stages = (
+        first,
+        fp.stage(second, pop=["far"], feeds=["scale"], commit=lambda state, stats: state + sum(stats)),
+        third,
+        fourth,
+    )
+    params = tuple(linear(6, 6, g) for _ in stages)
+    params[1]["unused"] = torch.ones(2, dtype=torch.float64)
+    params[2]["steps"] = torch.tensor(3)
+    return stages, params, ((), torch.zeros(6, dtype=torch.float64), (), ())
+
+
+def loss_with_aux(y, target):
+    return fp.Loss(F.mse_loss(y, target), aux={"largest": y.abs().max(), "rows": len(y)})
+
+
+def counted(y, target):
+    """(sum, weight): what divides is known late."""
+    return (y - target).square().sum(), target.numel() + float(target[0, 0] > 0)
+
+
+def batch(rows):
+    g = torch.Generator().manual_seed(rows)
+    return [torch.randn(rows, 6, generator=g, dtype=torch.float64) for _ in range(3)]
+
+
+def differences(want, got, stages, *, last):
+    """The fields in which a rank's result is not what one process gives."""
+    wrong = [name for name in ("loss", "weight", "losses", "aux") if not same(getattr(want, name), getattr(got, name))]
+    for name in ("grads", "state"):
+        for stage, (one, other) in enumerate(zip(getattr(want, name) or (), getattr(got, name) or (), strict=True)):
+            if not (same(one, other) if stage in stages else other is None):
+                wrong.append(f"{name}[{stage}]")
+    if not (same(want.outputs, got.outputs) if last else got.outputs is None):
+        wrong.append("outputs")
+    if {entry for entry in want.unused if entry[0] in stages} != {*got.unused}:
+        wrong.append("unused")
+    return wrong
+
+
+def owners(lanes, size):
+    """The rank of each lane: as many on each, in order; or in turn, where they cannot be as many."""
+    return None if lanes % size == 0 else [lane % size for lane in range(lanes)]
+
+
+def bits(rank, size, numbers, rows):
+    """Runs of every schedule whose number is given, against one process."""
+    stages, params, state = everything()
+    wrong = []
+    for number in numbers:
+        schedule = schedules(4, 4)[number]
+        plan = fp.make_plan(stages, schedule, loss=loss_with_aux, outputs=True, devices="cpu")
+        with fp.ranks(plan, lanes=owners(plan.num_devices, size), timeout=30.0) as ranks:
+            own = fp.place(plan, params, ranks)
+            for count in rows:
+                x, target, scale = batch(count)
+                want = fp.run_sequential(plan, params, (x, target), state=state, feeds={"scale": scale}, seed=count)
+                first, last = 0 in ranks.stages, 3 in ranks.stages
+                given = (x if first else None, target if last else None) if first or last else None
+                feeds = {"scale": scale} if 1 in ranks.stages else None
+                got = fp.run(
+                    plan, own, given, state=fp.place(plan, state, ranks), feeds=feeds, seed=count, executor=ranks
+                )
+                wrong += [
+                    f"{schedule.name} {count} rows: {name}" for name in differences(want, got, ranks.stages, last=last)
+                ]
+    return wrong
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def tied_model():
+    """An embedding that the last stage uses again, four stages."""
+    g = torch.Generator().manual_seed(3)
+    table = torch.randn(11, 6, generator=g, dtype=torch.float64)
+    stages = [
+        fp.stage(lambda p, x: p["table"][x], name="embed"),
+        *[fp.stage(lambda p, x: torch.tanh(x @ p["w"].T + p["b"]), name=f"layer {k}") for k in range(2)],
+        fp.stage(lambda p, x: (x @ p["table"].T) * p["scale"], name="head"),
+    ]
+    scale = torch.ones(1, dtype=torch.float64)
+    params = ({"table": table}, linear(6, 6, g), linear(6, 6, g), {"table": table.clone(), "scale": scale})
+    return stages, params, [[(0, "table"), (3, "table")]]
+
+
+def fresh(params):
+    """Parameters of one's own that are trained."""
+    return tuple({k: v.clone().requires_grad_() for k, v in p.items()} for p in params)
+
+
+def training(rank, size, kind, compiled):
+    """Steps of AdamW with clipping, a loss scale or a scaler; rank by rank against one process."""
+    stages, start, ties = tied_model()
+    if compiled:
+        stages = [fp.compile_stage(stage) for stage in stages]
+    schedule = fp.schedules.zero_bubble(4, 3) if compiled else fp.schedules.one_f_one_b(4, 3)
+    loss = nn.CrossEntropyLoss(ignore_index=2) if kind != "late" else late_cross_entropy
+    plan = fp.make_plan(stages, schedule, loss=loss, ties=ties, devices="cpu")
+    g = torch.Generator().manual_seed(5)
+    x, y = (torch.randint(11, (7, 4), generator=g) for _ in range(2))
+    if kind != "late":
+        plan = fp.make_plan(
+            stages,
+            schedule,
+            loss=lambda out, t: loss(out.flatten(0, 1), t.flatten()),
+            ties=ties,
+            weight=lambda t: float((t != 2).sum()),
+            devices="cpu",
+        )
+    wrong = []
+    with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
+        alone, ours = fresh(start), fp.place(plan, fresh(start), ranks)
+        steps = []
+        for params in (alone, ours):
+            optimizer = torch.optim.AdamW(fp.leaves(params), lr=0.05)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) if kind == "scaler" else None
+            steps.append((params, optimizer, scaler))
+        for number in range(4):
+            results = []
+            for params, optimizer, scaler in steps:
+                scale = scaler.get_scale() if scaler else 4.0 if kind == "scale" else 1.0
+                executor = ranks if params is ours else "serial"
+                result = fp.run(plan, params, (x, y), loss_scale=scale, executor=executor, threads_per_lane=1)
+                if kind == "scaler" and number == 1 and result.grads[1]:  # of one rank; none steps
+                    result.grads[1]["b"].fill_(float("inf"))
+                norm = fp.global_norm(result)
+                step_norm = fp.step(optimizer, params, result, max_norm=0.5, scaler=scaler)
+                if scaler:
+                    scaler.update()
+                results.append((result.loss, result.finite, norm, step_norm, scaler and scaler.get_scale()))
+            if not same(*results):
+                wrong.append((number, [str(each) for each in results]))
+        wrong += [stage for stage in ranks.stages if not same(alone[stage], ours[stage])]
+    return wrong
+
+
+def late_cross_entropy(out, target):
+    kept = target != 2
+    return F.cross_entropy(out[kept], target[kept], reduction="sum"), kept.sum()
+
+
+def accumulated(rank, size):
+    """Two runs as one."""
+    stages, params, state = everything()
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=counted_mean, devices="cpu")
+    with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
+        totals = []
+        for executor, own, at in (
+            ("serial", params, state),
+            (ranks, fp.place(plan, params, ranks), fp.place(plan, state, ranks)),
+        ):
+            runs = []
+            for rows in (8, 5):
+                x, target, scale = batch(rows)
+                runs.append(
+                    fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, seed=rows, executor=executor)
+                )
+            totals.append(fp.accumulate(runs))
+        one, other = totals
+        assert other.finite
+        assert same(one.loss, other.loss)
+        return [stage for stage in ranks.stages if not same(one.grads[stage], other.grads[stage])]
+
+
+def counted_mean(y, target):
+    return F.mse_loss(y, target)
+
+
+def evaluated(rank, size):
+    """A plan of forwards alone, on the ranks of the training plan, between its runs; with ready-made microbatches too."""
+    stages, params, state = everything()
+    plan = fp.make_plan(stages, fp.schedules.interleaved(4, 4, num_devices=2), loss=F.mse_loss, devices="cpu")
+    look = fp.make_plan(stages, plan.schedule.forwards(), devices="cpu")
+    wrong = []
+    with fp.ranks(plan, timeout=30.0) as ranks:
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        for rows in (8, 5, 8):
+            x, target, scale = batch(rows)
+            options = {"feeds": {"scale": scale}, "seed": 1}
+            want = fp.run(look, params, x, state=state, executor="serial", **options)
+            got = fp.run(look, own, x if 0 in ranks.stages else None, state=at, executor=ranks, **options)
+            wrong += differences(want, got, ranks.stages, last=3 in ranks.stages)
+            want = fp.run(plan, params, (x, target), state=state, executor="serial", **options)
+            got = fp.run(plan, own, (x, target), state=at, executor=ranks, **options)
+            wrong += differences(want, got, ranks.stages, last=3 in ranks.stages)
+        cut = fp.Microbatches(x[a:b] for a, b in ((0, 3), (3, 4), (4, 8)))
+        want = fp.run(look, params, cut, state=state, executor="serial", feeds={"scale": scale}, seed=3)
+        given = cut if 0 in ranks.stages else None
+        got = fp.run(look, own, given, state=at, executor=ranks, feeds={"scale": scale}, seed=3)
+        if 3 in ranks.stages and not same(tuple(want.outputs), tuple(got.outputs)):
+            wrong.append("ready-made microbatches")
+    return wrong
+
+
+def changing(rank, size, runs):
+    """Shapes that hang on the numbers, other rows in each run: the forms of values change under way."""
+    stages = [
+        fp.stage(lambda p, x: torch.relu(x * p["w"]), name="a"),
+        fp.stage(lambda p, x: (x[:, : 1 + int(x.sum().abs()) % 5] * p["w"], "word" * int(x.sum() > 0)), name="b"),
+        fp.stage(lambda p, x: x[0].sum(1) * p["w"][0] + len(x[1]), name="c"),
+        fp.stage(lambda p, x: x * p["w"][0], name="d"),
+    ]
+    params = tuple({"w": torch.ones(1, dtype=torch.float64) * (k + 1)} for k in range(4))
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(4, 4), loss=lambda y, t: (y - t[:, 0]).square().mean(), devices="cpu"
+    )
+    wrong = []
+    with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
+        own = fp.place(plan, params, ranks)
+        for number in range(runs):
+            g = torch.Generator().manual_seed(number)
+            x = torch.randn(3 + number * 7 % 11, 6, generator=g, dtype=torch.float64)
+            want = fp.run(plan, params, (x, x), executor="serial")
+            got = fp.run(plan, own, (x, x), executor=ranks)
+            wrong += [f"{number} {name}" for name in differences(want, got, ranks.stages, last=size == 1)]
+    return wrong
+
+
+def meshes(rank, size):
+    """Two columns of a mesh, each a pipeline of its own, at once."""
+    stages, params, state = everything()
+    plan = fp.make_plan(
+        stages, fp.schedules.interleaved(4, 4, num_devices=2), loss=F.mse_loss, outputs=True, devices="cpu"
+    )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    rows = 8 if rank % 2 else 10
+    x, target, scale = batch(rows)
+    with fp.ranks(plan, mesh, timeout=30.0) as ranks:
+        assert rank // 2 == ranks.rank
+        want = fp.run_sequential(plan, params, (x, target), state=state, feeds={"scale": scale}, seed=1)
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        got = fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, seed=1, executor=ranks)
+        return differences(want, got, ranks.stages, last=3 in ranks.stages)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+class Fault:
+    """Something that a stage does once, in its forward, its backward, the loss or the commit."""
+
+    def __init__(self):
+        self.place, self.act = "", None
+
+    def at(self, place):
+        if self.act is not None and place == self.place:
+            act, self.act = self.act, None
+            act()
+
+    def hook(self, place, tensor):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self.at(place))
+        return tensor
+
+
+def boom():
+    raise ValueError("boom")
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(50):
+        time.sleep(0.1)
+
+
+def forever():
+    deadline = time.monotonic() + 25
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+ACTS = {
+    "raise": boom,
+    "interrupt": interrupt,
+    "forever": forever,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "crash": lambda: ctypes.string_at(0),
+    "leave": lambda: os._exit(3),
+}
+
+KEPT = {}
+"""What a process keeps from one task to the next."""
+
+
+def faulty(rank, size):
+    """A pipeline with a stage for each rank, each with a commit, that goes wrong where its `Fault` says."""
+    fault = Fault()
+
+    def body(k):
+        def stage(p, x, *, state):
+            fault.at("F")
+            y = fault.hook("B", torch.tanh(x @ p["w"].T))
+            return fp.Out(y, stats=y.detach().sum())
+
+        def commit(state, stats):
+            fault.at("commit")
+            return state + sum(stats)
+
+        return fp.stage(stage, name=f"stage {k}", commit=commit)
+
+    def loss(y, target):
+        fault.at("loss")
+        return F.mse_loss(y, target)
+
+    g = torch.Generator().manual_seed(4)
+    params = tuple({"w": torch.randn(6, 6, generator=g, dtype=torch.float64)} for _ in range(size))
+    plan = fp.make_plan([body(k) for k in range(size)], fp.schedules.one_f_one_b(size, 4), loss=loss, devices="cpu")
+    state = tuple(torch.zeros((), dtype=torch.float64) for _ in range(size))
+    return plan, params, state, fault
+
+
+def start(rank, size, timeout):
+    """Make ranks that later tasks use, and run once."""
+    plan, params, state, fault = faulty(rank, size)
+    ranks = fp.ranks(plan, timeout=timeout)
+    ranks.__enter__()
+    KEPT.update(plan=plan, params=params, state=state, fault=fault, ranks=ranks)
+    return once(rank, size)
+
+
+def once(rank, size):
+    """A run that must be right; the names of threads that are there besides those of the ranks."""
+    plan, params, state, ranks = (KEPT[name] for name in ("plan", "params", "state", "ranks"))
+    x, target, _ = batch(8)
+    want = fp.run_sequential(plan, params, (x, target), state=state)
+    own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+    got = fp.run(plan, own, (x, target), state=at, executor=ranks)
+    return differences(want, got, ranks.stages, last=False)
+
+
+def fails(rank, size, who, place, act):
+    """A run in which a rank goes wrong; raises what it raises."""
+    plan, params, state, ranks, fault = (KEPT[name] for name in ("plan", "params", "state", "ranks", "fault"))
+    x, target, _ = batch(8)
+    if rank == who:
+        fault.place, fault.act = place, ACTS[act]
+    own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+    try:
+        fp.run(plan, own, (x, target), state=at, executor=ranks)
+    finally:
+        fault.act = None
+
+
+def stop(rank, size):
+    """Leave the ranks; the names of funcpipe's threads that are left."""
+    KEPT.pop("ranks").close()
+    KEPT.clear()
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline and (left := [t.name for t in threading.enumerate() if "funcpipe" in t.name]):
+        time.sleep(0.01)
+    return left
+
+
+def wrong_input(rank, size, who):
+    """A run for which a rank is given what it refuses."""
+    plan, params, state, ranks = (KEPT[name] for name in ("plan", "params", "state", "ranks"))
+    x, target, _ = batch(8)
+    own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+    options = {"loss_scale": "much"} if rank == who else {}
+    fp.run(plan, own, (x, target), state=at, executor=ranks, **options)
+
+
+def without(rank, size, who):
+    """A run that a rank leaves out, since it has left its ranks."""
+    if rank == who:
+        KEPT["ranks"].close()
+        return "left"
+    return once(rank, size)
+
+
+def other_calls(rank, size):
+    """One rank wants a norm where the others run."""
+    plan, params, state, ranks = (KEPT[name] for name in ("plan", "params", "state", "ranks"))
+    x, target, _ = batch(8)
+    own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+    result = fp.run(plan, own, (x, target), state=at, executor=ranks)
+    if rank == 0:
+        return result.finite
+    return fp.run(plan, own, (x, target), state=at, executor=ranks).finite
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def one_f_one_b(**options):
+    stages, params, state = everything()
+    return (
+        fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=F.mse_loss, devices="cpu", **options),
+        params,
+        state,
+    )
+
+
+def made_differently(rank, size, what):
+    plan, *_ = one_f_one_b(outputs=what == "plan" and rank == 1)
+    lanes = [0, 1, 1, 1] if what == "lanes" and rank == 1 else None
+    fp.ranks(plan, lanes=lanes, timeout=10.0).__enter__()
+
+
+def run_differently(rank, size, what):
+    plan, params, state = one_f_one_b()
+    other = rank == 1
+    x, target, scale = batch(7 if what == "rows" and other else 8)
+    with fp.ranks(plan, timeout=10.0) as ranks:
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        seed, loss_scale = 1 + (what == "seed" and other), 1.0 + (what == "scale" and other)
+        given = None if what == "no inputs" and rank == 0 else (x, target)
+        plan = one_f_one_b(outputs=True)[0] if what == "plan" and other else plan
+        fp.run(plan, own, given, state=at, feeds={"scale": scale}, seed=seed, loss_scale=loss_scale, executor=ranks)
+
+
+def given_wrongly(rank, size, what):
+    plan, params, state = one_f_one_b()
+    if what == "object between stages":
+        stages = [fp.stage(lambda p, x: x * p["w"][0]), fp.stage(lambda p, x: (x * p["w"][0], print))]
+        stages += [fp.stage(lambda p, x: x[0] * p["w"][0]), fp.stage(lambda p, x: x * p["w"][0])]
+        plan, state = fp.make_plan(stages, plan.schedule, loss=F.mse_loss, devices="cpu"), ((),) * 4
+    x, target, scale = batch(8)
+    with fp.ranks(plan, lanes=[1, 1, 0, 0] if what == "object between stages" else None, timeout=10.0) as ranks:
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        feeds = {"scale": scale} if plan.stages[1].feeds else {}
+        if rank == 1:
+            if what == "params of others":
+                own = params
+            elif what == "no params":
+                own = (None,) * 4
+            elif what == "other feeds":
+                feeds = {"bias": scale}
+            elif what == "vjp":
+                fp.vjp(fp.make_plan(plan.stages, plan.schedule, devices="cpu"), params, x, executor=ranks)
+            elif what == "lanes":
+                plan = fp.make_plan(
+                    plan.stages, fp.schedules.one_f_one_b(4, 4, num_devices=2), loss=F.mse_loss, devices="cpu"
+                )
+        fp.run(plan, own, (x, target), state=at, feeds=feeds, seed=1, executor=ranks)
+
+
+def after_the_end(rank, size):
+    plan, params, state = one_f_one_b()
+    x, target, scale = batch(8)
+    with fp.ranks(plan, timeout=10.0) as ranks:
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+    fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, seed=1, executor=ranks)
+
+
+def arguments(rank, size, what):
+    plan, *_ = one_f_one_b()
+    options = {
+        "three": {},
+        "idle": {"lanes": [0, 0, 2, 2]},
+        "unknown": {"lanes": [0, 1, 2, 7]},
+        "few": {"lanes": [0, 1]},
+        "mesh": {"mesh": init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))},
+        "no mesh": {"mesh": [0, 1, 2]},
+        "timeout": {"timeout": 0},
+        "meta": {"lanes": [0, 1, 2, 2]},
+    }[what]
+    if what == "meta":
+        plan = fp.make_plan(plan.stages, plan.schedule, loss=F.mse_loss, devices="meta")
+    fp.ranks(plan, **options)
+
+
+# -- for long ----------------------------------------------------------------------------------------------------------
+
+
+def soak(rank, size, steps):
+    """Steps with ever other rows; how memory (MiB), descriptors and threads grew since the first fifth."""
+    stages, params, state = everything()
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True, devices="cpu")
+    with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        before = []
+        for step in range(steps):
+            x, target, scale = batch(1 + step * 7 % 30)
+            result = fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, seed=step, executor=ranks)
+            assert all(most <= pool.slots for most, pool in zip(result.stats.slots, plan.program.pools, strict=True))
+            del result
+            if step + 1 in (steps // 5, steps):
+                gc.collect()
+                before.append((resident(), len(os.listdir("/proc/self/fd")), threading.active_count()))
+    return [after - first for first, after in zip(*before, strict=True)]
+
+
+def resident():
+    """MiB of this process."""
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def luck(rank, size, faults, seed):
+    """Runs in which, each time, some rank goes wrong somewhere; after each failure one that must be right."""
+    plan, params, state, ranks, fault = (KEPT[name] for name in ("plan", "params", "state", "ranks", "fault"))
+    x, target, _ = batch(8)
+    own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+    chance = random.Random(seed)
+    wrong = []
+    for number in range(faults):
+        who, place = chance.randrange(size), chance.choice(["F", "B", "commit", "loss"])
+        who = size - 1 if place == "loss" else who
+        act, after = chance.choice(["raise", "interrupt"]), chance.random() * 0.01
+        if rank == who:
+            fault.place, fault.act = place, lambda act=act, after=after: (time.sleep(after), ACTS[act]())
+        began = time.monotonic()
+        try:
+            fp.run(plan, own, (x, target), state=at, executor=ranks)
+            wrong.append(f"{number}: nothing was raised")
+        except (fp.FuncpipeError, KeyboardInterrupt) as error:
+            own_error = "ValueError" if act == "raise" else "KeyboardInterrupt"
+            right = (
+                own_error in repr(error) or own_error in str(error)
+                if rank == who
+                else who == getattr(error, "rank", None)
+            )
+            wrong += [] if right else [f"{number}: {who} {place} {act}: {error!r}"]
+        wrong += [f"{number}: took long"] if time.monotonic() - began > 2 else []
+        fault.act = None
+        wrong += once(rank, size)
+    return wrong
