@@ -1,11 +1,15 @@
-"""What the processes of a plan must know of each other before a run: each says a word, and all draw the same from them."""
+"""What the processes of a plan must know of each other: each says a word, and all draw the same from what all said."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
+import torch
+
 from funcpipe.core.errors import BatchError, RanksError, raise_all
+from funcpipe.core.plan import Plan
 from funcpipe.runtime.microbatch import parts_of
 
 START = "the start of a run"
@@ -47,24 +51,24 @@ class Agreed(NamedTuple):
     """What follows from the words of all.
 
     Attributes:
-        parts: rows of the microbatches.
+        parts: rows of the microbatches, of each replica.
         merged: are outputs merged.
-        weights: of the microbatches; None: their rows count.
+        weights: of the microbatches, of each replica; None: their rows count.
         weighed: are these the weights of those microbatches; else they are computed again.
         marked: does any leaf require a gradient.
         layouts: for each tie, of each member.
     """
 
-    parts: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
     merged: bool
-    weights: tuple[float, ...] | None
+    weights: tuple[tuple[float, ...], ...] | None
     weighed: bool
     marked: bool
     layouts: tuple[tuple[Any, ...], ...]
 
 
-def agree(words: Sequence[Word], limit: int) -> Agreed:
-    """What follows from the words of all processes, by rank; each comes to the same.
+def agree(words: Sequence[Word], limit: int, replicas: int = 1) -> Agreed:
+    """What follows from the words of all processes, replica by replica and by rank; each comes to the same.
 
     Raises:
         RanksError: they do not fit; every process raises it, since all have the same words.
@@ -72,25 +76,40 @@ def agree(words: Sequence[Word], limit: int) -> Agreed:
     if len(words) == 1:
         (word,) = words
         layouts = tuple(tuple(layout for _, layout, *_ in tie) for tie in word.ties)
-        return Agreed(word.parts, word.merged is not False, word.weights, True, word.marked, layouts)
+        weights = None if word.weights is None else (word.weights,)
+        return Agreed((word.parts,), word.merged is not False, weights, True, word.marked, layouts)
     faults = _differences(words, "the plan", lambda word: word.plan)
     for name in words[0].options:
         faults += _differences(words, name, lambda word, name=name: word.options.get(name))
     faults += [f"rank {rank} {lack}" for rank, word in enumerate(words) for lack in word.lacks]
-    faults += _differences(words, "the rows of the batch", lambda word: word.rows, some=True)
-    faults += _differences(words, "ready-made microbatches", lambda word: word.ready and len(word.ready), some=True)
+    size = len(words) // replicas
+    groups = [words[first : first + size] for first in range(0, len(words), size)]
+    for number, group in enumerate(groups):
+        of = f" of replica {number}" if replicas > 1 else ""
+        faults += _differences(group, f"the rows of the batch{of}", lambda word: word.rows, some=True)
+        faults += _differences(
+            group, f"ready-made microbatches{of}", lambda word: word.ready and len(word.ready), some=True
+        )
     raise_all("the ranks do not run the same:", faults, RanksError)
+    parts = tuple([_parts(group, limit) for group in groups])
+    merged = all(word.merged is not False for word in words)
+    marked = any(word.marked for word in words)
+    heavy = [next((word for word in group if word.weights is not None), None) for group in groups]
+    if None in heavy and any(heavy):
+        raise RanksError("the loss weighs the microbatches of some replicas and not of others; weigh all or none")
+    weights = tuple([word.weights for word in heavy if word is not None and word.weights is not None]) or None
+    weighed = all(word is None or word.parts == rows for word, rows in zip(heavy, parts, strict=True))
+    return Agreed(parts, merged, weights, weighed, marked, _layouts(groups[0], marked))
+
+
+def _parts(words: Sequence[Word], limit: int) -> tuple[int, ...]:
+    """Rows of the microbatches of a replica. Raises RanksError."""
     rows = next((word.rows for word in words if word.rows is not None), None)
     ready = [word.ready for word in words if word.ready is not None]
     try:
-        parts = parts_of(rows, next(filter(any, ready), ready[0] if ready else None), limit)
+        return parts_of(rows, next(filter(any, ready), ready[0] if ready else None), limit)
     except BatchError as error:
         raise RanksError(str(error)) from None
-    merged = all(word.merged is not False for word in words)
-    marked = any(word.marked for word in words)
-    heaviest = next((word for word in words if word.weights is not None), None)
-    weights, weighed = (None, True) if heaviest is None else (heaviest.weights, heaviest.parts == parts)
-    return Agreed(parts, merged, weights, weighed, marked, _layouts(words, marked))
 
 
 def _differences(words: Sequence[Word], name: str, field: Callable[[Word], Any], *, some: bool = False) -> list[str]:
@@ -117,3 +136,29 @@ def _layouts(words: Sequence[Word], marked: bool) -> tuple[tuple[Any, ...], ...]
         out.append(layouts)
     raise_all("the plan's ties do not fit params:", faults, RanksError)
     return tuple(out)
+
+
+def alike(plan: Plan, rank_of: Sequence[int]) -> dict[str, str]:
+    """What must be the same in every process."""
+    try:
+        own = version("torch-funcpipe")
+    except PackageNotFoundError:  # it runs out of its folder
+        own = "unknown"
+    return {
+        "the version of funcpipe": own,
+        "the version of torch": str(torch.__version__),
+        "the plan's schedule": f"{plan.schedule!r}",
+        "the plan": plan.fingerprint,
+        "the ranks of the lanes": str([*rank_of]),
+    }
+
+
+def refuse_others(said: Sequence[Mapping[str, str]]) -> None:
+    """Raise RanksError where processes differ from the first."""
+    faults = [
+        f"{name}: rank {rank} has {each.get(name)}, rank 0 has {value}"
+        for name, value in said[0].items()
+        for rank, each in enumerate(said)
+        if each.get(name) != value
+    ]
+    raise_all("the ranks do not fit together:", faults, RanksError)

@@ -142,7 +142,7 @@ class Bound(Protocol):
 
 
 class Shares(NamedTuple):
-    """How much each microbatch counts in the batch's loss.
+    """How much each microbatch counts in the batch's loss; with replicas, those of all of them, one after the other.
 
     Attributes:
         weights: of each microbatch: its rows, or the weight of its loss where that is known.
@@ -151,6 +151,7 @@ class Shares(NamedTuple):
         loss_scale: gradients are multiplied by it.
         parts: the share of each microbatch in auxiliary losses, of 1: by the plan's ``weight``, else by rows.
         summed: whether the loss returns sums.
+        first: the place of this replica's first microbatch.
     """
 
     weights: tuple[float, ...]
@@ -159,6 +160,15 @@ class Shares(NamedTuple):
     loss_scale: float
     parts: tuple[float, ...]
     summed: bool = False
+    first: int = 0
+
+    def weight(self, microbatch: int) -> float:
+        """The weight of a microbatch of this replica."""
+        return self.weights[self.first + microbatch]
+
+    def part(self, microbatch: int) -> float:
+        """The share of a microbatch of this replica in auxiliary losses."""
+        return self.parts[self.first + microbatch]
 
     def factor(self, loss: Loss, microbatch: int) -> float:
         """The factor of the microbatch's loss in the batch's.
@@ -170,7 +180,7 @@ class Shares(NamedTuple):
             return 1.0 if float(loss.weight) else 0.0
         if self.total is None:
             return 1.0
-        weight = self.weights[microbatch]
+        weight = self.weights[self.first + microbatch]
         if weight and (self.summed or loss.weight is not None):
             weight = 1.0
         return weight / self.total

@@ -272,7 +272,7 @@ class EagerBound:
             ends.append(("loss", residual.loss.sum, shares.factor(residual.loss, residual.microbatch)))
         if residual.side is not None:
             total, weight = residual.side
-            ends.append(("side", total, shares.parts[residual.microbatch] / float(weight) if float(weight) else 0.0))
+            ends.append(("side", total, shares.part(residual.microbatch) / float(weight) if float(weight) else 0.0))
         return {
             name: torch.full_like(total, factor * shares.loss_scale, requires_grad=False)
             for name, total, factor in ends

@@ -147,7 +147,8 @@ class Execution:
             fixed = addresses([leaf for value in self.caller.values() for leaf in value.leaves])
             host = HostLink(place, coming, fixed)
         stages, bounds = self.ready.plan.stages, self.ready.bounds
-        steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], host) for call in lane.calls]
+        reduce = self.ready.part.reduce
+        steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], host, reduce) for call in lane.calls]
         return Runner(lane, steps, place, transport, coming, timed=self.ready.options.record)
 
     def go(self, start: int = 0, stop: int | None = None) -> None:

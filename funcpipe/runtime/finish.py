@@ -29,7 +29,7 @@ def finish(
     reports: ByPlace,
     outputs: ByPlace,
     timeline: Timeline | None,
-    stats: RunStats,
+    went: RunStats,
     *,
     backward: bool,
 ) -> Result:
@@ -40,7 +40,8 @@ def finish(
     sums = gradient_sums(ready) if backward else {}
     unused = unused_leaves(ready) if backward else []
     # A list: a generator would make another error of a StopIteration.
-    state = tuple([_commit(ready, stage, reports) for stage in range(plan.num_stages)])
+    stats = _statistics(ready, reports)
+    state = tuple([_commit(ready, stage, stats) for stage in range(plan.num_stages)])
     merged = merge([outputs[last, m] for m in range(count)], ready.batch, plan.merge) if outputs else None
     trained = sum(gradient is not None for row in sums.values() for gradient in row)
     ended = ready.part.exchange("the end of a run", _ended(ready, reports, trained, trained - len(unused)))
@@ -50,9 +51,9 @@ def finish(
     grads = gradients(ready, sums, 1.0 / weight if late and weight else 1.0) if backward else None
     if backward:  # last: any other error says more
         _refuse_untouched(ended)
-    scale, exchange = ready.shares.loss_scale, ready.part.exchange
+    scale, exchange = ready.shares.loss_scale, ready.part.exchange_here
     return Result(
-        loss, weight, losses, aux, grads, tuple(unused), state, merged, timeline, stats, scale, plan.ties, exchange
+        loss, weight, losses, aux, grads, tuple(unused), state, merged, timeline, went, scale, plan.ties, exchange
     )
 
 
@@ -61,7 +62,7 @@ class _Ended(NamedTuple):
 
     Attributes:
         losses: of each microbatch, where the last stage is here.
-        sides: auxiliary losses: (stage, microbatch, sum, weight).
+        sides: auxiliary losses: (stage, microbatch among those of all replicas, sum, weight).
         trained: how many leaves have a gradient.
         reached: how many of these a backward reached.
     """
@@ -75,9 +76,10 @@ class _Ended(NamedTuple):
 def _ended(ready: Prepared, reports: ByPlace, trained: int, reached: int) -> _Ended:
     count, last = ready.batch.num_microbatches, ready.plan.num_stages - 1
     losses: tuple[Loss, ...] = ()
+    first = ready.shares.first
     if ready.plan.loss is not None and last in ready.bounds:
         losses = tuple([reports[last, m].loss for m in range(count)])
-    sides = [(stage, m, *report.side) for (stage, m), report in reports.items() if report.side is not None]
+    sides = [(stage, first + m, *report.side) for (stage, m), report in reports.items() if report.side is not None]
     return _Ended(losses, tuple(sides), trained, reached)
 
 
@@ -119,10 +121,10 @@ def _fold_losses(
     ready: Prepared, ended: Sequence[_Ended]
 ) -> tuple[Any, float | None, tuple[Any, ...], tuple[Tree, ...], bool]:
     """Loss, weight, losses and aux of the batch, and whether the loss function returned the weights."""
-    shares = ready.shares
+    shares = ready.shares._replace(first=0)
     if ready.plan.loss is None:
         return None, None, (), (), False
-    reported = next(each.losses for each in ended if each.losses)
+    reported = [loss for each in ended for loss in each.losses]
     weighted = [loss.weight is not None for loss in reported]
     if any(weighted) and not all(weighted):
         raise BatchError(
@@ -162,7 +164,7 @@ def _mean(loss: Loss, shares: Shares, microbatch: int) -> Any:
     total = _scalar(loss.sum)
     if loss.weight is None and not (shares.summed and shares.explicit):
         return total
-    weight = float(shares.weights[microbatch] if loss.weight is None else loss.weight)
+    weight = float(shares.weight(microbatch) if loss.weight is None else loss.weight)
     return total / weight if weight else torch.zeros_like(total)
 
 
@@ -205,8 +207,8 @@ def unused_leaves(ready: Prepared) -> list[tuple[int, Any]]:
 
 
 def gradient_sums(ready: Prepared) -> dict[int, list[Tensor | None]]:
-    """The gradients as the backwards summed them, by stage that is here."""
-    return {stage: bound.grads() for stage, bound in ready.bounds.items()}
+    """The gradients as the backwards summed them, over all replicas, by stage that is here."""
+    return {stage: ready.part.reduced(stage, bound.grads()) for stage, bound in ready.bounds.items()}
 
 
 def gradients(ready: Prepared, sums: dict[int, list[Tensor | None]], scale: float = 1.0) -> tuple[Tree, ...]:
@@ -246,15 +248,25 @@ def _tie(ready: Prepared, sums: dict[int, list[Tensor | None]], number: int) -> 
         sums[s][n] = total.to(parts[place].device, copy=True)
 
 
-def _commit(ready: Prepared, stage: int, reports: ByPlace) -> Tree:
+def _statistics(ready: Prepared, reports: ByPlace) -> dict[int, tuple[Tree, ...]]:
+    """For each stage that is here and keeps any, the statistics of all microbatches, those of all replicas."""
+    plan, count = ready.plan, ready.batch.num_microbatches
+    keep = [stage for stage in ready.bounds if plan.stages[stage].commit is not None and plan.train]
+    stats = {stage: tuple([reports[stage, m].stats for m in range(count)]) for stage in keep}
+    if ready.part.replicas == 1:
+        return stats
+    everyone: list[dict[int, tuple[Tree, ...]]] = ready.part.exchange("the statistics of the replicas", stats)
+    return {stage: tuple([tree for theirs in everyone for tree in theirs.get(stage, ())]) for stage in keep}
+
+
+def _commit(ready: Prepared, stage: int, stats: Mapping[int, tuple[Tree, ...]]) -> Tree:
     plan: Plan = ready.plan
     part, state = plan.stages[stage], ready.state[stage]
-    if part.commit is None or not plan.train or stage not in ready.bounds:
+    if part.commit is None or stage not in stats:
         return state
-    stats = tuple(reports[stage, m].stats for m in range(ready.batch.num_microbatches))
     try:
         with torch.no_grad():
             # A copy: a commit that updates in place must not reach the caller's state.
-            return part.commit(map_tensors(caller_copy, state), stats)
+            return part.commit(map_tensors(caller_copy, state), stats[stage])
     except BaseException as error:
         fail(error, ready.at(stage, None, "commit"))

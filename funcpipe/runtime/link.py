@@ -20,7 +20,7 @@ from torch import Tensor
 
 from funcpipe.core.errors import Where
 from funcpipe.core.torch_names import gloo
-from funcpipe.runtime.edge import Connection, EdgeIn, EdgeOut, LostError
+from funcpipe.runtime.edge import Connection, EdgeIn, EdgeOut, LostError, Reducer
 from funcpipe.runtime.worker import Worker
 
 _CHUNK = 4096
@@ -77,6 +77,7 @@ class Link:
         self.failure: Failure | None = None
         self.run = 0
         self.edges: dict[tuple[int, int], EdgeOut | EdgeIn] = {}
+        self.reducers: dict[int, Reducer] = {}
         self._connections: list[Connection] = []
         self._gone: dict[int, int] = {}
         """Of ranks that have closed, the number of their last run."""
@@ -137,17 +138,31 @@ class Link:
             self._connections.append(connection)
         return connection
 
-    def connect(self, edges: Mapping[tuple[int, int], tuple[int, int]]) -> None:
-        """Make the edges that are not there yet: (from lane, to lane) -> (from rank, to rank). Raises Alarm."""
-        missing = sorted(edge for edge in edges if edge not in self.edges)
-        if missing:
-            self.wait(partial(self._connect, {edge: edges[edge] for edge in missing}))
+    def connect(
+        self, edges: Mapping[tuple[int, int], tuple[int, int]], replicas: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
+        """Make what is not there yet of edges and of the ways between replicas.
 
-    def _connect(self, edges: Mapping[tuple[int, int], tuple[int, int]]) -> None:
+        Args:
+            edges: (from lane, to lane) -> (from rank, to rank).
+            replicas: the ranks that have a stage, by stage.
+
+        Raises:
+            Alarm: the others did not.
+        """
+        missing = {edge: edges[edge] for edge in sorted(edges) if edge not in self.edges}
+        stages = {stage: ranks for stage, ranks in (replicas or {}).items() if stage not in self.reducers}
+        if missing or stages:
+            self.wait(partial(self._connect, missing, stages))
+
+    def _connect(self, edges: Mapping[tuple[int, int], tuple[int, int]], replicas: Mapping[int, Sequence[int]]) -> None:
         for (source, to), ranks in edges.items():
-            connection = self._connection(f"{source}-{to}", ranks.index(self.rank), ranks)
+            connection = self._connection(f"{ranks[0]}:{source}-{to}", ranks.index(self.rank), ranks)
             end = EdgeOut if ranks[0] == self.rank else EdgeIn
             self.edges[source, to] = end(connection, f"{source}-{to}", self.lost)
+        for stage, ranks in replicas.items():
+            connection = self._connection(f"stage {stage}", ranks.index(self.rank), ranks)
+            self.reducers[stage] = Reducer(connection, self.rank, f"stage {stage}", self.lost)
 
     # -- waiting for others --------------------------------------------------------------------------------------------
 
@@ -163,8 +178,12 @@ class Link:
             except Alarm:
                 pass
 
+        self._worker.give(work)
+        return self.take(answers)
+
+    def take(self, answers: queue.SimpleQueue[tuple[Any] | None]) -> Any:
+        """What is put into a queue, in a tuple. Raises Alarm; nobody waits longer than the timeout."""
         with self.alarming(partial(answers.put, None)):
-            self._worker.give(work)
             deadline = monotonic() + self.timeout
             while True:
                 try:
@@ -339,7 +358,8 @@ class Link:
             self._briefly(partial(self._post, "closed", [self.rank, self.run]), 1.0)
         self.cut()
         self._wake_watcher()
-        for worker in [self._worker, *(edge.worker for edge in self.edges.values()), self._watcher]:
+        others = [each.worker for each in (*self.edges.values(), *self.reducers.values())]
+        for worker in [self._worker, *others, self._watcher]:
             worker.end(1.0)
 
     def _wake_watcher(self) -> None:

@@ -29,7 +29,17 @@ class PlanPart(Protocol):
 
     @property
     def rank(self) -> int:
-        """The number of this process."""
+        """The number of this process among those of its replica."""
+        ...
+
+    @property
+    def replica(self) -> int:
+        """The number of this replica: of the processes that run the whole plan, each with rows of its own."""
+        ...
+
+    @property
+    def replicas(self) -> int:
+        """How many there are."""
         ...
 
     @property
@@ -42,7 +52,19 @@ class PlanPart(Protocol):
         ...
 
     def exchange(self, about: str, mine: Any) -> list[Any]:
-        """What every process gives, by rank; each gives something about the same. Nobody goes on before all came."""
+        """What every process gives, by replica and rank; all give something about the same, and go on when all came."""
+        ...
+
+    def exchange_here(self, about: str, mine: Any) -> list[Any]:
+        """The same; what those of this replica give."""
+        ...
+
+    def reduce(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
+        """Begin to sum the gradients of a stage that is here over the replicas; once a run."""
+        ...
+
+    def reduced(self, stage: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """The sums of the gradients of a stage over the replicas."""
         ...
 
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
@@ -59,8 +81,9 @@ class PlanPart(Protocol):
 class WholePlan:
     """All lanes, in this process: it agrees with itself."""
 
-    rank = 0
-    exchange = staticmethod(alone)
+    rank = replica = 0
+    replicas = 1
+    exchange = exchange_here = staticmethod(alone)
 
     def __init__(self, plan: Plan) -> None:
         self.lanes = tuple(range(plan.num_devices))
@@ -70,6 +93,13 @@ class WholePlan:
     def programs(self, program: Lowered) -> Sequence[LaneProgram]:
         """The programs of all lanes."""
         return program.lanes
+
+    def reduce(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
+        """There is nothing to add."""
+
+    def reduced(self, stage: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """The gradients themselves."""
+        return gradients
 
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
         """What is here, in order."""

@@ -147,11 +147,15 @@ def prepare(
         plan.fingerprint, seeded, uncut.rows, uncut.ready, lacks, uncut.merged, cut.rows, weights, marked, tied, shapes
     )
     words = part.exchange(START, word)
-    agreed = agree(words, plan.num_microbatches)
-    if agreed.parts != cut.rows or agreed.merged != cut.merged:
-        cut = uncut.cut(agreed.parts, agreed.merged)
-    weights = agreed.weights if agreed.weighed else _weighed_again(part, cut, plan)
-    shares = shares_of(cut.rows, weights, plan, options.loss_scale)
+    agreed = agree(words, plan.num_microbatches, part.replicas)
+    own = agreed.parts[part.replica]
+    if own != cut.rows or agreed.merged != cut.merged:
+        cut = uncut.cut(own, agreed.merged)
+    by_replica = agreed.weights if agreed.weighed else _weighed_again(part, cut, plan)
+    every_weight = None if by_replica is None else [weight for weights in by_replica for weight in weights]
+    every_size = [size for sizes in agreed.parts for size in sizes]
+    first = sum(map(len, agreed.parts[: part.replica]))
+    shares = shares_of(every_size, every_weight, plan, options.loss_scale, first)
     unmarked = [[False] * len(row) for row in leaves]
     trained = trainable_leaves(trees, trainable, marked=agreed.marked) if backward else unmarked
     ties = resolve_ties(plan, trees, trained, here)
@@ -164,7 +168,7 @@ def prepare(
     available = min(len(cores()), torch.get_num_threads())
     threads = options.threads_per_lane or max(1, available // part.beside)
     checks = _checks(options.check)
-    bounds = _bind(plan, here, trees, states, trained, Keys(seed, plan.stages), shares, checks)
+    bounds = _bind(plan, here, trees, states, trained, Keys(seed, plan.stages, first), shares, checks)
     program = program_for(plan, cut.num_microbatches, halves=halves)
     signature = (plan.fingerprint, cut.rows, *(word.shapes for word in words))
     used = "used" in checks
@@ -197,10 +201,10 @@ def _lacks(plan: Plan, here: Collection[int], inputs: Tree, target: Tree) -> tup
     return (*lacks, *(["has the last stage and was given no batch"] if last and plan.loss and inputs is None else []))
 
 
-def _weighed_again(part: PlanPart, cut: microbatch.Batch, plan: Plan) -> tuple[float, ...] | None:
-    """The weights of microbatches that were cut otherwise than their process thought at first."""
+def _weighed_again(part: PlanPart, cut: microbatch.Batch, plan: Plan) -> tuple[tuple[float, ...], ...]:
+    """The weights of microbatches that were cut otherwise than their process thought at first, of each replica."""
     found: list[tuple[float, ...] | None] = part.exchange("the weights of microbatches", weights_of(cut, plan))
-    return next((weights for weights in found if weights is not None), None)
+    return tuple([weights for weights in found if weights is not None])
 
 
 def _check_options(options: RunOptions) -> None:

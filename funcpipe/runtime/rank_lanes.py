@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from time import sleep
 from typing import Any, Self
 from uuid import getnode
@@ -16,14 +16,14 @@ from uuid import getnode
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import FuncpipeError, PeerError, PlanError, RanksError, RunTimeout, StageError, raise_all
+from funcpipe.core.errors import FuncpipeError, PeerError, PlanError, RanksError, RunTimeout, StageError
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
 from funcpipe.core.program import CALLER, LaneProgram, Send
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree
-from funcpipe.runtime.agreement import START
+from funcpipe.runtime.agreement import START, alike, refuse_others
 from funcpipe.runtime.context import pin
 from funcpipe.runtime.edge import EdgeIn, EdgeOut
 from funcpipe.runtime.execute import Execution
@@ -60,8 +60,10 @@ class Ranks(Lanes):
 
     Attributes:
         plan: the plan they were made for.
-        rank: the number of this process among them.
-        size: how many they are.
+        rank: the number of this process among those of its replica.
+        size: how many these are.
+        replica: the number of the replica.
+        replicas: how many there are.
         rank_of: the rank of each lane.
         lanes: the lanes of this process.
         stages: the stages of these lanes.
@@ -70,7 +72,16 @@ class Ranks(Lanes):
 
     halves = False
 
-    def __init__(self, plan: Plan, store: Any, rank: int, size: int, rank_of: Sequence[int], timeout: float) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        store: Any,
+        place: tuple[int, int],
+        shape: tuple[int, int],
+        rank_of: Sequence[int],
+        timeout: float,
+    ) -> None:
+        (self.replica, rank), (self.replicas, size) = place, shape
         lanes = tuple(lane for lane, owner in enumerate(rank_of) if owner == rank)
         super().__init__(len(lanes))
         self.plan, self.rank, self.size, self.rank_of, self.lanes = plan, rank, size, tuple(rank_of), lanes
@@ -82,6 +93,7 @@ class Ranks(Lanes):
         self._over = False
         """Have all ranks the same of this run: what is refused from now on every rank refuses by itself."""
         self._outboxes: dict[tuple[int, int], Outbox] = {}
+        self._reducing: dict[int, queue.SimpleQueue[Any]] = {}
         self._execution: Execution | None = None
         self._at = "outside of a run"
         self._did: tuple[bool, str] | None = None
@@ -114,7 +126,7 @@ class Ranks(Lanes):
         if not self._turn.acquire(blocking=False):
             raise FuncpipeError("these ranks are busy with another run; runs of one plan follow each other")
         try:
-            self._runs, self._over, self._did = self._runs + 1, False, None
+            self._runs, self._over, self._did, self._reducing = self._runs + 1, False, None, {}
             with _Telling(self):
                 link = self._open()
                 link.run = self._runs
@@ -160,8 +172,11 @@ class Ranks(Lanes):
         """Run the lanes that are here; come back when they are done, or raise what failed, here or elsewhere."""
         program, rank_of, link = execution.ready.program, self.rank_of, self._open()
         pools = {(pool.source, pool.lane) for pool in execution.ready.plan.program.pools if pool.source != CALLER}
+        first = self.replica * self.size
         ranks = {(source, to): (rank_of[source], rank_of[to]) for source, to in pools}
-        link.connect({edge: ends for edge, ends in ranks.items() if ends[0] != ends[1] and self.rank in ends})
+        edges = {edge: (first + a, first + b) for edge, (a, b) in ranks.items() if a != b and self.rank in (a, b)}
+        copies = [replica * self.size + self.rank for replica in range(self.replicas)]
+        link.connect(edges, dict.fromkeys(sorted(self.stages), copies) if len(copies) > 1 else None)
         for (lane, other), box in self._outboxes.items():
             out, back = link.edges.get((lane, other)), link.edges.get((other, lane))
             if isinstance(out, EdgeOut):
@@ -214,8 +229,28 @@ class Ranks(Lanes):
             raise RanksError(f"the ranks do not do the same: {where}; let all call the same in the same order")
         return [given for *_, given in known]
 
+    def exchange_here(self, about: str, mine: Any) -> list[Any]:
+        """What every rank of this replica gives; all replicas call it. Raises what `exchange` does."""
+        first = self.replica * self.size
+        return self.exchange(about, mine)[first : first + self.size]
+
+    def reduce(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
+        """Begin to sum the gradients of a stage over the replicas."""
+        if self.replicas > 1 and stage not in self._reducing:
+            self._reducing[stage] = queue.SimpleQueue()
+            self._open().reducers[stage].begin(gradients, self._reducing[stage])
+
+    def reduced(self, stage: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """The sums of the gradients of a stage over the replicas. Raises PeerError."""
+        if self.replicas == 1:
+            return gradients
+        with _Telling(self):
+            self.reduce(stage, gradients)
+            return self._open().take(self._reducing[stage])
+
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
         """Tensors that several ranks hold, in order; see `PlanPart.gather`."""
+        holders = [self.replica * self.size + holder for holder in holders]
         dense = {place: tensor.contiguous() for place, tensor in mine.items()}
         with _Telling(self):
             return self._open().gather(
@@ -231,14 +266,17 @@ class Ranks(Lanes):
         if self._link is None:
             self._links += 1
             store = below(f"link{self._links}", self._store)
-            link = self._link = Link(store, self.rank, self.size, self._limit, self._doing)
+            number, count = self.replica * self.size + self.rank, self.replicas * self.size
+            link = self._link = Link(store, number, count, self._limit, self._doing)
             link.run = self._runs
             machine = f"{socket.gethostname()} {getnode()}"
-            said = link.hear({"same": _alike(self.plan, self.rank_of), "machine": machine})
-            _refuse_others([each["same"] for each in said])
+            said = link.hear({"same": alike(self.plan, self.rank_of), "machine": machine})
+            refuse_others([each["same"] for each in said])
             machines = [each["machine"] for each in said]
-            here = [lane for lane, rank in enumerate(self.rank_of) if machines[rank] == machine]
-            self.beside, self._seats = len(here), {lane: seat for seat, lane in enumerate(here)}
+            everyone = [(replica, lane) for replica in range(self.replicas) for lane in range(len(self.rank_of))]
+            here = [(q, lane) for q, lane in everyone if machines[q * self.size + self.rank_of[lane]] == machine]
+            self.beside = len(here)
+            self._seats = {lane: seat for seat, (replica, lane) in enumerate(here) if replica == self.replica}
             # Threads of connections keep to the cores of these lanes, as whole processes of other libraries do.
             link.join(partial(pin, [self._seats[lane] for lane in self.lanes], self.beside, self._cores))
         return self._link
@@ -266,22 +304,22 @@ class Ranks(Lanes):
         link.close(told=False)
         if not (isinstance(error, Alarm) or failure.timed):
             return
-        if table.get(self.rank, (False, ""))[0]:  # the others wait for this one
+        if table.get(link.rank, (False, ""))[0]:  # the others wait for this one
             text = str(error) if isinstance(error, RunTimeout) else "this rank is in an action, for too long"
-            raise RunTimeout(f"{text}\n{_written(table, self.size)}") from None
+            raise RunTimeout(f"{text}\n{_written(table, link.size)}") from None
         if is_under_torchrun():
             sleep(1.1)  # it blames who ends first, and counts in whole seconds
-        raise _peer_error(failure, table, self.size) from None
+        raise _peer_error(failure, table, link.size) from None
 
     def _tell(self, link: Link, error: BaseException) -> Failure:
         """Break the link by an error and tell it to the others, where nobody else does; what has broken it first."""
         if not isinstance(error, Alarm):
             where, text = getattr(error, "funcpipe", None), str(error)[:2000]
             kind = type(error.__cause__ if isinstance(error, StageError) and error.__cause__ else error).__name__
-            link.fail(Failure(self.rank, kind, text, where, self._runs, isinstance(error, RunTimeout)))
+            link.fail(Failure(link.rank, kind, text, where, self._runs, isinstance(error, RunTimeout)))
         failure = link.failure
         assert failure is not None
-        if failure.rank == self.rank or not failure.kind:
+        if failure.rank == link.rank or not failure.kind:
             link.tell(failure)
         return failure
 
@@ -339,32 +377,6 @@ def _lane(program: Lowered, lane: int) -> LaneProgram:
 
 
 _known: Remembered[Lowered, dict[int, LaneProgram]] = Remembered(lambda _: {})
-
-
-def _alike(plan: Plan, rank_of: Sequence[int]) -> dict[str, str]:
-    """What must be the same in every process."""
-    try:
-        own = version("torch-funcpipe")
-    except PackageNotFoundError:  # it runs out of its folder
-        own = "unknown"
-    return {
-        "the version of funcpipe": own,
-        "the version of torch": str(torch.__version__),
-        "the plan's schedule": f"{plan.schedule!r}",
-        "the plan": plan.fingerprint,
-        "the ranks of the lanes": str([*rank_of]),
-    }
-
-
-def _refuse_others(said: Sequence[Mapping[str, str]]) -> None:
-    """Raise RanksError where processes differ from the first."""
-    faults = [
-        f"{name}: rank {rank} has {each.get(name)}, rank 0 has {value}"
-        for name, value in said[0].items()
-        for rank, each in enumerate(said)
-        if each.get(name) != value
-    ]
-    raise_all("the ranks do not fit together:", faults, RanksError)
 
 
 def refuse_devices(plan: Plan) -> None:

@@ -22,6 +22,7 @@ def ranks(
     mesh: Any = None,
     *,
     pp: str = "pp",
+    dp: str | None = None,
     lanes: Sequence[int] | None = None,
     timeout: float = 600.0,
 ) -> Ranks:
@@ -41,6 +42,9 @@ def ranks(
         plan: on the CPU. Other plans with as many lanes (of the same stages, to evaluate) run too.
         mesh: a ``DeviceMesh``; the processes of its dimension ``pp`` run the plan. None: all processes do.
         pp: the name of that dimension.
+        dp: the name of a dimension of replicas: each runs the plan on rows of its own, and what comes out is that of one
+            batch with the rows of all, one replica after the other: loss, losses and weights, statistics, gradients,
+            random numbers. None: pipelines beside this one have nothing to do with it.
         lanes: the rank (in that dimension) of each lane; None: as many lanes on each, in order.
         timeout: seconds after which waiting for others, or for an action to begin, ends in an error that says what
             every rank does. A run's own ``timeout`` goes before it.
@@ -62,38 +66,44 @@ def ranks(
     if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
         raise PlanError(f"timeout is a number of seconds above 0; got {timeout!r}")
     refuse_devices(plan)
-    members = _members(mesh, pp)
-    rank_of = _ranks_of(plan, lanes, len(members))
+    replicas = _replicas(mesh, pp, dp)
+    members = tuple(rank for replica in replicas for rank in replica)
+    rank_of = _ranks_of(plan, lanes, len(replicas[0]))
     number = _made[members] = _made[members] + 1
     name = f"funcpipe/{hashlib.blake2b(str(members).encode(), digest_size=8).hexdigest()}/{number}"
     group: Any = dist.group.WORLD
-    return Ranks(
-        plan,
-        below(name, group.get_group_store()),
-        members.index(dist.get_rank()),
-        len(members),
-        rank_of,
-        float(timeout),
-    )
+    place, shape = divmod(members.index(dist.get_rank()), len(replicas[0])), (len(replicas), len(replicas[0]))
+    return Ranks(plan, below(name, group.get_group_store()), place, shape, rank_of, float(timeout))
 
 
-def _members(mesh: Any, pp: str) -> tuple[int, ...]:
-    """The global ranks of the processes of the plan."""
+def _replicas(mesh: Any, pp: str, dp: str | None) -> list[list[int]]:
+    """The global ranks of the processes of each replica. Raises RanksError."""
     import torch.distributed as dist
 
-    if mesh is None:
-        return tuple(range(dist.get_world_size()))
-    names = getattr(mesh, "mesh_dim_names", None)
-    if not hasattr(mesh, "get_group"):
+    if mesh is None and dp is None:
+        return [[*range(dist.get_world_size())]]
+    if mesh is None or not hasattr(mesh, "get_coordinate"):
+        kind = "None" if mesh is None else f"a {type(mesh).__name__}"
+        raise RanksError(f"mesh is a DeviceMesh (torch.distributed.init_device_mesh); got {kind}")
+    names: tuple[str, ...] = mesh.mesh_dim_names or ()
+    missing = [name for name in (pp, dp) if name is not None and name not in names]
+    if missing:
         raise RanksError(
-            f"mesh is a DeviceMesh (torch.distributed.init_device_mesh), or None; got {type(mesh).__name__}"
+            f"the mesh has the dimensions {names}, and none of them is {' or '.join(map(repr, missing))}; name them: "
+            "fp.ranks(plan, mesh, pp=..., dp=...)"
         )
-    if not names or pp not in names:
-        raise RanksError(
-            f"the mesh has the dimensions {names}, and none of them is {pp!r}; name it: fp.ranks(plan, mesh, pp=...)"
-        )
-    members = tuple(dist.get_process_group_ranks(mesh.get_group(pp)))
-    return members
+    if pp == dp:
+        raise RanksError(f"pp= and dp= are two dimensions of the mesh; got {pp!r} for both")
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise RanksError("this process is not in the mesh; let those that are call fp.ranks")
+    wanted = [names.index(name) for name in (dp, pp) if name is not None]
+    # The other dimensions as they are for this process; these two in this order.
+    others = [dim for dim in range(len(names)) if dim not in wanted]
+    ranks = mesh.mesh.permute(*others, *wanted)
+    for dim in others:
+        ranks = ranks[coordinate[dim]]
+    return ranks.tolist() if dp is not None else [ranks.tolist()]
 
 
 def _ranks_of(plan: Plan, lanes: Sequence[int] | None, size: int) -> tuple[int, ...]:

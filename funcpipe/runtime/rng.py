@@ -58,10 +58,13 @@ def _mix(*parts: int | str) -> int:
 
 
 class Keys:
-    """The keys of one run: the seed, and the stage that draws at each path."""
+    """The keys of one run: the seed, and the stage that draws at each path.
 
-    def __init__(self, seed: int | None, stages: Sequence[Stage]) -> None:
-        self.seed = seed
+    A microbatch is numbered among those of all replicas: ``first`` is the number of this one's first.
+    """
+
+    def __init__(self, seed: int | None, stages: Sequence[Stage], first: int = 0) -> None:
+        self.seed, self.first = seed, first
         self.stages = stages
         self.owners: dict[str, tuple[int, int]] = {}
 
@@ -76,7 +79,7 @@ class Keys:
 
     def number(self, path: str, nth: int, microbatch: int) -> int:
         """The seed of the generator of a draw."""
-        return _mix(self.seed or 0, path, nth, microbatch)
+        return _mix(self.seed or 0, path, nth, self.first + microbatch)
 
     def claim(self, stage: int, layer: str, what: Any, part: Stage | None = None) -> None:
         """Refuse a draw without a seed, without a path of its own, or at a path that another stage draws at.

@@ -15,16 +15,21 @@ from funcpipe.runtime.bound import Shares
 from funcpipe.runtime.microbatch import Batch
 
 
-def shares_of(rows: Sequence[int], weights: Sequence[float] | None, plan: Plan, loss_scale: Any) -> Shares:
-    """The shares of microbatches with so many rows and these weights; None: their rows count."""
+def shares_of(
+    rows: Sequence[int], weights: Sequence[float] | None, plan: Plan, loss_scale: Any, first: int = 0
+) -> Shares:
+    """The shares of microbatches with so many rows and these weights; None: their rows count.
+
+    They are those of all replicas; ``first`` is the place of the first one of this.
+    """
     counts, scale, summed = tuple(map(float, rows)), float(loss_scale), plan.counts.summed
     parts = tuple(size / sum(counts) for size in counts)
     if weights is None:
-        return Shares(counts, None if summed else sum(counts), False, scale, parts, summed)
+        return Shares(counts, None if summed else sum(counts), False, scale, parts, summed, first)
     total = sum(weights)
     if plan.weight is not None:
         parts = tuple(weight / total for weight in weights)
-    return Shares(tuple(weights), total, True, scale, parts, summed)
+    return Shares(tuple(weights), total, True, scale, parts, summed, first)
 
 
 def weights_of(batch: Batch, plan: Plan) -> tuple[float, ...] | None:

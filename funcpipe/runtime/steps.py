@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias, assert_never
 
+from torch import Tensor
+
 from funcpipe.core.program import Call, LaneProgram, Role, Run, Wire
 from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import Stage
@@ -18,7 +20,14 @@ Step: TypeAlias = Callable[[list[Any], Run], Sequence[Any]]
 """(values read, instruction) -> values written."""
 
 
-def make_step(call: Call, program: LaneProgram, stage: Stage, bound: Bound, host: HostLink | None) -> Step:
+def make_step(
+    call: Call,
+    program: LaneProgram,
+    stage: Stage,
+    bound: Bound,
+    host: HostLink | None,
+    reduce: Callable[[int, Sequence[Tensor | None]], None],
+) -> Step:
     """The step of a call; everything that is the same for all microbatches is worked out here, once a run."""
     wires = program.wires
     match call.kind:
@@ -38,7 +47,12 @@ def make_step(call: Call, program: LaneProgram, stage: Stage, bound: Bound, host
             assert host is not None
             return _move(call, bound, host)
         case Kind.G:
-            return lambda reads, run: ()  # all replicas of this process are one
+
+            def sums(reads: list[Any], run: Run) -> Sequence[Any]:
+                reduce(call.stage, bound.grads())
+                return ()
+
+            return sums
         case _:
             assert_never(call.kind)
 

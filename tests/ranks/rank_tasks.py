@@ -302,6 +302,83 @@ def meshes(rank, size):
         return differences(want, got, ranks.stages, last=3 in ranks.stages)
 
 
+def replicated(rank, size, kind, rows):
+    """Replicas with rows of their own, against one process with the rows of all."""
+    stages, params, state = everything()
+    across = [("dp", "pp"), ("pp", "dp")][kind == "turned"]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=across)
+    mine, loss = (
+        rank // 2 if across[0] == "dp" else rank % 2,
+        {"late": counted, "weighed": weighing}.get(kind, loss_with_aux),
+    )
+    schedule = fp.schedules.interleaved(4, 4, num_devices=2)
+    weight = (lambda t: float((t[:, 0] > 0).sum())) if kind == "weighed" else None
+    if kind == "late":  # it knows no weights for side losses
+        stages = (*stages[:1], without_side(stages[1]), *stages[2:])
+    if kind == "compiled":
+        stages = tuple(map(fp.compile_stage, stages))
+        schedule = fp.schedules.zero_bubble(4, 4, num_devices=2)
+    if kind == "reduced":
+        schedule = fp.schedules.reduce_grads(schedule)
+    ties = [[(0, "w"), (3, "w")]] if kind == "tied" else []
+    plan = fp.make_plan(stages, schedule, loss=loss, weight=weight, ties=ties, devices="cpu")
+    whole = fp.make_plan(stages, fp.schedules.fill_drain(4, 8), loss=loss, weight=weight, ties=ties, devices="cpu")
+    params = (params[0], params[1], params[2], {**params[3], "w": params[0]["w"].clone()})
+    batches = [batch(count) for count in rows]
+    joined = [fp.Microbatches(part for tensors in batches for part in parts(tensors[k])) for k in range(3)]
+    wrong = []
+    with fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks:
+        assert (mine, 2) == (ranks.replica, ranks.replicas)
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        for seed in range(2):
+            x, target, scale = batches[ranks.replica]
+            options = {"seed": seed, "loss_scale": 2.0}
+            want = fp.run_sequential(whole, params, joined[:2], state=state, feeds={"scale": joined[2]}, **options)
+            got = fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, executor=ranks, **options)
+            wrong += [
+                name
+                for name in ("loss", "weight", "losses", "aux")
+                if not same(getattr(want, name), getattr(got, name))
+            ]
+            wrong += [f"state[{s}]" for s in ranks.stages if not same(want.state[s], got.state[s])]
+            for stage in ranks.stages:
+                for key, gradient in want.grads[stage].items():
+                    other = got.grads[stage][key]
+                    if gradient is None or other is None:
+                        wrong += [] if gradient is other else [f"grads[{stage}][{key}]"]
+                    elif not torch.allclose(gradient, other, rtol=1e-12, atol=1e-12):
+                        wrong.append(f"grads[{stage}][{key}] {(gradient - other).abs().max()}")
+            norm = fp.global_norm(got)
+            wrong += [] if torch.allclose(fp.global_norm(want), norm, rtol=1e-12) else [f"norm {norm}"]
+    grads = [got.grads[stage] for stage in sorted(ranks.stages)]
+    return (
+        wrong,
+        ranks.rank,
+        [leaf.tolist() for tree in grads for leaf in tree.values() if leaf is not None],
+        float(norm),
+    )
+
+
+def parts(tensor, count=4):
+    """A tensor's rows as a plan cuts them."""
+    rows = len(tensor)
+    count = min(rows, count)
+    return tensor.split([rows // count + (k < rows % count) for k in range(count)])
+
+
+def without_side(stage):
+    def second(p, x, *, skips, feeds, state):
+        return stage.fn(p, x, skips=skips, feeds=feeds, state=state)._replace(loss=())
+
+    return fp.stage(second, pop=["far"], feeds=["scale"], commit=stage.commit)
+
+
+def weighing(y, target):
+    """The mean over rows that count."""
+    kept = target[:, 0] > 0
+    return (y - target).square().mean(1)[kept].sum() / kept.sum().clamp(min=1)
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 

@@ -35,3 +35,14 @@ def test_values_that_change_their_form(pools, size):
 def test_two_pipelines_in_a_mesh(pools):
     for wrong in pools(4).all("meshes"):
         assert [] == wrong
+
+
+@pytest.mark.parametrize("rows", [(8, 8), (10, 3)])
+@pytest.mark.parametrize("kind", ["plain", "turned", "late", "weighed", "reduced", "tied", "compiled"])
+def test_replicas(pools, kind, rows):
+    """2 x 2: losses and statistics are those of one process with all rows, gradients to rounding, replicas alike."""
+    results = pools(4).all("replicated", kind, rows)
+    by_rank = {}
+    for wrong, rank, grads, norm in results:
+        assert [] == wrong
+        assert by_rank.setdefault(rank, (grads, norm)) == (grads, norm)
