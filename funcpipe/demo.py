@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from io import BytesIO
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import funcpipe as fp
 from funcpipe.cli_words import FAMILIES, unwritable
 from funcpipe.core.errors import bullets
+from funcpipe.core.tree import map_tensors
 
 ROWS = 1497
 """Images to train on."""
@@ -44,6 +46,7 @@ class DemoOptions:
         nargs="*",
         metavar="STAGE",
     )
+    processes: int = option(1, "processes that share the lanes; default: %(default)s", type=int)
     device: str = option("cpu", "torch device of every lane; default: %(default)s")
     seed: int = option(0, type=int)
     epochs: int = option(8, type=int)
@@ -118,8 +121,15 @@ def digits(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 def refuse(options: DemoOptions) -> None:
     """Check the options before any work. Raises FuncpipeError with all faults."""
-    counts = {name: getattr(options, name) for name in ("devices", "microbatches", "epochs", "batch")}
+    counts = {name: getattr(options, name) for name in ("devices", "processes", "microbatches", "epochs", "batch")}
     faults = [f"--{name} is a whole number from 1; got {value}" for name, value in counts.items() if value < 1]
+    if options.processes > 1 and (options.devices % options.processes or options.device != "cpu"):
+        faults.append(
+            f"--processes share --devices evenly, on the CPU; got {options.processes} for {options.devices} lanes on "
+            f"{options.device}"
+        )
+    if options.processes > 1 and options.report:
+        faults.append("--report is of a run in one process")
     if options.batch > ROWS:
         faults.append(f"--batch is at most {ROWS}, the rows to train on; got {options.batch}")
     if options.microbatches > options.batch > 0:
@@ -143,56 +153,146 @@ def refuse(options: DemoOptions) -> None:
 def main(options: DemoOptions) -> float:
     """Train, test, draw, prove. Returns the accuracy on the test images."""
     refuse(options)
-    devices = tuple(options.device for _ in range(options.devices))
-    family = FAMILIES[options.schedule]
-    schedule = family(options.stages, options.microbatches, num_devices=options.devices)
+    plan, params, _ = setup(options)
+    print(f"{ROWS} images, {sum(p.numel() for p in fp.leaves(params))} parameters, {plan.schedule!r}")
+    learned = learn_in_processes(options) if options.processes > 1 else learn(options)
+    params, state, batch, seed = learned.before
+    expected = fp.run_sequential(plan, params, batch, state=state, seed=seed)
+    verdict = proof(expected, learned)
+    print(f"test accuracy {learned.accuracy:.2%} on {learned.tested} images, trained for {learned.seconds:.1f} s\n")
+    print(fp.draw(learned.timeline))
+    print("\n" + verdict)
+    if options.trace:
+        learned.timeline.to_chrome_trace(options.trace)
+        print(f"\ntrace for Perfetto written to {options.trace}")
+    if options.report and learned.report:
+        learned.report.save(options.report)
+        print(f"\nreport of the last step written to {options.report}")
+    return learned.accuracy
+
+
+def setup(options: DemoOptions) -> tuple[fp.Plan, tuple[Any, ...], tuple[Any, ...]]:
+    """The plan, and params and state of all stages; the same in every process."""
+    schedule = FAMILIES[options.schedule](options.stages, options.microbatches, num_devices=options.devices)
     remat_stages = (0, 1) if options.remat is None else options.remat
     if remat_stages:
         schedule = fp.schedules.remat(schedule, keep=lambda action: action.stage not in remat_stages)
     torch.manual_seed(options.seed)
     stages, params, state = network(options.stages)
-    plan = fp.make_plan(stages, schedule, devices=devices, loss=F.cross_entropy)
-    params, state = fp.place(plan, params), fp.place(plan, state)
+    return fp.make_plan(stages, schedule, devices=options.device, loss=F.cross_entropy), params, state
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a training leaves.
+
+    Attributes:
+        before: params and state before the last step, its batch and its seed.
+        loss, grads: of that step.
+        timeline: of that step, all lanes.
+        accuracy: on the test images; nan where the outputs are in another process.
+        tested: how many these are.
+        seconds: that the training took.
+        report: a page about the last step, where it was asked for.
+    """
+
+    before: tuple[tuple[Any, ...], tuple[Any, ...], Any, int]
+    loss: Tensor
+    grads: tuple[Any, ...]
+    timeline: fp.Timeline
+    accuracy: float
+    tested: int
+    seconds: float
+    report: fp.typing.Report | None = None
+
+
+def learn(options: DemoOptions, ranks: fp.typing.Ranks | None = None) -> Learned:
+    """Train and test, in this process or in one of several."""
+    plan, params, state = setup(options)
+    params, state = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
     optimizer = torch.optim.AdamW(fp.leaves(params), lr=4e-3, weight_decay=0.05)
     (images, labels), test = digits(options.seed)
     steps = options.epochs * (len(labels) // options.batch)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 8e-3, total_steps=steps)
-    print(f"{len(labels)} images, {sum(p.numel() for p in fp.leaves(params))} parameters, {schedule!r}")
 
     def load(rows: Tensor) -> tuple[Tensor, Tensor]:
         return images[rows], labels[rows]
 
     # While a step trains, the next batch is made ready: images to the first lane's device, labels to the last one's.
-    move = fp.batches.to_device((devices[0], devices[-1]))
+    move = fp.batches.to_device((options.device, options.device))
     loader = fp.batches.overlap(batches(len(labels), options), [load, decode, move])
-    verdict, timeline, report = "", fp.Timeline((), options.devices), None
+    lanes = fp.lanes(plan) if ranks is None and options.device == "cpu" and options.devices > 1 else nullcontext(ranks)
+    bar = progress(steps) if ranks is None or ranks.rank == 0 else nullcontext(lambda loss: None)
+    last: tuple[Any, ...] = ()
     start = perf_counter()
-    with loader, fp.lanes(plan) as lanes, progress(steps) as advance:
-        executor = lanes if options.device == "cpu" and options.devices > 1 else None
+    with loader, lanes as executor, bar as advance:
         for step, batch in enumerate(loader):
-            last, seed = step == steps - 1, fp.fold_in(options.seed, step)
-            result = fp.run(plan, params, batch, state=state, seed=seed, record=last, executor=executor)
-            if last:
-                verdict = proof(fp.run_sequential(plan, params, batch, state=state, seed=seed), result)
-                timeline = result.timeline or timeline
-                report = fp.report(plan, result, params=params, title="digits") if options.report else None
+            seed, is_last = fp.fold_in(options.seed, step), step == steps - 1
+            if is_last:  # the step changes them
+                last = map_tensors(lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), params), state
+            result = fp.run(plan, params, batch, state=state, seed=seed, record=is_last, executor=executor)
+            if is_last:
+                last = (last, batch, seed, result)
             fp.step(optimizer, params, result, max_norm=1.0)
             rate.step()
             state = result.state
             advance(float(result.loss))
-    seconds = perf_counter() - start
+        seconds = perf_counter() - start
+        (old_params, old_state), batch, seed, result = last
+        timeline = result.timeline if ranks is None else ranks.timeline(result)
+        accuracy = evaluate(plan, params, state, test, ranks)
+    report = fp.report(plan, result, params=params, title="digits") if options.report and ranks is None else None
+    before = (old_params, old_state, batch, seed)
+    return Learned(before, result.loss, result.grads, timeline, accuracy, len(test[1]), seconds, report)
 
-    accuracy = evaluate(plan, params, state, test)
-    print(f"test accuracy {accuracy:.2%} on {len(test[1])} images, trained for {seconds:.1f} s\n")
-    print(fp.draw(timeline))
-    print("\n" + verdict)
-    if options.trace:
-        timeline.to_chrome_trace(options.trace)
-        print(f"\ntrace for Perfetto written to {options.trace}")
-    if options.report and report:
-        report.save(options.report)
-        print(f"\nreport of the last step written to {options.report}")
-    return accuracy
+
+def learn_in_processes(options: DemoOptions) -> Learned:
+    """Train with the lanes shared out to processes, each with its stages; what each has learned, put together."""
+    import multiprocessing
+
+    import torch.distributed as dist
+
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe(duplex=False) for _ in range(options.processes)]
+    processes = [
+        context.Process(target=learn_as_rank, args=(rank, options, store.port, pipe), daemon=True)
+        for rank, (_, pipe) in enumerate(pipes)
+    ]
+    for process, (_, pipe) in zip(processes, pipes, strict=True):
+        process.start()
+        pipe.close()  # its end is there; when that process ends, reading ends too
+    try:
+        learned: list[Learned] = [torch.load(BytesIO(pipe.recv()), weights_only=False) for pipe, _ in pipes]
+    except EOFError:
+        raise SystemExit("a process has ended before its time; what it printed says why") from None
+    for process in processes:
+        process.join()
+
+    def whole(trees: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Of each stage the tree of the process that has it."""
+        return tuple([next((tree for tree in row if tree is not None), ()) for row in zip(*trees, strict=True)])
+
+    last = learned[-1]
+    params, state = whole(each.before[0] for each in learned), whole(each.before[1] for each in learned)
+    accuracy = next(each.accuracy for each in learned if each.accuracy == each.accuracy)
+    before = (params, state, *last.before[2:])
+    return replace(last, before=before, grads=whole(each.grads for each in learned), accuracy=accuracy)
+
+
+def learn_as_rank(rank: int, options: DemoOptions, port: int, pipe: Any) -> None:
+    """One of the processes: train, and send what was learned."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(max(1, torch.get_num_threads() // options.processes))
+    store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # pyright: ignore
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.processes)
+    with fp.ranks(setup(options)[0]) as ranks:
+        learned = learn(options, ranks)
+    written = BytesIO()
+    torch.save(learned, written)
+    pipe.send(written.getvalue())
+    dist.destroy_process_group()
 
 
 def batches(count: int, options: DemoOptions) -> Iterator[Tensor]:
@@ -209,15 +309,26 @@ def decode(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return images.float() / 16, labels
 
 
-def evaluate(plan: fp.Plan, params: tuple[Any, ...], state: tuple[Any, ...], test: tuple[Tensor, Tensor]) -> float:
-    """The share of test images that are classified correctly, by the forwards of the plan's schedule."""
+def evaluate(
+    plan: fp.Plan,
+    params: tuple[Any, ...],
+    state: tuple[Any, ...],
+    test: tuple[Tensor, Tensor],
+    ranks: fp.typing.Ranks | None = None,
+) -> float:
+    """The share of test images that are classified correctly, by the forwards of the plan's schedule.
+
+    It is nan in processes that do not have the outputs.
+    """
     images, labels = decode(test)
     forwards = fp.make_plan(plan.stages, plan.schedule.forwards(), devices=plan.devices)
-    result = fp.run(forwards, params, images, state=state)
+    result = fp.run(forwards, params, images, state=state, executor=ranks)
+    if result.outputs is None:
+        return float("nan")
     return float((result.outputs.argmax(-1).cpu() == labels).float().mean())
 
 
-def proof(expected: fp.Result, result: fp.Result) -> str:
+def proof(expected: fp.Result, result: Learned) -> str:
     """Check that loss and gradients are, bit for bit, those of a plain loop over the same stages."""
     pairs = list(zip(fp.leaves(expected.grads), fp.leaves(result.grads), strict=True))
     same = [torch.equal(a, b) for a, b in pairs]

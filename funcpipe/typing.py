@@ -13,6 +13,7 @@ from funcpipe.runtime.lanes import Lanes as Lanes
 from funcpipe.runtime.options import Executor as Executor
 from funcpipe.runtime.options import RunOptions as RunOptions
 from funcpipe.runtime.rank_lanes import Ranks as Ranks
+from funcpipe.runtime.rank_schedule import RankSchedule as RankSchedule
 from funcpipe.runtime.vjp import Pullback as Pullback
 from funcpipe.view.draw import Drawing as Drawing
 from funcpipe.view.report import Report as Report

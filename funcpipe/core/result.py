@@ -291,7 +291,9 @@ class RunStats:
         threads_per_lane: intra-op threads of each lane.
         num_microbatches: how many microbatches had rows.
         seconds: from the first action to the last, by the wall clock.
-        slots: the most values that lay in each pool at a time, in the order of the program's pools.
+        slots: the most values that lay in each pool at a time, in the order of the program's pools; of `ranks` in those
+            of this process, and 0 in others.
+        began: when the timeline's first action began, in seconds of ``time.perf_counter``; 0 where none was measured.
     """
 
     executor: str
@@ -300,6 +302,7 @@ class RunStats:
     num_microbatches: int
     seconds: float
     slots: tuple[int, ...] = ()
+    began: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

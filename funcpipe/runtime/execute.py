@@ -94,6 +94,7 @@ class Execution:
         turn: the lane whose turn it is, where all are on one thread.
         stopped: no lane begins another action.
         seconds: of everything that ran so far, by the wall clock.
+        began: the start of the first span, once there is a timeline.
     """
 
     def __init__(self, ready: Prepared, executor: LaneExecutor) -> None:
@@ -103,7 +104,7 @@ class Execution:
         self.part = (0, len(program.order))
         self.turn = 0
         self.stopped = False
-        self.seconds = 0.0
+        self.seconds = self.began = 0.0
         self.caller = _given(ready)
         here = [ready.where[lane] for lane in ready.part.lanes]
         places = {
@@ -255,6 +256,7 @@ class Execution:
     def timeline(self) -> Timeline:
         """The measured spans, in seconds from the first start."""
         first = min((lane.spans[0][1] for lane in self.lanes if lane.spans), default=0)
+        self.began = first / 1e9
         spans = [
             Span(lane.program.lane, (start - first) / 1e9, (end - first) / 1e9, action)
             for lane in self.lanes
@@ -270,7 +272,7 @@ class Execution:
         name = "threads" if self.executor.threaded else "serial"
         most = tuple(level.most for level in self.levels)
         count = self.ready.batch.num_microbatches
-        return RunStats(name, self.executor.reason, self.ready.threads, count, self.seconds, most)
+        return RunStats(name, self.executor.reason, self.ready.threads, count, self.seconds, most, self.began)
 
 
 def _given(ready: Prepared) -> dict[int, Border]:

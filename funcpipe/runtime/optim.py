@@ -69,7 +69,7 @@ def step(
         raise PlanError(
             bullets("params and grads differ in structure; give both of the same run:", _apart(params, grads))
         )
-    entries = _by_leaf(params, grads, ties)
+    entries = by_leaf(params, grads, ties)
     stepped = _held(optimizer, entries) if entries or exchange is alone else []
     optimizer = optimizer if stepped else None
     for leaf in tensors:
@@ -202,7 +202,7 @@ def accumulate(results: Iterable[Result]) -> Result:
 
 
 @dataclass
-class _LeafGradient:
+class LeafGradient:
     """A leaf of the parameters with its gradient.
 
     Attributes:
@@ -220,7 +220,7 @@ class _LeafGradient:
     counts: bool
 
 
-def _by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[_LeafGradient]:
+def by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[LeafGradient]:
     """The leaves that have a gradient, each once.
 
     One tensor at two places of a stage: its gradient is the sum. In two stages it is tied (a run refuses it otherwise),
@@ -228,7 +228,7 @@ def _by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[_LeafGradient]:
     """
     sums = _sums(grads, ties)
     counted = _counted_elsewhere(grads, ties)
-    entries: dict[int, _LeafGradient] = {}
+    entries: dict[int, LeafGradient] = {}
     per_stage = isinstance(params, (tuple, list))
     for stage, (tree, grad_tree) in enumerate(zip(params, grads, strict=True) if per_stage else [(params, grads)]):
         for leaf, gradient in zip(flatten(tree)[0], flatten(grad_tree)[0], strict=True):
@@ -237,7 +237,7 @@ def _by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[_LeafGradient]:
             key = sums.get(id(gradient), id(gradient))
             entry = entries.get(id(leaf))
             if entry is None:
-                entries[id(leaf)] = _LeafGradient(leaf, gradient, stage, {key}, key not in counted)
+                entries[id(leaf)] = LeafGradient(leaf, gradient, stage, {key}, key not in counted)
             elif entry.stage == stage and key not in entry.sums:
                 entry.gradient = entry.gradient + gradient
                 entry.sums.add(key)
@@ -274,7 +274,7 @@ def _counted_elsewhere(grads: Tree, ties: Ties) -> set[int]:
     return out
 
 
-def _held(optimizer: torch.optim.Optimizer | None, entries: list[_LeafGradient]) -> list[_LeafGradient]:
+def _held(optimizer: torch.optim.Optimizer | None, entries: list[LeafGradient]) -> list[LeafGradient]:
     """The entries whose leaves this optimizer holds. Raises PlanError where a step could change nothing."""
     if not entries:
         raise PlanError(
@@ -295,8 +295,8 @@ def _held(optimizer: torch.optim.Optimizer | None, entries: list[_LeafGradient])
 def _unscale(
     scaler: torch.amp.GradScaler,
     optimizer: torch.optim.Optimizer | None,
-    entries: list[_LeafGradient],
-    stepped: list[_LeafGradient],
+    entries: list[LeafGradient],
+    stepped: list[LeafGradient],
     exchange: Exchange,
 ) -> None:
     """Divide all gradients by the scale; those that the optimizer holds in place, in their leaves' ``.grad``.

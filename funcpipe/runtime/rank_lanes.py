@@ -21,7 +21,7 @@ from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
 from funcpipe.core.program import CALLER, LaneProgram, Send
 from funcpipe.core.remembered import Remembered
-from funcpipe.core.result import Result
+from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.agreement import START, alike, refuse_others
 from funcpipe.runtime.context import pin
@@ -31,7 +31,10 @@ from funcpipe.runtime.lanes import Lanes, refuse_uncarried
 from funcpipe.runtime.link import Alarm, Failure, Link, below
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, stages_here
+from funcpipe.runtime.peer_errors import peer_error, table_of
 from funcpipe.runtime.place import plan_devices
+from funcpipe.runtime.rank_schedule import RankSchedule
+from funcpipe.runtime.rank_timeline import joined_timeline
 from funcpipe.runtime.transport import Inbox, Mailbox
 from funcpipe.runtime.watchdog import lane_states
 from funcpipe.runtime.wire_format import pack, unpack
@@ -234,6 +237,30 @@ class Ranks(Lanes):
         first = self.replica * self.size
         return self.exchange(about, mine)[first : first + self.size]
 
+    def timeline(self, result: Result) -> Timeline:
+        """The timeline of a recorded run with the lanes of all ranks, by one clock; every rank calls it.
+
+        Raises:
+            PlanError: the run was not recorded.
+        """
+        return joined_timeline(result, _machine(), self.exchange_here)
+
+    def schedule(
+        self, params: Sequence[Tree], *, state: Sequence[Tree] | None = None, seed: int | None = None
+    ) -> RankSchedule:
+        """An object with the ``step`` and ``eval`` of torch.distributed.pipelining's schedules, for loops such as
+        torchtitan's.
+
+        Args:
+            params: as for `run`, one tree per stage, None for stages of other ranks.
+            state: likewise; the schedule keeps what each step makes of it.
+            seed: each step draws by a key made of it and the number of the step.
+
+        Raises:
+            PlanError: the plan has no loss, or no backwards.
+        """
+        return RankSchedule(self.plan, self, params, state, seed)
+
     def reduce(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
         """Begin to sum the gradients of a stage over the replicas."""
         if self.replicas > 1 and stage not in self._reducing:
@@ -269,7 +296,7 @@ class Ranks(Lanes):
             number, count = self.replica * self.size + self.rank, self.replicas * self.size
             link = self._link = Link(store, number, count, self._limit, self._doing)
             link.run = self._runs
-            machine = f"{socket.gethostname()} {getnode()}"
+            machine = _machine()
             said = link.hear({"same": alike(self.plan, self.rank_of), "machine": machine})
             refuse_others([each["same"] for each in said])
             machines = [each["machine"] for each in said]
@@ -306,10 +333,10 @@ class Ranks(Lanes):
             return
         if table.get(link.rank, (False, ""))[0]:  # the others wait for this one
             text = str(error) if isinstance(error, RunTimeout) else "this rank is in an action, for too long"
-            raise RunTimeout(f"{text}\n{_written(table, link.size)}") from None
+            raise RunTimeout(f"{text}\n{table_of(table, link.size)}") from None
         if is_under_torchrun():
             sleep(1.1)  # it blames who ends first, and counts in whole seconds
-        raise _peer_error(failure, table, link.size) from None
+        raise peer_error(failure, table, link.size) from None
 
     def _tell(self, link: Link, error: BaseException) -> Failure:
         """Break the link by an error and tell it to the others, where nobody else does; what has broken it first."""
@@ -338,29 +365,9 @@ class _Telling:
             self.ranks._failed(error)
 
 
-def _peer_error(failure: Failure, table: Mapping[int, tuple[bool, str]], size: int) -> PeerError:
-    """What a rank raises for another one's failure."""
-    rank, place = failure.rank, failure.place()
-    if failure.timed:
-        silent = [other for other in range(size) if other not in table]
-        rank = next(iter([*silent, *(other for other, (busy, _) in table.items() if busy)]), -1)
-        whom = "is silent" if silent else "is in an action" if rank >= 0 else ""
-        head = f"rank {rank} {whom}" if whom else "the ranks wait for each other"
-        text = f"{head}, and nothing went on for a while (rank {failure.rank} saw it first)\n{_written(table, size)}"
-    elif not failure.kind:
-        text = f"rank {rank}: {failure.text}" if rank >= 0 else failure.text
-    else:
-        at = "" if place is None else f" {place}"
-        text = f"rank {rank} failed{at}: {failure.kind}: {failure.text}"
-    error = PeerError(text)
-    error.rank, error.funcpipe = (None if rank < 0 else rank), place
-    return error
-
-
-def _written(table: Mapping[int, tuple[bool, str]], size: int) -> str:
-    """What all ranks do, a line each."""
-    lines = {rank: words for rank, (_, words) in table.items()}
-    return "\n".join(f"  * rank {rank}: {lines.get(rank, 'does not answer')}" for rank in range(size))
+def _machine() -> str:
+    """What tells this machine from others."""
+    return f"{socket.gethostname()} {getnode()}"
 
 
 def _sends(program: LaneProgram, lane: int) -> list[Send]:

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -283,6 +284,74 @@ def changing(rank, size, runs):
             got = fp.run(plan, own, (x, x), executor=ranks)
             wrong += [f"{number} {name}" for name in differences(want, got, ranks.stages, last=size == 1)]
     return wrong
+
+
+def stepped(rank, size):
+    """Torch's loop: schedule.step and schedule.eval, an optimizer by itself."""
+    stages, params, state = everything()
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True, devices="cpu")
+    wrong = []
+    with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
+        alone = tuple({k: v.clone() for k, v in tree.items()} for tree in params)
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        schedule = ranks.schedule(own, state=at, seed=5)
+        optimizer = torch.optim.SGD([leaf for leaf in fp.leaves(own) if leaf.is_floating_point()], lr=0.1)
+        for step in range(3):
+            x, target, scale = batch(8)
+            losses = ["old"]
+            given = (x,) if 0 in ranks.stages else ()
+            y = schedule.step(*given, target=target, losses=losses, scale=scale)
+            again = schedule.step(*given, target=target, scale=scale) if step == 0 else None  # gradients add up
+            assert again is None or 3 in ranks.stages
+            seeds = [fp.fold_in(5, k) for k in ([0, 1] if step == 0 else [step + 1])]
+            wants = []
+            for seed in seeds:
+                wants.append(
+                    fp.run_sequential(plan, alone, (x, target), state=state, feeds={"scale": scale}, seed=seed)
+                )
+                state = wants[-1].state
+            wrong += [] if same(tuple(losses), wants[0].losses) else [f"{step} losses"]
+            wrong += [] if same(y, wants[0].outputs if 3 in ranks.stages else None) else [f"{step} outputs"]
+            for stage in range(4):
+                for key, leaf in alone[stage].items():
+                    total = None
+                    for want in wants:
+                        gradient = want.grads[stage][key]
+                        total = gradient if total is None else total + gradient
+                    if stage in ranks.stages and not same(own[stage][key].grad, total):
+                        wrong.append(f"{step} {stage} {key}")
+                    if total is not None:
+                        leaf.sub_(total, alpha=0.1)
+            optimizer.step()
+            schedule.zero_grad()
+        stages, params, ties = tied_model()
+        plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=F.mse_loss, ties=ties, devices="cpu")
+        schedule = fp.typing.RankSchedule(plan, ranks, fp.place(plan, params, ranks), None, None)
+        x, target = torch.arange(8) % 11, torch.ones(8, 11, dtype=torch.float64)
+        seen = schedule.eval(x, target=target, losses=losses)
+        look = fp.make_plan(stages, plan.schedule.forwards(), loss=F.mse_loss, outputs=True, devices="cpu")
+        want = fp.run_sequential(look, params, (x, target))
+        wrong += [] if same(seen, want.outputs if 3 in ranks.stages else None) else ["eval"]
+        wrong += [] if same(tuple(losses), want.losses) else ["losses of eval"]
+        with pytest.raises(fp.PlanError, match="a loss and backwards"):
+            fp.typing.RankSchedule(look, ranks, params, None, None)
+    return wrong
+
+
+def timed(rank, size):
+    """The timeline of all ranks: every action once, each after what it needs."""
+    stages, params, state = everything()
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=F.mse_loss, devices="cpu")
+    x, target, scale = batch(8)
+    with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        options = {"state": at, "feeds": {"scale": scale}, "seed": 1, "executor": ranks}
+        result = fp.run(plan, own, (x, target), record=True, **options)
+        timeline = ranks.timeline(result)
+        assert {span.device for span in result.timeline.spans} == {*ranks.lanes}
+        with pytest.raises(fp.PlanError, match="record=True"):
+            ranks.timeline(fp.run(plan, own, (x, target), **options))
+    return timeline
 
 
 def meshes(rank, size):

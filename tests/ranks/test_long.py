@@ -11,8 +11,8 @@ import pytest
 def test_a_thousand_steps(pools, size):
     for memory, descriptors, threads in pools(size).all("soak", 1000, seconds=250):
         assert memory < 8
-        assert 0 == descriptors
-        assert 0 == threads
+        assert descriptors <= 0
+        assert threads <= 0
 
 
 @pytest.mark.slow

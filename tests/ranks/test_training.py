@@ -2,6 +2,8 @@
 
 import pytest
 
+import funcpipe as fp
+
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ["plain", "late", "scale", "scaler"])
@@ -30,6 +32,26 @@ def test_values_that_change_their_form(pools, size):
     """Rows differ from run to run, and a stage's output is as wide as its numbers say."""
     for wrong in pools(size).all("changing", 12):
         assert [] == wrong
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_face_of_torchs_schedules(pools, size):
+    for wrong in pools(size).all("stepped"):
+        assert [] == wrong
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_timeline_of_all(pools, size):
+    """Each action once on its lane, and after those that it needs; every rank has the same."""
+    first, *others = pools(size).all("timed")
+    assert all(other == first for other in others)
+    ends = {span.action: span.end for span in first.spans}
+    assert len(ends) == len(first.spans) == 4 * 4 * 2
+    assert 0 == min(span.start for span in first.spans)
+    assert {(span.device, span.action.stage) for span in first.spans} == {(stage, stage) for stage in range(4)}
+    for span in first.spans:
+        assert all(ends[need] <= span.start for need in span.action.needs() if need in ends)
+    assert "device 3" in str(fp.draw(first))
 
 
 def test_two_pipelines_in_a_mesh(pools):

@@ -1,0 +1,33 @@
+"""What a process raises for the failure of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from funcpipe.core.errors import PeerError
+from funcpipe.runtime.link import Failure
+
+
+def peer_error(failure: Failure, table: Mapping[int, tuple[bool, str]], size: int) -> PeerError:
+    """What a rank raises for another one's failure."""
+    rank, place = failure.rank, failure.place()
+    if failure.timed:
+        silent = [other for other in range(size) if other not in table]
+        rank = next(iter([*silent, *(other for other, (busy, _) in table.items() if busy)]), -1)
+        whom = "is silent" if silent else "is in an action" if rank >= 0 else ""
+        head = f"rank {rank} {whom}" if whom else "the ranks wait for each other"
+        text = f"{head}, and nothing went on for a while (rank {failure.rank} saw it first)\n{table_of(table, size)}"
+    elif not failure.kind:
+        text = f"rank {rank}: {failure.text}" if rank >= 0 else failure.text
+    else:
+        at = "" if place is None else f" {place}"
+        text = f"rank {rank} failed{at}: {failure.kind}: {failure.text}"
+    error = PeerError(text)
+    error.rank, error.funcpipe = (None if rank < 0 else rank), place
+    return error
+
+
+def table_of(table: Mapping[int, tuple[bool, str]], size: int) -> str:
+    """What all ranks do, a line each."""
+    lines = {rank: words for rank, (_, words) in table.items()}
+    return "\n".join(f"  * rank {rank}: {lines.get(rank, 'does not answer')}" for rank in range(size))

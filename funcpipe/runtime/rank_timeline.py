@@ -1,0 +1,73 @@
+"""The timelines of several processes as one, by one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import NamedTuple
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.result import Exchange, Result, Span, Timeline
+from funcpipe.core.schedule import Action, Kind
+
+_ROUNDS = 5
+
+
+class _Own(NamedTuple):
+    """What a process has of a timeline.
+
+    Attributes:
+        machine: where it runs; processes of one machine have one clock.
+        moment: what its clock showed at a moment that all have shared.
+        began: when its first action began.
+        spans: (device, start, end, letter, stage, microbatch).
+    """
+
+    machine: str
+    moment: float
+    began: float
+    spans: tuple[tuple[int, float, float, str, int, int | None], ...]
+
+
+def joined_timeline(result: Result, machine: str, exchange: Exchange) -> Timeline:
+    """The timeline of all processes of a run, in seconds from the first start; all of them call it.
+
+    Processes of one machine share a clock. Those of others are brought together by exchanges, in which all take part at
+    once: the middle of the shortest of five, which is right to half of its length.
+
+    Raises:
+        PlanError: the run was not recorded.
+    """
+    timeline = result.timeline
+    if timeline is None:
+        raise PlanError("the run was not recorded, so there is no timeline; fp.run(..., record=True) on every rank")
+    moments: list[tuple[float, float]] = []
+    for _ in range(_ROUNDS):
+        start = perf_counter()
+        exchange("the clocks", None)
+        end = perf_counter()
+        moments.append((end - start, (start + end) / 2))
+    spans = tuple([(device, start, end, *_plain(action)) for device, start, end, action in timeline.spans])
+    own = _Own(machine, min(moments)[1], result.stats.began, spans)
+    everyone: Sequence[_Own] = exchange("the timelines", own)
+    first = everyone[0]
+    out: list[Span] = []
+    for each in everyone:
+        ahead = 0.0 if each.machine == first.machine else each.moment - first.moment
+        shift = each.began - ahead
+        out += [
+            Span(device, start + shift, end + shift, Action(Kind(letter), stage, microbatch))
+            for device, start, end, letter, stage, microbatch in each.spans
+        ]
+    zero = min((span.start for span in out), default=0.0)
+    moved = sorted((span._replace(start=span.start - zero, end=span.end - zero) for span in out), key=_order)
+    return replace(timeline, spans=tuple(moved))
+
+
+def _plain(action: Action) -> tuple[str, int, int | None]:
+    return action.kind.value, action.stage, action.microbatch
+
+
+def _order(span: Span) -> tuple[float, int]:
+    return span.start, span.device
