@@ -449,7 +449,7 @@ def test_the_demo_knows_every_family(monkeypatch):
     assert tuple(FAMILIES) == tuple(demo.OPTIONS["--schedule"]["choices"])
     plans = []
 
-    def place(plan, params):
+    def place(plan, params, ranks):
         plans.append(plan)
         raise KeyboardInterrupt
 
