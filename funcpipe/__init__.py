@@ -17,12 +17,15 @@ from funcpipe import batches as batches
 from funcpipe import models as models
 from funcpipe import schedules as schedules
 from funcpipe import typing as typing
+from funcpipe.checkpoints.load import load as load
+from funcpipe.checkpoints.save import save as save
 from funcpipe.compiled.compile import compile_stage as compile_stage
 from funcpipe.compiled.compile import make_programs as make_programs
 from funcpipe.compiled.warmup import warmup as warmup
 from funcpipe.core.compose import compose as compose
 from funcpipe.core.cost import Cost as Cost
 from funcpipe.core.errors import BatchError as BatchError
+from funcpipe.core.errors import CheckpointError as CheckpointError
 from funcpipe.core.errors import DrawError as DrawError
 from funcpipe.core.errors import FuncpipeError as FuncpipeError
 from funcpipe.core.errors import NotFiniteError as NotFiniteError

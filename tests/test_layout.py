@@ -37,6 +37,7 @@ ALLOWED = {
     "pipe": {"core", "schedules", "lower", "modules", "runtime", "cutting"},
     "batches": {"core", "runtime"},
     "testing": {"core", "lower", "runtime"},
+    "checkpoints": {"core", "modules"},
 }
 WITHOUT_TORCH = {"schedules", "lower", "view", "lab"}
 FACE = {"__init__.py", "__main__.py", "cli.py", "cli_words.py", "demo.py", "models.py", "moved.py", "typing.py"}

@@ -42,6 +42,10 @@ class PlacementError(FuncpipeError, ValueError):
     """A tensor lies on another device than the plan says."""
 
 
+class CheckpointError(FuncpipeError, ValueError):
+    """A checkpoint is not there, not whole, damaged, or of something else than it is loaded into."""
+
+
 class DrawError(FuncpipeError, RuntimeError):
     """A stage draws random numbers in a way that cannot be keyed."""
 

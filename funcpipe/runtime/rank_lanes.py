@@ -275,6 +275,10 @@ class Ranks(Lanes):
             self.reduce(stage, gradients)
             return self._open().take(self._reducing[stage])
 
+    def telling(self) -> AbstractContextManager[object]:
+        """Inside, an error is told to the other ranks, which raise PeerError."""
+        return _Telling(self)
+
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
         """Tensors that several ranks hold, in order; see `PlanPart.gather`."""
         holders = [self.replica * self.size + holder for holder in holders]

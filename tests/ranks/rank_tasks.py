@@ -1,5 +1,6 @@
 """What the processes of the tests do. Every task gets (rank, size, ...) and returns something small, or raises."""
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -733,3 +734,49 @@ def luck(rank, size, faults, seed):
         fault.act = None
         wrong += once(rank, size)
     return wrong
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def small_model():
+    torch.manual_seed(1)
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())])
+
+
+def trained(path, *, ranks_of=None, stages=4, save_after=None, load=False, steps=3):
+    """Train in this process, or on ranks; the losses of the steps, after loading and before saving."""
+    split = fp.split(small_model(), stages)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(stages, 4), loss=F.mse_loss, devices="cpu")
+    with contextlib.ExitStack() as opened:
+        ranks = opened.enter_context(fp.ranks(plan, **ranks_of)) if ranks_of is not None else None
+        params, state = fp.place(plan, split.params, ranks), fp.place(plan, split.state, ranks)
+        optimizer, step, losses = torch.optim.AdamW(fp.leaves(params), lr=0.01), 0, []
+        if load:
+            loaded = fp.load(path, split, optimizer=optimizer, ranks=ranks)
+            state, step = loaded.state, loaded.step
+        for number in range(step, step + steps):
+            g = torch.Generator().manual_seed(number)
+            x = torch.randn(16, 6, generator=g)
+            if ranks is not None and ranks.replicas > 1:
+                x = x.chunk(ranks.replicas)[ranks.replica]
+            result = fp.run(plan, params, (x, x.sin()), state=state, executor=ranks or "serial")
+            fp.step(optimizer, params, result)
+            state = result.state
+            losses.append(float(result.loss))
+        if save_after is not None:
+            if save_after == "wrongly" and ranks.rank == 1:
+                params = params[:1]
+            fp.save(path, split, params, state=state, optimizer=optimizer, step=step + steps, ranks=ranks)
+    return losses
+
+
+def checkpointed(rank, size, path, what):
+    """Save or load on ranks."""
+    ranks_of = {"timeout": 30.0, "lanes": owners(4, size)}
+    if what == "replicas":
+        ranks_of = {"timeout": 30.0, "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), "dp": "dp"}
+        return trained(path, ranks_of=ranks_of, save_after=True)
+    return trained(
+        path, ranks_of=ranks_of, load=what == "load", save_after={"save": True, "wrongly": "wrongly"}.get(what)
+    )

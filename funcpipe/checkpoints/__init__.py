@@ -1,0 +1,1 @@
+"""Checkpoints: parameters, state and optimizers in files, whole or not at all."""

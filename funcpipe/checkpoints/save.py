@@ -1,0 +1,202 @@
+"""save: writes parameters, state and an optimizer into a checkpoint, by one process or by several together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from funcpipe.checkpoints.files import Manifest, commit, write_tensors
+from funcpipe.checkpoints.names import Held, leaf_at, names_of
+from funcpipe.core.errors import CheckpointError, RanksError, raise_all
+from funcpipe.core.plan import Plan
+from funcpipe.core.result import alone
+from funcpipe.core.tree import Tree
+from funcpipe.modules.split import Split
+
+
+class Together(Protocol):
+    """The processes that save or load together: what `fp.ranks` returns."""
+
+    rank: int
+    replica: int
+    stages: Collection[int]
+
+    def exchange(self, about: str, mine: Any) -> list[Any]:
+        """What each of them gives, by rank."""
+        ...
+
+    def telling(self) -> AbstractContextManager[object]:
+        """Inside, an error is told to the others."""
+        ...
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: Split | Plan,
+    params: Sequence[Tree],
+    *,
+    state: Sequence[Tree] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    step: int = 0,
+    ranks: Together | None = None,
+) -> None:
+    """Write a checkpoint: all of it, or, whatever happens, the one before stays.
+
+    The files are safetensors, by the model's own names where ``model`` is a split, tied names once; transformers reads
+    them (``from_pretrained(path / folder)``), and `load` into any number of stages and processes.
+
+    Args:
+        path: a folder, made if it is not there; it keeps the newest whole checkpoint. Of several processes the same one.
+        model: what `split` returned; or, for stages of your own, the plan (names are stages and keys then, for the same
+            stages).
+        params: as they are run, one tree per stage.
+        state: likewise; None: as it was split, or none.
+        optimizer: its state, by the names of the parameters, and its options.
+        step: a number of yours, which `load` returns.
+        ranks: of several processes, all of which call this; each writes its own stages.
+
+    Raises:
+        CheckpointError: params, state or optimizer are not those of the model, or safetensors is not installed.
+        RanksError, PeerError: the processes do not fit together, or one of them failed; the checkpoint before stays.
+        OSError: the files cannot be written.
+    """
+    with nullcontext() if ranks is None else ranks.telling():
+        exchange, rank, replica = (alone, 0, 0) if ranks is None else (ranks.exchange, ranks.rank, ranks.replica)
+        leads = rank == replica == 0
+        here = range(len(params)) if ranks is None else ranks.stages
+        states = _states(model, state)
+        _check(model, params, states, step)
+        names = names_of(model, params, states)
+        tensors = _saved(model, names, params, states, here, first=leads)
+        kept, numbers, groups = _optimizer(optimizer, names, params, here)
+        target = Path(path)
+        folder = f"step-{step:012d}-{os.urandom(4).hex()}"
+        folder = exchange("the folder of a checkpoint", folder)[0]
+        if leads:
+            (target / folder).mkdir(parents=True)
+        exchange("the making of a checkpoint's folder", None)
+        written: dict[str, tuple[int, str]] = {}
+        where: dict[str, str] = {}
+        for kind, row in {"model": tensors, "optimizer": kept}.items():
+            if row and replica == 0:
+                file, size, digest = write_tensors(target / folder, f"{kind}-{rank:05d}.safetensors", row)
+                written[file] = (size, digest)
+                where.update(dict.fromkeys(row, file))
+        mine = (written, where, numbers, groups, type(optimizer).__name__ if optimizer is not None else "")
+        everyone = exchange("the files of a checkpoint", mine)
+        if leads:
+            commit(target, _manifest(step, folder, everyone))
+        exchange("the end of a checkpoint", None)
+
+
+def _states(model: Any, state: Sequence[Tree] | None) -> Sequence[Tree]:
+    """The state that is saved."""
+    if state is not None:
+        return state
+    known = getattr(model, "state", None)
+    return known if known is not None else ((),) * len(getattr(model, "stages", ()))
+
+
+def _check(model: Any, params: Any, state: Any, step: Any) -> None:
+    count = len(getattr(model, "stages", ()))
+    for name, trees in (("params", params), ("state", state)):
+        if not isinstance(trees, (tuple, list)) or (count and len(trees) != count):
+            raise CheckpointError(
+                f"{name} is a tuple with one tree for each of {count} stages; got a {type(trees).__name__}"
+            )
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"step is a whole number from 0; got {step!r}")
+
+
+def _saved(
+    model: Any,
+    names: dict[str, Held],
+    params: Sequence[Tree],
+    state: Sequence[Tree],
+    here: Collection[int],
+    *,
+    first: bool,
+) -> dict[str, Tensor]:
+    """What this process writes of the model: each name once, where its first place is."""
+    trees = {"params": params, "state": state}
+    out: dict[str, Tensor] = {}
+    for name, held in names.items():
+        leaf = leaf_at(trees, held.places[0], here)
+        if isinstance(leaf, Tensor) and (not isinstance(model, Split) or model.homes[name].saved):
+            if leaf.is_meta:
+                raise CheckpointError(f"{name!r} is on the meta device and has no numbers; load or initialize it first")
+            out[name] = leaf
+    if isinstance(model, Split) and first:
+        out.update({name: tensor for name, tensor in model.rest.items() if model.homes[name].saved})
+    return out
+
+
+def _optimizer(
+    optimizer: torch.optim.Optimizer | None, names: dict[str, Held], params: Sequence[Tree], here: Collection[int]
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]], list[dict[str, Any]] | None]:
+    """What an optimizer keeps: tensors as ``name/key``, other values by name, and its groups. Raises CheckpointError."""
+    if optimizer is None:
+        return {}, {}, None
+    name_of = names_by_leaf(names, params, here)
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        unknown = [leaf for leaf in group["params"] if id(leaf) not in name_of]
+        if unknown:
+            raise CheckpointError(
+                f"the optimizer holds {len(unknown)} tensors that are none of params, the first of shape "
+                f"{tuple(unknown[0].shape)}; save the params that it steps"
+            )
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({"options": options, "names": [name_of[id(leaf)] for leaf in group["params"]]})
+        for leaf in group["params"]:
+            for key, value in optimizer.state.get(leaf, {}).items():
+                name = name_of[id(leaf)]
+                if isinstance(value, Tensor):
+                    tensors[f"{name}/{key}"] = value
+                else:
+                    numbers.setdefault(name, {})[key] = value
+    return tensors, numbers, groups
+
+
+def names_by_leaf(names: dict[str, Held], params: Sequence[Tree], here: Collection[int]) -> dict[int, str]:
+    """The name of each leaf of params, by identity."""
+    out: dict[int, str] = {}
+    for name, held in names.items():
+        for place in held.places:
+            leaf = leaf_at({"params": params}, place, here) if place[0] == "params" else None
+            if leaf is not None:
+                out.setdefault(id(leaf), name)
+    return out
+
+
+def _manifest(step: int, folder: str, everyone: Sequence[tuple[Any, ...]]) -> Manifest:
+    """What all processes have written, as one. Raises RanksError where their optimizers differ."""
+    files: dict[str, tuple[int, str]] = {}
+    tensors: dict[str, str] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] | None = None
+    kinds = sorted({kind for *_, kind in everyone if kind})
+    faults = [f"optimizers of other classes: {', '.join(kinds)}"] if len(kinds) > 1 else []
+    for rank, (written, where, own, theirs, _) in enumerate(everyone):
+        files |= written
+        tensors |= where
+        numbers |= own
+        if theirs is None:
+            continue
+        if groups is None:
+            groups = [{"options": group["options"], "names": []} for group in theirs]
+        if [group["options"] for group in theirs] != [group["options"] for group in groups]:
+            faults.append(f"rank {rank} has other options or groups than the ranks before it")
+            continue
+        for group, more in zip(groups, theirs, strict=True):
+            group["names"] += [name for name in more["names"] if name not in group["names"]]
+    raise_all("the optimizers of the ranks do not fit together:", faults, RanksError)
+    return Manifest(step, folder, files, tensors, groups, numbers, kinds[0] if kinds else "")

@@ -1,0 +1,55 @@
+"""Checkpoints of several processes: saved at one number of ranks, continued at another, or not at all."""
+
+import pytest
+from rank_pool import Failed
+from rank_tasks import small_model, trained
+
+import funcpipe as fp
+
+pytest.importorskip("safetensors")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("stages", [4, 2])
+def test_saved_by_ranks_and_continued_in_one_process(pools, tmp_path, size, stages):
+    expected = trained(tmp_path, steps=6)
+    for losses in pools(size).all("checkpointed", tmp_path, "save"):
+        assert expected[:3] == losses
+    files = sorted(file.name for file in tmp_path.glob("step-*/*.safetensors"))
+    assert [f"{kind}-{rank:05d}.safetensors" for kind in ("model", "optimizer") for rank in range(size)] == files
+    assert expected[3:] == trained(tmp_path, stages=stages, load=True)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_saved_in_one_process_and_continued_by_ranks(pools, tmp_path, size):
+    expected = trained(tmp_path / "all", steps=6)
+    trained(tmp_path, stages=2, save_after=True)
+    for losses in pools(size).all("checkpointed", tmp_path, "load"):
+        assert expected[3:] == losses
+
+
+def test_replicas_save_once(pools, tmp_path):
+    pools(4).all("checkpointed", tmp_path, "replicas")
+    assert 4 == len([*tmp_path.glob("step-*/*.safetensors")])
+    assert 3 == fp.load(tmp_path, fp.split(small_model(), 1)).step
+
+
+def test_a_rank_that_cannot_save_leaves_the_checkpoint_before(pools, tmp_path):
+    pools(2).all("checkpointed", tmp_path, "save")
+    before = (tmp_path / "funcpipe.json").read_text()
+    first, second = pools(2).run("checkpointed", tmp_path, "wrongly")
+    assert isinstance(first, Failed)
+    assert first.is_a(fp.PeerError), first.trace
+    assert second.is_a(fp.CheckpointError), second.trace
+    assert before == (tmp_path / "funcpipe.json").read_text()
+
+
+def test_what_is_damaged_is_refused_by_all(pools, tmp_path):
+    pools(2).all("checkpointed", tmp_path, "save")
+    (file,) = tmp_path.glob("step-*/model-00001.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    first, second = pools(2).run("checkpointed", tmp_path, "load")
+    assert second.is_a(fp.CheckpointError), second.trace
+    assert first.is_a(fp.PeerError), first.trace
