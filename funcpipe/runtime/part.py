@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -20,6 +20,11 @@ class PlanPart(Protocol):
     @property
     def lanes(self) -> Sequence[int]:
         """The lanes that are here."""
+        ...
+
+    @property
+    def stages(self) -> Collection[int]:
+        """The stages of these lanes."""
         ...
 
     @property
@@ -88,6 +93,7 @@ class WholePlan:
     def __init__(self, plan: Plan) -> None:
         self.lanes = tuple(range(plan.num_devices))
         self.rank_of = (0,) * plan.num_devices
+        self.stages = range(plan.num_stages)
         self.beside = plan.num_devices
 
     def programs(self, program: Lowered) -> Sequence[LaneProgram]:
@@ -110,7 +116,6 @@ whole: Remembered[Plan, PlanPart] = Remembered(WholePlan)
 """The part that is everything."""
 
 
-def stages_here(plan: Plan, part: PlanPart) -> frozenset[int]:
-    """The stages of the lanes that are here."""
-    lanes = {*part.lanes}
+def stages_of(plan: Plan, lanes: Collection[int]) -> frozenset[int]:
+    """The stages of some lanes."""
     return frozenset(stage for stage, lane in enumerate(plan.schedule.device_of) if lane in lanes)

@@ -22,7 +22,7 @@ from funcpipe.runtime.check_finite import FiniteBound
 from funcpipe.runtime.context import RUNNING, checked_plan, cores, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.options import RunOptions
-from funcpipe.runtime.part import PlanPart, stages_here, whole
+from funcpipe.runtime.part import PlanPart, whole
 from funcpipe.runtime.place import misplaced, place, plan_devices
 from funcpipe.runtime.refusals import (
     NamedTrees,
@@ -116,7 +116,7 @@ def prepare(
         _check_modes(name, plan, backward)
     _check_options(options)
     part = part or whole(plan)
-    here = stages_here(plan, part)
+    here = part.stages
     seed, feeds, trainable = checked_seed(options.seed), options.feeds, options.trainable
     trees = _per_stage("params", params, plan, here)
     states = _states(options.state, plan, here)

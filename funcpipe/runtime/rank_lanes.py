@@ -30,7 +30,7 @@ from funcpipe.runtime.execute import Execution
 from funcpipe.runtime.lanes import Lanes, refuse_uncarried
 from funcpipe.runtime.link import Alarm, Failure, Link, below
 from funcpipe.runtime.options import RunOptions
-from funcpipe.runtime.part import PlanPart, stages_here
+from funcpipe.runtime.part import PlanPart, stages_of
 from funcpipe.runtime.peer_errors import peer_error, table_of
 from funcpipe.runtime.place import plan_devices
 from funcpipe.runtime.rank_schedule import RankSchedule
@@ -88,7 +88,7 @@ class Ranks(Lanes):
         lanes = tuple(lane for lane, owner in enumerate(rank_of) if owner == rank)
         super().__init__(len(lanes))
         self.plan, self.rank, self.size, self.rank_of, self.lanes = plan, rank, size, tuple(rank_of), lanes
-        self.stages = stages_here(plan, self)
+        self.stages = stages_of(plan, lanes)
         self.beside, self._seats = len(lanes), {lane: seat for seat, lane in enumerate(lanes)}
         self._store, self._limit, self._links, self._runs = store, timeout, 0, 0
         self._link: Link | None = None
@@ -147,6 +147,11 @@ class Ranks(Lanes):
             raise PlanError(
                 f"these ranks have {len(self.rank_of)} lanes, the plan has {plan.num_devices}; make them with "
                 "fp.ranks(plan)"
+            )
+        if plan.schedule.device_of != self.plan.schedule.device_of:
+            raise PlanError(
+                f"the plan has its stages on lanes {[*plan.schedule.device_of]}, and the one that these ranks were made "
+                f"for on {[*self.plan.schedule.device_of]}: another process would have their params; make ranks for it"
             )
         refuse_devices(plan)
         refuse_uncarried(plan)

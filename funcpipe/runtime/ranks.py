@@ -39,7 +39,7 @@ def ranks(
     raise PeerError at once; the next run connects anew.
 
     Args:
-        plan: on the CPU. Other plans with as many lanes (of the same stages, to evaluate) run too.
+        plan: on the CPU. Other plans with the same stages on the same lanes (to evaluate) run too.
         mesh: a ``DeviceMesh``; the processes of its dimension ``pp`` run the plan. None: all processes do.
         pp: the name of that dimension.
         dp: the name of a dimension of replicas: each runs the plan on rows of its own, and what comes out is that of one

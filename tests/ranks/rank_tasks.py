@@ -254,6 +254,9 @@ def evaluated(rank, size):
             want = fp.run(plan, params, (x, target), state=state, executor="serial", **options)
             got = fp.run(plan, own, (x, target), state=at, executor=ranks, **options)
             wrong += differences(want, got, ranks.stages, last=3 in ranks.stages)
+        elsewhere = fp.make_plan(stages, fp.schedules.fill_drain(4, 4, num_devices=2, backward=False), devices="cpu")
+        with pytest.raises((fp.PlanError, fp.PeerError), match="stages on lanes"):
+            fp.run(elsewhere, own, x, state=at, executor=ranks, **options)
         cut = fp.Microbatches(x[a:b] for a, b in ((0, 3), (3, 4), (4, 8)))
         want = fp.run(look, params, cut, state=state, executor="serial", feeds={"scale": scale}, seed=3)
         given = cut if 0 in ranks.stages else None
