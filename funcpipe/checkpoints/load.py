@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from funcpipe.checkpoints.files import Manifest, read_manifest, read_tensors
-from funcpipe.checkpoints.names import Held, leaf_at, names_of
+from funcpipe.checkpoints.names import Holding, leaf_at, names_of
 from funcpipe.checkpoints.save import Together, names_by_leaf
 from funcpipe.core.errors import CheckpointError, raise_all
 from funcpipe.core.plan import Plan
@@ -98,7 +98,7 @@ def _given(model: Any, kind: str, trees: Sequence[Tree] | None) -> Sequence[Tree
 
 def _wanted(
     model: Any,
-    names: Mapping[str, Held],
+    names: Mapping[str, Holding],
     trees: Mapping[str, Sequence[Tree]],
     here: Collection[int],
     manifest: Manifest,
@@ -120,7 +120,7 @@ def _wanted(
 
 def _moments(
     optimizer: torch.optim.Optimizer | None,
-    names: Mapping[str, Held],
+    names: Mapping[str, Holding],
     params: Sequence[Tree],
     here: Collection[int],
     manifest: Manifest,
@@ -152,7 +152,7 @@ def _moments(
 
 
 def _filled(
-    names: Mapping[str, Held],
+    names: Mapping[str, Holding],
     trees: Mapping[str, Sequence[Tree]],
     here: Collection[int],
     tensors: Mapping[str, Tensor],

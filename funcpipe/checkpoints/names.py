@@ -13,7 +13,7 @@ from funcpipe.core.tree import Tree, flatten, paths
 from funcpipe.modules.split import Split
 
 
-class Held(NamedTuple):
+class Holding(NamedTuple):
     """Where a name lives.
 
     Attributes:
@@ -23,13 +23,13 @@ class Held(NamedTuple):
     places: tuple[tuple[str, int, int], ...]
 
 
-def names_of(model: Split | Plan, params: Sequence[Tree], state: Sequence[Tree]) -> dict[str, Held]:
+def names_of(model: Split | Plan, params: Sequence[Tree], state: Sequence[Tree]) -> dict[str, Holding]:
     """The places of each name, of trees of which some may be None. Raises CheckpointError: no model has names."""
     trees: dict[str, Sequence[Tree]] = {"params": params, "state": state}
     if isinstance(model, Split):
         known = {(kind, stage): tree for kind, row in trees.items() for stage, tree in enumerate(row)}
         return {
-            name: Held(tuple((kind, stage, _number(known[kind, stage], key)) for kind, stage, key in home.owners))
+            name: Holding(tuple((kind, stage, _number(known[kind, stage], key)) for kind, stage, key in home.owners))
             for name, home in model.homes.items()
             if home.owners
         }
@@ -50,7 +50,7 @@ def names_of(model: Split | Plan, params: Sequence[Tree], state: Sequence[Tree])
                     words = key if isinstance(key, tuple) else (key,)
                     name = ".".join(map(str, (kind, first, *words)))
                     out.setdefault(name, []).append((kind, stage, number))
-    return {name: Held(tuple(places)) for name, places in out.items()}
+    return {name: Holding(tuple(places)) for name, places in out.items()}
 
 
 def _number(tree: Tree, key: str) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.checkpoints.files import Manifest, commit, write_tensors
-from funcpipe.checkpoints.names import Held, leaf_at, names_of
+from funcpipe.checkpoints.names import Holding, leaf_at, names_of
 from funcpipe.core.errors import CheckpointError, RanksError, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import alone
@@ -116,7 +116,7 @@ def _check(model: Any, params: Any, state: Any, step: Any) -> None:
 
 def _saved(
     model: Any,
-    names: dict[str, Held],
+    names: dict[str, Holding],
     params: Sequence[Tree],
     state: Sequence[Tree],
     here: Collection[int],
@@ -138,7 +138,7 @@ def _saved(
 
 
 def _optimizer(
-    optimizer: torch.optim.Optimizer | None, names: dict[str, Held], params: Sequence[Tree], here: Collection[int]
+    optimizer: torch.optim.Optimizer | None, names: dict[str, Holding], params: Sequence[Tree], here: Collection[int]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]], list[dict[str, Any]] | None]:
     """What an optimizer keeps: tensors as ``name/key``, other values by name, and its groups. Raises CheckpointError."""
     if optimizer is None:
@@ -166,7 +166,7 @@ def _optimizer(
     return tensors, numbers, groups
 
 
-def names_by_leaf(names: dict[str, Held], params: Sequence[Tree], here: Collection[int]) -> dict[int, str]:
+def names_by_leaf(names: dict[str, Holding], params: Sequence[Tree], here: Collection[int]) -> dict[int, str]:
     """The name of each leaf of params, by identity."""
     out: dict[int, str] = {}
     for name, held in names.items():
