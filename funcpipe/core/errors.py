@@ -123,7 +123,8 @@ class PeerError(FuncpipeError, ConnectionError):
     """Another process of the plan failed, or is lost; the message says what it raised, or what is known.
 
     Attributes:
-        rank: of that process, among those of the plan; None: nobody knows which.
+        rank: of that process, among all that run the plan (with replicas, those of one after those of the other); None:
+            nobody knows which.
         funcpipe: the coordinates of its failure, where it failed inside of a stage.
     """
 

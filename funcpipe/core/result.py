@@ -339,6 +339,10 @@ class Result:
     ties: tuple[tuple[tuple[int, Any], ...], ...] = ()
     exchange: Exchange = field(default=alone, repr=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: the processes it came from are not."""
+        return {**declared_fields(self), "exchange": alone}
+
     @cached_property
     def finite(self) -> bool:
         """Are the loss and all gradients finite. Looked up when asked, once; waits for the devices.

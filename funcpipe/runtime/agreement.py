@@ -15,6 +15,9 @@ from funcpipe.runtime.microbatch import parts_of
 START = "the start of a run"
 """What the first exchange of a run is about."""
 
+END = "the end of a run"
+"""What the one is about after which all know how the run went."""
+
 
 class Word(NamedTuple):
     """What one process says at the start of a run.
@@ -32,6 +35,7 @@ class Word(NamedTuple):
         ties: for each tie, for each member that it holds: (place, layout, is it trained where some leaves are marked,
             and where none is).
         shapes: of its part of the batch, and what else decides about the shapes of what stages hand on.
+        trained: the leaves that it trains, where there are replicas.
     """
 
     plan: str
@@ -45,6 +49,7 @@ class Word(NamedTuple):
     marked: bool
     ties: tuple[tuple[tuple[int, Any, bool, bool], ...], ...]
     shapes: str
+    trained: str = ""
 
 
 class Agreed(NamedTuple):
@@ -90,6 +95,10 @@ def agree(words: Sequence[Word], limit: int, replicas: int = 1) -> Agreed:
         faults += _differences(
             group, f"ready-made microbatches{of}", lambda word: word.ready and len(word.ready), some=True
         )
+    for rank in range(size):
+        faults += _differences(
+            [group[rank] for group in groups], f"trained leaves of rank {rank}", lambda word: word.trained
+        )
     raise_all("the ranks do not run the same:", faults, RanksError)
     parts = tuple([_parts(group, limit) for group in groups])
     merged = all(word.merged is not False for word in words)
@@ -105,7 +114,8 @@ def agree(words: Sequence[Word], limit: int, replicas: int = 1) -> Agreed:
 def _parts(words: Sequence[Word], limit: int) -> tuple[int, ...]:
     """Rows of the microbatches of a replica. Raises RanksError."""
     rows = next((word.rows for word in words if word.rows is not None), None)
-    ready = [word.ready for word in words if word.ready is not None]
+    first = sorted(words, key=lambda word: word.merged is None)  # who has the inputs comes first, as in one process
+    ready = [word.ready for word in first if word.ready is not None]
     try:
         return parts_of(rows, next(filter(any, ready), ready[0] if ready else None), limit)
     except BatchError as error:

@@ -213,9 +213,7 @@ class EdgeOut(_Edge):
 
     def _sent(self, slot: int, works: list[Any], kept: list[Tensor], box: Inbox) -> None:
         self.connection.finish(works, self.peer)
-        # The lane lets go of the memory: of what is shared copy-on-write, two threads must not free the last sharers.
         box.put_quietly((self.to, slot), (works, kept))
-        works, kept = [], []
 
 
 class EdgeIn(_Edge):
@@ -300,6 +298,24 @@ class EdgeIn(_Edge):
         return value
 
 
+class Outbox(Mailbox):
+    """Of a lane that is not here: one that is puts into it what goes there, values and slots that are free again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out: EdgeOut | None = None
+        self.back: EdgeIn | None = None
+
+    def put(self, key: Any, item: Any) -> None:
+        """A ticket for a slot there, or (lane, slot) of this process that the other lane fills."""
+        if isinstance(key, int):
+            assert self.out is not None
+            self.out.send(key, item.value)
+        else:
+            assert self.back is not None
+            self.back.free(key[1])
+
+
 class Reducer:
     """Sums the gradients of a stage over its replicas, in a thread of its own, while the lanes go on."""
 
@@ -316,6 +332,8 @@ class Reducer:
                 answers.put(([gradient if gradient is None else self._sum(gradient) for gradient in gradients],))
             except LostError as error:
                 self.lost(error)
+            except Exception as error:
+                self.lost(LostError(self.me, f"its gradients cannot be summed: {type(error).__name__}: {error}"))
 
         self.worker.give(work)
 

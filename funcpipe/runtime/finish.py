@@ -14,6 +14,7 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.result import Loss, Result, RunStats, Timeline
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree, flatten, locations, map_tensors, paths, unflatten
+from funcpipe.runtime.agreement import END
 from funcpipe.runtime.border import caller_copy
 from funcpipe.runtime.bound import Shares
 from funcpipe.runtime.joining import merge
@@ -44,7 +45,7 @@ def finish(
     state = tuple([_commit(ready, stage, stats) for stage in range(plan.num_stages)])
     merged = merge([outputs[last, m] for m in range(count)], ready.batch, plan.merge) if outputs else None
     trained = sum(gradient is not None for row in sums.values() for gradient in row)
-    ended = ready.part.exchange("the end of a run", _ended(ready, reports, trained, trained - len(unused)))
+    ended = ready.part.exchange(END, _ended(ready, reports, trained, trained - len(unused)))
     loss, weight, losses, aux, late = _fold_losses(ready, ended)
     if loss is not None:
         loss.backward = _no_backward

@@ -21,10 +21,8 @@ from torch import Tensor
 from funcpipe.core.errors import Where
 from funcpipe.core.torch_names import gloo
 from funcpipe.runtime.edge import Connection, EdgeIn, EdgeOut, LostError, Reducer
+from funcpipe.runtime.exchanges import exchange_all, gather_all
 from funcpipe.runtime.worker import Worker
-
-_CHUNK = 4096
-"""Bytes of the first message of an exchange, which tells how many follow."""
 
 _FOREVER = timedelta(days=365)
 
@@ -72,8 +70,16 @@ class Link:
         failure: what has broken the link, once something has.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float, doing: Callable[[], tuple[bool, str]]) -> None:
-        self.store, self.rank, self.size, self.timeout, self.doing = store, rank, size, timeout, doing
+    def __init__(
+        self,
+        stores: Sequence[Any],
+        rank: int,
+        size: int,
+        timeout: float,
+        doing: Callable[[], tuple[bool, str]],
+    ) -> None:
+        self.store, self._waits, self._watches = stores  # while one waits nobody else can use it
+        self.rank, self.size, self.timeout, self.doing = rank, size, timeout, doing
         self.failure: Failure | None = None
         self.run = 0
         self.edges: dict[tuple[int, int], EdgeOut | EdgeIn] = {}
@@ -86,6 +92,7 @@ class Link:
         self._everyone: Connection | None = None
         self._events = 0
         self._told = False
+        self._suspect: LostError | None = None
         self._worker = self._started("exchange", self.cut)
         self._watcher = self._started("watcher", self._wake_watcher)
 
@@ -98,7 +105,7 @@ class Link:
 
     def hear(self, hello: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Say hello, and hear everyone's. Raises Alarm: someone did not come."""
-        self._watcher.give(partial(self._watch, self.store.clone()))
+        self._watcher.give(partial(self._watch, self._watches))
         return self.wait(partial(self._hear, hello))
 
     def join(self, settle: Callable[[], None]) -> None:
@@ -111,21 +118,22 @@ class Link:
         self.wait(connect)
 
     def _hear(self, hello: Mapping[str, Any]) -> list[dict[str, Any]]:
-        self.store.set(f"hello/{self.rank}", json.dumps(hello))
+        store = self._waits
+        store.set(f"hello/{self.rank}", json.dumps(hello))
         deadline, said = monotonic() + self.timeout, list[dict[str, Any]]()
         for other in range(self.size):
             try:
-                self.store.wait([f"hello/{other}"], timedelta(seconds=max(0.001, deadline - monotonic())))
+                store.wait([f"hello/{other}"], timedelta(seconds=max(0.001, deadline - monotonic())))
             except RuntimeError:
-                missing = [rank for rank in range(other, self.size) if not self.store.check([f"hello/{rank}"])]
+                missing = [rank for rank in range(other, self.size) if not store.check([f"hello/{rank}"])]
                 text = f"did not come: no process of rank {missing} made or used its ranks for {self.timeout:g} s"
                 raise LostError(missing[0] if missing else -1, text) from None
-            said.append(json.loads(self.store.get(f"hello/{other}")))
+            said.append(json.loads(store.get(f"hello/{other}")))
         return said
 
     def _connection(self, name: str, seat: int, ranks: Sequence[int]) -> Connection:
         """A connection of some ranks, which all of them make."""
-        store, limit = below(name, self.store), timedelta(seconds=self.timeout)
+        store, limit = below(name, self._waits), timedelta(seconds=self.timeout)
         with self._gate:
             if self.failure is not None:
                 raise Alarm
@@ -135,7 +143,12 @@ class Link:
             others = [rank for rank in ranks if rank != self.rank]
             raise LostError(others[0] if len(others) == 1 else -1, f"could not be connected: {error}") from None
         with self._gate:
-            self._connections.append(connection)
+            late = self.failure is not None
+            if not late:
+                self._connections.append(connection)
+        if late:
+            connection.cut(self.rank)
+            raise Alarm
         return connection
 
     def connect(
@@ -177,6 +190,8 @@ class Link:
                 self.lost(error if isinstance(error, LostError) else LostError(-1, str(error)))
             except Alarm:
                 pass
+            except Exception as error:
+                self.fail(Failure(self.rank, type(error).__name__, str(error), None, self.run))
 
         self._worker.give(work)
         return self.take(answers)
@@ -187,7 +202,7 @@ class Link:
             deadline = monotonic() + self.timeout
             while True:
                 try:
-                    answer = answers.get(timeout=min(0.5, max(0.001, deadline - monotonic())))
+                    answer = answers.get(timeout=min(0.5, self.timeout / 8))
                 except queue.Empty:
                     if monotonic() < deadline:
                         continue  # Ctrl-C is seen here
@@ -198,41 +213,20 @@ class Link:
                     raise Alarm
                 return answer[0]
 
+    @property
+    def everyone(self) -> Connection:
+        """The connection of all ranks."""
+        if self._everyone is None:
+            raise LostError(-1, "the ranks are not connected")
+        return self._everyone
+
     def exchange(self, data: bytes) -> list[bytes]:
         """What every rank gives, by rank, in log2(size) rounds (Bruck, 1997). Raises Alarm."""
-        return self.wait(partial(self._exchange, data))
-
-    def _exchange(self, data: bytes) -> list[bytes]:
-        everyone, size, me = self._everyone, self.size, self.rank
-        assert everyone is not None
-        blocks, step = [data], 1  # blocks[i] is that of rank me + i
-        while step < size:
-            count = min(step, size - step)
-            works = everyone.send_bytes(_joined(blocks[:count]), (me - step) % size, _CHUNK)
-            blocks += _parted(everyone.receive_bytes((me + step) % size, _CHUNK))
-            everyone.finish(works, (me - step) % size)
-            step *= 2
-        return [blocks[(rank - me) % size] for rank in range(size)]
+        return self.wait(lambda: exchange_all(self.everyone, self.rank, self.size, data))
 
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], room: Callable[[int], Tensor]) -> list[Tensor]:
         """Tensors that several ranks hold, in order; see `PlanPart.gather`. Raises Alarm."""
-        return self.wait(partial(self._gather, mine, holders, room))
-
-    def _gather(
-        self, mine: Mapping[int, Tensor], holders: Sequence[int], room: Callable[[int], Tensor]
-    ) -> list[Tensor]:
-        everyone = self._everyone
-        assert everyone is not None
-        others = sorted({*holders} - {self.rank})
-        works = {other: [everyone.send(mine[place], other) for place in sorted(mine)] for other in others}
-        values = dict(mine)
-        for other in others:
-            places = [place for place, holder in enumerate(holders) if holder == other]
-            values |= {place: room(place) for place in places}
-            everyone.finish([everyone.receive(values[place], other) for place in places], other)
-        for other, sent in works.items():
-            everyone.finish(sent, other)
-        return [values[place] for place in range(len(holders))]
+        return self.wait(lambda: gather_all(self.everyone, self.rank, mine, holders, room))
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -254,12 +248,18 @@ class Link:
         """A connection to a rank has ended. Either it failed, then it has told so before; or its process is gone."""
         if self.failure is not None:
             return
+        number = self._events
         try:
-            told = self.store.check([f"event/{self.rank}/{self._events}"])
+            told = self.store.check([f"event/{self.rank}/{number}"])
         except RuntimeError:
             told = False
-        if not told:  # else the watcher is about to say more
-            self.fail(Failure(error.rank, "", error.text, None, self.run))
+        self._suspect = error
+        if not told or self._events > number:  # else the watcher is about to say more, or comes back to it
+            self._fail_by_suspect()
+
+    def _fail_by_suspect(self) -> None:
+        if self._suspect is not None:
+            self.fail(Failure(self._suspect.rank, "", self._suspect.text, None, self.run))
 
     def tell(self, failure: Failure, seconds: float = 1.0) -> None:
         """Tell a failure to all others, once, for so long at most: the store may be gone."""
@@ -306,10 +306,11 @@ class Link:
             if kind == "closed":
                 self._gone[what[0]] = what[1]
                 self.refuse_gone()
+                self._fail_by_suspect()
             else:
                 failure = Failure(*what)
                 if failure.timed:
-                    with suppress(RuntimeError):
+                    with suppress(Exception):  # lanes go on while they are looked at
                         self._say(store)
                 self.fail(failure)
 
@@ -388,18 +389,3 @@ class _Alarming:
     def __exit__(self, *error: object) -> None:
         with self.gate:
             self.alarms.remove(self.alarm)
-
-
-def _joined(blocks: Sequence[bytes]) -> bytes:
-    """Blocks as one, each after its length."""
-    return b"".join(part for block in blocks for part in (len(block).to_bytes(8, "little"), block))
-
-
-def _parted(data: bytes) -> list[bytes]:
-    """The blocks that were joined."""
-    blocks: list[bytes] = []
-    while data:
-        end = 8 + int.from_bytes(data[:8], "little")
-        blocks.append(data[8:end])
-        data = data[end:]
-    return blocks

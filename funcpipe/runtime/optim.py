@@ -308,7 +308,12 @@ def _unscale(
     others = [entry for entry in entries if id(entry) not in ids]
     elsewhere = [] if exchange is alone else [float(get_total_norm([entry.gradient for entry in entries])) * 0]
     elsewhere = [total for theirs in exchange("the scaler's unscaling", elsewhere) for total in theirs]
-    if optimizer is None:
+    if optimizer is None:  # its scaler goes on with the others' all the same
+        nothing = torch.zeros(1, requires_grad=True)
+        nothing.grad = torch.full((1,), sum(elsewhere))
+        optimizer, stepped = torch.optim.SGD([nothing]), []
+        scaler.scale(torch.zeros(()))
+        scaler.unscale_(optimizer)
         return
     first = stepped[0].gradient
     own = first.clone() if any(total != total for total in elsewhere) else None

@@ -143,9 +143,9 @@ def prepare(
     seeded = {"seed": seed, "loss_scale": float(options.loss_scale)}
     tied = tied_members(plan, trees, leaves, trainable, here) if len(here) < plan.num_stages else ()
     shapes = uncut.shapes() if len(here) < plan.num_stages else ""
-    word = Word(
-        plan.fingerprint, seeded, uncut.rows, uncut.ready, lacks, uncut.merged, cut.rows, weights, marked, tied, shapes
-    )
+    pattern = str(trainable_leaves(trees, trainable, marked=marked)) if part.replicas > 1 and backward else ""
+    facts = (plan.fingerprint, seeded, uncut.rows, uncut.ready, lacks, uncut.merged, cut.rows, weights)
+    word = Word(*facts, marked, tied, shapes, pattern)
     words = part.exchange(START, word)
     agreed = agree(words, plan.num_microbatches, part.replicas)
     own = agreed.parts[part.replica]

@@ -23,9 +23,9 @@ from funcpipe.core.program import CALLER, LaneProgram, Send
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
-from funcpipe.runtime.agreement import START, alike, refuse_others
+from funcpipe.runtime.agreement import END, alike, refuse_others
 from funcpipe.runtime.context import pin
-from funcpipe.runtime.edge import EdgeIn, EdgeOut
+from funcpipe.runtime.edge import EdgeIn, EdgeOut, Outbox
 from funcpipe.runtime.execute import Execution
 from funcpipe.runtime.lanes import Lanes, refuse_uncarried
 from funcpipe.runtime.link import Alarm, Failure, Link, below
@@ -38,24 +38,6 @@ from funcpipe.runtime.rank_timeline import joined_timeline
 from funcpipe.runtime.transport import Inbox, Mailbox
 from funcpipe.runtime.watchdog import lane_states
 from funcpipe.runtime.wire_format import pack, unpack
-
-
-class Outbox(Mailbox):
-    """Of a lane that is not here: one that is puts into it what goes there, values and slots that are free again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out: EdgeOut | None = None
-        self.back: EdgeIn | None = None
-
-    def put(self, key: Any, item: Any) -> None:
-        """A ticket for a slot there, or (lane, slot) of this process that the other lane fills."""
-        if isinstance(key, int):
-            assert self.out is not None
-            self.out.send(key, item.value)
-        else:
-            assert self.back is not None
-            self.back.free(key[1])
 
 
 class Ranks(Lanes):
@@ -91,10 +73,11 @@ class Ranks(Lanes):
         self.stages = stages_of(plan, lanes)
         self.beside, self._seats = len(lanes), {lane: seat for seat, lane in enumerate(lanes)}
         self._store, self._limit, self._links, self._runs = store, timeout, 0, 0
+        self._stores: list[Any] = []
         self._link: Link | None = None
         self._turn = threading.Lock()
         self._over = False
-        """Have all ranks the same of this run: what is refused from now on every rank refuses by itself."""
+        """Are all at the end of the run, and know the same: what is refused then every rank refuses by itself, untold."""
         self._outboxes: dict[tuple[int, int], Outbox] = {}
         self._reducing: dict[int, queue.SimpleQueue[Any]] = {}
         self._execution: Execution | None = None
@@ -138,7 +121,7 @@ class Ranks(Lanes):
                     options = replace(options, timeout=self._limit)
                 return super().run(plan, params, batch, options)
         finally:
-            self._at = "outside of a run"
+            self._at, self._over = "outside of a run", False
             self._turn.release()
 
     def check(self, plan: Plan) -> None:
@@ -201,6 +184,9 @@ class Ranks(Lanes):
         try:
             super().walk(execution)
         finally:
+            for box in self._outboxes.values():
+                if box.out is not None:
+                    box.out.box = Inbox()  # else what was sent last would stay until the next run
             self._execution, self._outboxes = None, {}
 
     def watched(self, execution: Execution, alarm: Callable[[], None]) -> AbstractContextManager[object]:
@@ -229,7 +215,7 @@ class Ranks(Lanes):
         with _Telling(self):
             self._at = f"at {about} ({self._runs})"
             known = [unpack(data) for data in self._open().exchange(pack((self._runs, about, mine)))]
-            self._over = about != START
+            self._over = about == END
             self._at = f"after {about} ({self._runs})"
         if len({(run, what) for run, what, _ in known}) > 1:
             self._runs = max(run for run, *_ in known)
@@ -301,13 +287,20 @@ class Ranks(Lanes):
             )
         if self._link is None:
             self._links += 1
-            store = below(f"link{self._links}", self._store)
+            # Made once: torch's store lets every 25th connection to it wait for 5 s.
+            self._stores = self._stores or [self._store, self._store.clone(), self._store.clone()]
+            stores = [below(f"link{self._links}", store) for store in self._stores]
             number, count = self.replica * self.size + self.rank, self.replicas * self.size
-            link = self._link = Link(store, number, count, self._limit, self._doing)
+            link = self._link = Link(stores, number, count, self._limit, self._doing)
             link.run = self._runs
             machine = _machine()
             said = link.hear({"same": alike(self.plan, self.rank_of), "machine": machine})
-            refuse_others([each["same"] for each in said])
+            try:
+                refuse_others([each["same"] for each in said])
+            except RanksError:
+                self._link = None
+                link.close(told=False)
+                raise
             machines = [each["machine"] for each in said]
             everyone = [(replica, lane) for replica in range(self.replicas) for lane in range(len(self.rank_of))]
             here = [(q, lane) for q, lane in everyone if machines[q * self.size + self.rank_of[lane]] == machine]

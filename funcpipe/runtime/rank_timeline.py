@@ -19,13 +19,13 @@ class _Own(NamedTuple):
 
     Attributes:
         machine: where it runs; processes of one machine have one clock.
-        moment: what its clock showed at a moment that all have shared.
+        rounds: for each of some exchanges in which all took part, how long it took here and the middle of it.
         began: when its first action began.
         spans: (device, start, end, letter, stage, microbatch).
     """
 
     machine: str
-    moment: float
+    rounds: tuple[tuple[float, float], ...]
     began: float
     spans: tuple[tuple[int, float, float, str, int, int | None], ...]
 
@@ -49,12 +49,13 @@ def joined_timeline(result: Result, machine: str, exchange: Exchange) -> Timelin
         end = perf_counter()
         moments.append((end - start, (start + end) / 2))
     spans = tuple([(device, start, end, *_plain(action)) for device, start, end, action in timeline.spans])
-    own = _Own(machine, min(moments)[1], result.stats.began, spans)
+    own = _Own(machine, tuple(moments), result.stats.began, spans)
     everyone: Sequence[_Own] = exchange("the timelines", own)
     first = everyone[0]
+    best = min(range(_ROUNDS), key=lambda number: max(each.rounds[number][0] for each in everyone))
     out: list[Span] = []
     for each in everyone:
-        ahead = 0.0 if each.machine == first.machine else each.moment - first.moment
+        ahead = 0.0 if each.machine == first.machine else each.rounds[best][1] - first.rounds[best][1]
         shift = each.began - ahead
         out += [
             Span(device, start + shift, end + shift, Action(Kind(letter), stage, microbatch))

@@ -204,7 +204,13 @@ class HandOut:
     """The channel to a lane of another process: the value as it is, which its mailbox sends."""
 
     def send(self, value: Border, free: Any = None) -> Ticket:
-        """The value itself."""
+        """The value itself.
+
+        ``free`` is what the value before in the slot was sent with, in lists. They are emptied here, by the lane: of memory
+        that is shared copy-on-write two threads must not free the last sharers.
+        """
+        for kept in free or ():
+            kept.clear()
         return Ticket(value)
 
 

@@ -78,7 +78,7 @@ def memory(tensor: Tensor) -> Tensor:
 def sendable(leaf: Any) -> Any:
     """A leaf as it travels: tensors plain, detached, dense, on the CPU. Raises PlanError for what cannot travel."""
     if isinstance(leaf, Tensor):
-        leaf = leaf.detach()
+        leaf = leaf.detach().resolve_conj().resolve_neg()
         if not is_plain(leaf):
             raise PlanError(
                 f"a {type(leaf).__name__} ({leaf.layout}) cannot go to another process as it is; hand plain, dense "
@@ -322,7 +322,10 @@ def _class(name: str) -> Any:
 def _looked_up(name: str) -> Any:
     """What has a name in a module that is loaded; None: nothing."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
+    first, *inner = path.split(".")
+    found: Any = (
+        vars(sys.modules[module]).get(first) if module in sys.modules else None
+    )  # not getattr: some import then
+    for part in inner:
         found = getattr(found, part, None)
     return found

@@ -358,6 +358,41 @@ def timed(rank, size):
     return timeline
 
 
+def other_leaves(rank, size):
+    """Replicas that train other leaves."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x * p["a"] * p["b"])], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
+    )
+    with fp.ranks(plan, mesh, dp="dp", timeout=10.0) as ranks:
+        params = ({"a": torch.ones(1, requires_grad=rank == 0), "b": torch.ones(1, requires_grad=rank == 1)},)
+        fp.run(plan, params, (torch.ones(4, 1), torch.zeros(4, 1)), executor=ranks)
+
+
+def scaled_without_leaves(rank, size):
+    """A rank with nothing to train keeps its scaler in step with the others'."""
+    stages, params, _ = tied_model()
+    params = fresh(params)
+    for leaf in (*params[0].values(), *params[1].values()):
+        leaf.requires_grad_(False)
+    plan = fp.make_plan(stages[:3], fp.schedules.one_f_one_b(3, 3), loss=F.mse_loss, devices="cpu")
+    scales = []
+    with fp.ranks(plan, lanes=[0, 0, 1], timeout=10.0) as ranks:
+        own = fp.place(plan, params[:3], ranks)
+        optimizer = torch.optim.SGD(fp.leaves(own), lr=0.1) if rank else None
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        for step in range(4):
+            target = torch.zeros(6, 6, dtype=torch.float64)
+            given = (torch.arange(6), target)
+            result = fp.run(plan, own, given, loss_scale=scaler.get_scale(), executor=ranks)
+            if step == 1 and rank:
+                result.grads[2]["b"].fill_(float("inf"))
+            fp.step(optimizer, own, result, scaler=scaler)
+            scaler.update()
+            scales.append(scaler.get_scale())
+    return scales
+
+
 def meshes(rank, size):
     """Two columns of a mesh, each a pipeline of its own, at once."""
     stages, params, state = everything()

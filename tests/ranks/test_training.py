@@ -68,3 +68,9 @@ def test_replicas(pools, kind, rows):
     for wrong, rank, grads, norm in results:
         assert [] == wrong
         assert by_rank.setdefault(rank, (grads, norm)) == (grads, norm)
+
+
+def test_a_rank_with_nothing_to_train(pools):
+    first, second = pools(2).all("scaled_without_leaves")
+    assert first == second
+    assert [8.0, 4.0, 4.0, 8.0] == first
