@@ -11,6 +11,7 @@ import torch
 from funcpipe.core.errors import BatchError, RanksError, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.runtime.microbatch import parts_of
+from funcpipe.runtime.shares import Weighed, settled
 
 START = "the start of a run"
 """What the first exchange of a run is about."""
@@ -30,7 +31,7 @@ class Word(NamedTuple):
         lacks: what it should have been given and was not.
         merged: are the inputs cut here, so that outputs are merged; None: it has no inputs.
         parts: rows of the microbatches, as far as it knows.
-        weights: of these microbatches, if it knows them.
+        weighed: what it makes of their weights.
         marked: does a leaf of its params require a gradient.
         ties: for each tie, for each member that it holds: (place, layout, is it trained where some leaves are marked,
             and where none is).
@@ -45,7 +46,7 @@ class Word(NamedTuple):
     lacks: tuple[str, ...]
     merged: bool | None
     parts: tuple[int, ...]
-    weights: tuple[float, ...] | None
+    weighed: Weighed
     marked: bool
     ties: tuple[tuple[tuple[int, Any, bool, bool], ...], ...]
     shapes: str
@@ -81,7 +82,7 @@ def agree(words: Sequence[Word], limit: int, replicas: int = 1) -> Agreed:
     if len(words) == 1:
         (word,) = words
         layouts = tuple(tuple(layout for _, layout, *_ in tie) for tie in word.ties)
-        weights = None if word.weights is None else (word.weights,)
+        weights = None if word.weighed.weights is None else (word.weighed.weights,)
         return Agreed((word.parts,), word.merged is not False, weights, True, word.marked, layouts)
     faults = _differences(words, "the plan", lambda word: word.plan)
     for name in words[0].options:
@@ -103,12 +104,20 @@ def agree(words: Sequence[Word], limit: int, replicas: int = 1) -> Agreed:
     parts = tuple([_parts(group, limit) for group in groups])
     merged = all(word.merged is not False for word in words)
     marked = any(word.marked for word in words)
-    heavy = [next((word for word in group if word.weights is not None), None) for group in groups]
-    if None in heavy and any(heavy):
-        raise RanksError("the loss weighs the microbatches of some replicas and not of others; weigh all or none")
-    weights = tuple([word.weights for word in heavy if word is not None and word.weights is not None]) or None
-    weighed = all(word is None or word.parts == rows for word, rows in zip(heavy, parts, strict=True))
+    weights = weights_of_all([[word.weighed for word in group] for group in groups])
+    weighed = weights is None or all(
+        word.parts == rows for group, rows in zip(groups, parts, strict=True) for word in group if word.weighed.weights
+    )
     return Agreed(parts, merged, weights, weighed, marked, _layouts(groups[0], marked))
+
+
+def weights_of_all(told: Sequence[Sequence[Weighed]]) -> tuple[tuple[float, ...], ...] | None:
+    """The weights of the microbatches of each replica, by what its processes make of them. Raises RanksError."""
+    weights = [settled(group) for group in told]
+    known = tuple([each for each in weights if each is not None])
+    if known and len(known) < len(weights):
+        raise RanksError("the loss weighs the microbatches of some replicas and not of others; weigh all or none")
+    return known or None
 
 
 def _parts(words: Sequence[Word], limit: int) -> tuple[int, ...]:
@@ -163,12 +172,14 @@ def alike(plan: Plan, rank_of: Sequence[int]) -> dict[str, str]:
     }
 
 
-def refuse_others(said: Sequence[Mapping[str, str]]) -> None:
-    """Raise RanksError where processes differ from the first."""
+def refuse_others(said: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RanksError where processes have refused to run the plan, or differ from the first."""
+    refused = [f"rank {rank} refuses: {each['refused']}" for rank, each in enumerate(said) if "refused" in each]
+    raise_all("not all ranks run the plan:", refused, RanksError)
     faults = [
-        f"{name}: rank {rank} has {each.get(name)}, rank 0 has {value}"
-        for name, value in said[0].items()
+        f"{name}: rank {rank} has {each['same'].get(name)}, rank 0 has {value}"
+        for name, value in said[0]["same"].items()
         for rank, each in enumerate(said)
-        if each.get(name) != value
+        if each["same"].get(name) != value
     ]
     raise_all("the ranks do not fit together:", faults, RanksError)

@@ -57,6 +57,10 @@ class LaneExecutor(ABC):
         """What it runs of a plan."""
         return whole(plan)
 
+    def beats(self) -> int:
+        """Changes whenever lanes that are not here get on."""
+        return 0
+
     def outboxes(self, program: LaneProgram) -> Mapping[int, Mailbox]:
         """Of lanes that are not here, the mailboxes into which one that is puts what goes to them."""
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, PlanError, bullets, fail, raise_all
+from funcpipe.core.errors import BatchError, PlanError, fail, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Loss, Result, RunStats, Timeline
 from funcpipe.core.stage import names_of
@@ -39,13 +40,14 @@ def finish(
     last = plan.num_stages - 1
     refuse_writes(ready, "a stage wrote into its parameters; a stage is pure, so compute with a copy:")
     sums = gradient_sums(ready) if backward else {}
-    unused = unused_leaves(ready) if backward else []
+    untouched = unused_leaves(ready) if backward else []
     # A list: a generator would make another error of a StopIteration.
     stats = _statistics(ready, reports)
     state = tuple([_commit(ready, stage, stats) for stage in range(plan.num_stages)])
     merged = merge([outputs[last, m] for m in range(count)], ready.batch, plan.merge) if outputs else None
     trained = sum(gradient is not None for row in sums.values() for gradient in row)
-    ended = ready.part.exchange(END, _ended(ready, reports, trained, trained - len(unused)))
+    ended = ready.part.exchange(END, _ended(ready, reports, trained, untouched))
+    unused = unused_keys(ready, _in_all_replicas(ready, ended))
     loss, weight, losses, aux, late = _fold_losses(ready, ended)
     if loss is not None:
         loss.backward = _no_backward
@@ -53,9 +55,11 @@ def finish(
     if backward:  # last: any other error says more
         _refuse_untouched(ended)
     scale, exchange = ready.shares.loss_scale, ready.part.exchange_here
-    return Result(
-        loss, weight, losses, aux, grads, tuple(unused), state, merged, timeline, went, scale, plan.ties, exchange
-    )
+    return Result(loss, weight, losses, aux, grads, unused, state, merged, timeline, went, scale, plan.ties, exchange)
+
+
+_Leaf = tuple[int, int, str]
+"""Of parameters: (stage, number, name)."""
 
 
 class _Ended(NamedTuple):
@@ -65,28 +69,28 @@ class _Ended(NamedTuple):
         losses: of each microbatch, where the last stage is here.
         sides: auxiliary losses: (stage, microbatch among those of all replicas, sum, weight).
         trained: how many leaves have a gradient.
-        reached: how many of these a backward reached.
+        unused: those of these that no backward reached.
     """
 
     losses: tuple[Loss, ...]
     sides: tuple[tuple[int, int, Any, Any], ...]
     trained: int
-    reached: int
+    unused: tuple[_Leaf, ...]
 
 
-def _ended(ready: Prepared, reports: ByPlace, trained: int, reached: int) -> _Ended:
+def _ended(ready: Prepared, reports: ByPlace, trained: int, unused: Sequence[_Leaf]) -> _Ended:
     count, last = ready.batch.num_microbatches, ready.plan.num_stages - 1
     losses: tuple[Loss, ...] = ()
     first = ready.shares.first
     if ready.plan.loss is not None and last in ready.bounds:
         losses = tuple([reports[last, m].loss for m in range(count)])
     sides = [(stage, first + m, *report.side) for (stage, m), report in reports.items() if report.side is not None]
-    return _Ended(losses, tuple(sides), trained, reached)
+    return _Ended(losses, tuple(sides), trained, tuple(unused))
 
 
 def _refuse_untouched(ended: Sequence[_Ended]) -> None:
     """Refuse a loss that hangs on no parameter, as torch's ``backward`` does. Raises PlanError."""
-    if any(each.trained for each in ended) and not any(each.reached for each in ended):
+    if any(each.trained for each in ended) and not any(each.trained > len(each.unused) for each in ended):
         raise PlanError(
             "no gradient reached any of the parameters: the loss hangs on none of them. Is it computed under "
             "torch.no_grad, by .detach(), .item() or numpy, or from the target alone? Without gradients: "
@@ -190,21 +194,36 @@ def _add_sides(ready: Prepared, ended: Sequence[_Ended], total: Any, late: bool)
     return total
 
 
-def unused_leaves(ready: Prepared) -> list[tuple[int, Any]]:
-    """The trainable leaves that no backward reached. Raises PlanError where there must be none."""
-    unused: list[tuple[int, Any]] = []
-    for stage, bound in ready.bounds.items():
-        unused += [(stage, key_of(paths(ready.params[stage])[number])) for number in bound.unused()]
-    if unused and ready.strict:
-        faults = [f"{key!r} of {names_of(ready.plan.stages)[stage]}" for stage, key in unused]
-        raise PlanError(
-            bullets(
-                'these trainable leaves got no gradient (check="used"); use them, freeze them (trainable=, '
-                "requires_grad), or leave the check out:",
-                faults,
-            )
+def unused_leaves(ready: Prepared) -> list[_Leaf]:
+    """The trainable leaves that no backward of this process reached."""
+    return [
+        (stage, number, repr(_key(ready, stage, number)))
+        for stage, bound in ready.bounds.items()
+        for number in bound.unused()
+    ]
+
+
+def _in_all_replicas(ready: Prepared, ended: Sequence[_Ended]) -> list[_Leaf]:
+    """The leaves that no backward of any replica reached."""
+    counts = Counter(leaf for each in ended for leaf in each.unused)
+    return [leaf for leaf, count in counts.items() if count == ready.part.replicas]
+
+
+def _key(ready: Prepared, stage: int, number: int) -> Any:
+    """A leaf as users write its place."""
+    return key_of(paths(ready.params[stage])[number])
+
+
+def unused_keys(ready: Prepared, unused: Sequence[_Leaf]) -> tuple[tuple[int, Any], ...]:
+    """(stage, path) of such leaves that are here. Raises PlanError where there must be none at all."""
+    if ready.strict:
+        faults = [f"{key} of {names_of(ready.plan.stages)[stage]}" for stage, _, key in unused]
+        raise_all(
+            'these trainable leaves got no gradient (check="used"); use them, freeze them (trainable=, '
+            "requires_grad), or leave the check out:",
+            faults,
         )
-    return unused
+    return tuple([(stage, _key(ready, stage, number)) for stage, number, _ in unused if stage in ready.bounds])
 
 
 def gradient_sums(ready: Prepared) -> dict[int, list[Tensor | None]]:

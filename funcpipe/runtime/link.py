@@ -22,6 +22,7 @@ from funcpipe.core.errors import Where
 from funcpipe.core.torch_names import gloo
 from funcpipe.runtime.edge import Connection, EdgeIn, EdgeOut, LostError, Reducer
 from funcpipe.runtime.exchanges import exchange_all, gather_all
+from funcpipe.runtime.pulse import Pulse
 from funcpipe.runtime.worker import Worker
 
 _FOREVER = timedelta(days=365)
@@ -32,6 +33,11 @@ def below(name: str, store: Any) -> Any:
     import torch.distributed as dist
 
     return dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def hello(rank: int, mine: Mapping[str, Any]) -> tuple[str, str]:
+    """What a rank says before there is a connection: key and value in the store of a link."""
+    return f"hello/{rank}", json.dumps(mine)
 
 
 class Failure(NamedTuple):
@@ -68,6 +74,8 @@ class Link:
     Attributes:
         rank, size: which it is, of how many.
         failure: what has broken the link, once something has.
+        timeout: seconds after which a wait ends in an error, when no rank gets on any more.
+        pulse: tells whether one does.
     """
 
     def __init__(
@@ -77,9 +85,12 @@ class Link:
         size: int,
         timeout: float,
         doing: Callable[[], tuple[bool, str]],
+        marks: Callable[[], Any],
     ) -> None:
         self.store, self._waits, self._watches = stores  # while one waits nobody else can use it
-        self.rank, self.size, self.timeout, self.doing = rank, size, timeout, doing
+        self.rank, self.size, self.doing = rank, size, doing
+        self.pulse = Pulse(self.store, marks)
+        self.limit(timeout)
         self.failure: Failure | None = None
         self.run = 0
         self.edges: dict[tuple[int, int], EdgeOut | EdgeIn] = {}
@@ -101,12 +112,19 @@ class Link:
         worker.start()
         return worker
 
+    def limit(self, timeout: float) -> None:
+        """Let waits end so many seconds after the last rank got on."""
+        self.timeout = timeout
+        self.pulse.serve(timeout)
+
     # -- making it -----------------------------------------------------------------------------------------------------
 
-    def hear(self, hello: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def hear(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Say hello, and hear everyone's. Raises Alarm: someone did not come."""
         self._watcher.give(partial(self._watch, self._watches))
-        return self.wait(partial(self._hear, hello))
+        said = self.wait(partial(self._hear, mine))
+        self.pulse.start()
+        return said
 
     def join(self, settle: Callable[[], None]) -> None:
         """Connect to everyone; ``settle`` is called first, by the thread that starts all others. Raises Alarm."""
@@ -117,9 +135,9 @@ class Link:
 
         self.wait(connect)
 
-    def _hear(self, hello: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _hear(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
         store = self._waits
-        store.set(f"hello/{self.rank}", json.dumps(hello))
+        store.set(*hello(self.rank, mine))
         deadline, said = monotonic() + self.timeout, list[dict[str, Any]]()
         for other in range(self.size):
             try:
@@ -180,7 +198,7 @@ class Link:
     # -- waiting for others --------------------------------------------------------------------------------------------
 
     def wait(self, job: Callable[[], Any]) -> Any:
-        """The result of a job on the thread that may block. Raises Alarm; nobody waits longer than the timeout."""
+        """The result of a job on the thread that may block. Raises Alarm; see `take`."""
         answers: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
 
         def work() -> None:
@@ -197,15 +215,17 @@ class Link:
         return self.take(answers)
 
     def take(self, answers: queue.SimpleQueue[tuple[Any] | None]) -> Any:
-        """What is put into a queue, in a tuple. Raises Alarm; nobody waits longer than the timeout."""
+        """What is put into a queue, in a tuple. Raises Alarm, also when no rank gets on for the timeout."""
         with self.alarming(partial(answers.put, None)):
-            deadline = monotonic() + self.timeout
+            beats, since = self.pulse.beats, monotonic()
             while True:
                 try:
-                    answer = answers.get(timeout=min(0.5, self.timeout / 8))
-                except queue.Empty:
-                    if monotonic() < deadline:
-                        continue  # Ctrl-C is seen here
+                    answer = answers.get(timeout=min(0.5, self.timeout / 20))
+                except queue.Empty:  # Ctrl-C is seen here
+                    if beats != self.pulse.beats:
+                        beats, since = self.pulse.beats, monotonic()
+                    if monotonic() - since < self.timeout:
+                        continue
                     text = f"the others did not come for {self.timeout:g} s"
                     self.fail(Failure(self.rank, "RunTimeout", text, None, self.run, timed=True))
                     answer = None
@@ -249,10 +269,7 @@ class Link:
         if self.failure is not None:
             return
         number = self._events
-        try:
-            told = self.store.check([f"event/{self.rank}/{number}"])
-        except RuntimeError:
-            told = False
+        told = self._briefly(partial(self.store.check, [f"event/{self.rank}/{number}"]), 1.0)
         self._suspect = error
         if not told or self._events > number:  # else the watcher is about to say more, or comes back to it
             self._fail_by_suspect()
@@ -359,6 +376,7 @@ class Link:
             self._briefly(partial(self._post, "closed", [self.rank, self.run]), 1.0)
         self.cut()
         self._wake_watcher()
+        self.pulse.end(1.0)
         others = [each.worker for each in (*self.edges.values(), *self.reducers.values())]
         for worker in [self._worker, *others, self._watcher]:
             worker.end(1.0)

@@ -16,7 +16,7 @@ from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree, flatten
 from funcpipe.lower.plan import program_for
 from funcpipe.runtime import microbatch
-from funcpipe.runtime.agreement import START, Word, agree
+from funcpipe.runtime.agreement import START, Word, agree, weights_of_all
 from funcpipe.runtime.bound import Bound, Program, Shares
 from funcpipe.runtime.check_finite import FiniteBound
 from funcpipe.runtime.context import RUNNING, checked_plan, cores, refuse_transforms
@@ -33,7 +33,7 @@ from funcpipe.runtime.refusals import (
     refuse_untrained,
 )
 from funcpipe.runtime.rng import Keys
-from funcpipe.runtime.shares import shares_of, weights_of
+from funcpipe.runtime.shares import Weighed, shares_of, weighed
 from funcpipe.runtime.trainable import (
     is_marked,
     refuse_undeclared_ties,
@@ -137,7 +137,7 @@ def prepare(
     if (plan.outputs or halves) and plan.merge is None:
         refuse_unsaid_axes(cut)
     leaves = [flatten(tree)[0] for tree in trees]
-    weights = weights_of(cut, plan)
+    weights = weighed(cut, plan)
     marked = is_marked(leaves)
     lacks = _lacks(plan, here, inputs, target)
     seeded = {"seed": seed, "loss_scale": float(options.loss_scale)}
@@ -201,10 +201,11 @@ def _lacks(plan: Plan, here: Collection[int], inputs: Tree, target: Tree) -> tup
     return (*lacks, *(["has the last stage and was given no batch"] if last and plan.loss and inputs is None else []))
 
 
-def _weighed_again(part: PlanPart, cut: microbatch.Batch, plan: Plan) -> tuple[tuple[float, ...], ...]:
+def _weighed_again(part: PlanPart, cut: microbatch.Batch, plan: Plan) -> tuple[tuple[float, ...], ...] | None:
     """The weights of microbatches that were cut otherwise than their process thought at first, of each replica."""
-    found: list[tuple[float, ...] | None] = part.exchange("the weights of microbatches", weights_of(cut, plan))
-    return tuple([weights for weights in found if weights is not None])
+    found: list[Weighed] = part.exchange("the weights of microbatches", weighed(cut, plan))
+    size = len(found) // part.replicas
+    return weights_of_all([found[first : first + size] for first in range(0, len(found), size)])
 
 
 def _check_options(options: RunOptions) -> None:

@@ -28,7 +28,7 @@ from funcpipe.runtime.context import pin
 from funcpipe.runtime.edge import EdgeIn, EdgeOut, Outbox
 from funcpipe.runtime.execute import Execution
 from funcpipe.runtime.lanes import Lanes, refuse_uncarried
-from funcpipe.runtime.link import Alarm, Failure, Link, below
+from funcpipe.runtime.link import Alarm, Failure, Link, below, hello
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, stages_of
 from funcpipe.runtime.peer_errors import peer_error, table_of
@@ -119,9 +119,12 @@ class Ranks(Lanes):
                 link.refuse_gone()
                 if options.timeout is None:
                     options = replace(options, timeout=self._limit)
+                link.limit(options.timeout or self._limit)
                 return super().run(plan, params, batch, options)
         finally:
             self._at, self._over = "outside of a run", False
+            if self._link is not None:
+                self._link.limit(self._limit)
             self._turn.release()
 
     def check(self, plan: Plan) -> None:
@@ -151,6 +154,10 @@ class Ranks(Lanes):
     def seat(self, lane: int) -> tuple[int, int]:
         """The number of a lane among those of this machine, and how many these are."""
         return self._seats[lane], self.beside
+
+    def beats(self) -> int:
+        """Changes whenever a rank gets on."""
+        return 0 if self._link is None else self._link.pulse.beats
 
     def outboxes(self, program: LaneProgram) -> Mapping[int, Mailbox]:
         """Of lanes that are not here, the mailboxes into which one that is puts what goes to them."""
@@ -289,14 +296,14 @@ class Ranks(Lanes):
             self._links += 1
             # Made once: torch's store lets every 25th connection to it wait for 5 s.
             self._stores = self._stores or [self._store, self._store.clone(), self._store.clone()]
-            stores = [below(f"link{self._links}", store) for store in self._stores]
+            stores = [below(_link_name(self._links), store) for store in self._stores]
             number, count = self.replica * self.size + self.rank, self.replicas * self.size
-            link = self._link = Link(stores, number, count, self._limit, self._doing)
+            link = self._link = Link(stores, number, count, self._limit, self._doing, self._marks)
             link.run = self._runs
             machine = _machine()
             said = link.hear({"same": alike(self.plan, self.rank_of), "machine": machine})
             try:
-                refuse_others([each["same"] for each in said])
+                refuse_others(said)
             except RanksError:
                 self._link = None
                 link.close(told=False)
@@ -319,6 +326,11 @@ class Ranks(Lanes):
             return False, self._at
         states = lane_states(execution)
         return any(busy for busy, _ in states), "; ".join(words for _, words in states)
+
+    def _marks(self) -> tuple[Any, ...]:
+        """Changes whenever this rank gets on."""
+        execution = self._execution
+        return (self._runs, self._at, *(() if execution is None else (lane.begun for lane in execution.lanes)))
 
     # -- what goes wrong -----------------------------------------------------------------------------------------------
 
@@ -365,6 +377,16 @@ class _Telling:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.ranks._failed(error)
+
+
+def _link_name(number: int) -> str:
+    """The name of a link of some ranks, below which its keys lie in their store."""
+    return f"link{number}"
+
+
+def refuse_to_join(store: Any, rank: int, error: Exception) -> None:
+    """Tell those who are about to make their first link why this rank does not."""
+    below(_link_name(1), store).set(*hello(rank, {"refused": str(error)}))
 
 
 def _machine() -> str:

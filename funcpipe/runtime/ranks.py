@@ -11,7 +11,7 @@ from funcpipe.core.errors import PlanError, RanksError
 from funcpipe.core.plan import Plan
 from funcpipe.runtime.context import checked_plan
 from funcpipe.runtime.link import below
-from funcpipe.runtime.rank_lanes import Ranks, refuse_devices
+from funcpipe.runtime.rank_lanes import Ranks, refuse_devices, refuse_to_join
 
 _made: Counter[tuple[int, ...]] = Counter()
 """How many `Ranks` were made of the same processes: each has keys of its own in the store."""
@@ -46,7 +46,7 @@ def ranks(
             batch with the rows of all, one replica after the other: loss, losses and weights, statistics, gradients,
             random numbers. None: pipelines beside this one have nothing to do with it.
         lanes: the rank (in that dimension) of each lane; None: as many lanes on each, in order.
-        timeout: seconds after which waiting for others, or for an action to begin, ends in an error that says what
+        timeout: seconds without an action that begins on any rank, after which waiting ends in an error that says what
             every rank does. A run's own ``timeout`` goes before it.
 
     Raises:
@@ -63,17 +63,21 @@ def ranks(
             "there is no process group: torch.distributed.init_process_group('gloo') in every process, started by "
             "torchrun --nproc-per-node 2 script.py"
         )
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
-        raise PlanError(f"timeout is a number of seconds above 0; got {timeout!r}")
-    refuse_devices(plan)
     replicas = _replicas(mesh, pp, dp)
     members = tuple(rank for replica in replicas for rank in replica)
-    rank_of = _ranks_of(plan, lanes, len(replicas[0]))
     number = _made[members] = _made[members] + 1
     name = f"funcpipe/{hashlib.blake2b(str(members).encode(), digest_size=8).hexdigest()}/{number}"
     group: Any = dist.group.WORLD
-    place, shape = divmod(members.index(dist.get_rank()), len(replicas[0])), (len(replicas), len(replicas[0]))
-    return Ranks(plan, below(name, group.get_group_store()), place, shape, rank_of, float(timeout))
+    store, me, size = below(name, group.get_group_store()), members.index(dist.get_rank()), len(replicas[0])
+    try:
+        if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
+            raise PlanError(f"timeout is a number of seconds above 0; got {timeout!r}")
+        refuse_devices(plan)
+        rank_of = _ranks_of(plan, lanes, size)
+    except PlanError as error:
+        refuse_to_join(store, me, error)
+        raise
+    return Ranks(plan, store, divmod(me, size), (len(replicas), size), rank_of, float(timeout))
 
 
 def _replicas(mesh: Any, pp: str, dp: str | None) -> list[list[int]]:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import BatchError, Where, fail
+from funcpipe.core.errors import BatchError, RanksError, Where, fail
 from funcpipe.core.plan import Plan
 from funcpipe.runtime.border import given, open_border
 from funcpipe.runtime.bound import Shares
 from funcpipe.runtime.microbatch import Batch
+
+
+class Weighed(NamedTuple):
+    """What a process makes of the weights of its microbatches.
+
+    Attributes:
+        weights: of each; None: their rows count, or it does not know.
+        whole: did it have all that decides about them.
+        fault: why it does not know.
+    """
+
+    weights: tuple[float, ...] | None
+    whole: bool = True
+    fault: str = ""
 
 
 def shares_of(
@@ -21,31 +35,69 @@ def shares_of(
     """The shares of microbatches with so many rows and these weights; None: their rows count.
 
     They are those of all replicas; ``first`` is the place of the first one of this.
+
+    Raises:
+        BatchError: all weights are 0.
     """
     counts, scale, summed = tuple(map(float, rows)), float(loss_scale), plan.counts.summed
     parts = tuple(size / sum(counts) for size in counts)
     if weights is None:
         return Shares(counts, None if summed else sum(counts), False, scale, parts, summed, first)
     total = sum(weights)
+    if not total:
+        raise BatchError(
+            f"{_word(plan)} is 0 for every microbatch, so the loss of this batch is not defined; leave it out"
+        )
     if plan.weight is not None:
         parts = tuple(weight / total for weight in weights)
     return Shares(tuple(weights), total, True, scale, parts, summed, first)
 
 
+def weighed(batch: Batch, plan: Plan) -> Weighed:
+    """What this process makes of the weights, with what it has of the batch. Raises what `weights_of` does."""
+    target = batch.target is not None
+    whole = target and (bool(batch.inputs) or plan.weight is not None)
+    if not whole and (plan.weight is not None or not (target or batch.inputs)):
+        return Weighed(None, whole=False)
+    try:
+        return Weighed(weights_of(batch, plan), whole)
+    except Exception as error:
+        if whole:
+            raise
+        return Weighed(None, whole=False, fault=str(error))  # who has all may know
+
+
+def settled(told: Sequence[Weighed]) -> tuple[float, ...] | None:
+    """The weights, by what the processes of a replica make of them; None: their rows count. Raises RanksError."""
+    sure = [each for each in told if each.whole]
+    known = {each.weights for each in sure or told if sure or each.weights is not None}
+    fault = next((each.fault for each in told if each.fault), "")
+    if len(known) > 1 or (not known and fault):
+        what = f"several say other things, {sorted(map(str, known))}" if known else fault
+        raise RanksError(
+            "how much microbatches count hangs on inputs and target (the loss's weigh), and no rank has both: "
+            f"{what}; give (inputs, target) to the rank of the last stage"
+        )
+    return known.pop() if known else None
+
+
+def _word(plan: Plan) -> str:
+    return "what the loss counts (its weigh(inputs, target))" if plan.weight is None else "weight(target)"
+
+
 def weights_of(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
-    """The weight of each microbatch by the plan's weight or its loss; None: its rows count, or the target is not here.
+    """The weight of each microbatch by the plan's weight or its loss; None: its rows count.
 
     Raises:
-        BatchError: a weight is not a number from 0, or all are 0.
+        BatchError: a weight is not a number from 0.
     """
-    weight, weigh, word = plan.weight, plan.counts.weigh, "what the loss counts (its weigh(inputs, target))"
-    if weight is not None:
-        weigh, word = lambda _, target: weight(target), "weight(target)"
-    if weigh is None or batch.target is None:
+    weight, word = plan.weight, _word(plan)
+    weigh = plan.counts.weigh if weight is None else lambda _, target: weight(target)
+    if weigh is None:
         return None
     values: list[Any] = []
-    inputs = batch.inputs or [given(None)] * len(batch.target)
-    for index, (x, target) in enumerate(zip(inputs, batch.target, strict=True)):
+    nothing = [given(None)] * batch.num_microbatches
+    for index, (x, target) in enumerate(zip(batch.inputs or nothing, batch.target or nothing, strict=True)):
         try:
             values.append(weigh(open_border(x, grad=False)[0], open_border(target, grad=False)[0]))
         except BaseException as error:
@@ -56,8 +108,6 @@ def weights_of(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
     for index, (number, value) in enumerate(zip(numbers, values, strict=True)):
         if not 0 <= number < float("inf"):
             raise BatchError(f"{word} is a number from 0; for microbatch {index} it gave {value!r}")
-    if not sum(numbers):
-        raise BatchError(f"{word} is 0 for every microbatch, so the loss of this batch is not defined; leave it out")
     return numbers
 
 

@@ -17,7 +17,7 @@ from funcpipe.runtime.border import Border, share
 from funcpipe.runtime.context import checked_plan, intra_op_threads, not_carried, refuse_transforms
 from funcpipe.runtime.execute import Execution, LaneExecutor
 from funcpipe.runtime.executors import executor_for
-from funcpipe.runtime.finish import finish, gradient_sums, gradients, refuse_writes, release, unused_leaves
+from funcpipe.runtime.finish import finish, gradient_sums, gradients, refuse_writes, release, unused_keys, unused_leaves
 from funcpipe.runtime.joining import OutputJoin, join_input_grads
 from funcpipe.runtime.microbatch import Microbatches
 from funcpipe.runtime.options import ExecutorLike, RunOptions
@@ -202,10 +202,10 @@ class Pullback:
         input_grads = execution.collect(Role.INPUT_GRAD)
         execution.check_empty()
         with intra_op_threads(ready.threads):
-            unused = unused_leaves(ready)
+            unused = unused_keys(ready, unused_leaves(ready))
             grads = gradients(ready, gradient_sums(ready))
             inputs = join_input_grads(ready.batch, [input_grads[0, m].leaves for m in range(len(pieces))])
-        self.unused = tuple(unused)
+        self.unused = unused
         release(ready)
         execution.settle()
         return grads, inputs

@@ -48,7 +48,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         marks, since = self._marks(), monotonic()
-        pause = min(1.0, self.timeout / 5)
+        pause = min(1.0, self.timeout / 20)
         while not self._over.wait(pause):
             current = self._marks()
             if current != marks:
@@ -66,7 +66,7 @@ class Watchdog:
                 return
 
     def _marks(self) -> list[int]:
-        return [lane.begun for lane in self.execution.lanes]
+        return [self.execution.executor.beats(), *(lane.begun for lane in self.execution.lanes)]
 
     def _backstop(self) -> None:
         """Code that never lets go of the interpreter's lock stops this thread too; Python's own timer needs no lock."""

@@ -358,6 +358,106 @@ def timed(rank, size):
     return timeline
 
 
+def slow(rank, size, seconds, count):
+    """Actions that take a while, one rank after the other: each waits for longer than its timeout for the first."""
+
+    def rest(p, x):
+        time.sleep(seconds)
+        return x
+
+    plan = fp.make_plan(
+        [fp.stage(rest, name=f"rest {k}") for k in range(size)],
+        fp.schedules.fill_drain(size, count, backward=False),
+        devices="cpu",
+    )
+    with fp.ranks(plan, timeout=30.0) as ranks:
+        began = time.monotonic()
+        x = torch.ones(count, 1)
+        result = fp.run(plan, fp.place(plan, ((),) * size, ranks), x, executor=ranks, timeout=2.5 * seconds)
+        assert time.monotonic() - began > (size + count - 2) * seconds
+        return result.outputs is None or bool((result.outputs == x).all())
+
+
+def refused_here(rank, size, who):
+    """One rank's own arguments are refused; the others would wait for it. The next ranks fit again."""
+    plan, *_ = one_f_one_b()
+    lanes = [0, 7] if rank == who else None
+    if rank == who:
+        with pytest.raises(fp.RanksError, match="it names 2"):
+            fp.ranks(plan, lanes=lanes, timeout=20.0)
+    else:
+        with pytest.raises(fp.RanksError, match=f"rank {who} refuses: .*it names 2"), fp.ranks(plan, timeout=20.0):
+            pass
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        return len(ranks.stages) > 0
+
+
+class CountsInputs:
+    """A loss that counts by the inputs, the target, or both."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def __call__(self, y, target):
+        return (y - target).square().mean()
+
+    def weigh(self, inputs, target):
+        by_input = (inputs > 0).sum() if "inputs" in self.what else 1
+        by_target = (target > 0).sum() if "target" in self.what else 1
+        return by_input * by_target
+
+
+def weighed(rank, size, what, given):
+    """Weights that hang on what only one rank has, or on what several have."""
+    stages, params, state = everything()
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=CountsInputs(what), outputs=True, devices="cpu")
+    x, target, scale = batch(10)
+    options = {"feeds": {"scale": scale}, "seed": 1}
+    with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        first, last = 0 in ranks.stages, 3 in ranks.stages
+        mine = (x if first or (last and given == "both") else None, target if last or given == "both" else None)
+        got = fp.run(plan, own, mine, state=at, executor=ranks, **options)
+        want = fp.run_sequential(plan, params, (x, target), state=state, **options)
+        return differences(want, got, ranks.stages, last=last)
+
+
+def ignored(rank, size):
+    """A replica whose targets are all ignored, and a leaf that only one replica's rows reach."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+
+    def body(p, x):
+        h = x * p["often"]
+        return (h + p["seldom"] if x.sum() < 0 else h) + p["same"]
+
+    plan = fp.make_plan(
+        [fp.stage(body)], fp.schedules.fill_drain(1, 2), loss=nn.CrossEntropyLoss(ignore_index=0), devices="cpu"
+    )
+    names = ("often", "seldom", "same", "never")
+    params = ({name: torch.ones(3, dtype=torch.float64) for name in names},)
+    x = torch.cat([torch.rand(4, 3, generator=torch.Generator().manual_seed(1)), -torch.ones(4, 3)]).double()
+    target = torch.tensor([1, 2, 1, 0, 2, 1, 0, 1])
+    half = slice(4 * rank, 4 * rank + 4)
+    wrong = []
+    with fp.ranks(plan, mesh, dp="dp", timeout=10.0) as ranks:
+        whole = fp.make_plan(plan.stages, fp.schedules.fill_drain(1, 4), loss=plan.loss, devices="cpu")
+        for aim in (target, target * (torch.arange(8) > 3)):
+            want = fp.run_sequential(whole, params, (x, aim))
+            got = fp.run(plan, params, (x[half], aim[half]), executor=ranks)
+            wrong += [
+                name for name in ("loss", "weight", "unused") if not same(getattr(want, name), getattr(got, name))
+            ]
+            wrong += [name for name in names if not torch.allclose(want.grads[0][name], got.grads[0][name], atol=1e-12)]
+        with pytest.raises(fp.BatchError, match="0 for every microbatch"):
+            fp.run(plan, params, (x[half], 0 * target[half]), executor=ranks)
+        with pytest.raises(fp.PlanError, match="'never' of"):
+            fp.run(plan, params, (x[half], target[half]), executor=ranks, check="used")
+        params[0].pop("never")
+        got = fp.run(plan, params, (x[half], target[half]), executor=ranks, check="used")
+        wrong += [*got.unused]
+    return wrong
+
+
 def other_leaves(rank, size):
     """Replicas that train other leaves."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))

@@ -68,6 +68,16 @@ def test_what_one_rank_refuses_reaches_the_other(pools, what, kind, words):
     assert [[], []] == pool.all("bits", [RIGHT], [8])
 
 
+def test_ranks_that_one_process_refuses(pools):
+    assert [True] * 2 == pools(2).all("refused_here", 1, seconds=15)
+
+
+def test_weights_that_no_rank_knows(pools):
+    pool = pools(2)
+    refused(pool.run("weighed", "inputs and target", "apart"), fp.RanksError, "no rank has both")
+    assert [[], []] == pool.all("bits", [RIGHT], [8])
+
+
 def test_closed_ranks(pools):
     refused(pools(2).run("after_the_end"), fp.FuncpipeError, "closed")
 

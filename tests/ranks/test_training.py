@@ -74,3 +74,18 @@ def test_a_rank_with_nothing_to_train(pools):
     first, second = pools(2).all("scaled_without_leaves")
     assert first == second
     assert [8.0, 4.0, 4.0, 8.0] == first
+
+
+@pytest.mark.parametrize(
+    ("what", "given"),
+    [("inputs", "apart"), ("target", "apart"), ("inputs and target", "both"), ("target", "both")],
+)
+def test_weights_by_what_some_ranks_have(pools, what, given):
+    for wrong in pools(2).all("weighed", what, given):
+        assert [] == wrong
+
+
+def test_a_replica_whose_targets_are_all_ignored(pools):
+    """It counts nothing, like its rows in one process; only what is unused, or ignored, everywhere is so."""
+    for wrong in pools(2).all("ignored"):
+        assert [] == wrong
