@@ -168,7 +168,7 @@ def _filled(
                 if name not in tensors or not isinstance(leaf, Tensor):
                     continue
                 if kind == "params" and not leaf.is_meta:
-                    leaf.copy_(tensors[name])
+                    leaf.copy_(_spread(tensors[name], leaf))
                     continue
                 if id(leaf) not in made:
                     fresh = tensors[name].to(leaf.dtype).to("cpu" if leaf.is_meta else leaf.device, copy=True)
@@ -194,12 +194,26 @@ def _restore(
             name = name_of[id(leaf)]
             options = next(each["options"] for each in saved if name in each["names"])
             written.update({key: _like(written.get(key), value) for key, value in options.items()})
-            own = {key.rsplit("/", 1)[1]: tensor for key, tensor in tensors.items() if key.rpartition("/")[0] == name}
+            own: dict[str, Any] = {
+                key.rsplit("/", 1)[1]: _spread(tensor, leaf)
+                for key, tensor in tensors.items()
+                if key.rpartition("/")[0] == name
+            }
             own.update(manifest.numbers.get(name, {}))
             if own:
                 state[number] = own
             number += 1
     optimizer.load_state_dict({"state": state, "param_groups": live["param_groups"]})
+
+
+def _spread(tensor: Tensor, leaf: Tensor) -> Tensor:
+    """What was read for a parameter, as the parameter is: of one that is spread over processes, a part."""
+    if not hasattr(leaf, "device_mesh") or tensor.shape != leaf.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    spread: Any = leaf  # every process has read all of it: nothing is sent
+    return distribute_tensor(tensor.to(leaf.dtype), spread.device_mesh, spread.placements, src_data_rank=None)
 
 
 def _like(before: Any, value: Any) -> Any:

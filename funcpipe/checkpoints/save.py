@@ -15,7 +15,7 @@ from funcpipe.checkpoints.files import Manifest, commit, write_tensors
 from funcpipe.checkpoints.names import Holding, leaf_at, names_of
 from funcpipe.core.errors import CheckpointError, RanksError, raise_all
 from funcpipe.core.plan import Plan
-from funcpipe.core.result import alone
+from funcpipe.core.result import alone, entire
 from funcpipe.core.tree import Tree
 from funcpipe.modules.split import Split
 
@@ -84,8 +84,9 @@ def save(
         written: dict[str, tuple[int, str]] = {}
         where: dict[str, str] = {}
         for kind, row in {"model": tensors, "optimizer": kept}.items():
-            if row and replica == 0:
-                file, size, digest = write_tensors(target / folder, f"{kind}-{rank:05d}.safetensors", row)
+            whole = _whole(row, keep=replica == 0)
+            if whole:
+                file, size, digest = write_tensors(target / folder, f"{kind}-{rank:05d}.safetensors", whole)
                 written[file] = (size, digest)
                 where.update(dict.fromkeys(row, file))
         mine = (written, where, numbers, groups, type(optimizer).__name__ if optimizer is not None else "")
@@ -135,6 +136,16 @@ def _saved(
     if isinstance(model, Split) and first:
         out.update({name: tensor for name, tensor in model.rest.items() if model.homes[name].saved})
     return out
+
+
+def _whole(tensors: dict[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """The tensors, whole, where they are kept. All replicas give their parts of those that are spread over them."""
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        all_of_it = entire(tensor)
+        if keep:
+            whole[name] = all_of_it
+    return whole
 
 
 def _optimizer(

@@ -41,6 +41,8 @@ class Cost:
         remat: time of R; None: that of F.
         offload: time of O, and of L, on the link between a device and its host; the device works on meanwhile.
         reduce: time of G, on the link between the replicas of a stage; the device works on meanwhile.
+        gather: time of U, on the link between the replicas of a stage, which G occupies too; the device works on
+            meanwhile.
         comm: latency of one hop between devices, from the end of an action to the start of what needs it: one number,
             or S - 1 of them, from each stage to the next and back.
         bandwidth: memory that crosses from one device to another in a unit of time, one number; None: no limit. Values
@@ -61,6 +63,7 @@ class Cost:
     remat: PerStage | None = field(default=None, kw_only=True)
     offload: PerStage = field(default=1.0, kw_only=True)
     reduce: PerStage = field(default=0.0, kw_only=True)
+    gather: PerStage = field(default=0.0, kw_only=True)
     comm: PerStage = field(default=0.0, kw_only=True)
     bandwidth: float | None = field(default=None, kw_only=True)
     output: PerStage = field(default=0.0, kw_only=True)

@@ -31,6 +31,8 @@ class Kind(Enum):
     """Load: begin to move it back."""
     G = "G"
     """Reduce: begin to sum the gradients of a stage over its replicas; once a batch."""
+    U = "U"
+    """Unshard: begin to gather the parameters of a stage of which each replica holds a part; once or several times."""
 
     # Members are singletons: identity is hash enough, and ten times faster than hashing the name in Python.
     __hash__ = object.__hash__
@@ -79,6 +81,8 @@ class KindRow:
         word: what it does, in pictures.
         once: does it stand once a batch, at most, so that it has no microbatch; it comes after everything that adds to
             the gradients of its stage.
+        counted: does its number count the times that it stands for its stage, in place of a microbatch; what its stage
+            computes from there on waits for it.
         after: the kind that must stand before it, of the same stage and microbatch; None: it comes first.
         before_backward: does it stand before the backward (B or I) of its stage and microbatch.
         pair: the kind with which it comes in pairs.
@@ -96,6 +100,7 @@ class KindRow:
 
     word: str
     once: bool = False
+    counted: bool = False
     after: Kind | None = Kind.F
     before_backward: bool = False
     pair: Kind | None = None
@@ -171,8 +176,8 @@ KINDS: Mapping[Kind, KindRow] = {
         times=(("offload",),),
         units=0,
         resource=Resource.TO_HOST,
-        colour=(176, 208, 196),
-        codes=(152, 188, 194),
+        colour=(203, 203, 219),
+        codes=(252, 254, 255),
     ),
     Kind.L: KindRow(
         word="load",
@@ -183,8 +188,8 @@ KINDS: Mapping[Kind, KindRow] = {
         times=(("offload",),),
         units=0,
         resource=Resource.FROM_HOST,
-        colour=(222, 210, 130),
-        codes=(186, 229, 230),
+        colour=(237, 199, 177),
+        codes=(180, 223, 230),
     ),
     Kind.G: KindRow(
         word="reduce",
@@ -193,8 +198,18 @@ KINDS: Mapping[Kind, KindRow] = {
         times=(("reduce",),),
         units=0,
         resource=Resource.NETWORK,
-        colour=(148, 120, 250),
+        colour=(156, 129, 254),
         codes=(99, 141, 183),
+    ),
+    Kind.U: KindRow(
+        word="unshard",
+        counted=True,
+        after=None,
+        times=(("gather",),),
+        units=0,
+        resource=Resource.NETWORK,
+        colour=(152, 219, 116),
+        codes=(113, 150, 156),
     ),
 }
 """A row for each kind."""
@@ -202,11 +217,17 @@ KINDS: Mapping[Kind, KindRow] = {
 ONCE = tuple(kind for kind, row in KINDS.items() if row.once)
 """The kinds that stand once a batch, without a microbatch."""
 
+COUNTED = tuple(kind for kind, row in KINDS.items() if row.counted)
+"""The kinds whose number counts the times that they stand for their stage."""
+
 SPELLING = (
     f"stage, one of {' '.join(kind.value for kind in Kind if kind not in ONCE)}, microbatch, as in 2F0; or stage and "
     f"{' '.join(kind.value for kind in ONCE)}, as in 2G"
 )
 """How actions are written, in messages."""
+
+LINKS = tuple(resource for resource in Resource if resource is not Resource.DEVICE)
+"""The links of a device."""
 
 MOVES = tuple(kind for kind, row in KINDS.items() if row.resource is not Resource.DEVICE)
 """The kinds that run on a device's links (to its host, to other replicas), while the device works."""

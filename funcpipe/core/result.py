@@ -172,7 +172,7 @@ class Timeline:
     def cost(self) -> Cost:
         """The mean time of each kind on each stage, to simulate with: what the actions took, without the waiting.
 
-        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F; O, L and G are nothing.
+        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F; O, L, G and U are nothing.
 
         >>> Timeline((Span(0, 0.0, 1.0, Action(Kind.F, 0, 0)), Span(0, 1.0, 4.0, Action(Kind.F, 0, 1))), 1).cost().forward
         (2.0,)
@@ -200,6 +200,7 @@ class Timeline:
             remat=mean(Kind.R, forward),
             offload=tuple(fmean(times) if times else 0.0 for times in moves),
             reduce=mean(Kind.G, no_time),
+            gather=mean(Kind.U, no_time),
             comm=self.comm,
         )
 
@@ -217,7 +218,7 @@ class Timeline:
     def chrome_trace(self) -> dict[str, Any]:
         """The trace as data: complete events ("X") in microseconds, one thread per device; what it holds as a counter.
 
-        One unit of a simulated timeline is shown as a millisecond. O, L and G are on threads of their own.
+        One unit of a simulated timeline is shown as a millisecond. O, L, G and U are on threads of their own.
         """
         return chrome_trace(self)
 
@@ -305,6 +306,11 @@ class RunStats:
     began: float = 0.0
 
 
+def entire(tensor: Any) -> Any:
+    """A tensor; of a DTensor all of it, and every process that has a part of it must ask."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Result:
     """What a run gives back. Everything is detached; nothing of it is written into your tensors.
@@ -350,4 +356,5 @@ class Result:
         Of a result of `ranks` it is about the gradients of all ranks, and all ask for it together.
         """
         numbers = [leaf for leaf in flatten((self.loss, self.grads))[0] if is_differentiable(leaf)]
-        return all(self.exchange("result.finite", all(bool(leaf.isfinite().all()) for leaf in numbers)))
+        finite = [bool(entire(leaf.isfinite().all())) for leaf in numbers]  # all: others ask for theirs too
+        return all(self.exchange("result.finite", all(finite)))

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from funcpipe.core.errors import ScheduleError, raise_all
-from funcpipe.core.kinds import ADDS, KINDS, ONCE, SPELLING, Flow, flowing
+from funcpipe.core.kinds import ADDS, COUNTED, KINDS, ONCE, SPELLING, Flow, flowing
 from funcpipe.core.kinds import Kind as Kind
 from funcpipe.core.remembered import declared_fields
 
@@ -17,7 +17,8 @@ from funcpipe.core.remembered import declared_fields
 class Action(NamedTuple):
     """One kind of work of one stage on one microbatch, printed ``2F0``: stage 2, forward, microbatch 0.
 
-    What stands once a batch (`Kind.G`) has microbatch 0, and is printed without: ``2G``.
+    What stands once a batch (`Kind.G`) has microbatch 0, and is printed without: ``2G``. Of what stands several times for
+    all microbatches (`Kind.U`) the number says which time it is: ``2U0``, later ``2U1``.
     """
 
     kind: Kind
@@ -151,7 +152,8 @@ class Schedule:
     @cached_property
     def has_backward(self) -> bool:
         """Does any action compute gradients."""
-        return any(kind is not Kind.F for order in self.orders for kind in {action[0] for action in order})
+        kinds = {action[0] for order in self.orders for action in order}
+        return not kinds <= {Kind.F, *COUNTED}
 
     @cached_property
     def is_ascending(self) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from funcpipe.core.kinds import KINDS, MOVES, ONCE, Kind
+from funcpipe.core.kinds import COUNTED, KINDS, LINKS, MOVES, ONCE, Resource
 
 if TYPE_CHECKING:
     from funcpipe.core.result import Timeline
 
 
-_RANKS = 1 + len(MOVES)
+_RANKS = 1 + len(LINKS)
 """Rows that a device may have: its own, and one for each of its links."""
 
 
@@ -22,21 +22,23 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     for device in devices:
         name = timeline.lanes[device] if device < len(timeline.lanes) else f"device {device}"
         events += _thread(device, name, _RANKS * device)
-    moved = {(span.device, span.action.kind) for span in timeline.spans}
-    links: dict[tuple[int, Kind], int] = {}
+    moved = {(span.device, KINDS[span.action.kind].resource) for span in timeline.spans if span.action.kind in MOVES}
+    links: dict[tuple[int, Resource], int] = {}
     for device in devices:
-        for place, kind in enumerate(MOVES):  # threads of their own, since the device works meanwhile
-            if (device, kind) in moved:
-                links[device, kind] = timeline.num_devices + len(MOVES) * device + place
-                name = f"device {device} {KINDS[kind].resource.value}"
-                events += _thread(links[device, kind], name, _RANKS * device + 1 + place)
+        for place, link in enumerate(LINKS):  # threads of their own, since the device works meanwhile
+            if (device, link) in moved:
+                links[device, link] = timeline.num_devices + len(LINKS) * device + place
+                name = f"device {device} {link.value}"
+                events += _thread(links[device, link], name, _RANKS * device + 1 + place)
     for device, start, end, action in timeline.spans:
         kind, stage, microbatch = action
         args: dict[str, Any] = {"stage": stage, "kind": kind.name}
-        if kind not in ONCE:
+        if kind in COUNTED:
+            args["time"] = microbatch
+        elif kind not in ONCE:
             args["microbatch"] = microbatch
         times = {"ts": start * scale, "dur": (end - start) * scale}
-        thread = links.get((device, kind), device)
+        thread = links.get((device, KINDS[kind].resource), device)
         events.append(_event("X", tid=thread, name=str(action), cat=kind.value, **times, args=args))
     for device, steps in enumerate(timeline.memory):
         # Of several at one time a counter shows the last.

@@ -70,7 +70,7 @@ def effects(kind: Kind, stage: int, keeps: bool, context: EffectContext) -> tupl
             return [Wire(Role.OFFLOADED, stage)], [residual]
         case Kind.W:
             return [Wire(Role.WEIGHT_RESIDUAL, stage)], []
-        case Kind.G:
-            return [], []  # the sums of gradients are the stage's own
+        case Kind.G | Kind.U:
+            return [], []  # the sums of gradients, and the parameters, are the stage's own
         case _:
             assert_never(kind)

@@ -34,7 +34,9 @@ def alias_of(leaf: Any, trainable: bool) -> Any:
 def guarded(leaf: Any) -> Any:
     """A copy-on-write copy of a plain tensor on the CPU, where that costs nothing; any other leaf itself."""
     plain = type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_cpu and not leaf.is_inference()
-    return share([leaf])[0] if plain else leaf
+    # What has no memory yet, parameters that are gathered later, cannot be copied on a write.
+    there = plain and (leaf.untyped_storage().nbytes() or not leaf.numel())
+    return share([leaf])[0] if there else leaf
 
 
 def differ(kept: Any, original: Any) -> bool:

@@ -12,8 +12,7 @@ import queue
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial, reduce
-from operator import add
+from functools import partial
 from typing import Any
 
 import torch
@@ -314,41 +313,6 @@ class Outbox(Mailbox):
         else:
             assert self.back is not None
             self.back.free(key[1])
-
-
-class Reducer:
-    """Sums the gradients of a stage over its replicas, in a thread of its own, while the lanes go on."""
-
-    def __init__(self, connection: Connection, me: int, name: str, lost: Callable[[LostError], None]) -> None:
-        self.connection, self.me, self.lost = connection, me, lost
-        self.worker = Worker(f"funcpipe reduce {name}", patience=1.0)
-        self.worker.start()
-
-    def begin(self, gradients: Sequence[Tensor | None], answers: queue.SimpleQueue[Any]) -> None:
-        """Begin to sum; the sums are put into the queue, in a tuple."""
-
-        def work() -> None:
-            try:
-                answers.put(([gradient if gradient is None else self._sum(gradient) for gradient in gradients],))
-            except LostError as error:
-                self.lost(error)
-            except Exception as error:
-                self.lost(LostError(self.me, f"its gradients cannot be summed: {type(error).__name__}: {error}"))
-
-        self.worker.give(work)
-
-    def _sum(self, gradient: Tensor) -> Tensor:
-        """The sum over all replicas, in their order: the same bits for each."""
-        mine = gradient.contiguous()
-        others = [rank for rank in self.connection.seats if rank != self.me]
-        sent = {rank: self.connection.send(mine, rank) for rank in others}
-        parts = {rank: torch.empty_like(mine) for rank in others}
-        for rank, part in parts.items():
-            self.connection.finish([self.connection.receive(part, rank)], rank)
-        for rank, work in sent.items():
-            self.connection.finish([work], rank)
-        parts[self.me] = mine
-        return reduce(add, [parts[rank] for rank in self.connection.seats])
 
 
 def _packed(head: list[int], tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -28,6 +28,7 @@ from funcpipe.runtime.part import PlanPart, whole
 from funcpipe.runtime.plain_tensors import addresses
 from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.runner import Runner
+from funcpipe.runtime.sharded import holding
 from funcpipe.runtime.steps import make_step
 from funcpipe.runtime.stream import Channel, CopyEdge, HandOut, Place
 from funcpipe.runtime.transport import Inbox, Local, Mailbox, PoolLevel
@@ -152,9 +153,12 @@ class Execution:
             fixed = addresses([leaf for value in self.caller.values() for leaf in value.leaves])
             host = HostLink(place, coming, fixed)
         stages, bounds = self.ready.plan.stages, self.ready.bounds
-        reduce = self.ready.part.reduce
+        reduce, spread = self.ready.reduce, self.ready.spread
         steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], host, reduce) for call in lane.calls]
-        return Runner(lane, steps, place, transport, coming, timed=self.ready.options.record)
+        runner = Runner(lane, steps, place, transport, coming, timed=self.ready.options.record)
+        if spread:
+            runner.steps = holding(lane, runner.steps, spread, self.boxes[lane.lane])
+        return runner
 
     def go(self, start: int = 0, stop: int | None = None) -> None:
         """Do the actions from one position of the plan order to another."""

@@ -228,7 +228,9 @@ def unused_keys(ready: Prepared, unused: Sequence[_Leaf]) -> tuple[tuple[int, An
 
 def gradient_sums(ready: Prepared) -> dict[int, list[Tensor | None]]:
     """The gradients as the backwards summed them, over all replicas, by stage that is here."""
-    return {stage: ready.part.reduced(stage, bound.grads()) for stage, bound in ready.bounds.items()}
+    return {
+        stage: ready.part.reduced(stage, bound.grads(), ready.cuts_of(stage)) for stage, bound in ready.bounds.items()
+    }
 
 
 def gradients(ready: Prepared, sums: dict[int, list[Tensor | None]], scale: float = 1.0) -> tuple[Tree, ...]:
@@ -245,7 +247,8 @@ def gradients(ready: Prepared, sums: dict[int, list[Tensor | None]], scale: floa
     if any(len({rank_of[device_of[stage]] for stage, _ in group}) > 1 for group in ready.ties):
         # Nobody steps before all have their sums.
         ready.part.exchange("the sums of tied leaves", None)
-    trees = {stage: unflatten(flatten(ready.params[stage])[1], row) for stage, row in sums.items()}
+    given = {stage: spread.as_given(sums[stage]) for stage, spread in ready.spread.items()}
+    trees = {stage: unflatten(flatten(ready.params[stage])[1], row) for stage, row in {**sums, **given}.items()}
     return tuple([trees.get(stage) for stage in range(ready.plan.num_stages)])
 
 

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from funcpipe.core.errors import Where
 from funcpipe.core.torch_names import gloo
-from funcpipe.runtime.edge import Connection, EdgeIn, EdgeOut, LostError, Reducer
+from funcpipe.runtime.edge import Connection, EdgeIn, EdgeOut, LostError
 from funcpipe.runtime.exchanges import exchange_all, gather_all
 from funcpipe.runtime.pulse import Pulse
+from funcpipe.runtime.replicas import Replicas
 from funcpipe.runtime.worker import Worker
 
 _FOREVER = timedelta(days=365)
@@ -94,7 +95,7 @@ class Link:
         self.failure: Failure | None = None
         self.run = 0
         self.edges: dict[tuple[int, int], EdgeOut | EdgeIn] = {}
-        self.reducers: dict[int, Reducer] = {}
+        self.replicas: dict[int, Replicas] = {}
         self._connections: list[Connection] = []
         self._gone: dict[int, int] = {}
         """Of ranks that have closed, the number of their last run."""
@@ -182,7 +183,7 @@ class Link:
             Alarm: the others did not.
         """
         missing = {edge: edges[edge] for edge in sorted(edges) if edge not in self.edges}
-        stages = {stage: ranks for stage, ranks in (replicas or {}).items() if stage not in self.reducers}
+        stages = {stage: ranks for stage, ranks in (replicas or {}).items() if stage not in self.replicas}
         if missing or stages:
             self.wait(partial(self._connect, missing, stages))
 
@@ -193,7 +194,7 @@ class Link:
             self.edges[source, to] = end(connection, f"{source}-{to}", self.lost)
         for stage, ranks in replicas.items():
             connection = self._connection(f"stage {stage}", ranks.index(self.rank), ranks)
-            self.reducers[stage] = Reducer(connection, self.rank, f"stage {stage}", self.lost)
+            self.replicas[stage] = Replicas(connection, self.rank, f"stage {stage}", self.lost)
 
     # -- waiting for others --------------------------------------------------------------------------------------------
 
@@ -377,7 +378,7 @@ class Link:
         self.cut()
         self._wake_watcher()
         self.pulse.end(1.0)
-        others = [each.worker for each in (*self.edges.values(), *self.reducers.values())]
+        others = [each.worker for each in (*self.edges.values(), *self.replicas.values())]
         for worker in [self._worker, *others, self._watcher]:
             worker.end(1.0)
 

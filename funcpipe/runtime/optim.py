@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.result import Exchange, Result, alone
+from funcpipe.core.result import Exchange, Result, alone, entire
 from funcpipe.core.tree import Tree, at, flatten, leaves, locations, map_leaves, structure
 
 Ties = Sequence[Sequence[tuple[int, Any]]]
@@ -139,8 +139,8 @@ def _distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
 def _norm(gradients: list[tuple[int, Tensor]], exchange: Exchange) -> Tensor:
     """The 2-norm of the gradients of all processes, each with its stage."""
     if exchange is alone:
-        return get_total_norm([gradient for _, gradient in gradients])
-    norms = [(stage, torch.linalg.vector_norm(gradient).cpu()) for stage, gradient in gradients]
+        return entire(get_total_norm([gradient for _, gradient in gradients]))
+    norms = [(stage, entire(torch.linalg.vector_norm(gradient)).cpu()) for stage, gradient in gradients]
     everyone = [each for theirs in exchange("the norm of the gradients", norms) for each in theirs]
     # Together those of one type, in the order of the stages: as torch does it, for the same bits.
     by_type: dict[torch.dtype, list[Tensor]] = {}
@@ -306,7 +306,7 @@ def _unscale(
     """
     ids = {id(entry) for entry in stepped}
     others = [entry for entry in entries if id(entry) not in ids]
-    elsewhere = [] if exchange is alone else [float(get_total_norm([entry.gradient for entry in entries])) * 0]
+    elsewhere = [] if exchange is alone else [float(entire(get_total_norm([entry.gradient for entry in entries]))) * 0]
     elsewhere = [total for theirs in exchange("the scaler's unscaling", elsewhere) for total in theirs]
     if optimizer is None:  # its scaler goes on with the others' all the same
         nothing = torch.zeros(1, requires_grad=True)
@@ -323,7 +323,7 @@ def _unscale(
         factor = 1.0 / scaler.get_scale()
         for entry in others:
             entry.gradient = entry.gradient * factor
-        first.add_(get_total_norm([entry.gradient for entry in others]).to(first.device) * 0)
+        first.add_(entire(get_total_norm([entry.gradient for entry in others])).to(first.device) * 0)
     scaler.scale(torch.zeros((), device=first.device))  # its scale becomes a tensor when it first scales one
     scaler.unscale_(optimizer)
     if own is not None:  # the norm is of what it was

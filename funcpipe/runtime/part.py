@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -12,6 +12,8 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.program import LaneProgram
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.result import alone
+from funcpipe.core.tree import Tree
+from funcpipe.runtime.replicas import Cut
 
 
 class PlanPart(Protocol):
@@ -64,11 +66,34 @@ class PlanPart(Protocol):
         """The same; what those of this replica give."""
         ...
 
-    def reduce(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
-        """Begin to sum the gradients of a stage that is here over the replicas; once a run."""
+    def spread(self, stage: int, tree: Tree) -> Mapping[int, Cut | None]:
+        """The leaves of a stage's parameters, by number, that are spread over its replicas; None: each has all.
+
+        Raises:
+            PlanError: one is spread in a way that cannot be gathered.
+        """
         ...
 
-    def reduced(self, stage: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    def gather_params(
+        self, stage: int, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[], None]
+    ) -> None:
+        """Begin to fetch the parts of parameters that other replicas have, and call ``done`` when they are there.
+
+        Args:
+            stage: whose.
+            parts: of each tensor what this replica has, and rooms for what each has.
+            done: called from another thread.
+        """
+        ...
+
+    def reduce(self, stage: int, gradients: Sequence[Tensor | None], cuts: Mapping[int, Cut]) -> None:
+        """Begin to sum the gradients of a stage that is here over the replicas; once a run.
+
+        Of those that are cut this replica gets its part.
+        """
+        ...
+
+    def reduced(self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Cut]) -> list[Tensor | None]:
         """The sums of the gradients of a stage over the replicas."""
         ...
 
@@ -100,10 +125,20 @@ class WholePlan:
         """The programs of all lanes."""
         return program.lanes
 
-    def reduce(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
+    def spread(self, stage: int, tree: Tree) -> Mapping[int, Cut | None]:
+        """There is one replica, which has all; DTensors are of the stages' own."""
+        return {}
+
+    def gather_params(
+        self, stage: int, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[], None]
+    ) -> None:
+        """There is nothing to fetch."""
+        done()
+
+    def reduce(self, stage: int, gradients: Sequence[Tensor | None], cuts: Mapping[int, Cut]) -> None:
         """There is nothing to add."""
 
-    def reduced(self, stage: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    def reduced(self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Cut]) -> list[Tensor | None]:
         """The gradients themselves."""
         return gradients
 

@@ -49,25 +49,34 @@ def plan_devices(plan: Plan) -> tuple[torch.device, ...]:
 
 
 class HasStages(Protocol):
-    """Something that some stages of a plan are at: `Ranks`."""
+    """Something that some stages of a plan are at, and each at every replica: `Ranks`."""
 
     @property
     def stages(self) -> Container[int]:
         """Their numbers."""
         ...
 
+    @property
+    def mesh(self) -> Any:
+        """The ``DeviceMesh`` of the replicas; None: there are none."""
+        ...
 
-def place(plan: Plan, params: Sequence[Tree], ranks: HasStages | None = None) -> tuple[Tree, ...]:
+
+def place(
+    plan: Plan, params: Sequence[Tree], ranks: HasStages | None = None, *, shard: bool = False
+) -> tuple[Tree, ...]:
     """Each stage's tree on its device. Works for parameters, state, or any tuple with a tree per stage.
 
-    With ``ranks`` (of `fp.ranks`) there is None in place of what other processes have.
+    With ``ranks`` (of `fp.ranks`) there is None in place of what other processes have. With ``shard`` each replica keeps
+    its part of every tensor: a ``DTensor`` that is cut along its first axis; a run then gathers the parts of a stage
+    when it computes (`fp.schedules.gather_params` says when), gradients and what an optimizer keeps are parts too.
 
     Tensors that are there already stay the very same, so an optimizer and a module that hold them see every step.
     Moved ones keep ``requires_grad`` and being a Parameter.
 
     Raises:
         PlanError: this is no plan; one tensor in two stages, and no tie of the plan says so.
-        PlacementError: not one tree per stage, or one hides tensors.
+        PlacementError: not one tree per stage, one hides tensors, or there are no replicas to shard over.
     """
     checked_plan("place", plan)
     if not isinstance(params, (tuple, list)) or len(params) != plan.num_stages:
@@ -86,10 +95,34 @@ def place(plan: Plan, params: Sequence[Tree], ranks: HasStages | None = None) ->
             ties = None
         if ties is not None:
             refuse_undeclared_ties(params, trained, ties)  # copies on several devices would go apart
-    return tuple(
+    if shard and (ranks is None or ranks.mesh is None):
+        raise PlacementError(
+            "shard=True spreads parameters over replicas, and there are none: fp.ranks(plan, mesh, dp=...)"
+        )
+    placed = tuple(
         _move(tree, by_lane[device_of[stage]]) if ranks is None or stage in ranks.stages else None
         for stage, tree in enumerate(params)
     )
+    return tuple([_sharded(tree, ranks.mesh) for tree in placed]) if shard and ranks is not None else placed
+
+
+def _sharded(tree: Tree, mesh: Any) -> Tree:
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    made: dict[int, Tensor] = {}  # a tensor that stands twice stays one
+
+    def shard(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or not leaf.dim():
+            return leaf
+        if id(leaf) not in made:
+            # Every replica has all of it: nothing is sent.
+            new = distribute_tensor(leaf.detach(), mesh, [Shard(0)], src_data_rank=None)
+            if isinstance(leaf, nn.Parameter):
+                new = nn.Parameter(new, leaf.requires_grad)
+            made[id(leaf)] = new.requires_grad_(leaf.requires_grad)
+        return made[id(leaf)]
+
+    return map_leaves(shard, tree)
 
 
 def _move(tree: Tree, device: torch.device) -> Tree:

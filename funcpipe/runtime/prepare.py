@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, Where, raise_all
 from funcpipe.core.lowered import Lowered
@@ -32,7 +33,9 @@ from funcpipe.runtime.refusals import (
     refuse_unsaid_axes,
     refuse_untrained,
 )
+from funcpipe.runtime.replicas import Cut
 from funcpipe.runtime.rng import Keys
+from funcpipe.runtime.sharded import ShardedParams
 from funcpipe.runtime.shares import Weighed, shares_of, weighed
 from funcpipe.runtime.trainable import (
     is_marked,
@@ -59,6 +62,7 @@ class Prepared:
         threads: intra-op threads of a lane.
         ties: groups of (stage, leaf number); -1 for a leaf that is not here.
         layouts: of each member of each tie, where some are not here.
+        spread: of the stages that are here, those with parameters of which each replica has a part.
         signature: equal for runs in which values between stages have the same shapes, unless these hang on numbers.
         strict: is a trainable leaf that no backward reached an error.
         options: as the user gave them.
@@ -76,9 +80,18 @@ class Prepared:
     threads: int
     ties: tuple[tuple[tuple[int, int], ...], ...]
     layouts: tuple[tuple[Any, ...], ...]
+    spread: Mapping[int, ShardedParams]
     signature: tuple[Any, ...]
     strict: bool
     options: RunOptions
+
+    def cuts_of(self, stage: int) -> Mapping[int, Cut]:
+        """How the replicas have those parameters of a stage that are cut, by leaf number."""
+        return self.spread[stage].cuts if stage in self.spread else {}
+
+    def reduce(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
+        """Begin to sum the gradients of a stage over its replicas."""
+        self.part.reduce(stage, gradients, self.cuts_of(stage))
 
     def at(self, stage: int, microbatch: int | None, word: str) -> Where:
         """The coordinates of something that a stage does."""
@@ -136,9 +149,10 @@ def prepare(
     cut = uncut.cut(uncut.parts)
     if (plan.outputs or halves) and plan.merge is None:
         refuse_unsaid_axes(cut)
-    leaves = [flatten(tree)[0] for tree in trees]
+    spread = _spread(part, trees)
+    leaves = [spread[stage].parts if stage in spread else flatten(tree)[0] for stage, tree in enumerate(trees)]
     weights = weighed(cut, plan)
-    marked = is_marked(leaves)
+    marked = is_marked(flatten(tree)[0] for tree in trees)
     lacks = _lacks(plan, here, inputs, target)
     seeded = {"seed": seed, "loss_scale": float(options.loss_scale)}
     tied = tied_members(plan, trees, leaves, trainable, here) if len(here) < plan.num_stages else ()
@@ -168,7 +182,10 @@ def prepare(
     available = min(len(cores()), torch.get_num_threads())
     threads = options.threads_per_lane or max(1, available // part.beside)
     checks = _checks(options.check)
-    bounds = _bind(plan, here, trees, states, trained, Keys(seed, plan.stages, first), shares, checks)
+    for params_of_stage in spread.values():
+        params_of_stage.times = min(map(len, agreed.parts))
+    bindable = [spread[stage].tree() if stage in spread else tree for stage, tree in enumerate(trees)]
+    bounds = _bind(plan, here, bindable, states, trained, Keys(seed, plan.stages, first), shares, checks)
     program = program_for(plan, cut.num_microbatches, halves=halves)
     signature = (plan.fingerprint, cut.rows, *(word.shapes for word in words))
     used = "used" in checks
@@ -185,10 +202,21 @@ def prepare(
         threads,
         ties,
         agreed.layouts,
+        spread,
         signature,
         used,
         options,
     )
+
+
+def _spread(part: PlanPart, trees: Sequence[Tree]) -> dict[int, ShardedParams]:
+    """The parameters of stages that are spread over their replicas. Raises PlanError."""
+    out: dict[int, ShardedParams] = {}
+    for stage in part.stages:
+        cuts = part.spread(stage, trees[stage])
+        if cuts:
+            out[stage] = ShardedParams(stage, trees[stage], cuts, part)
+    return out
 
 
 def _lacks(plan: Plan, here: Collection[int], inputs: Tree, target: Tree) -> tuple[str, ...]:

@@ -35,6 +35,8 @@ from funcpipe.runtime.peer_errors import peer_error, table_of
 from funcpipe.runtime.place import plan_devices
 from funcpipe.runtime.rank_schedule import RankSchedule
 from funcpipe.runtime.rank_timeline import joined_timeline
+from funcpipe.runtime.replicas import Cut
+from funcpipe.runtime.spread import cuts_of
 from funcpipe.runtime.transport import Inbox, Mailbox
 from funcpipe.runtime.watchdog import lane_states
 from funcpipe.runtime.wire_format import pack, unpack
@@ -49,6 +51,9 @@ class Ranks(Lanes):
         size: how many these are.
         replica: the number of the replica.
         replicas: how many there are.
+        mesh: the ``DeviceMesh`` of those with the same stages as this one; None: there are no replicas.
+        members: the processes of all of them, as torch.distributed numbers them.
+        copies: of these, those with the same stages as this one, by replica.
         rank_of: the rank of each lane.
         lanes: the lanes of this process.
         stages: the stages of these lanes.
@@ -61,12 +66,16 @@ class Ranks(Lanes):
         self,
         plan: Plan,
         store: Any,
+        mesh: Any,
+        replicas: Sequence[Sequence[int]],
         place: tuple[int, int],
-        shape: tuple[int, int],
         rank_of: Sequence[int],
         timeout: float,
     ) -> None:
-        (self.replica, rank), (self.replicas, size) = place, shape
+        self.mesh, (self.replica, rank) = mesh, place
+        self.replicas, size = len(replicas), len(replicas[0])
+        self.copies = tuple(members[rank] for members in replicas)
+        self.members = frozenset(member for members in replicas for member in members)
         lanes = tuple(lane for lane, owner in enumerate(rank_of) if owner == rank)
         super().__init__(len(lanes))
         self.plan, self.rank, self.size, self.rank_of, self.lanes = plan, rank, size, tuple(rank_of), lanes
@@ -259,18 +268,31 @@ class Ranks(Lanes):
         """
         return RankSchedule(self.plan, self, params, state, seed)
 
-    def reduce(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
+    def spread(self, stage: int, tree: Tree) -> Mapping[int, Cut | None]:
+        """The leaves of a stage's parameters that are DTensors over its replicas."""
+        return cuts_of(tree, f"params[{stage}]", self.copies, self.members)
+
+    def gather_params(
+        self, stage: int, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[], None]
+    ) -> None:
+        """Begin to fetch the parts of parameters that other replicas have."""
+        if self.replicas == 1:
+            done()
+        else:
+            self._open().replicas[stage].gather(parts, done)
+
+    def reduce(self, stage: int, gradients: Sequence[Tensor | None], cuts: Mapping[int, Cut]) -> None:
         """Begin to sum the gradients of a stage over the replicas."""
         if self.replicas > 1 and stage not in self._reducing:
             self._reducing[stage] = queue.SimpleQueue()
-            self._open().reducers[stage].begin(gradients, self._reducing[stage])
+            self._open().replicas[stage].begin(gradients, cuts, self._reducing[stage])
 
-    def reduced(self, stage: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    def reduced(self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Cut]) -> list[Tensor | None]:
         """The sums of the gradients of a stage over the replicas. Raises PeerError."""
         if self.replicas == 1:
             return gradients
         with _Telling(self):
-            self.reduce(stage, gradients)
+            self.reduce(stage, gradients, cuts)
             return self._open().take(self._reducing[stage])
 
     def telling(self) -> AbstractContextManager[object]:

@@ -77,7 +77,8 @@ def ranks(
     except PlanError as error:
         refuse_to_join(store, me, error)
         raise
-    return Ranks(plan, store, divmod(me, size), (len(replicas), size), rank_of, float(timeout))
+    across = None if dp is None else mesh[dp]
+    return Ranks(plan, store, across, replicas, divmod(me, size), rank_of, float(timeout))
 
 
 def _replicas(mesh: Any, pp: str, dp: str | None) -> list[list[int]]:

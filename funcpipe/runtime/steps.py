@@ -46,6 +46,8 @@ def make_step(
         case Kind.O | Kind.L:
             assert host is not None
             return _move(call, bound, host)
+        case Kind.U:
+            return _nothing  # of parameters that are here; of others `sharded.holding` makes more of it
         case Kind.G:
 
             def sums(reads: list[Any], run: Run) -> Sequence[Any]:
@@ -55,6 +57,10 @@ def make_step(
             return sums
         case _:
             assert_never(call.kind)
+
+
+def _nothing(reads: list[Any], run: Run) -> Sequence[Any]:
+    return ()
 
 
 def _forward(call: Call, wires: Sequence[Wire], stage: Stage, bound: Bound) -> Step:

@@ -21,6 +21,7 @@ from funcpipe.schedules.torch_csv import from_torch_csv as from_torch_csv
 from funcpipe.schedules.torch_csv import to_torch_csv as to_torch_csv
 from funcpipe.schedules.transforms import always as always
 from funcpipe.schedules.transforms import delay as delay
+from funcpipe.schedules.transforms import gather_params as gather_params
 from funcpipe.schedules.transforms import never as never
 from funcpipe.schedules.transforms import offload as offload
 from funcpipe.schedules.transforms import reduce_grads as reduce_grads

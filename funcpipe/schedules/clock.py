@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from funcpipe.core.cost import Cost, per_stage
-from funcpipe.core.kinds import MOVES, Flow, Kind, flowing
+from funcpipe.core.kinds import COUNTED, KINDS, LINKS, MOVES, Flow, Kind, flowing
 from funcpipe.core.schedule import Action
 
 CODED = tuple(Kind)
@@ -88,8 +88,9 @@ def clock(
 
     What flows (`KindRow.flow`: F; B and I) waits for what flows from other stages to its own, and for the residual that
     an L brings back; everything else a device does for itself, in order. Values that cross from one device to another
-    occupy the link between them, one after the other. O, L and G occupy a link of the device, each its own, as soon as
-    the device comes to them and the link is free (L when its O has ended, too); the device goes on at once.
+    occupy the link between them, one after the other. O, L, G and U occupy a link of the device (G and U the same) as
+    soon as the device comes to them and the link is free (L when its O has ended, too); the device goes on at once.
+    What a stage computes waits for the last U of the stage before it.
 
     Linear: a device that must wait is woken by the very value that it waits for.
 
@@ -109,10 +110,11 @@ def clock(
             receives[code][to].append((arrival, latency))
             sends[code][source].append((arrival, crossing, link))
     steps = [list(zip(*columns, strict=True)) for columns in zip(durations, receives, sends, strict=True)]
-    ways = [MOVES.index(kind) if kind in MOVES else -1 for kind in CODED]
+    ways = [LINKS.index(KINDS[kind].resource) if kind in MOVES else -1 for kind in CODED]
+    counted = [kind in COUNTED for kind in CODED]
     busy: dict[int, float] = {}  # until when each link between devices is
-    own_links = [[0.0] * len(MOVES) for _ in lanes]  # and those to the host, from it, to other replicas
-    moved: dict[tuple[int, int], float] = {}  # when a residual is at the host, or back
+    own_links = [[0.0] * len(LINKS) for _ in lanes]  # and those to the host, from it, to other replicas
+    moved: dict[tuple[int, int], float] = {}  # when a residual is at the host, or back; of a stage and -1: parameters
     starts: list[list[float]] = [[] for _ in lanes]
     now = [0.0] * len(lanes)
     ready = list(range(len(lanes)))[::-1]
@@ -124,7 +126,7 @@ def clock(
             duration, needed, sent = steps[code][stage]
             way = ways[code]
             if way >= 0:
-                at = (stage, microbatch)
+                at = (stage, -1 if counted[code] else microbatch)
                 start = max(time, own_links[device][way], moved.get(at, 0.0))
                 row.append(start)
                 own_links[device][way] = moved[at] = start + duration
@@ -138,7 +140,7 @@ def clock(
                     time = arrived + latency
             else:
                 if moved:
-                    time = max(time, moved.get((stage, microbatch), 0.0))
+                    time = max(time, moved.get((stage, microbatch), 0.0), moved.get((stage, -1), 0.0))
                 row.append(time)
                 time += duration
                 for arrival, crossing, link in sent:

@@ -7,7 +7,7 @@ from itertools import repeat
 from typing import Any
 
 from funcpipe.core.errors import ScheduleError, bullets, raise_all
-from funcpipe.core.kinds import ADDS, KINDS, ONCE, Flow, Kind, flowing
+from funcpipe.core.kinds import ADDS, COUNTED, KINDS, ONCE, Flow, Kind, flowing
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.schedule import Action, Schedule
 from funcpipe.schedules.clock import CODE, CODED, B, F, G, I, R, W, chain, clock, coded
@@ -38,7 +38,8 @@ def check(schedule: Schedule) -> None:
     Legal means: stages and microbatches are numbered without gaps, a stage lives on one device, each (stage,
     microbatch) runs one F and, if the schedule has backwards, one B or one I and one W, in the order F B or F I W;
     between F and its backward stands at most one R, or one O and after it one L; at most one G of a stage comes after
-    all its backwards; and all devices come to their end.
+    all its backwards; the first U of a stage, if it has any, comes before all else of it, and they are numbered as they
+    stand; and all devices come to their end.
 
     Time is linear in the number of actions.
 
@@ -156,6 +157,8 @@ def _incomplete(
     needed = [[done[CODE[other]] for other in _before(kind)] for kind in CODED]
     spoilt = [[done[CODE[other]] for other in _later(kind)] for kind in CODED]
     once_done: dict[int, Action] = {}  # by stage, the last action that wants all gradients of the stage to be there
+    times: dict[int, int] = {}  # by stage, how often what is counted has stood
+    begun: dict[int, Action] = {}  # by stage, its first action
     for device, lane in enumerate(lanes):
         for code, stage, microbatch in lane:
             at = stage * microbatches + microbatch
@@ -168,6 +171,11 @@ def _incomplete(
             if done[code][at]:
                 faults.append(f"{action} on device {device} stands twice")
             done[code][at] = 1
+            if action.kind in COUNTED:
+                faults += _miscounted(action, device, times.get(stage, 0), begun.get(stage), once_done.get(stage))
+                times[stage] = times.get(stage, 0) + 1
+                continue
+            begun.setdefault(stage, action)
             if action.kind in ONCE:
                 once_done[stage] = action
                 if microbatch:
@@ -187,6 +195,18 @@ def _incomplete(
     return faults, frozenset(at for at, stands in enumerate(done[R]) if stands)
 
 
+def _miscounted(action: Action, device: int, times: int, begun: Action | None, once: Action | None) -> list[str]:
+    """What is wrong with an action whose number counts, which has stood so often; its stage has begun with another."""
+    if once is not None:
+        return [f"{action} on device {device} stands after {once}, after which its stage computes nothing"]
+    if action.microbatch != times:
+        right = action._replace(microbatch=times)
+        return [f"{action} on device {device} is the {action.kind} number {times} of its stage: write {right}"]
+    if not times and begun is not None:
+        return [f"{action} on device {device} stands after {begun}, which needs what it gathers"]
+    return []
+
+
 def _before(kind: Kind) -> list[Kind]:
     """What must have stood, the first first."""
     after = KINDS[kind].after
@@ -199,7 +219,7 @@ def _later(kind: Kind) -> tuple[Kind, ...]:
     if row.once:
         return ()
     if row.after is None:
-        return tuple(other for other in Kind if other is not kind and other not in ONCE)
+        return tuple(other for other in Kind if other is not kind and other not in (*ONCE, *COUNTED))
     return ADDS if row.before_backward else ()
 
 
@@ -218,7 +238,7 @@ def _unpaired(done: dict[Kind, bytearray], microbatches: int) -> list[str]:
         return str(Action(kind, *divmod(at, microbatches)))
 
     faults = [f"{name(Kind.F, at)} is missing" for at, stands in enumerate(done[Kind.F]) if not stands]
-    if any(any(row) for kind, row in done.items() if kind is not Kind.F):
+    if any(any(row) for kind, row in done.items() if kind not in (Kind.F, *COUNTED)):
         for at, (whole, half) in enumerate(zip(done[Kind.B], done[Kind.I], strict=True)):
             if not whole and not half:
                 faults.append(f"{name(Kind.B, at)} is missing (or {name(Kind.I, at)} and {name(Kind.W, at)})")

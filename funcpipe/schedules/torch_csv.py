@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 from funcpipe.core.errors import ScheduleError, raise_all
-from funcpipe.core.kinds import ONCE, Kind
+from funcpipe.core.kinds import COUNTED, ONCE, Kind
 from funcpipe.core.schedule import Action, Schedule, select
 from funcpipe.schedules.formats import read_actions, shown
 from funcpipe.schedules.legal import MOST_FAULTS, check
 
 _COMMS = re.compile(r"[0-9]+(?:(?:WAIT_SEND|SEND|RECV)_[FB][0-9]+|(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)[0-9]*)")
-"""The actions of torch 2.15 and older that carry nothing for a plan: it derives its messages, and shards nothing."""
+"""The actions of torch 2.15 and older that carry nothing for a plan: it derives its messages, and when to gather is `gather_params`'s."""
 _NEWER = re.compile(r"[0-9]+[A-Z]{2}[A-Z_]*[0-9]*")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
@@ -19,7 +19,8 @@ _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 def to_torch_csv(schedule: Schedule) -> str:
     """The schedule in the format of torch.distributed.pipelining: a row for each rank, ``0F0,0F1,0B0,0B1``.
 
-    torch loads it as a "compute_only" schedule, and adds its sends, receives and reductions (G is left out). Rank d has
+    torch loads it as a "compute_only" schedule, and adds its sends, receives, gathering and reductions (U and G are left
+    out). Rank d has
     the stages of device d.
 
     >>> from funcpipe.schedules import zero_bubble
@@ -48,7 +49,7 @@ def to_torch_csv(schedule: Schedule) -> str:
             "it has O and L: torch's schedules have no offload; write it as it was before `fp.schedules.offload`"
         )
     raise_all(f"torch.distributed.pipelining cannot run schedule {schedule.name!r}:", faults, ScheduleError)
-    orders = select(schedule.orders, lambda action: action.kind not in ONCE)
+    orders = select(schedule.orders, lambda action: action.kind not in (*ONCE, *COUNTED))
     return "".join(",".join(map(str, order)) + "\n" for order in orders)
 
 

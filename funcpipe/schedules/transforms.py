@@ -1,12 +1,12 @@
-"""Schedules made from schedules: remat (R), split and delayed weight backwards (I, W), offload (O, L), reduce (G)."""
+"""Schedules made from schedules: remat (R), delayed weight backwards (I, W), offload (O, L), reduce (G), gather (U)."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from funcpipe.core.errors import ScheduleError, raise_all
-from funcpipe.core.kinds import ADDS, ONCE
+from funcpipe.core.kinds import ADDS, COUNTED, MOVES, ONCE
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.legal import MOST_FAULTS
 
@@ -140,6 +140,71 @@ def reduce_grads(schedule: Schedule) -> Schedule:
         return inserted(order, {}, {at: [Action(Kind.G, stage)] for stage, at in last.items()})
 
     return Schedule(tuple(map(reduced, schedule.orders)), f"{schedule.name}+reduce")
+
+
+def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 1) -> Schedule:
+    """Gather the parameters of a stage, of which each replica holds a part, in time for what it computes: insert ``U``.
+
+    They come over the link to the other replicas while the device goes on, and the stage waits for them. When it has
+    computed for the last time before its next ``U``, or at all, they are a part again. Gathered once and with every
+    stage whole it is ZeRO-1 or 2 (arXiv 1910.02054): what the optimizer keeps, and the sums of gradients, are parts.
+    With ``whole`` it is ZeRO-3, or FSDP: a device has no more parameters at a time than its stages in turn need, as
+    in breadth-first schedules (`looped_bfs`, arXiv 2211.05953).
+
+    >>> from funcpipe.schedules import looped_bfs
+    >>> print(gather_params(looped_bfs(4, 2, num_devices=2), whole=1))
+    0U0 0F0 2U0 0F1 2F0 2F1 2B0 0U1 2B1 0B0 0B1
+    1U0 1F0 3U0 1F1 3F0 3F1 3B0 1U1 3B1 1B0 1B1
+
+    Args:
+        schedule: any schedule.
+        whole: how many stages of a device may be whole at a time, from 1 (and those that are coming); of those that are,
+            the one that is needed latest goes. None: all of them.
+        ahead: how many computing actions (F, B, I, W, R) of the device run between ``U`` and the stage's own.
+
+    Raises:
+        ScheduleError: this is no schedule, it has ``U`` already, or an option is out of range.
+    """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"gather_params takes a schedule; got a {type(schedule).__name__}")
+    if any(action.kind in COUNTED for order in schedule.orders for action in order):
+        raise ScheduleError(f"schedule {schedule.name!r} has U already; apply gather_params once")
+    if whole is not None and (type(whole) is not int or whole < 1):
+        raise ScheduleError(f"whole is how many stages of a device are whole at a time, from 1, or None; got {whole!r}")
+    if type(ahead) is not int or ahead < 0:
+        raise ScheduleError(
+            f"ahead is how many computing actions stand between U and its stage's, from 0; got {ahead!r}"
+        )
+    orders = tuple(_gathered(order, whole, ahead) for order in schedule.orders)
+    most = max(action.microbatch for order in orders for action in order if action.kind in COUNTED)
+    if most >= schedule.num_microbatches:
+        raise ScheduleError(
+            f"with whole={whole} a stage of {schedule.name!r} is gathered {most + 1} times for "
+            f"{schedule.num_microbatches} microbatches; let more stages be whole, or order the actions by stage "
+            "(fp.schedules.looped_bfs)"
+        )
+    return Schedule(orders, f"{schedule.name}+gather")
+
+
+def _gathered(order: tuple[Action, ...], whole: int | None, ahead: int) -> tuple[Action, ...]:
+    """The order of one device with its U."""
+    computing = [at for at, action in enumerate(order) if action.kind not in MOVES]
+    uses: dict[int, deque[int]] = defaultdict(deque)
+    for place, at in enumerate(computing):
+        uses[order[at].stage].append(place)
+    before: dict[int, list[Action]] = defaultdict(list)
+    times: dict[int, int] = defaultdict(int)
+    here: set[int] = set()
+    for place, at in enumerate(computing):
+        stage = order[at].stage
+        uses[stage].popleft()
+        if stage not in here:
+            if whole is not None and len(here) >= whole:
+                here.remove(max(here, key=lambda other: uses[other][0] if uses[other] else len(order)))
+            here.add(stage)
+            before[computing[max(0, place - ahead)]].append(Action(Kind.U, stage, times[stage]))
+            times[stage] += 1
+    return inserted(order, before, {})
 
 
 def always(action: Action) -> bool:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from funcpipe.core.cost import Cost, per_stage
-from funcpipe.core.kinds import MOVES, Kind
+from funcpipe.core.kinds import COUNTED, KINDS, LINKS, MOVES, Kind
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.program import CALLER, Free, LaneProgram, Receive, Role, Run, Send
 from funcpipe.core.result import Span
@@ -38,7 +38,8 @@ class LaneState:
         now: until when it is busy.
         wires: by slot, what lies there.
         ready: by slot, from when on that can be read.
-        links: until when each of its links is busy, as in `MOVES`: to the host, from it, to other replicas.
+        links: until when each of `LINKS` is busy: to the host, from it, to other replicas.
+        whole: by stage, from when on its parameters are gathered.
         spans: of its actions, in order.
         changes: of the memory that it holds: (when, its place among those of one time, by how much).
     """
@@ -48,7 +49,8 @@ class LaneState:
     now: Since = BEGIN
     wires: dict[int, int] = field(default_factory=dict[int, int])
     ready: dict[int, Since] = field(default_factory=dict[int, Since])
-    links: list[Since] = field(default_factory=lambda: [BEGIN] * len(MOVES))
+    links: list[Since] = field(default_factory=lambda: [BEGIN] * len(LINKS))
+    whole: dict[int, Since] = field(default_factory=dict[int, Since])
     spans: list[Span] = field(default_factory=list[Span])
     changes: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
 
@@ -58,7 +60,7 @@ class Play:
 
     A value that is sent occupies the link between its two lanes for its size over the bandwidth, one value after the
     other, and can be read the latency later. Who reads it waits. With ``bounded`` a lane also waits until the slot into
-    which it sends is free. O, L and G occupy a link of the lane, each its own; the lane goes on.
+    which it sends is free. O, L, G and U occupy a link of the lane (G and U the same); the lane goes on.
 
     Args:
         lowered: a program.
@@ -73,7 +75,7 @@ class Play:
         self.lowered, self.cost, self.bounded = lowered, cost, bounded
         self.lanes = [LaneState(program) for program in lowered.lanes]
         self.causes: dict[Action, Action | None] = {}
-        self.backward = any(call.kind is not Kind.F for call in lowered.calls)
+        self.backward = any(call.kind not in (Kind.F, *COUNTED) for call in lowered.calls)
         self.durations = {(call.kind, call.stage): cost.of(call.kind, call.stage) for call in lowered.calls}
         self.residuals = residual_table(cost, lowered.num_stages)
         self.crossings = _crossings(lowered, cost)
@@ -154,13 +156,16 @@ class Play:
             if ready[0] > since[0]:
                 since = ready
         if kind in MOVES:
-            way = MOVES.index(kind)
+            way = LINKS.index(KINDS[kind].resource)
             since = max(since, lane.links[way], key=_time)
             end = since.time + self.durations[kind, stage]
             lane.links[way] = Since(end, action)
             if run.writes:
                 lane.ready[run.writes[0]] = lane.links[way]
+            if kind in COUNTED:
+                lane.whole[stage] = lane.links[way]
         else:
+            since = max(since, lane.whole.get(stage, BEGIN), key=_time)
             end = since.time + self.durations[kind, stage]
             lane.now = Since(end, action)
         self.causes[action] = since.cause

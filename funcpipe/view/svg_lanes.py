@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from funcpipe.core.kinds import KINDS, MOVES, ONCE, Kind
+from funcpipe.core.kinds import COUNTED, KINDS, MOVES, ONCE, Kind
 from funcpipe.core.result import Span
 from funcpipe.view import summary
 from funcpipe.view.figure import Frame, Panel
@@ -176,7 +176,8 @@ def _hover(span: Span, times: summary.TimeText) -> str:
     """The tooltip of an action."""
     kind, stage, microbatch = span.action
     when = escape(times.interval(span.start, span.end))
-    which = f"stage {stage}" if kind in ONCE else f"stage {stage}, microbatch {microbatch}"
+    number = "time" if kind in COUNTED else "microbatch"
+    which = f"stage {stage}" if kind in ONCE else f"stage {stage}, {number} {microbatch}"
     return f"{span.action} {KINDS[kind].word}, {which}: {when}"
 
 

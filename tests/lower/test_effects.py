@@ -69,6 +69,9 @@ def test_the_table_of_a_net_with_a_skip_two_pops_and_a_feed() -> None:
         "2O": "residual2 -> offloaded2",
         "2L": "offloaded2 -> residual2",
         "2G": " -> ",
+        "0U": " -> ",
+        "1U": " -> ",
+        "2U": " -> ",
     } == table(net(), loss=True, outputs=False)
 
 

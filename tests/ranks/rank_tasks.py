@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from common import same, schedules
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import funcpipe as fp
 
@@ -882,16 +883,16 @@ def small_model():
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())])
 
 
-def trained(path, *, ranks_of=None, stages=4, save_after=None, load=False, steps=3):
+def trained(path, *, ranks_of=None, stages=4, save_after=None, load=False, steps=3, shard=False):
     """Train in this process, or on ranks; the losses of the steps, after loading and before saving."""
     split = fp.split(small_model(), stages)
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(stages, 4), loss=F.mse_loss, devices="cpu")
     with contextlib.ExitStack() as opened:
         ranks = opened.enter_context(fp.ranks(plan, **ranks_of)) if ranks_of is not None else None
-        params, state = fp.place(plan, split.params, ranks), fp.place(plan, split.state, ranks)
+        params, state = fp.place(plan, split.params, ranks, shard=shard), fp.place(plan, split.state, ranks)
         optimizer, step, losses = torch.optim.AdamW(fp.leaves(params), lr=0.01), 0, []
         if load:
-            loaded = fp.load(path, split, optimizer=optimizer, ranks=ranks)
+            loaded = fp.load(path, split, params=params, optimizer=optimizer, ranks=ranks)
             state, step = loaded.state, loaded.step
         for number in range(step, step + steps):
             g = torch.Generator().manual_seed(number)
@@ -918,3 +919,217 @@ def checkpointed(rank, size, path, what):
     return trained(
         path, ranks_of=ranks_of, load=what == "load", save_after={"save": True, "wrongly": "wrongly"}.get(what)
     )
+
+
+# -- parameters of which each replica has a part -----------------------------------------------------------------------
+
+
+def local(leaf):
+    return leaf.to_local() if isinstance(leaf, DTensor) else leaf
+
+
+def entire(leaf):
+    return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+
+
+def near(one, other):
+    """Equal to rounding."""
+    if isinstance(one, Tensor):
+        return torch.allclose(one.double(), other.double(), atol=1e-10, equal_nan=True)
+    return all(map(near, one, other))
+
+
+def fresh_floats(params):
+    return tuple({k: v.clone().requires_grad_(v.is_floating_point()) for k, v in tree.items()} for tree in params)
+
+
+def sharded(rank, size, kind, rows):
+    """Replicas with parts of the parameters, against replicas with all of them: the same bits, and the same steps."""
+    stages, params, state = everything()
+    params[0]["odd"] = torch.ones(3, 2, dtype=torch.float64)  # cut in parts of 2 and 1
+    params[1]["lone"] = torch.ones(1, dtype=torch.float64)  # the second has none of it
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    schedule = fp.schedules.interleaved(4, 4, num_devices=2)
+    if kind == "compiled":
+        stages = [fp.compile_stage(stage) for stage in stages]
+        schedule = fp.schedules.zero_bubble(4, 4, num_devices=2)
+    if kind == "bfs":
+        schedule = fp.schedules.looped_bfs(4, 4, num_devices=2)
+    if kind != "plain":
+        schedule = fp.schedules.gather_params(schedule, whole=1 if kind == "bfs" else None)
+        schedule = fp.schedules.reduce_grads(schedule)
+    plan = fp.make_plan(stages, schedule, loss=weighing if kind == "late" else loss_with_aux, devices="cpu")
+    x, target, scale = batch(sum(rows))
+    part = slice(rows[0] * (rank // 2), rows[0] + rows[1] * (rank // 2))
+    given = (x[part], target[part])
+    wrong, runs = [], []
+    for shard in (False, True):
+        with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
+            own, at = fp.place(plan, fresh_floats(params), ranks, shard=shard), fp.place(plan, state, ranks)
+            trained = [leaf for leaf in fp.leaves(own) if leaf.requires_grad]
+            optimizer = torch.optim.AdamW(trained, lr=0.05)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) if kind == "scaler" else None
+            seen = []
+            for step in range(3):
+                before = [local(leaf).clone() for leaf in fp.leaves(own)]
+                options = {"state": at, "feeds": {"scale": scale[part]}, "seed": step, "executor": ranks}
+                result = fp.run(plan, own, given, loss_scale=scaler.get_scale() if scaler else 1.0, **options)
+                if not same(before, [local(leaf) for leaf in fp.leaves(own)]):
+                    wrong.append("params were written to")
+                grads = fp.leaves(result.grads)
+                for leaf, gradient in zip(trained, grads, strict=True):
+                    if (leaf.shape, type(gradient)) != (gradient.shape, DTensor if shard else Tensor):
+                        wrong.append(f"gradient {gradient.shape} {type(gradient)}")
+                whole = [entire(gradient).clone() for gradient in grads]
+                if scaler and step == 1:
+                    for gradient in grads:  # of one part of one rank; none steps
+                        if rank == 3 or (rank == 1 and not shard):
+                            local(gradient).fill_(float("nan"))
+                norm = fp.step(optimizer, own, result, max_norm=0.5, scaler=scaler)
+                if scaler:
+                    scaler.update()
+                kept = [value for entry in optimizer.state.values() for value in entry.values()]
+                assert not shard or any(isinstance(value, DTensor) for value in kept)
+                now = [entire(leaf).detach().clone() for leaf in fp.leaves(own)]
+                scale_now = scaler and scaler.get_scale()
+                seen.append(
+                    (
+                        (result.loss, result.losses, whole, result.unused, result.state),
+                        now,
+                        norm,
+                        result.finite,
+                        scale_now,
+                    )
+                )
+                at = result.state
+            runs.append(seen)
+    for number, (one, other) in enumerate(zip(*runs, strict=True)):
+        wrong += [] if number or same(one[0], other[0]) else ["bits"]
+        wrong += [f"{number} {k}" for k, (a, b) in enumerate(zip(one[1:3], other[1:3], strict=True)) if not near(a, b)]
+        wrong += [] if one[3:] == other[3:] else [f"{number} {one[3:]} {other[3:]}"]
+    return wrong
+
+
+def resumed(rank, size, path):
+    """Save parts of parameters, load them into parts again: the losses go on as if nothing had been."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    ranks_of = {"timeout": 30.0, "mesh": mesh, "dp": "dp"}
+    expected = trained(path / "all", ranks_of=ranks_of, steps=6)
+    first = trained(path / "parts", ranks_of=ranks_of, save_after=True, shard=True)
+    second = trained(path / "parts", ranks_of=ranks_of, load=True, shard=True)
+    return expected, [*first, *second]
+
+
+def memory_of_parts(rank, size):
+    """How many bytes of parameters a rank has whole, at most, as its stages compute."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    most, seen = [], []
+
+    def layer(p, x):
+        seen.append(p["w"])
+        if len(seen) > 16:
+            del seen[0]
+        most.append(len({w.data_ptr() for w in seen if w.untyped_storage().nbytes()}))
+        return torch.relu(x @ p["w"])
+
+    params = tuple({"w": torch.eye(4, dtype=torch.float64)} for _ in range(4))
+    x = torch.rand(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    out = []
+    for whole in (None, 1):
+        schedule = fp.schedules.looped_bfs(4, 4, num_devices=1)
+        schedule = fp.schedules.gather_params(schedule, whole=whole, ahead=0)
+        plan = fp.make_plan(
+            [fp.stage(layer, name=f"layer {k}") for k in range(4)], schedule, loss=F.mse_loss, devices="cpu"
+        )
+        with fp.ranks(plan, mesh, dp="dp", timeout=10.0) as ranks:
+            own = fp.place(plan, params, ranks, shard=True)
+            for _ in range(2):
+                most.clear()
+                result = fp.run(plan, own, (x, x), executor=ranks)
+            out.append(max(most))
+            left = [w.untyped_storage().nbytes() for w in seen]
+            assert [0] * len(left) == left, left
+            seen.clear()
+    assert all(isinstance(gradient, DTensor) for gradient in fp.leaves(result.grads))
+    return out
+
+
+def tensor_parallel(rank, size, kind):
+    """Two pipelines of two ranks, side by side: the two processes of a stage share its matrices."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    across = mesh["tp"]
+    g = torch.Generator().manual_seed(1)
+    whole = tuple(
+        {"up": torch.randn(12, 6, generator=g, dtype=torch.float64), "down": torch.randn(6, 12, generator=g).double()}
+        for _ in range(2)
+    )
+
+    def block(p, x):
+        """Megatron's: rows of the first matrix, columns of the second; one sum at the end."""
+        if isinstance(p["up"], DTensor):
+            x = DTensor.from_local(x, across, [Replicate()], run_check=False)
+            h = torch.relu(x @ p["up"].T) @ p["down"].T
+            return h.redistribute(placements=[Replicate()]).to_local()
+        return torch.relu(x @ p["up"].T) @ p["down"].T
+
+    plan = fp.make_plan(
+        [fp.stage(block, name=f"block {k}") for k in range(2)],
+        fp.schedules.one_f_one_b(2, 4),
+        loss=F.mse_loss,
+        devices="cpu",
+    )
+    x = torch.randn(8, 6, generator=g, dtype=torch.float64)
+    wrong = []
+    with fp.ranks(plan, mesh, timeout=20.0) as ranks:
+        alone = fresh_floats(whole)
+        own = tuple(
+            {
+                "up": distribute_tensor(tree["up"], across, [Shard(0)]).requires_grad_(),
+                "down": distribute_tensor(tree["down"], across, [Shard(1)]).requires_grad_(),
+            }
+            if stage in ranks.stages
+            else None
+            for stage, tree in enumerate(whole)
+        )
+        optimizers = [torch.optim.AdamW(fp.leaves(params), lr=0.05) for params in (alone, own)]
+        for step in range(3):
+            want = fp.run(plan, alone, (x, x.sin()), executor="serial")
+            got = fp.run(plan, own, (x, x.sin()), executor=ranks)
+            if not near(want.loss, got.loss):
+                wrong.append(f"{step} loss {want.loss} {got.loss}")
+            for stage in ranks.stages:
+                wrong += [
+                    f"{step} {name}"
+                    for name in ("up", "down")
+                    if not near(want.grads[stage][name], entire(got.grads[stage][name]))
+                ]
+            assert got.finite
+            norms = [
+                fp.step(optimizer, params, result, max_norm=0.5)
+                for optimizer, params, result in zip(optimizers, (alone, own), (want, got), strict=True)
+            ]
+            wrong += [] if near(*norms) else [f"{step} norm {norms}"]
+        for stage in ranks.stages:
+            wrong += [name for name in ("up", "down") if not near(alone[stage][name], entire(own[stage][name]))]
+    return wrong
+
+
+def spread_wrongly(rank, size, what):
+    """DTensors that no plan gathers."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x * p["w"], name=f"{k}") for k in range(2)],
+        fp.schedules.one_f_one_b(2, 2),
+        loss=F.mse_loss,
+        devices="cpu",
+    )
+    weights = torch.ones(4, 4)
+    with fp.ranks(plan, mesh, dp="dp", timeout=10.0) as ranks:
+        if what == "two axes":
+            leaf = distribute_tensor(weights, mesh, [Shard(0), Shard(1)])
+        elif what == "along the pipeline":
+            leaf = distribute_tensor(weights, mesh["pp"], [Shard(0)])
+        else:
+            leaf = DTensor.from_local(weights, mesh["dp"], [Partial()])
+        params = tuple({"w": leaf} if stage in ranks.stages else None for stage in range(2))
+        fp.run(plan, params, (torch.ones(4, 4), torch.ones(4, 4)), executor=ranks)

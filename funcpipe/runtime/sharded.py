@@ -1,0 +1,162 @@
+"""Parameters of which each replica of a stage holds a part (torch's DTensor): whole while the stage computes.
+
+The stage is bound to tensors of the whole size, which have no memory at first. They get it when U begins to gather the
+parts (or, without U, when the stage first computes), and give it back when the last action has run that needs it before
+the next U. Gradients are whole until they are summed over the replicas; of the sums each replica keeps its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.kinds import COUNTED, MOVES
+from funcpipe.core.program import LaneProgram, Run
+from funcpipe.core.tree import Tree, flatten, unflatten
+from funcpipe.runtime.part import PlanPart
+from funcpipe.runtime.replicas import Cut
+from funcpipe.runtime.steps import Step
+from funcpipe.runtime.transport import Mailbox
+
+
+class Gathered(NamedTuple):
+    """The key under which a lane is told that the parameters of a stage are whole, and for the how manieth time."""
+
+    stage: int
+    number: int
+
+
+class ShardedParams:
+    """The leaves of a stage's parameters that are spread over its replicas, for one run.
+
+    Attributes:
+        cuts: of those that are cut, by leaf number.
+        leaves: all leaves of the stage, as it is bound to them.
+        parts: all leaves, of those that are spread what is here.
+        times: so many U count, the others do nothing: those that the programs of all replicas have.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        tree: Tree,
+        cuts: Mapping[int, Cut | None],
+        part: PlanPart,
+    ) -> None:
+        self.stage, self.part, self.times = stage, part, 1
+        self.cuts = {number: cut for number, cut in cuts.items() if cut is not None}
+        leaves, self._spec = flatten(tree)
+        self.given, self.leaves, self.parts = leaves, [*leaves], [*leaves]
+        self._begun, self._here = 0, False
+        with torch.no_grad():
+            for number, cut in cuts.items():
+                leaf = leaves[number]
+                local = leaf.to_local()
+                self.leaves[number] = self.parts[number] = local
+                if cut is not None:
+                    self.leaves[number] = whole = torch.empty(leaf.shape, dtype=leaf.dtype)
+                    whole.untyped_storage().resize_(0)
+            self._spread = [*cuts]
+
+    def tree(self) -> Tree:
+        """What the stage is bound to."""
+        return unflatten(self._spec, self.leaves)
+
+    def begin(self, box: Mailbox) -> None:
+        """Begin to gather; the lane is told through its mailbox."""
+        jobs: list[tuple[Tensor, list[Tensor]]] = []
+        for number, cut in self.cuts.items():
+            # By ``.data``: autograd counts these numbers as the ones that were there before.
+            whole, mine = self.leaves[number].data, self.parts[number].detach().contiguous()
+            whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+            rooms = [cut.part(whole, replica, self.part.replicas) for replica in range(self.part.replicas)]
+            rooms[self.part.replica].copy_(mine)
+            jobs.append((mine, rooms))
+        self._begun, self._here = self._begun + 1, False
+        key = Gathered(self.stage, self._begun)
+        self.part.gather_params(self.stage, jobs, lambda: box.put(key, None))
+
+    def wait(self, box: Mailbox) -> None:
+        """Wait until they are whole."""
+        if self._here:
+            return
+        if not self._begun:
+            self.begin(box)
+        key = Gathered(self.stage, self._begun)
+        if key not in box.came:
+            box.wait(key)
+        self._here = True
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        self._here = False
+        for number in self.cuts:
+            self.leaves[number].untyped_storage().resize_(0)
+
+    def as_given(self, gradients: Sequence[Tensor | None]) -> list[Any]:
+        """Gradients of the parts that are here as the leaves are: DTensors."""
+        out: list[Any] = [*gradients]
+        for number in self._spread:
+            leaf, gradient = self.given[number], gradients[number]
+            if gradient is not None:
+                out[number] = type(leaf).from_local(
+                    gradient,
+                    leaf.device_mesh,
+                    leaf.placements,
+                    run_check=False,
+                    shape=leaf.shape,
+                    stride=torch.empty(leaf.shape, device="meta").stride(),
+                )
+        return out
+
+
+def holding(
+    program: LaneProgram, steps: Sequence[Step], params: Mapping[int, ShardedParams], box: Mailbox
+) -> list[Step]:
+    """The steps of a lane, so that each stage computes with whole parameters, and only as long as it needs them."""
+    out = [*steps]
+    for number, call in enumerate(program.calls):
+        held = params.get(call.stage)
+        if held is not None and (call.kind in COUNTED or call.kind not in MOVES):
+            make = _gathering if call.kind in COUNTED else _computing
+            out[number] = make(steps[number], held, box, _last_uses(program, held))
+    return out
+
+
+def _gathering(step: Step, params: ShardedParams, box: Mailbox, _: Collection[tuple[int, int]]) -> Step:
+    def gather(reads: list[Any], run: Run) -> Sequence[Any]:
+        if run.microbatch < params.times:
+            params.begin(box)
+        return step(reads, run)
+
+    return gather
+
+
+def _computing(step: Step, params: ShardedParams, box: Mailbox, last: Collection[tuple[int, int]]) -> Step:
+    def compute(reads: list[Any], run: Run) -> Sequence[Any]:
+        params.wait(box)
+        results = step(reads, run)
+        if (run.call, run.microbatch) in last:
+            params.drop()
+        return results
+
+    return compute
+
+
+def _last_uses(program: LaneProgram, params: ShardedParams) -> set[tuple[int, int]]:
+    """(call, microbatch) of what computes last with the parameters before they are gathered again, or at all."""
+    last: set[tuple[int, int]] = set()
+    use: tuple[int, int] | None = None
+    for run in program.runs:
+        call = program.calls[run.call]
+        if call.stage != params.stage:
+            continue
+        if call.kind not in MOVES:
+            use = (run.call, run.microbatch)
+        elif call.kind in COUNTED and run.microbatch < params.times and use is not None:
+            last.add(use)
+            use = None
+    return last | ({use} if use is not None else set())

@@ -1,0 +1,54 @@
+"""Which parameters are spread over the replicas of their stage: DTensors on the mesh of these replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from funcpipe.core.errors import raise_all
+from funcpipe.core.tree import Tree, flatten, locations
+from funcpipe.runtime.replicas import Cut
+
+
+def cuts_of(tree: Tree, root: str, copies: Sequence[int], members: Collection[int]) -> Mapping[int, Cut | None]:
+    """How DTensors among the leaves of a stage's parameters are spread over its replicas, by leaf number.
+
+    Those on another mesh (tensor-parallel ones) are the stage's own business, and not among them.
+
+    Args:
+        tree: the parameters.
+        root: what to call them.
+        copies: the processes that have the stage, by replica.
+        members: all processes that run the plan.
+
+    Raises:
+        PlanError: one is spread in a way that no plan gathers.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    leaves = flatten(tree)[0]
+    cuts: dict[int, Cut | None] = {}
+    faults: dict[int, str] = {}
+    for number, leaf in enumerate(leaves):
+        if not isinstance(leaf, DTensor):
+            continue
+        mesh: Any = leaf.device_mesh.mesh
+        ranks: list[int] = mesh.flatten().tolist()
+        if mesh.dim() == 1 and ranks == [*copies]:
+            placement = leaf.placements[0]
+            if type(placement) is Shard:
+                cuts[number] = Cut(placement.dim % leaf.dim())
+            elif isinstance(placement, Replicate):
+                cuts[number] = None
+            else:
+                faults[number] = f"is {placement}"
+        elif len({*ranks} & {*members}) > 1:
+            faults[number] = f"lies on the mesh {mesh.tolist()}, and its stage's replicas are the processes {[*copies]}"
+    if faults:
+        names = locations(tree, root)
+        raise_all(
+            "DTensors among the parameters are whole, or cut along one axis, over the replicas of their stage "
+            '(mesh["dp"] for ranks(plan, mesh, dp="dp")):',
+            [f"{names[number]} {fault}" for number, fault in faults.items()],
+        )
+    return cuts

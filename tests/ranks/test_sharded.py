@@ -1,0 +1,56 @@
+"""Parameters of which each replica has a part, or the processes of a stage: the bits of whole ones."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rank_pool import Failed
+from rank_tasks import small_model
+
+import funcpipe as fp
+
+
+@pytest.mark.parametrize("rows", [(8, 8), (10, 3)])
+@pytest.mark.parametrize("kind", ["plain", "gathered", "bfs", "late", "scaler", "compiled"])
+def test_parts_of_parameters(pools, kind, rows):
+    for wrong in pools(4).all("sharded", kind, rows):
+        assert [] == wrong
+
+
+def test_memory_of_whole_parameters(pools):
+    """Gathered once, all four layers are whole at a time; one by one, one is. At the end none has memory."""
+    assert [[4, 1]] * 2 == pools(2).all("memory_of_parts")
+
+
+def test_matrices_that_two_processes_share(pools):
+    for wrong in pools(4).all("tensor_parallel", "plain"):
+        assert [] == wrong
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("two axes", "lies on the mesh [[0, 1], [2, 3]]"),
+        ("along the pipeline", "lies on the mesh ["),
+        ("sums", "is P"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused(pools, what, words):
+    for rank, result in enumerate(pools(4).run("spread_wrongly", what)):
+        assert isinstance(result, Failed), result
+        assert result.is_a(fp.PlanError) or result.is_a(fp.PeerError), result.trace
+        assert f"params[{rank % 2}]['w'] {words}" in result.text or result.is_a(fp.PeerError), result.text
+
+
+def test_parts_are_saved_whole(pools, tmp_path):
+    pytest.importorskip("safetensors")
+    for expected, losses in pools(4).all("resumed", tmp_path):
+        assert expected == pytest.approx(losses, rel=1e-6)
+    loaded = fp.load(tmp_path / "parts", fp.split(small_model(), 1))
+    assert loaded.step == 6 - 3
+    assert all(type(leaf) is torch.nn.Parameter for leaf in fp.leaves(loaded.params))
+
+
+def test_parts_want_replicas():
+    plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, devices="cpu")
+    with pytest.raises(fp.PlacementError, match="shard=True spreads parameters over replicas"):
+        fp.place(plan, ({"w": torch.ones(2)},), shard=True)
