@@ -43,7 +43,9 @@ def schedules(num_stages: int, num_microbatches: int, *, backward: bool = True) 
     away = [fp.schedules.offload(one, move=lambda a: (a.stage + a.microbatch) % 3 != 0, ahead=m % 2) for one in away]
     whole = [fp.schedules.interleaved(s, m, num_devices=s), fp.schedules.zero_bubble(s, m, num_devices=s)]
     reduced = [fp.schedules.reduce_grads(one) for one in (*whole, *zbv, *away[:1])]
-    unique = {str(one): one for one in (*plain, *rematted, *line, *vee, *away, *reduced)}
+    gathered = [fp.schedules.gather_params(one) for one in (*zbv, away[0])]
+    gathered += [fp.schedules.gather_params(fp.schedules.looped_bfs(s, m, num_devices=s // 2), whole=1)] * (s > m > 1)
+    unique = {str(one): one for one in (*plain, *rematted, *line, *vee, *away, *reduced, *gathered)}
     return list(unique.values())
 
 

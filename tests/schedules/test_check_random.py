@@ -10,7 +10,7 @@ from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
 from funcpipe.schedules.legal import check
-from funcpipe.schedules.transforms import reduce_grads, remat
+from funcpipe.schedules.transforms import gather_params, reduce_grads, remat
 
 Orders = list[list[Action]]
 
@@ -38,6 +38,12 @@ def is_ready(action: Action, done: set[Action], everything: Counter[Action]) -> 
     def has(what: Kind, where: int) -> bool:
         return Action(what, where, microbatch) in done
 
+    first, reduced = Action(Kind.U, stage), Action(Kind.G, stage)
+    if kind is Kind.U:
+        early = not any(other.stage == stage and other.kind is not Kind.U for other in done)
+        return reduced not in done and (Action(Kind.U, stage, microbatch - 1) in done if microbatch else early)
+    if first in everything and first not in done:
+        return False
     if kind is Kind.F:
         return stage == 0 or has(Kind.F, stage - 1)
     if kind is Kind.R:
@@ -56,9 +62,9 @@ def is_complete(orders: Orders) -> bool:
     """Does every (stage, microbatch) have its one F and its one backward, on one device, without gaps."""
     counts = Counter(action for order in orders for action in order)
     stages = {action.stage for action in counts}
-    microbatches = {action.microbatch for action in counts}
+    microbatches = {action.microbatch for action in counts if action.kind is not Kind.U}
     homes = {(action.stage, device) for device, order in enumerate(orders) for action in order}
-    backward = any(action.kind is not Kind.F for action in counts)
+    backward = any(action.kind not in (Kind.F, Kind.U) for action in counts)
     return (
         all(orders)
         and set(counts.values()) == {1}
@@ -73,6 +79,7 @@ def is_complete(orders: Orders) -> bool:
 
 def is_whole(kinds: set[Kind], backward: bool, microbatch: int) -> bool:
     """F alone, or F with B or I W, with or without R; of the first microbatch, which stands for all, with or without G."""
+    kinds = kinds - {Kind.U}  # its number is no microbatch's
     if backward and not microbatch:
         kinds = kinds - {Kind.G}
     rest = kinds - {Kind.F, Kind.R}
@@ -99,6 +106,8 @@ def legal(draw: st.DrawFn) -> Orders:
         schedule = remat(schedule, keep=lambda action: action.microbatch in kept)
     if draw(st.booleans()):
         schedule = reduce_grads(schedule)
+    if draw(st.booleans()):
+        schedule = gather_params(schedule, ahead=draw(st.integers(0, 2)))
     return [list(order) for order in schedule.orders]
 
 

@@ -1,0 +1,173 @@
+"""`gather_params`: U in time for what a stage computes; what it costs, how many stages are whole, what may not stand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import funcpipe as fp
+from funcpipe.core.kinds import MOVES, Kind
+
+FAMILIES = [fp.schedules.one_f_one_b, fp.schedules.interleaved, fp.schedules.zbv, fp.schedules.looped_bfs]
+
+
+def whole_stages(order: tuple[fp.Action, ...]) -> list[set[int]]:
+    """Of each computing action, the stages that are whole meanwhile: from their U to their last use before the next."""
+    uses: dict[tuple[int, int], list[int]] = {}
+    time: dict[int, int] = {}
+    for at, (kind, stage, number) in enumerate(order):
+        if kind is Kind.U:
+            time[stage] = number
+            uses[stage, number] = [at]
+        elif kind not in MOVES:
+            uses[stage, time[stage]].append(at)
+    return [
+        {stage for (stage, _), places in uses.items() if places[0] <= at <= places[-1]}
+        for at, action in enumerate(order)
+        if action.kind not in MOVES
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("whole", [None, 1, 2])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_no_more_are_whole_than_are_allowed(family, whole, ahead):
+    plain = family(4, 8, num_devices=2)
+    if whole == 1 and family is not fp.schedules.looped_bfs:  # it goes back and forth between the stages
+        with pytest.raises(fp.ScheduleError, match="times for 8 microbatches; let more stages be whole"):
+            fp.schedules.gather_params(plain, whole=whole, ahead=ahead)
+        return
+    schedule = fp.schedules.gather_params(plain, whole=whole, ahead=ahead)
+    fp.schedules.check(schedule)
+    assert plain.orders == tuple(tuple(a for a in order if a.kind is not Kind.U) for order in schedule.orders)
+    assert (plain.num_stages, plain.num_microbatches) == (schedule.num_stages, schedule.num_microbatches)
+    for order in schedule.orders:
+        stages = {action.stage for action in order}
+        assert all(action.stage in held for action, held in zip(compute(order), whole_stages(order), strict=True))
+        if ahead == 0:
+            assert max(map(len, whole_stages(order))) <= (whole or len(stages))
+        if whole is None:
+            assert sorted(stages) == sorted(action.stage for action in order if action.kind is Kind.U)
+    assert schedule == fp.Schedule.parse(str(schedule)) == fp.schedules.from_json(fp.schedules.to_json(schedule))
+
+
+def compute(order):
+    return [action for action in order if action.kind not in MOVES]
+
+
+def test_breadth_first_gathers_each_stage_twice():
+    """Once for its forwards and once for its backwards (arXiv 2211.05953); the last stage of a device only once."""
+    schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(8, 4, num_devices=2), whole=1)
+    times = [sum(action.kind is Kind.U for action in order) for order in schedule.orders]
+    assert [7, 7] == times
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0 0U0 0B0", "0U0 on device 0 stands after 0F0, which needs what it gathers"),
+        ("0U1 0F0 0B0 0F1 0B1", "0U1 on device 0 is the U number 0 of its stage: write 0U0"),
+        ("0U0 0F0 0U0 0B0", "0U0 on device 0 stands twice"),
+        ("0U0 0F0 0B0 0G 0U1", "0U1 on device 0 stands after 0G, after which its stage computes nothing"),
+        ("0U0", "0F0 is missing"),
+    ],
+)
+def test_what_is_not_legal(text, message):
+    with pytest.raises(fp.ScheduleError, match=message):
+        fp.schedules.check(fp.Schedule.parse(text))
+
+
+def test_wrong_uses_are_refused():
+    schedule = fp.schedules.one_f_one_b(2, 2)
+    with pytest.raises(fp.ScheduleError, match="has U already"):
+        fp.schedules.gather_params(fp.schedules.gather_params(schedule))
+    with pytest.raises(fp.ScheduleError, match="takes a schedule; got a str"):
+        fp.schedules.gather_params("0F0")
+    for options in ({"whole": 0}, {"whole": True}, {"ahead": -1}, {"ahead": 1.5}):
+        with pytest.raises(fp.ScheduleError, match=f"{next(iter(options))} is how many"):
+            fp.schedules.gather_params(schedule, **options)
+    with pytest.raises(fp.ScheduleError, match="is gathered 2 times for 1 microbatches; let more stages be whole"):
+        fp.schedules.gather_params(fp.schedules.looped_bfs(4, 1, num_devices=2), whole=1)
+
+
+def test_forwards_alone_are_gathered_too():
+    schedule = fp.schedules.gather_params(fp.schedules.one_f_one_b(2, 2).forwards())
+    assert not schedule.has_backward
+    fp.schedules.check(schedule)
+    assert str(schedule) == "0U0 0F0 0F1\n1U0 1F0 1F1"
+    timeline = fp.simulate(schedule, fp.Cost(gather=2.0))
+    assert timeline.makespan == 5  # the second stage gathers while the first does
+    assert schedule.forwards() == fp.schedules.one_f_one_b(2, 2).forwards()
+
+
+def test_the_stage_waits_and_the_device_goes_on():
+    schedule = fp.Schedule.parse("0U0 0F0 1U0 0F1 1F0 1F1 1B0 1B1 0B0 0B1")
+    timeline = fp.simulate(schedule, fp.Cost(gather=3.0))
+    spans = {str(span.action): (span.start, span.end) for span in timeline.spans}
+    assert (spans["0U0"], spans["0F0"]) == ((0.0, 3.0), (3.0, 4.0))
+    assert (spans["1U0"], spans["0F1"], spans["1F0"]) == ((4.0, 7.0), (4.0, 5.0), (7.0, 8.0))
+    assert timeline.makespan == fp.simulate(schedule).makespan + 5
+    assert timeline.cost().gather == (3.0, 3.0)
+    assert "1U0" in map(str, timeline.critical_path)
+    assert fp.simulate(
+        fp.make_plan([fp.stage(lambda p, x: x)] * 2, schedule, loss=F.mse_loss), fp.Cost(gather=3.0)
+    ) == (timeline)
+
+
+def test_gathering_and_reducing_share_the_link():
+    schedule = fp.Schedule.parse("0U0 0F0 1U0 1F0 1B0 1G 0U1 0B0 0G")
+    with pytest.raises(fp.ScheduleError, match="0F1 is missing"):
+        fp.schedules.check(schedule)  # a second time for one microbatch
+    schedule = fp.Schedule.parse("0U0 0F0 0F1 1U0 1F0 1F1 1B0 1B1 1G 0U1 0B0 0B1 0G")
+    spans = {str(span.action): span for span in fp.simulate(schedule, fp.Cost(gather=2.0, reduce=5.0)).spans}
+    assert spans["0U1"].start == spans["1G"].end
+    assert spans["0B0"].start == spans["0U1"].end
+
+
+def test_pictures_and_traces_show_it():
+    schedule = fp.schedules.reduce_grads(fp.schedules.gather_params(fp.schedules.one_f_one_b(2, 2)))
+    timeline = fp.simulate(schedule, fp.Cost(gather=2.0, reduce=2.0))
+    drawing = fp.draw(timeline)
+    assert "U unshard" in str(drawing)
+    assert "0U0 unshard, stage 0, time 0: " in drawing.svg()
+    events = timeline.chrome_trace()["traceEvents"]
+    (event,) = [event for event in events if event["name"] == "0U0"]
+    assert event["args"] == {"stage": 0, "kind": "U", "time": 0}
+    names = [event["args"].get("name") for event in events if event["ph"] == "M"]
+    assert names.count("device 0 network") == 1
+
+
+def test_passes_keep_it_before_what_it_is_for():
+    schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(4, 4, num_devices=2), whole=1)
+    for other in (
+        fp.schedules.delay(schedule, group=2),
+        fp.schedules.remat(schedule),
+        fp.schedules.offload(schedule),
+        fp.schedules.reduce_grads(schedule),
+        schedule.first(2),
+    ):
+        fp.schedules.check(other)
+        assert all(order[0].kind is Kind.U for order in other.orders)
+
+
+def test_torch_adds_its_own():
+    plain = fp.schedules.zero_bubble(2, 2)
+    assert fp.schedules.to_torch_csv(fp.schedules.gather_params(plain)) == fp.schedules.to_torch_csv(plain)
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_whole_parameters_are_not_gathered(executor):
+    stages = [fp.stage(lambda p, x: torch.tanh(x @ p))] * 4
+    params = tuple(torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4))
+    batch = torch.ones(6, 4), torch.zeros(6, 4)
+    plain = fp.schedules.looped_bfs(4, 3, num_devices=2)
+    plans = [
+        fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+        for schedule in (plain, fp.schedules.gather_params(plain, whole=1))
+    ]
+    runs = [fp.run(plan, params, batch, executor=executor, record=True) for plan in plans]
+    assert torch.equal(runs[0].loss, runs[1].loss)
+    assert all(map(torch.equal, runs[0].grads, runs[1].grads))
+    assert {"0U0", "2U0", "0U1"} <= {str(span.action) for span in runs[1].timeline.spans}
+    assert torch.equal(fp.run_sequential(plans[1], params, batch).loss, runs[0].loss)
