@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence, Set
 from copy import deepcopy
@@ -84,8 +85,18 @@ def stage_of(
     )
 
 
-def scripted(module: nn.Module) -> list[str]:
-    """What keeps a module from being a stage: its outermost TorchScript layers, whose tensors live in C++."""
+def unfit(module: nn.Module) -> list[str]:
+    """What keeps a module from being a stage: layers that share it with other processes, or whose tensors are C++'s."""
+    library = sys.modules.get("torch.distributed.fsdp")
+    names = ("FSDPModule", "FullyShardedDataParallel")
+    kinds = (nn.parallel.DistributedDataParallel, *(getattr(library, name) for name in names if library is not None))
+    shared = [path for path, layer in module.named_modules() if isinstance(layer, kinds)]
+    if shared:
+        return [
+            f"{repr(shared[0]) if shared[0] else 'it'} shares its parameters with other processes (fully_shard, "
+            "DistributedDataParallel), around its own forward; a plan does it in its own order: give the module as it "
+            'was before, fp.ranks(plan, mesh, dp="dp") and fp.place(plan, params, ranks, shard=True)'
+        ]
     outermost: dict[str, nn.Module] = {}
     for path, layer in module.named_modules():
         inside = any(not outer or path.startswith(f"{outer}.") for outer in outermost)
@@ -100,7 +111,7 @@ def scripted(module: nn.Module) -> list[str]:
 
 def refuse_lazy(module: nn.Module) -> None:
     """Raises PlanError where parameters or buffers have no shape yet, or are TorchScript's."""
-    raise_all(f"this {type(module).__name__} cannot be a stage:", scripted(module))
+    raise_all(f"this {type(module).__name__} cannot be a stage:", unfit(module))
     lazy = [name for name, tensor in all_tensors(module).items() if nn.parameter.is_lazy(tensor)]
     if lazy:
         raise PlanError(f"parameters {lazy} are not initialised yet; call the module once on an example first")

@@ -16,7 +16,7 @@ from funcpipe.core.torch_names import Anchored, buffers_of, children_of, device_
 from funcpipe.core.tree import Tree, map_leaves
 from funcpipe.cutting.example import bare
 from funcpipe.lower.plan import make_plan
-from funcpipe.modules.module import scripted
+from funcpipe.modules.module import unfit
 from funcpipe.modules.sequential import PipeSequential
 from funcpipe.pipe.border import (
     attach,
@@ -334,7 +334,7 @@ def _module_faults(sequential: Any) -> list[str]:
             f"{type(sequential).__name__} (other models: fp.split)"
         ]
     kind = type(sequential)
-    faults = scripted(sequential)
+    faults = unfit(sequential)
     if kind.forward not in (nn.Sequential.forward, PipeSequential.forward) or "forward" in vars(sequential):
         faults.append(
             f"{kind.__name__} has a forward of its own, which would never be called; give nn.Sequential(*layers), and "

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from common import same, schedules
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import funcpipe as fp
@@ -1133,3 +1134,21 @@ def spread_wrongly(rank, size, what):
             leaf = DTensor.from_local(weights, mesh["dp"], [Partial()])
         params = tuple({"w": leaf} if stage in ranks.stages else None for stage in range(2))
         fp.run(plan, params, (torch.ones(4, 4), torch.ones(4, 4)), executor=ranks)
+
+
+def shared_modules(rank, size):
+    """Modules that other libraries have spread over processes."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    fully_shard(layers[2], mesh=init_device_mesh("cpu", (size,)))
+    wrapped = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)), nn.ReLU())
+    said = []
+    for model, name in ((layers, "'2' shares"), (wrapped, "'0' shares")):
+        for make in (
+            lambda: fp.from_module(model),
+            lambda: fp.split(model, 2),
+            lambda: fp.Pipe(model, 2, devices=["cpu"] * 2),
+        ):
+            with pytest.raises(fp.PlanError, match=f"{name} its parameters with other processes"):
+                make()
+            said.append(name)
+    return len(said)

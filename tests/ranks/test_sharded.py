@@ -54,3 +54,7 @@ def test_parts_want_replicas():
     plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, devices="cpu")
     with pytest.raises(fp.PlacementError, match="shard=True spreads parameters over replicas"):
         fp.place(plan, ({"w": torch.ones(2)},), shard=True)
+
+
+def test_modules_that_share_their_parameters_themselves(pools):
+    assert [6, 6] == pools(2).all("shared_modules")
