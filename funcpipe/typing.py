@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from funcpipe.checkpoints.load import Loaded as Loaded
+from funcpipe.checkpoints.save import Saving as Saving
 from funcpipe.compiled.programs import Programs as Programs
 from funcpipe.core.errors import Where as Where
 from funcpipe.core.program import Role as Role

@@ -44,7 +44,8 @@ def schedules(num_stages: int, num_microbatches: int, *, backward: bool = True) 
     whole = [fp.schedules.interleaved(s, m, num_devices=s), fp.schedules.zero_bubble(s, m, num_devices=s)]
     reduced = [fp.schedules.reduce_grads(one) for one in (*whole, *zbv, *away[:1])]
     gathered = [fp.schedules.gather_params(one) for one in (*zbv, away[0])]
-    gathered += [fp.schedules.gather_params(fp.schedules.looped_bfs(s, m, num_devices=s // 2), whole=1)] * (s > m > 1)
+    if s % 2 == 0 and m > 1:
+        gathered.append(fp.schedules.gather_params(fp.schedules.looped_bfs(s, m, num_devices=s // 2), whole=1))
     unique = {str(one): one for one in (*plain, *rematted, *line, *vee, *away, *reduced, *gathered)}
     return list(unique.values())
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -36,6 +37,62 @@ class Together(Protocol):
         ...
 
 
+Files = tuple[dict[str, tuple[int, str]], dict[str, str]]
+"""What was written: size and hash of each file, and the file of each tensor."""
+
+
+class Saving:
+    """A checkpoint whose files are being written, while you go on; `finish` makes it the newest one."""
+
+    def __init__(self, files: Future[Files], telling: Telling, commit: Callable[[Files], None]) -> None:
+        self._files, self._telling, self._commit = files, telling, commit
+        self._over = False
+
+    @property
+    def written(self) -> bool:
+        """Are the files of this process written, so that `finish` does not wait for them."""
+        return self._files.done()
+
+    def finish(self) -> None:
+        """Wait for the files, then make this the newest checkpoint; until then the one before is. Of ranks all call it.
+
+        Raises:
+            OSError, RanksError, PeerError: as `save` does; the checkpoint before stays.
+        """
+        if not self._over:
+            with self._telling():
+                self._commit(self._files.result())
+            self._over = True
+
+
+Telling = Callable[[], AbstractContextManager[object]]
+"""Makes what tells an error inside of it to other processes."""
+
+
+@overload
+def save(
+    path: str | os.PathLike[str],
+    model: Split | Plan,
+    params: Sequence[Tree],
+    *,
+    state: Sequence[Tree] | None = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    step: int = ...,
+    ranks: Together | None = ...,
+    wait: Literal[True] = ...,
+) -> None: ...
+@overload
+def save(
+    path: str | os.PathLike[str],
+    model: Split | Plan,
+    params: Sequence[Tree],
+    *,
+    state: Sequence[Tree] | None = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    step: int = ...,
+    ranks: Together | None = ...,
+    wait: Literal[False],
+) -> Saving: ...
 def save(
     path: str | os.PathLike[str],
     model: Split | Plan,
@@ -45,7 +102,8 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     step: int = 0,
     ranks: Together | None = None,
-) -> None:
+    wait: bool = True,
+) -> Saving | None:
     """Write a checkpoint: all of it, or, whatever happens, the one before stays.
 
     The files are safetensors, by the model's own names where ``model`` is a split, tied names once; transformers reads
@@ -60,15 +118,20 @@ def save(
         optimizer: its state, by the names of the parameters, and its options.
         step: a number of yours, which `load` returns.
         ranks: of several processes, all of which call this; each writes its own stages.
+        wait: False: copy everything and come back; a thread writes, and ``finish()`` of what is returned ends it.
+
+    Returns:
+        None; with ``wait=False`` a `Saving`.
 
     Raises:
         CheckpointError: params, state or optimizer are not those of the model, or safetensors is not installed.
         RanksError, PeerError: the processes do not fit together, or one of them failed; the checkpoint before stays.
         OSError: the files cannot be written.
     """
-    with nullcontext() if ranks is None else ranks.telling():
-        exchange, rank, replica = (alone, 0, 0) if ranks is None else (ranks.exchange, ranks.rank, ranks.replica)
-        leads = rank == replica == 0
+    exchange, rank, replica = (alone, 0, 0) if ranks is None else (ranks.exchange, ranks.rank, ranks.replica)
+    telling: Telling = nullcontext if ranks is None else ranks.telling
+    leads = rank == replica == 0
+    with telling():
         here = range(len(params)) if ranks is None else ranks.stages
         states = _states(model, state)
         _check(model, params, states, step)
@@ -81,19 +144,38 @@ def save(
         if leads:
             (target / folder).mkdir(parents=True)
         exchange("the making of a checkpoint's folder", None)
-        written: dict[str, tuple[int, str]] = {}
-        where: dict[str, str] = {}
-        for kind, row in {"model": tensors, "optimizer": kept}.items():
-            whole = _whole(row, keep=replica == 0)
-            if whole:
-                file, size, digest = write_tensors(target / folder, f"{kind}-{rank:05d}.safetensors", whole)
-                written[file] = (size, digest)
-                where.update(dict.fromkeys(row, file))
-        mine = (written, where, numbers, groups, type(optimizer).__name__ if optimizer is not None else "")
-        everyone = exchange("the files of a checkpoint", mine)
-        if leads:
-            commit(target, _manifest(step, folder, everyone))
-        exchange("the end of a checkpoint", None)
+        rows = {"model": tensors, "optimizer": kept}
+        whole = {
+            f"{kind}-{rank:05d}.safetensors": _whole(row, keep=replica == 0, copy=not wait)
+            for kind, row in rows.items()
+        }
+        optimizer_kind = type(optimizer).__name__ if optimizer is not None else ""
+
+        def end(files: Files) -> None:
+            everyone = exchange("the files of a checkpoint", (*files, numbers, groups, optimizer_kind))
+            if leads:
+                commit(target, _manifest(step, folder, everyone))
+            exchange("the end of a checkpoint", None)
+
+        if wait:
+            end(_write(target / folder, whole))
+            return None
+        writer = ThreadPoolExecutor(1, "funcpipe save")
+        files = writer.submit(_write, target / folder, whole)
+        writer.shutdown(wait=False)  # it ends with the files
+        return Saving(files, telling, end)
+
+
+def _write(folder: Path, tensors: Mapping[str, dict[str, Tensor]]) -> Files:
+    """Write the files of this process: tensors by name, by file."""
+    written: dict[str, tuple[int, str]] = {}
+    where: dict[str, str] = {}
+    for name, row in tensors.items():
+        if row:
+            file, size, digest = write_tensors(folder, name, row)
+            written[file] = (size, digest)
+            where.update(dict.fromkeys(row, file))
+    return written, where
 
 
 def _states(model: Any, state: Sequence[Tree] | None) -> Sequence[Tree]:
@@ -138,13 +220,13 @@ def _saved(
     return out
 
 
-def _whole(tensors: dict[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+def _whole(tensors: dict[str, Tensor], *, keep: bool, copy: bool) -> dict[str, Tensor]:
     """The tensors, whole, where they are kept. All replicas give their parts of those that are spread over them."""
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         all_of_it = entire(tensor)
         if keep:
-            whole[name] = all_of_it
+            whole[name] = all_of_it.detach().clone() if copy and all_of_it is tensor else all_of_it
     return whole
 
 

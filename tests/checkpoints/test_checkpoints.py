@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -138,6 +139,42 @@ def test_meta_parameters_get_numbers(tmp_path):
     loaded = fp.load(tmp_path, split)
     assert same(dict(training.params[0]), dict(loaded.params[0]))
     assert all(isinstance(leaf, nn.Parameter) and leaf.requires_grad for leaf in fp.leaves(loaded.params))
+
+
+def test_a_thread_writes_what_was_there(tmp_path):
+    """What is saved are the numbers of the call; until it is finished the checkpoint before is the newest."""
+    split = fp.split(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), 2)
+    optimizer = torch.optim.AdamW(fp.leaves(split.params), lr=0.1)
+    for leaf in fp.leaves(split.params):
+        leaf.grad = torch.ones_like(leaf)
+    optimizer.step()
+    fp.save(tmp_path, split, split.params, optimizer=optimizer, step=1)
+    before = [leaf.detach().clone() for leaf in fp.leaves(split.params)]
+    saving = fp.save(tmp_path, split, split.params, optimizer=optimizer, step=2, wait=False)
+    moments = [optimizer.state[leaf]["exp_avg"].clone() for leaf in fp.leaves(split.params)]
+    optimizer.step()  # in place
+    assert 1 == json.loads((tmp_path / "funcpipe.json").read_text())["step"]
+    saving.finish()
+    saving.finish()  # once is enough
+    assert saving.written
+    assert 2 == fp.load(tmp_path, split, optimizer=optimizer).step
+    assert same(before, [leaf.detach() for leaf in fp.leaves(split.params)])
+    assert same(moments, [optimizer.state[leaf]["exp_avg"] for leaf in fp.leaves(split.params)])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("funcpipe save")]
+
+
+def test_a_thread_that_cannot_write_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    split = fp.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)
+    fp.save(tmp_path, split, split.params, step=1)
+
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("funcpipe.checkpoints.save.write_tensors", full)
+    saving = fp.save(tmp_path, split, split.params, step=2, wait=False)
+    with pytest.raises(OSError, match="no space"):
+        saving.finish()
+    assert 1 == fp.load(tmp_path, split).step
 
 
 def test_the_newest_whole_one_is_kept(tmp_path):

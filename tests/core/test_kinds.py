@@ -32,7 +32,7 @@ def test_a_row_fits_the_others(kind):
         assert before not in seen
         seen.append(before)
         before = KINDS[before].after
-    assert seen[-1] is Kind.F or row.once
+    assert seen[-1] is Kind.F or row.once or row.counted
     assert all(hasattr(fp.Cost(), name) for names in row.times for name in names)
 
 
@@ -45,12 +45,13 @@ def test_every_place_knows_every_kind(kind):
     assert kind in residual_table(fp.Cost(), 1)
     stages = (Stage(lambda p, x: x), Stage(lambda p, x: x))
     reads, writes = effects(kind, 0, True, EffectContext(stages, {}, loss=True, outputs=False))
-    assert bool(reads or writes) != KINDS[kind].once  # what stands once a batch works on the sums of its stage
+    # What is for all microbatches works on the sums, or the parameters, of its stage.
+    assert bool(reads or writes) != (KINDS[kind].once or KINDS[kind].counted)
 
 
 def test_a_schedule_with_every_kind_runs_as_the_loop_does():
     """So no step is missing either."""
-    text = "0F0 0F1 0R0 0B0 0O1 0L1 0I1 0W1 0G"
+    text = "0U0 0F0 0F1 0R0 0B0 0O1 0L1 0I1 0W1 0G"
     schedule = fp.Schedule.parse(text)
     assert {*re.findall("[A-Z]", text)} == {kind.value for kind in Kind}
     plan = fp.make_plan([fp.stage(lambda p, x: p * x)], schedule, loss=torch.nn.functional.mse_loss, devices="cpu")

@@ -907,7 +907,13 @@ def trained(path, *, ranks_of=None, stages=4, save_after=None, load=False, steps
         if save_after is not None:
             if save_after == "wrongly" and ranks.rank == 1:
                 params = params[:1]
-            fp.save(path, split, params, state=state, optimizer=optimizer, step=step + steps, ranks=ranks)
+            options = {"state": state, "optimizer": optimizer, "step": step + steps, "ranks": ranks}
+            if save_after == "meanwhile":  # a step more is run, and stepped, before it is finished
+                saving = fp.save(path, split, params, wait=False, **options)
+                fp.step(optimizer, params, fp.run(plan, params, (x, x.sin()), state=state, executor=ranks or "serial"))
+                saving.finish()
+            else:
+                fp.save(path, split, params, **options)
     return losses
 
 
@@ -918,7 +924,7 @@ def checkpointed(rank, size, path, what):
         ranks_of = {"timeout": 30.0, "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), "dp": "dp"}
         return trained(path, ranks_of=ranks_of, save_after=True)
     return trained(
-        path, ranks_of=ranks_of, load=what == "load", save_after={"save": True, "wrongly": "wrongly"}.get(what)
+        path, ranks_of=ranks_of, load=what == "load", save_after={"save": True, "load": None}.get(what, what)
     )
 
 

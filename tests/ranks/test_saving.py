@@ -20,6 +20,12 @@ def test_saved_by_ranks_and_continued_in_one_process(pools, tmp_path, size, stag
     assert expected[3:] == trained(tmp_path, stages=stages, load=True)
 
 
+def test_saved_while_the_training_goes_on(pools, tmp_path):
+    expected = trained(tmp_path, steps=6)
+    pools(2).all("checkpointed", tmp_path, "meanwhile")
+    assert expected[3:] == trained(tmp_path, load=True)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_saved_in_one_process_and_continued_by_ranks(pools, tmp_path, size):
     expected = trained(tmp_path / "all", steps=6)
