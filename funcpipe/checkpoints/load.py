@@ -172,6 +172,7 @@ def _filled(
                     continue
                 if id(leaf) not in made:
                     fresh = tensors[name].to(leaf.dtype).to("cpu" if leaf.is_meta else leaf.device, copy=True)
+                    fresh = _spread(fresh, leaf)
                     fresh = nn.Parameter(fresh, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else fresh
                     made[id(leaf)] = fresh.requires_grad_(leaf.requires_grad)
                 new[kind, stage][number] = made[id(leaf)]

@@ -72,7 +72,8 @@ def place(
     when it computes (`fp.schedules.gather_params` says when), gradients and what an optimizer keeps are parts too.
 
     Tensors that are there already stay the very same, so an optimizer and a module that hold them see every step.
-    Moved ones keep ``requires_grad`` and being a Parameter.
+    Moved ones keep ``requires_grad`` and being a Parameter. Those on the meta device stay there, without numbers, until
+    `load` makes them where they belong.
 
     Raises:
         PlanError: this is no plan; one tensor in two stages, and no tie of the plan says so.
@@ -129,7 +130,7 @@ def _move(tree: Tree, device: torch.device) -> Tree:
     moved: dict[int, Tensor] = {}  # a tensor that stands twice stays one
 
     def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or same_device(leaf.device, device):
+        if not isinstance(leaf, Tensor) or leaf.is_meta or same_device(leaf.device, device):
             return leaf
         if id(leaf) not in moved:
             new = leaf.detach().to(device)

@@ -965,7 +965,10 @@ def sharded(rank, size, kind, rows):
     if kind != "plain":
         schedule = fp.schedules.gather_params(schedule, whole=1 if kind == "bfs" else None)
         schedule = fp.schedules.reduce_grads(schedule)
-    plan = fp.make_plan(stages, schedule, loss=weighing if kind == "late" else loss_with_aux, devices="cpu")
+    ties = [[(0, "w"), (3, "w")]] if kind == "tied" else []
+    params[3]["w"] = params[0]["w"].clone()
+    loss = weighing if kind == "late" else loss_with_aux
+    plan = fp.make_plan(stages, schedule, loss=loss, ties=ties, devices="cpu")
     x, target, scale = batch(sum(rows))
     part = slice(rows[0] * (rank // 2), rows[0] + rows[1] * (rank // 2))
     given = (x[part], target[part])
@@ -1025,6 +1028,52 @@ def resumed(rank, size, path):
     first = trained(path / "parts", ranks_of=ranks_of, save_after=True, shard=True)
     second = trained(path / "parts", ranks_of=ranks_of, load=True, shard=True)
     return expected, [*first, *second]
+
+
+def loaded_from_meta(rank, size, path):
+    """Parameters without memory are placed in parts and loaded: each rank makes its parts alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    with torch.device("meta"):
+        model = small_model()
+    split = fp.split(model, 4)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(4, 4), loss=F.mse_loss, devices="cpu")
+    whole = fp.load(path, fp.split(small_model(), 4)).params
+    with fp.ranks(plan, mesh, dp="dp", lanes=[0, 0, 1, 1], timeout=20.0) as ranks:
+        own = fp.place(plan, split.params, ranks, shard=True)
+        params = fp.load(path, split, params=own, ranks=ranks).params
+        wrong = [stage for stage in range(4) if (params[stage] is None) == (stage in ranks.stages)]
+        for stage in ranks.stages:
+            for name, leaf in params[stage].items():
+                assert type(leaf) is nn.Parameter or isinstance(leaf, DTensor)
+                assert isinstance(leaf, DTensor)
+                wrong += [] if same(whole[stage][name].detach(), entire(leaf).detach()) else [(stage, name)]
+    return wrong
+
+
+def failing_parts(rank, size, who):
+    """One rank fails before its first U: the copy of its stage waits for parts that do not come."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    fault = {"on": True}
+
+    def body(p, x):
+        if rank == who and fault["on"]:
+            raise ValueError("before the second stage gathers")
+        return x @ p["w"]
+
+    schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(4, 2, num_devices=2), whole=1, ahead=0)
+    plan = fp.make_plan([fp.stage(body, name=f"{k}") for k in range(4)], schedule, loss=F.mse_loss, devices="cpu")
+    params = tuple({"w": torch.eye(4, dtype=torch.float64)} for _ in range(4))
+    x = torch.rand(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with fp.ranks(plan, mesh, dp="dp", timeout=5.0) as ranks:
+        own = fp.place(plan, params, ranks, shard=True)
+        began = time.monotonic()
+        with pytest.raises(ValueError if rank == who else fp.PeerError, match="before the second stage gathers"):
+            fp.run(plan, own, (x, x), executor=ranks)
+        took = time.monotonic() - began
+        fault["on"] = False
+        result = fp.run(plan, own, (x, x), executor=ranks)
+        assert float(result.loss) == 0.0
+        return took
 
 
 def memory_of_parts(rank, size):

@@ -10,7 +10,7 @@ import funcpipe as fp
 
 
 @pytest.mark.parametrize("rows", [(8, 8), (10, 3)])
-@pytest.mark.parametrize("kind", ["plain", "gathered", "bfs", "late", "scaler", "compiled"])
+@pytest.mark.parametrize("kind", ["plain", "gathered", "bfs", "late", "tied", "scaler", "compiled"])
 def test_parts_of_parameters(pools, kind, rows):
     for wrong in pools(4).all("sharded", kind, rows):
         assert [] == wrong
@@ -48,6 +48,20 @@ def test_parts_are_saved_whole(pools, tmp_path):
     loaded = fp.load(tmp_path / "parts", fp.split(small_model(), 1))
     assert loaded.step == 6 - 3
     assert all(type(leaf) is torch.nn.Parameter for leaf in fp.leaves(loaded.params))
+
+
+def test_parts_are_made_of_a_checkpoint(pools, tmp_path):
+    pytest.importorskip("safetensors")
+    split = fp.split(small_model(), 2)
+    fp.save(tmp_path, split, split.params)
+    for wrong in pools(4).all("loaded_from_meta", tmp_path):
+        assert [] == wrong
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_a_failure_while_others_gather(pools, who):
+    for seconds in pools(4).all("failing_parts", who):
+        assert seconds < 2
 
 
 def test_parts_want_replicas():
