@@ -13,7 +13,7 @@ from funcpipe.core.program import LaneProgram
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.result import alone
 from funcpipe.core.tree import Tree
-from funcpipe.runtime.replicas import Cut
+from funcpipe.runtime.replicas import Sharding
 
 
 class PlanPart(Protocol):
@@ -66,7 +66,7 @@ class PlanPart(Protocol):
         """The same; what those of this replica give."""
         ...
 
-    def spread(self, stage: int, tree: Tree) -> Mapping[int, Cut | None]:
+    def spread(self, stage: int, tree: Tree) -> Mapping[int, Sharding | None]:
         """The leaves of a stage's parameters, by number, that are spread over its replicas; None: each has all.
 
         Raises:
@@ -86,14 +86,14 @@ class PlanPart(Protocol):
         """
         ...
 
-    def reduce(self, stage: int, gradients: Sequence[Tensor | None], cuts: Mapping[int, Cut]) -> None:
+    def reduce(self, stage: int, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding]) -> None:
         """Begin to sum the gradients of a stage that is here over the replicas; once a run.
 
         Of those that are cut this replica gets its part.
         """
         ...
 
-    def reduced(self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Cut]) -> list[Tensor | None]:
+    def reduced(self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding]) -> list[Tensor | None]:
         """The sums of the gradients of a stage over the replicas."""
         ...
 
@@ -125,7 +125,7 @@ class WholePlan:
         """The programs of all lanes."""
         return program.lanes
 
-    def spread(self, stage: int, tree: Tree) -> Mapping[int, Cut | None]:
+    def spread(self, stage: int, tree: Tree) -> Mapping[int, Sharding | None]:
         """There is one replica, which has all; DTensors are of the stages' own."""
         return {}
 
@@ -135,10 +135,10 @@ class WholePlan:
         """There is nothing to fetch."""
         done()
 
-    def reduce(self, stage: int, gradients: Sequence[Tensor | None], cuts: Mapping[int, Cut]) -> None:
+    def reduce(self, stage: int, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding]) -> None:
         """There is nothing to add."""
 
-    def reduced(self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Cut]) -> list[Tensor | None]:
+    def reduced(self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding]) -> list[Tensor | None]:
         """The gradients themselves."""
         return gradients
 

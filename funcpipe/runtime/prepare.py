@@ -33,7 +33,7 @@ from funcpipe.runtime.refusals import (
     refuse_unsaid_axes,
     refuse_untrained,
 )
-from funcpipe.runtime.replicas import Cut
+from funcpipe.runtime.replicas import Sharding
 from funcpipe.runtime.rng import Keys
 from funcpipe.runtime.sharded import ShardedParams
 from funcpipe.runtime.shares import Weighed, shares_of, weighed
@@ -85,7 +85,7 @@ class Prepared:
     strict: bool
     options: RunOptions
 
-    def cuts_of(self, stage: int) -> Mapping[int, Cut]:
+    def cuts_of(self, stage: int) -> Mapping[int, Sharding]:
         """How the replicas have those parameters of a stage that are cut, by leaf number."""
         return self.spread[stage].cuts if stage in self.spread else {}
 

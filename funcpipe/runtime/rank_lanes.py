@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -11,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from time import sleep
 from typing import Any, Self
-from uuid import getnode
 
 import torch
 from torch import Tensor
@@ -28,15 +26,15 @@ from funcpipe.runtime.context import pin
 from funcpipe.runtime.edge import EdgeIn, EdgeOut, Outbox
 from funcpipe.runtime.execute import Execution
 from funcpipe.runtime.lanes import Lanes, refuse_uncarried
-from funcpipe.runtime.link import Alarm, Failure, Link, below, hello
+from funcpipe.runtime.link import Alarm, Failure, Link, below
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, stages_of
 from funcpipe.runtime.peer_errors import peer_error, table_of
-from funcpipe.runtime.place import plan_devices
 from funcpipe.runtime.rank_schedule import RankSchedule
 from funcpipe.runtime.rank_timeline import joined_timeline
-from funcpipe.runtime.replicas import Cut
+from funcpipe.runtime.replicas import Sharding
 from funcpipe.runtime.spread import cuts_of
+from funcpipe.runtime.surroundings import is_under_torchrun, link_name, machine, refuse_devices
 from funcpipe.runtime.transport import Inbox, Mailbox
 from funcpipe.runtime.watchdog import lane_states
 from funcpipe.runtime.wire_format import pack, unpack
@@ -250,7 +248,7 @@ class Ranks(Lanes):
         Raises:
             PlanError: the run was not recorded.
         """
-        return joined_timeline(result, _machine(), self.exchange_here)
+        return joined_timeline(result, machine(), self.exchange_here)
 
     def schedule(
         self, params: Sequence[Tree], *, state: Sequence[Tree] | None = None, seed: int | None = None
@@ -268,7 +266,7 @@ class Ranks(Lanes):
         """
         return RankSchedule(self.plan, self, params, state, seed)
 
-    def spread(self, stage: int, tree: Tree) -> Mapping[int, Cut | None]:
+    def spread(self, stage: int, tree: Tree) -> Mapping[int, Sharding | None]:
         """The leaves of a stage's parameters that are DTensors over its replicas."""
         return cuts_of(tree, f"params[{stage}]", self.copies, self.members)
 
@@ -281,13 +279,13 @@ class Ranks(Lanes):
         else:
             self._open().replicas[stage].gather(parts, done)
 
-    def reduce(self, stage: int, gradients: Sequence[Tensor | None], cuts: Mapping[int, Cut]) -> None:
+    def reduce(self, stage: int, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding]) -> None:
         """Begin to sum the gradients of a stage over the replicas."""
         if self.replicas > 1 and stage not in self._reducing:
             self._reducing[stage] = queue.SimpleQueue()
             self._open().replicas[stage].begin(gradients, cuts, self._reducing[stage])
 
-    def reduced(self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Cut]) -> list[Tensor | None]:
+    def reduced(self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding]) -> list[Tensor | None]:
         """The sums of the gradients of a stage over the replicas. Raises PeerError."""
         if self.replicas == 1:
             return gradients
@@ -318,12 +316,12 @@ class Ranks(Lanes):
             self._links += 1
             # Made once: torch's store lets every 25th connection to it wait for 5 s.
             self._stores = self._stores or [self._store, self._store.clone(), self._store.clone()]
-            stores = [below(_link_name(self._links), store) for store in self._stores]
+            stores = [below(link_name(self._links), store) for store in self._stores]
             number, count = self.replica * self.size + self.rank, self.replicas * self.size
             link = self._link = Link(stores, number, count, self._limit, self._doing, self._marks)
             link.run = self._runs
-            machine = _machine()
-            said = link.hear({"same": alike(self.plan, self.rank_of), "machine": machine})
+            mine = machine()
+            said = link.hear({"same": alike(self.plan, self.rank_of), "machine": mine})
             try:
                 refuse_others(said)
             except RanksError:
@@ -332,7 +330,7 @@ class Ranks(Lanes):
                 raise
             machines = [each["machine"] for each in said]
             everyone = [(replica, lane) for replica in range(self.replicas) for lane in range(len(self.rank_of))]
-            here = [(q, lane) for q, lane in everyone if machines[q * self.size + self.rank_of[lane]] == machine]
+            here = [(q, lane) for q, lane in everyone if machines[q * self.size + self.rank_of[lane]] == mine]
             self.beside = len(here)
             self._seats = {lane: seat for seat, (replica, lane) in enumerate(here) if replica == self.replica}
             # Threads of connections keep to the cores of these lanes, as whole processes of other libraries do.
@@ -401,21 +399,6 @@ class _Telling:
             self.ranks._failed(error)
 
 
-def _link_name(number: int) -> str:
-    """The name of a link of some ranks, below which its keys lie in their store."""
-    return f"link{number}"
-
-
-def refuse_to_join(store: Any, rank: int, error: Exception) -> None:
-    """Tell those who are about to make their first link why this rank does not."""
-    below(_link_name(1), store).set(*hello(rank, {"refused": str(error)}))
-
-
-def _machine() -> str:
-    """What tells this machine from others."""
-    return f"{socket.gethostname()} {getnode()}"
-
-
 def _sends(program: LaneProgram, lane: int) -> list[Send]:
     """What a lane sends to another, in its order."""
     return [each for each in program.instructions if type(each) is Send and each.to == lane]
@@ -430,20 +413,3 @@ def _lane(program: Lowered, lane: int) -> LaneProgram:
 
 
 _known: Remembered[Lowered, dict[int, LaneProgram]] = Remembered(lambda _: {})
-
-
-def refuse_devices(plan: Plan) -> None:
-    """Raise PlanError where lanes compute elsewhere than on the CPU."""
-    others = [f"lane {lane} on {device}" for lane, device in enumerate(plan_devices(plan)) if device.type != "cpu"]
-    if others:
-        raise PlanError(
-            f"ranks run lanes on the CPU, over gloo, and the plan has {', '.join(others)}: make_plan(..., "
-            "devices='cpu'); in one process fp.run takes any devices"
-        )
-
-
-def is_under_torchrun() -> bool:
-    """Did torchrun start this process."""
-    import torch.distributed as dist
-
-    return dist.is_torchelastic_launched()

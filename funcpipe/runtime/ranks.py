@@ -11,7 +11,8 @@ from funcpipe.core.errors import PlanError, RanksError
 from funcpipe.core.plan import Plan
 from funcpipe.runtime.context import checked_plan
 from funcpipe.runtime.link import below
-from funcpipe.runtime.rank_lanes import Ranks, refuse_devices, refuse_to_join
+from funcpipe.runtime.rank_lanes import Ranks
+from funcpipe.runtime.surroundings import refuse_devices, refuse_to_join
 
 _made: Counter[tuple[int, ...]] = Counter()
 """How many `Ranks` were made of the same processes: each has keys of its own in the store."""

@@ -15,7 +15,7 @@ from funcpipe.runtime.edge import Connection, LostError
 from funcpipe.runtime.worker import Worker
 
 
-class Cut(NamedTuple):
+class Sharding(NamedTuple):
     """How the replicas have a tensor: in parts along an axis, as even as those of `torch.chunk`, some may be empty."""
 
     axis: int
@@ -48,7 +48,7 @@ class Replicas:
         self._give(work, "parameters cannot be gathered")
 
     def begin(
-        self, gradients: Sequence[Tensor | None], cuts: Mapping[int, Cut], answers: queue.SimpleQueue[Any]
+        self, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding], answers: queue.SimpleQueue[Any]
     ) -> None:
         """Begin to sum; the sums are put into the queue, in a tuple. Of what is cut this replica gets its part."""
 
@@ -73,7 +73,7 @@ class Replicas:
 
         self.worker.give(work)
 
-    def _sum(self, gradient: Tensor, cut: Cut | None) -> Tensor:
+    def _sum(self, gradient: Tensor, cut: Sharding | None) -> Tensor:
         """The sum over all replicas, in their order: the same bits for each."""
         if cut is None:
             theirs = dict.fromkeys(self.ranks, gradient.contiguous())

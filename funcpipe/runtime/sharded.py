@@ -17,7 +17,7 @@ from funcpipe.core.kinds import COUNTED, MOVES
 from funcpipe.core.program import LaneProgram, Run
 from funcpipe.core.tree import Tree, flatten, unflatten
 from funcpipe.runtime.part import PlanPart
-from funcpipe.runtime.replicas import Cut
+from funcpipe.runtime.replicas import Sharding
 from funcpipe.runtime.steps import Step
 from funcpipe.runtime.transport import Mailbox
 
@@ -43,7 +43,7 @@ class ShardedParams:
         self,
         stage: int,
         tree: Tree,
-        cuts: Mapping[int, Cut | None],
+        cuts: Mapping[int, Sharding | None],
         part: PlanPart,
     ) -> None:
         self.stage, self.part, self.times = stage, part, 1

@@ -7,10 +7,10 @@ from typing import Any
 
 from funcpipe.core.errors import raise_all
 from funcpipe.core.tree import Tree, flatten, locations
-from funcpipe.runtime.replicas import Cut
+from funcpipe.runtime.replicas import Sharding
 
 
-def cuts_of(tree: Tree, root: str, copies: Sequence[int], members: Collection[int]) -> Mapping[int, Cut | None]:
+def cuts_of(tree: Tree, root: str, copies: Sequence[int], members: Collection[int]) -> Mapping[int, Sharding | None]:
     """How DTensors among the leaves of a stage's parameters are spread over its replicas, by leaf number.
 
     Those on another mesh (tensor-parallel ones) are the stage's own business, and not among them.
@@ -27,7 +27,7 @@ def cuts_of(tree: Tree, root: str, copies: Sequence[int], members: Collection[in
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     leaves = flatten(tree)[0]
-    cuts: dict[int, Cut | None] = {}
+    cuts: dict[int, Sharding | None] = {}
     faults: dict[int, str] = {}
     for number, leaf in enumerate(leaves):
         if not isinstance(leaf, DTensor):
@@ -37,7 +37,7 @@ def cuts_of(tree: Tree, root: str, copies: Sequence[int], members: Collection[in
         if mesh.dim() == 1 and ranks == [*copies]:
             placement = leaf.placements[0]
             if type(placement) is Shard:
-                cuts[number] = Cut(placement.dim % leaf.dim())
+                cuts[number] = Sharding(placement.dim % leaf.dim())
             elif isinstance(placement, Replicate):
                 cuts[number] = None
             else:

@@ -11,7 +11,7 @@ from funcpipe.schedules.formats import read_actions, shown
 from funcpipe.schedules.legal import MOST_FAULTS, check
 
 _COMMS = re.compile(r"[0-9]+(?:(?:WAIT_SEND|SEND|RECV)_[FB][0-9]+|(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)[0-9]*)")
-"""The actions of torch 2.15 and older that carry nothing for a plan: it derives its messages, and when to gather is `gather_params`'s."""
+"""The actions of torch 2.15 and older that say nothing to a plan: it derives messages; `gather_params` says when to gather."""
 _NEWER = re.compile(r"[0-9]+[A-Z]{2}[A-Z_]*[0-9]*")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 

@@ -1,0 +1,44 @@
+"""What is around the processes of a plan: the keys of their store, machines, the launcher, devices."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+from uuid import getnode
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.plan import Plan
+from funcpipe.runtime.link import below, hello
+from funcpipe.runtime.place import plan_devices
+
+
+def link_name(number: int) -> str:
+    """The name of a link of some ranks, below which its keys lie in their store."""
+    return f"link{number}"
+
+
+def refuse_to_join(store: Any, rank: int, error: Exception) -> None:
+    """Tell those who are about to make their first link why this rank does not."""
+    below(link_name(1), store).set(*hello(rank, {"refused": str(error)}))
+
+
+def machine() -> str:
+    """What tells this machine from others."""
+    return f"{socket.gethostname()} {getnode()}"
+
+
+def refuse_devices(plan: Plan) -> None:
+    """Raise PlanError where lanes compute elsewhere than on the CPU."""
+    others = [f"lane {lane} on {device}" for lane, device in enumerate(plan_devices(plan)) if device.type != "cpu"]
+    if others:
+        raise PlanError(
+            f"ranks run lanes on the CPU, over gloo, and the plan has {', '.join(others)}: make_plan(..., "
+            "devices='cpu'); in one process fp.run takes any devices"
+        )
+
+
+def is_under_torchrun() -> bool:
+    """Did torchrun start this process."""
+    import torch.distributed as dist
+
+    return dist.is_torchelastic_launched()
