@@ -21,6 +21,7 @@ from funcpipe.core.program import CALLER, LaneProgram, Send
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
+from funcpipe.lower.proof import proven
 from funcpipe.runtime.agreement import END, alike, refuse_others
 from funcpipe.runtime.context import pin
 from funcpipe.runtime.edge import EdgeIn, EdgeOut, Outbox
@@ -147,6 +148,7 @@ class Ranks(Lanes):
                 f"for on {[*self.plan.schedule.device_of]}: another process would have their params; make ranks for it"
             )
         refuse_devices(plan)
+        proven(plan.program)
         refuse_uncarried(plan)
 
     def part(self, plan: Plan) -> PlanPart:
@@ -155,7 +157,8 @@ class Ranks(Lanes):
         return self
 
     def programs(self, program: Lowered) -> Sequence[LaneProgram]:
-        """The programs of the lanes that are here."""
+        """The programs of the lanes that are here. Raises PlanError where lanes could wait for ever."""
+        proven(program)  # of fewer microbatches it is another than the plan's
         return [_lane(program, lane) for lane in self.lanes]
 
     def seat(self, lane: int) -> tuple[int, int]:

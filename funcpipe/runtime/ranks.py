@@ -9,6 +9,7 @@ from typing import Any
 
 from funcpipe.core.errors import PlanError, RanksError
 from funcpipe.core.plan import Plan
+from funcpipe.lower.proof import proven
 from funcpipe.runtime.context import checked_plan
 from funcpipe.runtime.link import below
 from funcpipe.runtime.rank_lanes import Ranks
@@ -53,7 +54,7 @@ def ranks(
     Raises:
         RanksError: there is no process group, the mesh has no such dimension, lanes and ranks do not fit, or the
             processes have other plans, versions or lanes.
-        PlanError: this is no plan, or one for other devices.
+        PlanError: this is no plan, one for other devices, or one whose lanes are not proven to come to their end.
         PeerError: a process did not come.
     """
     checked_plan("ranks", plan)
@@ -74,6 +75,7 @@ def ranks(
         if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
             raise PlanError(f"timeout is a number of seconds above 0; got {timeout!r}")
         refuse_devices(plan)
+        proven(plan.program)
         rank_of = _ranks_of(plan, lanes, size)
     except PlanError as error:
         refuse_to_join(store, me, error)

@@ -1,5 +1,7 @@
 """What does not fit is refused on every rank, before anything has moved, with the rank, what differs and both values."""
 
+from dataclasses import replace
+
 import pytest
 import torch.nn.functional as F
 from common import schedules
@@ -7,6 +9,7 @@ from rank_pool import Failed
 from rank_tasks import everything
 
 import funcpipe as fp
+from funcpipe.runtime.rank_lanes import Ranks
 
 RIGHT = next(number for number, schedule in enumerate(schedules(4, 4)) if schedule.num_devices == 2)
 """A schedule for two ranks, whose run must be right after all."""
@@ -89,6 +92,20 @@ def test_without_processes():
         fp.ranks(plan)
     with pytest.raises(fp.PlanError, match="takes a plan"):
         fp.ranks(stages)
+
+
+def test_programs_that_could_hang():
+    """Of other plans, and of other batches; the plan that the ranks were made for is looked at where they are made."""
+    stages, *_ = everything()
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=F.mse_loss, devices="cpu")
+    backwards = replace(plan.program, order=plan.program.order[::-1])
+    ranks = Ranks(plan, None, None, [[0, 1]], (0, 0), [0, 0, 1, 1], 1.0)
+    ranks.check(plan)
+    assert [0, 1] == [program.lane for program in ranks.programs(plan.program)]
+    with pytest.raises(fp.PlanError, match="could wait for ever"):
+        ranks.check(replace(plan, program=backwards))
+    with pytest.raises(fp.PlanError, match="could wait for ever"):
+        ranks.programs(backwards)
 
 
 @pytest.mark.parametrize(
