@@ -90,7 +90,11 @@ class BatchNorm:
         # Its float32 mean is too coarse to merge means of 1e4 that differ by 0.1. The rest waits for the commit: small
         # operations cost a lane more than they cost there, where one serves all microbatches.
         dtype = wide(x)
-        wide_mean = x.detach().mean([0, *range(2, x.dim())], dtype=dtype) if dtype != sample_mean.dtype else sample_mean
+        wide_mean = sample_mean
+        if dtype != sample_mean.dtype:
+            column = sample_mean.view(-1, *[1] * (x.dim() - 2))
+            rest = (x.detach() - column).mean([0, *range(2, x.dim())])  # what the rounding of the mean has left
+            wide_mean = sample_mean.to(dtype) + rest.to(dtype)
         return y, (Moments(count, wide_mean, sample_var),)
 
     def init(self, num_features: int, *, device: Any = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
