@@ -62,7 +62,7 @@ class Agreed(NamedTuple):
         weights: of the microbatches, of each replica; None: their rows count.
         weighed: are these the weights of those microbatches; else they are computed again.
         marked: does any leaf require a gradient.
-        layouts: for each tie, of each member.
+        layouts: for each tie, of each member, at this replica.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -73,8 +73,8 @@ class Agreed(NamedTuple):
     layouts: tuple[tuple[Any, ...], ...]
 
 
-def agree(words: Sequence[Word], limit: int, replicas: int = 1) -> Agreed:
-    """What follows from the words of all processes, replica by replica and by rank; each comes to the same.
+def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0) -> Agreed:
+    """What follows from the words of all processes, replica by replica and by rank, for one of the replicas.
 
     Raises:
         RanksError: they do not fit; every process raises it, since all have the same words.
@@ -108,7 +108,9 @@ def agree(words: Sequence[Word], limit: int, replicas: int = 1) -> Agreed:
     weighed = weights is None or all(
         word.parts == rows for group, rows in zip(groups, parts, strict=True) for word in group if word.weighed.weights
     )
-    return Agreed(parts, merged, weights, weighed, marked, _layouts(groups[0], marked))
+    # Of tied leaves that are cut over the replicas each has parts of other sizes.
+    layouts = [_layouts(group, marked) for group in groups]
+    return Agreed(parts, merged, weights, weighed, marked, layouts[replica])
 
 
 def weights_of_all(told: Sequence[Sequence[Weighed]]) -> tuple[tuple[float, ...], ...] | None:

@@ -161,7 +161,7 @@ def prepare(
     facts = (plan.fingerprint, seeded, uncut.rows, uncut.ready, lacks, uncut.merged, cut.rows, weights)
     word = Word(*facts, marked, tied, shapes, pattern)
     words = part.exchange(START, word)
-    agreed = agree(words, plan.num_microbatches, part.replicas)
+    agreed = agree(words, plan.num_microbatches, part.replicas, part.replica)
     own = agreed.parts[part.replica]
     if own != cut.rows or agreed.merged != cut.merged:
         cut = uncut.cut(own, agreed.merged)

@@ -965,8 +965,8 @@ def sharded(rank, size, kind, rows):
     if kind != "plain":
         schedule = fp.schedules.gather_params(schedule, whole=1 if kind == "bfs" else None)
         schedule = fp.schedules.reduce_grads(schedule)
-    ties = [[(0, "w"), (3, "w")]] if kind == "tied" else []
-    params[3]["w"] = params[0]["w"].clone()
+    ties = [[(0, "w"), (3, "w")], [(0, "odd"), (3, "odd")]] if kind == "tied" else []
+    params[3]["w"], params[3]["odd"] = params[0]["w"].clone(), params[0]["odd"].clone()
     loss = weighing if kind == "late" else loss_with_aux
     plan = fp.make_plan(stages, schedule, loss=loss, ties=ties, devices="cpu")
     x, target, scale = batch(sum(rows))
