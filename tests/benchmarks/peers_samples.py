@@ -18,7 +18,7 @@ FOREIGN = 0.15
 _TRIES = 5
 """How often a sample is taken at most."""
 
-_ENOUGH = 5
+ENOUGH = 5
 """Clean samples that a median is taken of."""
 
 _TICK = 0.01
@@ -108,17 +108,22 @@ def take(arms: Mapping[str, Callable[[], Spent]], repeats: int, seconds: float) 
 
 def _sample(step: Callable[[], Spent], end: float) -> Sample:
     for more in reversed(range(_TRIES)):
-        before = _busy()
-        wall, cpu = step()
-        after = _busy()
-        clean = before is None or after is None or after - before - cpu < FOREIGN * wall + _TICK
+        before = busy()
+        spent = step()
+        clean = undisturbed(before, spent)
         if clean or not more or monotonic() > end:
             break
         sleep(0.1)
-    return Sample(wall, cpu, clean)
+    return Sample(*spent, clean)
 
 
-def _busy() -> float | None:
+def undisturbed(before: float | None, spent: Spent) -> bool:
+    """Did other processes leave the machine alone; ``before`` is what `busy` said when the step began."""
+    after = busy()
+    return before is None or after is None or after - before - spent.cpu < FOREIGN * spent.wall + _TICK
+
+
+def busy() -> float | None:
     """Seconds that all cores worked since the start of the machine, or were taken from it; None where nobody counts."""
     if not _STAT.exists():
         return None
@@ -129,7 +134,7 @@ def _busy() -> float | None:
 def summary(samples: Sequence[Sample]) -> Summary:
     """Quartiles of the time, and the cores that were used."""
     clean = [sample for sample in samples if sample.clean]
-    noisy = len(clean) < min(_ENOUGH, len(samples))
+    noisy = len(clean) < min(ENOUGH, len(samples))
     used = samples if noisy else clean
     walls = [sample.wall for sample in used]
     low, middle, high = statistics.quantiles(walls, n=4, method="inclusive") if len(walls) > 1 else walls * 3

@@ -1,0 +1,338 @@
+"""Does the clock predict processes whose values take time to arrive?
+
+    python tests/benchmarks/bench_ranks.py [--work pauses] [--processes 2 4] [--latency 0 .1 1 10] [--forward 10] [--repeats 9]
+
+`fp.ranks` over gloo on one machine, against `fp.simulate`. Stages either compute (``--work chain``: Linear and GELU; as many
+processes as there are cores) or do next to nothing and sleep (``--work pauses``: F, I and W of ``--forward`` ms a
+device, so any number of processes). The latency is made at the end that receives, on every edge between processes:
+
+"values": what has come is put into the lane's mailbox that much later, and the edge asks for the next value meanwhile;
+"requests, too": over a network gloo moves a value once it has heard that the other end asks for its memory, so what has
+    come is put there no earlier than two latencies after it was asked for, and the edge asks for the next one after that.
+
+Exchanges (what all processes tell each other before and after the actions) have no latency. Each schedule goes through
+its latencies in turn, round by round; figures are medians over the rounds, ratios those of each round's ratio. The costs
+are the mean times of the round's run without latency, and ``comm`` is the latency and the hop that was measured there: the
+median time from the end of an action to the start of one that waited for nothing else, on another process. "whole" is
+`fp.run` on rank 0, "actions" from the first to the last of all ranks; the ratios are of the simulated makespan over these.
+"schedule" is `fp.simulate` of the schedule, "plan" that of the plan, whose lanes wait to send until the slot at the other
+end is free. Rounds in which other processes used the machine, during this run or the one without latency, are left out;
+"clean" says how many were left, and a star that figures are of all, because fewer than five were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import queue
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter, process_time, sleep
+from typing import Any, NamedTuple
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from peers_samples import ENOUGH, Spent, busy, undisturbed
+from torch import Tensor
+
+import funcpipe as fp
+from funcpipe.runtime import link
+from funcpipe.runtime.border import Border
+from funcpipe.runtime.edge import Connection, EdgeIn, LostError
+from funcpipe.runtime.transport import Mailbox
+
+WARMUP = 3
+FAMILIES = {"1F1B": (fp.schedules.one_f_one_b, 1), "zero-bubble": (fp.schedules.zero_bubble, 1), "interleaved": (fp.schedules.interleaved, 2), "fill-drain": (fp.schedules.fill_drain, 1)}  # fmt: skip
+"""The schedules, and the stages that each process holds."""
+
+
+class Way(NamedTuple):
+    """How values travel: for how many seconds, and does asking for them take as long."""
+
+    latency: float
+    asked: bool
+
+
+def sleep_until(due: float) -> None:
+    """Sleep until a moment of `perf_counter`."""
+    sleep(max(0.0, due - perf_counter()))
+
+
+class Late(Mailbox):
+    """A mailbox into which everything is put later, in order."""
+
+    def __init__(self, box: Mailbox, later: queue.SimpleQueue[Any]) -> None:
+        super().__init__()
+        self.box, self.later = box, later
+
+    def put(self, key: Any, item: Any) -> None:
+        self.later.put((perf_counter() + LateEdge.way.latency, self.box, key, item))
+
+
+class LateEdge(EdgeIn):
+    """The end of an edge that receives, over a link that takes its time."""
+
+    way = Way(0.0, False)
+
+    def __init__(self, connection: Connection, name: str, lost: Callable[[LostError], None]) -> None:
+        super().__init__(connection, name, lost)
+        self.later: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._hand_on, daemon=True).start()
+
+    def begin(self, signature: Any, slots: Sequence[int], box: Mailbox, levels: Any) -> None:
+        late = self.way.latency and not self.way.asked
+        super().begin(signature, slots, Late(box, self.later) if late else box, levels)
+
+    def _hand_on(self) -> None:
+        while True:
+            due, box, key, item = self.later.get()
+            sleep_until(due)
+            box.put(key, item)
+
+    def _receive(self, place: int) -> Border:
+        asked = perf_counter()
+        value = super()._receive(place)
+        if self.way.asked:
+            sleep_until(max(perf_counter(), asked + self.way.latency) + self.way.latency)
+        return value
+
+
+@torch.library.custom_op("bench_ranks::pause", mutates_args=())
+def pause(x: Tensor, seconds: float, what: int) -> Tensor:
+    """The same numbers after some time; ``what`` keeps two of the same length apart."""
+    sleep(seconds)
+    return x.clone()
+
+
+@pause.register_fake
+def _(x: Tensor, seconds: float, what: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Pauses(torch.autograd.Function):
+    """A sum whose forward, gradient of the input and gradient of the weight take a time each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return pause(x + weight, seconds, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return pause(grads[0], ctx.seconds, 1), pause(grads[0], ctx.seconds, 2).sum(0), None
+
+
+class Paused(nn.Module):
+    """A layer of `Pauses`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.weight = seconds, nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Pauses.apply(x, self.weight, self.seconds)
+
+
+class Case(NamedTuple):
+    """A schedule to measure."""
+
+    name: str
+    plan: fp.Plan
+    params: Any
+    batch: tuple[Tensor, Tensor]
+
+
+def cases(size: int, given: argparse.Namespace) -> Iterator[Case]:
+    """Every schedule on so many processes."""
+    for name, (family, each) in FAMILIES.items():
+        if name not in given.schedules:
+            continue
+        torch.manual_seed(0)
+        count = size * each
+        if given.work == "pauses":
+            layers = [Paused(given.forward / 1e3 / each) for _ in range(count)]
+            batch = torch.randn(given.microbatches, 8), torch.randn(given.microbatches, 8)
+        else:
+            layers = [nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)]
+            batch = torch.randn(256, 1024), torch.randn(256, 1024)
+        per = len(layers) // count
+        parts = [nn.Sequential(*layers[i * per : (i + 1) * per]) for i in range(count)]
+        stages, params, _ = zip(*map(fp.from_module, parts), strict=True)
+        stages = tuple(map(fp.compile_stage, stages)) if name == "zero-bubble" else stages
+        schedule = family(count, given.microbatches, num_devices=size)
+        plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+        yield Case(name, plan, params, batch)
+
+
+class Step(NamedTuple):
+    """What was measured of one run: `fp.run`, its actions, and if other processes left the machine alone."""
+
+    whole: float
+    timeline: fp.Timeline
+    clean: bool
+
+
+def measure(case: Case, ways: Sequence[Way], repeats: int) -> dict[Way, list[Step]]:
+    """All ways in turn, on these ranks."""
+    found: dict[Way, list[Step]] = {way: [] for way in ways}
+    with fp.ranks(case.plan, timeout=60.0) as ranks:
+        params = fp.place(case.plan, case.params, ranks)
+        for repeat in range(WARMUP + repeats):
+            for way, steps in found.items():
+                LateEdge.way = way
+                before, cpu, start = busy(), process_time(), perf_counter()
+                result = fp.run(case.plan, params, case.batch, executor=ranks, threads_per_lane=1, record=True)
+                seconds, spent = perf_counter() - start, torch.tensor(process_time() - cpu)
+                dist.all_reduce(spent)
+                clean = undisturbed(before, Spent(seconds, float(spent)))
+                timeline = ranks.timeline(result)  # all wait for all here
+                if repeat >= WARMUP:
+                    steps.append(Step(seconds, timeline, clean))
+    return found
+
+
+def cost_of(timeline: fp.Timeline) -> fp.Cost:
+    """The mean times of a run, and the hop between processes as ``comm``."""
+    return replace(timeline.cost(), comm=statistics.median(waited(timeline)))
+
+
+def waited(timeline: fp.Timeline) -> Iterator[float]:
+    """From the end of an action to the start of what waited for it on another device, longer than for its own device."""
+    ends = {span.action: span for span in timeline.spans}
+    own = [0.0] * timeline.num_devices
+    for span in timeline.spans:
+        others = [ends[need] for need in span.action.needs() if need in ends]
+        came = max((other.end for other in others if other.device != span.device), default=0.0)
+        if came > own[span.device]:
+            yield span.start - came
+        own[span.device] = span.end
+
+
+def serve(rank: int, size: int, given: argparse.Namespace, folder: str, pipe: Any) -> None:
+    """One process: all cases; rank 0 says what was found."""
+    torch.set_num_threads(1)
+    link.EdgeIn = LateEdge
+    where = f"file://{folder}/{size}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
+    late = [Way(latency / 1e3, asked) for latency in given.latency if latency for asked in (False, True)]
+    for case in cases(size, given):
+        found = measure(case, [Way(0.0, False), *late], given.repeats)
+        if rank == 0:
+            pipe.send((case.name, [*rows(case.plan, found)]))
+    dist.destroy_process_group()
+
+
+class Row(NamedTuple):
+    """Medians: seconds, and what the clock says over them.
+
+    Attributes:
+        way: how values travelled.
+        clean, count: of so many rounds.
+        whole, actions: measured seconds.
+        schedule, plan: the simulated makespans over the actions.
+        of_whole: that of the plan over the whole.
+    """
+
+    way: Way
+    clean: int
+    count: int
+    whole: float
+    actions: float
+    schedule: float
+    plan: float
+    of_whole: float
+
+
+def rows(plan: fp.Plan, found: dict[Way, list[Step]]) -> Iterator[Row]:
+    """One for each way."""
+    fast = found[Way(0.0, False)]
+    for way, steps in found.items():
+        each: list[tuple[float, ...]] = []
+        clean = [one.clean and other.clean for one, other in zip(fast, steps, strict=True)]
+        for one, other, good in zip(fast, steps, clean, strict=True):
+            if good or sum(clean) < ENOUGH:
+                cost = cost_of(one.timeline)
+                slow = replace(cost, comm=cost.comm + way.latency)
+                clocks = [fp.simulate(what, slow).makespan for what in (plan.schedule, plan)]
+                actions = other.timeline.makespan
+                each.append((other.whole, actions, clocks[0] / actions, clocks[1] / actions, clocks[1] / other.whole))
+        yield Row(way, sum(clean), len(clean), *map(statistics.median, zip(*each, strict=True)))
+
+
+def table(size: int, given: argparse.Namespace) -> Iterator[str]:
+    """The lines of the processes of one size, as they come; last what is further than 10 % away."""
+    context = multiprocessing.get_context("spawn")
+    far: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        mine, its = context.Pipe(duplex=False)
+        make = partial(context.Process, target=serve, daemon=True)
+        processes = [make(args=(rank, size, given, folder, its if rank == 0 else None)) for rank in range(size)]
+        for process in processes:
+            process.start()
+        its.close()
+        while True:
+            try:
+                name, found = mine.recv()
+            except EOFError:
+                break
+            for row in found:
+                yield line(size, name, row)
+                for what, ratio in (("schedule", row.schedule), ("plan", row.plan)):
+                    if not 0.9 <= ratio <= 1.1:
+                        far.append(f"{what} of {name}, {row.way.latency * 1e3:g} ms, {link_of(row.way)}")
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                raise SystemExit(f"a process ended with {process.exitcode}")
+    yield f"\nfurther than 10 % from the actions: {'; '.join(far) or 'none'}"
+
+
+def link_of(way: Way) -> str:
+    """What takes the latency."""
+    return "-" if not way.latency else "requests, too" if way.asked else "values"
+
+
+def line(size: int, name: str, row: Row) -> str:
+    """A row in markdown."""
+    measured = f"{row.whole * 1e3:.1f} | {row.actions * 1e3:.1f}"
+    ratios = " | ".join(f"{ratio:.2f}" for ratio in (row.schedule, row.plan, row.of_whole))
+    clean = f"{row.clean}/{row.count}{'*' * (row.clean < ENOUGH)}"
+    return f"| {size} | {name} | {row.way.latency * 1e3:g} | {link_of(row.way)} | {measured} | {ratios} | {clean} |"
+
+
+def main() -> None:
+    """One table for each number of processes."""
+    assert __doc__
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", choices=["pauses", "chain"], default="pauses")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--latency", type=float, nargs="+", default=[0.0, 0.1, 1.0, 10.0], help="milliseconds")
+    parser.add_argument("--forward", type=float, default=10.0, help="milliseconds that a device sleeps for F, I and W")
+    parser.add_argument("--schedules", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=9)
+    given = parser.parse_args()
+    if min(given.processes) < 2 or (given.work == "chain" and not {*given.processes} <= {2, 4}):
+        parser.error("--processes are 2 or more; of the chain, which has 8 layers, 2 or 4")
+    for size in given.processes:
+        print("| processes | schedule | latency, ms | of | whole, ms | actions, ms | schedule / actions | plan / actions | plan / whole | clean |")  # fmt: skip
+        print("|---|---|---:|---|---:|---:|---:|---:|---:|---:|")
+        for text in table(size, given):
+            print(text, flush=True)
+        print(f"load {os.getloadavg()[0]:.1f}\n")
+
+
+if __name__ == "__main__":
+    main()
