@@ -35,6 +35,7 @@ class Plan:
         merge: how outputs of microbatches are joined; see `make_plan`.
         state: of the model that the stages were cut from, as it was then; None: nobody knows.
         counts: how the loss counts by itself.
+        spare_slots: how many more slots there are between two lanes than where values take no time.
     """
 
     stages: tuple[Stage, ...]
@@ -49,6 +50,7 @@ class Plan:
     merge: Any = None
     state: tuple[Any, ...] | None = field(default=None, repr=False)
     counts: Counts = BY_ROWS
+    spare_slots: int = 0
 
     __getstate__ = declared_fields
 
@@ -71,6 +73,7 @@ class Plan:
     def fingerprint(self) -> str:
         """A hash of everything but the functions: the same in every process that made the same plan."""
         parts = [str(self.schedule), str(self.train), str(self.outputs), str(self.loss is None), repr(self.ties)]
+        parts.append(str(self.spare_slots))
         parts += [repr((s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers)) for s in self.stages]
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 

@@ -29,6 +29,7 @@ def make_plan(
     train: bool | None = None,
     outputs: bool | None = None,
     merge: Any = None,
+    spare_slots: int = 0,
 ) -> Plan:
     """Lower a schedule for stages; everything that can be wrong before there are numbers is refused here.
 
@@ -68,6 +69,9 @@ def make_plan(
             "each" (`Microbatches`, one value each), or a tree of these like the outputs, down to where one rule holds
             for all below. None: tensors along axis 0, single numbers "each"; values that are no tensors come as one
             where all are equal.
+        spare_slots: how many more values may be on their way from one lane to another, of each sort, than where they
+            take no time: over a network a lane that waits for the one slot waits for two latencies. Each costs the
+            memory of a value. `simulate` says whether it pays.
 
     Raises:
         ScheduleError: the schedule is not legal.
@@ -92,6 +96,8 @@ def make_plan(
         for rule in flatten(merge)[0]
         if not _is_rule(rule)
     ]
+    if type(spare_slots) is not int or spare_slots < 0:
+        faults.append(f"spare_slots= is how many more slots there are between two lanes, from 0; got {spare_slots!r}")
     counts = BY_ROWS
     if loss is not None and not faults:
         try:
@@ -102,7 +108,7 @@ def make_plan(
         faults.append("weight= is the share of each microbatch in the loss, but there is no loss=")
     raise_all("no such plan:", faults)
     with_outputs = not schedule.has_backward if outputs is None else outputs
-    program = lower(tuple(stages), schedule, loss=loss is not None, outputs=with_outputs)
+    program = lower(tuple(stages), schedule, loss=loss is not None, outputs=with_outputs, spare_slots=spare_slots)
     return Plan(
         tuple(stages),
         schedule,
@@ -116,6 +122,7 @@ def make_plan(
         merge,
         state,
         counts,
+        spare_slots,
     )
 
 
@@ -127,7 +134,8 @@ def program_for(plan: Plan, num_microbatches: int, *, halves: bool = False) -> L
     program = cache.get((num_microbatches, halves))
     if program is None:
         schedule = plan.schedule.first(num_microbatches)
-        program = lower(plan.stages, schedule, loss=plan.loss is not None, outputs=plan.outputs, halves=halves)
+        given = {"loss": plan.loss is not None, "outputs": plan.outputs, "halves": halves}
+        program = lower(plan.stages, schedule, spare_slots=plan.spare_slots, **given)
         cache[num_microbatches, halves] = program
     return program
 

@@ -25,7 +25,15 @@ _GIVEN = (Role.INPUT, Role.TARGET, Role.FEED)
 _FIRST = (Kind.F, *MOVES)
 
 
-def lower(stages: Sequence[Stage], schedule: Schedule, *, loss: bool, outputs: bool, halves: bool = False) -> Lowered:
+def lower(
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    *,
+    loss: bool,
+    outputs: bool,
+    halves: bool = False,
+    spare_slots: int = 0,
+) -> Lowered:
     """Lower a schedule for stages. Linear in the number of actions.
 
     Args:
@@ -35,6 +43,7 @@ def lower(stages: Sequence[Stage], schedule: Schedule, *, loss: bool, outputs: b
         outputs: does the caller get the last stage's outputs.
         halves: the program of a `vjp`: every forward comes before all backwards, and the caller gets outputs and the
             gradients of the inputs.
+        spare_slots: how many more slots each way between lanes has than it needs where values take no time.
 
     Raises:
         ScheduleError: the schedule is not legal.
@@ -53,7 +62,10 @@ def lower(stages: Sequence[Stage], schedule: Schedule, *, loss: bool, outputs: b
     if halves:  # no lane's own order changes: what belongs to the first half is first already
         order = _forwards_first(order, calls.calls, schedule)
     most = _levels(calls.calls, order, schedule.num_microbatches, [*calls.pools])
-    pools = tuple(Pool(*key, slots) for key, slots in zip(calls.pools, most, strict=True))
+    pools = tuple(
+        Pool(*key, slots + (0 if key[0] == CALLER else spare_slots))
+        for key, slots in zip(calls.pools, most, strict=True)
+    )
     counts = (schedule.num_stages, schedule.num_microbatches, schedule.num_devices)
     return Lowered(*counts, tuple(calls.wires), tuple(calls.calls), tuple(order), pools)
 

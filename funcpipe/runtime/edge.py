@@ -2,18 +2,19 @@
 
 An edge has a connection of its own, on which its values travel in the order in which their lane sends them. Before each
 goes a number, that of its form; a form that is new follows it once, as checked data. Who receives knows the order from
-the plan, so it asks for the next value as soon as its slot is free, and with equal batches it knows the form beforehand
+the plan, so it asks for each value as soon as its slot is free, and with equal batches it knows the form beforehand
 and asks for the memory at the same time.
 """
 
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,10 @@ from funcpipe.runtime.worker import Worker
 
 _HEAD = 16
 """Bytes of what goes before a value: the number of its form, and how long the form is that follows."""
+
+_MORE = 2
+"""The tag of what follows a form that the other end did not expect; 0 is that of what it has asked for, maybe long before
+(and 1 of what cuts a connection)."""
 
 _FORMS = 4096
 """So many forms an edge remembers, and ..."""
@@ -63,17 +68,17 @@ class Connection:
     def __init__(self, group: Any, ranks: Sequence[int]) -> None:
         self.group, self.seats = group, {rank: seat for seat, rank in enumerate(ranks)}
 
-    def send(self, tensor: Tensor, to: int) -> Any:
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Any:
         """Begin to send a dense tensor's memory, which must not change before the end."""
         try:
-            return self.group.send([memory(tensor)], self.seats[to], 0)
+            return self.group.send([memory(tensor)], self.seats[to], tag)
         except RuntimeError as error:
             raise _lost(to, error) from None
 
-    def receive(self, into: Tensor, source: int) -> Any:
+    def receive(self, into: Tensor, source: int, tag: int = 0) -> Any:
         """Begin to receive into a dense tensor's memory."""
         try:
-            return self.group.recv([memory(into)], self.seats[source], 0)
+            return self.group.recv([memory(into)], self.seats[source], tag)
         except RuntimeError as error:
             raise _lost(source, error) from None
 
@@ -188,41 +193,69 @@ class EdgeOut(_Edge):
         expected, self.expected[self.place] = self.expected.get(self.place), number
         self.place += 1
         parts = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
-        if number == expected:
-            tensors = (
-                _packed([number, 0], parts) if self.forms[number].is_small else [torch.tensor([number, 0]), *parts]
-            )
-        else:
-            tensors = self._surprise(expected, number, text) + parts
+        first, more = self._head(expected, number, len(text), parts), list[Tensor]()
+        if number != expected:
+            more = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *parts] if text else parts
+        tensors = [*first, *more]
         try:
-            works = [self.connection.send(tensor, self.peer) for tensor in tensors]
+            works = [self.connection.send(tensor, self.peer) for tensor in first]
+            works += [self.connection.send(tensor, self.peer, _MORE) for tensor in more]
         except LostError as error:
             self.lost(error)
             return
         self.worker.give(partial(self._safely, partial(self._sent, slot, works, tensors, self.box)))
 
-    def _surprise(self, expected: int | None, number: int, text: bytes) -> list[Tensor]:
-        """What goes before a value of another form than the other end expects; that has asked for memory already."""
-        head = [number, len(text)]
-        tensors = [torch.tensor(head)]
-        if expected is not None:
-            rooms = _rooms(self.forms[expected])[1]
-            tensors = _packed(head, rooms) if self.forms[expected].is_small else [*tensors, *rooms]
-        return [*tensors, torch.frombuffer(bytearray(text), dtype=torch.uint8)] if text else tensors
+    def _head(self, expected: int | None, number: int, length: int, parts: list[Tensor]) -> list[Tensor]:
+        """What the other end has asked for: the number of the form, then the tensors, or what fills their places."""
+        if expected is None:
+            return [torch.tensor([number, length])]
+        if number != expected:
+            parts = _rooms(self.forms[expected])[1]
+        if self.forms[expected].is_small:
+            return _packed([number, length], parts)
+        return [torch.tensor([number, length]), *parts]
 
     def _sent(self, slot: int, works: list[Any], kept: list[Tensor], box: Inbox) -> None:
         self.connection.finish(works, self.peer)
         box.put_quietly((self.to, slot), (works, kept))
 
 
+class _Asked(NamedTuple):
+    """What was asked for of a value before it comes.
+
+    Attributes:
+        slot: where it will lie.
+        works: of the message that tells its form, and of what is expected to follow.
+        head: the number of its form, and how long the form is that follows.
+        packed: head and all tensors in one; None: each travels by itself.
+        expected: the number of the form that it had in the last such run; None: there was none.
+        leaves, tensors: memory for a value of that form, and those of its leaves that travel.
+    """
+
+    slot: int
+    works: list[Any]
+    head: Tensor
+    packed: Tensor | None
+    expected: int | None
+    leaves: list[Any]
+    tensors: list[Tensor]
+
+
 class EdgeIn(_Edge):
-    """The end that receives: a worker does, in the order of the plan, each value as soon as its slot is free."""
+    """The end that receives: each value is asked for, in the order of the plan, as soon as its slot is free.
+
+    So the other end knows that it may send before it has the value, and a worker hands over what has come.
+    """
 
     def __init__(self, connection: Connection, name: str, lost: Callable[[LostError], None]) -> None:
         super().__init__(connection, name, lost)
         self.peer = next(iter(connection.seats))
         self.words: dict[int, Any] = {}
-        self._freed: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._slots: Sequence[int] = ()
+        self._taken: set[int] = set()
+        self._next = 0
 
     def _forget(self) -> None:
         super()._forget()
@@ -231,64 +264,69 @@ class EdgeIn(_Edge):
     def begin(self, signature: Any, slots: Sequence[int], box: Mailbox, levels: Mapping[int, PoolLevel]) -> None:
         """A run begins: its values come into these slots, in this order, and are put into the box."""
         self._begin(signature)
-        self._freed = queue.SimpleQueue()
-        self.worker.give(partial(self._safely, partial(self._receive_all, slots, box, levels, self._freed)))
+        self._asked, self._slots, self._taken, self._next = queue.SimpleQueue(), slots, set(), 0
+        self._safely(self._ask)
+        self.worker.give(partial(self._safely, partial(self._receive_all, box, levels, self._asked)))
 
     def free(self, slot: int) -> None:
         """A slot is free again."""
-        self._freed.put(slot)
+        with self._gate:
+            self._taken.discard(slot)
+        self._safely(self._ask)
 
     def stop(self) -> None:
         """Let the worker's job end, once the connection is cut."""
-        self._freed.put(None)
+        self._asked.put(None)
 
-    def _receive_all(
-        self,
-        slots: Sequence[int],
-        box: Mailbox,
-        levels: Mapping[int, PoolLevel],
-        freed: queue.SimpleQueue[int | None],
-    ) -> None:
-        taken: set[int] = set()
-        for place, slot in enumerate(slots):
-            while slot in taken:
-                free = freed.get()
-                if free is None:
-                    return
-                taken.discard(free)
-            taken.add(slot)
-            value = self._receive(place)
-            levels[slot].add()
-            box.put(slot, Ticket(value))
-            del value
+    def _ask(self) -> None:
+        """Ask for the next values, up to the first whose slot is taken."""
+        with self._gate:
+            while self._next < len(self._slots) and self._slots[self._next] not in self._taken:
+                slot = self._slots[self._next]
+                self._taken.add(slot)
+                self._asked.put(self._ask_for(self._next, slot))
+                self._next += 1
 
-    def _receive(self, place: int) -> Border:
-        """The next value."""
-        ask, finish = (
-            partial(self.connection.receive, source=self.peer),
-            partial(self.connection.finish, rank=self.peer),
-        )
+    def _ask_for(self, place: int, slot: int) -> _Asked:
+        ask = partial(self.connection.receive, source=self.peer)
         expected = self.expected.get(place)
         form = None if expected is None else self.forms[expected]
         leaves, tensors = ([], []) if form is None else _rooms(form)
-        packed = torch.empty(_HEAD + form.nbytes, dtype=torch.uint8) if form is not None and form.is_small else None
-        head = torch.empty(2, dtype=torch.int64) if packed is None else packed[:_HEAD].view(torch.int64)
-        works = [ask(head), *map(ask, tensors)] if packed is None else [ask(packed)]
-        finish(works[:1])
-        number, length = head.tolist()
-        if number != expected:
-            finish(works[1:])
+        if form is not None and form.is_small:
+            packed = torch.empty(_HEAD + form.nbytes, dtype=torch.uint8)
+            return _Asked(slot, [ask(packed)], packed[:_HEAD].view(torch.int64), packed, expected, leaves, tensors)
+        head = torch.empty(2, dtype=torch.int64)
+        return _Asked(slot, [ask(head), *map(ask, tensors)], head, None, expected, leaves, tensors)
+
+    def _receive_all(
+        self, box: Mailbox, levels: Mapping[int, PoolLevel], asked: queue.SimpleQueue[_Asked | None]
+    ) -> None:
+        for place in range(len(self._slots)):
+            what = asked.get()
+            if what is None:
+                return
+            value = self._receive(place, what)
+            levels[what.slot].add()
+            box.put(what.slot, Ticket(value))
+            del value, what
+
+    def _receive(self, place: int, asked: _Asked) -> Border:
+        """The next value."""
+        more = partial(self.connection.receive, source=self.peer, tag=_MORE)
+        finish = partial(self.connection.finish, rank=self.peer)
+        finish(asked.works)
+        number, length = asked.head.tolist()
+        leaves = asked.leaves
+        if number != asked.expected:
             if length:
                 text = torch.empty(length, dtype=torch.uint8)
-                finish([ask(text)])
+                finish([more(text)])
                 self.forms.append(unpack_form(text.numpy().tobytes()))
             leaves, tensors = _rooms(self.forms[number])
-            finish([*map(ask, tensors)])
+            finish([*map(more, tensors)])
             self.expected[place] = number
-        elif packed is None:
-            finish(works[1:])
-        else:
-            _unpack(packed, tensors)
+        elif asked.packed is not None:
+            _unpack(asked.packed, asked.tensors)
         form = self.forms[number]
         value = Border(leaves, form.spec, form.flags)
         if number not in self.words:

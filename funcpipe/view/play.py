@@ -60,7 +60,8 @@ class Play:
 
     A value that is sent occupies the link between its two lanes for its size over the bandwidth, one value after the
     other, and can be read the latency later. Who reads it waits. With ``bounded`` a lane also waits until the slot into
-    which it sends is free. O, L, G and U occupy a link of the lane (G and U the same); the lane goes on.
+    which it sends is free and it has heard of that, the latency later. O, L, G and U occupy a link of the lane (G and U
+    the same); the lane goes on.
 
     Args:
         lowered: a program.
@@ -136,7 +137,8 @@ class Play:
             for slot in instruction.slots:
                 self._leave(number, lane, slot)
                 if lane.program.sources[slot] not in (None, CALLER):
-                    self.free[number, slot] = lane.now
+                    _, latency = self.crossings[lane.wires[slot], number]
+                    self.free[number, slot] = Since(lane.now.time + latency, lane.now.cause)  # that news travels too
                     self._wake(("free", number, slot), awake)
         return None
 

@@ -28,8 +28,8 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
     >>> simulate(one_f_one_b(4, 8), Cost(forward=1, backward=2)).makespan
     33.0
 
-    A plan is simulated with its skips and its slots: a lane that sends waits until there is room at the other end. A
-    schedule alone has the skips of the cost, and as much room as is wanted.
+    A plan is simulated with its skips and its slots: a lane that sends waits until there is room at the other end, and
+    the news of it has taken a hop, too. A schedule alone has the skips of the cost, and as much room as is wanted.
 
     Args:
         plan_or_schedule: what to run.

@@ -1,14 +1,12 @@
 """Does the clock predict processes whose values take time to arrive?
 
-    python tests/benchmarks/bench_ranks.py [--work pauses] [--processes 2 4] [--latency 0 .1 1 10] [--forward 10] [--repeats 9]
+    python tests/benchmarks/bench_ranks.py [--work pauses] [--processes 2 4] [--latency 0 .1 1 10] [--spare 0 2] [--repeats 9]
 
 `fp.ranks` over gloo on one machine, against `fp.simulate`. Stages either compute (``--work chain``: Linear and GELU; as many
 processes as there are cores) or do next to nothing and sleep (``--work pauses``: F, I and W of ``--forward`` ms a
-device, so any number of processes). The latency is made at the end that receives, on every edge between processes:
-
-"values": what has come is put into the lane's mailbox that much later, and the edge asks for the next value meanwhile;
-"requests, too": over a network gloo moves a value once it has heard that the other end asks for its memory, so what has
-    come is put there no earlier than two latencies after it was asked for, and the edge asks for the next one after that.
+device, so any number of processes). The latency is made at the end that receives, on every edge between processes: over a
+network gloo moves a value once it has heard that the other end asks for its memory, so what has come is put into the
+lane's mailbox one latency later, and no earlier than two after it was asked for. ``--spare`` are spare slots of the plan.
 
 Exchanges (what all processes tell each other before and after the actions) have no latency. Each schedule goes through
 its latencies in turn, round by round; figures are medians over the rounds, ratios those of each round's ratio. The costs
@@ -58,13 +56,6 @@ FAMILIES = {"1F1B": (fp.schedules.one_f_one_b, 1), "zero-bubble": (fp.schedules.
 """The schedules, and the stages that each process holds."""
 
 
-class Way(NamedTuple):
-    """How values travel: for how many seconds, and does asking for them take as long."""
-
-    latency: float
-    asked: bool
-
-
 def sleep_until(due: float) -> None:
     """Sleep until a moment of `perf_counter`."""
     sleep(max(0.0, due - perf_counter()))
@@ -73,27 +64,28 @@ def sleep_until(due: float) -> None:
 class Late(Mailbox):
     """A mailbox into which everything is put later, in order."""
 
-    def __init__(self, box: Mailbox, later: queue.SimpleQueue[Any]) -> None:
+    def __init__(self, box: Mailbox, edge: LateEdge) -> None:
         super().__init__()
-        self.box, self.later = box, later
+        self.box, self.edge = box, edge
 
     def put(self, key: Any, item: Any) -> None:
-        self.later.put((perf_counter() + LateEdge.way.latency, self.box, key, item))
+        self.edge.later.put((self.edge.due, self.box, key, item))
 
 
 class LateEdge(EdgeIn):
-    """The end of an edge that receives, over a link that takes its time."""
+    """The end of an edge that receives, over a link that takes its time: seconds."""
 
-    way = Way(0.0, False)
+    latency = 0.0
 
     def __init__(self, connection: Connection, name: str, lost: Callable[[LostError], None]) -> None:
         super().__init__(connection, name, lost)
         self.later: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.when: dict[int, float] = {}
+        self.due = 0.0
         threading.Thread(target=self._hand_on, daemon=True).start()
 
     def begin(self, signature: Any, slots: Sequence[int], box: Mailbox, levels: Any) -> None:
-        late = self.way.latency and not self.way.asked
-        super().begin(signature, slots, Late(box, self.later) if late else box, levels)
+        super().begin(signature, slots, Late(box, self) if self.latency else box, levels)
 
     def _hand_on(self) -> None:
         while True:
@@ -101,11 +93,13 @@ class LateEdge(EdgeIn):
             sleep_until(due)
             box.put(key, item)
 
-    def _receive(self, place: int) -> Border:
-        asked = perf_counter()
-        value = super()._receive(place)
-        if self.way.asked:
-            sleep_until(max(perf_counter(), asked + self.way.latency) + self.way.latency)
+    def _ask_for(self, place: int, slot: int) -> Any:
+        self.when[place] = perf_counter()
+        return super()._ask_for(place, slot)
+
+    def _receive(self, place: int, asked: Any) -> Border:
+        value = super()._receive(place, asked)
+        self.due = max(perf_counter(), self.when[place] + self.latency) + self.latency
         return value
 
 
@@ -149,6 +143,7 @@ class Case(NamedTuple):
     """A schedule to measure."""
 
     name: str
+    spare: int
     plan: fp.Plan
     params: Any
     batch: tuple[Tensor, Tensor]
@@ -172,8 +167,9 @@ def cases(size: int, given: argparse.Namespace) -> Iterator[Case]:
         stages, params, _ = zip(*map(fp.from_module, parts), strict=True)
         stages = tuple(map(fp.compile_stage, stages)) if name == "zero-bubble" else stages
         schedule = family(count, given.microbatches, num_devices=size)
-        plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
-        yield Case(name, plan, params, batch)
+        for spare in given.spare:
+            plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu", spare_slots=spare)
+            yield Case(name, spare, plan, params, batch)
 
 
 class Step(NamedTuple):
@@ -184,14 +180,14 @@ class Step(NamedTuple):
     clean: bool
 
 
-def measure(case: Case, ways: Sequence[Way], repeats: int) -> dict[Way, list[Step]]:
-    """All ways in turn, on these ranks."""
-    found: dict[Way, list[Step]] = {way: [] for way in ways}
+def measure(case: Case, latencies: Sequence[float], repeats: int) -> dict[float, list[Step]]:
+    """All latencies in turn, on these ranks."""
+    found: dict[float, list[Step]] = {latency: [] for latency in latencies}
     with fp.ranks(case.plan, timeout=60.0) as ranks:
         params = fp.place(case.plan, case.params, ranks)
         for repeat in range(WARMUP + repeats):
-            for way, steps in found.items():
-                LateEdge.way = way
+            for latency, steps in found.items():
+                LateEdge.latency = latency
                 before, cpu, start = busy(), process_time(), perf_counter()
                 result = fp.run(case.plan, params, case.batch, executor=ranks, threads_per_lane=1, record=True)
                 seconds, spent = perf_counter() - start, torch.tensor(process_time() - cpu)
@@ -226,11 +222,11 @@ def serve(rank: int, size: int, given: argparse.Namespace, folder: str, pipe: An
     link.EdgeIn = LateEdge
     where = f"file://{folder}/{size}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
-    late = [Way(latency / 1e3, asked) for latency in given.latency if latency for asked in (False, True)]
+    late = [latency / 1e3 for latency in given.latency if latency]
     for case in cases(size, given):
-        found = measure(case, [Way(0.0, False), *late], given.repeats)
+        found = measure(case, [0.0, *late], given.repeats)
         if rank == 0:
-            pipe.send((case.name, [*rows(case.plan, found)]))
+            pipe.send((f"{case.name}, {case.spare} spare", [*rows(case.plan, found)]))
     dist.destroy_process_group()
 
 
@@ -238,14 +234,14 @@ class Row(NamedTuple):
     """Medians: seconds, and what the clock says over them.
 
     Attributes:
-        way: how values travelled.
+        latency: for how many seconds values travelled.
         clean, count: of so many rounds.
         whole, actions: measured seconds.
         schedule, plan: the simulated makespans over the actions.
         of_whole: that of the plan over the whole.
     """
 
-    way: Way
+    latency: float
     clean: int
     count: int
     whole: float
@@ -255,20 +251,20 @@ class Row(NamedTuple):
     of_whole: float
 
 
-def rows(plan: fp.Plan, found: dict[Way, list[Step]]) -> Iterator[Row]:
-    """One for each way."""
-    fast = found[Way(0.0, False)]
-    for way, steps in found.items():
+def rows(plan: fp.Plan, found: dict[float, list[Step]]) -> Iterator[Row]:
+    """One for each latency."""
+    fast = found[0.0]
+    for latency, steps in found.items():
         each: list[tuple[float, ...]] = []
         clean = [one.clean and other.clean for one, other in zip(fast, steps, strict=True)]
         for one, other, good in zip(fast, steps, clean, strict=True):
             if good or sum(clean) < ENOUGH:
                 cost = cost_of(one.timeline)
-                slow = replace(cost, comm=cost.comm + way.latency)
+                slow = replace(cost, comm=cost.comm + latency)
                 clocks = [fp.simulate(what, slow).makespan for what in (plan.schedule, plan)]
                 actions = other.timeline.makespan
                 each.append((other.whole, actions, clocks[0] / actions, clocks[1] / actions, clocks[1] / other.whole))
-        yield Row(way, sum(clean), len(clean), *map(statistics.median, zip(*each, strict=True)))
+        yield Row(latency, sum(clean), len(clean), *map(statistics.median, zip(*each, strict=True)))
 
 
 def table(size: int, given: argparse.Namespace) -> Iterator[str]:
@@ -291,7 +287,7 @@ def table(size: int, given: argparse.Namespace) -> Iterator[str]:
                 yield line(size, name, row)
                 for what, ratio in (("schedule", row.schedule), ("plan", row.plan)):
                     if not 0.9 <= ratio <= 1.1:
-                        far.append(f"{what} of {name}, {row.way.latency * 1e3:g} ms, {link_of(row.way)}")
+                        far.append(f"{what} of {name}, {row.latency * 1e3:g} ms")
         for process in processes:
             process.join()
             if process.exitcode:
@@ -299,17 +295,12 @@ def table(size: int, given: argparse.Namespace) -> Iterator[str]:
     yield f"\nfurther than 10 % from the actions: {'; '.join(far) or 'none'}"
 
 
-def link_of(way: Way) -> str:
-    """What takes the latency."""
-    return "-" if not way.latency else "requests, too" if way.asked else "values"
-
-
 def line(size: int, name: str, row: Row) -> str:
     """A row in markdown."""
     measured = f"{row.whole * 1e3:.1f} | {row.actions * 1e3:.1f}"
     ratios = " | ".join(f"{ratio:.2f}" for ratio in (row.schedule, row.plan, row.of_whole))
     clean = f"{row.clean}/{row.count}{'*' * (row.clean < ENOUGH)}"
-    return f"| {size} | {name} | {row.way.latency * 1e3:g} | {link_of(row.way)} | {measured} | {ratios} | {clean} |"
+    return f"| {size} | {name} | {row.latency * 1e3:g} | {measured} | {ratios} | {clean} |"
 
 
 def main() -> None:
@@ -319,6 +310,7 @@ def main() -> None:
     parser.add_argument("--work", choices=["pauses", "chain"], default="pauses")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--latency", type=float, nargs="+", default=[0.0, 0.1, 1.0, 10.0], help="milliseconds")
+    parser.add_argument("--spare", type=int, nargs="+", default=[0, 2], help="spare slots of the plan")
     parser.add_argument("--forward", type=float, default=10.0, help="milliseconds that a device sleeps for F, I and W")
     parser.add_argument("--schedules", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--microbatches", type=int, default=8)
@@ -327,8 +319,8 @@ def main() -> None:
     if min(given.processes) < 2 or (given.work == "chain" and not {*given.processes} <= {2, 4}):
         parser.error("--processes are 2 or more; of the chain, which has 8 layers, 2 or 4")
     for size in given.processes:
-        print("| processes | schedule | latency, ms | of | whole, ms | actions, ms | schedule / actions | plan / actions | plan / whole | clean |")  # fmt: skip
-        print("|---|---|---:|---|---:|---:|---:|---:|---:|---:|")
+        print("| processes | schedule | latency, ms | whole, ms | actions, ms | schedule / actions | plan / actions | plan / whole | clean |")  # fmt: skip
+        print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
         for text in table(size, given):
             print(text, flush=True)
         print(f"load {os.getloadavg()[0]:.1f}\n")

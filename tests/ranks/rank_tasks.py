@@ -121,7 +121,8 @@ def bits(rank, size, numbers, rows):
     wrong = []
     for number in numbers:
         schedule = schedules(4, 4)[number]
-        plan = fp.make_plan(stages, schedule, loss=loss_with_aux, outputs=True, devices="cpu")
+        spare = {"spare_slots": number % 3}
+        plan = fp.make_plan(stages, schedule, loss=loss_with_aux, outputs=True, devices="cpu", **spare)
         with fp.ranks(plan, lanes=owners(plan.num_devices, size), timeout=30.0) as ranks:
             own = fp.place(plan, params, ranks)
             for count in rows:

@@ -207,11 +207,13 @@ def test_stages_of_one_device_need_no_hop() -> None:
 
 
 def test_a_plan_simulates_as_its_schedule_where_it_has_slots_enough() -> None:
-    """Slots are as many as plan order needs; where values travel long, who sends waits for one."""
+    """Slots are as many as plan order needs; where values travel long, who sends waits until it hears of a free one."""
     schedule = interleaved(4, 4, num_devices=2)
     plan = make_plan([stage(lambda p, x: x)] * 4, schedule, loss=lambda y, t: y)
     assert simulate(schedule) == simulate(plan)
-    assert (42.0, 44.0) == (simulate(schedule, Cost(comm=2)).makespan, simulate(plan, Cost(comm=2)).makespan)
+    assert (42.0, 58.0) == (simulate(schedule, Cost(comm=2)).makespan, simulate(plan, Cost(comm=2)).makespan)
+    roomy = make_plan(plan.stages, schedule, loss=plan.loss, spare_slots=2)
+    assert simulate(schedule, Cost(comm=2)) == simulate(roomy, Cost(comm=2))
 
 
 def test_an_illegal_schedule_is_refused() -> None:
