@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -24,16 +24,10 @@ from funcpipe.runtime.edge import Connection, EdgeIn, EdgeOut, LostError
 from funcpipe.runtime.exchanges import exchange_all, gather_all
 from funcpipe.runtime.pulse import Pulse
 from funcpipe.runtime.replicas import Replicas
-from funcpipe.runtime.worker import Worker
+from funcpipe.runtime.store import AskedStore, below
+from funcpipe.runtime.worker import Worker, end_all
 
 _FOREVER = timedelta(days=365)
-
-
-def below(name: str, store: Any) -> Any:
-    """A store whose keys lie below a name in another one."""
-    import torch.distributed as dist
-
-    return dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def hello(rank: int, mine: Mapping[str, Any]) -> tuple[str, str]:
@@ -77,6 +71,7 @@ class Link:
         failure: what has broken the link, once something has.
         timeout: seconds after which a wait ends in an error, when no rank gets on any more.
         pulse: tells whether one does.
+        store: where failures are told and heard.
     """
 
     def __init__(
@@ -88,9 +83,9 @@ class Link:
         doing: Callable[[], tuple[bool, str]],
         marks: Callable[[], Any],
     ) -> None:
-        self.store, self._waits, self._watches = stores  # while one waits nobody else can use it
+        store, self._waits, self._watches = stores  # while one waits nobody else can use it
         self.rank, self.size, self.doing = rank, size, doing
-        self.pulse = Pulse(self.store, marks)
+        self.store, self.pulse = AskedStore(store), Pulse(store, marks)
         self.limit(timeout)
         self.failure: Failure | None = None
         self.run = 0
@@ -270,7 +265,7 @@ class Link:
         if self.failure is not None:
             return
         number = self._events
-        told = self._briefly(partial(self.store.check, [f"event/{self.rank}/{number}"]), 1.0)
+        told = self.store.ask(lambda store: store.check([f"event/{self.rank}/{number}"]))
         self._suspect = error
         if not told or self._events > number:  # else the watcher is about to say more, or comes back to it
             self._fail_by_suspect()
@@ -279,33 +274,20 @@ class Link:
         if self._suspect is not None:
             self.fail(Failure(self._suspect.rank, "", self._suspect.text, None, self.run))
 
-    def tell(self, failure: Failure, seconds: float = 1.0) -> None:
-        """Tell a failure to all others, once, for so long at most: the store may be gone."""
+    def tell(self, failure: Failure) -> None:
+        """Tell a failure to all others, once."""
         if self._told:
             return
         self._told = True
-        self._briefly(partial(self._post, "failed", list(failure)), seconds)
+        self._post("failed", list(failure), {*range(self.size)} - {self.rank})
 
-    def _briefly(self, job: Callable[[], Any], seconds: float) -> Any:
-        """The result of a job that talks to the store; None where that takes longer, or the store is gone."""
-        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    def _post(self, kind: str, what: Any, to: Iterable[int]) -> None:
+        def post(store: Any) -> None:
+            for other in to:
+                number = store.add(f"events/{other}", 1) - 1
+                store.set(f"event/{other}/{number}", json.dumps([kind, what]))
 
-        def work() -> None:
-            try:
-                results.put(job())
-            except RuntimeError:
-                results.put(None)
-
-        threading.Thread(target=work, name="funcpipe store", daemon=True).start()
-        with suppress(queue.Empty):
-            return results.get(timeout=seconds)
-        return None
-
-    def _post(self, kind: str, what: Any, only: int | None = None) -> None:
-        for other in range(self.size) if only is None else [only]:
-            if other != self.rank or only is not None:
-                number = self.store.add(f"events/{other}", 1) - 1
-                self.store.set(f"event/{other}/{number}", json.dumps([kind, what]))
+        self.store.ask(post)
 
     def _watch(self, store: Any) -> None:
         """Wait for what others tell, event by event; in a thread of its own."""
@@ -343,21 +325,21 @@ class Link:
         store.set(f"doing/{self.rank}", json.dumps(self.doing()))
 
     def table(self, seconds: float = 1.0) -> dict[int, tuple[bool, str]]:
-        """What every rank does, by rank: (is it in an action, in words); those that do not answer are left out."""
-        said: dict[int, tuple[bool, str]] = {}
+        """What every rank does, by rank: (is it in an action, in words); others that do not answer are left out."""
+        said = {self.rank: self.doing()}
         deadline = monotonic() + seconds
 
-        def ask() -> None:
-            self._say(self.store)
+        def ask(store: Any) -> None:
+            self._say(store)
             while len(said) < self.size and monotonic() < deadline:
                 for rank in range(self.size):
-                    if rank not in said and self.store.check([f"doing/{rank}"]):
-                        busy, words = json.loads(self.store.get(f"doing/{rank}"))
+                    if rank not in said and store.check([f"doing/{rank}"]):
+                        busy, words = json.loads(store.get(f"doing/{rank}"))
                         said[rank] = (busy, words)
                 sleep(0.02)
 
-        self._briefly(ask, seconds + 0.3)
-        return said
+        self.store.ask(ask, seconds + 0.3)
+        return {**said}
 
     # -- its end -------------------------------------------------------------------------------------------------------
 
@@ -374,16 +356,16 @@ class Link:
     def close(self, *, told: bool) -> None:
         """End all threads and connections; with ``told`` the others get to know that this one runs no more."""
         if told:
-            self._briefly(partial(self._post, "closed", [self.rank, self.run]), 1.0)
+            self._post("closed", [self.rank, self.run], {*range(self.size)} - {self.rank})
         self.cut()
         self._wake_watcher()
-        self.pulse.end(1.0)
+        patience = 0.1 if self.store.silent else 1.0  # those that wait for the store end when it comes back
+        self.pulse.end(patience)
         others = [each.worker for each in (*self.edges.values(), *self.replicas.values())]
-        for worker in [self._worker, *others, self._watcher]:
-            worker.end(1.0)
+        end_all([*others, self._worker, self._watcher], patience)
 
     def _wake_watcher(self) -> None:
-        self._briefly(partial(self._post, "end", None, self.rank), 1.0)
+        self._post("end", None, [self.rank])
 
 
 class _Alarming:

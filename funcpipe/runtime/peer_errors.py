@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from funcpipe.core.errors import PeerError
-from funcpipe.runtime.link import Failure
+from funcpipe.runtime.link import Failure, Link
+
+_NO_STORE = "the store of the processes does not answer"
 
 
-def peer_error(failure: Failure, table: Mapping[int, tuple[bool, str]], size: int) -> PeerError:
+def peer_error(failure: Failure, table: Mapping[int, tuple[bool, str]], link: Link) -> PeerError:
     """What a rank raises for another one's failure."""
-    rank, place = failure.rank, failure.place()
-    if failure.timed:
+    rank, place, size = failure.rank, failure.place(), link.size
+    if (
+        failure.timed and link.store.silent and len(table) < 2
+    ):  # is it this rank that is cut off, or the store; who knows
+        rank, text = -1, f"{_NO_STORE}, and nothing went on for a while\n{table_of(table, size)}"
+    elif failure.timed:
         silent = [other for other in range(size) if other not in table]
         rank = next(iter([*silent, *(other for other, (busy, _) in table.items() if busy)]), -1)
         whom = "is silent" if silent else "is in an action" if rank >= 0 else ""
@@ -19,6 +25,8 @@ def peer_error(failure: Failure, table: Mapping[int, tuple[bool, str]], size: in
         text = f"{head}, and nothing went on for a while (rank {failure.rank} saw it first)\n{table_of(table, size)}"
     elif not failure.kind:
         text = f"rank {rank}: {failure.text}" if rank >= 0 else failure.text
+        if link.store.silent:
+            text = f"{text}; {_NO_STORE}, so nobody could tell what came first"
     else:
         at = "" if place is None else f" {place}"
         text = f"rank {rank} failed{at}: {failure.kind}: {failure.text}"

@@ -27,7 +27,7 @@ from funcpipe.runtime.context import pin
 from funcpipe.runtime.edge import EdgeIn, EdgeOut, Outbox
 from funcpipe.runtime.execute import Execution
 from funcpipe.runtime.lanes import Lanes, refuse_uncarried
-from funcpipe.runtime.link import Alarm, Failure, Link, below
+from funcpipe.runtime.link import Alarm, Failure, Link
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, stages_of
 from funcpipe.runtime.peer_errors import peer_error, table_of
@@ -35,6 +35,7 @@ from funcpipe.runtime.rank_schedule import RankSchedule
 from funcpipe.runtime.rank_timeline import joined_timeline
 from funcpipe.runtime.replicas import Sharding
 from funcpipe.runtime.spread import cuts_of
+from funcpipe.runtime.store import below, connections
 from funcpipe.runtime.surroundings import is_under_torchrun, link_name, machine, refuse_devices
 from funcpipe.runtime.transport import Inbox, Mailbox
 from funcpipe.runtime.watchdog import lane_states
@@ -317,8 +318,7 @@ class Ranks(Lanes):
             )
         if self._link is None:
             self._links += 1
-            # Made once: torch's store lets every 25th connection to it wait for 5 s.
-            self._stores = self._stores or [self._store, self._store.clone(), self._store.clone()]
+            self._stores = self._stores or connections(self._store, self._limit)
             stores = [below(link_name(self._links), store) for store in self._stores]
             number, count = self.replica * self.size + self.rank, self.replicas * self.size
             link = self._link = Link(stores, number, count, self._limit, self._doing, self._marks)
@@ -373,7 +373,7 @@ class Ranks(Lanes):
             raise RunTimeout(f"{text}\n{table_of(table, link.size)}") from None
         if is_under_torchrun():
             sleep(1.1)  # it blames who ends first, and counts in whole seconds
-        raise peer_error(failure, table, link.size) from None
+        raise peer_error(failure, table, link) from None
 
     def _tell(self, link: Link, error: BaseException) -> Failure:
         """Break the link by an error and tell it to the others, where nobody else does; what has broken it first."""

@@ -11,8 +11,8 @@ from funcpipe.core.errors import PlanError, RanksError
 from funcpipe.core.plan import Plan
 from funcpipe.lower.proof import proven
 from funcpipe.runtime.context import checked_plan
-from funcpipe.runtime.link import below
 from funcpipe.runtime.rank_lanes import Ranks
+from funcpipe.runtime.store import below
 from funcpipe.runtime.surroundings import refuse_devices, refuse_to_join
 
 _made: Counter[tuple[int, ...]] = Counter()

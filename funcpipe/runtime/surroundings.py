@@ -8,8 +8,9 @@ from uuid import getnode
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
-from funcpipe.runtime.link import below, hello
+from funcpipe.runtime.link import hello
 from funcpipe.runtime.place import plan_devices
+from funcpipe.runtime.store import AskedStore, below
 
 
 def link_name(number: int) -> str:
@@ -19,7 +20,7 @@ def link_name(number: int) -> str:
 
 def refuse_to_join(store: Any, rank: int, error: Exception) -> None:
     """Tell those who are about to make their first link why this rank does not."""
-    below(link_name(1), store).set(*hello(rank, {"refused": str(error)}))
+    AskedStore(below(link_name(1), store)).ask(lambda store: store.set(*hello(rank, {"refused": str(error)})))
 
 
 def machine() -> str:
