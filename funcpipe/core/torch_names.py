@@ -8,7 +8,6 @@ on, and ``tests/test_layout.py`` sees that no other file has a private name of t
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -411,10 +410,10 @@ def rename(node: fx.Node, name: str) -> None:
     node._rename(name)
 
 
-def gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A backend of gloo for who makes it, on GLOO_SOCKET_IFNAME's interface; the public constructor ignores that."""
+def gloo(store: Any, rank: int, size: int, timeout: timedelta, **where: str) -> Any:
+    """A backend of gloo for who makes it, on an ``interface=`` or a ``hostname=``; the public constructor takes none."""
     backend: Any = torch.distributed.ProcessGroupGloo  # pyright: ignore
-    name, options = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], backend._Options()
-    options._devices = [backend.create_device(interface=name) if name else backend.create_default_device()]
+    options = backend._Options()
+    options._devices = [backend.create_device(**where) if where else backend.create_default_device()]
     options._timeout, options._threads = timeout, 1
     return backend(store, rank, size, options)

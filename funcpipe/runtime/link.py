@@ -20,6 +20,7 @@ from torch import Tensor
 
 from funcpipe.core.errors import Where
 from funcpipe.core.torch_names import gloo
+from funcpipe.runtime.address import connect_at, host_of, own_address
 from funcpipe.runtime.edge import Connection, EdgeIn, EdgeOut, LostError
 from funcpipe.runtime.exchanges import exchange_all, gather_all
 from funcpipe.runtime.pulse import Pulse
@@ -97,6 +98,7 @@ class Link:
         self._alarms: list[Callable[[], None]] = []
         self._gate = threading.Lock()
         self._everyone: Connection | None = None
+        self._where: dict[str, str] = {}
         self._events = 0
         self._told = False
         self._suspect: LostError | None = None
@@ -133,7 +135,8 @@ class Link:
 
     def _hear(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
         store = self._waits
-        store.set(*hello(self.rank, mine))
+        host = host_of(store)
+        store.set(*hello(self.rank, {**mine, "address": own_address([host])}))
         deadline, said = monotonic() + self.timeout, list[dict[str, Any]]()
         for other in range(self.size):
             try:
@@ -143,6 +146,8 @@ class Link:
                 text = f"did not come: no process of rank {missing} made or used its ranks for {self.timeout:g} s"
                 raise LostError(missing[0] if missing else -1, text) from None
             said.append(json.loads(store.get(f"hello/{other}")))
+        # Where the store is kept its host may be a name of this machine for itself; others then say where they are.
+        self._where = connect_at([host, *(each.get("address", "") for each in said)])
         return said
 
     def _connection(self, name: str, seat: int, ranks: Sequence[int]) -> Connection:
@@ -152,7 +157,7 @@ class Link:
             if self.failure is not None:
                 raise Alarm
         try:
-            connection = Connection(gloo(store, seat, len(ranks), limit), ranks)
+            connection = Connection(gloo(store, seat, len(ranks), limit, **self._where), ranks)
         except RuntimeError as error:
             others = [rank for rank in ranks if rank != self.rank]
             raise LostError(others[0] if len(others) == 1 else -1, f"could not be connected: {error}") from None

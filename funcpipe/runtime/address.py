@@ -1,0 +1,43 @@
+"""The address at which other machines reach this one: that of the interface by which it reaches them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from ipaddress import ip_address
+from typing import Any
+
+
+def host_of(store: Any) -> str:
+    """The host of the process that keeps a store; "" for one without a host, such as a file."""
+    while not hasattr(store, "host") and hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "host", "")
+
+
+def connect_at(hosts: Iterable[str]) -> dict[str, str]:
+    """Where gloo is to connect, in its words: at GLOO_SOCKET_IFNAME's interface, as torch's own groups do, or at the
+    address towards these hosts; nothing, by which it takes that of the machine's name, where neither is known.
+    """
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    address = "" if name else own_address(hosts)
+    return {"interface": name} if name else {"hostname": address} if address else {}
+
+
+def own_address(hosts: Iterable[str]) -> str:
+    """The address from which this machine reaches the first of these hosts that is no name for itself; "" if none is.
+
+    IPv4 goes first where a host has both: then machines with both choose alike.
+    """
+    for host in filter(None, hosts):
+        with suppress(OSError):
+            found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+            for family, kind, _, _, to in sorted(found, key=lambda each: each[0] != socket.AF_INET):
+                with suppress(OSError), socket.socket(family, kind) as probe:
+                    probe.connect(to)  # chooses a way; datagrams are not sent by it
+                    address = probe.getsockname()[0]
+                    if not ip_address(address).is_loopback:
+                        return address
+    return ""
