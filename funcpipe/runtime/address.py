@@ -1,4 +1,4 @@
-"""The address at which other machines reach this one: that of the interface by which it reaches them."""
+"""Which machine this is, and the address at which others reach it: that of the interface by which it reaches them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
+from uuid import getnode
+
+
+def machine() -> str:
+    """What tells this machine from others: its name, and what Linux draws at its start; else its network card's number.
+
+    Where there is no network card each process would draw that by itself.
+    """
+    with suppress(OSError):
+        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    return f"{socket.gethostname()} {getnode()}"
 
 
 def host_of(store: Any) -> str:

@@ -22,6 +22,7 @@ from funcpipe.core.remembered import Remembered
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
 from funcpipe.lower.proof import proven
+from funcpipe.runtime.address import machine
 from funcpipe.runtime.agreement import END, alike, refuse_others
 from funcpipe.runtime.context import pin
 from funcpipe.runtime.edge import EdgeIn, EdgeOut, Outbox
@@ -36,7 +37,7 @@ from funcpipe.runtime.rank_timeline import joined_timeline
 from funcpipe.runtime.replicas import Sharding
 from funcpipe.runtime.spread import cuts_of
 from funcpipe.runtime.store import below, connections
-from funcpipe.runtime.surroundings import is_under_torchrun, link_name, machine, refuse_devices
+from funcpipe.runtime.surroundings import is_under_torchrun, link_name, refuse_devices
 from funcpipe.runtime.transport import Inbox, Mailbox
 from funcpipe.runtime.watchdog import lane_states
 from funcpipe.runtime.wire_format import pack, unpack
@@ -323,17 +324,16 @@ class Ranks(Lanes):
             number, count = self.replica * self.size + self.rank, self.replicas * self.size
             link = self._link = Link(stores, number, count, self._limit, self._doing, self._marks)
             link.run = self._runs
-            mine = machine()
-            said = link.hear({"same": alike(self.plan, self.rank_of), "machine": mine})
+            said = link.hear({"same": alike(self.plan, self.rank_of), "machine": machine()})
             try:
                 refuse_others(said)
             except RanksError:
                 self._link = None
                 link.close(told=False)
                 raise
-            machines = [each["machine"] for each in said]
+            names = [each["machine"] for each in said]
             everyone = [(replica, lane) for replica in range(self.replicas) for lane in range(len(self.rank_of))]
-            here = [(q, lane) for q, lane in everyone if machines[q * self.size + self.rank_of[lane]] == mine]
+            here = [(q, lane) for q, lane in everyone if names[q * self.size + self.rank_of[lane]] == names[number]]
             self.beside = len(here)
             self._seats = {lane: seat for seat, (replica, lane) in enumerate(here) if replica == self.replica}
             # Threads of connections keep to the cores of these lanes, as whole processes of other libraries do.

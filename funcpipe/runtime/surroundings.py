@@ -1,10 +1,8 @@
-"""What is around the processes of a plan: the keys of their store, machines, the launcher, devices."""
+"""What is around the processes of a plan: the keys of their store, the launcher, devices."""
 
 from __future__ import annotations
 
-import socket
 from typing import Any
-from uuid import getnode
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
@@ -21,11 +19,6 @@ def link_name(number: int) -> str:
 def refuse_to_join(store: Any, rank: int, error: Exception) -> None:
     """Tell those who are about to make their first link why this rank does not."""
     AskedStore(below(link_name(1), store)).ask(lambda store: store.set(*hello(rank, {"refused": str(error)})))
-
-
-def machine() -> str:
-    """What tells this machine from others."""
-    return f"{socket.gethostname()} {getnode()}"
 
 
 def refuse_devices(plan: Plan) -> None:
