@@ -121,8 +121,8 @@ class Connection:
 
 
 def _lost(rank: int, error: RuntimeError) -> LostError:
-    """The error of a connection, without what gloo says of its own source."""
-    text = str(error).split("\n")[0].rsplit("] ", 1)[-1]
+    """The error of a connection, without what gloo says of its own source, and of what to do."""
+    text = str(error).split("\n")[0].rsplit("] ", 1)[-1].split(". This is")[0]
     return LostError(rank, f"the connection to its process has ended: {text}")
 
 
