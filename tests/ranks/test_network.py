@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from rank_pool import within
 
 from funcpipe.core.errors import PeerError
 from funcpipe.runtime.address import connect_at, host_of, machine, own_address
-from funcpipe.runtime.rank_lanes import refuse_to_join
 from funcpipe.runtime.store import AskedStore, connections
+from funcpipe.runtime.surroundings import refuse_to_join
 
 SIZE = 4
 LONE = Path(__file__).parent / "lone_rank.py"
@@ -78,18 +79,18 @@ class Processes:
         self.made[name].send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.made[name].pid, os.WSTOPPED)
 
-    def raised(self, rank, since, within=RAISES, count=1):
+    def raised(self, rank, since, limit=RAISES, count=1):
         """What a rank raised; it did so in time."""
         self.until(lambda: len(self.said(rank, "raised")) >= count, 30)
         error = self.said(rank, "raised")[count - 1]
-        assert error["at"] - since < within, (rank, error["at"] - since, self.everything())
+        assert error["at"] - since < within(limit), (rank, error["at"] - since, self.everything())
         return error
 
     def end(self, rank, code=0):
         """A process ends soon after it has raised or closed."""
         began = max(line["at"] for what in ("raised", "closed") for line in self.said(rank, what))
         assert code == self.made[rank].wait(30), self.everything()
-        assert self.said(rank, "left")[0]["at"] - began < LEAVES, self.everything()
+        assert self.said(rank, "left")[0]["at"] - began < within(LEAVES), self.everything()
 
     def everything(self):
         return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.iterdir()))
@@ -133,11 +134,11 @@ def test_a_store_that_dies_is_noticed_at_once(training):
     training.made["store"].kill()
     since = time.monotonic()
     for rank in range(SIZE):
-        error = training.raised(rank, since, within=3)
+        error = training.raised(rank, since, limit=3)
         assert "PeerError" == error["kind"]
         assert "the store of the processes is gone" in error["text"]
     for rank in range(SIZE):
-        second = training.raised(rank, training.raised(rank, since)["at"], count=2, within=3)
+        second = training.raised(rank, training.raised(rank, since)["at"], count=2, limit=3)
         assert "PeerError" == second["kind"]
         assert "the store of the processes is gone" in second["text"]
         training.end(rank)
@@ -153,7 +154,7 @@ def test_runs_that_go_well_need_no_store(training):
         assert [] == training.said(rank, "raised")
         assert last == len(training.said(rank, "run"))
         began, ended = (training.said(rank, what)[0]["at"] for what in ("closing", "closed"))
-        assert ended - began < 2.5
+        assert ended - began < within(2.5)
         training.end(rank)
 
 
@@ -164,7 +165,7 @@ def test_a_failure_ends_all_though_nobody_can_tell(training, act, code):
     training.stop("store")
     since = training.wrong(2, act)
     if act == "raise":
-        assert "boom" == training.raised(2, since, within=2.5)["text"]
+        assert "boom" == training.raised(2, since, limit=2.5)["text"]
     else:
         assert code == training.made[2].wait(10)
     for rank in (0, 1, 3):
@@ -206,13 +207,13 @@ def test_a_store_that_has_stopped_is_waited_for_once(processes):
     for seconds in (0.5, 0.0):
         began = time.monotonic()
         assert asked.ask(lambda store: store.add("number", 1), 0.5) is None
-        assert seconds <= time.monotonic() - began < seconds + 0.4
+        assert seconds <= time.monotonic() - began < within(seconds + 0.4)
         assert asked.silent
     with pytest.raises(PeerError, match="has not answered for"):
         connections(clients[1], 0.3)
     began = time.monotonic()
     refuse_to_join(clients[0], 0, ValueError("another plan"))  # this client is still busy with the questions above
-    assert time.monotonic() - began < 1.4
+    assert time.monotonic() - began < within(1.4)
     processes.made["store"].kill()
     for thread in threading.enumerate():
         if thread.name == "funcpipe store":

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from rank_pool import Failed
+from rank_pool import Failed, within
 from rank_tasks import small_model
 
 import funcpipe as fp
@@ -61,7 +61,7 @@ def test_parts_are_made_of_a_checkpoint(pools, tmp_path):
 @pytest.mark.parametrize("who", [0, 3])
 def test_a_failure_while_others_gather(pools, who):
     for seconds in pools(4).all("failing_parts", who):
-        assert seconds < 2
+        assert seconds < within(2)
 
 
 def test_parts_want_replicas():
