@@ -22,8 +22,8 @@ S, M = 4, 4
 
 
 def halved(schedule: fp.Schedule) -> bool:
-    """Does every device run its forwards first."""
-    orders = ["".join(a.kind.value for a in order if a.kind.value not in "OL") for order in schedule.orders]
+    """Does every device run its forwards first, whatever moves meanwhile."""
+    orders = ["".join(a.kind.value for a in order if a.kind.value not in "OLU") for order in schedule.orders]
     return all("F" not in order.lstrip("F") for order in orders)
 
 
