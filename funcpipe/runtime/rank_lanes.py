@@ -36,7 +36,7 @@ from funcpipe.runtime.rank_schedule import RankSchedule
 from funcpipe.runtime.rank_timeline import joined_timeline
 from funcpipe.runtime.replicas import Sharding
 from funcpipe.runtime.spread import cuts_of
-from funcpipe.runtime.store import below, connections
+from funcpipe.runtime.store import STALL, below, connections
 from funcpipe.runtime.surroundings import is_under_torchrun, link_name, refuse_devices
 from funcpipe.runtime.transport import Inbox, Mailbox
 from funcpipe.runtime.watchdog import lane_states
@@ -319,10 +319,11 @@ class Ranks(Lanes):
             )
         if self._link is None:
             self._links += 1
-            self._stores = self._stores or connections(self._store, self._limit)
+            limit = self._limit + (0.0 if self._stores else STALL)
+            self._stores = self._stores or connections(self._store, limit)
             stores = [below(link_name(self._links), store) for store in self._stores]
             number, count = self.replica * self.size + self.rank, self.replicas * self.size
-            link = self._link = Link(stores, number, count, self._limit, self._doing, self._marks)
+            link = self._link = Link(stores, number, count, limit, self._doing, self._marks)
             link.run = self._runs
             said = link.hear({"same": alike(self.plan, self.rank_of), "machine": machine()})
             try:
@@ -338,6 +339,7 @@ class Ranks(Lanes):
             self._seats = {lane: seat for seat, (replica, lane) in enumerate(here) if replica == self.replica}
             # Threads of connections keep to the cores of these lanes, as whole processes of other libraries do.
             link.join(partial(pin, [self._seats[lane] for lane in self.lanes], self.beside, self._cores))
+            link.limit(self._limit)
         return self._link
 
     def _doing(self) -> tuple[bool, str]:

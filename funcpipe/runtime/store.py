@@ -10,6 +10,9 @@ from typing import Any
 
 from funcpipe.core.errors import PeerError
 
+STALL = 6.0
+"""Seconds that the first connections get more than others: torch's store lets every 25th wait for 5 s."""
+
 
 def below(name: str, store: Any) -> Any:
     """A store whose keys lie below a name in another one."""
@@ -51,7 +54,7 @@ class AskedStore:
 def connections(store: Any, seconds: float) -> list[Any]:
     """A store, and two connections more to it: while one waits nobody else can use it.
 
-    They are made once and kept: torch's store lets every 25th connection to it wait for 5 s.
+    They are made once and kept, see `STALL`.
 
     Raises:
         PeerError: it does not answer for so many seconds, or is gone.

@@ -16,7 +16,7 @@ from rank_pool import within
 
 from funcpipe.core.errors import PeerError
 from funcpipe.runtime.address import connect_at, host_of, machine, own_address
-from funcpipe.runtime.store import AskedStore, connections
+from funcpipe.runtime.store import STALL, AskedStore, connections
 from funcpipe.runtime.surroundings import refuse_to_join
 
 SIZE = 4
@@ -190,7 +190,7 @@ def test_ranks_are_not_made_by_a_store_that_has_stopped(processes):
     since = time.monotonic()
     processes.write("go", "")
     for rank in range(SIZE):
-        error = processes.raised(rank, since)
+        error = processes.raised(rank, since, limit=RAISES + STALL)
         assert "PeerError" == error["kind"]
         assert "the store of the processes" in error["text"]
         processes.end(rank)
