@@ -226,7 +226,7 @@ def _whole(tensors: dict[str, Tensor], *, keep: bool, copy: bool) -> dict[str, T
     for name, tensor in tensors.items():
         all_of_it = entire(tensor)
         if keep:
-            whole[name] = all_of_it.detach().clone() if copy and all_of_it is tensor else all_of_it
+            whole[name] = all_of_it.detach().clone() if copy else all_of_it
     return whole
 
 

@@ -37,6 +37,7 @@ class Word(NamedTuple):
             and where none is).
         shapes: of its part of the batch, and what else decides about the shapes of what stages hand on.
         trained: the leaves that it trains, where there are replicas.
+        copies: what its parameters are, without their numbers, where there are replicas.
     """
 
     plan: str
@@ -51,6 +52,7 @@ class Word(NamedTuple):
     ties: tuple[tuple[tuple[int, Any, bool, bool], ...], ...]
     shapes: str
     trained: str = ""
+    copies: str = ""
 
 
 class Agreed(NamedTuple):
@@ -99,6 +101,9 @@ def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0
     for rank in range(size):
         faults += _differences(
             [group[rank] for group in groups], f"trained leaves of rank {rank}", lambda word: word.trained
+        )
+        faults += _differences(
+            [group[rank] for group in groups], f"the parameters of rank {rank}", lambda word: word.copies
         )
     raise_all("the ranks do not run the same:", faults, RanksError)
     parts = tuple([_parts(group, limit) for group in groups])

@@ -139,7 +139,7 @@ def _distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
 def _norm(gradients: list[tuple[int, Tensor]], exchange: Exchange) -> Tensor:
     """The 2-norm of the gradients of all processes, each with its stage."""
     if exchange is alone:
-        return entire(get_total_norm([gradient for _, gradient in gradients]))
+        return _total([gradient for _, gradient in gradients])
     norms = [(stage, entire(torch.linalg.vector_norm(gradient)).cpu()) for stage, gradient in gradients]
     everyone = [each for theirs in exchange("the norm of the gradients", norms) for each in theirs]
     # Together those of one type, in the order of the stages: as torch does it, for the same bits.
@@ -148,6 +148,14 @@ def _norm(gradients: list[tuple[int, Tensor]], exchange: Exchange) -> Tensor:
         by_type.setdefault(norm.dtype, []).append(norm)
     ordered = [norm for same in by_type.values() for norm in same]
     return torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.tensor(0.0)
+
+
+def _total(gradients: list[Tensor]) -> Tensor:
+    """The 2-norm of the gradients of this process; of DTensors of all that have parts of them."""
+    if not any(hasattr(gradient, "full_tensor") for gradient in gradients):
+        return get_total_norm(gradients)
+    norms = [entire(torch.linalg.vector_norm(gradient)).double() for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms)).to(gradients[0].dtype)
 
 
 def accumulate(results: Iterable[Result]) -> Result:
@@ -306,7 +314,7 @@ def _unscale(
     """
     ids = {id(entry) for entry in stepped}
     others = [entry for entry in entries if id(entry) not in ids]
-    elsewhere = [] if exchange is alone else [float(entire(get_total_norm([entry.gradient for entry in entries]))) * 0]
+    elsewhere = [] if exchange is alone else [float(_total([entry.gradient for entry in entries])) * 0]
     elsewhere = [total for theirs in exchange("the scaler's unscaling", elsewhere) for total in theirs]
     if optimizer is None:  # its scaler goes on with the others' all the same
         nothing = torch.zeros(1, requires_grad=True)
@@ -323,7 +331,7 @@ def _unscale(
         factor = 1.0 / scaler.get_scale()
         for entry in others:
             entry.gradient = entry.gradient * factor
-        first.add_(entire(get_total_norm([entry.gradient for entry in others])).to(first.device) * 0)
+        first.add_(_total([entry.gradient for entry in others]).to(first.device) * 0)
     scaler.scale(torch.zeros((), device=first.device))  # its scale becomes a tensor when it first scales one
     scaler.unscale_(optimizer)
     if own is not None:  # the norm is of what it was

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,16 +151,18 @@ def prepare(
     if (plan.outputs or halves) and plan.merge is None:
         refuse_unsaid_axes(cut)
     spread = _spread(part, trees)
-    leaves = [spread[stage].parts if stage in spread else flatten(tree)[0] for stage, tree in enumerate(trees)]
+    leaves = [flatten(tree)[0] for tree in trees]
+    parts = [spread[stage].parts if stage in spread else row for stage, row in enumerate(leaves)]
     weights = weighed(cut, plan)
-    marked = is_marked(flatten(tree)[0] for tree in trees)
+    marked = is_marked(leaves)
     lacks = _lacks(plan, here, inputs, target)
     seeded = {"seed": seed, "loss_scale": float(options.loss_scale)}
-    tied = tied_members(plan, trees, leaves, trainable, here) if len(here) < plan.num_stages else ()
+    tied = tied_members(plan, trees, parts, trainable, here) if len(here) < plan.num_stages else ()
     shapes = uncut.shapes() if len(here) < plan.num_stages else ""
     pattern = str(trainable_leaves(trees, trainable, marked=marked)) if part.replicas > 1 and backward else ""
+    copies = _copies(leaves, spread) if part.replicas > 1 else ""
     facts = (plan.fingerprint, seeded, uncut.rows, uncut.ready, lacks, uncut.merged, cut.rows, weights)
-    word = Word(*facts, marked, tied, shapes, pattern)
+    word = Word(*facts, marked, tied, shapes, pattern, copies)
     words = part.exchange(START, word)
     agreed = agree(words, plan.num_microbatches, part.replicas, part.replica)
     own = agreed.parts[part.replica]
@@ -207,6 +210,14 @@ def prepare(
         used,
         options,
     )
+
+
+def _copies(leaves: Sequence[Sequence[Any]], spread: Mapping[int, ShardedParams]) -> str:
+    """What the parameters of this process are, without their numbers: the same for each replica."""
+    tensors = [(tuple(leaf.shape), str(leaf.dtype)) for row in leaves for leaf in row if isinstance(leaf, Tensor)]
+    cuts = [(stage, sorted(params.cuts.items())) for stage, params in spread.items()]
+    digest = hashlib.blake2b(str((tensors, cuts)).encode(), digest_size=6).hexdigest()
+    return f"{len(tensors)} tensors, {sum(len(cut) for _, cut in cuts)} of them in parts (hash of shapes {digest})"
 
 
 def _spread(part: PlanPart, trees: Sequence[Tree]) -> dict[int, ShardedParams]:

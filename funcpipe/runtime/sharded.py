@@ -8,22 +8,29 @@ the next U. Gradients are whole until they are summed over the replicas; of the 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcpipe.core.kinds import COUNTED, MOVES
 from funcpipe.core.program import LaneProgram, Run
-from funcpipe.core.tree import Tree, flatten, unflatten
+from funcpipe.core.tree import Tree, flatten, map_tensors, unflatten
+from funcpipe.runtime.border import Border
+from funcpipe.runtime.bound import ForwardReport
 from funcpipe.runtime.part import PlanPart
 from funcpipe.runtime.replicas import Sharding
 from funcpipe.runtime.steps import Step
 from funcpipe.runtime.transport import Mailbox
 
 
-class Gathered(NamedTuple):
-    """The key under which a lane is told that the parameters of a stage are whole, and for the how manieth time."""
+@dataclass(frozen=True)
+class Gathered:
+    """The key under which a lane is told that the parameters of a stage are whole, and for the how manieth time.
+
+    No tuple: those are the keys of free slots.
+    """
 
     stage: int
     number: int
@@ -90,6 +97,21 @@ class ShardedParams:
             box.wait(key)
         self._here = True
 
+    def apart(self, value: Any) -> Any:
+        """What a stage hands on, without what shares memory with parameters whose memory goes."""
+        memory = {self.leaves[number].untyped_storage().data_ptr() for number in self.cuts}
+
+        def own(leaf: Tensor) -> Tensor:
+            return leaf.clone() if type(leaf) is Tensor and leaf.untyped_storage().data_ptr() in memory else leaf
+
+        if isinstance(value, Border):
+            shares = [leaf for leaf in value.leaves if isinstance(leaf, Tensor) and own(leaf) is not leaf]
+            return value.mapped(own) if shares else value
+        if isinstance(value, ForwardReport):
+            loss = value.loss and value.loss._replace(sum=own(value.loss.sum), aux=map_tensors(own, value.loss.aux))
+            return value._replace(stats=map_tensors(own, value.stats), loss=loss)
+        return value
+
     def drop(self) -> None:
         """Give the memory back."""
         self._here = False
@@ -138,7 +160,7 @@ def _gathering(step: Step, params: ShardedParams, box: Mailbox, _: Collection[tu
 def _computing(step: Step, params: ShardedParams, box: Mailbox, last: Collection[tuple[int, int]]) -> Step:
     def compute(reads: list[Any], run: Run) -> Sequence[Any]:
         params.wait(box)
-        results = step(reads, run)
+        results = [params.apart(value) for value in step(reads, run)]
         if (run.call, run.microbatch) in last:
             params.drop()
         return results

@@ -195,14 +195,18 @@ def _gathered(order: tuple[Action, ...], whole: int | None, ahead: int) -> tuple
     before: dict[int, list[Action]] = defaultdict(list)
     times: dict[int, int] = defaultdict(int)
     here: set[int] = set()
+    left: dict[int, int] = {}
+    """By stage, from where on it may be gathered again."""
     for place, at in enumerate(computing):
         stage = order[at].stage
         uses[stage].popleft()
         if stage not in here:
             if whole is not None and len(here) >= whole:
-                here.remove(max(here, key=lambda other: uses[other][0] if uses[other] else len(order)))
+                gone = max(here, key=lambda other: uses[other][0] if uses[other] else len(order))
+                here.remove(gone)
+                left[gone] = place
             here.add(stage)
-            before[computing[max(0, place - ahead)]].append(Action(Kind.U, stage, times[stage]))
+            before[computing[max(left.get(stage, 0), place - ahead)]].append(Action(Kind.U, stage, times[stage]))
             times[stage] += 1
     return inserted(order, before, {})
 

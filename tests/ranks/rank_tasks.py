@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import funcpipe as fp
+from funcpipe.runtime.replicas import Replicas
 
 
 class Pair(NamedTuple):
@@ -963,13 +964,16 @@ def sharded(rank, size, kind, rows):
         schedule = fp.schedules.zero_bubble(4, 4, num_devices=2)
     if kind == "bfs":
         schedule = fp.schedules.looped_bfs(4, 4, num_devices=2)
-    if kind != "plain":
+    if kind == "block":  # neighbours on a lane: stage and slot numbers meet
+        schedule = fp.schedules.one_f_one_b(4, 4, num_devices=2)
+    elif kind != "plain":
         schedule = fp.schedules.gather_params(schedule, whole=1 if kind == "bfs" else None)
         schedule = fp.schedules.reduce_grads(schedule)
     ties = [[(0, "w"), (3, "w")], [(0, "odd"), (3, "odd")]] if kind == "tied" else []
     params[3]["w"], params[3]["odd"] = params[0]["w"].clone(), params[0]["odd"].clone()
     loss = weighing if kind == "late" else loss_with_aux
-    plan = fp.make_plan(stages, schedule, loss=loss, ties=ties, devices="cpu")
+    plan = fp.make_plan(stages, schedule, loss=loss, ties=ties, devices="cpu", spare_slots=int(kind == "block"))
+    params[2]["single"] = torch.tensor(1.0, dtype=torch.float64)  # has no axis to be cut along
     x, target, scale = batch(sum(rows))
     part = slice(rows[0] * (rank // 2), rows[0] + rows[1] * (rank // 2))
     given = (x[part], target[part])
@@ -989,7 +993,7 @@ def sharded(rank, size, kind, rows):
                     wrong.append("params were written to")
                 grads = fp.leaves(result.grads)
                 for leaf, gradient in zip(trained, grads, strict=True):
-                    if (leaf.shape, type(gradient)) != (gradient.shape, DTensor if shard else Tensor):
+                    if (leaf.shape, type(gradient)) != (gradient.shape, DTensor if shard and leaf.dim() else Tensor):
                         wrong.append(f"gradient {gradient.shape} {type(gradient)}")
                 whole = [entire(gradient).clone() for gradient in grads]
                 if scaler and step == 1:
@@ -1075,6 +1079,75 @@ def failing_parts(rank, size, who):
         result = fp.run(plan, own, (x, x), executor=ranks)
         assert float(result.loss) == 0.0
         return took
+
+
+def late_gathers(rank, size):
+    """Parts that come late: no stage begins without them, whatever else has come to its lane."""
+    gather = Replicas.gather
+
+    def late(self, parts, done):
+        def slowly():
+            time.sleep(0.15)
+            done()
+
+        gather(self, parts, slowly)
+
+    Replicas.gather = late
+    try:
+        return sharded(rank, size, "block", (8, 8))
+    finally:
+        Replicas.gather = gather
+
+
+def handed_on(rank, size):
+    """A stage hands its parameters on, and gives them back as outputs, after their memory has gone."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+
+    def first(p, x, *, state):
+        return fp.Out(x @ p["w"], stash={"table": p["w"]}, stats=p["w"][0].detach())
+
+    stages = [
+        fp.stage(first, stash=["table"], commit=lambda state, stats: stats[0]),
+        fp.stage(lambda p, x, *, skips: x @ skips["table"].T + p["b"], pop=["table"]),
+        fp.stage(lambda p, x: fp.Out(p["c"][: len(x)] + 0 * x.sum())),
+    ]
+    g = torch.Generator().manual_seed(1)
+    params = (
+        {"w": torch.randn(4, 4, generator=g, dtype=torch.float64)},
+        {"b": torch.randn(4, generator=g, dtype=torch.float64)},
+        {"c": torch.randn(6, 4, generator=g, dtype=torch.float64)},
+    )
+    schedule = fp.schedules.looped_bfs(3, 2, num_devices=1)
+    schedules_ = (
+        fp.schedules.gather_params(schedule, whole=1),
+        fp.schedules.gather_params(schedule.forwards(), whole=1),
+    )
+    x = torch.randn(4, 4, generator=g, dtype=torch.float64)
+    wrong = []
+    for each, loss in zip(schedules_, (F.mse_loss, None), strict=True):
+        plan = fp.make_plan(stages, each, loss=loss, outputs=True, devices="cpu", train=True)
+        given = (x, x) if loss else x
+        results = []
+        with fp.ranks(plan, mesh, dp="dp", timeout=10.0) as ranks:
+            for shard in (False, True):
+                own = fp.place(plan, params, ranks, shard=shard)
+                results.append(fp.run(plan, own, given, state=(torch.zeros(4), (), ()), executor=ranks))
+        one, other = results
+        wrong += [name for name in ("loss", "outputs", "state") if not same(getattr(one, name), getattr(other, name))]
+        if loss:
+            wrong += [] if near(fp.leaves(one.grads), list(map(entire, fp.leaves(other.grads)))) else ["grads"]
+    return wrong
+
+
+def placed_differently(rank, size):
+    """One replica has parts, the other all."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x * p["w"])], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
+    )
+    with fp.ranks(plan, mesh, dp="dp", timeout=10.0) as ranks:
+        placed = [fp.place(plan, ({"w": torch.ones(4)},), ranks, shard=shard) for shard in (False, True)]
+        fp.run(plan, placed[rank], (torch.ones(4, 4), torch.ones(4, 4)), executor=ranks)
 
 
 def memory_of_parts(rank, size):

@@ -10,10 +10,27 @@ import funcpipe as fp
 
 
 @pytest.mark.parametrize("rows", [(8, 8), (10, 3)])
-@pytest.mark.parametrize("kind", ["plain", "gathered", "bfs", "late", "tied", "scaler", "compiled"])
+@pytest.mark.parametrize("kind", ["plain", "gathered", "bfs", "block", "late", "tied", "scaler", "compiled"])
 def test_parts_of_parameters(pools, kind, rows):
     for wrong in pools(4).all("sharded", kind, rows):
         assert [] == wrong
+
+
+def test_parts_that_come_late(pools):
+    for wrong in pools(4).all("late_gathers"):
+        assert [] == wrong
+
+
+def test_parameters_that_are_handed_on(pools):
+    for wrong in pools(2).all("handed_on"):
+        assert [] == wrong
+
+
+def test_replicas_that_are_placed_differently(pools):
+    for result in pools(2).run("placed_differently"):
+        assert isinstance(result, Failed)
+        assert result.is_a(fp.RanksError), result.trace
+        assert "the parameters of rank 0: rank 1 has '1 tensors, 1 of them in parts" in result.text
 
 
 def test_memory_of_whole_parameters(pools):
