@@ -46,6 +46,10 @@ class CompiledBound(EagerBound):
         self._waiting: list[tuple[list[Tensor], list[Tensor]]] = []
         self._waiting_for: tuple[Programs, frozenset[int]] | None = None
 
+    def forget(self) -> None:
+        """Forget what C computed."""
+        self._complete.clear()
+
     def release(self) -> None:
         """Forget every tensor."""
         super().release()
@@ -82,7 +86,7 @@ class CompiledBound(EagerBound):
     def _run(self, programs: Programs, program: Code, *values: Any) -> Any:
         """Run a program. Casts are in it, so autocast is off."""
         complete = self._complete.get(programs)
-        if complete is None:  # computed once, by the lane that runs them
+        if complete is None:  # computed once (or after each gather), by the lane that runs them
             complete = self._complete[programs] = programs.complete(self._bare)
         if self.autocast:
             with no_autocast():

@@ -26,7 +26,8 @@ class Programs:
         forward: ``F(P, X) -> outputs, K``.
         alone: ``A(P, X) -> outputs``, where no backward follows.
         residual_bytes: of K: what lies in memory between F and its backward.
-        once_bytes: of what C computes: it lies in memory from the first F to the end of the run.
+        once_bytes: of what C computes: it lies in memory from the first F to the end of the run, or until parameters that
+            are gathered give their memory back.
     """
 
     def __init__(self, joint: Joint, *, fuse: bool, backend: Backend | None = None) -> None:

@@ -120,6 +120,10 @@ class Bound(Protocol):
         """Run W: adds weight gradients into their sums; where ``more`` follow at once, the last of these may do so."""
         ...
 
+    def forget(self) -> None:
+        """Forget what was computed of the parameters alone: their memory goes, and comes again before they are needed."""
+        ...
+
     def grads(self) -> list[Tensor | None]:
         """The gradient sums, one for each leaf of the parameters."""
         ...

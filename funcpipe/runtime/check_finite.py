@@ -35,6 +35,7 @@ class FiniteBound:
         self.names, self.params = locations(params, f"params[{index}]"), flatten(params)[0]
         self.given: dict[int, StageArgs] = {}
         self.grads, self.unused, self.fixed, self.written = inner.grads, inner.unused, inner.fixed, inner.written
+        self.forget = inner.forget
 
     @property
     def phase(self) -> str:

@@ -290,6 +290,9 @@ class EagerBound:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
+    def forget(self) -> None:
+        """Nothing is kept from one action to the next."""
+
     def grads(self) -> list[Tensor | None]:
         """The sum of each leaf; None where it is not trainable."""
         self._begun()

@@ -89,7 +89,7 @@ class PlanPart(Protocol):
     def reduce(self, stage: int, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding]) -> None:
         """Begin to sum the gradients of a stage that is here over the replicas; once a run.
 
-        Of those that are cut this replica gets its part.
+        Of those that are cut this replica gets its part. The gradients themselves have no memory afterwards.
         """
         ...
 

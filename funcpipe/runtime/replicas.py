@@ -50,15 +50,21 @@ class Replicas:
     def begin(
         self, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding], answers: queue.SimpleQueue[Any]
     ) -> None:
-        """Begin to sum; the sums are put into the queue, in a tuple. Of what is cut this replica gets its part."""
+        """Begin to sum; the sums are put into the queue, in a tuple. Of what is cut this replica gets its part.
+
+        What was given has no memory afterwards.
+        """
+
+        def total(gradient: Tensor | None, cut: Sharding | None) -> Tensor | None:
+            if gradient is None:
+                return None
+            out = self._sum(gradient, cut)
+            gradient.untyped_storage().resize_(0)
+            return out
 
         def work() -> None:
             with torch.no_grad():
-                sums = [
-                    gradient if gradient is None else self._sum(gradient, cuts.get(number))
-                    for number, gradient in enumerate(gradients)
-                ]
-            answers.put((sums,))
+                answers.put(([total(gradient, cuts.get(number)) for number, gradient in enumerate(gradients)],))
 
         self._give(work, "gradients cannot be summed")
 

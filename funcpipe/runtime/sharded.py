@@ -2,7 +2,8 @@
 
 The stage is bound to tensors of the whole size, which have no memory at first. They get it when U begins to gather the
 parts (or, without U, when the stage first computes), and give it back when the last action has run that needs it before
-the next U. Gradients are whole until they are summed over the replicas; of the sums each replica keeps its part.
+the next U; what a compiled stage computed of them alone goes with them. Gradients are whole until they are summed over
+the replicas; of the sums each replica keeps its part.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from funcpipe.core.kinds import COUNTED, MOVES
 from funcpipe.core.program import LaneProgram, Run
 from funcpipe.core.tree import Tree, flatten, map_tensors, unflatten
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.bound import ForwardReport
+from funcpipe.runtime.bound import Bound, ForwardReport
 from funcpipe.runtime.part import PlanPart
 from funcpipe.runtime.replicas import Sharding
 from funcpipe.runtime.steps import Step
@@ -136,19 +137,24 @@ class ShardedParams:
 
 
 def holding(
-    program: LaneProgram, steps: Sequence[Step], params: Mapping[int, ShardedParams], box: Mailbox
+    program: LaneProgram,
+    steps: Sequence[Step],
+    params: Mapping[int, ShardedParams],
+    bounds: Mapping[int, Bound],
+    box: Mailbox,
 ) -> list[Step]:
     """The steps of a lane, so that each stage computes with whole parameters, and only as long as it needs them."""
     out = [*steps]
     for number, call in enumerate(program.calls):
         held = params.get(call.stage)
-        if held is not None and (call.kind in COUNTED or call.kind not in MOVES):
-            make = _gathering if call.kind in COUNTED else _computing
-            out[number] = make(steps[number], held, box, _last_uses(program, held))
+        if held is not None and call.kind in COUNTED:
+            out[number] = _gathering(steps[number], held, box)
+        elif held is not None and call.kind not in MOVES:
+            out[number] = _computing(steps[number], held, bounds[call.stage], box, _last_uses(program, held))
     return out
 
 
-def _gathering(step: Step, params: ShardedParams, box: Mailbox, _: Collection[tuple[int, int]]) -> Step:
+def _gathering(step: Step, params: ShardedParams, box: Mailbox) -> Step:
     def gather(reads: list[Any], run: Run) -> Sequence[Any]:
         if run.microbatch < params.times:
             params.begin(box)
@@ -157,12 +163,15 @@ def _gathering(step: Step, params: ShardedParams, box: Mailbox, _: Collection[tu
     return gather
 
 
-def _computing(step: Step, params: ShardedParams, box: Mailbox, last: Collection[tuple[int, int]]) -> Step:
+def _computing(
+    step: Step, params: ShardedParams, bound: Bound, box: Mailbox, last: Collection[tuple[int, int]]
+) -> Step:
     def compute(reads: list[Any], run: Run) -> Sequence[Any]:
         params.wait(box)
         results = [params.apart(value) for value in step(reads, run)]
         if (run.call, run.microbatch) in last:
             params.drop()
+            bound.forget()
         return results
 
     return compute

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -20,8 +21,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import funcpipe as fp
+from funcpipe.compiled.programs import Programs
 from funcpipe.runtime.replicas import Replicas
 
 
@@ -1182,6 +1185,71 @@ def memory_of_parts(rank, size):
             seen.clear()
     assert all(isinstance(gradient, DTensor) for gradient in fp.leaves(result.grads))
     return out
+
+
+def memory_of_sums(rank, size, shard):
+    """How many stages have a whole sum of gradients while the first of four ends its backwards, and after the run."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    sums, seen = {}, []
+
+    def whole():
+        return sum(total.untyped_storage().nbytes() > 0 for total in sums.values())
+
+    def look(gradient):
+        end = time.monotonic() + 10
+        while whole() > 1 and time.monotonic() < end:  # they are summed beside what the device does
+            time.sleep(0.001)
+        seen.append(whole())
+
+    def layer(p, x, stage):
+        sums[stage] = p["w"].grad
+        y = torch.relu(x @ p["w"])
+        if stage == 0:
+            y.register_hook(look)
+        return y
+
+    schedule = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 1, num_devices=1))
+    stages = [fp.stage(partial(layer, stage=k), name=f"layer {k}") for k in range(4)]
+    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    x = torch.rand(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks:
+        params = tuple({"w": torch.eye(4, dtype=torch.float64)} for _ in range(4))
+        fp.run(plan, fp.place(plan, params, ranks, shard=shard), (x, x), executor=ranks)
+    return [*seen, whole()]
+
+
+def memory_of_casts(rank, size):
+    """How often casts of whole weights are made, how many stages have some at most, and after the run."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    made, there, complete = [], [], Programs.complete
+
+    def whole():
+        return len({each.cdata for each in made if not each.expired()})  # some are views of others
+
+    def noted(self, bare):
+        out = complete(self, bare)
+        made.extend(StorageWeakRef(value.untyped_storage()) for value in out[len(bare) :])
+        there.append(whole())
+        return out
+
+    stages = [fp.compile_stage(fp.stage(lambda p, x: torch.relu(F.linear(x, p["w"])))) for _ in range(4)]
+    schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(4, 4, num_devices=1), whole=1, ahead=0)
+    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    x = torch.rand(8, 4, generator=torch.Generator().manual_seed(1))
+    with pytest.MonkeyPatch.context() as patch, fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks:
+        patch.setattr(Programs, "complete", noted)
+        losses, grads = [], []
+        for shard in (False, True):
+            made.clear()
+            there.clear()
+            own = fp.place(plan, tuple({"w": torch.eye(4) + k} for k in range(4)), ranks, shard=shard)
+            with torch.autocast("cpu", torch.bfloat16):
+                result = fp.run(plan, own, (x, x), executor=ranks)
+            losses.append(result.loss)
+            grads.append(list(map(entire, fp.leaves(result.grads))))
+    assert same(*losses)
+    assert same(*grads)
+    return len(there), max(there), whole()
 
 
 def tensor_parallel(rank, size, kind):

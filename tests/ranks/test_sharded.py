@@ -38,6 +38,17 @@ def test_memory_of_whole_parameters(pools):
     assert [[4, 1]] * 2 == pools(2).all("memory_of_parts")
 
 
+@pytest.mark.parametrize("shard", [False, True])
+def test_memory_of_whole_sums(pools, shard):
+    """The sums of a stage go as soon as they are summed over the replicas, not at the end of the run."""
+    assert [[1, 0]] * 2 == pools(2).all("memory_of_sums", shard)
+
+
+def test_memory_of_casts_of_whole_parameters(pools):
+    """They go with the parameters: in breadth-first order seven times, and no two stages have them."""
+    assert [(7, 1, 0)] * 2 == pools(2).all("memory_of_casts")
+
+
 def test_matrices_that_two_processes_share(pools):
     for wrong in pools(4).all("tensor_parallel", "plain"):
         assert [] == wrong
