@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -38,7 +38,7 @@ class Lowered:
     Attributes:
         num_stages, num_microbatches, num_lanes: the counts.
         wires: what the wire numbers mean.
-        calls: every action that stands in the order, its microbatch left open.
+        calls: every action of the order, its microbatch left open.
         order: ``call * num_microbatches + microbatch`` of each action, in plan order: an order in which one thread can
             run everything, and which every lane follows for its own actions.
         pools: the slots between lanes.
@@ -62,6 +62,16 @@ class Lowered:
         """The action with this code of the order."""
         call, microbatch = divmod(code, self.num_microbatches)
         return Action(self.calls[call].kind, self.calls[call].stage, microbatch)
+
+    def first(self, num_microbatches: int) -> Lowered:
+        """The program of the first few microbatches: every action of the others left out, the order kept.
+
+        In its pools lies no more than in those of all, so they stay as they are.
+        """
+        count = self.num_microbatches
+        pairs = (divmod(code, count) for code in self.order)
+        order = tuple([call * num_microbatches + number for call, number in pairs if number < num_microbatches])
+        return replace(self, num_microbatches=num_microbatches, order=order)
 
     @cached_property
     def lane_order(self) -> list[int]:

@@ -127,15 +127,17 @@ def make_plan(
 
 
 def program_for(plan: Plan, num_microbatches: int, *, halves: bool = False) -> Lowered:
-    """The plan's program for a batch with fewer microbatches (the tasks of the others are dropped), or for a `vjp`."""
+    """The plan's program for a batch with fewer microbatches (`Lowered.first`), or for a `vjp`."""
     if num_microbatches >= plan.num_microbatches and not halves:
         return plan.program
     cache = _programs(plan)
     program = cache.get((num_microbatches, halves))
     if program is None:
-        schedule = plan.schedule.first(num_microbatches)
-        given = {"loss": plan.loss is not None, "outputs": plan.outputs, "halves": halves}
-        program = lower(plan.stages, schedule, spare_slots=plan.spare_slots, **given)
+        if num_microbatches < plan.num_microbatches:
+            program = program_for(plan, plan.num_microbatches, halves=halves).first(num_microbatches)
+        else:
+            given = {"loss": plan.loss is not None, "outputs": plan.outputs, "halves": halves}
+            program = lower(plan.stages, plan.schedule, spare_slots=plan.spare_slots, **given)
         cache[num_microbatches, halves] = program
     return program
 

@@ -278,7 +278,8 @@ def test_fewer_microbatches_drop_the_actions_of_the_others() -> None:
     """A short batch runs the program of the first microbatches, which is remembered."""
     plan = make_plan(plain(4), interleaved(4, 6, num_devices=2), loss=print)
     short = program_for(plan, 4)
-    assert make_plan(plain(4), plan.schedule.first(4), loss=print).program == short
+    lanes = [[str(lane.action(run)) for run in lane.runs] for lane in short.lanes]
+    assert [[str(action) for action in order] for order in plan.schedule.first(4).orders] == lanes
     assert short is program_for(plan, 4)
     assert plan.program is program_for(plan, 6)
     assert 4 * 4 * 2 == len(short.order)
