@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from funcpipe.core.errors import ScheduleError, raise_all
-from funcpipe.core.kinds import ADDS, COUNTED, KINDS, ONCE, SPELLING, Flow, flowing
+from funcpipe.core.kinds import ADDS, COUNTED, KINDS, MOVES, ONCE, SPELLING, Flow, flowing
 from funcpipe.core.kinds import Kind as Kind
 from funcpipe.core.remembered import declared_fields
 
@@ -182,10 +183,15 @@ class Schedule:
         return tuple(a for a in order if a.stage == stage and a.kind in ADDS)
 
     def first(self, num_microbatches: int) -> Schedule:
-        """The schedule of the first few microbatches: every action of the others dropped, the order kept."""
+        """The schedule of the first few microbatches: every action of the others dropped, the order kept.
+
+        >>> print(Schedule.parse("0U0 0F0 0F1 0U1 0F2 0F3").first(2))
+        0U0 0F0 0F1
+        """
         if num_microbatches >= self.num_microbatches:
             return self
-        return Schedule(select(self.orders, lambda action: action.microbatch < num_microbatches), self.name)
+        kept = select(self.orders, lambda action: action.kind in COUNTED or action.microbatch < num_microbatches)
+        return Schedule(tuple([_recounted(order, num_microbatches) for order in kept]), self.name)
 
     def forwards(self) -> Schedule:
         """The forwards alone: the schedule that evaluates with every stage where it trains.
@@ -194,6 +200,34 @@ class Schedule:
         0F0 0F1
         """
         return Schedule(select(self.orders, lambda action: action.kind is Kind.F), f"{self.name} forwards")
+
+
+def serving(order: Sequence[Action]) -> frozenset[Action]:
+    """What is counted and serves something: its stage computes after it, and before the next."""
+    if all(action.kind not in COUNTED for action in order):
+        return frozenset()
+    found: set[Action] = set()
+    waiting: set[int] = set()  # stages that compute before their next one
+    for action in reversed(order):
+        if action.kind not in MOVES:
+            waiting.add(action.stage)
+        elif action.kind in COUNTED and action.stage in waiting:
+            waiting.remove(action.stage)
+            found.add(action)
+    return frozenset(found)
+
+
+def _recounted(order: tuple[Action, ...], most: int) -> tuple[Action, ...]:
+    """Without what is counted and serves nothing; the rest counted anew, and of each stage so many at most."""
+    out: list[Action] = []
+    served, times = serving(order), Counter[int]()
+    for action in order:
+        if action.kind not in COUNTED:
+            out.append(action)
+        elif action in served and times[action.stage] < most:
+            out.append(action._replace(microbatch=times[action.stage]))
+            times[action.stage] += 1
+    return tuple(out)
 
 
 def select(orders: Sequence[Iterable[Action]], keep: Any) -> tuple[tuple[Action, ...], ...]:

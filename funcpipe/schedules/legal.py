@@ -7,7 +7,7 @@ from itertools import repeat
 from typing import Any
 
 from funcpipe.core.errors import ScheduleError, bullets, raise_all
-from funcpipe.core.kinds import ADDS, COUNTED, KINDS, ONCE, Flow, Kind, flowing
+from funcpipe.core.kinds import ADDS, COUNTED, KINDS, MOVES, ONCE, Flow, Kind, flowing
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.schedule import Action, Schedule
 from funcpipe.schedules.clock import CODE, CODED, B, F, G, I, R, W, chain, clock, coded
@@ -38,8 +38,9 @@ def check(schedule: Schedule) -> None:
     Legal means: stages and microbatches are numbered without gaps, a stage lives on one device, each (stage,
     microbatch) runs one F and, if the schedule has backwards, one B or one I and one W, in the order F B or F I W;
     between F and its backward stands at most one R, or one O and after it one L; at most one G of a stage comes after
-    all its backwards; the first U of a stage, if it has any, comes before all else of it, and they are numbered as they
-    stand; and all devices come to their end.
+    all its backwards; the first U of a stage, if it has any, comes before all else of it, they are numbered as they
+    stand, and after each the stage computes before the next; all stages have U, or none; and all devices come to their
+    end.
 
     Time is linear in the number of actions.
 
@@ -159,6 +160,7 @@ def _incomplete(
     once_done: dict[int, Action] = {}  # by stage, the last action that wants all gradients of the stage to be there
     times: dict[int, int] = {}  # by stage, how often what is counted has stood
     begun: dict[int, Action] = {}  # by stage, its first action
+    idle: dict[int, str] = {}  # by stage, what is counted and has served nothing so far
     for device, lane in enumerate(lanes):
         for code, stage, microbatch in lane:
             at = stage * microbatches + microbatch
@@ -174,8 +176,13 @@ def _incomplete(
             if action.kind in COUNTED:
                 faults += _miscounted(action, device, times.get(stage, 0), begun.get(stage), once_done.get(stage))
                 times[stage] = times.get(stage, 0) + 1
+                if stage in idle:
+                    faults.append(f"{idle[stage]} before {action}; leave it out")
+                idle[stage] = f"{action} on device {device} is for nothing: stage {stage} does not compute"
                 continue
             begun.setdefault(stage, action)
+            if action.kind not in MOVES:
+                idle.pop(stage, None)
             if action.kind in ONCE:
                 once_done[stage] = action
                 if microbatch:
@@ -191,6 +198,9 @@ def _incomplete(
                 faults.append(
                     f"{action} on device {device} stands after {once_done[stage]}, which is for all gradients"
                 )
+    faults += [f"{words} after it; leave it out" for words in idle.values()]
+    without = [stage for stage in range(stages) if times and stage not in times]
+    faults += [f"{Action(Kind.U, stage)} is missing: all stages have {Kind.U}, or none" for stage in without]
     faults += _unpaired(dict(zip(CODED, done, strict=True)), microbatches)
     return faults, frozenset(at for at, stands in enumerate(done[R]) if stands)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,11 +73,49 @@ def test_breadth_first_gathers_each_stage_twice():
         ("0U0 0F0 0U0 0B0", "0U0 on device 0 stands twice"),
         ("0U0 0F0 0B0 0G 0U1", "0U1 on device 0 stands after 0G, after which its stage computes nothing"),
         ("0U0", "0F0 is missing"),
+        (
+            "0U0 0U1 0F0 0B0 0F1 0B1",
+            "0U0 on device 0 is for nothing: stage 0 does not compute before 0U1; leave it out",
+        ),
+        ("0U0 0F0 0F1 0U1", "0U1 on device 0 is for nothing: stage 0 does not compute after it; leave it out"),
+        (
+            "0U0 0F0 0F1 0B0 0B1 0U1 0G",
+            "0U1 on device 0 is for nothing: stage 0 does not compute after it; leave it out",
+        ),
     ],
 )
 def test_what_is_not_legal(text, message):
     with pytest.raises(fp.ScheduleError, match=message):
         fp.schedules.check(fp.Schedule.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "fewer"),
+    [
+        ("0U0 0F0 0B0 0F1 0B1 0U1 0F2 0B2 0F3 0B3", 2, "0U0 0F0 0B0 0F1 0B1"),
+        ("0U0 0F0 0F1 0F2 0U1 0F3 0U2 0B0 0B1 0B2 0B3 0G", 3, "0U0 0F0 0F1 0F2 0U1 0B0 0B1 0B2 0G"),
+        ("0U0 0F2 0U1 0F0 0F1 0U2 0F3", 2, "0U0 0F0 0F1"),
+        ("0U0 0F0 0F1 0U1 0B0 0B1", 1, "0U0 0F0 0B0"),  # a second time for one microbatch has no number
+    ],
+)
+def test_fewer_microbatches_keep_what_serves_them(text, count, fewer):
+    schedule = fp.Schedule.parse(text)
+    fp.schedules.check(schedule)
+    assert str(schedule.first(count)) == fewer
+    fp.schedules.check(schedule.first(count))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("whole", [None, 1, 2, 3])
+def test_fewer_microbatches_are_legal(family, whole):
+    made = []
+    for ahead in (0, 1, 5):
+        with contextlib.suppress(fp.ScheduleError):  # gathered more often than there are microbatches
+            made.append(fp.schedules.gather_params(family(4, 8, num_devices=2), whole=whole, ahead=ahead))
+    assert made or whole == 1
+    for schedule in made:
+        for count in range(1, 8):
+            fp.schedules.check(fp.schedules.remat(schedule.first(count)))
 
 
 def test_wrong_uses_are_refused():
