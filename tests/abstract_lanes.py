@@ -1,7 +1,9 @@
 """Abstract machines that run a program over processes or threads, without values: does it come to its end."""
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 
+from funcpipe.core.kinds import MOVES, Kind
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.program import CALLER, Free, Instruction, Receive, Role, Run, Send
 
@@ -102,6 +104,49 @@ class Slots:
             return "hangs"
         left = [{slot: value for value, slot in lane.left} for lane in self.lanes]
         return "" if left == self.held and not any(self.came) and not any(self.ways.values()) else "left over"
+
+
+class Replica(Slots):
+    """One of several replicas, whose stages are gathered: a stage computes when all have begun to gather it as often.
+
+    Args:
+        program: of its number of microbatches.
+        counted: by stage, the numbers of the U that gather.
+        begun: of each replica, by stage, how often it has begun to gather it.
+        me: which it is.
+    """
+
+    def __init__(
+        self, program: Lowered, counted: Mapping[int, Collection[int]], begun: Sequence[Counter[int]], me: int
+    ) -> None:
+        super().__init__(program, True)
+        self.counted, self.begun, self.mine = counted, begun, begun[me]
+
+    def advance(self, lane: int) -> bool:
+        program, at = self.lanes[lane], self.at[lane]
+        instruction = program.instructions[at] if at < len(program.instructions) else None
+        if type(instruction) is Run:
+            kind, stage, number = program.action(instruction)
+            if kind is Kind.U and number in self.counted[stage]:
+                self.mine[stage] += 1
+            elif kind not in MOVES:
+                self.mine[stage] = self.mine[stage] or 1
+                if any(other[stage] < self.mine[stage] for other in self.begun):
+                    return False
+        return super().advance(lane)
+
+
+def by_replicas(programs: Sequence[Lowered], counted: Sequence[Mapping[int, Collection[int]]]) -> str:
+    """How replicas end that gather their parameters together: "" is well."""
+    begun = [Counter[int]() for _ in programs]
+    replicas = [Replica(one, counts, begun, me) for me, (one, counts) in enumerate(zip(programs, counted, strict=True))]
+    ends, before = [""], None
+    while before != (before := [[*replica.at] for replica in replicas]):
+        try:
+            ends = [replica.go() for replica in replicas]
+        except Wrong:
+            return "wrong"
+    return next(filter(None, ends), "") or ("" if all(one == begun[0] for one in begun) else "gathered more often")
 
 
 def by_slots(program: Lowered, apart: bool) -> str:

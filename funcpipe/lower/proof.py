@@ -25,13 +25,25 @@ slot was freed before t: it comes.
 So the third kind of wait needs no look of its own: as 2 holds for every value, none of those in front on a way waits for
 anything at t or later. It does not matter which lanes share a process, and a run is followed by the next on every lane and way.
 
+A batch of fewer microbatches runs the same order with the actions of the others left out (`Lowered.first`). What is left of
+1 and 2 still holds: an action reads values of its own microbatch, and no pool has more values than before. So this program
+needs no proof of its own.
+
 Where each replica of a stage has a part of its parameters, an action also waits until they are gathered, on a way of the
-stage's own. All replicas begin that at one position, t or before, so for replicas that run one program it holds by the same
-induction over all of them at once. It is not proven for replicas whose programs differ (in their number of microbatches).
+stage's own, on which everything comes in the order in which it was begun. Replicas may have different numbers of
+microbatches, but all run the one order, each with some actions left out, and the same U gather in all of them (`serving` of
+the fewest). So, if the stages have U, a gather is begun at one position in all replicas, before t, and the induction goes
+over all replicas at once: let it be so for every position before t in each of them. If they have none, a stage is gathered
+when it first computes. Before that no later stage does, in no replica: all begin to gather the stages in ascending
+order, and the induction over positions stands within one over stages. (Were there stages with U and others without, it would
+not hold: so that is not legal.)
+
+A way carries so many gathers, as many in all replicas, and one sum, after them: G stands after every U, and without G the
+sum is begun when all lanes of the process are done. No lane waits for a sum. Processes do so when their lanes are done, for
+their stages in ascending order, as their replicas do.
 
 The rest that is looked at is whether the program is whole: calls fit their pools, forwards and backwards stand once, what is
-made to be read, or sent, is read. No part of it: what a stage waits for inside of its function, and sums over replicas, for
-which no lane waits.
+made to be read, or sent, is read. No part of it: what a stage waits for inside of its function.
 """
 
 from __future__ import annotations

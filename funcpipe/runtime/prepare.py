@@ -186,7 +186,7 @@ def prepare(
     threads = options.threads_per_lane or max(1, available // part.beside)
     checks = _checks(options.check)
     for params_of_stage in spread.values():
-        params_of_stage.times = min(map(len, agreed.parts))
+        params_of_stage.count(program_for(plan, min(map(len, agreed.parts))))
     bindable = [spread[stage].tree() if stage in spread else tree for stage, tree in enumerate(trees)]
     bounds = _bind(plan, here, bindable, states, trained, Keys(seed, plan.stages, first), shares, checks)
     program = program_for(plan, cut.num_microbatches, halves=halves)

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.kinds import COUNTED, MOVES
+from funcpipe.core.lowered import Lowered
 from funcpipe.core.program import LaneProgram, Run
+from funcpipe.core.remembered import Remembered
+from funcpipe.core.schedule import Action, serving
 from funcpipe.core.tree import Tree, flatten, map_tensors, unflatten
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.bound import Bound, ForwardReport
@@ -44,7 +47,7 @@ class ShardedParams:
         cuts: of those that are cut, by leaf number.
         leaves: all leaves of the stage, as it is bound to them.
         parts: all leaves, of those that are spread what is here.
-        times: so many U count, the others do nothing: those that the programs of all replicas have.
+        counted: the numbers of the U that gather, the others do nothing; see `count`.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class ShardedParams:
         cuts: Mapping[int, Sharding | None],
         part: PlanPart,
     ) -> None:
-        self.stage, self.part, self.times = stage, part, 1
+        self.stage, self.part, self.counted = stage, part, frozenset({0})
         self.cuts = {number: cut for number, cut in cuts.items() if cut is not None}
         leaves, self._spec = flatten(tree)
         self.given, self.leaves, self.parts = leaves, [*leaves], [*leaves]
@@ -72,6 +75,13 @@ class ShardedParams:
     def tree(self) -> Tree:
         """What the stage is bound to."""
         return unflatten(self._spec, self.leaves)
+
+    def count(self, fewest: Lowered) -> None:
+        """Let those U gather that serve the replica with the fewest microbatches, whose program this is, and the first.
+
+        They stand in the programs of all replicas, so all gather the same at the same action of plan order.
+        """
+        self.counted = frozenset({0, *(number for _, stage, number in _serving(fewest) if stage == self.stage)})
 
     def begin(self, box: Mailbox) -> None:
         """Begin to gather; the lane is told through its mailbox."""
@@ -136,6 +146,12 @@ class ShardedParams:
         return out
 
 
+_serving: Remembered[Lowered, frozenset[Action]] = Remembered(
+    lambda program: serving([program.action(code) for code in program.order])
+)
+"""The U of a program that serve something."""
+
+
 def holding(
     program: LaneProgram,
     steps: Sequence[Step],
@@ -156,7 +172,7 @@ def holding(
 
 def _gathering(step: Step, params: ShardedParams, box: Mailbox) -> Step:
     def gather(reads: list[Any], run: Run) -> Sequence[Any]:
-        if run.microbatch < params.times:
+        if run.microbatch in params.counted:
             params.begin(box)
         return step(reads, run)
 
@@ -187,7 +203,7 @@ def _last_uses(program: LaneProgram, params: ShardedParams) -> set[tuple[int, in
             continue
         if call.kind not in MOVES:
             use = (run.call, run.microbatch)
-        elif call.kind in COUNTED and run.microbatch < params.times and use is not None:
+        elif call.kind in COUNTED and run.microbatch in params.counted and use is not None:
             last.add(use)
             use = None
     return last | ({use} if use is not None else set())

@@ -4,22 +4,23 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import combinations_with_replacement
 from random import Random
 from typing import Any
 
 import pytest
-from abstract_lanes import by_counts, by_slots, ends_of
+from abstract_lanes import by_counts, by_replicas, by_slots, ends_of
 from common import schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import plans
 
 from funcpipe import schedules as families
-from funcpipe.core.errors import PlanError
+from funcpipe.core.errors import PlanError, ScheduleError
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
 from funcpipe.core.program import CALLER, Call, Pool, Role
-from funcpipe.core.schedule import Schedule
+from funcpipe.core.schedule import Kind, Schedule, serving
 from funcpipe.core.stage import Stage
 from funcpipe.lower.plan import make_plan, program_for
 from funcpipe.lower.proof import prove
@@ -259,6 +260,103 @@ def test_a_way_can_be_blocked_by_what_goes_before() -> None:
     blocked = [one for one in spoilt if by_counts(one) == "hangs" and by_counts(one, one_way=False) == ""]
     assert blocked
     assert not any(map(proven, blocked))
+
+
+# -- replicas that gather their parameters ------------------------------------------------------------------------------
+
+
+def counting(program: Lowered) -> dict[int, set[int]]:
+    """By stage, the U that gather where this is the smallest replica, as `ShardedParams.count` says."""
+    served = serving([program.action(code) for code in program.order])
+    return {
+        stage: {0, *(action.microbatch for action in served if action.stage == stage)}
+        for stage in range(program.num_stages)
+    }
+
+
+@cache
+def gathering() -> list[Plan]:
+    """Plans with and without U, in several families; in the last ones forwards stand in no ascending order."""
+    made: list[Schedule] = []
+    for family in (families.one_f_one_b, families.interleaved, families.zbv, families.looped_bfs):
+        plain = family(4, 5, num_devices=2)
+        made += [plain, families.gather_params(plain), families.gather_params(plain, ahead=4)]
+        made += [families.gather_params(plain, whole=whole) for whole in (1, 2) if family is families.looped_bfs]
+    turned = "0F2 1F2 0F0 0F1 1F1 1F0 1B2 0B2 1B0 1B1 0B1 0B0"
+    made += [Schedule.parse(turned), families.gather_params(Schedule.parse(turned), ahead=2)]
+    made.append(Schedule.parse("0U0 0F2 1U0 1F2 0U1 0F0 1U1 0F1 1F1 1F0 1B2 0U2 0B2 1B0 1U2 1B1 0B1 0B0"))
+    made += [families.reduce_grads(schedule) for schedule in made]
+    return [plan_of(nets(schedule.num_stages)[-1], schedule) for schedule in made]
+
+
+def test_replicas_of_all_numbers_of_microbatches_end_together() -> None:
+    """Each pair of numbers; each way has the same gathers in the same order, then the sum."""
+    for plan in gathering():
+        programs = {count: program_for(plan, count) for count in range(1, plan.num_microbatches + 1)}
+        for fewer, more in combinations_with_replacement(programs, 2):
+            counted = counting(programs[fewer])
+            assert "" == by_replicas([programs[fewer], programs[more]], [counted] * 2), (
+                str(plan.schedule),
+                fewer,
+                more,
+            )
+            ways = [ways_of(programs[count], counted) for count in (fewer, more)]
+            assert ways[0] == ways[1]
+            assert all(way.endswith("G") for way in ways[0]) or "G" not in "".join(ways[0])
+
+
+def ways_of(program: Lowered, counted: dict[int, set[int]]) -> list[str]:
+    """What each stage does with its replicas, in order."""
+    actions = [program.action(code) for code in program.order]
+    done = [a for a in actions if a.kind is Kind.G or (a.kind is Kind.U and a.microbatch in counted[a.stage])]
+    return [" ".join(str(a) for a in done if a.stage == stage) for stage in range(program.num_stages)]
+
+
+def test_fewer_microbatches_run_the_order_of_all_with_actions_left_out() -> None:
+    """The law that replicas end together by: also of any spoilt program that is proven the smaller ones are."""
+    for plan in gathering():
+        actions = [plan.program.action(code) for code in plan.program.order]
+        for count in range(1, plan.num_microbatches):
+            fewer = program_for(plan, count)
+            assert [fewer.action(code) for code in fewer.order] == [a for a in actions if a.microbatch < count]
+            assert_ends(fewer)
+    chance = Random(3)
+    for spoil in SPOIL * 100:
+        spoilt = spoil(chance, chance.choice(good()))
+        if proven(spoilt):
+            assert all(proven(spoilt.first(count)) for count in range(1, spoilt.num_microbatches))
+
+
+def test_replicas_in_other_orders_hang() -> None:
+    """So the machine would see it if they did not all run one order: each of these is proven by itself."""
+    chance, ends = Random(2), list[str]()
+    for spoil in [turned, moved] * 150:
+        program = chance.choice(gathering()).program
+        spoilt = spoil(chance, program)
+        if proven(spoilt):
+            ends.append(by_replicas([program, spoilt], [counting(program)] * 2))
+    assert {"", "hangs"} <= {*ends}
+
+
+def test_replicas_that_count_for_themselves_hang() -> None:
+    """So it would see it if each gathered what serves itself."""
+    ends: set[str] = set()
+    for plan in gathering():
+        fewer = program_for(plan, 2)
+        ends.add(by_replicas([fewer, plan.program], [counting(fewer), counting(plan.program)]))
+    assert {"", "hangs"} <= ends
+
+
+def test_stages_with_and_without_u_are_not_legal() -> None:
+    """With fewer microbatches stage 1 is gathered before its U, with more after it: both wait for the other."""
+    mixed = Schedule.parse("0U0 0F2 1F2 0U1 0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1 1B2 0B2")
+    with pytest.raises(ScheduleError, match="1U0 is missing: all stages have U, or none"):
+        families.check(mixed)
+    whole = Schedule.parse(str(mixed).replace("0F2 1F2", "0F2 1U0 1F2"))
+    program = plan_of(nets(2)[0], whole).program
+    without = [code for code in program.order if str(program.action(code)) != "1U0"]
+    spoilt = replace(program, order=tuple(without))
+    assert "hangs" == by_replicas([spoilt, spoilt.first(2)], [counting(spoilt.first(2))] * 2)
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
