@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import chain
 
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.kinds import MOVES, Kind
@@ -18,7 +19,6 @@ from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Stage
 from funcpipe.lower.effects import EffectContext, effects
 from funcpipe.lower.skips import routes
-from funcpipe.schedules.clock import CODED, F
 from funcpipe.schedules.legal import Legal, examine
 
 _GIVEN = (Role.INPUT, Role.TARGET, Role.FEED)
@@ -111,27 +111,29 @@ class _Calls:
         self.calls: list[Call] = []
         self.readers: dict[Wire, set[int]] = defaultdict(set)
         """The lanes that read each wire."""
-        for device, lane in enumerate(legal.lanes):
-            for code, stage in {(code, stage) for code, stage, _ in lane}:
-                for wire in effects(CODED[code], stage, True, context)[0]:
+        for device, order in enumerate(schedule.orders):
+            for kind, stage in {(kind, stage) for kind, stage, _ in order}:
+                for wire in effects(kind, stage, True, context)[0]:
                     self.readers[wire].add(device)
 
     def order(self) -> list[int]:
         """The plan order as ``call * M + microbatch``."""
-        count, lanes = self.schedule.num_microbatches, self.legal.lanes
+        count, device_of = self.schedule.num_microbatches, self.schedule.device_of
         rematted, backward = self.legal.rematted, self.schedule.has_backward
-        # By code, then stage: the first number of the call, -1 while it is not made; last, an F that keeps nothing.
-        bare = len(CODED)
-        table = [[-1] * self.schedule.num_stages for _ in range(bare + 1)]
+        actions = [*chain.from_iterable(self.schedule.orders)]
+        # By kind, then stage: the first number of the call, -1 while it is not made.
+        rows = {kind: [-1] * self.schedule.num_stages for kind in Kind}
+        forward, bare = Kind.F, [-1] * self.schedule.num_stages  # the F that keeps nothing
         out: list[int] = []
-        for device, position in self.legal.plan_order:
-            code, stage, microbatch = lanes[device][position]
-            if code == F and (not backward or (rematted and stage * count + microbatch in rematted)):
-                code = bare
-            base = table[code][stage]
+        for number in self.legal.plan_order:
+            kind, stage, microbatch = actions[number]
+            row = rows[kind]
+            if kind is forward and (not backward or (rematted and stage * count + microbatch in rematted)):
+                row = bare
+            base = row[stage]
             if base < 0:
-                base = table[code][stage] = count * len(self.calls)
-                self.calls.append(self._call(CODED[code % bare], stage, device, code != bare))
+                base = row[stage] = count * len(self.calls)
+                self.calls.append(self._call(kind, stage, device_of[stage], row is not bare))
             out.append(base + microbatch)
         return out
 

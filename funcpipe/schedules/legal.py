@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 from funcpipe.core.errors import ScheduleError, bullets, raise_all
@@ -18,17 +18,15 @@ MOST_FAULTS = 20
 
 @dataclass(frozen=True)
 class Legal:
-    """What `check` learned of a legal schedule; integers only, for those that walk over all actions.
+    """What `check` learned of a legal schedule; packed, because it is remembered as long as the schedule lives.
 
     Attributes:
-        lanes: for each device its actions as ``(code, stage, microbatch)`` with the codes of `clock`.
-        plan_order: every action as ``(device, position)``, by the time at which it starts when each takes its
-            `KindRow.units`: an order in which one thread can run the schedule.
+        plan_order: every action by its number, counted device by device, by the time at which it starts when each takes
+            its `KindRow.units`: an order in which one thread can run the schedule.
         rematted: ``stage * M + microbatch`` of each R.
     """
 
-    lanes: tuple[list[tuple[int, int, int]], ...]
-    plan_order: list[tuple[int, int]]
+    plan_order: array[int]
     rematted: frozenset[int]
 
 
@@ -69,9 +67,8 @@ def _examine(schedule: Schedule) -> Legal:
     if stuck:
         raise ScheduleError(_waiting(schedule, lanes, stuck))
     times = [start for row in starts for start in row]
-    places = [place for device, row in enumerate(starts) for place in zip(repeat(device), range(len(row)))]
     order = sorted(range(len(times)), key=times.__getitem__)  # rows ascend: a merge; equal times by device and position
-    return Legal(lanes, list(map(places.__getitem__, order)), rematted)
+    return Legal(array("i", order), rematted)
 
 
 examine = Remembered(_examine)

@@ -14,8 +14,7 @@ import funcpipe as fp
 from funcpipe.core.program import Receive, Role
 from funcpipe.core.stage import Stage
 from funcpipe.runtime.execute import LaneExecutor
-from funcpipe.schedules.clock import clock, durations_of, edges_of
-from funcpipe.schedules.legal import examine
+from funcpipe.schedules.clock import clock, coded, durations_of, edges_of
 from funcpipe.schedules.memory import residual_peak
 from funcpipe.testing import assert_matches_sequential
 from funcpipe.view.play import Play
@@ -67,7 +66,7 @@ def test_a_program_starts_its_actions_when_the_clock_of_its_schedule_does(data):
     cost = data.draw(costs(schedule.num_stages))
     count, device_of = schedule.num_stages, schedule.device_of
     starts, stuck = clock(
-        examine(schedule).lanes,
+        coded(schedule.orders),
         device_of,
         schedule.num_microbatches,
         durations_of(cost, count),
