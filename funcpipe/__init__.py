@@ -57,6 +57,7 @@ from funcpipe.modules.split import Split as Split
 from funcpipe.moved import moved as _moved
 from funcpipe.pipe.pipe import Pipe as Pipe
 from funcpipe.runtime.apply import apply as apply
+from funcpipe.runtime.devices import devices as devices
 from funcpipe.runtime.graphs import graphs as graphs
 from funcpipe.runtime.lanes import lanes as lanes
 from funcpipe.runtime.microbatch import Axis as Axis
@@ -65,7 +66,6 @@ from funcpipe.runtime.microbatch import Replicate as Replicate
 from funcpipe.runtime.optim import accumulate as accumulate
 from funcpipe.runtime.optim import global_norm as global_norm
 from funcpipe.runtime.optim import step as step
-from funcpipe.runtime.place import devices as devices
 from funcpipe.runtime.place import place as place
 from funcpipe.runtime.ranks import ranks as ranks
 from funcpipe.runtime.rng import fold_in as fold_in

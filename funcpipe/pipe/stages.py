@@ -20,7 +20,7 @@ from funcpipe.modules.batchnorm import CommitLayers
 from funcpipe.modules.sequential import cut_sequential
 from funcpipe.modules.ties import groups
 from funcpipe.pipe.layout import Layout
-from funcpipe.runtime.place import same_device
+from funcpipe.runtime.devices import same_device
 from funcpipe.schedules.families import fill_drain
 from funcpipe.schedules.transforms import remat
 

@@ -1,18 +1,19 @@
-"""Connections between processes over gloo, and the two ends of an edge between lanes of different ones.
+"""The two ends of an edge between lanes of different processes.
 
 An edge has a connection of its own, on which its values travel in the order in which their lane sends them. Before each
 goes a number, that of its form; a form that is new follows it once, as checked data. Who receives knows the order from
 the plan, so it asks for each value as soon as its slot is free, and with equal batches it knows the form beforehand
 and asks for the memory at the same time.
+
+Where both lanes compute on devices that are joined, tensors go straight from one to the other, after the message that
+tells their form; where only one end is on a device, or both on the same, it copies from or to the memory of its host.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,8 +22,10 @@ from torch import Tensor
 
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.cache_key import border_key_or_none
+from funcpipe.runtime.connection import Connection, LostError
+from funcpipe.runtime.device_stream import DeviceStream
 from funcpipe.runtime.plain_tensors import materialized
-from funcpipe.runtime.stream import Ticket
+from funcpipe.runtime.stream import Place, Ticket
 from funcpipe.runtime.transport import Inbox, Mailbox, PoolLevel
 from funcpipe.runtime.wire_format import (
     TensorLayout,
@@ -50,88 +53,23 @@ _SIGNATURES = 64
 """... for batches of so many kinds which form each value has."""
 
 
-_LONG = timedelta(days=30)
-"""How long gloo may wait; whoever needs what comes waits for less, and cuts the connection."""
-
-
-class LostError(Exception):
-    """The connection to a rank has ended."""
-
-    def __init__(self, rank: int, text: str) -> None:
-        super().__init__(text)
-        self.rank, self.text = rank, text
-
-
-class Connection:
-    """A group of gloo that joins some ranks; ranks are those of the plan."""
-
-    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
-        self.group, self.seats = group, {rank: seat for seat, rank in enumerate(ranks)}
-
-    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Any:
-        """Begin to send a dense tensor's memory, which must not change before the end."""
-        try:
-            return self.group.send([memory(tensor)], self.seats[to], tag)
-        except RuntimeError as error:
-            raise _lost(to, error) from None
-
-    def receive(self, into: Tensor, source: int, tag: int = 0) -> Any:
-        """Begin to receive into a dense tensor's memory."""
-        try:
-            return self.group.recv([memory(into)], self.seats[source], tag)
-        except RuntimeError as error:
-            raise _lost(source, error) from None
-
-    def finish(self, works: Iterable[Any], rank: int) -> None:
-        """Wait for the end of what was begun with a rank. Raises LostError."""
-        try:
-            for work in works:
-                work.wait(_LONG)
-        except RuntimeError as error:
-            raise _lost(rank, error) from None
-
-    def send_bytes(self, data: bytes, to: int, chunk: int) -> list[Any]:
-        """Begin to send bytes of any length: a first message of ``chunk`` bytes tells it."""
-        data = len(data).to_bytes(8, "little") + data
-        first = torch.frombuffer(bytearray(data[:chunk].ljust(chunk, b"\0")), dtype=torch.uint8)
-        rest = [torch.frombuffer(bytearray(data[chunk:]), dtype=torch.uint8)] if len(data) > chunk else []
-        return [self.send(part, to) for part in (first, *rest)]
-
-    def receive_bytes(self, source: int, chunk: int) -> bytes:
-        """The bytes that a rank sends."""
-        first = torch.empty(chunk, dtype=torch.uint8)
-        self.finish([self.receive(first, source)], source)
-        data = first.numpy().tobytes()
-        length = 8 + int.from_bytes(data[:8], "little")
-        if length > chunk:
-            rest = torch.empty(length - chunk, dtype=torch.uint8)
-            self.finish([self.receive(rest, source)], source)
-            data += rest.numpy().tobytes()
-        return data[8:length]
-
-    def cut(self, rank: int) -> None:
-        """Close it, so that whoever waits at any end is woken.
-
-        gloo has no other way: a receive that nobody answers within its limit closes its connection.
-        """
-        for other, seat in self.seats.items():
-            if other != rank:
-                with suppress(RuntimeError):
-                    self.group.recv([torch.empty(1)], seat, 1).wait(timedelta(milliseconds=1))
-
-
-def _lost(rank: int, error: RuntimeError) -> LostError:
-    """The error of a connection, without what gloo says of its own source, and of what to do."""
-    text = str(error).split("\n")[0].rsplit("] ", 1)[-1].split(". This is")[0]
-    return LostError(rank, f"the connection to its process has ended: {text}")
-
-
 class _Edge:
     """What both ends of an edge have: they learn the same forms in the same order."""
 
-    def __init__(self, connection: Connection, name: str, lost: Callable[[LostError], None]) -> None:
-        self.connection, self.lost = connection, lost
-        self.peer = -1
+    seat = 0
+    """Which of the two it is."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        name: str,
+        lost: Callable[[LostError], None],
+        stream: DeviceStream | None = None,
+    ) -> None:
+        self.connection, self.lost, self.stream = connection, lost, stream
+        self.direct = stream is not None and stream.group is not None
+        ends = [*connection.seats]
+        self.me, self.peer = ends[self.seat], ends[1 - self.seat]
         self.forms: list[TreeForm] = []
         self.expected: dict[int, int] = {}
         """By the place of a value among those of a run, the number of its form in the last run of such a batch."""
@@ -148,6 +86,11 @@ class _Edge:
     def _forget(self) -> None:
         self.forms.clear()
 
+    def greet(self) -> None:
+        """Connect the devices of both ends, where they are joined."""
+        if self.stream is not None:
+            self.stream.greet("in" if self.seat else "out")
+
     def stop(self) -> None:
         """Let the worker's job end, once the connection is cut."""
 
@@ -157,6 +100,9 @@ class _Edge:
             job()
         except LostError as error:
             self.lost(error)
+        except (RuntimeError, MemoryError) as error:  # of this process, mostly for want of memory
+            text = f"its values between it and rank {self.peer} cannot be moved: {type(error).__name__}: {error}"
+            self.lost(LostError(self.me, text))
         except Exception as error:
             self.lost(LostError(self.peer, f"what it sent cannot be read: {type(error).__name__}: {error}"))
 
@@ -164,9 +110,14 @@ class _Edge:
 class EdgeOut(_Edge):
     """The end that sends: a lane begins it, a worker waits until it is sent."""
 
-    def __init__(self, connection: Connection, name: str, lost: Callable[[LostError], None]) -> None:
-        super().__init__(connection, name, lost)
-        self.peer = [*connection.seats][1]
+    def __init__(
+        self,
+        connection: Connection,
+        name: str,
+        lost: Callable[[LostError], None],
+        stream: DeviceStream | None = None,
+    ) -> None:
+        super().__init__(connection, name, lost, stream)
         self.numbers: dict[Any, int] = {}
         self.box = Inbox()
         self.to = self.place = 0
@@ -181,8 +132,9 @@ class EdgeOut(_Edge):
         self.to, self.box, self.place = to, box, 0
 
     def send(self, slot: int, value: Border) -> None:
-        """Begin to send a value into a slot. Raises PlanError for what cannot travel."""
-        leaves = [materialized(leaf) if isinstance(leaf, Tensor) else leaf for leaf in map(sendable, value.leaves)]
+        """Begin to send a value into a slot; of a device, once it is there. Raises PlanError for what cannot travel."""
+        home = _at_host if self.stream is None else self.stream.at_home
+        leaves = [home(leaf) if isinstance(leaf, Tensor) else leaf for leaf in map(sendable, value.leaves)]
         key = form_key(leaves, value.spec, value.flags)
         number, text = self.numbers.get(key), b""
         if number is None:
@@ -193,6 +145,18 @@ class EdgeOut(_Edge):
         expected, self.expected[self.place] = self.expected.get(self.place), number
         self.place += 1
         parts = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
+        post = partial(self._post, slot, expected, number, text, self.box)
+        if self.stream is None:
+            post(parts)
+        elif self.direct:
+            post([])  # first: the other end then takes what follows
+            self.stream.send(parts)
+        else:
+            copies, wait = self.stream.to_host(parts)
+            self.worker.give(partial(self._safely, partial(_then, wait, post, copies)))
+
+    def _post(self, slot: int, expected: int | None, number: int, text: bytes, box: Inbox, parts: list[Tensor]) -> None:
+        """Begin to send what goes from host to host."""
         first, more = self._head(expected, number, len(text), parts), list[Tensor]()
         if number != expected:
             more = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *parts] if text else parts
@@ -203,11 +167,11 @@ class EdgeOut(_Edge):
         except LostError as error:
             self.lost(error)
             return
-        self.worker.give(partial(self._safely, partial(self._sent, slot, works, tensors, self.box)))
+        self.worker.give(partial(self._safely, partial(self._sent, slot, works, tensors, box)))
 
     def _head(self, expected: int | None, number: int, length: int, parts: list[Tensor]) -> list[Tensor]:
         """What the other end has asked for: the number of the form, then the tensors, or what fills their places."""
-        if expected is None:
+        if expected is None or self.direct:
             return [torch.tensor([number, length])]
         if number != expected:
             parts = _rooms(self.forms[expected])[1]
@@ -225,6 +189,7 @@ class _Asked(NamedTuple):
 
     Attributes:
         slot: where it will lie.
+        free: the event after which that is free; None: it is.
         works: of the message that tells its form, and of what is expected to follow.
         head: the number of its form, and how long the form is that follows.
         packed: head and all tensors in one; None: each travels by itself.
@@ -233,6 +198,7 @@ class _Asked(NamedTuple):
     """
 
     slot: int
+    free: Any
     works: list[Any]
     head: Tensor
     packed: Tensor | None
@@ -247,30 +213,45 @@ class EdgeIn(_Edge):
     So the other end knows that it may send before it has the value, and a worker hands over what has come.
     """
 
-    def __init__(self, connection: Connection, name: str, lost: Callable[[LostError], None]) -> None:
-        super().__init__(connection, name, lost)
-        self.peer = next(iter(connection.seats))
+    seat = 1
+
+    def __init__(
+        self,
+        connection: Connection,
+        name: str,
+        lost: Callable[[LostError], None],
+        stream: DeviceStream | None = None,
+    ) -> None:
+        super().__init__(connection, name, lost, stream)
+        self._room = TensorLayout.room if stream is None else stream.host_room
         self.words: dict[int, Any] = {}
         self._gate = threading.Lock()
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._slots: Sequence[int] = ()
         self._taken: set[int] = set()
+        self._freed: dict[int, Any] = {}
         self._next = 0
 
     def _forget(self) -> None:
         super()._forget()
         self.words.clear()
 
-    def begin(self, signature: Any, slots: Sequence[int], box: Mailbox, levels: Mapping[int, PoolLevel]) -> None:
-        """A run begins: its values come into these slots, in this order, and are put into the box."""
+    def begin(
+        self, signature: Any, slots: Sequence[int], box: Mailbox, levels: Mapping[int, PoolLevel], place: Place
+    ) -> None:
+        """A run begins: its values come into these slots of the lane at ``place``, in this order, told to its box."""
         self._begin(signature)
         self._asked, self._slots, self._taken, self._next = queue.SimpleQueue(), slots, set(), 0
+        self._freed = {}
+        if self.stream is not None:
+            place.beside.append(self.stream.stream)
         self._safely(self._ask)
-        self.worker.give(partial(self._safely, partial(self._receive_all, box, levels, self._asked)))
+        self.worker.give(partial(self._safely, partial(self._receive_all, box, levels, place, self._asked)))
 
-    def free(self, slot: int) -> None:
-        """A slot is free again."""
+    def free(self, slot: int, event: Any) -> None:
+        """A slot is free again, after an event (None: now)."""
         with self._gate:
+            self._freed[slot] = event
             self._taken.discard(slot)
         self._safely(self._ask)
 
@@ -288,51 +269,61 @@ class EdgeIn(_Edge):
                 self._next += 1
 
     def _ask_for(self, place: int, slot: int) -> _Asked:
-        ask = partial(self.connection.receive, source=self.peer)
+        ask, free = partial(self.connection.receive, source=self.peer), self._freed.pop(slot, None)
         expected = self.expected.get(place)
-        form = None if expected is None else self.forms[expected]
-        leaves, tensors = ([], []) if form is None else _rooms(form)
+        form = None if expected is None or self.direct else self.forms[expected]
+        leaves, tensors = ([], []) if form is None else _rooms(form, self._room)
         if form is not None and form.is_small:
             packed = torch.empty(_HEAD + form.nbytes, dtype=torch.uint8)
-            return _Asked(slot, [ask(packed)], packed[:_HEAD].view(torch.int64), packed, expected, leaves, tensors)
+            return _Asked(
+                slot, free, [ask(packed)], packed[:_HEAD].view(torch.int64), packed, expected, leaves, tensors
+            )
         head = torch.empty(2, dtype=torch.int64)
-        return _Asked(slot, [ask(head), *map(ask, tensors)], head, None, expected, leaves, tensors)
+        return _Asked(slot, free, [ask(head), *map(ask, tensors)], head, None, expected, leaves, tensors)
 
     def _receive_all(
-        self, box: Mailbox, levels: Mapping[int, PoolLevel], asked: queue.SimpleQueue[_Asked | None]
+        self,
+        box: Mailbox,
+        levels: Mapping[int, PoolLevel],
+        place: Place,
+        asked: queue.SimpleQueue[_Asked | None],
     ) -> None:
-        for place in range(len(self._slots)):
+        for number in range(len(self._slots)):
             what = asked.get()
             if what is None:
                 return
-            value = self._receive(place, what)
+            ticket = self._receive(number, what, place)
             levels[what.slot].add()
-            box.put(what.slot, Ticket(value))
-            del value, what
+            box.put(what.slot, ticket)
+            del ticket, what
 
-    def _receive(self, place: int, asked: _Asked) -> Border:
-        """The next value."""
+    def _receive(self, number: int, asked: _Asked, place: Place) -> Ticket:
+        """The next value of a run."""
         more = partial(self.connection.receive, source=self.peer, tag=_MORE)
         finish = partial(self.connection.finish, rank=self.peer)
         finish(asked.works)
-        number, length = asked.head.tolist()
-        leaves = asked.leaves
-        if number != asked.expected:
-            if length:
-                text = torch.empty(length, dtype=torch.uint8)
-                finish([more(text)])
-                self.forms.append(unpack_form(text.numpy().tobytes()))
-            leaves, tensors = _rooms(self.forms[number])
+        kind, length = asked.head.tolist()
+        if length:
+            text = torch.empty(length, dtype=torch.uint8)
+            finish([more(text)])
+            self.forms.append(unpack_form(text.numpy().tobytes()))
+        form, leaves, event = self.forms[kind], asked.leaves, None
+        if self.direct:
+            assert self.stream is not None
+            leaves, event = self.stream.receive(form.leaves, asked.free, place.stream)
+        elif kind != asked.expected:
+            leaves, tensors = _rooms(form, self._room)
             finish([*map(more, tensors)])
-            self.expected[place] = number
         elif asked.packed is not None:
             _unpack(asked.packed, asked.tensors)
-        form = self.forms[number]
+        self.expected[number] = kind
+        if self.stream is not None and not self.direct:
+            leaves, event = self.stream.from_host(leaves, asked.free, place.stream)
         value = Border(leaves, form.spec, form.flags)
-        if number not in self.words:
-            self.words[number] = border_key_or_none(value)
-        value.words = self.words[number]
-        return value
+        if kind not in self.words:
+            self.words[kind] = border_key_or_none(value)
+        value.words = self.words[kind]
+        return Ticket(value, event)
 
 
 class Outbox(Mailbox):
@@ -350,7 +341,18 @@ class Outbox(Mailbox):
             self.out.send(key, item.value)
         else:
             assert self.back is not None
-            self.back.free(key[1])
+            self.back.free(key[1], item)
+
+
+def _then(wait: Callable[[], None], post: Callable[[list[Tensor]], None], tensors: list[Tensor]) -> None:
+    """Post tensors, once they are there."""
+    wait()
+    post(tensors)
+
+
+def _at_host(tensor: Tensor) -> Tensor:
+    """A tensor in memory of the host that nobody shares lazily."""
+    return materialized(tensor.cpu())
 
 
 def _packed(head: list[int], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -367,7 +369,9 @@ def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
         start += bytes_of.numel()
 
 
-def _rooms(form: TreeForm) -> tuple[list[Any], list[Tensor]]:
+def _rooms(
+    form: TreeForm, room: Callable[[TensorLayout], Tensor] = TensorLayout.room
+) -> tuple[list[Any], list[Tensor]]:
     """Leaves of a form with new memory, and those of them that travel."""
-    leaves = [leaf.room() if isinstance(leaf, TensorLayout) else leaf for leaf in form.leaves]
+    leaves = [room(leaf) if isinstance(leaf, TensorLayout) else leaf for leaf in form.leaves]
     return leaves, [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]

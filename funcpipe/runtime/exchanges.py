@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from funcpipe.runtime.edge import Connection
+from funcpipe.runtime.connection import Connection
 
 _CHUNK = 4096
 """Bytes of the first message of an exchange, which tells how many follow."""

@@ -157,7 +157,7 @@ class Execution:
         steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], host, reduce) for call in lane.calls]
         runner = Runner(lane, steps, place, transport, coming, timed=self.ready.options.record)
         if spread:
-            runner.steps = holding(lane, runner.steps, spread, bounds, self.boxes[lane.lane])
+            runner.steps = holding(lane, runner.steps, spread, bounds, self.boxes[lane.lane], place)
         return runner
 
     def go(self, start: int = 0, stop: int | None = None) -> None:

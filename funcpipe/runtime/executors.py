@@ -8,10 +8,10 @@ from itertools import islice
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
 from funcpipe.runtime.context import RUNNING, checked_plan, intra_op_threads
+from funcpipe.runtime.devices import plan_devices
 from funcpipe.runtime.execute import Execution, LaneExecutor, raise_located
 from funcpipe.runtime.lanes import Lanes, refuse_uncarried, uncarried
 from funcpipe.runtime.options import Executor, ExecutorLike
-from funcpipe.runtime.place import plan_devices
 from funcpipe.runtime.watchdog import interrupting
 
 

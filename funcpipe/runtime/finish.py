@@ -279,7 +279,15 @@ def _statistics(ready: Prepared, reports: ByPlace) -> dict[int, tuple[Tree, ...]
     if ready.part.replicas == 1:
         return stats
     everyone: list[dict[int, tuple[Tree, ...]]] = ready.part.exchange("the statistics of the replicas", stats)
-    return {stage: tuple([tree for theirs in everyone for tree in theirs.get(stage, ())]) for stage in keep}
+    return {
+        stage: tuple([_at(ready.device(stage), tree) for theirs in everyone for tree in theirs.get(stage, ())])
+        for stage in keep
+    }
+
+
+def _at(device: torch.device, tree: Tree) -> Tree:
+    """What came from processes, on a device."""
+    return tree if device.type == "cpu" else map_tensors(lambda tensor: tensor.to(device), tree)
 
 
 def _commit(ready: Prepared, stage: int, stats: Mapping[int, tuple[Tree, ...]]) -> Tree:

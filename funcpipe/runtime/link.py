@@ -14,14 +14,16 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from funcpipe.core.errors import Where
 from funcpipe.core.torch_names import gloo
 from funcpipe.runtime.address import connect_at, host_of, own_address
-from funcpipe.runtime.edge import Connection, EdgeIn, EdgeOut, LostError
+from funcpipe.runtime.alarms import Alarm, Alarming, Failure
+from funcpipe.runtime.connection import Connection, LostError
+from funcpipe.runtime.device_stream import DeviceStream, DeviceWay
+from funcpipe.runtime.edge import EdgeIn, EdgeOut
 from funcpipe.runtime.exchanges import exchange_all, gather_all
 from funcpipe.runtime.pulse import Pulse
 from funcpipe.runtime.replicas import Replicas
@@ -34,34 +36,6 @@ _FOREVER = timedelta(days=365)
 def hello(rank: int, mine: Mapping[str, Any]) -> tuple[str, str]:
     """What a rank says before there is a connection: key and value in the store of a link."""
     return f"hello/{rank}", json.dumps(mine)
-
-
-class Failure(NamedTuple):
-    """What the processes of a plan tell each other of a failure.
-
-    Attributes:
-        rank: whose it is; -1: nobody's in particular.
-        kind: the type of its exception; "" for a process that is gone.
-        text: what it says.
-        where: its coordinates, where it was in a stage.
-        run: the number of the run.
-        timed: did it wait for too long; then all say what they are doing.
-    """
-
-    rank: int
-    kind: str
-    text: str
-    where: Sequence[Any] | None
-    run: int
-    timed: bool = False
-
-    def place(self) -> Where | None:
-        """The coordinates."""
-        return None if self.where is None else Where(*self.where)
-
-
-class Alarm(Exception):
-    """The link is broken: `Link.failure` says by what."""
 
 
 class Link:
@@ -93,6 +67,7 @@ class Link:
         self.edges: dict[tuple[int, int], EdgeOut | EdgeIn] = {}
         self.replicas: dict[int, Replicas] = {}
         self._connections: list[Connection] = []
+        self._groups: list[Any] = []
         self._gone: dict[int, int] = {}
         """Of ranks that have closed, the number of their last run."""
         self._alarms: list[Callable[[], None]] = []
@@ -171,30 +146,62 @@ class Link:
         return connection
 
     def connect(
-        self, edges: Mapping[tuple[int, int], tuple[int, int]], replicas: Mapping[int, Sequence[int]] | None = None
+        self,
+        edges: Mapping[tuple[int, int], tuple[int, int]],
+        replicas: Mapping[int, Sequence[int]],
+        ways: Mapping[Any, DeviceWay],
     ) -> None:
         """Make what is not there yet of edges and of the ways between replicas.
 
         Args:
             edges: (from lane, to lane) -> (from rank, to rank).
             replicas: the ranks that have a stage, by stage.
+            ways: of edges and stages that are on a device with streams here, how their values get there.
 
         Raises:
             Alarm: the others did not.
         """
         missing = {edge: edges[edge] for edge in sorted(edges) if edge not in self.edges}
-        stages = {stage: ranks for stage, ranks in (replicas or {}).items() if stage not in self.replicas}
+        stages = {stage: ranks for stage, ranks in replicas.items() if stage not in self.replicas}
         if missing or stages:
-            self.wait(partial(self._connect, missing, stages))
+            self.wait(partial(self._connect, missing, stages, ways))
 
-    def _connect(self, edges: Mapping[tuple[int, int], tuple[int, int]], replicas: Mapping[int, Sequence[int]]) -> None:
+    def _connect(
+        self,
+        edges: Mapping[tuple[int, int], tuple[int, int]],
+        replicas: Mapping[int, Sequence[int]],
+        ways: Mapping[Any, DeviceWay],
+    ) -> None:
         for (source, to), ranks in edges.items():
-            connection = self._connection(f"{ranks[0]}:{source}-{to}", ranks.index(self.rank), ranks)
             end = EdgeOut if ranks[0] == self.rank else EdgeIn
-            self.edges[source, to] = end(connection, f"{source}-{to}", self.lost)
+            made = self._made(f"{ranks[0]}:{source}-{to}", ranks, ways.get((source, to)))
+            self.edges[source, to] = edge = end(made[0], f"{source}-{to}", self.lost, made[1])
+            edge.greet()
         for stage, ranks in replicas.items():
-            connection = self._connection(f"stage {stage}", ranks.index(self.rank), ranks)
-            self.replicas[stage] = Replicas(connection, self.rank, f"stage {stage}", self.lost)
+            connection, stream = self._made(f"stage {stage}", ranks, ways.get(stage))
+            self.replicas[stage] = copies = Replicas(connection, self.rank, f"stage {stage}", self.lost, stream)
+            copies.greet()
+
+    def _made(self, name: str, ranks: Sequence[int], way: DeviceWay | None) -> tuple[Connection, DeviceStream | None]:
+        """A connection of some ranks, and a stream of this one's device, which may join it with the others'."""
+        seat = ranks.index(self.rank)
+        connection, group = self._connection(name, seat, ranks), None
+        if way is None:
+            return connection, None
+        if way.joined:
+            group = way.backend.joined(below(f"{name}, devices", self._waits), seat, len(ranks), way.device)
+            with self._gate:
+                self._groups.append(group)
+                late = self.failure is not None
+            if late:
+                group.abort()
+                raise Alarm
+        return connection, DeviceStream(way.backend, way.device, group, seat)
+
+    def moved(self) -> int:
+        """Changes whenever a device here gets on with what goes between processes."""
+        streams = [each.stream for each in (*self.edges.copy().values(), *self.replicas.copy().values())]
+        return sum(stream.moved() for stream in streams if stream is not None)
 
     # -- waiting for others --------------------------------------------------------------------------------------------
 
@@ -251,9 +258,9 @@ class Link:
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
-    def alarming(self, alarm: Callable[[], None]) -> _Alarming:
+    def alarming(self, alarm: Callable[[], None]) -> Alarming:
         """Inside, ``alarm`` is called, from any thread, as soon as the link breaks."""
-        return _Alarming(self._alarms, self._gate, alarm, lambda: self.failure is not None)
+        return Alarming(self._alarms, self._gate, alarm, lambda: self.failure is not None)
 
     def fail(self, failure: Failure) -> None:
         """Break the link; the first failure counts."""
@@ -353,8 +360,12 @@ class Link:
         self.fail(Failure(self.rank, "", "its connections were closed", None, self.run))
         with self._gate:
             connections, self._connections = self._connections, []
+            groups, self._groups = self._groups, []
         for connection in connections:
             connection.cut(self.rank)
+        for group in groups:  # else a device would wait for ever, and whoever waits for the device
+            with suppress(RuntimeError):
+                group.abort()
         for edge in [*self.edges.values()]:
             edge.stop()
 
@@ -371,27 +382,3 @@ class Link:
 
     def _wake_watcher(self) -> None:
         self._post("end", None, [self.rank])
-
-
-class _Alarming:
-    """Keeps a function among those that are called when a link breaks."""
-
-    def __init__(
-        self,
-        alarms: list[Callable[[], None]],
-        gate: threading.Lock,
-        alarm: Callable[[], None],
-        over: Callable[[], bool],
-    ) -> None:
-        self.alarms, self.gate, self.alarm, self.over = alarms, gate, alarm, over
-
-    def __enter__(self) -> None:
-        with self.gate:
-            self.alarms.append(self.alarm)
-            over = self.over()
-        if over:
-            self.alarm()
-
-    def __exit__(self, *error: object) -> None:
-        with self.gate:
-            self.alarms.remove(self.alarm)

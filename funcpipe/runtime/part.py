@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from funcpipe.core.lowered import Lowered
@@ -13,6 +14,7 @@ from funcpipe.core.program import LaneProgram
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.result import alone
 from funcpipe.core.tree import Tree
+from funcpipe.runtime.devices import plan_devices
 from funcpipe.runtime.replicas import Sharding
 
 
@@ -54,6 +56,10 @@ class PlanPart(Protocol):
         """How many lanes run on this machine, in whichever process."""
         ...
 
+    def devices(self, plan: Plan) -> Sequence[torch.device]:
+        """The device of each lane; of those that are not here as the plan names it."""
+        ...
+
     def programs(self, program: Lowered) -> Sequence[LaneProgram]:
         """The programs of the lanes that are here."""
         ...
@@ -75,14 +81,14 @@ class PlanPart(Protocol):
         ...
 
     def gather_params(
-        self, stage: int, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[], None]
+        self, stage: int, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[Any], None]
     ) -> None:
-        """Begin to fetch the parts of parameters that other replicas have, and call ``done`` when they are there.
+        """Begin to fetch the parts of parameters that other replicas have, and call ``done`` when they come.
 
         Args:
             stage: whose.
             parts: of each tensor what this replica has, and rooms for what each has.
-            done: called from another thread.
+            done: called, maybe from another thread, with the event after which they are there, None: they are.
         """
         ...
 
@@ -121,6 +127,10 @@ class WholePlan:
         self.stages = range(plan.num_stages)
         self.beside = plan.num_devices
 
+    def devices(self, plan: Plan) -> Sequence[torch.device]:
+        """The devices of all lanes."""
+        return plan_devices(plan)
+
     def programs(self, program: Lowered) -> Sequence[LaneProgram]:
         """The programs of all lanes."""
         return program.lanes
@@ -130,10 +140,10 @@ class WholePlan:
         return {}
 
     def gather_params(
-        self, stage: int, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[], None]
+        self, stage: int, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[Any], None]
     ) -> None:
         """There is nothing to fetch."""
-        done()
+        done(None)
 
     def reduce(self, stage: int, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding]) -> None:
         """There is nothing to add."""
@@ -154,3 +164,14 @@ whole: Remembered[Plan, PlanPart] = Remembered(WholePlan)
 def stages_of(plan: Plan, lanes: Collection[int]) -> frozenset[int]:
     """The stages of some lanes."""
     return frozenset(stage for stage, lane in enumerate(plan.schedule.device_of) if lane in lanes)
+
+
+def lane_program(program: Lowered, lane: int) -> LaneProgram:
+    """The program of a lane, worked out once; those of the others are not built."""
+    known = _known(program)
+    if lane not in known:
+        known[lane] = program.lane(lane)
+    return known[lane]
+
+
+_known: Remembered[Lowered, dict[int, LaneProgram]] = Remembered(lambda _: {})

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from funcpipe.core.errors import PeerError
-from funcpipe.runtime.link import Failure, Link
+from funcpipe.runtime.alarms import Failure
+from funcpipe.runtime.link import Link
 
 _NO_STORE = "the store of the processes does not answer"
 

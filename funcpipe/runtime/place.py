@@ -1,4 +1,4 @@
-"""Finds the devices of a plan, and moves trees to them."""
+"""Moves trees to the devices of a plan."""
 
 from __future__ import annotations
 
@@ -12,40 +12,8 @@ from funcpipe.core.errors import PlacementError, PlanError, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves, refuse_hidden
 from funcpipe.runtime.context import checked_plan
+from funcpipe.runtime.devices import plan_devices, same_device
 from funcpipe.runtime.trainable import refuse_undeclared_ties, resolve_ties, trainable_leaves
-
-
-def devices(count: int) -> tuple[torch.device, ...]:
-    """A device for each lane: the CUDA devices if there are any (in turn, if there are fewer), else the CPU.
-
-    >>> len(devices(4))
-    4
-    """
-    if torch.cuda.is_available():
-        return tuple(torch.device("cuda", index % torch.cuda.device_count()) for index in range(count))
-    return (torch.device("cpu"),) * count
-
-
-def plan_devices(plan: Plan) -> tuple[torch.device, ...]:
-    """The torch device of each lane of a plan. Raises PlacementError where torch has no such device."""
-    if plan.devices is None:
-        return devices(plan.num_devices)
-    faults: list[str] = []
-    out: list[torch.device] = []
-    for lane, name in enumerate(plan.devices):
-        try:
-            device = torch.device(name)
-            if device.type == "cuda" and not torch.cuda.is_available():
-                faults.append(f"device {lane} is {name}, but torch sees no CUDA device")
-            elif device.type == "cuda" and str(device) == "cuda":
-                device = torch.device("cuda", torch.cuda.current_device())
-            elif device.type == "cuda" and device.index >= torch.cuda.device_count():
-                faults.append(f"device {lane} is {name}, but torch sees {torch.cuda.device_count()} CUDA devices")
-            out.append(device)
-        except (RuntimeError, TypeError) as error:
-            faults.append(f"device {lane} is {name!r}: {str(error).splitlines()[0]}")
-    raise_all("the plan's devices are not here; make it with fp.devices(n):", faults, PlacementError)
-    return tuple(out)
 
 
 class HasStages(Protocol):
@@ -54,6 +22,10 @@ class HasStages(Protocol):
     @property
     def stages(self) -> Container[int]:
         """Their numbers."""
+        ...
+
+    def devices(self, plan: Plan) -> Sequence[torch.device]:
+        """The device of each lane of a plan."""
         ...
 
     @property
@@ -86,7 +58,7 @@ def place(
         )
     faults = [fault for stage, tree in enumerate(params) for fault in refuse_hidden(tree, f"[{stage}]", *flatten(tree))]
     raise_all("tensors that cannot be seen cannot be moved:", faults, PlacementError)
-    by_lane = plan_devices(plan)
+    by_lane = plan_devices(plan) if ranks is None else ranks.devices(plan)
     device_of = plan.schedule.device_of
     if plan.schedule.has_backward and len({by_lane[device_of[stage]] for stage in range(plan.num_stages)}) > 1:
         trained = trainable_leaves(params, None)
@@ -155,11 +127,6 @@ def misplaced(plan: Plan, trees: Sequence[Tree], by_lane: Sequence[torch.device]
             if isinstance(leaf, Tensor) and not same_device(leaf.device, device):
                 faults.append(f"{name} lies on {leaf.device}, stage {stage} runs on {device}")
     return faults
-
-
-def same_device(a: torch.device, b: torch.device) -> bool:
-    """Are both one device; every CPU is the same."""
-    return a == b or (a.type == b.type == "cpu")
 
 
 def _describe(value: Any) -> str:

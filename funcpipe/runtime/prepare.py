@@ -25,7 +25,7 @@ from funcpipe.runtime.context import RUNNING, checked_plan, cores, refuse_transf
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, whole
-from funcpipe.runtime.place import misplaced, place, plan_devices
+from funcpipe.runtime.place import misplaced, place
 from funcpipe.runtime.refusals import (
     NamedTrees,
     refuse_attached,
@@ -94,6 +94,10 @@ class Prepared:
         """Begin to sum the gradients of a stage over its replicas."""
         self.part.reduce(stage, gradients, self.cuts_of(stage))
 
+    def device(self, stage: int) -> torch.device:
+        """Where a stage computes."""
+        return self.where[self.plan.schedule.device_of[stage]]
+
     def at(self, stage: int, microbatch: int | None, word: str) -> Where:
         """The coordinates of something that a stage does."""
         lane, phase = self.plan.schedule.device_of[stage], self.bounds[stage].phase
@@ -134,7 +138,7 @@ def prepare(
     seed, feeds, trainable = checked_seed(options.seed), options.feeds, options.trainable
     trees = _per_stage("params", params, plan, here)
     states = _states(options.state, plan, here)
-    devices = plan_devices(plan)
+    devices = part.devices(plan)
     faults = misplaced(plan, trees, devices, "params") + misplaced(plan, states, devices, "state")
     raise_all("tensors must lie where their stage runs; move them with fp.place(plan, params):", faults, PlacementError)
     absent = batch is None and len(here) < plan.num_stages
@@ -201,7 +205,7 @@ def prepare(
         trees,
         states,
         bounds,
-        devices,
+        tuple(devices),
         threads,
         ties,
         agreed.layouts,

@@ -17,28 +17,30 @@ from torch import Tensor
 from funcpipe.core.errors import FuncpipeError, PeerError, PlanError, RanksError, RunTimeout, StageError
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
-from funcpipe.core.program import CALLER, LaneProgram, Send
-from funcpipe.core.remembered import Remembered
+from funcpipe.core.program import CALLER, LaneProgram
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
 from funcpipe.lower.proof import proven
 from funcpipe.runtime.address import machine
 from funcpipe.runtime.agreement import END, alike, refuse_others
+from funcpipe.runtime.alarms import Alarm, Failure
 from funcpipe.runtime.context import pin
-from funcpipe.runtime.edge import EdgeIn, EdgeOut, Outbox
+from funcpipe.runtime.devices import plan_devices
+from funcpipe.runtime.edge import Outbox
 from funcpipe.runtime.execute import Execution
 from funcpipe.runtime.lanes import Lanes, refuse_uncarried
-from funcpipe.runtime.link import Alarm, Failure, Link
+from funcpipe.runtime.link import Link
 from funcpipe.runtime.options import RunOptions
-from funcpipe.runtime.part import PlanPart, stages_of
+from funcpipe.runtime.part import PlanPart, lane_program, stages_of
 from funcpipe.runtime.peer_errors import peer_error, table_of
 from funcpipe.runtime.rank_schedule import RankSchedule
 from funcpipe.runtime.rank_timeline import joined_timeline
+from funcpipe.runtime.rank_wires import Identities, begin, connect, end, identities_here, settle
 from funcpipe.runtime.replicas import Sharding
 from funcpipe.runtime.spread import cuts_of
 from funcpipe.runtime.store import STALL, below, connections
 from funcpipe.runtime.surroundings import is_under_torchrun, link_name, refuse_devices
-from funcpipe.runtime.transport import Inbox, Mailbox
+from funcpipe.runtime.transport import Mailbox
 from funcpipe.runtime.watchdog import lane_states
 from funcpipe.runtime.wire_format import pack, unpack
 
@@ -57,6 +59,7 @@ class Ranks(Lanes):
         copies: of these, those with the same stages as this one, by replica.
         rank_of: the rank of each lane.
         lanes: the lanes of this process.
+        device: that of the first of them.
         stages: the stages of these lanes.
         beside: how many lanes all processes of this machine have.
     """
@@ -80,11 +83,12 @@ class Ranks(Lanes):
         lanes = tuple(lane for lane, owner in enumerate(rank_of) if owner == rank)
         super().__init__(len(lanes))
         self.plan, self.rank, self.size, self.rank_of, self.lanes = plan, rank, size, tuple(rank_of), lanes
-        self.stages = stages_of(plan, lanes)
+        self.stages, self.device = stages_of(plan, lanes), plan_devices(plan, lanes)[lanes[0]]
         self.beside, self._seats = len(lanes), {lane: seat for seat, lane in enumerate(lanes)}
         self._store, self._limit, self._links, self._runs = store, timeout, 0, 0
         self._stores: list[Any] = []
         self._link: Link | None = None
+        self._identities: Identities = {}
         self._turn = threading.Lock()
         self._over = False
         """Are all at the end of the run, and know the same: what is refused then every rank refuses by itself, untold."""
@@ -149,9 +153,19 @@ class Ranks(Lanes):
                 f"the plan has its stages on lanes {[*plan.schedule.device_of]}, and the one that these ranks were made "
                 f"for on {[*self.plan.schedule.device_of]}: another process would have their params; make ranks for it"
             )
+        own, new = ([devices[lane] for lane in self.lanes] for devices in map(self.devices, (self.plan, plan)))
+        if own != new:
+            raise PlanError(
+                f"the plan has the lanes of this rank on {', '.join(map(str, new))}, and the one that these ranks were "
+                f"made for on {', '.join(map(str, own))}; make ranks for it"
+            )
         refuse_devices(plan)
         proven(plan.program)
         refuse_uncarried(plan)
+
+    def devices(self, plan: Plan) -> Sequence[torch.device]:
+        """The device of each lane; those that have no number are, where they are here, this process's current one."""
+        return plan_devices(plan, self.lanes)
 
     def part(self, plan: Plan) -> PlanPart:
         """What is here of a plan with as many lanes."""
@@ -160,7 +174,7 @@ class Ranks(Lanes):
 
     def programs(self, program: Lowered) -> Sequence[LaneProgram]:
         """The programs of the lanes that are here."""
-        return [_lane(program, lane) for lane in self.lanes]
+        return [lane_program(program, lane) for lane in self.lanes]
 
     def seat(self, lane: int) -> tuple[int, int]:
         """The number of a lane among those of this machine, and how many these are."""
@@ -179,32 +193,15 @@ class Ranks(Lanes):
 
     def walk(self, execution: Execution) -> None:
         """Run the lanes that are here; come back when they are done, or raise what failed, here or elsewhere."""
-        program, rank_of, link = execution.ready.program, self.rank_of, self._open()
-        pools = {(pool.source, pool.lane) for pool in execution.ready.plan.program.pools if pool.source != CALLER}
-        first = self.replica * self.size
-        ranks = {(source, to): (rank_of[source], rank_of[to]) for source, to in pools}
-        edges = {edge: (first + a, first + b) for edge, (a, b) in ranks.items() if a != b and self.rank in (a, b)}
-        copies = [replica * self.size + self.rank for replica in range(self.replicas)]
-        link.connect(edges, dict.fromkeys(sorted(self.stages), copies) if len(copies) > 1 else None)
-        for (lane, other), box in self._outboxes.items():
-            out, back = link.edges.get((lane, other)), link.edges.get((other, lane))
-            if isinstance(out, EdgeOut):
-                own = execution.boxes[lane]
-                assert isinstance(own, Inbox)
-                out.begin(execution.ready.signature, other, own)
-                box.out = out
-            if isinstance(back, EdgeIn):
-                sent = [each.into for each in _sends(_lane(program, other), lane)]
-                levels = {slot: execution.level_of[lane, slot] for slot in {*sent}}
-                back.begin(execution.ready.signature, sent, execution.boxes[lane], levels)
-                box.back = back
+        link = self._open()
+        connect(link, self, execution, self._identities)
+        begin(link, execution, self._outboxes)
         self._execution = execution
         try:
             super().walk(execution)
+            settle(link, execution)
         finally:
-            for box in self._outboxes.values():
-                if box.out is not None:
-                    box.out.box = Inbox()  # else what was sent last would stay until the next run
+            end(self._outboxes)
             self._execution, self._outboxes = None, {}
 
     def watched(self, execution: Execution, alarm: Callable[[], None]) -> AbstractContextManager[object]:
@@ -275,11 +272,11 @@ class Ranks(Lanes):
         return cuts_of(tree, f"params[{stage}]", self.copies, self.members)
 
     def gather_params(
-        self, stage: int, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[], None]
+        self, stage: int, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[Any], None]
     ) -> None:
         """Begin to fetch the parts of parameters that other replicas have."""
         if self.replicas == 1:
-            done()
+            done(None)
         else:
             self._open().replicas[stage].gather(parts, done)
 
@@ -295,7 +292,8 @@ class Ranks(Lanes):
             return gradients
         with _Telling(self):
             self.reduce(stage, gradients, cuts)
-            return self._open().take(self._reducing[stage])
+            link = self._open()
+            return link.replicas[stage].taken(link.take(self._reducing[stage]))
 
     def telling(self) -> AbstractContextManager[object]:
         """Inside, an error is told to the other ranks, which raise PeerError."""
@@ -304,7 +302,7 @@ class Ranks(Lanes):
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
         """Tensors that several ranks hold, in order; see `PlanPart.gather`."""
         holders = [self.replica * self.size + holder for holder in holders]
-        dense = {place: tensor.contiguous() for place, tensor in mine.items()}
+        dense = {place: tensor.contiguous().cpu() for place, tensor in mine.items()}
         with _Telling(self):
             return self._open().gather(
                 dense, holders, lambda place: torch.empty(like[place].size, dtype=like[place].dtype)
@@ -324,7 +322,7 @@ class Ranks(Lanes):
             number, count = self.replica * self.size + self.rank, self.replicas * self.size
             link = self._link = Link(stores, number, count, limit, self._doing, self._marks)
             link.run = self._runs
-            said = link.hear({"same": alike(self.plan, self.rank_of), "machine": machine()})
+            said = link.hear(self._hello())
             try:
                 refuse_others(said)
             except RanksError:
@@ -332,6 +330,7 @@ class Ranks(Lanes):
                 link.close(told=False)
                 raise
             names = [each["machine"] for each in said]
+            self._identities = {(q, lane): each for one in said for q, lane, each in one["devices"]}
             everyone = [(replica, lane) for replica in range(self.replicas) for lane in range(len(self.rank_of))]
             here = [(q, lane) for q, lane in everyone if names[q * self.size + self.rank_of[lane]] == names[number]]
             self.beside = len(here)
@@ -340,6 +339,11 @@ class Ranks(Lanes):
             link.join(partial(pin, [self._seats[lane] for lane in self.lanes], self.beside, self._cores))
             link.limit(self._limit)
         return self._link
+
+    def _hello(self) -> dict[str, Any]:
+        """What the others must know of this process."""
+        devices = identities_here(self, self.plan)
+        return {"same": alike(self.plan, self.rank_of), "machine": machine(), "devices": devices}
 
     def _doing(self) -> tuple[bool, str]:
         """Is a lane in an action, and what all of them do; for the tables of others."""
@@ -354,7 +358,8 @@ class Ranks(Lanes):
     def _marks(self) -> tuple[Any, ...]:
         """Changes whenever this rank gets on."""
         execution = self._execution
-        return (self._runs, self._at, *(() if execution is None else (lane.begun for lane in execution.lanes)))
+        moved = 0 if self._link is None else self._link.moved()
+        return (self._runs, self._at, moved, *(() if execution is None else (lane.begun for lane in execution.lanes)))
 
     # -- what goes wrong -----------------------------------------------------------------------------------------------
 
@@ -401,19 +406,3 @@ class _Telling:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.ranks._failed(error)
-
-
-def _sends(program: LaneProgram, lane: int) -> list[Send]:
-    """What a lane sends to another, in its order."""
-    return [each for each in program.instructions if type(each) is Send and each.to == lane]
-
-
-def _lane(program: Lowered, lane: int) -> LaneProgram:
-    """The program of a lane, worked out once; those of the others are not built."""
-    known = _known(program)
-    if lane not in known:
-        known[lane] = program.lane(lane)
-    return known[lane]
-
-
-_known: Remembered[Lowered, dict[int, LaneProgram]] = Remembered(lambda _: {})

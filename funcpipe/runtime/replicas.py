@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcpipe.runtime.edge import Connection, LostError
+from funcpipe.runtime.connection import Connection, LostError
+from funcpipe.runtime.device_stream import DeviceStream
 from funcpipe.runtime.worker import Worker
 
 
@@ -29,44 +31,85 @@ class Sharding(NamedTuple):
 
 
 class Replicas:
-    """Gathers and sums in a thread of its own, while the lanes go on; one after the other, all in the same order."""
+    """Gathers and sums in a thread of its own, while the lanes go on; one after the other, all in the same order.
 
-    def __init__(self, connection: Connection, me: int, name: str, lost: Callable[[LostError], None]) -> None:
-        self.connection, self.me, self.lost = connection, me, lost
+    Where the stage is on a device with streams, all of it goes on one of its own, after what the lane has queued.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        me: int,
+        name: str,
+        lost: Callable[[LostError], None],
+        stream: DeviceStream | None = None,
+    ) -> None:
+        self.connection, self.me, self.lost, self.stream = connection, me, lost, stream
         self.ranks = [*connection.seats]
         self.worker = Worker(f"funcpipe replicas {name}", patience=1.0)
         self.worker.start()
 
-    def gather(self, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[], None]) -> None:
-        """Begin to fetch the parts of the others: of each tensor what is here, and rooms for all, by replica."""
+    def greet(self) -> None:
+        """Connect the devices, where they are joined."""
+        if self.stream is not None:
+            self.stream.greet("all")
+
+    def gather(self, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[Any], None]) -> None:
+        """Begin to fetch the parts of the others: of each tensor what is here, and rooms for all, by replica.
+
+        ``done`` gets the event after which they are there; None: they are.
+        """
+        queued = self._queued()
 
         def work() -> None:
-            for mine, rooms in parts:
-                self._swap(dict.fromkeys(self.ranks, mine), dict(zip(self.ranks, rooms, strict=True)))
-            done()
+            with queued:
+                for mine, rooms in parts:
+                    self._swap(dict.fromkeys(self.ranks, mine), dict(zip(self.ranks, rooms, strict=True)))
+            done(self._over([tensor for mine, rooms in parts for tensor in (mine, *rooms)]))
 
         self._give(work, "parameters cannot be gathered")
 
     def begin(
         self, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding], answers: queue.SimpleQueue[Any]
     ) -> None:
-        """Begin to sum; the sums are put into the queue, in a tuple. Of what is cut this replica gets its part.
+        """Begin to sum; for `taken` the sums are put into the queue. Of what is cut this replica gets its part.
 
         What was given has no memory afterwards.
         """
+        queued = self._queued()
 
         def total(gradient: Tensor | None, cut: Sharding | None) -> Tensor | None:
             if gradient is None:
                 return None
             out = self._sum(gradient, cut)
+            self._over([gradient])
             gradient.untyped_storage().resize_(0)
             return out
 
         def work() -> None:
-            with torch.no_grad():
-                answers.put(([total(gradient, cuts.get(number)) for number, gradient in enumerate(gradients)],))
+            with torch.no_grad(), queued:
+                sums = [total(gradient, cuts.get(number)) for number, gradient in enumerate(gradients)]
+            answers.put(((sums, self._over([])),))
 
         self._give(work, "gradients cannot be summed")
+
+    def taken(self, answer: tuple[list[Tensor | None], Any]) -> list[Tensor | None]:
+        """The sums that `begin` has put into its queue, for the caller's stream."""
+        sums, event = answer
+        if self.stream is not None:
+            self.stream.hand([each for each in sums if each is not None], event)
+        return sums
+
+    def _queued(self) -> AbstractContextManager[object]:
+        """Inside, what is queued comes after what the calling thread has queued by now."""
+        return nullcontext() if self.stream is None else self.stream.after(self.stream.now())
+
+    def _over(self, tensors: Sequence[Tensor]) -> Any:
+        """The event after what is queued, which uses these tensors."""
+        if self.stream is None:
+            return None
+        self.stream.used(tensors)
+        return self.stream.over()
 
     def _give(self, job: Callable[[], None], text: str) -> None:
         def work() -> None:
@@ -94,6 +137,29 @@ class Replicas:
 
     def _swap(self, theirs: Mapping[int, Tensor], rooms: Mapping[int, Tensor]) -> None:
         """Send each other replica a tensor, and receive its own into a room."""
+        dense = {
+            rank: room if room.is_contiguous() else torch.empty_like(room, memory_format=torch.contiguous_format)
+            for rank, room in rooms.items()
+        }
+        if self.stream is None:
+            self._exchange(theirs, dense)
+        elif self.stream.group is not None:
+            self.stream.swap([*theirs.values()], [dense[rank] for rank in theirs])
+        else:
+            different = {id(tensor): tensor for tensor in theirs.values()}
+            copies = dict(zip(different, self.stream.copies_on_host([*different.values()]), strict=True))
+            self.stream.over().synchronize()
+            landed = {rank: torch.empty(room.shape, dtype=room.dtype) for rank, room in dense.items()}
+            self._exchange({rank: copies[id(tensor)] for rank, tensor in theirs.items()}, landed)
+            for rank, room in landed.items():
+                if rank != self.me:
+                    self.stream.backend.fill(dense[rank], room)
+        for rank, room in rooms.items():
+            if rank != self.me and dense[rank] is not room:
+                room.copy_(dense[rank])
+
+    def _exchange(self, theirs: Mapping[int, Tensor], rooms: Mapping[int, Tensor]) -> None:
+        """The same in the memory of hosts, with dense rooms."""
         sent = {
             rank: self.connection.send(tensor, rank)
             for rank, tensor in theirs.items()
@@ -101,9 +167,6 @@ class Replicas:
         }
         for rank, room in rooms.items():
             if rank != self.me and room.numel():
-                dense = room if room.is_contiguous() else torch.empty_like(room, memory_format=torch.contiguous_format)
-                self.connection.finish([self.connection.receive(dense, rank)], rank)
-                if dense is not room:
-                    room.copy_(dense)
+                self.connection.finish([self.connection.receive(room, rank)], rank)
         for rank, work in sent.items():
             self.connection.finish([work], rank)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from funcpipe.runtime.bound import Bound, ForwardReport
 from funcpipe.runtime.part import PlanPart
 from funcpipe.runtime.replicas import Sharding
 from funcpipe.runtime.steps import Step
+from funcpipe.runtime.stream import Place
 from funcpipe.runtime.transport import Mailbox
 
 
@@ -68,7 +70,7 @@ class ShardedParams:
                 local = leaf.to_local()
                 self.leaves[number] = self.parts[number] = local
                 if cut is not None:
-                    self.leaves[number] = whole = torch.empty(leaf.shape, dtype=leaf.dtype)
+                    self.leaves[number] = whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=local.device)
                     whole.untyped_storage().resize_(0)
             self._spread = [*cuts]
 
@@ -95,10 +97,10 @@ class ShardedParams:
             jobs.append((mine, rooms))
         self._begun, self._here = self._begun + 1, False
         key = Gathered(self.stage, self._begun)
-        self.part.gather_params(self.stage, jobs, lambda: box.put(key, None))
+        self.part.gather_params(self.stage, jobs, partial(box.put, key))
 
-    def wait(self, box: Mailbox) -> None:
-        """Wait until they are whole."""
+    def wait(self, box: Mailbox, place: Place) -> None:
+        """Let the lane wait until they are whole."""
         if self._here:
             return
         if not self._begun:
@@ -106,6 +108,7 @@ class ShardedParams:
         key = Gathered(self.stage, self._begun)
         if key not in box.came:
             box.wait(key)
+        place.wait(box.came[key])
         self._here = True
 
     def apart(self, value: Any) -> Any:
@@ -158,6 +161,7 @@ def holding(
     params: Mapping[int, ShardedParams],
     bounds: Mapping[int, Bound],
     box: Mailbox,
+    place: Place,
 ) -> list[Step]:
     """The steps of a lane, so that each stage computes with whole parameters, and only as long as it needs them."""
     out = [*steps]
@@ -166,7 +170,7 @@ def holding(
         if held is not None and call.kind in COUNTED:
             out[number] = _gathering(steps[number], held, box)
         elif held is not None and call.kind not in MOVES:
-            out[number] = _computing(steps[number], held, bounds[call.stage], box, _last_uses(program, held))
+            out[number] = _computing(steps[number], held, bounds[call.stage], box, place, _last_uses(program, held))
     return out
 
 
@@ -180,10 +184,10 @@ def _gathering(step: Step, params: ShardedParams, box: Mailbox) -> Step:
 
 
 def _computing(
-    step: Step, params: ShardedParams, bound: Bound, box: Mailbox, last: Collection[tuple[int, int]]
+    step: Step, params: ShardedParams, bound: Bound, box: Mailbox, place: Place, last: Collection[tuple[int, int]]
 ) -> Step:
     def compute(reads: list[Any], run: Run) -> Sequence[Any]:
-        params.wait(box)
+        params.wait(box, place)
         results = [params.apart(value) for value in step(reads, run)]
         if (run.call, run.microbatch) in last:
             params.drop()

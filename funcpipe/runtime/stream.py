@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.program import CALLER
+from funcpipe.core.torch_names import has_nccl, nccl
 from funcpipe.runtime.border import Border, fills
 from funcpipe.runtime.device_graph import DeviceGraph
-from funcpipe.runtime.place import same_device
+from funcpipe.runtime.devices import same_device
 from funcpipe.runtime.plain_tensors import materialized
 
 
@@ -85,6 +86,16 @@ class StreamBackend:
     def pace(self, event: Any) -> None:
         """Let the host wait for the event, so that it does not run far ahead."""
         event.synchronize()
+
+    def identity(self, device: torch.device) -> str:
+        """What tells the device from all others that can be joined with it; "": none can."""
+        if device.type != "cuda" or not has_nccl():
+            return ""
+        return str(self.module(device).get_device_properties(device).uuid)
+
+    def joined(self, store: Any, rank: int, size: int, device: torch.device) -> Any:
+        """A group that joins devices of several processes, which all of them make; its first operation connects them."""
+        return nccl(store, rank, size)
 
     def graph(self, device: torch.device) -> DeviceGraph | None:
         """A graph that records work of the device; None where its kind of device has none."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
+from funcpipe.runtime.devices import plan_devices
 from funcpipe.runtime.link import hello
-from funcpipe.runtime.place import plan_devices
 from funcpipe.runtime.store import AskedStore, below
 
 
@@ -22,12 +22,13 @@ def refuse_to_join(store: Any, rank: int, error: Exception) -> None:
 
 
 def refuse_devices(plan: Plan) -> None:
-    """Raise PlanError where lanes compute elsewhere than on the CPU."""
-    others = [f"lane {lane} on {device}" for lane, device in enumerate(plan_devices(plan)) if device.type != "cpu"]
+    """Raise PlanError where lanes compute elsewhere than on the CPU or CUDA."""
+    devices = enumerate(plan_devices(plan, ()))
+    others = [f"lane {lane} on {device}" for lane, device in devices if device.type not in ("cpu", "cuda")]
     if others:
         raise PlanError(
-            f"ranks run lanes on the CPU, over gloo, and the plan has {', '.join(others)}: make_plan(..., "
-            "devices='cpu'); in one process fp.run takes any devices"
+            f"ranks run lanes on the CPU and on CUDA devices, and the plan has {', '.join(others)}: make_plan(..., "
+            "devices='cuda')"
         )
 
 

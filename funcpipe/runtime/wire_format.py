@@ -40,9 +40,9 @@ class TensorLayout(NamedTuple):
         """The size of its memory."""
         return prod(self.size) * self.dtype.itemsize
 
-    def room(self) -> Tensor:
+    def room(self, device: torch.device | None = None) -> Tensor:
         """A new tensor with memory for the numbers."""
-        return torch.empty_strided(self.size, self.strides, dtype=self.dtype)
+        return torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=device or "cpu")
 
 
 class TreeForm(NamedTuple):
@@ -76,7 +76,7 @@ def memory(tensor: Tensor) -> Tensor:
 
 
 def sendable(leaf: Any) -> Any:
-    """A leaf as it travels: tensors plain, detached, dense, on the CPU. Raises PlanError for what cannot travel."""
+    """A leaf as it travels: tensors plain, detached, dense. Raises PlanError for what cannot travel."""
     if isinstance(leaf, Tensor):
         leaf = leaf.detach().resolve_conj().resolve_neg()
         if not is_plain(leaf):
@@ -84,7 +84,6 @@ def sendable(leaf: Any) -> Any:
                 f"a {type(leaf).__name__} ({leaf.layout}) cannot go to another process as it is; hand plain, dense "
                 "tensors on"
             )
-        leaf = leaf.cpu()
         return leaf if fills(leaf) and leaf.storage_offset() == 0 else leaf.clone(memory_format=torch.contiguous_format)
     _coded(leaf)
     return leaf
@@ -136,7 +135,7 @@ def unpack_form(data: bytes) -> TreeForm:
 def pack(tree: Tree) -> bytes:
     """A whole tree as bytes: the length of its form, the form, the memory of its tensors."""
     leaves, spec = flatten(tree)
-    leaves = [sendable(leaf) for leaf in leaves]
+    leaves = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in map(sendable, leaves)]
     head = pack_form(form_of(leaves, spec, ()))
     parts = [memory(leaf).numpy().tobytes() for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
     return b"".join([struct.pack("<q", len(head)), head, *parts])

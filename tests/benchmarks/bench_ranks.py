@@ -48,7 +48,8 @@ from torch import Tensor
 import funcpipe as fp
 from funcpipe.runtime import link
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.edge import Connection, EdgeIn, LostError
+from funcpipe.runtime.connection import Connection, LostError
+from funcpipe.runtime.edge import EdgeIn
 from funcpipe.runtime.transport import Mailbox
 
 WARMUP = 3

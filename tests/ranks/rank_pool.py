@@ -97,6 +97,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    import device_tasks
     import rank_tasks
 
     while True:
@@ -106,7 +107,8 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
             return
         began = time.monotonic()
         try:
-            result = getattr(rank_tasks, task)(rank, size, *args)
+            module = device_tasks if hasattr(device_tasks, task) and not hasattr(rank_tasks, task) else rank_tasks
+            result = getattr(module, task)(rank, size, *args)
         except BaseException as error:
             kinds = tuple(kind.__name__ for kind in type(error).__mro__)
             notes = tuple(getattr(error, "__notes__", ()))

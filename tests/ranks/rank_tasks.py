@@ -1089,9 +1089,9 @@ def late_gathers(rank, size):
     gather = Replicas.gather
 
     def late(self, parts, done):
-        def slowly():
+        def slowly(event):
             time.sleep(0.15)
-            done()
+            done(event)
 
         gather(self, parts, slowly)
 

@@ -93,6 +93,9 @@ class Event:
     def record(self, stream: Stream) -> None:
         self.clock, self.stream = dict(stream.clock), stream.name
 
+    def query(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
         self.recorder.host.wait(self.stream, self.clock or {})
 

@@ -1,0 +1,61 @@
+"""What breaks the link between processes, and who is told of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from funcpipe.core.errors import Where
+
+
+class Failure(NamedTuple):
+    """What the processes of a plan tell each other of a failure.
+
+    Attributes:
+        rank: whose it is; -1: nobody's in particular.
+        kind: the type of its exception; "" for a process that is gone.
+        text: what it says.
+        where: its coordinates, where it was in a stage.
+        run: the number of the run.
+        timed: did it wait for too long; then all say what they are doing.
+    """
+
+    rank: int
+    kind: str
+    text: str
+    where: Sequence[Any] | None
+    run: int
+    timed: bool = False
+
+    def place(self) -> Where | None:
+        """The coordinates."""
+        return None if self.where is None else Where(*self.where)
+
+
+class Alarm(Exception):
+    """The link is broken: `Link.failure` says by what."""
+
+
+class Alarming:
+    """Keeps a function among those that are called when a link breaks."""
+
+    def __init__(
+        self,
+        alarms: list[Callable[[], None]],
+        gate: threading.Lock,
+        alarm: Callable[[], None],
+        over: Callable[[], bool],
+    ) -> None:
+        self.alarms, self.gate, self.alarm, self.over = alarms, gate, alarm, over
+
+    def __enter__(self) -> None:
+        with self.gate:
+            self.alarms.append(self.alarm)
+            over = self.over()
+        if over:
+            self.alarm()
+
+    def __exit__(self, *error: object) -> None:
+        with self.gate:
+            self.alarms.remove(self.alarm)

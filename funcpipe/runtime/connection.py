@@ -1,0 +1,88 @@
+"""Connections between processes over gloo: tensors in the memory of the host, and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe.runtime.wire_format import memory
+
+_LONG = timedelta(days=30)
+"""How long gloo may wait; whoever needs what comes waits for less, and cuts the connection."""
+
+
+class LostError(Exception):
+    """The connection to a rank has ended."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank, self.text = rank, text
+
+
+class Connection:
+    """A group of gloo that joins some ranks; ranks are those of the plan."""
+
+    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
+        self.group, self.seats = group, {rank: seat for seat, rank in enumerate(ranks)}
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Any:
+        """Begin to send a dense tensor's memory, which must not change before the end."""
+        try:
+            return self.group.send([memory(tensor)], self.seats[to], tag)
+        except RuntimeError as error:
+            raise _lost(to, error) from None
+
+    def receive(self, into: Tensor, source: int, tag: int = 0) -> Any:
+        """Begin to receive into a dense tensor's memory."""
+        try:
+            return self.group.recv([memory(into)], self.seats[source], tag)
+        except RuntimeError as error:
+            raise _lost(source, error) from None
+
+    def finish(self, works: Iterable[Any], rank: int) -> None:
+        """Wait for the end of what was begun with a rank. Raises LostError."""
+        try:
+            for work in works:
+                work.wait(_LONG)
+        except RuntimeError as error:
+            raise _lost(rank, error) from None
+
+    def send_bytes(self, data: bytes, to: int, chunk: int) -> list[Any]:
+        """Begin to send bytes of any length: a first message of ``chunk`` bytes tells it."""
+        data = len(data).to_bytes(8, "little") + data
+        first = torch.frombuffer(bytearray(data[:chunk].ljust(chunk, b"\0")), dtype=torch.uint8)
+        rest = [torch.frombuffer(bytearray(data[chunk:]), dtype=torch.uint8)] if len(data) > chunk else []
+        return [self.send(part, to) for part in (first, *rest)]
+
+    def receive_bytes(self, source: int, chunk: int) -> bytes:
+        """The bytes that a rank sends."""
+        first = torch.empty(chunk, dtype=torch.uint8)
+        self.finish([self.receive(first, source)], source)
+        data = first.numpy().tobytes()
+        length = 8 + int.from_bytes(data[:8], "little")
+        if length > chunk:
+            rest = torch.empty(length - chunk, dtype=torch.uint8)
+            self.finish([self.receive(rest, source)], source)
+            data += rest.numpy().tobytes()
+        return data[8:length]
+
+    def cut(self, rank: int) -> None:
+        """Close it, so that whoever waits at any end is woken.
+
+        gloo has no other way: a receive that nobody answers within its limit closes its connection.
+        """
+        for other, seat in self.seats.items():
+            if other != rank:
+                with suppress(RuntimeError):
+                    self.group.recv([torch.empty(1)], seat, 1).wait(timedelta(milliseconds=1))
+
+
+def _lost(rank: int, error: RuntimeError) -> LostError:
+    """The error of a connection, without what gloo says of its own source, and of what to do."""
+    text = str(error).split("\n")[0].rsplit("] ", 1)[-1].split(". This is")[0]
+    return LostError(rank, f"the connection to its process has ended: {text}")

@@ -1,0 +1,238 @@
+"""What processes do whose lanes are on devices: streams that a recorder follows, and a group that stands for NCCL's.
+
+The group is one of gloo. What it sends it reads, in the recorder's eyes, on the stream that is current, and what it
+receives it writes there, as NCCL's does.
+"""
+
+import os
+import sys
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from common import same, schedules
+from rank_tasks import batch, differences, everything, loss_with_aux, owners, parts
+from torch.distributed.device_mesh import init_device_mesh
+
+import funcpipe as fp
+from funcpipe.core.torch_names import gloo
+from funcpipe.runtime.device_stream import DeviceStream
+from funcpipe.runtime.replicas import Replicas
+from funcpipe.runtime.stream import Place, StreamBackend
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
+from recorder import Recorder
+
+
+class Done:
+    """What was begun is over for the stream."""
+
+    def wait(self):
+        return True
+
+
+class RecordedGroup:
+    """A group of devices over gloo."""
+
+    def __init__(self, group, recorder, device):
+        self.group, self.recorder, self.device, self.sent, self.aborted = group, recorder, device, [], False
+
+    def size(self):
+        return self.group.size()
+
+    def abort(self):
+        self.aborted = True
+
+    def _leave(self, tensor, to, tag):
+        if tensor.numel():
+            recorder = self.recorder
+            with recorder.lock:
+                recorder.read(recorder.block(tensor), recorder.current_stream(self.device))
+            recorder.local.quiet = True
+            try:
+                copy = tensor.clone()
+            finally:
+                recorder.local.quiet = False
+            self.sent = [*self.sent[-64:], (copy, self.group.send([copy], to, tag))]
+
+    def _come(self, tensor, source, tag):
+        if tensor.numel():
+            self.group.recv([tensor], source, tag).wait(timedelta(seconds=30))
+            recorder = self.recorder
+            with recorder.lock:
+                recorder.write(recorder.block(tensor), recorder.current_stream(self.device))
+
+    def send(self, tensors, to, tag):
+        self._leave(tensors[0], to, tag)
+        return Done()
+
+    def recv(self, tensors, source, tag):
+        self._come(tensors[0], source, tag)
+        return Done()
+
+    def alltoall(self, rooms, tensors):
+        for to, tensor in enumerate(tensors):
+            self._leave(tensor, to, 3)
+        for source, room in enumerate(rooms):
+            self._come(room, source, 3)
+        return Done()
+
+
+class JoinedRecorder(Recorder):
+    """A recorder whose devices are joined with those of other processes; or not, or all are one device."""
+
+    def __init__(self, way, skip=None):
+        super().__init__(skip)
+        self.way, self.groups = way, []
+
+    def identity(self, device):
+        if self.way == "host" or not self.asynchronous(device):
+            return ""
+        return "one" if self.way == "one device" else f"{os.getpid()} {device}"
+
+    def joined(self, store, rank, size, device):
+        self.groups.append(RecordedGroup(gloo(store, rank, size, timedelta(seconds=30)), self, device))
+        return self.groups[-1]
+
+
+@contextmanager
+def recorded(way, skip=None):
+    """Devices of the recorder in place of torch's; what comes is not put into a slot that is taken."""
+    recorder, freed = JoinedRecorder(way, skip), []
+    real = {name: getattr(DeviceStream, name) for name in ("receive", "from_host")}
+
+    def followed(name):
+        def come(self, leaves, free, reader):
+            ticket = real[name](self, leaves, free, reader)
+            freed.append(free)
+            if free is not None and self.stream.clock.get(free.stream, 0) < (free.clock or {}).get(free.stream, 0):
+                recorder.fault(f"a slot is filled on {self.stream.name} before {free.stream} has freed it")
+            return ticket
+
+        return come
+
+    def told(self, gradients, cuts, answers):
+        """Sums were made outside of the record: they lie on the device."""
+        for gradient in gradients:
+            if gradient is not None and self.stream is not None:
+                recorder.block(gradient).device = self.stream.device
+        summed(self, gradients, cuts, answers)
+
+    before, summed = Place.backend, Replicas.begin
+    Place.backend, Replicas.begin = recorder, told
+    for name in real:
+        setattr(DeviceStream, name, followed(name))
+    try:
+        yield recorder, freed
+    finally:
+        Place.backend, Replicas.begin = before, summed
+        for name, function in real.items():
+            setattr(DeviceStream, name, function)
+
+
+def on(way, lanes):
+    """A device for each lane."""
+    return [f"cpu:{lane}" if way != "mixed" or lane % 2 else "cpu" for lane in range(lanes)]
+
+
+def put(recorder, trees, plan):
+    for stage, tree in enumerate(trees):
+        device = torch.device(plan.devices[plan.schedule.device_of[stage]])
+        if tree is not None and device.index is not None:
+            recorder.put(tree, device)
+
+
+def on_devices(rank, size, numbers, rows, way):
+    """Runs of schedules on devices, against one process on the CPU; (differences, faults of order, what was seen)."""
+    stages, params, state = everything()
+    wrong, faults, seen = [], [], set()
+    for number in numbers:
+        schedule = schedules(4, 4)[number]
+        names = on(way, schedule.num_devices)
+        plan = fp.make_plan(stages, schedule, loss=loss_with_aux, outputs=True, devices=names)
+        plain = fp.make_plan(stages, schedule, loss=loss_with_aux, outputs=True, devices="cpu")
+        with (
+            recorded(way) as (recorder, freed),
+            fp.ranks(plan, lanes=owners(plan.num_devices, size), timeout=30.0) as ranks,
+        ):
+            own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+            put(recorder, own, plan)
+            put(recorder, at, plan)
+            for count in rows:
+                x, target, scale = batch(count)
+                with plainly():
+                    want = fp.run_sequential(
+                        plain, params, (x, target), state=state, feeds={"scale": scale}, seed=count
+                    )
+                got = fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, seed=count, executor=ranks)
+                last = 3 in ranks.stages
+                wrong += [
+                    f"{schedule.name} {count} rows: {name}" for name in differences(want, got, ranks.stages, last=last)
+                ]
+            seen |= {"joined"} if recorder.groups else set()
+            seen |= {"freed"} if any(free is not None for free in freed) else set()
+        faults += recorder.finish()
+        if not all(group.aborted for group in recorder.groups):
+            faults.append("a group of devices was not ended")
+    return wrong, faults, sorted(seen)
+
+
+@contextmanager
+def plainly():
+    """Inside, devices are torch's."""
+    recorder, Place.backend = Place.backend, StreamBackend()
+    try:
+        yield
+    finally:
+        Place.backend = recorder
+
+
+def without_a_wait(rank, size, skip):
+    """One run in which this process leaves out a wait or a recording: (how many there are, those that tell anything,
+    faults)."""
+    stages, params, state = everything()
+    schedule = fp.schedules.one_f_one_b(4, 4)
+    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices=on("joined", 4))
+    x, target, scale = batch(8)
+    with recorded("joined", skip if rank == 1 else None) as (recorder, _), fp.ranks(plan, timeout=30.0) as ranks:
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        put(recorder, own, plan)
+        put(recorder, at, plan)
+        for seed in range(2):
+            fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, seed=seed, executor=ranks)
+    return [(point.words, point.site, point.news) for point in recorder.points], recorder.finish()
+
+
+def replicas_on_devices(rank, size, way, reduced):
+    """Two replicas of two lanes on devices, against one process with the rows of both."""
+    stages, params, state = everything()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    schedule = fp.schedules.interleaved(4, 4, num_devices=2)
+    if reduced:
+        schedule = fp.schedules.reduce_grads(schedule)
+    plan = fp.make_plan(stages, schedule, loss=loss_with_aux, devices=on(way, 2))
+    whole = fp.make_plan(stages, fp.schedules.fill_drain(4, 8), loss=loss_with_aux, devices="cpu")
+    batches = [batch(count) for count in (8, 10)]
+    joined = [fp.Microbatches(part for tensors in batches for part in parts(tensors[k])) for k in range(3)]
+    wrong = []
+    with recorded(way) as (recorder, _), fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks:
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        put(recorder, own, plan)
+        put(recorder, at, plan)
+        for seed in range(2):
+            x, target, scale = batches[ranks.replica]
+            with plainly():
+                want = fp.run_sequential(whole, params, joined[:2], state=state, feeds={"scale": joined[2]}, seed=seed)
+            got = fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, seed=seed, executor=ranks)
+            wrong += [name for name in ("loss", "losses", "aux") if not same(getattr(want, name), getattr(got, name))]
+            wrong += [f"state[{s}]" for s in ranks.stages if not same(want.state[s], got.state[s])]
+            for stage in ranks.stages:
+                for key, gradient in want.grads[stage].items():
+                    other = got.grads[stage][key]
+                    if gradient is None or other is None:
+                        wrong += [] if gradient is other else [f"grads[{stage}][{key}]"]
+                    elif not torch.allclose(gradient, other, rtol=1e-12, atol=1e-12):
+                        wrong.append(f"grads[{stage}][{key}]")
+    return wrong, recorder.finish(), bool(recorder.groups)

@@ -1,0 +1,39 @@
+"""Lanes on devices in several processes: the same bits, and every read after its write on the streams of each."""
+
+import pytest
+from common import schedules
+
+ALL = schedules(4, 4)
+FOUR = [number for number, schedule in enumerate(ALL) if schedule.num_devices == 4]
+"""Schedules of four lanes."""
+
+
+@pytest.mark.parametrize("way", ["joined", "host", "one device", "mixed"])
+def test_the_bits_and_the_order(pools, way):
+    """Straight from device to device, over hosts, on a device that both have, and where every other is a host."""
+    everything = set()
+    numbers = FOUR[::2] if way in ("joined", "host") else FOUR[1::4]
+    for wrong, faults, seen in pools(2).all("on_devices", numbers, [8, 3], way, seconds=110):
+        assert [] == wrong
+        assert [] == faults
+        everything |= {*seen}
+    assert everything == ({"freed", "joined"} if way == "joined" else {"freed"})
+
+
+@pytest.mark.parametrize(("way", "reduced"), [("joined", False), ("joined", True), ("host", True), ("mixed", False)])
+def test_replicas(pools, way, reduced):
+    """Gradients are summed on a stream of their own."""
+    results = pools(4).all("replicas_on_devices", way, reduced)
+    for wrong, faults, _ in results:
+        assert [] == wrong
+        assert [] == faults
+    assert any(joined for _, _, joined in results) is (way != "host")
+
+
+def test_every_wait_is_needed(pools):
+    """Without the wait for a value, for a slot, or the word to the allocator, the order is broken."""
+    points = pools(2).all("without_a_wait", None)[1][0]
+    sites = ("after:", "used:", "_given:")
+    for site in sites:
+        numbers = [number for number, (_, where, news) in enumerate(points) if where.startswith(site) and news]
+        assert any(pools(2).all("without_a_wait", number)[1][1] for number in numbers[2:12]), site
