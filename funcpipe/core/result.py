@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from funcpipe.core.cost import Cost, PerStage
 from funcpipe.core.kinds import MOVES, Kind
@@ -273,13 +273,49 @@ class Loss(NamedTuple):
     aux: Tree = None
 
 
-Exchange: TypeAlias = Callable[[str, Any], list[Any]]
-"""(what it is about, what this process gives) -> what every process of a plan gives, by rank."""
+def lies_over(tensor: Any, processes: Sequence[int]) -> bool:
+    """Is this a DTensor whose mesh are these processes, in a row."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return mesh is not None and mesh.mesh.tolist() == [*processes]
 
 
-def alone(about: str, mine: Any) -> list[Any]:
-    """The exchange of a process that has no others."""
+def entire(tensor: Any) -> Any:
+    """A tensor; of a DTensor all of it, and every process that has a part of it must ask."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """``exchange(what it is about, what this process gives)``: what every process of a plan gives, by replica and rank.
+
+    Attributes:
+        call: does it.
+        copies: the processes that have the same stages as this one, by replica, as torch.distributed numbers them.
+    """
+
+    call: Callable[[str, Any], list[Any]]
+    copies: tuple[int, ...] = ()
+
+    def __call__(self, about: str, mine: Any) -> list[Any]:
+        """What every process gives."""
+        return self.call(about, mine)
+
+    def here(self, tensor: Any) -> Any:
+        """What this process has of a tensor that is spread over the copies; any other one as it is."""
+        return tensor.to_local() if lies_over(tensor, self.copies) else tensor
+
+    def finite(self, about: str, tensors: Iterable[Any]) -> bool:
+        """Are all numbers of these tensors finite, and of those that the others give."""
+        finite = [bool(entire(self.here(tensor).isfinite().all())) for tensor in tensors]  # all: others ask too
+        return all(self(about, all(finite)))
+
+
+def _nobody_else(about: str, mine: Any) -> list[Any]:
     return [mine]
+
+
+alone = Exchange(_nobody_else)
+"""The exchange of a process that has no others."""
 
 
 @dataclass(frozen=True)
@@ -304,11 +340,6 @@ class RunStats:
     seconds: float
     slots: tuple[int, ...] = ()
     began: float = 0.0
-
-
-def entire(tensor: Any) -> Any:
-    """A tensor; of a DTensor all of it, and every process that has a part of it must ask."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,5 +387,4 @@ class Result:
         Of a result of `ranks` it is about the gradients of all ranks, and all ask for it together.
         """
         numbers = [leaf for leaf in flatten((self.loss, self.grads))[0] if is_differentiable(leaf)]
-        finite = [bool(entire(leaf.isfinite().all())) for leaf in numbers]  # all: others ask for theirs too
-        return all(self.exchange("result.finite", all(finite)))
+        return self.exchange.finite("result.finite", numbers)

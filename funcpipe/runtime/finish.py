@@ -54,7 +54,7 @@ def finish(
     grads = gradients(ready, sums, 1.0 / weight if late and weight else 1.0) if backward else None
     if backward:  # last: any other error says more
         _refuse_untouched(ended)
-    scale, exchange = ready.shares.loss_scale, ready.part.exchange_here
+    scale, exchange = ready.shares.loss_scale, ready.part.others
     return Result(loss, weight, losses, aux, grads, unused, state, merged, timeline, went, scale, plan.ties, exchange)
 
 

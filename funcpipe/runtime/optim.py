@@ -10,11 +10,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.result import Exchange, Result, alone, entire
+from funcpipe.core.result import Exchange, Result, alone
 from funcpipe.core.tree import Tree, at, flatten, leaves, locations, map_leaves, structure
+from funcpipe.runtime.norms import norm_of
 
 Ties = Sequence[Sequence[tuple[int, Any]]]
 
@@ -59,7 +60,7 @@ def step(
         PlanError: the result has no gradients, params and grads differ in structure, no leaf that the optimizer holds
             has a gradient, it wants a closure (LBFGS), or an option is not what it should be.
     """
-    _check_options(optimizer, max_norm, scaler, optional=isinstance(grads, Result) and grads.exchange is not alone)
+    _check_options(optimizer, max_norm, scaler, optional=isinstance(grads, Result) and grads.exchange != alone)
     scale, exchange = 1.0, alone
     if isinstance(grads, Result):
         exchange = grads.exchange
@@ -70,7 +71,7 @@ def step(
             bullets("params and grads differ in structure; give both of the same run:", _apart(params, grads))
         )
     entries = by_leaf(params, grads, ties)
-    stepped = _held(optimizer, entries) if entries or exchange is alone else []
+    stepped = _held(optimizer, entries) if entries or exchange == alone else []
     optimizer = optimizer if stepped else None
     for leaf in tensors:
         leaf.grad = None  # what an earlier backward left there is not stepped
@@ -85,7 +86,7 @@ def step(
             entry.leaf.grad = entry.gradient
         if scaler is not None:
             _unscale(scaler, optimizer, entries, stepped, exchange)
-        norm = _norm([(entry.stage, entry.gradient) for entry in entries if entry.counts], exchange)
+        norm = norm_of([(entry.stage, entry.gradient) for entry in entries if entry.counts], exchange)
         if max_norm is not None:
             clip_grads_with_norm_(tensors, max_norm, norm)
         if optimizer is not None and scaler is not None:
@@ -119,8 +120,8 @@ def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
     if isinstance(grads, Result):
         exchange = grads.exchange
         grads, ties, scale = _of_result(grads, ties, None)
-        return _norm(_distinct(grads, ties), exchange) / scale
-    return _norm(_distinct(grads, ties), alone)
+        return norm_of(_distinct(grads, ties), exchange) / scale
+    return norm_of(_distinct(grads, ties), alone)
 
 
 def _distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
@@ -134,28 +135,6 @@ def _distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
             if key not in elsewhere:
                 distinct.setdefault(key, (stage, gradient))
     return [*distinct.values()]
-
-
-def _norm(gradients: list[tuple[int, Tensor]], exchange: Exchange) -> Tensor:
-    """The 2-norm of the gradients of all processes, each with its stage."""
-    if exchange is alone:
-        return _total([gradient for _, gradient in gradients])
-    norms = [(stage, entire(torch.linalg.vector_norm(gradient)).cpu()) for stage, gradient in gradients]
-    everyone = [each for theirs in exchange("the norm of the gradients", norms) for each in theirs]
-    # Together those of one type, in the order of the stages: as torch does it, for the same bits.
-    by_type: dict[torch.dtype, list[Tensor]] = {}
-    for _, norm in sorted(everyone, key=itemgetter(0)):
-        by_type.setdefault(norm.dtype, []).append(norm)
-    ordered = [norm for same in by_type.values() for norm in same]
-    return torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.tensor(0.0)
-
-
-def _total(gradients: list[Tensor]) -> Tensor:
-    """The 2-norm of the gradients of this process; of DTensors of all that have parts of them."""
-    if not any(hasattr(gradient, "full_tensor") for gradient in gradients):
-        return get_total_norm(gradients)
-    norms = [entire(torch.linalg.vector_norm(gradient)).double() for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms)).to(gradients[0].dtype)
 
 
 def accumulate(results: Iterable[Result]) -> Result:
@@ -310,28 +289,25 @@ def _unscale(
     """Divide all gradients by the scale; those that the optimizer holds in place, in their leaves' ``.grad``.
 
     A scaler looks for inf and NaN only at what the optimizer holds. It is all stages or none, so what is not finite
-    elsewhere is brought before it as a NaN (a finite norm times 0 adds nothing).
+    elsewhere is brought before it as a NaN.
     """
-    ids = {id(entry) for entry in stepped}
-    others = [entry for entry in entries if id(entry) not in ids]
-    elsewhere = [] if exchange is alone else [float(_total([entry.gradient for entry in entries])) * 0]
-    elsewhere = [total for theirs in exchange("the scaler's unscaling", elsewhere) for total in theirs]
+    finite = exchange.finite("the scaler's unscaling", [entry.gradient for entry in entries])
     if optimizer is None:  # its scaler goes on with the others' all the same
         nothing = torch.zeros(1, requires_grad=True)
-        nothing.grad = torch.full((1,), sum(elsewhere))
+        nothing.grad = torch.full((1,), 0.0 if finite else float("nan"))
         optimizer, stepped = torch.optim.SGD([nothing]), []
         scaler.scale(torch.zeros(()))
         scaler.unscale_(optimizer)
         return
     first = stepped[0].gradient
-    own = first.clone() if any(total != total for total in elsewhere) else None
+    own = None if finite else first.clone()
     if own is not None:
         first.fill_(float("nan"))
-    if others and scaler.is_enabled():
-        factor = 1.0 / scaler.get_scale()
-        for entry in others:
-            entry.gradient = entry.gradient * factor
-        first.add_(_total([entry.gradient for entry in others]).to(first.device) * 0)
+    if scaler.is_enabled():
+        ids = {id(entry) for entry in stepped}
+        for entry in entries:
+            if id(entry) not in ids:
+                entry.gradient = entry.gradient * (1.0 / scaler.get_scale())
     scaler.scale(torch.zeros((), device=first.device))  # its scale becomes a tensor when it first scales one
     scaler.unscale_(optimizer)
     if own is not None:  # the norm is of what it was

@@ -12,7 +12,7 @@ from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
 from funcpipe.core.program import LaneProgram
 from funcpipe.core.remembered import Remembered
-from funcpipe.core.result import alone
+from funcpipe.core.result import Exchange, alone
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.devices import plan_devices
 from funcpipe.runtime.replicas import Sharding
@@ -68,8 +68,9 @@ class PlanPart(Protocol):
         """What every process gives, by replica and rank; all give something about the same, and go on when all came."""
         ...
 
-    def exchange_here(self, about: str, mine: Any) -> list[Any]:
-        """The same; what those of this replica give."""
+    @property
+    def others(self) -> Exchange:
+        """The same for what comes out of a run."""
         ...
 
     def spread(self, stage: int, tree: Tree) -> Mapping[int, Sharding | None]:
@@ -119,7 +120,7 @@ class WholePlan:
 
     rank = replica = 0
     replicas = 1
-    exchange = exchange_here = staticmethod(alone)
+    exchange = others = alone
 
     def __init__(self, plan: Plan) -> None:
         self.lanes = tuple(range(plan.num_devices))

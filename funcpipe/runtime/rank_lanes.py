@@ -18,7 +18,7 @@ from funcpipe.core.errors import FuncpipeError, PeerError, PlanError, RanksError
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
 from funcpipe.core.program import CALLER, LaneProgram
-from funcpipe.core.result import Result, Timeline
+from funcpipe.core.result import Exchange, Result, Timeline
 from funcpipe.core.tree import Tree
 from funcpipe.lower.proof import proven
 from funcpipe.runtime.address import machine
@@ -237,6 +237,11 @@ class Ranks(Lanes):
             where = "; ".join(f"rank {rank} is at {what} ({run})" for rank, (run, what, _) in enumerate(known))
             raise RanksError(f"the ranks do not do the same: {where}; let all call the same in the same order")
         return [given for *_, given in known]
+
+    @property
+    def others(self) -> Exchange:
+        """The exchange for what comes out of a run."""
+        return Exchange(self.exchange, self.copies)
 
     def exchange_here(self, about: str, mine: Any) -> list[Any]:
         """What every rank of this replica gives; all replicas call it. Raises what `exchange` does."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.result import Exchange, Result, Span, Timeline
+from funcpipe.core.result import Result, Span, Timeline
 from funcpipe.core.schedule import Action, Kind
 
 _ROUNDS = 5
@@ -30,7 +30,7 @@ class _Own(NamedTuple):
     spans: tuple[tuple[int, float, float, str, int, int | None], ...]
 
 
-def joined_timeline(result: Result, machine: str, exchange: Exchange) -> Timeline:
+def joined_timeline(result: Result, machine: str, exchange: Callable[[str, Any], list[Any]]) -> Timeline:
     """The timeline of all processes of a run, in seconds from the first start; all of them call it.
 
     Processes of one machine share a clock. Those of others are brought together by exchanges, in which all take part at

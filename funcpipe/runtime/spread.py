@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from funcpipe.core.errors import raise_all
+from funcpipe.core.result import lies_over
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.runtime.replicas import Sharding
 
@@ -34,7 +35,7 @@ def cuts_of(tree: Tree, root: str, copies: Sequence[int], members: Collection[in
             continue
         mesh: Any = leaf.device_mesh.mesh
         ranks: list[int] = mesh.flatten().tolist()
-        if mesh.dim() == 1 and ranks == [*copies]:
+        if lies_over(leaf, copies):
             placement = leaf.placements[0]
             if type(placement) is Shard:
                 cuts[number] = Sharding(placement.dim % leaf.dim())

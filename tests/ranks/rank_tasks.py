@@ -1084,6 +1084,37 @@ def failing_parts(rank, size, who):
         return took
 
 
+def failing_before(rank, size, what):
+    """One rank fails between runs, while the others look at all parts of the gradients: they hear of it at once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    stages = [fp.stage(lambda p, x: x @ p["w"], name=f"{k}") for k in range(2)]
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    params = tuple({"w": torch.eye(4).requires_grad_()} for _ in range(2))
+    x = torch.rand(4, 4, generator=torch.Generator().manual_seed(1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if what == "scaler" else None
+    began = 0.0
+
+    def looks():
+        nonlocal began
+        with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
+            own = fp.place(plan, params, ranks, shard=True)
+            result = fp.run(plan, own, (x, x.sin()), executor=ranks, loss_scale=8.0 if scaler else 1.0)
+            began = time.monotonic()
+            if rank == 3:
+                time.sleep(0.2)
+                raise ValueError("between runs")
+            if what == "norm":
+                fp.global_norm(result)
+            elif what == "finite":
+                assert result.finite
+            else:
+                fp.step(torch.optim.SGD(fp.leaves(own), lr=1.0), own, result, scaler=scaler)
+
+    with pytest.raises(ValueError if rank == 3 else fp.PeerError, match="between runs"):
+        looks()
+    return time.monotonic() - began
+
+
 def late_gathers(rank, size):
     """Parts that come late: no stage begins without them, whatever else has come to its lane."""
     gather = Replicas.gather

@@ -92,6 +92,12 @@ def test_a_failure_while_others_gather(pools, who):
         assert seconds < within(2)
 
 
+@pytest.mark.parametrize("what", ["norm", "finite", "step", "scaler"])
+def test_a_failure_while_others_look_at_all_parts(pools, what):
+    for seconds in pools(4).all("failing_before", what):
+        assert 0 < seconds < within(3)
+
+
 def test_parts_want_replicas():
     plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, devices="cpu")
     with pytest.raises(fp.PlacementError, match="shard=True spreads parameters over replicas"):

@@ -1,0 +1,56 @@
+"""The norm of gradients, of which processes may have parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from funcpipe.core.result import Exchange, alone, entire, lies_over
+
+
+def norm_of(gradients: list[tuple[int, Tensor]], exchange: Exchange) -> Tensor:
+    """The 2-norm of the gradients of all processes, each with its stage."""
+    if exchange == alone:
+        return _total([gradient for _, gradient in gradients])
+    norms = [(stage, _is_part(each, exchange), _local_norm(each, exchange).cpu()) for stage, each in gradients]
+    everyone = exchange("the norm of the gradients", norms)
+    ranks = len(everyone) // len(exchange.copies)
+    norms = [_of_copies(row) for rank in range(ranks) for row in zip(*everyone[rank::ranks], strict=True)]
+    # Together those of one type, in the order of the stages: as torch does it, for the same bits.
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for _, norm in sorted(norms, key=itemgetter(0)):
+        by_type.setdefault(norm.dtype, []).append(norm)
+    ordered = [norm for same in by_type.values() for norm in same]
+    return torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.tensor(0.0)
+
+
+def _is_part(gradient: Any, exchange: Exchange) -> bool:
+    """Has each copy of the stage another part of the gradient."""
+    return lies_over(gradient, exchange.copies) and any(each.is_shard() for each in gradient.placements)
+
+
+def _local_norm(gradient: Tensor, exchange: Exchange) -> Tensor:
+    """The 2-norm of what is here of a gradient."""
+    return entire(torch.linalg.vector_norm(exchange.here(gradient)))
+
+
+def _of_copies(row: Sequence[tuple[int, bool, Tensor]]) -> tuple[int, Tensor]:
+    """The stage and the norm of a gradient, by what each copy of the stage has of it."""
+    stage, is_part, norm = row[0]
+    if is_part:
+        parts = torch.stack([part for *_, part in row])
+        norm = torch.linalg.vector_norm(parts, dtype=torch.float64).to(norm.dtype)
+    return stage, norm
+
+
+def _total(gradients: list[Tensor]) -> Tensor:
+    """The 2-norm of the gradients of this process; of DTensors of all that have parts of them."""
+    if not any(hasattr(gradient, "full_tensor") for gradient in gradients):
+        return get_total_norm(gradients)
+    norms = [entire(torch.linalg.vector_norm(gradient)).double() for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms)).to(gradients[0].dtype)
