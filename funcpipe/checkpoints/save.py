@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Together(Protocol):
 
     rank: int
     replica: int
+    replicas: int
     stages: Collection[int]
 
     def exchange(self, about: str, mine: Any) -> list[Any]:
@@ -34,6 +35,10 @@ class Together(Protocol):
 
     def telling(self) -> AbstractContextManager[object]:
         """Inside, an error is told to the others."""
+        ...
+
+    def whole(self, tensor: Any) -> Tensor:
+        """All of a tensor, of which replicas may have parts."""
         ...
 
 
@@ -129,6 +134,7 @@ def save(
         OSError: the files cannot be written.
     """
     exchange, rank, replica = (alone, 0, 0) if ranks is None else (ranks.exchange, ranks.rank, ranks.replica)
+    replicas, whole_of = (1, entire) if ranks is None else (ranks.replicas, ranks.whole)
     telling: Telling = nullcontext if ranks is None else ranks.telling
     leads = rank == replica == 0
     with telling():
@@ -136,17 +142,20 @@ def save(
         states = _states(model, state)
         _check(model, params, states, step)
         names = names_of(model, params, states)
-        tensors = _saved(model, names, params, states, here, first=leads)
+        tensors = _saved(model, names, params, states, here, first=rank == 0)
         kept, numbers, groups = _optimizer(optimizer, names, params, here)
-        target = Path(path)
+        rows = {"model": tensors, "optimizer": kept}
+        target = Path(path).resolve()
         folder = f"step-{step:012d}-{os.urandom(4).hex()}"
-        folder = exchange("the folder of a checkpoint", folder)[0]
+        said = exchange("what a checkpoint has", _Said(folder, _forms(rows)))
+    _refuse(said, replicas)  # all know the same: nothing is to be told
+    with telling():
+        folder = said[0].folder
         if leads:
             (target / folder).mkdir(parents=True)
         exchange("the making of a checkpoint's folder", None)
-        rows = {"model": tensors, "optimizer": kept}
         whole = {
-            f"{kind}-{rank:05d}.safetensors": _whole(row, keep=replica == 0, copy=not wait)
+            f"{kind}-{rank:05d}.safetensors": _whole(row, whole_of, keep=replica == 0, copy=not wait)
             for kind, row in rows.items()
         }
         optimizer_kind = type(optimizer).__name__ if optimizer is not None else ""
@@ -164,6 +173,41 @@ def save(
         files = writer.submit(_write, target / folder, whole)
         writer.shutdown(wait=False)  # it ends with the files
         return Saving(files, telling, end)
+
+
+class _Said(NamedTuple):
+    """What a process says before anything is written.
+
+    Attributes:
+        folder: the name of one; the first process's is made.
+        forms: shape and type of each tensor that it has, by name.
+    """
+
+    folder: str
+    forms: dict[str, str]
+
+
+def _forms(rows: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """Shape and type of each tensor, and how it is spread, by name."""
+    return {
+        f"{name!r} of the {kind}": " ".join(
+            [f"{tuple(tensor.shape)} {tensor.dtype}", *map(str, getattr(tensor, "placements", ()))]
+        )
+        for kind, row in rows.items()
+        for name, tensor in row.items()
+    }
+
+
+def _refuse(said: Sequence[_Said], replicas: int) -> None:
+    """Raise RanksError where the replicas do not save the same."""
+    size = len(said) // replicas
+    faults = [
+        f"{name}: rank {rank} has {each.forms.get(name)}, rank {rank % size} has {said[rank % size].forms.get(name)}"
+        for rank, each in enumerate(said)
+        for name in sorted({*each.forms, *said[rank % size].forms})
+        if each.forms.get(name) != said[rank % size].forms.get(name)
+    ]
+    raise_all("the replicas do not save the same:", faults, RanksError, most=8)
 
 
 def _write(folder: Path, tensors: Mapping[str, dict[str, Tensor]]) -> Files:
@@ -220,11 +264,13 @@ def _saved(
     return out
 
 
-def _whole(tensors: dict[str, Tensor], *, keep: bool, copy: bool) -> dict[str, Tensor]:
+def _whole(
+    tensors: dict[str, Tensor], whole_of: Callable[[Any], Tensor], *, keep: bool, copy: bool
+) -> dict[str, Tensor]:
     """The tensors, whole, where they are kept. All replicas give their parts of those that are spread over them."""
     whole: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        all_of_it = entire(tensor)
+    for name, tensor in sorted(tensors.items()):  # the optimizers of replicas may have another order
+        all_of_it = whole_of(tensor)
         if keep:
             whole[name] = all_of_it.detach().clone() if copy else all_of_it
     return whole

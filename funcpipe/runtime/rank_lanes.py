@@ -37,7 +37,7 @@ from funcpipe.runtime.rank_schedule import RankSchedule
 from funcpipe.runtime.rank_timeline import joined_timeline
 from funcpipe.runtime.rank_wires import Identities, begin, connect, end, identities_here, settle
 from funcpipe.runtime.replicas import Sharding
-from funcpipe.runtime.spread import cuts_of
+from funcpipe.runtime.spread import cuts_of, whole_of
 from funcpipe.runtime.store import STALL, below, connections
 from funcpipe.runtime.surroundings import is_under_torchrun, link_name, refuse_devices
 from funcpipe.runtime.transport import Mailbox
@@ -79,6 +79,7 @@ class Ranks(Lanes):
         self.mesh, (self.replica, rank) = mesh, place
         self.replicas, size = len(replicas), len(replicas[0])
         self.copies = tuple(members[rank] for members in replicas)
+        self._copies = range(rank, len(replicas) * size, size)
         self.members = frozenset(member for members in replicas for member in members)
         lanes = tuple(lane for lane, owner in enumerate(rank_of) if owner == rank)
         super().__init__(len(lanes))
@@ -284,6 +285,13 @@ class Ranks(Lanes):
             done(None)
         else:
             self._open().replicas[stage].gather(parts, done)
+
+    def whole(self, tensor: Any) -> Tensor:
+        """All of a tensor; where replicas have parts of it, all of them call this for the same ones in the same order."""
+        with _Telling(self):
+            return whole_of(
+                tensor, self.copies, lambda part, room: self._open().gather({self.replica: part}, self._copies, room)
+            )
 
     def reduce(self, stage: int, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding]) -> None:
         """Begin to sum the gradients of a stage over the replicas."""

@@ -1,12 +1,15 @@
-"""Which parameters are spread over the replicas of their stage: DTensors on the mesh of these replicas."""
+"""Which tensors are spread over the replicas of their stage, DTensors on the mesh of these replicas; and all of one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from funcpipe.core.errors import raise_all
-from funcpipe.core.result import lies_over
+from funcpipe.core.result import entire, lies_over
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.runtime.replicas import Sharding
 
@@ -55,3 +58,27 @@ def cuts_of(tree: Tree, root: str, copies: Sequence[int], members: Collection[in
             [f"{names[number]} {fault}" for number, fault in faults.items()],
         )
     return cuts
+
+
+def whole_of(
+    tensor: Any, copies: Sequence[int], gather: Callable[[Tensor, Callable[[int], Tensor]], list[Tensor]]
+) -> Tensor:
+    """All of a tensor of which replicas may have parts; any other DTensor is put together by torch.
+
+    Args:
+        tensor: what is here of it.
+        copies: the processes that have its stage, by replica.
+        gather: of the part that is here, and a function that makes room for that of a replica, the parts of all.
+    """
+    if not lies_over(tensor, copies):
+        return entire(tensor.detach())
+    local, placement = tensor.detach().to_local(), tensor.placements[0]
+    if not placement.is_shard():
+        return local
+    cut = Sharding(placement.dim % tensor.dim())
+    sizes = torch.empty(tensor.shape, device="meta")
+
+    def room(replica: int) -> Tensor:
+        return torch.empty(cut.part(sizes, replica, len(copies)).shape, dtype=tensor.dtype)
+
+    return torch.cat(gather(local.contiguous(), room), cut.axis)

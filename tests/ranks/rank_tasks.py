@@ -1038,6 +1038,43 @@ def resumed(rank, size, path):
     return expected, [*first, *second]
 
 
+def saved_parts(rank, size, path, what):
+    """Tensors in parts of every kind are saved, by replicas that agree about it or do not; the numbers are the whole ones."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    g = torch.Generator().manual_seed(1)
+    whole = {"rows": (3, 4), "lone": (1, 2), "columns": (2, 5), "copied": (2, 2), "plain": (3,)}
+    whole = {name: torch.randn(shape, generator=g) for name, shape in whole.items()}
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x * p["plain"])], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, devices="cpu"
+    )
+    with fp.ranks(plan, mesh, dp="dp", timeout=5.0) as ranks:
+        over = {"rows": Shard(0), "lone": Shard(0), "columns": Shard(1), "copied": Replicate()}
+        copies = {name: tensor.clone() for name, tensor in whole.items()}
+        tree = {
+            name: distribute_tensor(tensor, mesh["dp"], [over[name]], src_data_rank=None) if name in over else tensor
+            for name, tensor in copies.items()
+        }
+        if what == "differ" and rank == 1:
+            del tree["rows"]
+        if what == "fail" and rank == 1:
+
+            def fails(tensor):
+                raise ValueError("no memory")
+
+            ranks.whole = fails
+        if what == "meanwhile":
+            saving = fp.save(path, plan, (tree,), ranks=ranks, wait=False)
+            for tensor in tree.values():
+                local(tensor).zero_()  # after it was copied
+            saving.finish()
+        else:
+            fp.save(path, plan, (tree,), ranks=ranks)
+        empty = ({name: torch.zeros_like(tensor) for name, tensor in whole.items()},)
+        return [
+            name for name, leaf in fp.load(path, plan, params=empty).params[0].items() if not same(leaf, whole[name])
+        ]
+
+
 def loaded_from_meta(rank, size, path):
     """Parameters without memory are placed in parts and loaded: each rank makes its parts alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))

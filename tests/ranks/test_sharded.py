@@ -86,6 +86,26 @@ def test_parts_are_made_of_a_checkpoint(pools, tmp_path):
         assert [] == wrong
 
 
+@pytest.mark.parametrize("what", ["at once", "meanwhile"])
+def test_parts_of_every_kind_are_saved(pools, tmp_path, what):
+    pytest.importorskip("safetensors")
+    assert [[], []] == pools(2).all("saved_parts", tmp_path, what)
+
+
+def test_replicas_that_save_other_things(pools, tmp_path):
+    pytest.importorskip("safetensors")
+    for result in pools(2).run("saved_parts", tmp_path / "differ", "differ"):
+        assert isinstance(result, Failed)
+        assert result.is_a(fp.RanksError), result.trace
+        assert "'params.0.rows' of the model: rank 1 has None, rank 0 has (3, 4) torch.float32 S" in result.text
+    assert not (tmp_path / "differ").exists()
+    first, second = pools(2).run("saved_parts", tmp_path / "fail", "fail")
+    assert first.is_a(fp.PeerError), first.trace
+    assert "no memory" in first.text
+    assert first.seconds < within(3)
+    assert second.is_a(ValueError), second.trace
+
+
 @pytest.mark.parametrize("who", [0, 3])
 def test_a_failure_while_others_gather(pools, who):
     for seconds in pools(4).all("failing_parts", who):
