@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, overload
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -49,9 +50,10 @@ Files = tuple[dict[str, tuple[int, str]], dict[str, str]]
 class Saving:
     """A checkpoint whose files are being written, while you go on; `finish` makes it the newest one."""
 
-    def __init__(self, files: Future[Files], telling: Telling, commit: Callable[[Files], None]) -> None:
-        self._files, self._telling, self._commit = files, telling, commit
+    def __init__(self, files: Future[Files], telling: Telling, commit: Callable[[Files], None], path: Path) -> None:
+        self._files, self._telling, self._commit, self.path = files, telling, commit, path
         self._over = False
+        _unfinished.add(self)
 
     @property
     def written(self) -> bool:
@@ -65,9 +67,16 @@ class Saving:
             OSError, RanksError, PeerError: as `save` does; the checkpoint before stays.
         """
         if not self._over:
-            with self._telling():
-                self._commit(self._files.result())
-            self._over = True
+            try:
+                with self._telling():
+                    self._commit(self._files.result())
+                self._over = True
+            finally:  # one that failed is in nobody's way
+                _unfinished.discard(self)
+
+
+_unfinished: WeakSet[Saving] = WeakSet()
+"""Those that are not finished, and that somebody still has."""
 
 
 Telling = Callable[[], AbstractContextManager[object]]
@@ -129,7 +138,8 @@ def save(
         None; with ``wait=False`` a `Saving`.
 
     Raises:
-        CheckpointError: params, state or optimizer are not those of the model, or safetensors is not installed.
+        CheckpointError: params, state or optimizer are not those of the model, what was saved to this path with
+            ``wait=False`` is not finished, or safetensors is not installed.
         RanksError, PeerError: the processes do not fit together, or one of them failed; the checkpoint before stays.
         OSError: the files cannot be written.
     """
@@ -147,8 +157,9 @@ def save(
         rows = {"model": tensors, "optimizer": kept}
         target = Path(path).resolve()
         folder = f"step-{step:012d}-{os.urandom(4).hex()}"
-        said = exchange("what a checkpoint has", _Said(folder, _forms(rows)))
-    _refuse(said, replicas)  # all know the same: nothing is to be told
+        unfinished = any(saving.path == target for saving in [*_unfinished])
+        said = exchange("what a checkpoint has", _Said(folder, unfinished, _forms(rows)))
+    _refuse(path, said, replicas)  # all know the same: nothing is to be told
     with telling():
         folder = said[0].folder
         if leads:
@@ -172,7 +183,7 @@ def save(
         writer = ThreadPoolExecutor(1, "funcpipe save")
         files = writer.submit(_write, target / folder, whole)
         writer.shutdown(wait=False)  # it ends with the files
-        return Saving(files, telling, end)
+        return Saving(files, telling, end, target)
 
 
 class _Said(NamedTuple):
@@ -180,10 +191,12 @@ class _Said(NamedTuple):
 
     Attributes:
         folder: the name of one; the first process's is made.
+        unfinished: has it not finished what it saves to this path.
         forms: shape and type of each tensor that it has, by name.
     """
 
     folder: str
+    unfinished: bool
     forms: dict[str, str]
 
 
@@ -198,8 +211,15 @@ def _forms(rows: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
     }
 
 
-def _refuse(said: Sequence[_Said], replicas: int) -> None:
-    """Raise RanksError where the replicas do not save the same."""
+def _refuse(path: Any, said: Sequence[_Said], replicas: int) -> None:
+    """Raise CheckpointError where an earlier save goes on, RanksError where the replicas do not save the same."""
+    unfinished = [rank for rank, each in enumerate(said) if each.unfinished]
+    if unfinished:
+        who = f" (of rank {', '.join(map(str, unfinished))})" if len(said) > 1 else ""
+        raise CheckpointError(
+            f"what was saved to {path} with wait=False{who} is not finished, and this save would remove its files; "
+            "call saving.finish() first, of ranks on each, or save to another path"
+        )
     size = len(said) // replicas
     faults = [
         f"{name}: rank {rank} has {each.forms.get(name)}, rank {rank % size} has {said[rank % size].forms.get(name)}"

@@ -163,6 +163,24 @@ def test_a_thread_writes_what_was_there(tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("funcpipe save")]
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_is_not_finished_is_not_destroyed(tmp_path, wait):
+    """A save to the same path is refused until finish is called, or nobody has the first one any more."""
+    split = Training(2).split
+    saving = fp.save(tmp_path / "a", split, split.params, step=1, wait=False)
+    with pytest.raises(fp.CheckpointError, match=r"a with wait=False is not finished, (.|\n)* saving.finish\(\) first"):
+        fp.save(tmp_path / "b" / ".." / "a", split, split.params, step=2, wait=wait)
+    fp.save(tmp_path / "b", split, split.params, step=3)
+    saving.finish()
+    assert 1 == fp.load(tmp_path / "a", split).step
+    dropped = fp.save(tmp_path / "a", split, split.params, step=4, wait=False)
+    del dropped
+    last = fp.save(tmp_path / "a", split, split.params, step=5, wait=wait)
+    if last is not None:
+        last.finish()
+    assert 5 == fp.load(tmp_path / "a", split).step
+
+
 def test_a_thread_that_cannot_write_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     split = fp.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)
     fp.save(tmp_path, split, split.params, step=1)
@@ -175,6 +193,11 @@ def test_a_thread_that_cannot_write_leaves_the_checkpoint_before(tmp_path, monke
     with pytest.raises(OSError, match="no space"):
         saving.finish()
     assert 1 == fp.load(tmp_path, split).step
+    monkeypatch.undo()
+    fp.save(tmp_path, split, split.params, step=3)  # what failed is in nobody's way
+    with pytest.raises(OSError, match="no space"):
+        saving.finish()
+    assert 3 == fp.load(tmp_path, split).step
 
 
 def test_the_newest_whole_one_is_kept(tmp_path):

@@ -933,6 +933,34 @@ def checkpointed(rank, size, path, what):
     )
 
 
+def unfinished(rank, size, path):
+    """A second save while one rank, or all, have not finished the first; what each raises, and what is there at the end."""
+    split = fp.split(small_model(), 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    said = []
+    with fp.ranks(plan, timeout=10.0) as ranks:
+        params = fp.place(plan, split.params, ranks)
+        saving = fp.save(path, split, params, step=1, ranks=ranks, wait=False)
+        for wait in (False, True):
+            with pytest.raises(fp.CheckpointError) as error:
+                fp.save(path, split, params, step=2, ranks=ranks, wait=wait)
+            said.append(str(error.value))
+        saving.finish()
+        if rank == 0:
+            fp.save(path / "other", split, split.params, step=9)
+        ranks.exchange("the end of it", None)
+        step = fp.load(path, split, params=params, ranks=ranks).step
+        saving = fp.save(path, split, params, step=3, ranks=ranks, wait=False)
+        if rank == 0:
+            del saving
+        with pytest.raises(fp.CheckpointError) as error:
+            fp.save(path, split, params, step=4, ranks=ranks)
+        said.append(str(error.value))
+        saving = None
+        fp.save(path, split, params, step=5, ranks=ranks)
+        return said, step, fp.load(path, split, params=params, ranks=ranks).step
+
+
 # -- parameters of which each replica has a part -----------------------------------------------------------------------
 
 

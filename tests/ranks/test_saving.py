@@ -50,6 +50,14 @@ def test_a_rank_that_cannot_save_leaves_the_checkpoint_before(pools, tmp_path):
     assert before == (tmp_path / "funcpipe.json").read_text()
 
 
+def test_what_is_not_finished_is_refused_by_all(pools, tmp_path):
+    for (first, second, third), *steps in pools(2).all("unfinished", tmp_path):
+        assert first == second
+        assert f"what was saved to {tmp_path} with wait=False (of rank 0, 1) is not finished" in first
+        assert "(of rank 1) is not finished" in third
+        assert [1, 5] == steps
+
+
 def test_what_is_damaged_is_refused_by_all(pools, tmp_path):
     pools(2).all("checkpointed", tmp_path, "save")
     (file,) = tmp_path.glob("step-*/model-00001.safetensors")
