@@ -88,7 +88,8 @@ def step(
             _unscale(scaler, optimizer, entries, stepped, exchange)
         norm = norm_of([(entry.stage, entry.gradient) for entry in entries if entry.counts], exchange)
         if max_norm is not None:
-            clip_grads_with_norm_(tensors, max_norm, norm)
+            spread = any(hasattr(leaf, "device_mesh") for leaf in tensors)  # one call takes no two meshes
+            clip_grads_with_norm_(tensors, max_norm, norm, foreach=False if spread else None)
         if optimizer is not None and scaler is not None:
             scaler.step(optimizer)
         elif optimizer is not None and (scale == 1.0 or bool(norm.isfinite())):

@@ -218,7 +218,8 @@ def prepare(
 
 def _copies(leaves: Sequence[Sequence[Any]], spread: Mapping[int, ShardedParams]) -> str:
     """What the parameters of this process are, without their numbers: the same for each replica."""
-    tensors = [(tuple(leaf.shape), str(leaf.dtype)) for row in leaves for leaf in row if isinstance(leaf, Tensor)]
+    rows = [[leaf for leaf in row if isinstance(leaf, Tensor)] for row in leaves]
+    tensors = [(tuple(leaf.shape), leaf.dtype, getattr(leaf, "placements", ())) for row in rows for leaf in row]
     cuts = [(stage, sorted(params.cuts.items())) for stage, params in spread.items()]
     digest = hashlib.blake2b(str((tensors, cuts)).encode(), digest_size=6).hexdigest()
     return f"{len(tensors)} tensors, {sum(len(cut) for _, cut in cuts)} of them in parts (hash of shapes {digest})"

@@ -30,6 +30,13 @@ class Sharding(NamedTuple):
         return whole.narrow(self.axis, start, min(size, length - start))
 
 
+def dtensor_of(local: Tensor, like: Any) -> Any:
+    """What is here of a tensor as all of it: a DTensor that is spread like another."""
+    stride = torch.empty(like.shape, device="meta").stride()
+    layout = {"run_check": False, "shape": like.shape, "stride": stride}
+    return type(like).from_local(local, like.device_mesh, like.placements, **layout)
+
+
 class Replicas:
     """Gathers and sums in a thread of its own, while the lanes go on; one after the other, all in the same order.
 
@@ -123,7 +130,10 @@ class Replicas:
         self.worker.give(work)
 
     def _sum(self, gradient: Tensor, cut: Sharding | None) -> Tensor:
-        """The sum over all replicas, in their order: the same bits for each."""
+        """The sum over all replicas, in their order: the same bits for each. Of a DTensor each has the same part."""
+        if hasattr(gradient, "to_local"):
+            spread: Any = gradient
+            return dtensor_of(self._sum(spread.to_local(), cut), spread)
         if cut is None:
             theirs = dict.fromkeys(self.ranks, gradient.contiguous())
         else:

@@ -25,7 +25,7 @@ from funcpipe.core.tree import Tree, flatten, map_tensors, unflatten
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.bound import Bound, ForwardReport
 from funcpipe.runtime.part import PlanPart
-from funcpipe.runtime.replicas import Sharding
+from funcpipe.runtime.replicas import Sharding, dtensor_of
 from funcpipe.runtime.steps import Step
 from funcpipe.runtime.stream import Place
 from funcpipe.runtime.transport import Mailbox
@@ -136,16 +136,8 @@ class ShardedParams:
         """Gradients of the parts that are here as the leaves are: DTensors."""
         out: list[Any] = [*gradients]
         for number in self._spread:
-            leaf, gradient = self.given[number], gradients[number]
-            if gradient is not None:
-                out[number] = type(leaf).from_local(
-                    gradient,
-                    leaf.device_mesh,
-                    leaf.placements,
-                    run_check=False,
-                    shape=leaf.shape,
-                    stride=torch.empty(leaf.shape, device="meta").stride(),
-                )
+            gradient = gradients[number]
+            out[number] = None if gradient is None else dtensor_of(gradient, self.given[number])
         return out
 
 

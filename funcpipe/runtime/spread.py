@@ -17,7 +17,7 @@ from funcpipe.runtime.replicas import Sharding
 def cuts_of(tree: Tree, root: str, copies: Sequence[int], members: Collection[int]) -> Mapping[int, Sharding | None]:
     """How DTensors among the leaves of a stage's parameters are spread over its replicas, by leaf number.
 
-    Those on another mesh (tensor-parallel ones) are the stage's own business, and not among them; there are no replicas then.
+    Those on another mesh (tensor-parallel ones) are the stage's own business, and not among them.
 
     Args:
         tree: the parameters.
@@ -48,8 +48,6 @@ def cuts_of(tree: Tree, root: str, copies: Sequence[int], members: Collection[in
                 faults[number] = f"is {placement}"
         elif len({*ranks} & {*members}) > 1:
             faults[number] = f"lies on the mesh {mesh.tolist()}, and its stage's replicas are the processes {[*copies]}"
-        elif len(copies) > 1:
-            faults[number] = f"lies on the mesh {mesh.tolist()}; with replicas that is not summed: use dp=None"
     if faults:
         names = locations(tree, root)
         raise_all(

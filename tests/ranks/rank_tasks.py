@@ -1348,63 +1348,73 @@ def memory_of_casts(rank, size):
     return len(there), max(there), whole()
 
 
-def tensor_parallel(rank, size, kind):
-    """Two pipelines of two ranks, side by side: the two processes of a stage share its matrices."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    across = mesh["tp"]
+def tensor_parallel(rank, size, dims, shard):
+    """Pipelines side by side: the two processes of a stage share its matrices, with replicas beside them or without."""
+    sizes = {"dp": 2, "pp": 1 if "dp" in dims else 2, "tp": 2}
+    mesh = init_device_mesh("cpu", tuple(sizes[name] for name in dims), mesh_dim_names=dims)
+    across, dp = mesh["tp"], "dp" if "dp" in dims else None
+    over = {"up": Shard(0), "down": Shard(1), "gain": Replicate()}
     g = torch.Generator().manual_seed(1)
+    shapes = {"up": (12, 6), "down": (6, 12), "gain": (1,), "shift": (6,)}
     whole = tuple(
-        {"up": torch.randn(12, 6, generator=g, dtype=torch.float64), "down": torch.randn(6, 12, generator=g).double()}
-        for _ in range(2)
+        {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()} for _ in range(2)
     )
 
     def block(p, x):
-        """Megatron's: rows of the first matrix, columns of the second; one sum at the end."""
+        """Megatron's: rows of the first matrix, columns of the second; one sum at the end. That of the gain is partial."""
         if isinstance(p["up"], DTensor):
             x = DTensor.from_local(x, across, [Replicate()], run_check=False)
-            h = torch.relu(x @ p["up"].T) @ p["down"].T
-            return h.redistribute(placements=[Replicate()]).to_local()
-        return torch.relu(x @ p["up"].T) @ p["down"].T
+        h = (torch.relu(x @ p["up"].T) * p["gain"]) @ p["down"].T
+        if isinstance(h, DTensor):
+            h = h.redistribute(placements=[Replicate()]).to_local()
+        return h + p["shift"]
 
-    plan = fp.make_plan(
-        [fp.stage(block, name=f"block {k}") for k in range(2)],
-        fp.schedules.one_f_one_b(2, 4),
-        loss=F.mse_loss,
-        devices="cpu",
-    )
+    schedule = fp.schedules.one_f_one_b(2, 4)
+    if dp:
+        schedule = fp.schedules.reduce_grads(fp.schedules.looped_bfs(2, 4, num_devices=1))
+    stages = [fp.stage(block, name=f"block {k}") for k in range(2)]
+    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
     x = torch.randn(8, 6, generator=g, dtype=torch.float64)
     wrong = []
-    with fp.ranks(plan, mesh, timeout=20.0) as ranks:
+    with fp.ranks(plan, mesh, dp=dp, timeout=20.0) as ranks:
         alone = fresh_floats(whole)
         own = tuple(
             {
-                "up": distribute_tensor(tree["up"], across, [Shard(0)]).requires_grad_(),
-                "down": distribute_tensor(tree["down"], across, [Shard(1)]).requires_grad_(),
+                name: distribute_tensor(leaf, across, [over[name]]) if name in over else leaf.clone()
+                for name, leaf in tree.items()
             }
-            if stage in ranks.stages
-            else None
-            for stage, tree in enumerate(whole)
+            for tree in whole
         )
+        own = fp.place(plan, own, ranks, shard=shard)
+        for leaf in fp.leaves(own):
+            leaf.requires_grad_()
         optimizers = [torch.optim.AdamW(fp.leaves(params), lr=0.05) for params in (alone, own)]
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) if shard else None for _ in optimizers]
+        scale = 8.0 if shard else 1.0
+        rows = x.split([5, 3])[ranks.replica] if dp else x
         for step in range(3):
-            want = fp.run(plan, alone, (x, x.sin()), executor="serial")
-            got = fp.run(plan, own, (x, x.sin()), executor=ranks)
+            want = fp.run(plan, alone, (x, x.sin()), executor="serial", loss_scale=scale)
+            got = fp.run(plan, own, (rows, rows.sin()), executor=ranks, loss_scale=scale)
             if not near(want.loss, got.loss):
                 wrong.append(f"{step} loss {want.loss} {got.loss}")
             for stage in ranks.stages:
-                wrong += [
-                    f"{step} {name}"
-                    for name in ("up", "down")
-                    if not near(want.grads[stage][name], entire(got.grads[stage][name]))
-                ]
+                for name in shapes:
+                    gradient, leaf = got.grads[stage][name], own[stage][name]
+                    same_kind = getattr(gradient, "placements", ()) == getattr(leaf, "placements", ())
+                    if not (same_kind and near(want.grads[stage][name], entire(gradient))):
+                        wrong.append(f"{step} {name}")
             assert got.finite
             norms = [
-                fp.step(optimizer, params, result, max_norm=0.5)
-                for optimizer, params, result in zip(optimizers, (alone, own), (want, got), strict=True)
+                fp.step(optimizer, params, result, max_norm=0.5, scaler=scaler)
+                for optimizer, params, result, scaler in zip(
+                    optimizers, (alone, own), (want, got), scalers, strict=True
+                )
             ]
+            for scaler in filter(None, scalers):
+                scaler.update()
             wrong += [] if near(*norms) else [f"{step} norm {norms}"]
         for stage in ranks.stages:
-            wrong += [name for name in ("up", "down") if not near(alone[stage][name], entire(own[stage][name]))]
+            wrong += [name for name in shapes if not near(alone[stage][name], entire(own[stage][name]))]
     return wrong
 
 

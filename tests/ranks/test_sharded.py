@@ -49,8 +49,17 @@ def test_memory_of_casts_of_whole_parameters(pools):
     assert [(7, 1, 0)] * 2 == pools(2).all("memory_of_casts")
 
 
-def test_matrices_that_two_processes_share(pools):
-    for wrong in pools(4).all("tensor_parallel", "plain"):
+@pytest.mark.parametrize(
+    ("dims", "shard"),
+    [
+        (("pp", "tp"), False),
+        (("dp", "pp", "tp"), False),
+        (("dp", "pp", "tp"), True),
+        (("tp", "pp", "dp"), True),
+    ],
+)
+def test_matrices_that_two_processes_share(pools, dims, shard):
+    for wrong in pools(4).all("tensor_parallel", dims, shard):
         assert [] == wrong
 
 
