@@ -94,7 +94,8 @@ class BatchNorm:
         if dtype != sample_mean.dtype:
             column = sample_mean.view(-1, *[1] * (x.dim() - 2))
             rest = (x.detach() - column).mean([0, *range(2, x.dim())])  # what the rounding of the mean has left
-            wide_mean = sample_mean.to(dtype) + rest.to(dtype)
+            # Where the mean is not finite, nothing is left: inf - inf would make a nan of it.
+            wide_mean = sample_mean.to(dtype) + rest.to(dtype).nan_to_num(0.0, 0.0, 0.0)
         return y, (Moments(count, wide_mean, sample_var),)
 
     def init(self, num_features: int, *, device: Any = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -177,7 +178,9 @@ def _together(first: _Sums, second: _Sums) -> _Sums:
     """The sums of two sets of values together, by Chan, Golub, LeVeque 1979."""
     count, other = first[0], second[0]
     total, delta = count + other, second[1] - first[1]
-    return total, first[1] + delta * (other / total), first[2] + second[2] + delta * delta * (count * other / total)
+    mean = first[1] + delta * (other / total)
+    mean = torch.where(delta.isfinite(), mean, first[1] + second[1])  # inf and nan as a sum of all has them
+    return total, mean, first[2] + second[2] + delta * delta * (count * other / total)
 
 
 class Running(NamedTuple):

@@ -49,6 +49,22 @@ def test_outputs_and_state_are_torchs(kind, options):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("values", [["inf"], ["inf", "inf"], ["inf", "-inf"], ["-inf"], ["nan"]], ids=str)
+@pytest.mark.parametrize("first", [0, 9])
+def test_what_is_not_finite_is_torchs(values, first, count, dtype):
+    """In a column an inf, some, or a nan, in the first microbatch or the last, which have other sizes."""
+    x = torch.randn(10, 3, dtype=dtype)
+    for number, value in enumerate(values):
+        x[(first + 4 * number) % 10, 1] = float(value)
+    state = train(nn.BatchNorm1d(3).to(dtype), x, count).state[0]
+    plain = nn.BatchNorm1d(3).to(dtype)
+    plain(x)
+    for name, value in plain.named_buffers():
+        torch.testing.assert_close(state[name], value, equal_nan=True)
+
+
 def test_the_variance_is_unbiased():
     """0, 1, 2, 3 in two microbatches: the mean of squares over N - 1, not over N."""
     state = train(nn.BatchNorm1d(1, momentum=1.0), torch.arange(4.0)[:, None], 2).state[0]
