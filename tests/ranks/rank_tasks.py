@@ -1418,6 +1418,25 @@ def tensor_parallel(rank, size, dims, shard):
     return wrong
 
 
+def hooked_parts(rank, size):
+    """A hook on the gradient of one part, at one rank; without it the run goes well."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x * p["w"])], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
+    )
+    x = torch.ones(4, 4)
+    with fp.ranks(plan, mesh, dp="dp", timeout=10.0) as ranks:
+        own = fp.place(plan, ({"w": torch.ones(4).requires_grad_()},), ranks, shard=True)
+        if rank == 1:
+            handle = own[0]["w"].register_hook(lambda gradient: gradient * 2)
+        words = r"params\[0\]\['w'\] has hooks on its gradient"
+        with pytest.raises(fp.PlanError if rank == 1 else fp.PeerError, match=words):
+            fp.run(plan, own, (x, x), executor=ranks)
+        if rank == 1:
+            handle.remove()
+        return float(fp.run(plan, own, (x, x), executor=ranks).loss)
+
+
 def spread_wrongly(rank, size, what):
     """DTensors that no plan gathers."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))

@@ -78,6 +78,10 @@ def test_what_cannot_be_gathered_is_refused(pools, what, words):
         assert f"params[{rank % 2}]['w'] {words}" in result.text or result.is_a(fp.PeerError), result.text
 
 
+def test_hooks_on_parts_are_refused(pools):
+    assert [0.0, 0.0] == pools(2).all("hooked_parts")
+
+
 def test_parts_are_saved_whole(pools, tmp_path):
     pytest.importorskip("safetensors")
     for expected, losses in pools(4).all("resumed", tmp_path):
