@@ -1350,7 +1350,7 @@ def memory_of_casts(rank, size):
 
 def tensor_parallel(rank, size, dims, shard):
     """Pipelines side by side: the two processes of a stage share its matrices, with replicas beside them or without."""
-    sizes = {"dp": 2, "pp": 1 if "dp" in dims else 2, "tp": 2}
+    sizes = {"dp": 2, "pp": size // 2 ** (len(dims) - 1), "tp": 2}
     mesh = init_device_mesh("cpu", tuple(sizes[name] for name in dims), mesh_dim_names=dims)
     across, dp = mesh["tp"], "dp" if "dp" in dims else None
     over = {"up": Shard(0), "down": Shard(1), "gain": Replicate()}
@@ -1369,9 +1369,9 @@ def tensor_parallel(rank, size, dims, shard):
             h = h.redistribute(placements=[Replicate()]).to_local()
         return h + p["shift"]
 
-    schedule = fp.schedules.one_f_one_b(2, 4)
+    schedule = fp.schedules.looped_bfs(2, 4, num_devices=sizes["pp"])
     if dp:
-        schedule = fp.schedules.reduce_grads(fp.schedules.looped_bfs(2, 4, num_devices=1))
+        schedule = fp.schedules.reduce_grads(schedule)
     stages = [fp.stage(block, name=f"block {k}") for k in range(2)]
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
     x = torch.randn(8, 6, generator=g, dtype=torch.float64)

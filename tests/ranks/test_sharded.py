@@ -50,16 +50,17 @@ def test_memory_of_casts_of_whole_parameters(pools):
 
 
 @pytest.mark.parametrize(
-    ("dims", "shard"),
+    ("size", "dims", "shard"),
     [
-        (("pp", "tp"), False),
-        (("dp", "pp", "tp"), False),
-        (("dp", "pp", "tp"), True),
-        (("tp", "pp", "dp"), True),
+        (4, ("pp", "tp"), False),
+        (4, ("dp", "pp", "tp"), False),
+        (4, ("dp", "pp", "tp"), True),
+        (4, ("tp", "pp", "dp"), True),
+        pytest.param(8, ("dp", "pp", "tp"), True, marks=pytest.mark.slow),
     ],
 )
-def test_matrices_that_two_processes_share(pools, dims, shard):
-    for wrong in pools(4).all("tensor_parallel", dims, shard):
+def test_matrices_that_two_processes_share(pools, size, dims, shard):
+    for wrong in pools(size).all("tensor_parallel", dims, shard):
         assert [] == wrong
 
 
