@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
+from funcpipe.core.packed import Packed
 from funcpipe.core.program import (
     CALLER,
     Call,
@@ -49,7 +50,7 @@ class Lowered:
     num_lanes: int
     wires: tuple[Wire, ...]
     calls: tuple[Call, ...]
-    order: tuple[int, ...]
+    order: Packed
     pools: tuple[Pool, ...]
 
     __getstate__ = declared_fields
@@ -70,7 +71,7 @@ class Lowered:
         """
         count = self.num_microbatches
         pairs = (divmod(code, count) for code in self.order)
-        order = tuple([call * num_microbatches + number for call, number in pairs if number < num_microbatches])
+        order = Packed(call * num_microbatches + number for call, number in pairs if number < num_microbatches)
         return replace(self, num_microbatches=num_microbatches, order=order)
 
     @cached_property
@@ -153,8 +154,8 @@ def read_again(
     writes = [[wire for wire in call.writes if (call.lane, wire) in shared] for call in calls]
     again: set[tuple[int, int]] = set()
     later: set[tuple[int, int, int]] = set()
-    for position in reversed(range(len(order))):
-        number, microbatch = divmod(order[position], num_microbatches)
+    for position, code in zip(reversed(range(len(order))), reversed(order), strict=True):
+        number, microbatch = divmod(code, num_microbatches)
         lane = calls[number].lane
         later.difference_update([(lane, wire, microbatch) for wire in writes[number]])
         for wire in reads[number]:

@@ -14,6 +14,7 @@ from itertools import chain
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.kinds import MOVES, Kind
 from funcpipe.core.lowered import TAKEN, Lowered, read_again
+from funcpipe.core.packed import Packed
 from funcpipe.core.program import CALLER, Call, Pool, Role, Wire
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Stage
@@ -67,7 +68,7 @@ def lower(
         for key, slots in zip(calls.pools, most, strict=True)
     )
     counts = (schedule.num_stages, schedule.num_microbatches, schedule.num_devices)
-    return Lowered(*counts, tuple(calls.wires), tuple(calls.calls), tuple(order), pools)
+    return Lowered(*counts, tuple(calls.wires), tuple(calls.calls), Packed(order), pools)
 
 
 def _refuse_mixed(schedule: Schedule) -> None:

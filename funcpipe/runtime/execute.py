@@ -164,7 +164,7 @@ class Execution:
         """Do the actions from one position of the plan order to another."""
         program = self.ready.program
         self.part = (start, len(program.order) if stop is None else stop)
-        before = program.lane_order[:stop]
+        before = [] if stop is None else program.lane_order[:stop]
         for lane in self.lanes:
             lane.first = lane.done
             lane.stop = len(lane.program.ends) if stop is None else before.count(lane.program.lane)
