@@ -27,7 +27,7 @@ anything at t or later. It does not matter which lanes share a process, and a ru
 
 A batch of fewer microbatches runs the same order with the actions of the others left out (`Lowered.first`). What is left of
 1 and 2 still holds: an action reads values of its own microbatch, and no pool has more values than before. So this program
-needs no proof of its own.
+is proven with the plan's.
 
 Where each replica of a stage has a part of its parameters, an action also waits until they are gathered, on a way of the
 stage's own, on which everything comes in the order in which it was begun. Replicas may have different numbers of

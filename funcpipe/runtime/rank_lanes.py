@@ -174,7 +174,8 @@ class Ranks(Lanes):
         return self
 
     def programs(self, program: Lowered) -> Sequence[LaneProgram]:
-        """The programs of the lanes that are here."""
+        """The programs of the lanes that are here. Raises PlanError where lanes could wait for ever."""
+        proven(program)  # that of fewer microbatches is so where the plan's is; whoever made another one is told
         return [lane_program(program, lane) for lane in self.lanes]
 
     def seat(self, lane: int) -> tuple[int, int]:
