@@ -318,9 +318,7 @@ class Ranks(Lanes):
         holders = [self.replica * self.size + holder for holder in holders]
         dense = {place: tensor.contiguous().cpu() for place, tensor in mine.items()}
         with _Telling(self):
-            return self._open().gather(
-                dense, holders, lambda place: torch.empty(like[place].size, dtype=like[place].dtype)
-            )
+            return self._open().gather(dense, holders, lambda place: like[place].room())
 
     def _open(self) -> Link:
         """The link; made if there is none. Raises RanksError: the others have another plan; Alarm: they do not come."""

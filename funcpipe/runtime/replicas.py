@@ -89,8 +89,8 @@ class Replicas:
             if gradient is None:
                 return None
             out = self._sum(gradient, cut)
-            self._over([gradient])
-            gradient.untyped_storage().resize_(0)
+            self._over([_here(gradient)])
+            _here(gradient).untyped_storage().resize_(0)
             return out
 
         def work() -> None:
@@ -104,7 +104,7 @@ class Replicas:
         """The sums that `begin` has put into its queue, for the caller's stream."""
         sums, event = answer
         if self.stream is not None:
-            self.stream.hand([each for each in sums if each is not None], event)
+            self.stream.hand([_here(each) for each in sums if each is not None], event)
         return sums
 
     def _queued(self) -> AbstractContextManager[object]:
@@ -131,9 +131,9 @@ class Replicas:
 
     def _sum(self, gradient: Tensor, cut: Sharding | None) -> Tensor:
         """The sum over all replicas, in their order: the same bits for each. Of a DTensor each has the same part."""
-        if hasattr(gradient, "to_local"):
-            spread: Any = gradient
-            return dtensor_of(self._sum(spread.to_local(), cut), spread)
+        own = _here(gradient)
+        if own is not gradient:
+            return dtensor_of(self._sum(own, cut), gradient)
         if cut is None:
             theirs = dict.fromkeys(self.ranks, gradient.contiguous())
         else:
@@ -180,3 +180,8 @@ class Replicas:
                 self.connection.finish([self.connection.receive(room, rank)], rank)
         for rank, work in sent.items():
             self.connection.finish([work], rank)
+
+
+def _here(tensor: Any) -> Tensor:
+    """What is here of a DTensor; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

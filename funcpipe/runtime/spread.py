@@ -79,4 +79,4 @@ def whole_of(
     def room(replica: int) -> Tensor:
         return torch.empty(cut.part(sizes, replica, len(copies)).shape, dtype=tensor.dtype)
 
-    return torch.cat(gather(local.contiguous(), room), cut.axis)
+    return torch.cat(gather(local.contiguous().cpu(), room), cut.axis)
