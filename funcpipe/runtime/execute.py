@@ -98,6 +98,7 @@ class Execution:
         part: the positions of the plan order that are done next.
         turn: the lane whose turn it is, where all are on one thread.
         stopped: no lane begins another action.
+        settling: the lanes are done, and devices may not be.
         seconds: of everything that ran so far, by the wall clock.
         began: the start of the first span, once there is a timeline.
     """
@@ -108,7 +109,7 @@ class Execution:
         program = ready.program
         self.part = (0, len(program.order))
         self.turn = 0
-        self.stopped = False
+        self.stopped = self.settling = False
         self.seconds = self.began = 0.0
         self.caller = _given(ready)
         here = [ready.where[lane] for lane in ready.part.lanes]

@@ -201,7 +201,7 @@ class Ranks(Lanes):
         self._execution = execution
         try:
             super().walk(execution)
-            settle(link, execution)
+            settle(link, execution, partial(self.ending, None))
         finally:
             end(self._outboxes)
             self._execution, self._outboxes = None, {}

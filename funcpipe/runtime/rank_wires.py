@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from funcpipe.core.program import CALLER, Send
+from funcpipe.runtime.alarms import Alarm
 from funcpipe.runtime.device_stream import DeviceWay
 from funcpipe.runtime.edge import EdgeIn, EdgeOut, Outbox
 from funcpipe.runtime.execute import Execution
@@ -69,8 +70,12 @@ def begin(link: Link, execution: Execution, outboxes: Mapping[tuple[int, int], O
             box.back = back
 
 
-def settle(link: Link, execution: Execution) -> None:
-    """Wait until devices have done what their lanes have queued, for no longer than for others. Raises Alarm."""
+def settle(link: Link, execution: Execution, ending: Callable[[], None]) -> None:
+    """Wait until devices have done what their lanes have queued, for no longer than for others.
+
+    Raises:
+        Alarm: they have not, or another rank failed; after ``ending``.
+    """
     events = [lane.place.event() for lane in execution.lanes if lane.place.asynchronous]
 
     def synchronize() -> RuntimeError | None:
@@ -81,7 +86,12 @@ def settle(link: Link, execution: Execution) -> None:
             return error
         return None
 
-    error = link.wait(synchronize) if events else None
+    execution.settling = bool(events)
+    try:
+        error = link.wait(synchronize) if events else None
+    except Alarm:
+        ending()
+        raise
     if error is not None:
         raise error
 

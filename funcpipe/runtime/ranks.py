@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from funcpipe.core.errors import PlanError, RanksError
+from funcpipe.core.errors import PlacementError, PlanError, RanksError
 from funcpipe.core.plan import Plan
 from funcpipe.lower.proof import proven
 from funcpipe.runtime.context import checked_plan
+from funcpipe.runtime.devices import plan_devices
 from funcpipe.runtime.rank_lanes import Ranks
 from funcpipe.runtime.store import below
 from funcpipe.runtime.surroundings import refuse_devices, refuse_to_join
@@ -37,11 +38,13 @@ def ranks(
     declared. Loss, losses, weight and aux are on every rank, outputs on the last stage's; the bits are those of one
     process.
 
-    Values travel over gloo, each edge between two lanes on a connection of its own. When a process fails, all others
+    Values travel over gloo, each edge between two lanes on a connection of its own; between two CUDA devices by NCCL,
+    likewise, else over the memory of the host. A lane whose device has no number (``devices="cuda"``, or none) is on the
+    one that is current in its process. When a process fails, all others
     raise PeerError at once; the next run connects anew.
 
     Args:
-        plan: on the CPU. Other plans with the same stages on the same lanes (to evaluate) run too.
+        plan: on the CPU, or on CUDA. Other plans with the same stages on the same lanes (to evaluate) run too.
         mesh: a ``DeviceMesh``; the processes of its dimension ``pp`` run the plan. None: all processes do.
         pp: the name of that dimension.
         dp: the name of a dimension of replicas: each runs the plan on rows of its own, and what comes out is that of one
@@ -55,6 +58,7 @@ def ranks(
         RanksError: there is no process group, the mesh has no such dimension, lanes and ranks do not fit, or the
             processes have other plans, versions or lanes.
         PlanError: this is no plan, one for other devices, or one whose lanes are not proven to come to their end.
+        PlacementError: the devices of its lanes are not here.
         PeerError: a process did not come.
     """
     checked_plan("ranks", plan)
@@ -77,7 +81,8 @@ def ranks(
         refuse_devices(plan)
         proven(plan.program)
         rank_of = _ranks_of(plan, lanes, size)
-    except PlanError as error:
+        plan_devices(plan, [lane for lane, rank in enumerate(rank_of) if rank == me % size])
+    except (PlanError, PlacementError) as error:
         refuse_to_join(store, me, error)
         raise
     across = None if dp is None else mesh[dp]

@@ -83,7 +83,8 @@ def lane_states(execution: Execution) -> list[tuple[bool, str]]:
     for lane in execution.lanes:
         working = _is_working(execution, lane)
         number = lane.program.lane
-        busy = working and execution.boxes[number].waits is None
+        settling = execution.settling and lane.place.asynchronous
+        busy = settling or (working and execution.boxes[number].waits is None)
         states.append((busy, f"device {number} ({lane.place.device}) {_state(execution, lane, working=working)}"))
     return states
 
@@ -126,6 +127,8 @@ def _state(execution: Execution, lane: Runner, *, working: bool) -> str:
     did = lane.done > lane.first
     last = f"did {program.action(program.runs[lane.done - 1])}" if did else "did nothing yet"
     if not working:
+        if execution.settling and lane.place.asynchronous:
+            return f"{last}, and its device has not come to its end"
         return last if lane.done < lane.stop else f"{last} and is done"
     current = str(execution.where(lane)).removeprefix("in ").rsplit(" on device", 1)[0]
     waits = execution.boxes[program.lane].waits

@@ -6,10 +6,15 @@ receives it writes there, as NCCL's does.
 
 import os
 import sys
-from contextlib import contextmanager
+import threading
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from common import same, schedules
@@ -236,3 +241,59 @@ def replicas_on_devices(rank, size, way, reduced):
                     elif not torch.allclose(gradient, other, rtol=1e-12, atol=1e-12):
                         wrong.append(f"grads[{stage}][{key}]")
     return wrong, recorder.finish(), bool(recorder.groups)
+
+
+def stuck(rank, size, what):
+    """The device of rank 1 does not come to its end in the first run. How both get out of it: (error, seconds), and
+    where the next run differs from one process.
+
+    Rank 0 fails once its lanes are done ("fails"), or waits likewise ("waits").
+    """
+    stages, params, state = everything()
+    failing = {"now": what == "fails"}
+
+    def commit(old, stats):
+        if failing["now"]:
+            raise ValueError("commit fails")
+        return stages[1].commit(old, stats)
+
+    whole = (stages[0], replace(stages[1], commit=commit), *stages[2:])
+    schedule = fp.schedules.one_f_one_b(4, 4)
+    plan = fp.make_plan(whole, schedule, loss=loss_with_aux, devices=on("joined", 4))
+    plain = fp.make_plan(stages, schedule, loss=loss_with_aux, devices="cpu")
+    x, target, scale = batch(8)
+    options = {"feeds": {"scale": scale}, "seed": 1}
+    with recorded("joined") as (recorder, _), fp.ranks(plan, timeout=2.0) as ranks:
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        put(recorder, own, plan)
+        put(recorder, at, plan)
+        go = partial(fp.run, plan, own, (x, target), state=at, executor=ranks, **options)
+        began = time.monotonic()
+        with hanging(recorder) if rank == 1 else nullcontext(), pytest.raises(fp.FuncpipeError) as caught:
+            go()
+        seconds, failing["now"] = time.monotonic() - began, False
+        got = go()
+        with plainly():
+            want = fp.run_sequential(plain, params, (x, target), state=state, **options)
+        return type(caught.value).__name__, seconds, differences(want, got, ranks.stages, last=False)
+
+
+@contextmanager
+def hanging(recorder):
+    """Inside, once the lanes are done, the device does not come to its end before its groups are ended."""
+    event, main = Place.event, threading.current_thread()
+
+    def until_aborted():
+        while not all(group.aborted for group in recorder.groups):
+            time.sleep(0.01)
+        raise RuntimeError("NCCL communicator was aborted")
+
+    def hangs(self):
+        made = event(self)
+        if threading.current_thread() is main:
+            made.synchronize = until_aborted
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Place, "event", hangs)
+        yield

@@ -2,6 +2,7 @@
 
 import pytest
 from common import schedules
+from rank_pool import within
 
 ALL = schedules(4, 4)
 FOUR = [number for number, schedule in enumerate(ALL) if schedule.num_devices == 4]
@@ -37,3 +38,13 @@ def test_every_wait_is_needed(pools):
     for site in sites:
         numbers = [number for number, (_, where, news) in enumerate(points) if where.startswith(site) and news]
         assert any(pools(2).all("without_a_wait", number)[1][1] for number in numbers[2:12]), site
+
+
+@pytest.mark.parametrize("what", ["fails", "waits"])
+def test_a_device_that_does_not_come_to_its_end(pools, what):
+    """It is given up as other processes are: when one fails, or none gets on; and the next run is right."""
+    (one, early, right), (other, late, too) = pools(2).all("stuck", what)
+    assert (one, other) == (("StageError[ValueError]", "PeerError") if what == "fails" else ("PeerError", "RunTimeout"))
+    limit = within(2.0 if what == "fails" else 6.0)
+    assert max(early, late) < limit
+    assert [] == right == too
