@@ -273,11 +273,12 @@ def _woven(
     """
     stages, microbatches, devices = counts
     places = [range(device, stages, devices) for device in range(devices)] if rounds else blocks(stages, devices)
+    groups = [[*group] for group in rounds or blocks(microbatches, microbatches)]  # the same numbers for all stages
     new = tuple.__new__  # a third of the time of Action(...), and there may be a hundred thousand
 
     def row(kind: Kind, place: range) -> list[Action]:
-        local, around = place if kind is Kind.F else place[::-1], rounds or blocks(microbatches, microbatches)
-        return [new(Action, (kind, stage, m)) for group in around for stage in local for m in group]
+        local = place if kind is Kind.F else place[::-1]
+        return [new(Action, (kind, stage, m)) for group in groups for stage in local for m in group]
 
     orders: list[tuple[Action, ...]] = []
     for place, warmup, delay in zip(places, warmups, delays or repeat(0), strict=False):

@@ -1,7 +1,9 @@
 """What make_plan refuses, and what it makes of its options."""
 
 import copy
+import gc
 import pickle
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -283,6 +285,20 @@ def test_fewer_microbatches_drop_the_actions_of_the_others() -> None:
     assert short is program_for(plan, 4)
     assert plan.program is program_for(plan, 6)
     assert 4 * 4 * 2 == len(short.order)
+
+
+def test_a_plan_takes_little_memory_besides_its_schedule() -> None:
+    """8 bytes an action: its place in plan order, as the check found it and as the program has it."""
+    schedule, stages = one_f_one_b(32, 256), plain(32)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        plan = make_plan(stages, schedule, loss=print)
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken < 16 * len(plan.program.order) + 200_000
 
 
 def test_actions_and_values_are_built_from_their_numbers() -> None:
