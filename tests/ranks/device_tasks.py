@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import funcpipe as fp
 from funcpipe.core.torch_names import gloo
+from funcpipe.core.tree import map_tensors
 from funcpipe.runtime.device_stream import DeviceStream
 from funcpipe.runtime.replicas import Replicas
 from funcpipe.runtime.stream import Place, StreamBackend
@@ -297,3 +298,76 @@ def hanging(recorder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Place, "event", hangs)
         yield
+
+
+def at_home(tree):
+    """Tensors of a tree on the CPU."""
+    return map_tensors(torch.Tensor.cpu, tree)
+
+
+def on_cpu(result):
+    fields = ("loss", "losses", "aux", "grads", "state", "outputs")
+    return replace(result, **{name: at_home(getattr(result, name)) for name in fields})
+
+
+def on_gpus(rank, size, gpus, number, rows):
+    """Runs on real devices, against one process on one of them."""
+    stages, params, state = everything()
+    torch.cuda.set_device(rank % gpus)
+    schedule = [
+        fp.schedules.one_f_one_b(4, 4),
+        fp.schedules.remat(fp.schedules.fill_drain(4, 4)),
+        fp.schedules.interleaved(4, 4, num_devices=2),
+        fp.schedules.offload(fp.schedules.one_f_one_b(4, 4)),
+    ][number]
+    plan = fp.make_plan(stages, schedule, loss=loss_with_aux, outputs=True, devices="cuda")
+    plain = fp.make_plan(stages, schedule, loss=loss_with_aux, outputs=True, devices=f"cuda:{rank % gpus}")
+    whole, whole_state = fp.place(plain, params), fp.place(plain, state)
+    wrong = []
+    with fp.ranks(plan, timeout=60.0) as ranks:
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        for count in rows:
+            x, target, scale = batch(count)
+            options = {"feeds": {"scale": scale}, "seed": count}
+            want = fp.run_sequential(plain, whole, (x, target), state=whole_state, **options)
+            got = fp.run(plan, own, (x, target), state=at, executor=ranks, **options)
+            last = 3 in ranks.stages
+            wrong += [
+                f"{count} rows: {name}" for name in differences(on_cpu(want), on_cpu(got), ranks.stages, last=last)
+            ]
+            fp.global_norm(got)
+    return wrong
+
+
+def replicas_on_gpus(rank, size, gpus, shard):
+    """Two replicas on real devices, against one process with the rows of both."""
+
+    @fp.stage
+    def layer(p, x):
+        return torch.tanh(x @ p["w"] + p["b"])
+
+    torch.cuda.set_device(rank % gpus)
+    mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("dp", "pp"))
+    schedule = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 4, num_devices=1))
+    if shard:
+        schedule = fp.schedules.gather_params(schedule, whole=1)
+    g = torch.Generator().manual_seed(1)
+    numbers = [
+        {"w": torch.randn(6, 6, generator=g).double(), "b": torch.randn(6, generator=g).double()} for _ in "1234"
+    ]
+    plan = fp.make_plan([layer] * 4, schedule, loss=F.mse_loss, devices="cuda")
+    whole = fp.make_plan([layer] * 4, fp.schedules.fill_drain(4, 8), loss=F.mse_loss, devices=f"cuda:{rank % gpus}")
+    x, target = (torch.randn(16, 6, generator=g).double() for _ in "xy")
+    want = fp.run_sequential(whole, fp.place(whole, tuple(numbers)), (x, target))
+    wrong = []
+    with fp.ranks(plan, mesh, dp="dp", timeout=60.0) as ranks:
+        own = fp.place(plan, tuple(numbers), ranks, shard=shard)
+        rows = slice(8 * ranks.replica, 8 * ranks.replica + 8)
+        for _ in range(3):
+            got = fp.run(plan, own, (x[rows], target[rows]), executor=ranks)
+            wrong += [] if same(at_home(want.losses), at_home(got.losses)) else ["losses"]
+            for one, other in zip(fp.leaves(want.grads), fp.leaves(got.grads), strict=True):
+                full = other.full_tensor() if shard else other
+                wrong += [] if torch.allclose(one, full, rtol=1e-12, atol=1e-12) else ["gradients"]
+            wrong += [] if torch.allclose(fp.global_norm(want).cpu(), fp.global_norm(got).cpu()) else ["norm"]
+    return wrong
