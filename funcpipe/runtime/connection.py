@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from funcpipe.runtime.device_stream import DeviceStream
 from funcpipe.runtime.wire_format import memory
 
 _LONG = timedelta(days=30)
@@ -80,6 +81,22 @@ class Connection:
             if other != rank:
                 with suppress(RuntimeError):
                     self.group.recv([torch.empty(1)], seat, 1).wait(timedelta(milliseconds=1))
+
+
+class Way(NamedTuple):
+    """How values get from some ranks to others.
+
+    Attributes:
+        connection: joins them.
+        name: of the way.
+        lost: called when the connection has ended.
+        stream: where this rank's end is on a device with streams, one of these.
+    """
+
+    connection: Connection
+    name: str
+    lost: Callable[[LostError], None]
+    stream: DeviceStream | None = None
 
 
 def _lost(rank: int, error: RuntimeError) -> LostError:

@@ -21,8 +21,8 @@ from funcpipe.runtime.stream import StreamBackend
 from funcpipe.runtime.wire_format import TensorLayout, memory
 
 
-class DeviceWay(NamedTuple):
-    """How values of other processes get to a device.
+class DeviceEnds(NamedTuple):
+    """How values of other processes get to a device of this one.
 
     Attributes:
         backend: its streams.

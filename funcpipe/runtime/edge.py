@@ -22,8 +22,7 @@ from torch import Tensor
 
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.cache_key import border_key_or_none
-from funcpipe.runtime.connection import Connection, LostError
-from funcpipe.runtime.device_stream import DeviceStream
+from funcpipe.runtime.connection import LostError, Way
 from funcpipe.runtime.plain_tensors import materialized
 from funcpipe.runtime.stream import Place, Ticket
 from funcpipe.runtime.transport import Inbox, Mailbox, PoolLevel
@@ -59,22 +58,16 @@ class _Edge:
     seat = 0
     """Which of the two it is."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        name: str,
-        lost: Callable[[LostError], None],
-        stream: DeviceStream | None = None,
-    ) -> None:
-        self.connection, self.lost, self.stream = connection, lost, stream
-        self.direct = stream is not None and stream.group is not None
-        ends = [*connection.seats]
+    def __init__(self, way: Way) -> None:
+        self.connection, self.lost, self.stream = way.connection, way.lost, way.stream
+        self.direct = way.stream is not None and way.stream.group is not None
+        ends = [*way.connection.seats]
         self.me, self.peer = ends[self.seat], ends[1 - self.seat]
         self.forms: list[TreeForm] = []
         self.expected: dict[int, int] = {}
         """By the place of a value among those of a run, the number of its form in the last run of such a batch."""
         self._by_signature: dict[Any, dict[int, int]] = {}
-        self.worker = Worker(f"funcpipe edge {name}", self.stop, patience=1.0)
+        self.worker = Worker(f"funcpipe edge {way.name}", self.stop, patience=1.0)
         self.worker.start()
 
     def _begin(self, signature: Any) -> None:
@@ -110,14 +103,8 @@ class _Edge:
 class EdgeOut(_Edge):
     """The end that sends: a lane begins it, a worker waits until it is sent."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        name: str,
-        lost: Callable[[LostError], None],
-        stream: DeviceStream | None = None,
-    ) -> None:
-        super().__init__(connection, name, lost, stream)
+    def __init__(self, way: Way) -> None:
+        super().__init__(way)
         self.numbers: dict[Any, int] = {}
         self.box = Inbox()
         self.to = self.place = 0
@@ -215,15 +202,9 @@ class EdgeIn(_Edge):
 
     seat = 1
 
-    def __init__(
-        self,
-        connection: Connection,
-        name: str,
-        lost: Callable[[LostError], None],
-        stream: DeviceStream | None = None,
-    ) -> None:
-        super().__init__(connection, name, lost, stream)
-        self._room = TensorLayout.room if stream is None else stream.host_room
+    def __init__(self, way: Way) -> None:
+        super().__init__(way)
+        self._room = TensorLayout.room if way.stream is None else way.stream.host_room
         self.words: dict[int, Any] = {}
         self._gate = threading.Lock()
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()

@@ -21,8 +21,8 @@ from torch import Tensor
 from funcpipe.core.torch_names import gloo
 from funcpipe.runtime.address import connect_at, host_of, own_address
 from funcpipe.runtime.alarms import Alarm, Alarming, Failure
-from funcpipe.runtime.connection import Connection, LostError
-from funcpipe.runtime.device_stream import DeviceStream, DeviceWay
+from funcpipe.runtime.connection import Connection, LostError, Way
+from funcpipe.runtime.device_stream import DeviceEnds, DeviceStream
 from funcpipe.runtime.edge import EdgeIn, EdgeOut
 from funcpipe.runtime.exchanges import exchange_all, gather_all
 from funcpipe.runtime.pulse import Pulse
@@ -149,7 +149,7 @@ class Link:
         self,
         edges: Mapping[tuple[int, int], tuple[int, int]],
         replicas: Mapping[int, Sequence[int]],
-        ways: Mapping[Any, DeviceWay],
+        ways: Mapping[Any, DeviceEnds],
     ) -> None:
         """Make what is not there yet of edges and of the ways between replicas.
 
@@ -170,33 +170,31 @@ class Link:
         self,
         edges: Mapping[tuple[int, int], tuple[int, int]],
         replicas: Mapping[int, Sequence[int]],
-        ways: Mapping[Any, DeviceWay],
+        ways: Mapping[Any, DeviceEnds],
     ) -> None:
         for (source, to), ranks in edges.items():
             end = EdgeOut if ranks[0] == self.rank else EdgeIn
-            made = self._made(f"{ranks[0]}:{source}-{to}", ranks, ways.get((source, to)))
-            self.edges[source, to] = edge = end(made[0], f"{source}-{to}", self.lost, made[1])
+            self.edges[source, to] = edge = end(self._way(f"{ranks[0]}:{source}-{to}", ranks, ways.get((source, to))))
             edge.greet()
         for stage, ranks in replicas.items():
-            connection, stream = self._made(f"stage {stage}", ranks, ways.get(stage))
-            self.replicas[stage] = copies = Replicas(connection, self.rank, f"stage {stage}", self.lost, stream)
+            self.replicas[stage] = copies = Replicas(self._way(f"stage {stage}", ranks, ways.get(stage)), self.rank)
             copies.greet()
 
-    def _made(self, name: str, ranks: Sequence[int], way: DeviceWay | None) -> tuple[Connection, DeviceStream | None]:
-        """A connection of some ranks, and a stream of this one's device, which may join it with the others'."""
+    def _way(self, name: str, ranks: Sequence[int], ends: DeviceEnds | None) -> Way:
+        """A way between some ranks, which all of them make; on a device with streams, one that may join the devices."""
         seat = ranks.index(self.rank)
         connection, group = self._connection(name, seat, ranks), None
-        if way is None:
-            return connection, None
-        if way.joined:
-            group = way.backend.joined(below(f"{name}, devices", self._waits), seat, len(ranks), way.device)
+        if ends is None:
+            return Way(connection, name, self.lost)
+        if ends.joined:
+            group = ends.backend.joined(below(f"{name}, devices", self._waits), seat, len(ranks), ends.device)
             with self._gate:
                 self._groups.append(group)
                 late = self.failure is not None
             if late:
                 group.abort()
                 raise Alarm
-        return connection, DeviceStream(way.backend, way.device, group, seat)
+        return Way(connection, name, self.lost, DeviceStream(ends.backend, ends.device, group, seat))
 
     def moved(self) -> int:
         """Changes whenever a device here gets on with what goes between processes."""

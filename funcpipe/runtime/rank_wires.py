@@ -7,7 +7,7 @@ from typing import Any
 
 from funcpipe.core.program import CALLER, Send
 from funcpipe.runtime.alarms import Alarm
-from funcpipe.runtime.device_stream import DeviceWay
+from funcpipe.runtime.device_stream import DeviceEnds
 from funcpipe.runtime.edge import EdgeIn, EdgeOut, Outbox
 from funcpipe.runtime.execute import Execution
 from funcpipe.runtime.link import Link
@@ -33,7 +33,7 @@ def connect(link: Link, part: PlanPart, execution: Execution, identities: Identi
     ranks = {(source, to): (rank_of[source], rank_of[to]) for source, to in pools}
     edges = {edge: (first + a, first + b) for edge, (a, b) in ranks.items() if a != b and part.rank in (a, b)}
     copies = [replica * size + part.rank for replica in range(part.replicas)]
-    ways: dict[Any, DeviceWay] = {}
+    ways: dict[Any, DeviceEnds] = {}
     for source, to in edges:
         ends = [identities[part.replica, lane] for lane in (source, to)]
         _add_way(ways, (source, to), execution, source if source in part.lanes else to, ends)
@@ -44,11 +44,11 @@ def connect(link: Link, part: PlanPart, execution: Execution, identities: Identi
     link.connect(edges, dict.fromkeys(stages, copies), ways)
 
 
-def _add_way(ways: dict[Any, DeviceWay], key: Any, execution: Execution, lane: int, ends: list[str]) -> None:
+def _add_way(ways: dict[Any, DeviceEnds], key: Any, execution: Execution, lane: int, ends: list[str]) -> None:
     """Note how values get to a lane that is on a device with streams."""
     device, backend = execution.ready.where[lane], Place.backend
     if backend.asynchronous(device):
-        ways[key] = DeviceWay(backend, device, "" not in ends and len({*ends}) == len(ends))
+        ways[key] = DeviceEnds(backend, device, "" not in ends and len({*ends}) == len(ends))
 
 
 def begin(link: Link, execution: Execution, outboxes: Mapping[tuple[int, int], Outbox]) -> None:

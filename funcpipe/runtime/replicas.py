@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcpipe.runtime.connection import Connection, LostError
-from funcpipe.runtime.device_stream import DeviceStream
+from funcpipe.runtime.connection import LostError, Way
 from funcpipe.runtime.worker import Worker
 
 
@@ -43,17 +42,10 @@ class Replicas:
     Where the stage is on a device with streams, all of it goes on one of its own, after what the lane has queued.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        me: int,
-        name: str,
-        lost: Callable[[LostError], None],
-        stream: DeviceStream | None = None,
-    ) -> None:
-        self.connection, self.me, self.lost, self.stream = connection, me, lost, stream
-        self.ranks = [*connection.seats]
-        self.worker = Worker(f"funcpipe replicas {name}", patience=1.0)
+    def __init__(self, way: Way, me: int) -> None:
+        self.connection, self.lost, self.stream, self.me = way.connection, way.lost, way.stream, me
+        self.ranks = [*way.connection.seats]
+        self.worker = Worker(f"funcpipe replicas {way.name}", patience=1.0)
         self.worker.start()
 
     def greet(self) -> None:

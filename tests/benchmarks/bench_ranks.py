@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,9 +47,9 @@ from torch import Tensor
 
 import funcpipe as fp
 from funcpipe.runtime import link
-from funcpipe.runtime.border import Border
-from funcpipe.runtime.connection import Connection, LostError
+from funcpipe.runtime.connection import Way
 from funcpipe.runtime.edge import EdgeIn
+from funcpipe.runtime.stream import Place, Ticket
 from funcpipe.runtime.transport import Mailbox
 
 WARMUP = 3
@@ -78,15 +78,15 @@ class LateEdge(EdgeIn):
 
     latency = 0.0
 
-    def __init__(self, connection: Connection, name: str, lost: Callable[[LostError], None]) -> None:
-        super().__init__(connection, name, lost)
+    def __init__(self, way: Way) -> None:
+        super().__init__(way)
         self.later: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.when: dict[int, float] = {}
         self.due = 0.0
         threading.Thread(target=self._hand_on, daemon=True).start()
 
-    def begin(self, signature: Any, slots: Sequence[int], box: Mailbox, levels: Any) -> None:
-        super().begin(signature, slots, Late(box, self) if self.latency else box, levels)
+    def begin(self, signature: Any, slots: Sequence[int], box: Mailbox, levels: Any, place: Place) -> None:
+        super().begin(signature, slots, Late(box, self) if self.latency else box, levels, place)
 
     def _hand_on(self) -> None:
         while True:
@@ -98,10 +98,10 @@ class LateEdge(EdgeIn):
         self.when[place] = perf_counter()
         return super()._ask_for(place, slot)
 
-    def _receive(self, place: int, asked: Any) -> Border:
-        value = super()._receive(place, asked)
-        self.due = max(perf_counter(), self.when[place] + self.latency) + self.latency
-        return value
+    def _receive(self, number: int, asked: Any, place: Place) -> Ticket:
+        ticket = super()._receive(number, asked, place)
+        self.due = max(perf_counter(), self.when[number] + self.latency) + self.latency
+        return ticket
 
 
 @torch.library.custom_op("bench_ranks::pause", mutates_args=())
