@@ -1,0 +1,16 @@
+"""What is asked of torch's backend of NCCL is there, in builds that have one; no device is needed."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from funcpipe.core.torch_names import has_nccl, nccl
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not has_nccl(), reason="needs a torch with NCCL")]
+
+
+def test_its_options_and_operations():
+    assert all(hasattr(dist.ProcessGroupNCCL, name) for name in ("send", "recv", "alltoall", "abort", "size"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="GPU"):  # and of nothing else
+            nccl(dist.HashStore(), 0, 2)
