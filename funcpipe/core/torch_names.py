@@ -417,22 +417,3 @@ def gloo(store: Any, rank: int, size: int, timeout: timedelta, **where: str) -> 
     options._devices = [backend.create_device(**where) if where else backend.create_default_device()]
     options._timeout, options._threads = timeout, 1
     return backend(store, rank, size, options)
-
-
-def has_nccl() -> bool:
-    """Can torch join devices of several processes."""
-    distributed: Any = torch.distributed
-    return distributed.is_available() and distributed.is_nccl_available()
-
-
-def nccl(store: Any, rank: int, size: int) -> Any:
-    """A backend of NCCL for who makes it, with few blocks of the device for each: lanes compute beside it.
-
-    It waits for ever: whoever needs what comes waits for less, and aborts it.
-    """
-    backend: Any = torch.distributed.ProcessGroupNCCL  # pyright: ignore
-    options = backend.Options()
-    options.is_high_priority_stream = True
-    options.config.max_ctas = 4
-    options._timeout = timedelta(days=30)
-    return backend(store, rank, size, options)

@@ -87,16 +87,12 @@ class BatchNorm:
         # Made from x, they are batched where vmap batches x.
         sample_mean, sample_var = (x.new_zeros(old.shape, dtype=old.dtype) for old in (mean, var))
         y = F.batch_norm(x, sample_mean, sample_var, weight, bias, True, 1.0, eps)
-        # Its float32 mean is too coarse to merge means of 1e4 that differ by 0.1. The rest waits for the commit: small
+        # Its float32 mean is too coarse to merge means of 1e4 that differ by 0.1. All else waits for the commit: small
         # operations cost a lane more than they cost there, where one serves all microbatches.
         dtype = wide(x)
-        wide_mean = sample_mean
         if dtype != sample_mean.dtype:
-            column = sample_mean.view(-1, *[1] * (x.dim() - 2))
-            rest = (x.detach() - column).mean([0, *range(2, x.dim())])  # what the rounding of the mean has left
-            # Where the mean is not finite, nothing is left: inf - inf would make a nan of it.
-            wide_mean = sample_mean.to(dtype) + rest.to(dtype).nan_to_num(0.0, 0.0, 0.0)
-        return y, (Moments(count, wide_mean, sample_var),)
+            sample_mean = x.detach().sum([0, *range(2, x.dim())], dtype=dtype) / count
+        return y, (Moments(count, sample_mean, sample_var),)
 
     def init(self, num_features: int, *, device: Any = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """The state of a fresh layer: mean 0, variance 1, no batches seen."""

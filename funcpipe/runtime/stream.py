@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.program import CALLER
-from funcpipe.core.torch_names import has_nccl, nccl
 from funcpipe.runtime.border import Border, fills
 from funcpipe.runtime.device_graph import DeviceGraph
 from funcpipe.runtime.devices import same_device
+from funcpipe.runtime.nccl import has_nccl, nccl
 from funcpipe.runtime.plain_tensors import materialized
 
 

@@ -4,13 +4,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from funcpipe.core.torch_names import has_nccl, nccl
+from funcpipe.runtime.nccl import has_nccl, nccl
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not has_nccl(), reason="needs a torch with NCCL")]
 
 
 def test_its_options_and_operations():
-    assert all(hasattr(dist.ProcessGroupNCCL, name) for name in ("send", "recv", "alltoall", "abort", "size"))
+    assert all(
+        hasattr(dist.ProcessGroupNCCL, name) for name in ("send", "recv", "alltoall", "abort", "size", "options")
+    )
+    options = dist.ProcessGroupNCCL.Options()
+    assert hasattr(options, "is_high_priority_stream")
+    assert hasattr(options.config, "max_ctas")
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="GPU"):  # and of nothing else
             nccl(dist.HashStore(), 0, 2)

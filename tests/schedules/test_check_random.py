@@ -71,6 +71,7 @@ def is_complete(orders: Orders) -> bool:
         and stages == set(range(len(stages)))
         and microbatches == set(range(len(microbatches)))
         and len(homes) == len(stages)
+        and {action.stage for action in counts if action.kind is Kind.U} in (set(), stages)
         and all(
             is_whole({k for k in Kind if Action(k, s, m) in counts}, backward, m) for s in stages for m in microbatches
         )
