@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any, NamedTuple
 
@@ -44,18 +44,21 @@ class DeviceStream:
         seat: the number of this device in the group.
     """
 
-    def __init__(self, backend: StreamBackend, device: torch.device, group: Any = None, seat: int = 0) -> None:
+    def __init__(
+        self, name: str, backend: StreamBackend, device: torch.device, group: Any = None, seat: int = 0
+    ) -> None:
         self.backend, self.device, self.group, self.seat = backend, device, group, seat
         self.module = backend.module(device)
-        self.stream = self.module.Stream(device)
+        self.stream = backend.way_stream(device, name)
         self._under_way: deque[Any] = deque()
         self._moved = 0
 
     def moved(self) -> int:
         """How many events of the stream are over; one thread asks."""
-        while self._under_way and self._under_way[0].query():
-            self._under_way.popleft()
-            self._moved += 1
+        with suppress(RuntimeError):  # the device has failed; whoever needs what it does says so
+            while self._under_way and self._under_way[0].query():
+                self._under_way.popleft()
+                self._moved += 1
         return self._moved
 
     def now(self) -> Any:
@@ -67,6 +70,7 @@ class DeviceStream:
     @contextmanager
     def after(self, event: Any) -> Generator[None]:
         """Inside, what the thread queues on the device comes after an event (None: at once)."""
+        self.backend.use(self.device)
         if event is not None:
             self.stream.wait_event(event)
         with self.module.stream(self.stream):

@@ -70,8 +70,7 @@ class Lanes(LaneExecutor):
         self._end()
 
     def _end(self, wait: float | None = None) -> None:
-        for worker in self._workers:
-            worker.end(wait)
+        end_all(self._workers, wait)
         self._workers = []
 
     def check(self, plan: Plan) -> None:
@@ -195,6 +194,7 @@ class Lanes(LaneExecutor):
             compute_with(execution.ready.threads)
             seat, seats = self.seat(lane.program.lane)
             pin([seat], seats, self._cores)
+            lane.place.backend.use(lane.place.device)
             RUNNING.set(partial(execution.where, lane))  # of the copied context, which ends with the job
             with execution.entered(), lane.place.active():
                 _do(execution, lane, failures)

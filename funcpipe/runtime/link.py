@@ -25,6 +25,7 @@ from funcpipe.runtime.connection import Connection, LostError, Way
 from funcpipe.runtime.device_stream import DeviceEnds, DeviceStream
 from funcpipe.runtime.edge import EdgeIn, EdgeOut
 from funcpipe.runtime.exchanges import exchange_all, gather_all
+from funcpipe.runtime.nccl import abort
 from funcpipe.runtime.pulse import Pulse
 from funcpipe.runtime.replicas import Replicas
 from funcpipe.runtime.store import AskedStore, below
@@ -68,6 +69,7 @@ class Link:
         self.replicas: dict[int, Replicas] = {}
         self._connections: list[Connection] = []
         self._groups: list[Any] = []
+        self._joins: Any = None
         self._gone: dict[int, int] = {}
         """Of ranks that have closed, the number of their last run."""
         self._alarms: list[Callable[[], None]] = []
@@ -175,10 +177,10 @@ class Link:
         for (source, to), ranks in edges.items():
             end = EdgeOut if ranks[0] == self.rank else EdgeIn
             self.edges[source, to] = edge = end(self._way(f"{ranks[0]}:{source}-{to}", ranks, ways.get((source, to))))
-            edge.greet()
+            self._greet(edge, ranks)
         for stage, ranks in replicas.items():
             self.replicas[stage] = copies = Replicas(self._way(f"stage {stage}", ranks, ways.get(stage)), self.rank)
-            copies.greet()
+            self._greet(copies, ranks)
 
     def _way(self, name: str, ranks: Sequence[int], ends: DeviceEnds | None) -> Way:
         """A way between some ranks, which all of them make; on a device with streams, one that may join the devices."""
@@ -187,14 +189,31 @@ class Link:
         if ends is None:
             return Way(connection, name, self.lost)
         if ends.joined:
-            group = ends.backend.joined(below(f"{name}, devices", self._waits), seat, len(ranks), ends.device)
+            if self._joins is None:  # who joins devices waits in the store, maybe long
+                self._joins = self._waits.clone()
+                self._joins.set_timeout(timedelta(seconds=self.timeout))
+            group = ends.backend.joined(below(f"{name}, devices", self._joins), seat, len(ranks), ends.device)
             with self._gate:
                 self._groups.append(group)
-                late = self.failure is not None
-            if late:
-                group.abort()
+            if self.failure is not None:
+                self.abort()
                 raise Alarm
-        return Way(connection, name, self.lost, DeviceStream(ends.backend, ends.device, group, seat))
+        return Way(connection, name, self.lost, DeviceStream(name, ends.backend, ends.device, group, seat))
+
+    def _greet(self, end: EdgeOut | EdgeIn | Replicas, ranks: Sequence[int]) -> None:
+        """Connect the devices of a way, where they are joined."""
+        try:
+            end.greet()
+        except RuntimeError as error:
+            others = ", ".join(str(rank) for rank in ranks if rank != self.rank)
+            text = f"its device cannot be joined with that of rank {others} (NCCL_DEBUG=INFO says more): {error}"
+            raise LostError(self.rank, text.split("\n")[0]) from None
+
+    def abort(self) -> None:
+        """End all that devices wait for of other processes."""
+        with self._gate:
+            groups, self._groups = self._groups, []
+        abort(groups, 1.0)
 
     def moved(self) -> int:
         """Changes whenever a device here gets on with what goes between processes."""
@@ -358,12 +377,9 @@ class Link:
         self.fail(Failure(self.rank, "", "its connections were closed", None, self.run))
         with self._gate:
             connections, self._connections = self._connections, []
-            groups, self._groups = self._groups, []
+        self.abort()
         for connection in connections:
             connection.cut(self.rank)
-        for group in groups:  # else a device would wait for ever, and whoever waits for the device
-            with suppress(RuntimeError):
-                group.abort()
         for edge in [*self.edges.values()]:
             edge.stop()
 

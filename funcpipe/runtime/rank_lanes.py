@@ -39,7 +39,7 @@ from funcpipe.runtime.rank_wires import Identities, begin, connect, end, identit
 from funcpipe.runtime.replicas import Sharding
 from funcpipe.runtime.spread import cuts_of, whole_of
 from funcpipe.runtime.store import STALL, below, connections
-from funcpipe.runtime.surroundings import is_under_torchrun, link_name, refuse_devices
+from funcpipe.runtime.surroundings import is_under_torchrun, link_name, refuse_devices, refuse_other_devices
 from funcpipe.runtime.transport import Mailbox
 from funcpipe.runtime.watchdog import lane_states
 from funcpipe.runtime.wire_format import pack, unpack
@@ -84,7 +84,8 @@ class Ranks(Lanes):
         lanes = tuple(lane for lane, owner in enumerate(rank_of) if owner == rank)
         super().__init__(len(lanes))
         self.plan, self.rank, self.size, self.rank_of, self.lanes = plan, rank, size, tuple(rank_of), lanes
-        self.stages, self.device = stages_of(plan, lanes), plan_devices(plan, lanes)[lanes[0]]
+        self.stages, self._devices = stages_of(plan, lanes), plan_devices(plan, lanes)
+        self.device = self._devices[lanes[0]]
         self.beside, self._seats = len(lanes), {lane: seat for seat, lane in enumerate(lanes)}
         self._store, self._limit, self._links, self._runs = store, timeout, 0, 0
         self._stores: list[Any] = []
@@ -154,19 +155,14 @@ class Ranks(Lanes):
                 f"the plan has its stages on lanes {[*plan.schedule.device_of]}, and the one that these ranks were made "
                 f"for on {[*self.plan.schedule.device_of]}: another process would have their params; make ranks for it"
             )
-        own, new = ([devices[lane] for lane in self.lanes] for devices in map(self.devices, (self.plan, plan)))
-        if own != new:
-            raise PlanError(
-                f"the plan has the lanes of this rank on {', '.join(map(str, new))}, and the one that these ranks were "
-                f"made for on {', '.join(map(str, own))}; make ranks for it"
-            )
+        refuse_other_devices(self.lanes, self._devices, self.devices(plan))
         refuse_devices(plan)
         proven(plan.program)
         refuse_uncarried(plan)
 
     def devices(self, plan: Plan) -> Sequence[torch.device]:
         """The device of each lane; those that have no number are, where they are here, this process's current one."""
-        return plan_devices(plan, self.lanes)
+        return self._devices if plan.devices == self.plan.devices else plan_devices(plan, self.lanes)
 
     def part(self, plan: Plan) -> PlanPart:
         """What is here of a plan with as many lanes."""
@@ -215,6 +211,8 @@ class Ranks(Lanes):
         self._did = self._doing()
         if error is not None:
             self._tell(self._open(), error)
+        if self._link is not None:
+            self._link.abort()  # a lane may stand in a device that waits for another process
 
     def raise_alarm(self) -> None:
         """Raise what an alarm was about."""

@@ -34,6 +34,11 @@ class StreamBackend:
         """The module with Stream, Event, stream and current_stream of the device."""
         return torch.get_device_module(device.type)
 
+    def use(self, device: torch.device) -> None:
+        """Make it the calling thread's device. A new thread has the first one, and would take memory of that."""
+        if self.asynchronous(device):
+            self.module(device).set_device(device)
+
     def lies_on(self, tensor: Tensor, device: torch.device) -> bool:
         """Is the tensor's memory the device's."""
         return same_device(tensor.device, device)
@@ -82,6 +87,13 @@ class StreamBackend:
         if not hasattr(local, "streams"):
             local.streams = {}
         return local.streams
+
+    def way_stream(self, device: torch.device, name: str) -> Any:
+        """The stream of a way to other processes: the same one for all links, since a device has 32."""
+        streams = self.__dict__.setdefault("_ways", {})
+        if (device, name) not in streams:
+            streams[device, name] = self.module(device).Stream(device)
+        return streams[device, name]
 
     def pace(self, event: Any) -> None:
         """Let the host wait for the event, so that it does not run far ahead."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
@@ -29,6 +32,15 @@ def refuse_devices(plan: Plan) -> None:
         raise PlanError(
             f"ranks run lanes on the CPU and on CUDA devices, and the plan has {', '.join(others)}: make_plan(..., "
             "devices='cuda')"
+        )
+
+
+def refuse_other_devices(lanes: Sequence[int], own: Sequence[torch.device], new: Sequence[torch.device]) -> None:
+    """Raise PlanError where a plan has lanes that are here on other devices than the plan that ranks were made for."""
+    faults = [f"lane {lane} on {new[lane]}, not on {own[lane]}" for lane in lanes if own[lane] != new[lane]]
+    if faults:
+        raise PlanError(
+            f"the plan has {', '.join(faults)}, as the one that these ranks were made for; make ranks for it"
         )
 
 

@@ -72,10 +72,17 @@ def is_complete(orders: Orders) -> bool:
         and microbatches == set(range(len(microbatches)))
         and len(homes) == len(stages)
         and {action.stage for action in counts if action.kind is Kind.U} in (set(), stages)
+        and all(serves(order, at) for order in orders for at, action in enumerate(order) if action.kind is Kind.U)
         and all(
             is_whole({k for k in Kind if Action(k, s, m) in counts}, backward, m) for s in stages for m in microbatches
         )
     )
+
+
+def serves(order: list[Action], at: int) -> bool:
+    """Does the stage of a U compute after it, before its next."""
+    after = [action.kind for action in order[at + 1 :] if action.stage == order[at].stage and action.kind is not Kind.G]
+    return bool(after) and after[0] is not Kind.U
 
 
 def is_whole(kinds: set[Kind], backward: bool, microbatch: int) -> bool:

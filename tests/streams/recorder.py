@@ -244,6 +244,9 @@ class Recorder(StreamBackend):
     def Event(self) -> Event:
         return Event(self)
 
+    def set_device(self, device: torch.device) -> None:
+        """Every thread has all devices."""
+
     def current_stream(self, device: torch.device) -> Stream:
         stack = [s for s in getattr(self.local, "stack", []) if s.device == device]
         if stack:
