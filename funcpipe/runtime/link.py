@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
@@ -176,11 +176,15 @@ class Link:
     ) -> None:
         for (source, to), ranks in edges.items():
             end = EdgeOut if ranks[0] == self.rank else EdgeIn
-            self.edges[source, to] = edge = end(self._way(f"{ranks[0]}:{source}-{to}", ranks, ways.get((source, to))))
-            self._greet(edge, ranks)
+            with self._joining(ranks):
+                way = self._way(f"{ranks[0]}:{source}-{to}", ranks, ways.get((source, to)))
+                self.edges[source, to] = edge = end(way)
+                edge.greet()
         for stage, ranks in replicas.items():
-            self.replicas[stage] = copies = Replicas(self._way(f"stage {stage}", ranks, ways.get(stage)), self.rank)
-            self._greet(copies, ranks)
+            with self._joining(ranks):
+                way = self._way(f"stage {stage}", ranks, ways.get(stage))
+                self.replicas[stage] = copies = Replicas(way, self.rank)
+                copies.greet()
 
     def _way(self, name: str, ranks: Sequence[int], ends: DeviceEnds | None) -> Way:
         """A way between some ranks, which all of them make; on a device with streams, one that may join the devices."""
@@ -200,10 +204,11 @@ class Link:
                 raise Alarm
         return Way(connection, name, self.lost, DeviceStream(name, ends.backend, ends.device, group, seat))
 
-    def _greet(self, end: EdgeOut | EdgeIn | Replicas, ranks: Sequence[int]) -> None:
-        """Connect the devices of a way, where they are joined."""
+    @contextmanager
+    def _joining(self, ranks: Sequence[int]) -> Generator[None]:
+        """Inside, devices are joined; raises LostError where they cannot be."""
         try:
-            end.greet()
+            yield
         except RuntimeError as error:
             others = ", ".join(str(rank) for rank in ranks if rank != self.rank)
             text = f"its device cannot be joined with that of rank {others} (NCCL_DEBUG=INFO says more): {error}"

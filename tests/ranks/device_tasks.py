@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import funcpipe as fp
 from funcpipe.core.torch_names import gloo
 from funcpipe.core.tree import map_tensors
+from funcpipe.runtime import lanes
 from funcpipe.runtime.device_stream import DeviceStream
 from funcpipe.runtime.replicas import Replicas
 from funcpipe.runtime.stream import Place, StreamBackend
@@ -248,17 +249,23 @@ def stuck(rank, size, what):
     """The device of rank 1 does not come to its end in the first run. How both get out of it: (error, seconds), and
     where the next run differs from one process.
 
-    Rank 0 fails once its lanes are done ("fails"), or waits likewise ("waits").
+    Rank 0 fails once its lanes are done ("fails"), or waits likewise ("waits"), or it fails while the lanes of the other
+    stand in their device ("stands").
     """
     stages, params, state = everything()
-    failing = {"now": what == "fails"}
+    failing = {"now": what == "fails", "early": what == "stands"}
+
+    def first(p, x):
+        if failing["early"]:
+            raise ValueError("stage fails")
+        return stages[0].fn(p, x)
 
     def commit(old, stats):
         if failing["now"]:
             raise ValueError("commit fails")
         return stages[1].commit(old, stats)
 
-    whole = (stages[0], replace(stages[1], commit=commit), *stages[2:])
+    whole = (replace(stages[0], fn=first), replace(stages[1], commit=commit), *stages[2:])
     schedule = fp.schedules.one_f_one_b(4, 4)
     plan = fp.make_plan(whole, schedule, loss=loss_with_aux, devices=on("joined", 4))
     plain = fp.make_plan(stages, schedule, loss=loss_with_aux, devices="cpu")
@@ -270,13 +277,39 @@ def stuck(rank, size, what):
         put(recorder, at, plan)
         go = partial(fp.run, plan, own, (x, target), state=at, executor=ranks, **options)
         began = time.monotonic()
-        with hanging(recorder) if rank == 1 else nullcontext(), pytest.raises(fp.FuncpipeError) as caught:
+        inside = standing if what == "stands" else hanging
+        with inside(recorder) if rank == 1 else nullcontext(), pytest.raises(fp.FuncpipeError) as caught:
             go()
-        seconds, failing["now"] = time.monotonic() - began, False
+        seconds = time.monotonic() - began
+        failing.update(now=False, early=False)
         got = go()
         with plainly():
             want = fp.run_sequential(plain, params, (x, target), state=state, **options)
         return type(caught.value).__name__, seconds, differences(want, got, ranks.stages, last=False)
+
+
+@contextmanager
+def standing(recorder):
+    """Inside, lanes stand in a call of C until the groups of their device are ended, as in ``.item()``."""
+    do = lanes._do
+
+    def stands(execution, lane, failures):
+        over = threading.Lock()
+        over.acquire()
+        while not recorder.groups:
+            time.sleep(0.01)
+        threading.Thread(target=ended, args=(over,), daemon=True).start()
+        over.acquire()
+        do(execution, lane, failures)
+
+    def ended(over):
+        while not all(group.aborted for group in recorder.groups):
+            time.sleep(0.01)
+        over.release()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lanes, "_do", stands)
+        yield
 
 
 @contextmanager
@@ -298,6 +331,67 @@ def hanging(recorder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Place, "event", hangs)
         yield
+
+
+def not_joined(rank, size):
+    """What both processes say when the devices of rank 1 cannot be joined; and then they can."""
+    stages, params, state = everything()
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, devices=on("joined", 4))
+    x, target, scale = batch(8)
+
+    def broken(*args):
+        raise RuntimeError("NCCL error in: NCCLUtils.cpp:90, unhandled system error\nncclSystemError: System call")
+
+    with recorded("joined") as (recorder, _), fp.ranks(plan, timeout=6.0) as ranks:
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        put(recorder, own, plan)
+        put(recorder, at, plan)
+        go = partial(fp.run, plan, own, (x, target), state=at, feeds={"scale": scale}, seed=1, executor=ranks)
+        if rank == 1:
+            recorder.joined = broken
+        with pytest.raises(fp.PeerError) as caught:
+            go()
+        vars(recorder).pop("joined", None)
+        return str(caught.value), float(go().loss)
+
+
+def parts_on_devices(rank, size, way, rows):
+    """Two replicas that have parts of their parameters on devices, against one process with the rows of both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+
+    @fp.stage
+    def layer(p, x):
+        return torch.tanh(x @ p["w"] + p["b"])
+
+    g = torch.Generator().manual_seed(1)
+    params = tuple(
+        {"w": torch.randn(6, 6, generator=g).double(), "b": torch.randn(6, generator=g).double()} for _ in "1234"
+    )
+    schedule = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 4, num_devices=2))
+    schedule = fp.schedules.gather_params(schedule, whole=1)
+    plan = fp.make_plan([layer] * 4, schedule, loss=F.mse_loss, devices=on(way, 2))
+    whole = fp.make_plan([layer] * 4, fp.schedules.fill_drain(4, 8), loss=F.mse_loss, devices="cpu")
+    batches = [[torch.randn(count, 6, generator=g).double() for _ in "xy"] for count in rows]
+    joined = [fp.Microbatches(part for tensors in batches for part in parts(tensors[k])) for k in range(2)]
+    wrong = []
+    with recorded(way) as (recorder, _), fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks:
+        own = fp.place(plan, params, ranks, shard=True)
+        put(recorder, [tree and {key: leaf.to_local() for key, leaf in tree.items()} for tree in own], plan)
+        for _ in range(2):
+            with plainly():
+                want = fp.run_sequential(whole, params, joined)
+            got = fp.run(plan, own, batches[ranks.replica], executor=ranks)
+            faults = [*recorder.finish()]
+            wrong += [] if same(want.losses, got.losses) else ["losses"]
+            for stage in ranks.stages:
+                wrong += [
+                    f"grads[{stage}][{key}]"
+                    for key, gradient in want.grads[stage].items()
+                    if not torch.allclose(gradient, got.grads[stage][key].full_tensor(), rtol=1e-12, atol=1e-12)
+                ]
+            with plainly():
+                wrong += [] if torch.allclose(fp.global_norm(want), fp.global_norm(got)) else ["norm"]
+    return wrong, faults
 
 
 def at_home(tree):

@@ -40,11 +40,30 @@ def test_every_wait_is_needed(pools):
         assert any(pools(2).all("without_a_wait", number)[1][1] for number in numbers[2:12]), site
 
 
-@pytest.mark.parametrize("what", ["fails", "waits"])
+@pytest.mark.parametrize("way", ["joined", "host"])
+@pytest.mark.parametrize("rows", [(8, 10), (8, 3)])
+def test_parts_of_parameters(pools, way, rows):
+    """They are gathered on the stream on which gradients are summed, also where one replica has fewer microbatches."""
+    for wrong, faults in pools(4).all("parts_on_devices", way, rows):
+        assert [] == wrong
+        assert [] == faults
+
+
+def test_devices_that_cannot_be_joined(pools):
+    """Whose cannot, with whose, and what NCCL said; then the next run joins them."""
+    (one, first), (other, second) = pools(2).all("not_joined")
+    for text in (one, other):
+        assert "rank 1" in text
+        assert "its device cannot be joined with that of rank 0" in text
+        assert "unhandled system error" in text
+    assert first == second
+
+
+@pytest.mark.parametrize("what", ["fails", "waits", "stands"])
 def test_a_device_that_does_not_come_to_its_end(pools, what):
     """It is given up as other processes are: when one fails, or none gets on; and the next run is right."""
     (one, early, right), (other, late, too) = pools(2).all("stuck", what)
-    assert (one, other) == (("StageError[ValueError]", "PeerError") if what == "fails" else ("PeerError", "RunTimeout"))
-    limit = within(2.0 if what == "fails" else 6.0)
+    assert (one, other) == (("PeerError", "RunTimeout") if what == "waits" else ("StageError[ValueError]", "PeerError"))
+    limit = within(6.0 if what == "waits" else 2.0)
     assert max(early, late) < limit
     assert [] == right == too
