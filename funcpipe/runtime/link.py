@@ -388,8 +388,12 @@ class Link:
         for edge in [*self.edges.values()]:
             edge.stop()
 
-    def close(self, *, told: bool) -> None:
-        """End all threads and connections; with ``told`` the others get to know that this one runs no more."""
+    def close(self, *, told: bool) -> bool:
+        """End all threads and connections; with ``told`` the others get to know that this one runs no more.
+
+        Returns:
+            May others use the connections to the store; not where a thread is left that waits there.
+        """
         if told:
             self._post("closed", [self.rank, self.run], {*range(self.size)} - {self.rank})
         self.cut()
@@ -398,6 +402,7 @@ class Link:
         self.pulse.end(patience)
         others = [each.worker for each in (*self.edges.values(), *self.replicas.values())]
         end_all([*others, self._worker, self._watcher], patience)
+        return not (self._worker.alive or self._watcher.alive)
 
     def _wake_watcher(self) -> None:
         self._post("end", None, [self.rank])

@@ -381,7 +381,8 @@ class Ranks(Lanes):
         self._link = None
         failure = self._tell(link, error)
         table = link.table() if failure.timed else {}
-        link.close(told=False)
+        if not link.close(told=False):
+            self._stores = []
         if not (isinstance(error, Alarm) or failure.timed):
             return
         if table.get(link.rank, (False, ""))[0]:  # the others wait for this one
