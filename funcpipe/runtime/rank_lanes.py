@@ -84,8 +84,8 @@ class Ranks(Lanes):
         lanes = tuple(lane for lane, owner in enumerate(rank_of) if owner == rank)
         super().__init__(len(lanes))
         self.plan, self.rank, self.size, self.rank_of, self.lanes = plan, rank, size, tuple(rank_of), lanes
-        self.stages, self._devices = stages_of(plan, lanes), plan_devices(plan, lanes)
-        self.device = self._devices[lanes[0]]
+        self.stages, self._own_devices = stages_of(plan, lanes), plan_devices(plan, lanes)
+        self.device = self._own_devices[lanes[0]]
         self.beside, self._seats = len(lanes), {lane: seat for seat, lane in enumerate(lanes)}
         self._store, self._limit, self._links, self._runs = store, timeout, 0, 0
         self._stores: list[Any] = []
@@ -155,14 +155,14 @@ class Ranks(Lanes):
                 f"the plan has its stages on lanes {[*plan.schedule.device_of]}, and the one that these ranks were made "
                 f"for on {[*self.plan.schedule.device_of]}: another process would have their params; make ranks for it"
             )
-        refuse_other_devices(self.lanes, self._devices, self.devices(plan))
+        refuse_other_devices(self.lanes, self._own_devices, self.devices(plan))
         refuse_devices(plan)
         proven(plan.program)
         refuse_uncarried(plan)
 
     def devices(self, plan: Plan) -> Sequence[torch.device]:
         """The device of each lane; those that have no number are, where they are here, this process's current one."""
-        return self._devices if plan.devices == self.plan.devices else plan_devices(plan, self.lanes)
+        return self._own_devices if plan.devices == self.plan.devices else plan_devices(plan, self.lanes)
 
     def part(self, plan: Plan) -> PlanPart:
         """What is here of a plan with as many lanes."""
