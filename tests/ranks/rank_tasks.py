@@ -446,7 +446,7 @@ def ignored(rank, size):
     target = torch.tensor([1, 2, 1, 0, 2, 1, 0, 1])
     half = slice(4 * rank, 4 * rank + 4)
     wrong = []
-    with fp.ranks(plan, mesh, dp="dp", timeout=10.0) as ranks:
+    with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         whole = fp.make_plan(plan.stages, fp.schedules.fill_drain(1, 4), loss=plan.loss, devices="cpu")
         for aim in (target, target * (torch.arange(8) > 3)):
             want = fp.run_sequential(whole, params, (x, aim))
@@ -471,7 +471,7 @@ def other_leaves(rank, size):
     plan = fp.make_plan(
         [fp.stage(lambda p, x: x * p["a"] * p["b"])], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
     )
-    with fp.ranks(plan, mesh, dp="dp", timeout=10.0) as ranks:
+    with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         params = ({"a": torch.ones(1, requires_grad=rank == 0), "b": torch.ones(1, requires_grad=rank == 1)},)
         fp.run(plan, params, (torch.ones(4, 1), torch.zeros(4, 1)), executor=ranks)
 
@@ -484,7 +484,7 @@ def scaled_without_leaves(rank, size):
         leaf.requires_grad_(False)
     plan = fp.make_plan(stages[:3], fp.schedules.one_f_one_b(3, 3), loss=F.mse_loss, devices="cpu")
     scales = []
-    with fp.ranks(plan, lanes=[0, 0, 1], timeout=10.0) as ranks:
+    with fp.ranks(plan, lanes=[0, 0, 1], timeout=20.0) as ranks:
         own = fp.place(plan, params[:3], ranks)
         optimizer = torch.optim.SGD(fp.leaves(own), lr=0.1) if rank else None
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
@@ -756,14 +756,14 @@ def one_f_one_b(**options):
 def made_differently(rank, size, what):
     plan, *_ = one_f_one_b(outputs=what == "plan" and rank == 1)
     lanes = [0, 1, 1, 1] if what == "lanes" and rank == 1 else None
-    fp.ranks(plan, lanes=lanes, timeout=10.0).__enter__()
+    fp.ranks(plan, lanes=lanes, timeout=20.0).__enter__()
 
 
 def run_differently(rank, size, what):
     plan, params, state = one_f_one_b()
     other = rank == 1
     x, target, scale = batch(7 if what == "rows" and other else 8)
-    with fp.ranks(plan, timeout=10.0) as ranks:
+    with fp.ranks(plan, timeout=20.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
         seed, loss_scale = 1 + (what == "seed" and other), 1.0 + (what == "scale" and other)
         given = None if what == "no inputs" and rank == 0 else (x, target)
@@ -778,7 +778,7 @@ def given_wrongly(rank, size, what):
         stages += [fp.stage(lambda p, x: x[0] * p["w"][0]), fp.stage(lambda p, x: x * p["w"][0])]
         plan, state = fp.make_plan(stages, plan.schedule, loss=F.mse_loss, devices="cpu"), ((),) * 4
     x, target, scale = batch(8)
-    with fp.ranks(plan, lanes=[1, 1, 0, 0] if what == "object between stages" else None, timeout=10.0) as ranks:
+    with fp.ranks(plan, lanes=[1, 1, 0, 0] if what == "object between stages" else None, timeout=20.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
         feeds = {"scale": scale} if plan.stages[1].feeds else {}
         if rank == 1:
@@ -800,7 +800,7 @@ def given_wrongly(rank, size, what):
 def after_the_end(rank, size):
     plan, params, state = one_f_one_b()
     x, target, scale = batch(8)
-    with fp.ranks(plan, timeout=10.0) as ranks:
+    with fp.ranks(plan, timeout=20.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
     fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, seed=1, executor=ranks)
 
@@ -938,7 +938,7 @@ def unfinished(rank, size, path):
     split = fp.split(small_model(), 2)
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     said = []
-    with fp.ranks(plan, timeout=10.0) as ranks:
+    with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, split.params, ranks)
         saving = fp.save(path, split, params, step=1, ranks=ranks, wait=False)
         for wait in (False, True):
@@ -1227,7 +1227,7 @@ def handed_on(rank, size):
         plan = fp.make_plan(stages, each, loss=loss, outputs=True, devices="cpu", train=True)
         given = (x, x) if loss else x
         results = []
-        with fp.ranks(plan, mesh, dp="dp", timeout=10.0) as ranks:
+        with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
             for shard in (False, True):
                 own = fp.place(plan, params, ranks, shard=shard)
                 results.append(fp.run(plan, own, given, state=(torch.zeros(4), (), ()), executor=ranks))
@@ -1244,7 +1244,7 @@ def placed_differently(rank, size):
     plan = fp.make_plan(
         [fp.stage(lambda p, x: x * p["w"])], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
     )
-    with fp.ranks(plan, mesh, dp="dp", timeout=10.0) as ranks:
+    with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         placed = [fp.place(plan, ({"w": torch.ones(4)},), ranks, shard=shard) for shard in (False, True)]
         fp.run(plan, placed[rank], (torch.ones(4, 4), torch.ones(4, 4)), executor=ranks)
 
@@ -1270,7 +1270,7 @@ def memory_of_parts(rank, size):
         plan = fp.make_plan(
             [fp.stage(layer, name=f"layer {k}") for k in range(4)], schedule, loss=F.mse_loss, devices="cpu"
         )
-        with fp.ranks(plan, mesh, dp="dp", timeout=10.0) as ranks:
+        with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
             own = fp.place(plan, params, ranks, shard=True)
             for _ in range(2):
                 most.clear()
@@ -1425,7 +1425,7 @@ def hooked_parts(rank, size):
         [fp.stage(lambda p, x: x * p["w"])], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
     )
     x = torch.ones(4, 4)
-    with fp.ranks(plan, mesh, dp="dp", timeout=10.0) as ranks:
+    with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         own = fp.place(plan, ({"w": torch.ones(4).requires_grad_()},), ranks, shard=True)
         if rank == 1:
             handle = own[0]["w"].register_hook(lambda gradient: gradient * 2)
@@ -1449,7 +1449,7 @@ def spread_wrongly(rank, size, what):
         devices="cpu",
     )
     weights = torch.ones(4, 4)
-    with fp.ranks(plan, mesh, dp="dp", timeout=10.0) as ranks:
+    with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         if what == "two axes":
             leaf = distribute_tensor(weights, mesh, [Shard(0), Shard(1)])
         elif what == "along the pipeline":
