@@ -176,7 +176,7 @@ class Lanes(LaneExecutor):
 
     def _leave(self, execution: Execution, caller: int) -> None:
         """As Python ends: end every lane, and let the caller's thread leave the run, which is torch's code too."""
-        self._halt(execution, wait=1.0)
+        self._halt(execution, wait=1.0 + self.count)
         deadline = monotonic() + 1.0
         while _is_inside(caller) and monotonic() < deadline:
             sleep(0.005)
