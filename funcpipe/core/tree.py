@@ -175,9 +175,12 @@ def cow_clone_unchecked(tensor: Tensor) -> Tensor:
     if not (tensor.is_cpu or tensor.is_meta or isinstance(tensor, (FakeTensor, FunctionalTensor))):
         return tensor.clone()
     try:
-        return lazy_clone(tensor)
+        # Memory that ``torch.load`` read has no allocator, which torch sees only when somebody writes: it crashes then.
+        if tensor.untyped_storage().resizable():
+            return lazy_clone(tensor)
     except RuntimeError:  # memory that torch did not allocate (numpy, shared), odd layouts
-        return tensor.clone()
+        pass
+    return tensor.clone()
 
 
 def is_differentiable(leaf: Any) -> bool:

@@ -111,3 +111,18 @@ def test_where_no_gradients_are_asked_for_inputs_may_have_a_graph():
     assert not fp.run(plan, (torch.eye(2),), x).outputs.requires_grad
     result, pullback = fp.vjp(fp.make_plan([stage], fp.schedules.fill_drain(1, 2), devices="cpu"), (torch.eye(2),), x)
     assert torch.equal(pullback(torch.ones_like(result.outputs))[1], torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_loaded_batch_for_a_first_layer_that_writes_in_place(tmp_path, executor):
+    """What ``torch.load`` read has memory without an allocator: a copy that torch makes late crashes the process."""
+    torch.save({"x": torch.randn(8, 2), "w": torch.randn(2, 2)}, tmp_path / "all.pt")
+    loaded = torch.load(tmp_path / "all.pt")
+    before = loaded["x"].clone()
+
+    def stage(p, x):
+        return x.relu_() @ p
+
+    result = fp.run(plan_of(stage), (loaded["w"],), (loaded["x"], torch.ones(8, 2)), executor=executor)
+    assert torch.equal(loaded["x"], before)
+    torch.testing.assert_close(result.loss, F.mse_loss(before.relu() @ loaded["w"], torch.ones(8, 2)))

@@ -32,6 +32,17 @@ def test_with_streams_it_is_made_at_once():
     assert copy.data_ptr() != tensor.data_ptr()
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_torch_loaded_is_copied_at_once(tmp_path, zipped):
+    """Its memory has no allocator; torch would find out when somebody writes, and crash the process."""
+    torch.save(torch.ones(3), tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    tensor = torch.load(tmp_path / "x.pt")
+    copy = cow_clone_unchecked(tensor)
+    copy.mul_(2)
+    assert tensor.tolist() == [1, 1, 1]
+    assert copy.tolist() == [2, 2, 2]
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_trace_sees_a_lazy_one_on_any_device(device):
     """It is no operation of the program: `compile` takes it out."""
