@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from funcpipe.core.errors import BatchError, PlanError
 from funcpipe.core.torch_names import BatchNorm as AnyBatchNorm
 from funcpipe.core.torch_names import buffers_of, check_dimensions
-from funcpipe.core.tree import Tree
+from funcpipe.core.tree import Tree, under_transform
 from funcpipe.modules.written_buffers import BATCH_NORMS, Hearing, NormCall, refuse_writes, version
 
 
@@ -30,12 +30,12 @@ class Moments(NamedTuple):
 
     Attributes:
         size: how many values.
-        mean: [C], float64 where the device has it.
+        total: [C], their sum, float64 where the device has it.
         var: [C], unbiased.
     """
 
     size: int
-    mean: Tensor
+    total: Tensor
     var: Tensor
 
 
@@ -74,25 +74,8 @@ class BatchNorm:
         Raises:
             BatchError: training with one value per channel, which has no variance.
         """
-        mean, var = state["running_mean"], state["running_var"]
-        if not train:
-            return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps), ()
-        count = x.numel() // x.shape[1]
-        if count <= 1:
-            raise BatchError(
-                f"batch norm in training needs more than one value per channel, but a microbatch has shape "
-                f"{tuple(x.shape)}; use fewer microbatches, or a larger batch"
-            )
-        # torch's own kernel fills these: momentum 1 makes the running statistics those of the microbatch.
-        # Made from x, they are batched where vmap batches x.
-        sample_mean, sample_var = (x.new_zeros(old.shape, dtype=old.dtype) for old in (mean, var))
-        y = F.batch_norm(x, sample_mean, sample_var, weight, bias, True, 1.0, eps)
-        # Its float32 mean is too coarse to merge means of 1e4 that differ by 0.1. All else waits for the commit: small
-        # operations cost a lane more than they cost there, where one serves all microbatches.
-        dtype = wide(x)
-        if dtype != sample_mean.dtype:
-            sample_mean = x.detach().sum([0, *range(2, x.dim())], dtype=dtype) / count
-        return y, (Moments(count, sample_mean, sample_var),)
+        call = NormCall(x, state["running_mean"], state["running_var"], weight, bias, train, eps=eps)
+        return _normalised(call)
 
     def init(self, num_features: int, *, device: Any = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """The state of a fresh layer: mean 0, variance 1, no batches seen."""
@@ -115,7 +98,7 @@ class BatchNorm:
         moments = [call for microbatch in stats for call in microbatch]
         if not moments:
             return state
-        merged = merge(moments)
+        _, mean, var = merge(moments)
         tracked = state.get("num_batches_tracked")
         new = dict(state)
         if tracked is not None:
@@ -123,7 +106,7 @@ class BatchNorm:
         if momentum is None and tracked is None:
             raise PlanError("momentum=None averages over all batches and needs num_batches_tracked in the state")
         share = momentum if momentum is not None else 1.0 / float(tracked or 1)
-        for name, value in (("running_mean", merged.mean), ("running_var", merged.var)):
+        for name, value in (("running_mean", mean), ("running_var", var)):
             old = state[name]
             new[name] = ((1.0 - share) * old.to(value.dtype) + share * value).to(old.dtype)
         return new
@@ -132,30 +115,55 @@ class BatchNorm:
 batch_norm = BatchNorm()
 
 
+def _normalised(call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:
+    x, mean, var, weight, bias, train, _, eps = call
+    if not train:
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps), ()
+    assert mean is not None
+    assert var is not None
+    count = x.numel() // x.shape[1]
+    if count <= 1:
+        raise BatchError(
+            f"batch norm in training needs more than one value per channel, but a microbatch has shape "
+            f"{tuple(x.shape)}; use fewer microbatches, or a larger batch"
+        )
+    # torch's own kernel fills these: momentum 1 makes the running statistics those of the microbatch.
+    sample_mean, sample_var = _zeros(x, mean), _zeros(x, var)
+    cudnn = torch.backends.cudnn.enabled
+    y = torch.batch_norm(x, weight, bias, sample_mean, sample_var, True, 1.0, eps, cudnn)
+    # Its float32 mean is too coarse to merge means of 1e4 that differ by 0.1. All else waits for the commit: small
+    # operations cost a lane more than they cost there, where one serves all microbatches.
+    total = x.detach().sum([0, *range(2, x.dim())], dtype=wide(x))
+    return y, (Moments(count, total, sample_var),)
+
+
+def _zeros(x: Tensor, like: Tensor) -> Tensor:
+    """Zeros for running statistics; made from x under a transform, so that vmap batches them where it batches x."""
+    return x.new_zeros(like.shape, dtype=like.dtype) if under_transform() else torch.zeros_like(like)
+
+
 def batch_norm_at(path: str, call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:
     """`batch_norm` for a call of torch's in the layer at this path, which errors name."""
-    assert call.running_mean is not None
-    assert call.running_var is not None
-    state = {"running_mean": call.running_mean, "running_var": call.running_var}
     try:
-        return batch_norm(call.input, call.weight, call.bias, state, train=call.training, eps=call.eps)
+        return _normalised(call)
     except BatchError as error:
         raise BatchError(f"layer {path!r}: {error}") from None
 
 
-def merge(moments: Sequence[Moments]) -> Moments:
-    """The statistics of all values together.
+def merge(moments: Sequence[Moments]) -> tuple[int, Tensor, Tensor]:
+    """How many values there are together, their mean, [C], and their unbiased variance, [C].
 
     >>> import torch
-    >>> parts = [Moments(2, torch.tensor([0.5]), torch.tensor([0.5])), Moments(1, torch.tensor([2.0]), torch.zeros(1))]
+    >>> parts = [Moments(2, torch.tensor([1.0]), torch.tensor([0.5])), Moments(1, torch.tensor([2.0]), torch.zeros(1))]
     >>> merge(parts)
-    Moments(size=3, mean=tensor([1.]), var=tensor([1.]))
+    (3, tensor([1.]), tensor([1.]))
     """
     if len(moments) == 1:
-        return moments[0]._replace(var=moments[0].var.to(moments[0].mean.dtype))
+        size, total, var = moments[0]
+        return size, total / size, var.to(total.dtype)
     by_size = groupby(sorted(moments, key=itemgetter(0)), itemgetter(0))
-    total, mean, squares = reduce(_together, [_of_one_size(size, list(group)) for size, group in by_size])
-    return Moments(total, mean, squares / (total - 1))
+    count, mean, squares = reduce(_together, [_of_one_size(size, list(group)) for size, group in by_size])
+    return count, mean, squares / (count - 1)
 
 
 _Sums: TypeAlias = tuple[int, Tensor, Tensor]
@@ -164,7 +172,7 @@ have to be copied to a device."""
 
 
 def _of_one_size(size: int, moments: Sequence[Moments]) -> _Sums:
-    means = torch.stack([call.mean for call in moments])
+    means = torch.stack([call.total for call in moments]) / size
     variances = torch.stack([call.var for call in moments]).to(means.dtype)
     mean = means.mean(0)
     return size * len(moments), mean, (size - 1) * variances.sum(0) + size * (means - mean).square().sum(0)

@@ -379,18 +379,22 @@ def _empty(tree: Tree) -> bool:
 
 def _kept(stats: Tree) -> Tree:
     """Statistics for the commit. Raises PlanError where they hide tensors, which would keep their graphs."""
-    faults = [] if _empty(stats) else refuse_hidden(stats, "stats", *flatten(stats))
-    raise_all("a stage returned statistics that cannot be kept:", faults)
-    return _detached(stats)
+    if _empty(stats):
+        return stats
+    leaves, spec = flatten(stats)
+    raise_all("a stage returned statistics that cannot be kept:", refuse_hidden(stats, "stats", leaves, spec))
+    return unflatten(spec, [_cut_off(leaf) for leaf in leaves])
 
 
 def _detached(tree: Tree) -> Tree:
-    if isinstance(tree, Tensor):
-        return tree.detach()
-    if _empty(tree):
-        return tree
+    if isinstance(tree, Tensor) or _empty(tree):
+        return _cut_off(tree)
     leaves, spec = flatten(tree)
-    return unflatten(spec, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return unflatten(spec, [_cut_off(leaf) for leaf in leaves])
+
+
+def _cut_off(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 def _gradients(count: int, leaves: GradientLeaves) -> Gradients:
