@@ -29,6 +29,9 @@ from funcpipe.core.torch_names import (
 
 _SEEDED = torch.Tag.nondeterministic_seeded
 _KEY = "TESTING_ONLY_GenericMode"
+_DRAW_NOTHING = {"aten::_fused_sdp_choice", "aten::_scaled_dot_product_flash_attention_for_cpu"}
+"""Operations that torch says may draw, and that do not: one chooses a kernel, the other refuses dropout."""
+
 _CHANCES = ("dropout_p", "dropout", "p")
 _SWITCHES = ("train", "training")
 
@@ -95,7 +98,7 @@ class _Kernels:
             higher_order_operators.values()
             self._libraries = (torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL"))
             self._libraries[0].fallback(torch.library.fallthrough_kernel, _KEY)
-            for operation in operations_with(_SEEDED):
+            for operation in filter(may_draw, operations_with(_SEEDED)):
                 self._libraries[1].impl(operation.name(), self._kernel(operation), _KEY)
         except (AttributeError, RuntimeError) as error:
             self.work = False
@@ -150,7 +153,7 @@ class _Everything(TorchDispatchMode):
 
 def may_draw(func: Any) -> bool:
     """Whether this is an operation that draws random numbers, at least with some arguments."""
-    return isinstance(func, OpOverload) and _SEEDED in func.tags
+    return isinstance(func, OpOverload) and _SEEDED in func.tags and func.name() not in _DRAW_NOTHING
 
 
 def draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

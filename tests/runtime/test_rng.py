@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from common import EXECUTORS, assert_same_result, same
 
 import funcpipe as fp
+from funcpipe.runtime.drawing import _DRAW_NOTHING
 
 
 def ones(count):
@@ -123,4 +124,20 @@ def test_a_draw_inside_of_a_conditional_is_keyed():
         fp.make_plan([outside], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu"), ((),), x, seed=0
     )
     assert torch.equal(fp.run(make(lambda v: v + torch.rand(3)), ((),), x, seed=0).outputs, expected.outputs)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", sorted(_DRAW_NOTHING))
+def test_what_is_said_to_draw_and_does_not(name):
+    """No kernel of ours stands before it: it chooses a kernel, or refuses dropout."""
+    operation = getattr(torch.ops.aten, name.removeprefix("aten::")).default
+    assert torch.Tag.nondeterministic_seeded in operation.tags
+    q = torch.randn(1, 2, 4, 8)
+    before = torch.get_rng_state()
+    if "choice" in name:
+        operation(q, q, q, None, 0.5, False)
+    else:
+        with pytest.raises(RuntimeError, match="dropout"):
+            operation(q, q, q, 0.5, False)
+        operation(q, q, q, 0.0, False)
     assert torch.equal(before, torch.get_rng_state())
