@@ -22,12 +22,17 @@ SCHEDULES = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 2, "Interleaved1F1B": 2, "Inter
 """torch's schedules by the names that it gives them, and the stages that each rank holds."""
 
 OWN = {
-    "funcpipe, processes, 1F1B": ("one_f_one_b", 1, False),
-    "funcpipe, processes, interleaved": ("interleaved", 2, False),
-    "funcpipe, compiled, processes, 1F1B": ("one_f_one_b", 1, True),
-    "funcpipe, compiled, processes, zero-bubble": ("zero_bubble", 1, True),
+    "funcpipe, processes, 1F1B": ("one_f_one_b", 1, ""),
+    "funcpipe, processes, fill-drain": ("fill_drain", 1, ""),
+    "funcpipe, processes, interleaved": ("interleaved", 2, ""),
+    "funcpipe, compiled, processes, 1F1B": ("one_f_one_b", 1, "graph"),
+    "funcpipe, compiled, processes, zero-bubble": ("zero_bubble", 1, "graph"),
+    "funcpipe, inductor, processes, 1F1B": ("one_f_one_b", 1, "inductor"),
+    "funcpipe, inductor, processes, zero-bubble": ("zero_bubble", 1, "inductor"),
 }
-"""Our arms: the family, the stages that each rank holds, are they compiled."""
+"""Our arms: the family, the stages that each rank holds, the backend of compiled ones."""
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its workers would be children of daemons
 
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 _PATIENCE = 60.0
@@ -149,12 +154,12 @@ def _own(rank: int, name: str, work: Work) -> Pipeline:
     """The pipeline of one rank with `fp.ranks`."""
     import funcpipe as fp
 
-    family, each, compiled = OWN[name]
+    family, each, backend = OWN[name]
     count, model = LANES * each, work.model(fp)
     per = work.depth // count
     parts: list[nn.Sequential] = [model[i * per : (i + 1) * per] for i in range(count)]
     stages, params, state = zip(*map(fp.from_module, parts), strict=True)
-    stages = tuple(map(fp.compile_stage, stages)) if compiled else stages
+    stages = tuple([fp.compile_stage(stage, backend=backend) for stage in stages]) if backend else stages
     schedule = getattr(fp.schedules, family)(count, work.microbatches, num_devices=LANES)
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
     ranks = fp.ranks(plan, timeout=_PATIENCE).__enter__()
