@@ -92,6 +92,7 @@ def test_pages_run_as_printed(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # a cell that hangs is told after 100
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path):
     """A notebook runs from top to bottom, is short, and is committed without outputs."""
