@@ -159,12 +159,12 @@ class EdgeOut(_Edge):
     def _head(self, expected: int | None, number: int, length: int, parts: list[Tensor]) -> list[Tensor]:
         """What the other end has asked for: the number of the form, then the tensors, or what fills their places."""
         if expected is None or self.direct:
-            return [torch.tensor([number, length])]
+            return [_head(number, length)]
         if number != expected:
             parts = _rooms(self.forms[expected])[1]
         if self.forms[expected].is_small:
-            return _packed([number, length], parts)
-        return [torch.tensor([number, length]), *parts]
+            return [torch.cat([*map(memory, parts), _head(number, length)])]
+        return [_head(number, length), *parts]
 
     def _sent(self, slot: int, works: list[Any], kept: list[Tensor], box: Inbox) -> None:
         self.connection.finish(works, self.peer)
@@ -178,20 +178,18 @@ class _Asked(NamedTuple):
         slot: where it will lie.
         free: the event after which that is free; None: it is.
         works: of the message that tells its form, and of what is expected to follow.
-        head: the number of its form, and how long the form is that follows.
-        packed: head and all tensors in one; None: each travels by itself.
+        head: the number of its form, and how long the form is that follows; behind all tensors where they are in one
+            message.
         expected: the number of the form that it had in the last such run; None: there was none.
-        leaves, tensors: memory for a value of that form, and those of its leaves that travel.
+        leaves: memory for a value of that form; None: it is in the message.
     """
 
     slot: int
     free: Any
     works: list[Any]
     head: Tensor
-    packed: Tensor | None
     expected: int | None
-    leaves: list[Any]
-    tensors: list[Tensor]
+    leaves: list[Any] | None
 
 
 class EdgeIn(_Edge):
@@ -253,14 +251,12 @@ class EdgeIn(_Edge):
         ask, free = partial(self.connection.receive, source=self.peer), self._freed.pop(slot, None)
         expected = self.expected.get(place)
         form = None if expected is None or self.direct else self.forms[expected]
-        leaves, tensors = ([], []) if form is None else _rooms(form, self._room)
         if form is not None and form.is_small:
-            packed = torch.empty(_HEAD + form.nbytes, dtype=torch.uint8)
-            return _Asked(
-                slot, free, [ask(packed)], packed[:_HEAD].view(torch.int64), packed, expected, leaves, tensors
-            )
-        head = torch.empty(2, dtype=torch.int64)
-        return _Asked(slot, free, [ask(head), *map(ask, tensors)], head, None, expected, leaves, tensors)
+            packed = torch.empty(form.nbytes + _HEAD, dtype=torch.uint8)
+            return _Asked(slot, free, [ask(packed)], packed, expected, None)
+        head = torch.empty(_HEAD, dtype=torch.uint8)
+        leaves, tensors = ([], []) if form is None else _rooms(form, self._room)
+        return _Asked(slot, free, [ask(head), *map(ask, tensors)], head, expected, leaves)
 
     def _receive_all(
         self,
@@ -283,20 +279,20 @@ class EdgeIn(_Edge):
         more = partial(self.connection.receive, source=self.peer, tag=_MORE)
         finish = partial(self.connection.finish, rank=self.peer)
         finish(asked.works)
-        kind, length = asked.head.tolist()
+        kind, length = asked.head[-_HEAD:].clone().view(torch.int64).tolist()
         if length:
             text = torch.empty(length, dtype=torch.uint8)
             finish([more(text)])
             self.forms.append(unpack_form(text.numpy().tobytes()))
-        form, leaves, event = self.forms[kind], asked.leaves, None
+        form, leaves, event = self.forms[kind], asked.leaves or [], None
         if self.direct:
             assert self.stream is not None
             leaves, event = self.stream.receive(form.leaves, asked.free, place.stream)
         elif kind != asked.expected:
             leaves, tensors = _rooms(form, self._room)
             finish([*map(more, tensors)])
-        elif asked.packed is not None:
-            _unpack(asked.packed, asked.tensors)
+        elif asked.leaves is None:
+            leaves = _unpacked(asked.head, form, None if self.stream is None else self._room)
         self.expected[number] = kind
         if self.stream is not None and not self.direct:
             leaves, event = self.stream.from_host(leaves, asked.free, place.stream)
@@ -336,18 +332,29 @@ def _at_host(tensor: Tensor) -> Tensor:
     return materialized(tensor.cpu())
 
 
-def _packed(head: list[int], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """One message of all."""
-    return [torch.cat([torch.tensor(head).view(torch.uint8), *map(memory, tensors)])]
+def _head(number: int, length: int) -> Tensor:
+    """What goes with a value: the number of its form, and how long the form is that follows."""
+    return torch.tensor([number, length]).view(torch.uint8)
 
 
-def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy what is in a message to where it belongs."""
-    start = _HEAD
-    for tensor in tensors:
-        bytes_of = memory(tensor)
-        bytes_of.copy_(packed[start : start + bytes_of.numel()])
-        start += bytes_of.numel()
+def _unpacked(packed: Tensor, form: TreeForm, room: Callable[[TensorLayout], Tensor] | None) -> list[Any]:
+    """The leaves of a form whose tensors are in one message.
+
+    With no ``room`` of a special kind the first stays where it came: its memory begins where that of the message does,
+    as kernels round differently by alignment.
+    """
+    leaves, start = list[Any](), 0
+    for leaf in form.leaves:
+        if isinstance(leaf, TensorLayout):
+            piece = packed[start : start + leaf.nbytes]
+            start += leaf.nbytes
+            if room is None and piece.storage_offset() == 0:
+                leaf = piece.view(leaf.dtype).as_strided(leaf.size, leaf.strides)
+            else:
+                leaf = (room or TensorLayout.room)(leaf)
+                memory(leaf).copy_(piece)
+        leaves.append(leaf)
+    return leaves
 
 
 def _rooms(

@@ -84,7 +84,9 @@ def sendable(leaf: Any) -> Any:
                 f"a {type(leaf).__name__} ({leaf.layout}) cannot go to another process as it is; hand plain, dense "
                 "tensors on"
             )
-        return leaf if fills(leaf) and leaf.storage_offset() == 0 else leaf.clone(memory_format=torch.contiguous_format)
+        if leaf.storage_offset() == 0 and (leaf.is_contiguous() or fills(leaf)):
+            return leaf
+        return leaf.clone(memory_format=torch.contiguous_format)
     _coded(leaf)
     return leaf
 
