@@ -8,22 +8,42 @@ first start to its last end, then for the makespan by adding what must happen be
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import NamedTuple
 
 from funcpipe.lab.problem import ROUNDING, Problem
 
 
-def lower_bound(problem: Problem) -> float:
-    """The largest of all bounds, in the unit of the cost."""
+class LowerBound(NamedTuple):
+    """A time that no schedule can beat.
+
+    Attributes:
+        value: the time, in the unit of the cost.
+        binds: what there is too little of.
+    """
+
+    value: float
+    binds: str
+
+
+def lower_bound(problem: Problem) -> LowerBound:
+    """The largest of all bounds; of equal ones the first, so work goes before memory."""
     heads = _heads(problem)
-    bound = 0.0
+    bounds: list[LowerBound] = []
     for device in range(problem.num_devices):
         if not problem.local[device]:
             continue
-        span = max(problem.work[device], _chains(problem, device))
+        spans = [
+            LowerBound(problem.work[device], f"the work of device {device}"),
+            LowerBound(*_chains(problem, device)),
+        ]
         if not problem.remat and not problem.offload:
-            span = max(span, _warm_up(problem, device), _area(problem, device))
-        bound = max(bound, span + (heads[problem.local[device][0]] if problem.objective == "makespan" else 0.0))
-    return bound
+            spans += [
+                LowerBound(_warm_up(problem, device), f"the memory of device {device}, until its first gradient comes"),
+                LowerBound(_area(problem, device), f"the memory of device {device}, while gradients are on their way"),
+            ]
+        head = heads[problem.local[device][0]] if problem.objective == "makespan" else 0.0
+        bounds += [LowerBound(value + head, binds) for value, binds in spans]
+    return max(bounds, key=lambda bound: bound.value, default=LowerBound(0.0, "nothing"))
 
 
 def _heads(problem: Problem) -> list[float]:
@@ -44,7 +64,7 @@ def _backward(problem: Problem) -> list[float]:
     return list(map(min, problem.inward, problem.whole_backward))
 
 
-def _chains(problem: Problem, device: int) -> float:
+def _chains(problem: Problem, device: int) -> tuple[float, str]:
     """All microbatches pass through each later device between this one's first forward and its last backward.
 
     The first comes there after the stages in between, and the last goes back through them.
@@ -52,14 +72,16 @@ def _chains(problem: Problem, device: int) -> float:
     heads, tails, backward = _heads(problem), _tails(problem), _backward(problem)
     first = problem.local[device][0]
     closing = min(problem.inward[first] + problem.weight[first], problem.whole_backward[first]) - backward[first]
-    best = 0.0
+    best, binds = 0.0, ""
     for other in range(problem.num_devices):
         beyond = [stage for stage in problem.local[other] if stage >= first]
         if not beyond:
             continue
         through = problem.num_microbatches * sum(problem.forward[stage] + backward[stage] for stage in beyond)
-        best = max(best, heads[beyond[0]] - heads[first] + through + tails[beyond[0]] - tails[first] + closing)
-    return best
+        chain = heads[beyond[0]] - heads[first] + through + tails[beyond[0]] - tails[first] + closing
+        if chain > best:
+            best, binds = chain, f"the work of device {other}, and the way there and back from device {device}"
+    return best, binds
 
 
 def _warm_up(problem: Problem, device: int) -> float:

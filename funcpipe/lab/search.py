@@ -12,9 +12,10 @@ from funcpipe.core.cost import Cost
 from funcpipe.core.errors import FuncpipeError, ScheduleError, raise_all
 from funcpipe.core.result import Timeline, shares
 from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.lab.bounds import lower_bound
+from funcpipe.lab.bounds import LowerBound, lower_bound
 from funcpipe.lab.climb import climb
 from funcpipe.lab.exact import solve
+from funcpipe.lab.forms import forms
 from funcpipe.lab.offload_to_fit import offload_to_fit
 from funcpipe.lab.placement import placed, shapes_for
 from funcpipe.lab.polish import Bench, polish
@@ -40,6 +41,8 @@ class Found:
         objective: what was made short, "makespan" or "span".
         lower_bound: no schedule for these costs and limits takes less, with the stages placed in one of the ways that
             were tried.
+        binds: what keeps a schedule from being shorter than the bound: the work or the memory of a device, or the way
+            between devices; "a proof by the solver" where that raised it.
         source: where it comes from: a family, "greedy", "rules", "moves" or "exact".
         evaluations: how many schedules were timed.
         ended: what ended the search: "evaluations", "seconds" (then the same call may find another schedule), or
@@ -50,6 +53,7 @@ class Found:
     timeline: Timeline
     objective: Objective
     lower_bound: float
+    binds: str
     source: str
     evaluations: int
     ended: str
@@ -90,8 +94,8 @@ class Found:
         head = f"{self.schedule.name}: {self.objective} {self.value:.6g}"
         peak = f"peak {max(self.peak):.6g}"
         return (
-            f"{head}, {proof}; {shares(self.timeline)}; {peak}; {self.evaluations} schedules timed, ended by "
-            f"{self.ended}"
+            f"{head}, {proof}; bound by {self.binds}; {shares(self.timeline)}; {peak}; {self.evaluations} schedules "
+            f"timed, ended by {self.ended}"
         )
 
     __repr__ = __str__
@@ -168,13 +172,13 @@ def search(
     for number, problem in enumerate(problems):
         if best.done or budget.late:
             break
-        variants = best.variants(problem)
-        for turn, variant in enumerate(variants):
+        variants = [form for variant in best.variants(problem) for form in forms(variant)]
+        for turn, (variant, lift) in enumerate(variants):
             left = (len(problems) - number) * len(variants) - turn
             part = budget.part((0.45 if exact else 0.9) / left)
-            like = best.schedule if best.problem is problem else None
+            like = best.schedule if best.problem is problem and variant.device_of == problem.device_of else None
             for listed in climb(variant, part, Random(seed), good=best.bound, like=like):
-                best.offer(problem, as_schedule(listed.lanes, "search"), "rules")
+                best.offer(problem, lift(as_schedule(listed.lanes, "search")), "rules")
                 if best.done:
                     break
     best.polish(Random(seed), share=0.5 if exact else 1.0)
@@ -186,7 +190,7 @@ def search(
 class _Best:
     """The best schedule so far, and by how much the others missed the memory limit."""
 
-    def __init__(self, bounds: list[float], budget: Budget) -> None:
+    def __init__(self, bounds: list[LowerBound], budget: Budget) -> None:
         self.bounds, self.budget = bounds, budget
         self.value = float("inf")
         self.problem: Problem | None = None
@@ -201,7 +205,12 @@ class _Best:
     @property
     def bound(self) -> float:
         """The lower bound of all placements together."""
-        return min(self.bounds)
+        return self.least_bound.value
+
+    @property
+    def least_bound(self) -> LowerBound:
+        """The bound of the placement that could be the shortest."""
+        return min(self.bounds, key=lambda bound: bound.value)
 
     @property
     def done(self) -> bool:
@@ -285,7 +294,8 @@ class _Best:
                         f"internal error: the solver's bound is {solved.bound}, above {self.value}, which was found; "
                         "please report it with the cost"
                     )
-                self.bounds[number] = min(self.value, max(self.bounds[number], solved.bound))
+                if solved.bound > self.bounds[number].value:
+                    self.bounds[number] = LowerBound(min(self.value, solved.bound), "a proof by the solver")
 
     def found(self, problems: Sequence[Problem]) -> Found:
         """The result of the search. Raises ScheduleError."""
@@ -295,7 +305,13 @@ class _Best:
             "bound" if self.done else "seconds" if self.budget.cut or self.budget.late or self.cut else "evaluations"
         )
         return Found(
-            self.schedule, self.timeline, problems[0].objective, self.bound, self.source, self.budget.evaluations, ended
+            self.schedule,
+            self.timeline,
+            problems[0].objective,
+            *self.least_bound,
+            self.source,
+            self.budget.evaluations,
+            ended,
         )
 
 

@@ -8,6 +8,7 @@ from math import isfinite
 
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.lab.forms import forms
 from funcpipe.lab.greedy import on_a_line, on_a_v
 from funcpipe.lab.problem import ROUNDING, Problem, as_schedule
 from funcpipe.schedules import families, v_shape
@@ -32,7 +33,13 @@ _SMALL = 16
 
 
 def starting_points(problem: Problem) -> Iterator[tuple[str, Schedule]]:
-    """The published schedules on this placement, and the greedy ones; the best guesses first."""
+    """The published schedules for the forms of a problem, and the greedy ones; the best guesses first."""
+    for form, lift in forms(problem):
+        for source, schedule in _published(form):
+            yield source, lift(schedule)
+
+
+def _published(problem: Problem) -> Iterator[tuple[str, Schedule]]:
     stages, microbatches, devices = problem.num_stages, problem.num_microbatches, problem.num_devices
     if any(map(isfinite, problem.limits)):
         yield "one at a time", _one_at_a_time(problem)  # first: if anything fits, this does
@@ -45,7 +52,8 @@ def starting_points(problem: Problem) -> Iterator[tuple[str, Schedule]]:
             yield schedule.name, schedule
             if problem.remat:
                 yield f"{schedule.name}+remat", rematted(schedule)
-    if problem.device_of == tuple(stage % devices for stage in range(stages)) and stages > devices:
+    loops = stages > devices and stages % devices == 0
+    if loops and problem.device_of == tuple(stage % devices for stage in range(stages)):
         for group in sorted({(devices + 1) // 2, (3 * devices + 3) // 4, devices}):
             schedule = families.interleaved(stages, microbatches, num_devices=devices, group=group)
             yield schedule.name, schedule

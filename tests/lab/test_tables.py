@@ -76,7 +76,7 @@ def test_bounds_of_the_tables(row):
     """As a share of the bound that is no work: at the memory of ZB-2p, for both objectives."""
     work = row[1] * sum(row[2:5])
     for objective, share in (("span", row[10]), ("makespan", row[11])):
-        bound = lower_bound(problem_of(row, 2 * row[0], objective=objective))
+        bound = lower_bound(problem_of(row, 2 * row[0], objective=objective)).value
         assert share == pytest.approx((bound - work) / bound, abs=5e-5)
 
 
