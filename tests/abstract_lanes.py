@@ -126,7 +126,7 @@ class Replica(Slots):
         program, at = self.lanes[lane], self.at[lane]
         instruction = program.instructions[at] if at < len(program.instructions) else None
         if type(instruction) is Run:
-            kind, stage, number = program.action(instruction)
+            kind, stage, number, _ = program.action(instruction)
             if kind is Kind.U and number in self.counted[stage]:
                 self.mine[stage] += 1
             elif kind not in MOVES:

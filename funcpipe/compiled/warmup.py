@@ -85,10 +85,13 @@ def warmup(
 
 
 def _one_of_each(ready: Prepared) -> list[int]:
-    """A microbatch of each shape."""
+    """A microbatch of each shape; of one in slices the numbers of its pieces."""
     batch = ready.batch
     rows = [batch.inputs, *batch.feeds.values(), *([batch.target] if batch.target is not None else [])]
-    shapes: dict[Hashable, int] = {}
+    shapes: dict[Hashable, range] = {}
+    slices = batch.num_pieces // batch.num_microbatches
     for microbatch in range(batch.num_microbatches):
-        shapes.setdefault(tuple(leaf_key(leaf) for row in rows for leaf in row[microbatch].leaves), microbatch)
-    return list(shapes.values())
+        pieces = range(microbatch * slices, (microbatch + 1) * slices)
+        key = tuple(leaf_key(leaf) for piece in pieces for row in rows for leaf in row[piece].leaves)
+        shapes.setdefault(key, pieces)
+    return [piece for pieces in shapes.values() for piece in pieces]

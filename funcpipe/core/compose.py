@@ -52,6 +52,7 @@ def compose(*stages: Stage, name: str = "") -> Stage:
         takes_train=any(part.takes_train for part in stages),
         shares=tuple((_inside(n, path), shared) for n, part in enumerate(stages) for path, shared in part.shares),
         evaluation=all(part.evaluation for part in stages),
+        carry=any(part.carry for part in stages),
     )
 
 
@@ -72,12 +73,14 @@ def chain(
     stats: list[Tree] = []
     stash: dict[str, Tree] = {}
     losses: list[tuple[Any, Any]] = []
-    for part, call, state in zip(stages, calls, states, strict=True):
+    carries = extras.get("carry") or (None,) * len(stages)
+    carry: list[Tree] = []
+    for part, call, state, before in zip(stages, calls, states, carries, strict=True):
         feeds = extras.get("feeds", {})
         # Each part gets copies of its own, as in a plan: what it writes in place reaches nobody else.
         taken = {name: map_tensors(cow_clone, skips[name]) for name in part.pop}
         own_feeds = {name: map_tensors(cow_clone, feeds[name]) for name in part.feeds}
-        own_extras = part.extras(taken, own_feeds, state, extras["train"])
+        own_extras = part.extras(taken, own_feeds, state, extras["train"], map_tensors(cow_clone, before))
         token = SCOPE.set(part)
         try:
             out = normalise(call(map_tensors(cow_clone, x), **own_extras))
@@ -87,6 +90,7 @@ def chain(
         skips.update(out.stash)
         stash.update(out.stash)
         stats.append(out.stats)
+        carry.append(out.carry)
         side = side_loss(out)
         if side is not None:
             losses.append(side)
@@ -96,7 +100,7 @@ def chain(
     elif losses:
         counted = [total / weight for total, weight in losses if float(weight)]
         loss = (sum(counted), 1.0) if counted else losses[0]
-    return Out(x, stash, tuple(stats), loss)
+    return Out(x, stash, tuple(stats), loss, tuple(carry) if any(part.carry for part in stages) else ())
 
 
 class _Composition(Bindable):
@@ -116,7 +120,8 @@ class _Composition(Bindable):
             states = ((),) * len(self.stages)
         _check_length("state", states, self.stages)
         out = chain(self.stages, calls, x, {"train": False, **extras}, states)
-        plain = not out.stash and side_loss(out) is None and not any(part.commit for part in self.stages)
+        plain = not out.stash and side_loss(out) is None
+        plain &= not any(part.commit or part.carry for part in self.stages)
         return out.y if plain else out
 
     def bind(self, params: Tree, state: Tree) -> BoundFn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
 from funcpipe.core.errors import ScheduleError, raise_all
@@ -31,7 +31,8 @@ class Skip(NamedTuple):
 class Cost:
     """What actions cost: times in one unit of your choice, memory in another.
 
-    Every number may be one for all stages, or a sequence with one per stage, unless it says otherwise.
+    Every number may be one for all stages, or a sequence with one per stage, unless it says otherwise. All are of a whole
+    microbatch; of one in slices each slice has its share of them.
 
     Attributes:
         forward: time of F.
@@ -54,6 +55,10 @@ class Cost:
         residual: memory that F (or R, or L) takes at its start, until B or W ends (or O).
         weight_residual: what is left of it after I, until W ends. One half is the zero-bubble paper's figure
             (arXiv 2401.10241, table 1); traced programs measure 0.6 to 1.6 of ``residual``.
+        slices: the lengths of the slices of a microbatch, in any unit; () for equal ones.
+        attention: which share of a stage's time causal attention takes for a whole microbatch, one number from 0 to 1:
+            that grows with the square of the length. The slice from x to y of the sequence, as shares of it, takes
+            ``(1 - a) (y - x) + a (y² - x²)`` of the time, and ``y - x`` of the memory.
     """
 
     forward: PerStage = 1.0
@@ -70,12 +75,16 @@ class Cost:
     skips: Sequence[Skip] = field(default=(), kw_only=True)
     residual: PerStage = field(default=1.0, kw_only=True)
     weight_residual: PerStage = field(default=0.5, kw_only=True)
+    slices: Sequence[float] = field(default=(), kw_only=True)
+    attention: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
         faults: list[str] = []
         for name, value in list(vars(self).items()):
             if name == "skips":
                 faults += self._take_skips(value)
+                continue
+            if name in ("slices", "attention"):
                 continue
             if value is None and name in ("backward", "remat", "bandwidth"):
                 continue
@@ -88,6 +97,7 @@ class Cost:
                         f"{name} is a number from 0{', or a sequence of them' * (name != 'bandwidth')}; got {value!r}"
                     )
                     break
+        faults += self._take_slices()
         if self.bandwidth == 0:
             faults.append("bandwidth is more than 0; None for no limit")
         raise_all("no such cost:", faults, ScheduleError)
@@ -104,6 +114,39 @@ class Cost:
             f"skips has (stash, pop, size) with stages 0 <= stash < pop and a size from 0; got {row!r}" for row in bad
         ]
 
+    def _take_slices(self) -> list[str]:
+        """Keep the lengths of slices as a tuple; returns what is wrong with them, and with attention's share."""
+        faults: list[str] = []
+        lengths: Any = self.slices
+        if not isinstance(lengths, Sequence) or isinstance(lengths, (str, bytes)) or not all(map(is_length, lengths)):
+            faults.append(f"slices has the length of each slice, numbers above 0; got {lengths!r}")
+        else:
+            object.__setattr__(self, "slices", tuple(lengths))
+        if not isinstance(self.attention, (int, float)) or not 0 <= self.attention <= 1:
+            faults.append(f"attention is a share from 0 to 1; got {self.attention!r}")
+        return faults
+
+    def slice_shares(self, num_slices: int) -> list[tuple[float, float]]:
+        """The shares (of the times, of the memory) that each slice has of its microbatch; they add up to 1.
+
+        >>> Cost(slices=[3, 1], attention=0.5).slice_shares(2)
+        [(0.65625, 0.75), (0.34375, 0.25)]
+
+        Raises:
+            ScheduleError: ``slices`` speaks of another number of them.
+        """
+        lengths = self.slices or (1.0,) * num_slices
+        if len(lengths) != num_slices:
+            raise ScheduleError(
+                f"the cost has the lengths of {len(lengths)} slices, and a microbatch has {num_slices}; give slices= "
+                "one for each, or () for equal ones"
+            )
+        if num_slices == 1:
+            return [(1.0, 1.0)]
+        ends = [0.0, *(end / sum(lengths) for end in accumulate(lengths))]
+        linear, square = 1 - self.attention, self.attention
+        return [(linear * (y - x) + square * (y * y - x * x), y - x) for x, y in pairwise(ends)]
+
     @property
     def num_stages(self) -> int | None:
         """How many stages (or layers) its sequences speak of; None: it has one number for all."""
@@ -111,7 +154,8 @@ class Cost:
 
     def _rows(self) -> dict[str, tuple[float, ...]]:
         """The fields that are sequences, with a number for each stage (``comm``: each hop)."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, tuple) and name != "skips"}
+        others = ("skips", "slices")
+        return {name: value for name, value in vars(self).items() if isinstance(value, tuple) and name not in others}
 
     def of(self, kind: Kind, stage: int) -> float:
         """Time of one action of this kind on this stage."""
@@ -155,7 +199,7 @@ class Cost:
             ends_at = stage_of[stash], stage_of[pop]
             if ends_at[0] != ends_at[1]:
                 skips[ends_at] = skips.get(ends_at, 0.0) + size
-        kept = ("comm", "bandwidth", "output", "skips")
+        kept = ("comm", "bandwidth", "output", "skips", "slices", "attention")
         fields: dict[str, Any] = {name: value if name in kept else sums(value) for name, value in vars(self).items()}
         fields["output"] = tuple(per_stage(self.output, layers)[end - 1] for end in ends)
         if isinstance(self.comm, Sequence):
@@ -178,6 +222,11 @@ class Cost:
                 faults.append(f"{name} has {len(row)} numbers{hint}")
         faults += [f"{skip} is popped by a stage that is not there" for skip in self.skips if skip.pop >= num_stages]
         raise_all(f"a cost has one number, or one for each of {num_stages} stages:", faults, ScheduleError)
+
+
+def is_length(value: Any) -> bool:
+    """Can it be the length of a slice."""
+    return type(value) in (int, float) and 0 < value < float("inf")
 
 
 def _is_skip(row: tuple[Any, ...]) -> bool:

@@ -16,7 +16,10 @@ def checked_names(names: Iterable[str], option: str) -> tuple[str, ...]:
     """Names as a tuple. Raises PlanError where they are one string, whose letters would be the names."""
     if isinstance(names, str):
         raise PlanError(f"{option}={names!r}: give a sequence of names, {option}=[{names!r}]")
-    return tuple(names)
+    names = tuple(names)
+    if "" in names:
+        raise PlanError(f"{option} has an empty name")
+    return names
 
 
 def check_function(fn: Any) -> None:
@@ -92,7 +95,7 @@ def _positional(parameters: Sequence[inspect.Parameter]) -> list[str]:
         ]
     if positional[0].name == "self":
         return ["takes self: give the method of an instance, fp.stage(net.method)"]
-    known = ("skips", "feeds", "state", "train")
+    known = ("skips", "feeds", "state", "train", "carry")
     return [
         f"needs {p.name!r} besides params and x, which nobody gives: bind it, functools.partial(fn, {p.name}=...), or "
         "declare it as a feed of the batch (feeds=[...])"

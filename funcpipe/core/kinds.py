@@ -221,8 +221,8 @@ COUNTED = tuple(kind for kind, row in KINDS.items() if row.counted)
 """The kinds whose number counts the times that they stand for their stage."""
 
 SPELLING = (
-    f"stage, one of {' '.join(kind.value for kind in Kind if kind not in ONCE)}, microbatch, as in 2F0; or stage and "
-    f"{' '.join(kind.value for kind in ONCE)}, as in 2G"
+    f"stage, one of {' '.join(kind.value for kind in Kind if kind not in ONCE)}, microbatch, as in 2F0 (2F0.1: its "
+    f"slice 1); or stage and {' '.join(kind.value for kind in ONCE)}, as in 2G"
 )
 """How actions are written, in messages."""
 
@@ -231,6 +231,9 @@ LINKS = tuple(resource for resource in Resource if resource is not Resource.DEVI
 
 MOVES = tuple(kind for kind, row in KINDS.items() if row.resource is not Resource.DEVICE)
 """The kinds that run on a device's links (to its host, to other replicas), while the device works."""
+
+WHOLE = (*ONCE, *COUNTED)
+"""The kinds that are for all microbatches, so that they have no slice of one."""
 
 ADDS = tuple(kind for kind, row in KINDS.items() if row.adds)
 """The kinds that add to the gradients of the weights."""

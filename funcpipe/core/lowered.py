@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
+from funcpipe.core.kinds import WHOLE
 from funcpipe.core.packed import Packed
 from funcpipe.core.program import (
     CALLER,
+    FROM,
     Call,
     Free,
     Instruction,
@@ -26,7 +28,7 @@ from funcpipe.core.program import (
     value_of,
 )
 from funcpipe.core.remembered import declared_fields
-from funcpipe.core.schedule import Action
+from funcpipe.core.schedule import Action, action_of
 
 TAKEN = frozenset({Role.REPORT, Role.OUTPUT, Role.INPUT_GRAD})
 """What the caller takes at the end."""
@@ -37,16 +39,17 @@ class Lowered:
     """The program of a plan: integers and names, no functions. Compares, hashes, pickles.
 
     Attributes:
-        num_stages, num_microbatches, num_lanes: the counts.
+        num_stages, num_microbatches, num_slices, num_lanes: the counts; slices are those of each microbatch.
         wires: what the wire numbers mean.
         calls: every action of the order, its microbatch left open.
-        order: ``call * num_microbatches + microbatch`` of each action, in plan order: an order in which one thread can
-            run everything, and which every lane follows for its own actions.
+        order: ``call * num_pieces + piece`` of each action, in plan order: an order in which one thread can run
+            everything, and which every lane follows for its own actions.
         pools: the slots between lanes.
     """
 
     num_stages: int
     num_microbatches: int
+    num_slices: int
     num_lanes: int
     wires: tuple[Wire, ...]
     calls: tuple[Call, ...]
@@ -55,29 +58,35 @@ class Lowered:
 
     __getstate__ = declared_fields
 
+    @property
+    def num_pieces(self) -> int:
+        """How many slices the microbatches have together; as many as these where they are whole."""
+        return self.num_microbatches * self.num_slices
+
     def value(self, number: int) -> Value:
         """The value with this number."""
-        return value_of(self.wires, number, self.num_microbatches)
+        return value_of(self.wires, number, self.num_pieces, self.num_slices)
 
     def action(self, code: int) -> Action:
         """The action with this code of the order."""
-        call, microbatch = divmod(code, self.num_microbatches)
-        return Action(self.calls[call].kind, self.calls[call].stage, microbatch)
+        call, piece = divmod(code, self.num_pieces)
+        return action_of(self.calls[call].kind, self.calls[call].stage, piece, self.num_slices)
 
     def first(self, num_microbatches: int) -> Lowered:
         """The program of the first few microbatches: every action of the others left out, the order kept.
 
         In its pools lies no more than in those of all, so they stay as they are.
         """
-        count = self.num_microbatches
-        pairs = (divmod(code, count) for code in self.order)
-        order = Packed(call * num_microbatches + number for call, number in pairs if number < num_microbatches)
+        pairs = (divmod(code, self.num_pieces) for code in self.order)
+        count = num_microbatches * self.num_slices
+        limits = [num_microbatches if call.kind in WHOLE else count for call in self.calls]
+        order = Packed(call * count + number for call, number in pairs if number < limits[call])
         return replace(self, num_microbatches=num_microbatches, order=order)
 
     @cached_property
     def lane_order(self) -> list[int]:
         """The lane of each action of the order."""
-        lane_of, count = [call.lane for call in self.calls], self.num_microbatches
+        lane_of, count = [call.lane for call in self.calls], self.num_pieces
         return [lane_of[code // count] for code in self.order]
 
     @cached_property
@@ -117,10 +126,10 @@ def expand(lowered: Lowered, lanes: Sequence[int]) -> tuple[LaneProgram, ...]:
     for pool in lowered.pools:
         if pool.lane in lanes or pool.source in lanes:
             near |= {pool.lane, pool.source}
-    again = read_again(lowered.calls, lowered.order, lowered.num_microbatches, near)
+    again = read_again(lowered.calls, lowered.wires, lowered.order, lowered.num_pieces, near)
     crossings = _crossings(lowered, {*lanes}, near, again)
     writers = {lane: _Writer(lowered, lane, again, crossings) for lane in lanes}
-    count = lowered.num_microbatches
+    count = lowered.num_pieces
     parts = [writers.get(call.lane) for call in lowered.calls]
     for position, code in enumerate(lowered.order):
         writer = parts[code // count]
@@ -140,7 +149,7 @@ def slots_of(pools: Sequence[Pool]) -> list[range]:
 
 
 def read_again(
-    calls: Sequence[Call], order: Sequence[int], num_microbatches: int, lanes: Container[int]
+    calls: Sequence[Call], wires: Sequence[Wire], order: Sequence[int], num_pieces: int, lanes: Container[int]
 ) -> set[tuple[int, int]]:
     """(position in the order, wire): where an action reads what another of its lane reads later. It must not free that.
 
@@ -150,18 +159,21 @@ def read_again(
     shared = {place for place, number in readers.items() if number > 1 and place[0] in lanes}
     if not shared:
         return set()
-    reads = [[wire for wire, _ in call.reads if (call.lane, wire) in shared] for call in calls]
+    reads = [
+        [(wire, FROM.get(wires[wire].role, 0)) for wire, _ in call.reads if (call.lane, wire) in shared]
+        for call in calls
+    ]
     writes = [[wire for wire in call.writes if (call.lane, wire) in shared] for call in calls]
     again: set[tuple[int, int]] = set()
     later: set[tuple[int, int, int]] = set()
     for position, code in zip(reversed(range(len(order))), reversed(order), strict=True):
-        number, microbatch = divmod(code, num_microbatches)
+        number, piece = divmod(code, num_pieces)
         lane = calls[number].lane
-        later.difference_update([(lane, wire, microbatch) for wire in writes[number]])
-        for wire in reads[number]:
-            if (lane, wire, microbatch) in later:
+        later.difference_update([(lane, wire, piece) for wire in writes[number]])
+        for wire, shift in reads[number]:
+            if (lane, wire, piece + shift) in later:
                 again.add((position, wire))
-            later.add((lane, wire, microbatch))
+            later.add((lane, wire, piece + shift))
     return again
 
 
@@ -174,7 +186,7 @@ def _crossings(
     """
     free = [deque(numbers) for numbers in slots_of(lowered.pools)]
     slots: dict[int, dict[int, int]] = {lane: {} for lane in near}
-    count = lowered.num_microbatches
+    count = lowered.num_pieces
 
     def crosses(source: int, to: int) -> bool:
         return source != CALLER and (source in lanes or to in lanes)
@@ -230,11 +242,11 @@ class _Writer:
 
     def _form(self, number: int) -> _Form:
         """A call with everything that is the same for all its microbatches."""
-        call, wires, count = self.lowered.calls[number], self.lowered.wires, self.lowered.num_microbatches
+        call, wires, count = self.lowered.calls[number], self.lowered.wires, self.lowered.num_pieces
         here = {wire for call in self.lowered.calls if call.lane == self.lane for wire, _ in call.reads}
         sources = [self.lane if pool < 0 else self.lowered.pools[pool].source for _, pool in call.reads]
         reads = [
-            (wire, wire * count, source, Slot(source, wires[wire].role))
+            (wire, wire * count + FROM.get(wires[wire].role, 0), source, Slot(source, wires[wire].role))
             for (wire, _), source in zip(call.reads, sources, strict=True)
         ]
         writes = [(wire * count, Slot(self.lane, wires[wire].role)) for wire in call.writes]
@@ -304,6 +316,7 @@ class _Writer:
         return LaneProgram(
             self.lane,
             lowered.num_microbatches,
+            lowered.num_slices,
             lowered.wires,
             tuple(lowered.calls[number] for number in self.calls),
             tuple(self.slots),

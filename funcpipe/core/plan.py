@@ -36,6 +36,7 @@ class Plan:
         state: of the model that the stages were cut from, as it was then; None: nobody knows.
         counts: how the loss counts by itself.
         spare_slots: how many more slots there are between two lanes than where values take no time.
+        slices: the lengths of the slices of a microbatch, in any unit; () for equal ones.
     """
 
     stages: tuple[Stage, ...]
@@ -51,6 +52,7 @@ class Plan:
     state: tuple[Any, ...] | None = field(default=None, repr=False)
     counts: Counts = BY_ROWS
     spare_slots: int = 0
+    slices: tuple[float, ...] = ()
 
     __getstate__ = declared_fields
 
@@ -73,8 +75,11 @@ class Plan:
     def fingerprint(self) -> str:
         """A hash of everything but the functions: the same in every process that made the same plan."""
         parts = [str(self.schedule), str(self.train), str(self.outputs), str(self.loss is None), repr(self.ties)]
-        parts.append(str(self.spare_slots))
-        parts += [repr((s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers)) for s in self.stages]
+        parts.append(str((self.spare_slots, self.slices)))
+        declared = [
+            (s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers, s.carry) for s in self.stages
+        ]
+        parts += map(repr, declared)
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
     @cached_property

@@ -6,7 +6,9 @@ slot of another lane, `Free` slots. A lane knows no other: what it sends waits u
 what it receives until it has come. Whatever the library does with a plan (print, run, simulate, prove) reads this list.
 
 What the lists are made of is kept short: a *wire* is a value whose microbatch is left open, a `Call` an action whose
-microbatch is left open. The value of wire ``w`` at microbatch ``m`` is the number ``w * M + m``.
+microbatch is left open. The value of wire ``w`` at microbatch ``m`` is the number ``w * M + m``. Where microbatches are
+cut into slices each slice is a piece by itself, and it is pieces that are numbered and counted so: slice ``k`` of ``q``
+is piece ``m * q + k``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias, final
 
 from funcpipe.core.remembered import declared_fields
-from funcpipe.core.schedule import Action, Kind
+from funcpipe.core.schedule import Action, Kind, action_of
 
 CALLER = -1
 """The lane of what the caller gives: inputs, targets, feeds."""
@@ -54,8 +56,16 @@ class Role(Enum):
     """What a forward has for the end of the batch: statistics, losses, aux; the caller takes it."""
     OUTPUT = "output"
     """The last stage's output, where the plan returns outputs; the caller takes it."""
+    CARRY = "carry"
+    """What a stage hands from one slice of a microbatch to the next; read by the piece after the one that made it."""
+    CARRY_GRAD = "carry_grad"
+    """The gradient of what a slice was handed; read by the piece before the one that made it."""
 
     __hash__ = object.__hash__
+
+
+FROM = {Role.CARRY: -1, Role.CARRY_GRAD: 1}
+"""Of which piece a value is that an action reads, counted from its own; of all others it is the same."""
 
 
 class Value(NamedTuple):
@@ -67,6 +77,7 @@ class Value(NamedTuple):
         microbatch: of which microbatch.
         name: of a skip or a feed.
         peer: of a skip gradient: the stage that popped; else -1.
+        slice: of which slice; None: of the whole microbatch.
     """
 
     role: Role
@@ -74,9 +85,10 @@ class Value(NamedTuple):
     microbatch: int
     name: str = ""
     peer: int = -1
+    slice: int | None = None
 
     def __str__(self) -> str:
-        parts = [str(self.stage), str(self.microbatch)]
+        parts = [str(self.stage), f"{self.microbatch}{'' if self.slice is None else f'.{self.slice}'}"]
         parts += [self.name] if self.name else []
         parts += [f"from {self.peer}"] if self.peer >= 0 else []
         return f"{self.role.value}[{','.join(parts)}]"
@@ -150,7 +162,7 @@ class Run(NamedTuple):
 
     Attributes:
         call: the number of the call, among those of the lane.
-        microbatch: of which microbatch.
+        microbatch: of which microbatch; where these are in slices, the number of the piece.
         reads: the slots of what it reads, in the order of the call.
         writes: the slots of what it writes.
     """
@@ -209,6 +221,7 @@ class LaneProgram:
     Attributes:
         lane: which.
         num_microbatches: how many.
+        num_slices: how many slices each has.
         wires: what the wires of values mean.
         calls: what it runs, microbatches left open.
         slots: what each slot is for.
@@ -220,6 +233,7 @@ class LaneProgram:
 
     lane: int
     num_microbatches: int
+    num_slices: int
     wires: tuple[Wire, ...]
     calls: tuple[Call, ...]
     slots: tuple[Slot, ...]
@@ -230,14 +244,19 @@ class LaneProgram:
 
     __getstate__ = declared_fields
 
+    @property
+    def num_pieces(self) -> int:
+        """How many slices the microbatches have together."""
+        return self.num_microbatches * self.num_slices
+
     def value(self, number: int) -> Value:
         """The value with this number."""
-        return value_of(self.wires, number, self.num_microbatches)
+        return value_of(self.wires, number, self.num_pieces, self.num_slices)
 
     def action(self, run: Run) -> Action:
         """What a `Run` does."""
         call = self.calls[run.call]
-        return Action(call.kind, call.stage, run.microbatch)
+        return action_of(call.kind, call.stage, run.microbatch, self.num_slices)
 
     @cached_property
     def sources(self) -> tuple[int | None, ...]:
@@ -246,11 +265,12 @@ class LaneProgram:
 
     @cached_property
     def taken(self) -> dict[Role, list[tuple[int, int, int]]]:
-        """`left` by role: (stage, microbatch, slot)."""
+        """`left` by role: (stage, piece, slot)."""
         out: dict[Role, list[tuple[int, int, int]]] = {}
         for number, slot in self.left:
-            value = self.value(number)
-            out.setdefault(value.role, []).append((value.stage, value.microbatch, slot))
+            wire, piece = divmod(number, self.num_pieces)
+            role, stage, _, _ = self.wires[wire]
+            out.setdefault(role, []).append((stage, piece, slot))
         return out
 
     @cached_property
@@ -284,7 +304,7 @@ class LaneProgram:
             if type(instruction) is Run:
                 call = self.calls[instruction.call]
                 for wire, slot in zip(call.writes, instruction.writes, strict=True):
-                    value_of[slot] = wire * self.num_microbatches + instruction.microbatch
+                    value_of[slot] = wire * self.num_pieces + instruction.microbatch
             yield instruction, value_of
             if type(instruction) is Free:
                 for slot in instruction.slots:
@@ -343,8 +363,11 @@ def lane_name(lane: int) -> str:
     return "caller" if lane == CALLER else str(lane)
 
 
-def value_of(wires: tuple[Wire, ...], number: int, num_microbatches: int) -> Value:
+def value_of(wires: tuple[Wire, ...], number: int, num_pieces: int, num_slices: int) -> Value:
     """The value with this number."""
-    wire, microbatch = divmod(number, num_microbatches)
+    wire, piece = divmod(number, num_pieces)
     role, stage, name, peer = wires[wire]
-    return Value(role, stage, microbatch, name, peer)
+    if num_slices == 1:
+        return Value(role, stage, piece, name, peer)
+    microbatch, number = divmod(piece, num_slices)
+    return Value(role, stage, microbatch, name, peer, number)

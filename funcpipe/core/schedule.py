@@ -10,13 +10,15 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from funcpipe.core.errors import ScheduleError, raise_all
-from funcpipe.core.kinds import ADDS, COUNTED, KINDS, MOVES, ONCE, SPELLING, Flow, flowing
+from funcpipe.core.kinds import ADDS, COUNTED, KINDS, MOVES, ONCE, SPELLING, WHOLE, Flow, flowing
 from funcpipe.core.kinds import Kind as Kind
 from funcpipe.core.remembered import declared_fields
 
 
 class Action(NamedTuple):
     """One kind of work of one stage on one microbatch, printed ``2F0``: stage 2, forward, microbatch 0.
+
+    A microbatch may be cut along its sequence into slices, each an action of its own: ``2F0.1`` is its slice 1.
 
     What stands once a batch (`Kind.G`) has microbatch 0, and is printed without: ``2G``. Of what stands several times for
     all microbatches (`Kind.U`) the number says which time it is: ``2U0``, later ``2U1``.
@@ -25,40 +27,56 @@ class Action(NamedTuple):
     kind: Kind
     stage: int
     microbatch: int = 0
+    slice: int | None = None
 
     def __str__(self) -> str:
-        kind, stage, microbatch = self
-        return f"{stage}{kind.value}{'' if kind in ONCE else microbatch}"
+        kind, stage, microbatch, number = self
+        if number is None:
+            return f"{stage}{kind.value}{'' if kind in ONCE else microbatch}"
+        return f"{stage}{kind.value}{microbatch}.{number}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read one action.
 
-        >>> Action.parse("12W3"), Action.parse("2G") == Action(Kind.G, 2)
-        (Action(kind=<Kind.W: 'W'>, stage=12, microbatch=3), True)
+        >>> Action.parse("12W3.0") == Action(Kind.W, 12, 3, 0), Action.parse("2G") == Action(Kind.G, 2)
+        (True, True)
 
         Raises:
-            ScheduleError: the text is anything else than stage, letter, microbatch (or none).
+            ScheduleError: the text is anything else than stage, letter, microbatch (or none), and perhaps a slice.
         """
         match = ACTION.fullmatch(text)
         if match is None:
             raise ScheduleError(f"{text!r} is no action: write {SPELLING}")
-        stage, kind, microbatch, once = match.groups()
-        return cls(Kind(once or kind), int(stage), int(microbatch or 0))
+        stage, kind, microbatch, number, once = match.groups()
+        return cls(Kind(once or kind), int(stage), int(microbatch or 0), None if number is None else int(number))
 
-    def needs(self) -> list[Action]:
+    def needs(self) -> Sequence[Action]:
         """What it may wait for: of its own stage and microbatch, and of the next stages that values come from.
+
+        Of slices also the one before (backward: after) it, whose carry it reads.
 
         >>> print(*Action(Kind.B, 1, 0).needs())
         1F0 2B0 2I0
+        >>> print(*Action(Kind.F, 1, 0, slice=1).needs())
+        0F0.1 1F0.0
         """
-        kind, stage, microbatch = self
+        kind, stage, _, number = self
         row = KINDS[kind]
-        awaited = [Action(row.after, stage, microbatch)] if row.after is not None else []
+        awaited = [self._replace(kind=row.after)] if row.after is not None else []
         if row.flow is not None:
-            source = stage - 1 if row.flow is Flow.FORWARD else stage + 1
-            awaited += [Action(other, source, microbatch) for other in flowing(row.flow)]
+            step = 1 if row.flow is Flow.FORWARD else -1
+            awaited += [self._replace(kind=other, stage=stage - step) for other in flowing(row.flow)]
+            if number is not None and number >= step:
+                awaited += [self._replace(kind=other, slice=number - step) for other in flowing(row.flow)]
         return awaited
+
+
+def action_of(kind: Kind, stage: int, piece: int, num_slices: int) -> Action:
+    """The action of a piece: a microbatch, or one of so many slices that each has."""
+    if num_slices == 1 or kind in WHOLE:
+        return Action(kind, stage, piece)
+    return Action(kind, stage, *divmod(piece, num_slices))
 
 
 def _letters(kinds: Iterable[Kind]) -> str:
@@ -66,9 +84,10 @@ def _letters(kinds: Iterable[Kind]) -> str:
 
 
 ACTION = re.compile(
-    rf"([0-9]{{1,9}})(?:({_letters(kind for kind in Kind if kind not in ONCE)})([0-9]{{1,9}})|({_letters(ONCE)}))"
+    rf"([0-9]{{1,9}})(?:({_letters(kind for kind in Kind if kind not in ONCE)})([0-9]{{1,9}})(?:\.([0-9]{{1,9}}))?"
+    rf"|({_letters(ONCE)}))"
 )
-"""How an action is spelled: stage, then kind and microbatch or a kind that has none."""
+"""How an action is spelled: stage, then kind and microbatch (and slice), or a kind that has none."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +138,9 @@ class Schedule:
         return "\n".join(" ".join(map(str, order)) for order in self.orders)
 
     def __repr__(self) -> str:
+        slices = f" of {self.num_slices} slices" if self.num_slices > 1 else ""
         return (
-            f"<Schedule {self.name}: {self.num_stages} stages, {self.num_microbatches} microbatches, "
+            f"<Schedule {self.name}: {self.num_stages} stages, {self.num_microbatches} microbatches{slices}, "
             f"{self.num_devices} devices>"
         )
 
@@ -142,6 +162,16 @@ class Schedule:
         return 1 + max((action[2] for order in self.orders for action in order), default=-1)
 
     @cached_property
+    def num_slices(self) -> int:
+        """How many slices each microbatch is cut into, along its sequence; 1: it is whole."""
+        return 1 + max((action[3] or 0 for order in self.orders for action in order), default=0)
+
+    @property
+    def num_pieces(self) -> int:
+        """How many pieces the batch has: the slices of its microbatches, or these where they are whole."""
+        return self.num_microbatches * self.num_slices
+
+    @cached_property
     def device_of(self) -> tuple[int, ...]:
         """The device of each stage, by stage index; -1 for a stage without actions."""
         devices = [-1] * self.num_stages
@@ -158,17 +188,21 @@ class Schedule:
 
     @cached_property
     def is_ascending(self) -> bool:
-        """Do the gradients of every stage accumulate in ascending microbatch order (then such schedules agree)."""
+        """Do the gradients of every stage accumulate in ascending microbatch order (then such schedules agree).
+
+        Those of slices accumulate from the last of a microbatch to its first.
+        """
         # A stage that splits its backward adds at W, one that does not at I; both must ascend, and B counts for both.
-        last: dict[tuple[Kind, int], int] = {}
+        last: dict[tuple[Kind, int], tuple[int, int]] = {}
         for order in self.orders:
-            for kind, stage, microbatch in order:
+            for kind, stage, microbatch, number in order:
                 if kind not in ADDS:
                     continue
+                place = microbatch, -(number or 0)
                 for half in (Kind.I, Kind.W) if kind is Kind.B else (kind,):
-                    if last.get((half, stage), -1) > microbatch:
+                    if last.get((half, stage), place) > place:
                         return False
-                    last[half, stage] = microbatch
+                    last[half, stage] = place
         return True
 
     def backward_order(self, stage: int) -> tuple[Action, ...]:

@@ -20,6 +20,10 @@ StageFn: TypeAlias = Callable[..., Any]
 Commit: TypeAlias = Callable[[Tree, tuple[Tree, ...]], Tree]
 
 
+CARRY = ""
+"""The name, which no skip has, under which runs keep what a stage hands to its next slice among its stashes."""
+
+
 class Out(NamedTuple):
     """What a stage function returns when it has more to give than its output.
 
@@ -30,12 +34,14 @@ class Out(NamedTuple):
         loss: an auxiliary loss ``(sum, weight)``; each microbatch adds ``sum / weight`` with the microbatch's own
             weight to the plan's loss. () for none (not None: every leaf of an ``Out`` is a tensor then, as vmap and
             jvp want it).
+        carry: what the next slice of the microbatch needs of this one and those before, any tree: keys and values.
     """
 
     y: Tree
     stash: Mapping[str, Tree] = {}
     stats: Tree = ()
     loss: tuple[Any, Any] | tuple[()] | None = ()
+    carry: Tree = ()
 
 
 class BoundFn(Protocol):
@@ -138,6 +144,8 @@ class Stage:
         offers: stashed names that nobody has to pop, because a composition already popped them inside.
         program: how a run calls it: None: as it is; else what `compile` made.
         shares: which of its parameters other stages hold too: (path, what is shared). A plan ties them by itself.
+        carry: does it hand something from each slice of a microbatch to the next; it arrives as ``carry``, None for the
+            first.
         evaluation: stays in evaluation mode whatever the plan's ``train`` says, because its module was as a whole.
         closed: what the free names of its function held when it was made; the first plan looks whether they still do.
         seen: what runs found out about it.
@@ -154,6 +162,7 @@ class Stage:
     takes_train: bool = field(default=False, repr=False)
     program: Any = field(default=None, repr=False)
     shares: tuple[tuple[Any, Shared], ...] = field(default=(), repr=False)
+    carry: bool = field(default=False, repr=False)
     evaluation: bool = field(default=False, repr=False)
     closed: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
     seen: StageFacts = field(default_factory=StageFacts, init=False, repr=False)
@@ -167,6 +176,7 @@ class Stage:
         feeds: Mapping[str, Tree] | None = None,
         state: Tree = None,
         train: bool = False,
+        carry: Tree = None,
     ) -> Any:
         """Run the stage alone; no pipeline, no autograd of ours: torch.func transforms it.
 
@@ -180,9 +190,11 @@ class Stage:
         if missing:
             raise PlanError(f"stage {self.name!r} declares more than it was given; add " + ", ".join(missing))
         declared = {name: skips[name] for name in self.pop}, {name: feeds[name] for name in self.feeds}
-        return self.fn(params, x, **self.extras(*declared, state, train))
+        return self.fn(params, x, **self.extras(*declared, state, train, carry))
 
-    def extras(self, skips: Mapping[str, Tree], feeds: Mapping[str, Tree], state: Tree, train: bool) -> dict[str, Any]:
+    def extras(
+        self, skips: Mapping[str, Tree], feeds: Mapping[str, Tree], state: Tree, train: bool, carry: Tree = None
+    ) -> dict[str, Any]:
         """The keywords that the function gets: those that the stage declares, no others."""
         out: dict[str, Any] = {}
         if self.pop:
@@ -193,6 +205,8 @@ class Stage:
             out["state"] = state
         if self.takes_train:
             out["train"] = train
+        if self.carry:
+            out["carry"] = carry
         return out
 
     def bind(self, params: Tree, state: Tree) -> BoundFn:
@@ -289,7 +303,9 @@ def stage(
     """Make a stage of a pure function; also a decorator, with or without arguments.
 
     The function is ``fn(params, x) -> y``, or with what it declares
-    ``fn(params, x, *, skips, feeds, state, train) -> Out(y, stash=..., stats=..., loss=...)``.
+    ``fn(params, x, *, skips, feeds, state, train, carry) -> Out(y, stash=..., stats=..., loss=..., carry=...)``. With a
+    keyword ``carry`` it runs slice after slice of a microbatch that is cut along its sequence, as schedules with
+    ``num_slices`` do: each gets what the one before returned as ``Out(carry=...)``, the first None.
 
     >>> @stage(pop=["e1"])
     ... def decoder(params, x, *, skips):
@@ -329,6 +345,7 @@ def stage(
         state or commit is not None or "state" in keywords,
         commit,
         takes_train="train" in keywords,
+        carry="carry" in keywords,
         closed=captured_values(fn),
     )
     if arguments is not None:

@@ -31,12 +31,13 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
                 name = f"device {device} {link.value}"
                 events += _thread(links[device, link], name, _RANKS * device + 1 + place)
     for device, start, end, action in timeline.spans:
-        kind, stage, microbatch = action
+        kind, stage, microbatch, number = action
         args: dict[str, Any] = {"stage": stage, "kind": kind.name}
         if kind in COUNTED:
             args["time"] = microbatch
         elif kind not in ONCE:
             args["microbatch"] = microbatch
+            args |= {} if number is None else {"slice": number}
         times = {"ts": start * scale, "dur": (end - start) * scale}
         thread = links.get((device, KINDS[kind].resource), device)
         events.append(_event("X", tid=thread, name=str(action), cat=kind.value, **times, args=args))

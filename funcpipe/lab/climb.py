@@ -80,7 +80,7 @@ def _windows(stages: Sequence[int], order: Sequence[Action]) -> tuple[int, ...]:
     """For each stage of a device the most microbatches between its F and their next action on the device."""
     ahead, widest = dict.fromkeys(stages, 0), dict.fromkeys(stages, 1)
     previous = {later: stage for stage, later in pairwise(stages)}
-    for kind, stage, _ in order:
+    for kind, stage, *_ in order:
         if kind is Kind.F:
             ahead[stage] += 1
             widest[stage] = max(widest[stage], ahead[stage])

@@ -197,7 +197,7 @@ class _Model:
         rank = {Kind.F: 0, Kind.R: 1, Kind.I: 2, Kind.W: 3}
         rows: list[list[tuple[tuple[int, ...], Action]]] = [[] for _ in range(self.problem.num_devices)]
         for action, start in self.starts.items():
-            kind, stage, microbatch = action
+            kind, stage, microbatch, _ = action
             if kind is Kind.R and not solver.Value(self.again[stage, microbatch]):
                 continue
             begin = solver.Value(start)

@@ -50,7 +50,7 @@ def _longest(problem: Problem, timeline: Timeline, device: int, away: set[tuple[
     for span in timeline.spans:
         if span.device != device:
             continue
-        kind, stage, microbatch = span.action
+        kind, stage, microbatch, _ = span.action
         place = stage, microbatch
         if kind is Kind.F:
             begins[place] = span.end
@@ -76,7 +76,7 @@ def _insert(problem: Problem, bare: Schedule, timeline: Timeline, away: set[tupl
         forwards = {(a.stage, a.microbatch): position for position, a in enumerate(order) if a.kind is Kind.F}
         link = float("inf")  # loads queue: each must be done before the next one begins
         for position in reversed(range(len(order))):
-            kind, stage, microbatch = order[position]
+            kind, stage, microbatch, _ = order[position]
             place = stage, microbatch
             if place not in away or kind not in (Kind.B, Kind.I):
                 continue

@@ -282,7 +282,7 @@ class _Best:
             if self.done:
                 return
             hint = self.timeline if self.problem is problem else None
-            if hint is not None and any(kind in (Kind.B, Kind.O) for _, _, _, (kind, _, _) in hint.spans):
+            if hint is not None and any(kind in (Kind.B, Kind.O) for _, _, _, (kind, *_) in hint.spans):
                 hint = None
             seconds = max(1.0, self.budget.left / (len(problems) - number))
             solved = solve(problem, hint, seconds=seconds, seed=seed)

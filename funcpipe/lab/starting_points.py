@@ -89,9 +89,9 @@ def fused(problem: Problem, schedule: Schedule) -> Schedule | None:
     for order in schedule.orders:
         row: list[Action] = []
         for action in order:
-            kind, stage, microbatch = action
-            if kind is Kind.W and stage in cheaper and row and row[-1] == (Kind.I, stage, microbatch):
-                row[-1] = Action(Kind.B, stage, microbatch)
+            kind, stage = action.kind, action.stage
+            if kind is Kind.W and stage in cheaper and row and row[-1] == action._replace(kind=Kind.I):
+                row[-1] = action._replace(kind=Kind.B)
                 changed = True
             else:
                 row.append(action)

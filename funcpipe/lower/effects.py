@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from funcpipe.core.program import Role, Wire
 from funcpipe.core.schedule import Kind
@@ -31,17 +31,32 @@ class EffectContext:
     inputs: bool = False
 
 
-def effects(kind: Kind, stage: int, keeps: bool, context: EffectContext) -> tuple[list[Wire], list[Wire]]:
+class Among(NamedTuple):
+    """Where a slice stands among those of its microbatch."""
+
+    first: bool
+    last: bool
+
+
+ALONE = Among(first=True, last=True)
+"""A microbatch that is whole."""
+
+
+def effects(
+    kind: Kind, stage: int, keeps: bool, context: EffectContext, among: Among = ALONE
+) -> tuple[list[Wire], list[Wire]]:
     """The wires that an action reads, and those that it writes.
 
     A forward does not keep its residual where it is computed again, or never needed. Gradients of one skip from several
-    pops are read in descending order of the popper: plain autograd adds them in that order.
+    pops are read in descending order of the popper: plain autograd adds them in that order. A stage with a carry gets it
+    from the slice before, and its gradient from the slice after.
     """
     this, last = context.stages[stage], len(context.stages) - 1
     ends_in_loss = stage == last and context.loss
     residual = Wire(Role.RESIDUAL, stage)
     arguments = [Wire(Role.ACT, stage - 1) if stage else Wire(Role.INPUT, 0)]
     arguments += [Wire(Role.SKIP, context.routes[name].stash, name) for name in this.pop]
+    arguments += [Wire(Role.CARRY, stage)] if this.carry and not among.first else []
     arguments += [Wire(Role.FEED, 0, name) for name in this.feeds]
     arguments += [Wire(Role.TARGET, stage)] if ends_in_loss else []
     stashes = [name for name in (*this.stash, *this.offers) if name in context.routes]
@@ -50,6 +65,7 @@ def effects(kind: Kind, stage: int, keeps: bool, context: EffectContext) -> tupl
             results = [Wire(Role.ACT, stage)] if stage < last else []
             results += [Wire(Role.OUTPUT, stage)] if stage == last and context.outputs else []
             results += [Wire(Role.SKIP, stage, name) for name in stashes]
+            results += [Wire(Role.CARRY, stage)] if this.carry and not among.last else []
             results += [Wire(Role.REPORT, stage)]
             results += [residual] if keeps else []
             return arguments, results
@@ -60,8 +76,10 @@ def effects(kind: Kind, stage: int, keeps: bool, context: EffectContext) -> tupl
             for name in stashes:
                 poppers = sorted(context.routes[name].pops, reverse=True)
                 cotangents += [Wire(Role.SKIP_GRAD, stage, name, popper) for popper in poppers]
+            cotangents += [Wire(Role.CARRY_GRAD, stage)] if this.carry and not among.last else []
             gradients = [Wire(Role.GRAD, stage - 1)] if stage else [Wire(Role.INPUT_GRAD, 0)] if context.inputs else []
             gradients += [Wire(Role.SKIP_GRAD, context.routes[name].stash, name, stage) for name in this.pop]
+            gradients += [Wire(Role.CARRY_GRAD, stage)] if this.carry and not among.first else []
             gradients += [Wire(Role.WEIGHT_RESIDUAL, stage)] if kind is Kind.I else []
             return [residual, *cotangents], gradients
         case Kind.O:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from funcpipe.core.captured import rebound_names
+from funcpipe.core.cost import is_length
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.losses import BY_ROWS, counts_of
 from funcpipe.core.lowered import Lowered
@@ -30,6 +31,7 @@ def make_plan(
     outputs: bool | None = None,
     merge: Any = None,
     spare_slots: int = 0,
+    slices: Sequence[float] = (),
 ) -> Plan:
     """Lower a schedule for stages; everything that can be wrong before there are numbers is refused here.
 
@@ -72,6 +74,8 @@ def make_plan(
         spare_slots: how many more values may be on their way from one lane to another, of each sort, than where they
             take no time: over a network a lane that waits for the one slot waits for two latencies. Each costs the
             memory of a value. `simulate` says whether it pays.
+        slices: where the schedule cuts microbatches into slices along their sequence: how long each is, in any unit
+            (`balanced_slices` gives lengths that take equally long). (): equal ones.
 
     Raises:
         ScheduleError: the schedule is not legal.
@@ -98,6 +102,7 @@ def make_plan(
     ]
     if type(spare_slots) is not int or spare_slots < 0:
         faults.append(f"spare_slots= is how many more slots there are between two lanes, from 0; got {spare_slots!r}")
+    faults += _slices(slices, schedule)
     counts = BY_ROWS
     if loss is not None and not faults:
         try:
@@ -123,6 +128,7 @@ def make_plan(
         state,
         counts,
         spare_slots,
+        tuple(slices),
     )
 
 
@@ -144,6 +150,19 @@ def program_for(plan: Plan, num_microbatches: int, *, halves: bool = False) -> L
 
 _programs: Remembered[Plan, dict[tuple[int, bool], Lowered]] = Remembered(lambda _: {})
 """Of each plan, by number of microbatches and halves."""
+
+
+def _slices(slices: Any, schedule: Any) -> list[str]:
+    """What is wrong with the lengths of slices."""
+    count = schedule.num_slices if isinstance(schedule, Schedule) else 1
+    if not isinstance(slices, Sequence) or isinstance(slices, (str, bytes)) or not all(map(is_length, slices)):
+        return [f"slices= has the length of each slice, numbers above 0; got {slices!r}"]
+    if slices and len(slices) != count:
+        return [
+            f"slices= has the lengths of {len(slices)} slices, and the schedule cuts a microbatch into {count} (its "
+            "family's num_slices=)"
+        ]
+    return []
 
 
 def _stages(stages: Any) -> tuple[tuple[Stage, ...], list[str]]:

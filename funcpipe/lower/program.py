@@ -18,12 +18,15 @@ from funcpipe.core.packed import Packed
 from funcpipe.core.program import CALLER, Call, Pool, Role, Wire
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Stage
-from funcpipe.lower.effects import EffectContext, effects
+from funcpipe.lower.effects import ALONE, Among, EffectContext, effects
 from funcpipe.lower.skips import routes
+from funcpipe.schedules.clock import CODED, B, F, I, R, coded
 from funcpipe.schedules.legal import Legal, examine
 
 _GIVEN = (Role.INPUT, Role.TARGET, Role.FEED)
 _FIRST = (Kind.F, *MOVES)
+_CARRYING = frozenset({F, B, I, R})
+"""What reads and writes carries, or their gradients."""
 
 
 def lower(
@@ -62,12 +65,12 @@ def lower(
     order = calls.order()
     if halves:  # no lane's own order changes: what belongs to the first half is first already
         order = _forwards_first(order, calls.calls, schedule)
-    most = _levels(calls.calls, order, schedule.num_microbatches, [*calls.pools])
+    most = _levels(calls.calls, [*calls.wires], order, schedule.num_pieces, [*calls.pools])
     pools = tuple(
         Pool(*key, slots + (0 if key[0] == CALLER else spare_slots))
         for key, slots in zip(calls.pools, most, strict=True)
     )
-    counts = (schedule.num_stages, schedule.num_microbatches, schedule.num_devices)
+    counts = (schedule.num_stages, schedule.num_microbatches, schedule.num_slices, schedule.num_devices)
     return Lowered(*counts, tuple(calls.wires), tuple(calls.calls), Packed(order), pools)
 
 
@@ -96,7 +99,7 @@ def _forwards_first(order: list[int], calls: list[Call], schedule: Schedule) -> 
         left.append(end)
     halves: tuple[list[int], list[int]] = ([], [])
     for code in order:
-        lane = calls[code // schedule.num_microbatches].lane
+        lane = calls[code // schedule.num_pieces].lane
         halves[left[lane] <= 0].append(code)
         left[lane] -= 1
     return halves[0] + halves[1]
@@ -113,29 +116,33 @@ class _Calls:
         self.readers: dict[Wire, set[int]] = defaultdict(set)
         """The lanes that read each wire."""
         for device, order in enumerate(schedule.orders):
-            for kind, stage in {(kind, stage) for kind, stage, _ in order}:
+            for kind, stage in {action[:2] for action in order}:
                 for wire in effects(kind, stage, True, context)[0]:
                     self.readers[wire].add(device)
 
     def order(self) -> list[int]:
-        """The plan order as ``call * M + microbatch``."""
-        count, device_of = self.schedule.num_microbatches, self.schedule.device_of
+        """The plan order as ``call * M + microbatch``; of slices as ``call * pieces + piece``."""
+        count, device_of = self.schedule.num_pieces, self.schedule.device_of
         rematted, backward = self.legal.rematted, self.schedule.has_backward
-        actions = [*chain.from_iterable(self.schedule.orders)]
-        # By kind, then stage: the first number of the call, -1 while it is not made.
-        rows = {kind: [-1] * self.schedule.num_stages for kind in Kind}
-        forward, bare = Kind.F, [-1] * self.schedule.num_stages  # the F that keeps nothing
+        codes = [*chain.from_iterable(coded(self.schedule.orders, self.schedule.num_slices))]
+        slices, stages, whole = self.schedule.num_slices, self.schedule.num_stages, ALONE
+        places = [Among(number == 0, number == slices - 1) for number in range(slices)]
+        # By place among the slices and code, then stage: the first number of the call, -1 while it is not made.
+        rows = {place: [[-1] * stages for _ in CODED] for place in {whole, *places}}
+        bare = {place: [-1] * stages for place in rows}  # the F that keeps nothing
+        carries = [part.carry for part in self.context.stages]
         out: list[int] = []
         for number in self.legal.plan_order:
-            kind, stage, microbatch = actions[number]
-            row = rows[kind]
-            if kind is forward and (not backward or (rematted and stage * count + microbatch in rematted)):
-                row = bare
+            code, stage, piece = codes[number]
+            among = places[piece % slices] if carries[stage] and code in _CARRYING else whole
+            row, keeps = rows[among][code], True
+            if code == F and (not backward or (rematted and stage * count + piece in rematted)):
+                row, keeps = bare[among], False
             base = row[stage]
             if base < 0:
                 base = row[stage] = count * len(self.calls)
-                self.calls.append(self._call(kind, stage, device_of[stage], row is not bare))
-            out.append(base + microbatch)
+                self.calls.append(self._call(CODED[code], stage, device_of[stage], keeps, among))
+            out.append(base + piece)
         return out
 
     def _number(self, wire: Wire) -> int:
@@ -153,8 +160,8 @@ class _Calls:
             return device_of[wire.stage + 1] if wire.stage + 1 < len(device_of) else CALLER
         return device_of[wire.peer if wire.role is Role.SKIP_GRAD else wire.stage]
 
-    def _call(self, kind: Kind, stage: int, lane: int, keeps: bool) -> Call:
-        reads, writes = effects(kind, stage, keeps, self.context)
+    def _call(self, kind: Kind, stage: int, lane: int, keeps: bool, among: Among) -> Call:
+        reads, writes = effects(kind, stage, keeps, self.context, among)
         read: list[tuple[int, int]] = []
         for wire in reads:
             home = self._home(wire)
@@ -169,12 +176,16 @@ class _Calls:
         return Call(kind, stage, lane, keeps, tuple(read), tuple(map(self._number, writes)), tuple(sends))
 
 
-def _levels(calls: list[Call], order: list[int], count: int, pools: Sequence[tuple[int, int, Role]]) -> list[int]:
+def _levels(
+    calls: list[Call], wires: list[Wire], order: list[int], count: int, pools: Sequence[tuple[int, int, Role]]
+) -> list[int]:
     """The most values that lie in each pool at a time, in plan order."""
     readers = Counter(read for call in calls for read in call.reads if read[1] >= 0)
     # Of values that several calls read it depends on the microbatch which is the first and which the last.
     shared = [[read for read in call.reads if readers[read] > 1] for call in calls]
-    again = read_again(calls, order, count, {lane for _, lane, _ in pools}) if any(shared) else set[tuple[int, int]]()
+    again = set[tuple[int, int]]()
+    if any(shared):
+        again = read_again(calls, wires, order, count, {lane for _, lane, _ in pools})
     there: set[tuple[int, int]] = set()
     alone = [[pool for read in call.reads for pool in read[1:] if readers[read] == 1] for call in calls]
     comes = [[(pool, 1) for pool in row if pools[pool][0] == CALLER] for row in alone]

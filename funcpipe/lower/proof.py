@@ -57,9 +57,9 @@ from typing import NamedTuple
 from funcpipe.core.errors import raise_all
 from funcpipe.core.kinds import Kind
 from funcpipe.core.lowered import TAKEN, Lowered
-from funcpipe.core.program import CALLER, Call, Role, lane_name
+from funcpipe.core.program import CALLER, FROM, Call, Role, lane_name
 from funcpipe.core.remembered import Remembered
-from funcpipe.core.schedule import Action
+from funcpipe.core.schedule import action_of
 
 MOST_WAITS = 20
 """A message lists no more."""
@@ -98,7 +98,7 @@ def _malformed(program: Lowered) -> Iterator[str]:
         if pool.slots < 1 or pool.lane not in lanes or pool.source not in (CALLER, *lanes) or pool.source == pool.lane:
             yield f"pool {number} has {pool.slots} slots, from {lane_name(pool.source)} to {pool.lane}"
             return
-    codes = len(program.calls) * program.num_microbatches
+    codes = len(program.calls) * program.num_pieces
     if not program.order or min(program.order) < 0 or max(program.order) >= codes:
         yield f"the order holds actions from 0 to {codes - 1}"
         return
@@ -207,19 +207,19 @@ class _OrderWalk:
         self.faults: list[_Unproven] = []
         self.places: dict[tuple[int, int], int] = {}
         """By wire and lane that reads it, the number there of its value of microbatch 0."""
-        count = program.num_microbatches
+        count = program.num_pieces
         for call in program.calls:
             for wire, lane, _ in _uses(call._replace(writes=())):
                 self.places.setdefault((wire, lane), len(self.places) * count)
         self.rows = [self._row(call) for call in program.calls]
 
     def _row(self, call: Call) -> _CallPlaces:
-        places, pools, lane = self.places, self.program.pools, call.lane
+        places, pools, wires, lane = self.places, self.program.pools, self.program.wires, call.lane
         cell = _MARKS[call.kind] * self.program.num_stages + call.stage
         come = [(places[wire, lane], pool) for wire, pool in call.reads if pool >= 0]
         return _CallPlaces(
-            cell * self.program.num_microbatches,
-            [places[wire, lane] for wire, pool in call.reads if pool < 0],
+            cell * self.program.num_pieces,
+            [places[wire, lane] + FROM.get(wires[wire].role, 0) for wire, pool in call.reads if pool < 0],
             [(place, pool) for place, pool in come if pools[pool].source == CALLER],
             come,
             [places[wire, lane] for wire in call.writes if (wire, lane) in places],
@@ -228,7 +228,7 @@ class _OrderWalk:
 
     def through(self) -> None:
         """Find every fault."""
-        program, count, rows = self.program, self.program.num_microbatches, self.rows
+        program, count, rows = self.program, self.program.num_pieces, self.rows
         to_read = self._reads()
         """Of each value in a pool, how many reads are to come; below 0 as long as it is not there."""
         here = bytearray(len(self.places) * count)
@@ -281,10 +281,10 @@ class _OrderWalk:
 
     def _reads(self) -> list[int]:
         """Of each value that comes to a lane, how often it is read there, below 0."""
-        reads = [0] * (len(self.places) * self.program.num_microbatches)
+        reads = [0] * (len(self.places) * self.program.num_pieces)
         come = [[place for place, _ in row.come] for row in self.rows]
         for code in self.program.order:
-            number, microbatch = divmod(code, self.program.num_microbatches)
+            number, microbatch = divmod(code, self.program.num_pieces)
             for place in come[number]:
                 reads[place + microbatch] -= 1
         return reads
@@ -296,7 +296,7 @@ class _OrderWalk:
 
     def _left_over(self, here: bytearray, stands: bytearray) -> None:
         """What is there at the end, and what is missing."""
-        end, cells = len(self.program.order), self.program.num_stages * self.program.num_microbatches
+        end, cells = len(self.program.order), self.program.num_stages * self.program.num_pieces
         early = {each.about for each in self.faults if each.fault is _FaultKind.EARLY}
         self.faults += [_Unproven(_FaultKind.UNREAD, end, at) for at in _places_of(1, here, 0, len(here))]
         # What is read too early only is not told twice.
@@ -308,12 +308,13 @@ class _OrderWalk:
 
     def words(self, unproven: _Unproven) -> str:
         """A fault in words."""
-        program, count = self.program, self.program.num_microbatches
+        program, count = self.program, self.program.num_pieces
         fault, position, about, until = unproven.fault, unproven.position, unproven.about, unproven.until
         if fault is _FaultKind.MISSING:
             cell, microbatch = divmod(about, count)
             kind, stage = divmod(cell, program.num_stages)
-            return f"{Action((Kind.F, Kind.B)[kind], stage, microbatch)} stands nowhere" + (" (nor I)" if kind else "")
+            action = action_of((Kind.F, Kind.B)[kind], stage, microbatch, program.num_slices)
+            return f"{action} stands nowhere" + (" (nor I)" if kind else "")
         if fault is _FaultKind.TWICE:
             return f"{self._at(position)} stands twice"
         wire, lane = [*self.places][about // count]
@@ -334,20 +335,20 @@ class _OrderWalk:
 
     def _stand(self, number: int, microbatch: int) -> list[int]:
         """Where an action stands, if it does."""
-        code = number * self.program.num_microbatches + microbatch
+        code = number * self.program.num_pieces + microbatch
         return [self.program.order.index(code)] if code in self.program.order else []
 
     def _at(self, position: int) -> str:
         """An action in print: ``2F0 on device 1 (17)``."""
         code = self.program.order[position]
-        lane = self.program.calls[code // self.program.num_microbatches].lane
+        lane = self.program.calls[code // self.program.num_pieces].lane
         return f"{self.program.action(code)} on device {lane} ({position})"
 
     def _does(self, position: int, wire: int, lane: int) -> str:
         """How a value comes to a lane."""
         if position < 0:
             return "nobody makes"
-        call = self.program.calls[self.program.order[position] // self.program.num_microbatches]
+        call = self.program.calls[self.program.order[position] // self.program.num_pieces]
         if call.lane != lane and all((wire, lane) != send[:2] for send in call.sends):
             return f"{self._at(position)} makes and does not send there"
         return f"{self._at(position)} {'makes' if call.lane == lane else 'sends'}"

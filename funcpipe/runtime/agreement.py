@@ -38,6 +38,7 @@ class Word(NamedTuple):
         shapes: of its part of the batch, and what else decides about the shapes of what stages hand on.
         trained: the leaves that it trains, where there are replicas.
         copies: what its parameters are, without their numbers, where there are replicas.
+        length: of the sequences that it has and slices are cut of; None: it has none.
     """
 
     plan: str
@@ -53,6 +54,7 @@ class Word(NamedTuple):
     shapes: str
     trained: str = ""
     copies: str = ""
+    length: int | None = None
 
 
 class Agreed(NamedTuple):
@@ -65,6 +67,7 @@ class Agreed(NamedTuple):
         weighed: are these the weights of those microbatches; else they are computed again.
         marked: does any leaf require a gradient.
         layouts: for each tie, of each member, at this replica.
+        length: of the sequences that slices are cut of; None: there are none.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -73,6 +76,7 @@ class Agreed(NamedTuple):
     weighed: bool
     marked: bool
     layouts: tuple[tuple[Any, ...], ...]
+    length: int | None = None
 
 
 def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0) -> Agreed:
@@ -85,11 +89,12 @@ def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0
         (word,) = words
         layouts = tuple(tuple(layout for _, layout, *_ in tie) for tie in word.ties)
         weights = None if word.weighed.weights is None else (word.weighed.weights,)
-        return Agreed((word.parts,), word.merged is not False, weights, True, word.marked, layouts)
+        return Agreed((word.parts,), word.merged is not False, weights, True, word.marked, layouts, word.length)
     faults = _differences(words, "the plan", lambda word: word.plan)
     for name in words[0].options:
         faults += _differences(words, name, lambda word, name=name: word.options.get(name))
     faults += [f"rank {rank} {lack}" for rank, word in enumerate(words) for lack in word.lacks]
+    faults += _differences(words, "the length of the sequences", lambda word: word.length, some=True)
     size = len(words) // replicas
     groups = [words[first : first + size] for first in range(0, len(words), size)]
     for number, group in enumerate(groups):
@@ -115,7 +120,8 @@ def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0
     )
     # Of tied leaves that are cut over the replicas each has parts of other sizes.
     layouts = [_layouts(group, marked) for group in groups]
-    return Agreed(parts, merged, weights, weighed, marked, layouts[replica])
+    length = next((word.length for word in words if word.length is not None), None)
+    return Agreed(parts, merged, weights, weighed, marked, layouts[replica], length)
 
 
 def weights_of_all(told: Sequence[Sequence[Weighed]]) -> tuple[tuple[float, ...], ...] | None:

@@ -27,10 +27,10 @@ class StageArgs(NamedTuple):
 
     Attributes:
         x: the input.
-        skips: in the order of ``stage.pop``.
+        skips: in the order of ``stage.pop``; then the carry, of a slice that has one.
         feeds: in the order of ``stage.feeds``.
         target: for the loss; None without one.
-        microbatch: its index.
+        microbatch: its index; of a slice that of the piece.
     """
 
     x: Border
@@ -65,7 +65,7 @@ class StageOut(NamedTuple):
         y: the output.
         report: for the end of the batch.
         residual: what the backward needs, None where nothing is kept.
-        stash: by name.
+        stash: by name; what the next slice gets under `CARRY`.
     """
 
     y: Border
@@ -75,7 +75,7 @@ class StageOut(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """The results of a backward: gradients of the input and of each skip, in the order of ``stage.pop``."""
+    """The results of a backward: gradients of the input and of each skip, as in `StageArgs`."""
 
     x: Gradients
     skips: list[Gradients]

@@ -18,7 +18,7 @@ from funcpipe.core.errors import PlanError, StageError, raise_all
 from funcpipe.core.gradient_graph import nodes_of
 from funcpipe.core.losses import read_loss
 from funcpipe.core.result import Loss
-from funcpipe.core.stage import Out, Stage, side_loss
+from funcpipe.core.stage import CARRY, Out, Stage, side_loss
 from funcpipe.core.torch_names import run_backward, version
 from funcpipe.core.tree import (
     Tree,
@@ -61,7 +61,7 @@ class EagerBound:
         self.trainable, self.loss, self.shares, self.phase = trainable, loss, shares, ""
         self.looked = self.reentrant = False  # at the first graph; does the stage use the reentrant checkpoint
         self.autocast = bool(_autocasting())  # of the caller; it travels to the lane
-        self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train)
+        self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train or stage.carry)
         self.leaves, self.spec = flatten(params)
         # Numbers may be written to without torch's count of versions (``.data``). The first run finds out, with copies
         # that are made when that happens.
@@ -139,7 +139,8 @@ class EagerBound:
         try:
             returned = self._call(x, args, skip_leaves) if self.declares else self.fn(x)
         except Exception as error:
-            skips = {f"skips[{name!r}]": skip.tree() for name, skip in zip(self.stage.pop, args.skips, strict=True)}
+            names = [*(f"skips[{name!r}]" for name in self.stage.pop), "carry"]
+            skips = {name: skip.tree() for name, skip in zip(names, args.skips, strict=False)}
             explain(error, {"x": args.x.tree(), **skips, "params": unflatten(self.spec, self.leaves)})
             raise
         if returned is None:
@@ -150,12 +151,18 @@ class EagerBound:
         graphs: dict[str, list[Any]] = {}
         if isinstance(returned, Out):
             side = side_loss(returned)
-            returned, stashed, stats, _ = returned
+            returned, stashed, stats, _, carry = returned
             self._check_stash(stashed)
             for name in stashed:
                 stash[name], graphs[name] = close_border(stashed[name], f"stash[{name!r}]")
+            if self.stage.carry:
+                stash[CARRY], graphs[CARRY] = close_border(carry, "carry")
+            elif not _empty(carry):
+                raise PlanError("the stage returned a carry, and its function takes none: add the keyword carry")
         elif self.stage.stash:
             self._check_stash({})
+        elif self.stage.carry:
+            raise PlanError("the stage takes a carry and returned none: return Out(y, carry=...), () for nothing")
         y, graph = close_border(returned, "y", stays=self.loss is not None)
         loss = None if self.loss is None else self._loss(self.loss, args.target, y, graph)
         report = _NOTHING
@@ -170,12 +177,14 @@ class EagerBound:
         """Call a stage that declares skips, feeds, state or train."""
         stage = self.stage
         skips: dict[str, Tree] = {}
-        for name, border in zip(stage.pop, args.skips, strict=True):
+        names = (*stage.pop, CARRY) if len(args.skips) > len(stage.pop) else stage.pop
+        for name, border in zip(names, args.skips, strict=True):
             skips[name], leaves = open_border(border, grad=self.backwards)
             skip_leaves.append((len(border.leaves), leaves))
+        carry = skips.pop(CARRY, None)
         feeds = {name: open_border(b, grad=False)[0] for name, b in zip(stage.feeds, args.feeds, strict=True)}
         before = versions(self.state_leaves)
-        returned = self.fn(x, **stage.extras(skips, feeds, self.state, self.train))
+        returned = self.fn(x, **stage.extras(skips, feeds, self.state, self.train, carry))
         if self.state_leaves:
             self._refuse_state_writes(before)
         return returned

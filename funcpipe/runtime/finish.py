@@ -36,7 +36,7 @@ def finish(
     backward: bool,
 ) -> Result:
     """The result of a run, from the reports of its forwards and, with ``backward``, the sums of its backwards."""
-    plan, count = ready.plan, ready.batch.num_microbatches
+    plan, count = ready.plan, ready.batch.num_pieces
     last = plan.num_stages - 1
     refuse_writes(ready, "a stage wrote into its parameters; a stage is pure, so compute with a copy:")
     sums = gradient_sums(ready) if backward else {}
@@ -79,7 +79,7 @@ class _Ended(NamedTuple):
 
 
 def _ended(ready: Prepared, reports: ByPlace, trained: int, unused: Sequence[_Leaf]) -> _Ended:
-    count, last = ready.batch.num_microbatches, ready.plan.num_stages - 1
+    count, last = ready.batch.num_pieces, ready.plan.num_stages - 1
     losses: tuple[Loss, ...] = ()
     first = ready.shares.first
     if ready.plan.loss is not None and last in ready.bounds:
@@ -273,7 +273,7 @@ def _tie(ready: Prepared, sums: dict[int, list[Tensor | None]], number: int) -> 
 
 def _statistics(ready: Prepared, reports: ByPlace) -> dict[int, tuple[Tree, ...]]:
     """For each stage that is here and keeps any, the statistics of all microbatches, those of all replicas."""
-    plan, count = ready.plan, ready.batch.num_microbatches
+    plan, count = ready.plan, ready.batch.num_pieces
     keep = [stage for stage in ready.bounds if plan.stages[stage].commit is not None and plan.train]
     stats = {stage: tuple([reports[stage, m].stats for m in range(count)]) for stage in keep}
     if ready.part.replicas == 1:

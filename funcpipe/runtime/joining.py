@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from itertools import cycle
 from operator import add
 from typing import Any, NamedTuple, TypeAlias
 
@@ -40,10 +41,44 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
     columns = [list(column) for column in zip(*(piece.leaves for piece in pieces), strict=True)]
     places = locations(pieces[0].tree(), "outputs")
     rules = _rules(rule, pieces[0])
-    faults = [_misfit(*row, batch.rows) for row in zip(places, columns, rules, strict=True)]
+    if batch.slices:
+        faults = [_unjoinable(*row, batch.slices) for row in zip(places, columns, rules, strict=True)]
+        raise_all("the outputs of the slices cannot be joined:", [*filter(None, faults)], BatchError)
+        columns = [_whole(*row, len(batch.slices)) for row in zip(columns, rules, strict=True)]
+    sizes = [batch.rows if isinstance(leaf_rule, int) else batch.sizes for leaf_rule in rules]
+    faults = [_misfit(*row) for row in zip(places, columns, rules, sizes, strict=True)]
     raise_all("the outputs of the microbatches cannot be joined:", [*filter(None, faults)], BatchError)
-    joined = [_join(values, leaf_rule, batch.rows) for values, leaf_rule in zip(columns, rules, strict=True)]
-    return unflatten(pieces[0].spec, joined)
+    return unflatten(pieces[0].spec, [_join(*row) for row in zip(columns, rules, sizes, strict=True)])
+
+
+def _along(rule: int, dims: int) -> int:
+    """The axis of the sequence, of a leaf whose rows lie along another: the first that there is."""
+    return 0 if rule % dims else 1
+
+
+def _unjoinable(place: str, values: Sequence[Any], rule: MergeRule, lengths: Sequence[int]) -> str:
+    """Why the slices of a leaf cannot be joined along its sequence; "": they can, or are not."""
+    if not isinstance(rule, int) or not all(isinstance(value, Tensor) for value in values):
+        return ""
+    shapes = [tuple(value.shape) for value in values]
+    fits = all(
+        len(shape) > 1 and -len(shape) <= rule < len(shape) and shape[_along(rule, len(shape))] == length
+        for shape, length in zip(shapes, cycle(lengths), strict=False)
+    )
+    return (
+        ""
+        if fits
+        else f"{place} has shapes {shapes}, and no axis beside {rule} that is that of the slices ({', '.join(map(str, lengths))}); say "
+        "make_plan(..., merge=) with 'mean', 'sum' or 'each', for all leaves or a tree of them"
+    )
+
+
+def _whole(values: Sequence[Any], rule: MergeRule, count: int) -> list[Any]:
+    """The values of a leaf by microbatch, where rows are joined; else as they are, by slice."""
+    if not isinstance(rule, int) or not all(isinstance(value, Tensor) for value in values):
+        return list(values)
+    axis = _along(rule, values[0].dim())
+    return [torch.cat(list(values[at : at + count]), axis) for at in range(0, len(values), count)]
 
 
 def _rules(rule: Tree, piece: Border) -> list[MergeRule]:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
+from itertools import accumulate, pairwise, repeat
 from typing import Any
 
 import torch
@@ -39,13 +39,16 @@ class Axis:
     Attributes:
         value: the tensor, or a tree.
         axis: of its rows; negative counts from the end.
+        sequence: the axis along which plans with slices cut it; "next": the first of the others, if there is one; None:
+            every slice gets it whole.
     """
 
-    def __init__(self, value: Tree, axis: int) -> None:
-        self.value, self.axis = value, axis
+    def __init__(self, value: Tree, axis: int, *, sequence: int | str | None = "next") -> None:
+        self.value, self.axis, self.sequence = value, axis, sequence
 
     def __repr__(self) -> str:
-        return f"Axis({type(self.value).__name__}, {self.axis})"
+        sequence = "" if self.sequence == "next" else f", sequence={self.sequence!r}"
+        return f"Axis({type(self.value).__name__}, {self.axis}{sequence})"
 
 
 class Microbatches(Sequence[Any]):
@@ -73,13 +76,14 @@ class Batch:
     """A batch cut into microbatches.
 
     Attributes:
-        inputs: one border per microbatch.
+        inputs: one border per microbatch; where these are in slices, one for each.
         target: likewise, or None without a loss.
         feeds: likewise, by name.
         rows: of each microbatch; 1 where nothing has rows.
         merged: are outputs merged.
         axes: along which each leaf of the inputs was cut, None where microbatches share it.
         handles: keeps the caller's memory marked as shared while the run lasts.
+        slices: the lengths of the slices of each microbatch; () where they are whole.
     """
 
     inputs: list[Border]
@@ -89,11 +93,22 @@ class Batch:
     merged: bool
     axes: tuple[int | None, ...]
     handles: list[Any]
+    slices: tuple[int, ...] = ()
 
     @property
     def num_microbatches(self) -> int:
         """How many microbatches have rows."""
         return len(self.rows)
+
+    @property
+    def num_pieces(self) -> int:
+        """How many slices these have; as many as there are of them where they are whole."""
+        return len(self.rows) * max(1, len(self.slices))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How much there is of each: its rows, times the length of its slice."""
+        return tuple([size * length for size in self.rows for length in self.slices or (1,)])
 
 
 def sizes(rows: int, count: int) -> list[int]:
@@ -104,6 +119,34 @@ def sizes(rows: int, count: int) -> list[int]:
     """
     parts = min(rows, count)
     return [rows // parts + (index < rows % parts) for index in range(parts)]
+
+
+def slice_lengths(length: int | None, count: int, shares: Sequence[float] = ()) -> tuple[int, ...]:
+    """The lengths of the slices of a sequence, () for one that is whole; by ``shares`` in any unit, or equal ones.
+
+    >>> slice_lengths(10, 4), slice_lengths(8, 2, (3, 1)), slice_lengths(8, 1)
+    ((3, 3, 2, 2), (6, 2), ())
+
+    Raises:
+        BatchError: nothing has a sequence, or it is too short.
+    """
+    if count == 1:
+        return ()
+    if length is None:
+        raise BatchError(
+            f"the plan cuts microbatches into {count} slices along the sequence, and no leaf of the batch has one: "
+            "their second axis, or fp.Axis(leaf, 0, sequence=axis)"
+        )
+    if length < count:
+        raise BatchError(f"a sequence of length {length} cannot be cut into {count} slices; give at least {count}")
+    if not shares:
+        return tuple(sizes(length, count))
+    ends = [round(length * end / sum(shares)) for end in accumulate(shares)]
+    for number in range(count):  # none is empty: from the left, then from the right
+        ends[number] = max(ends[number], number + 1)
+    for number in reversed(range(count - 1)):
+        ends[number] = min(ends[number], ends[number + 1] - 1)
+    return tuple([end - start for start, end in pairwise((0, *ends))])
 
 
 def parts_of(rows: int | None, ready: Sequence[int] | None, limit: int) -> tuple[int, ...]:
@@ -133,7 +176,7 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
             the wrong number of ready-made microbatches; every fault with its place.
     """
     uncut = look(plan, inputs, target, feeds)
-    return uncut.cut(uncut.parts)
+    return uncut.cut(uncut.parts, uncut.slices)
 
 
 def look(
@@ -154,8 +197,11 @@ def look(
     faults = [f"feeds lacks {name!r}, which {_stage_that_feeds(plan, name)} declares" for name in lacking]
     faults += [f"feeds has {name!r}, which no stage declares" for name in feeds if name not in everywhere]
     by_name.update({f"feeds[{name!r}]": feeds[name] for name in declared if name in feeds})
-    trees = {name: _BatchTree(name, tree) for name, tree in by_name.items()}
+    slices = plan.schedule.num_slices
+    trees = {name: _BatchTree(name, tree, sliced=slices > 1) for name, tree in by_name.items()}
     rows, row_faults = _rows([*trees.values()])
+    length, length_faults = _length([*trees.values()])
+    row_faults += length_faults
     faults += row_faults or [fault for tree in trees.values() for fault in tree.listed(rows)]
     ready = {name: len(tree.ready) for name, tree in trees.items() if tree.ready is not None}
     limit = plan.num_microbatches
@@ -172,12 +218,18 @@ def look(
         for index, size in enumerate(tree.ready_rows)
         if size == 0
     ]
+    if slices > 1 and ready:
+        faults.append(
+            f"{', '.join(ready)} came as fp.Microbatches, which are cut already, and the plan cuts each into {slices} "
+            "slices; give tensors"
+        )
     raise_all("this batch cannot be cut into microbatches:", faults, BatchError)
     made = None
     if ready:
         known = next((tree.ready_rows for tree in trees.values() if any(tree.ready_rows)), [None] * max(ready.values()))
         made = tuple([size or 0 for size in known])
-    return Uncut(trees, rows, made, parts_of(rows, made, limit), tuple(declared))
+    lengths = slice_lengths(length, slices, plan.slices) if stages is None or length is not None else ()
+    return Uncut(trees, rows, made, parts_of(rows, made, limit), tuple(declared), length, lengths)
 
 
 @dataclass(frozen=True)
@@ -190,6 +242,8 @@ class Uncut:
         ready: rows of the ready-made microbatches, 0 where nothing has any; None: there are no such.
         parts: rows of the microbatches that follow from it.
         feeds: the names of those that are here.
+        length: of the sequences that are cut into slices; None: none is.
+        slices: the lengths of the slices that follow from it.
     """
 
     trees: Mapping[str, _BatchTree]
@@ -197,6 +251,8 @@ class Uncut:
     ready: tuple[int, ...] | None
     parts: tuple[int, ...]
     feeds: tuple[str, ...]
+    length: int | None
+    slices: tuple[int, ...]
 
     @property
     def merged(self) -> bool | None:
@@ -205,17 +261,23 @@ class Uncut:
 
     def shapes(self) -> str:
         """What its trees are, without the numbers of tensors; equal for batches that are cut alike."""
-        known = [(name, tree.spec, tree.axes, *map(_shape, tree.leaves)) for name, tree in self.trees.items()]
+        known = [
+            (name, tree.spec, tree.axes, tree.sequences, *map(_shape, tree.leaves)) for name, tree in self.trees.items()
+        ]
         return str((self.ready, known))
 
-    def cut(self, parts: Sequence[int], merged: bool | None = None) -> Batch:
-        """Cut into microbatches of so many rows; ``merged`` as the process knows that has the inputs."""
-        pieces = {name: tree.cut(parts) for name, tree in self.trees.items()}
+    def cut(self, parts: Sequence[int], slices: Sequence[int] = (), merged: bool | None = None) -> Batch:
+        """Cut into microbatches of so many rows, and these into slices of such lengths.
+
+        ``merged`` as the process knows that has the inputs.
+        """
+        pieces = {name: tree.cut(parts, slices) for name, tree in self.trees.items()}
         handles = [handle for tree in self.trees.values() for handle in tree.handles]
         by_feed = {name: pieces[f"feeds[{name!r}]"] for name in self.feeds}
         axes = tuple(self.trees["inputs"].axes) if "inputs" in self.trees else ()
         merged = self.merged is not False if merged is None else merged
-        return Batch(pieces.get("inputs", []), pieces.get("target"), by_feed, tuple(parts), merged, axes, handles)
+        values = pieces.get("inputs", []), pieces.get("target"), by_feed
+        return Batch(*values, tuple(parts), merged, axes, handles, tuple(slices))
 
 
 def _shape(leaf: Any) -> Any:
@@ -225,8 +287,8 @@ def _shape(leaf: Any) -> Any:
 class _BatchTree:
     """One tree of the batch, its leaves with their places and axes."""
 
-    def __init__(self, name: str, tree: Tree) -> None:
-        self.name = name
+    def __init__(self, name: str, tree: Tree, *, sliced: bool = False) -> None:
+        self.name, self.sliced = name, sliced
         self.ready = tree if isinstance(tree, Microbatches) else None
         self.tree = tree = _marks_at_leaves(tree)
         self.leaves, spec = flatten(tree if self.ready is None else None)
@@ -235,7 +297,11 @@ class _BatchTree:
         self.faults: list[str] = []
         self.rows: dict[int, int] = {}
         """By leaf number."""
+        self.lengths: dict[int, int] = {}
+        """By leaf number, of the sequences that slices are cut of."""
+        self.sequences: list[int | None]
         self.handles: list[Any] = []
+        self.sequences = [None] * len(self.leaves)
         self.axes = [self._axis(index, leaf) for index, leaf in enumerate(self.leaves)]
         if self.ready is None:
             self.faults += refuse_hidden(tree, name, self.leaves, spec)
@@ -258,9 +324,9 @@ class _BatchTree:
         if isinstance(leaf, Replicate):
             self.leaves[index] = leaf.value
             return None
-        axis = 0
+        axis, sequence = 0, "next"
         if isinstance(leaf, Axis):
-            axis, leaf = leaf.axis, leaf.value
+            axis, sequence, leaf = leaf.axis, leaf.sequence, leaf.value
             self.leaves[index] = leaf
         if not isinstance(leaf, Tensor):
             if getattr(leaf, "shape", ()) and hasattr(leaf, "__array__"):
@@ -278,7 +344,24 @@ class _BatchTree:
             self.faults.append(f"{self.places[index]} has shape {tuple(leaf.shape)} and no axis {axis}")
             return None
         self.rows[index] = leaf.shape[axis]
-        return axis % leaf.dim()
+        axis %= leaf.dim()
+        self.sequences[index] = self._sequence(index, leaf, axis, sequence) if self.sliced else None
+        return axis
+
+    def _sequence(self, index: int, leaf: Tensor, axis: int, sequence: Any) -> int | None:
+        """The axis along which slices of a leaf are cut; None: each gets it whole."""
+        if sequence == "next":
+            sequence = (0 if axis else 1) if leaf.dim() > 1 else None
+        if sequence is None:
+            return None
+        if type(sequence) is not int or not -leaf.dim() <= sequence < leaf.dim() or sequence % leaf.dim() == axis:
+            self.faults.append(
+                f"{self.places[index]} has shape {tuple(leaf.shape)}, its rows along axis {axis}, and no other axis "
+                f"{sequence!r} for slices"
+            )
+            return None
+        self.lengths[index] = leaf.shape[sequence]
+        return sequence % leaf.dim()
 
     def listed(self, rows: int | None) -> list[str]:
         """Faults: lists with a value for each row, which every microbatch would get whole."""
@@ -303,25 +386,36 @@ class _BatchTree:
                 faults.append(f"{place} is a {type(leaf).__name__} with one value {_each(rows, place)}")
         return faults
 
-    def cut(self, parts: Sequence[int]) -> list[Border]:
-        """One border per microbatch: views of the caller's tensors."""
+    def cut(self, parts: Sequence[int], slices: Sequence[int]) -> list[Border]:
+        """One border per microbatch, or slice of one: views of the caller's tensors."""
         if self.ready is not None:
             self.handles = _marked(leaf for tree in self.ready for leaf in flatten(tree)[0])
             return [given(tree) for tree in self.ready]
         self.handles = _marked(self.leaves)
-        columns = [
+        columns: list[Iterable[Any]] = [
             repeat(leaf, len(parts)) if axis is None else leaf.detach().split_with_sizes(parts, axis)
             for leaf, axis in zip(self.leaves, self.axes, strict=True)
         ]
+        if slices:
+            parts = [size for size in parts for _ in slices]
+            columns = [
+                [
+                    piece
+                    for value in column
+                    for piece in (repeat(value, len(slices)) if axis is None else value.split_with_sizes(slices, axis))
+                ]
+                for column, axis in zip(columns, self.sequences, strict=True)
+            ]
         rows = zip(*columns, strict=True) if columns else repeat((), len(parts))
         flags = (False,) * len(self.leaves)
         out: list[Border] = []
-        keys: dict[int, Hashable] = {}
+        keys: dict[tuple[int, int], Hashable] = {}
         for size, row in zip(parts, rows, strict=True):
             border = Border(list(row), self.spec, flags)
-            if size not in keys:
-                keys[size] = border_key_or_none(border)
-            border.words = keys[size]
+            length = slices[len(out) % len(slices)] if slices else 0
+            if (size, length) not in keys:
+                keys[size, length] = border_key_or_none(border)
+            border.words = keys[size, length]
             out.append(border)
         return out
 
@@ -351,7 +445,9 @@ def _marks_at_leaves(tree: Tree) -> Tree:
     def spread(mark: Any) -> Tree:
         if isinstance(mark, Replicate):
             return map_leaves(Replicate, mark.value)
-        return map_leaves(lambda leaf: Axis(leaf, mark.axis), mark.value) if isinstance(mark, Axis) else mark
+        if isinstance(mark, Axis):
+            return map_leaves(lambda leaf: Axis(leaf, mark.axis, sequence=mark.sequence), mark.value)
+        return mark
 
     return unflatten(spec, map(spread, leaves))
 
@@ -375,6 +471,18 @@ def _rows(trees: Sequence[_BatchTree]) -> tuple[int | None, list[str]]:
         empty = [tree.places[index] for tree in trees for index in tree.rows]
         faults.append(f"the batch has no rows: {', '.join(empty)}")
     return (next(iter(counts)) if counts else None), faults
+
+
+def _length(trees: Sequence[_BatchTree]) -> tuple[int | None, list[str]]:
+    """The length of the sequences that slices are cut of, None if there are none; and the faults."""
+    lengths = {length for tree in trees for length in tree.lengths.values()}
+    if len(lengths) < 2:
+        return (next(iter(lengths)) if lengths else None), []
+    listed = ", ".join(f"{tree.places[index]} has {length}" for tree in trees for index, length in tree.lengths.items())
+    return None, [
+        f"leaves differ in the length of their sequences: {listed}; one that every slice gets whole is "
+        "fp.Axis(leaf, 0, sequence=None), of others name the axis"
+    ]
 
 
 def _stage_that_feeds(plan: Plan, name: str) -> str:

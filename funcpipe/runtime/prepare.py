@@ -151,7 +151,7 @@ def prepare(
     if backward and not halves:
         refuse_attached(batch_trees)
     uncut = microbatch.look(plan, inputs, target, feeds, here)
-    cut = uncut.cut(uncut.parts)
+    cut = uncut.cut(uncut.parts, uncut.slices)
     if (plan.outputs or halves) and plan.merge is None:
         refuse_unsaid_axes(cut)
     spread = _spread(part, trees)
@@ -166,16 +166,17 @@ def prepare(
     pattern = str(trainable_leaves(trees, trainable, marked=marked)) if part.replicas > 1 and backward else ""
     copies = _copies(leaves, spread) if part.replicas > 1 else ""
     facts = (plan.fingerprint, seeded, uncut.rows, uncut.ready, lacks, uncut.merged, cut.rows, weights)
-    word = Word(*facts, marked, tied, shapes, pattern, copies)
+    word = Word(*facts, marked, tied, shapes, pattern, copies, uncut.length)
     words = part.exchange(START, word)
     agreed = agree(words, plan.num_microbatches, part.replicas, part.replica)
     own = agreed.parts[part.replica]
-    if own != cut.rows or agreed.merged != cut.merged:
-        cut = uncut.cut(own, agreed.merged)
+    slices = microbatch.slice_lengths(agreed.length, plan.schedule.num_slices, plan.slices)
+    if own != cut.rows or agreed.merged != cut.merged or slices != cut.slices:
+        cut = uncut.cut(own, slices, agreed.merged)
     by_replica = agreed.weights if agreed.weighed else _weighed_again(part, cut, plan)
     every_weight = None if by_replica is None else [weight for weights in by_replica for weight in weights]
-    every_size = [size for sizes in agreed.parts for size in sizes]
-    first = sum(map(len, agreed.parts[: part.replica]))
+    every_size = [size * length for sizes in agreed.parts for size in sizes for length in slices or (1,)]
+    first = sum(map(len, agreed.parts[: part.replica])) * len(slices or (1,))
     shares = shares_of(every_size, every_weight, plan, options.loss_scale, first)
     unmarked = [[False] * len(row) for row in leaves]
     trained = trainable_leaves(trees, trainable, marked=agreed.marked) if backward else unmarked
@@ -334,6 +335,11 @@ def _check_halves(plan: Plan, backward: bool) -> None:
         raise PlanError(
             "vjp is for plans without a loss, and this one has one: fp.run gives its gradients; or leave loss= out "
             "of make_plan and give the cotangents of the outputs"
+        )
+    if plan.schedule.num_slices > 1:
+        raise PlanError(
+            f"vjp takes whole microbatches, and the plan's schedule {plan.schedule.name!r} cuts them into slices; use "
+            "one without num_slices="
         )
     if not backward:
         raise PlanError(

@@ -21,13 +21,13 @@ class _Own(NamedTuple):
         machine: where it runs; processes of one machine have one clock.
         rounds: for each of some exchanges in which all took part, how long it took here and the middle of it.
         began: when its first action began.
-        spans: (device, start, end, letter, stage, microbatch).
+        spans: (device, start, end, letter, stage, microbatch, slice).
     """
 
     machine: str
     rounds: tuple[tuple[float, float], ...]
     began: float
-    spans: tuple[tuple[int, float, float, str, int, int | None], ...]
+    spans: tuple[tuple[int, float, float, str, int, int, int | None], ...]
 
 
 def joined_timeline(result: Result, machine: str, exchange: Callable[[str, Any], list[Any]]) -> Timeline:
@@ -58,16 +58,16 @@ def joined_timeline(result: Result, machine: str, exchange: Callable[[str, Any],
         ahead = 0.0 if each.machine == first.machine else each.rounds[best][1] - first.rounds[best][1]
         shift = each.began - ahead
         out += [
-            Span(device, start + shift, end + shift, Action(Kind(letter), stage, microbatch))
-            for device, start, end, letter, stage, microbatch in each.spans
+            Span(device, start + shift, end + shift, Action(Kind(letter), *place))
+            for device, start, end, letter, *place in each.spans
         ]
     zero = min((span.start for span in out), default=0.0)
     moved = sorted((span._replace(start=span.start - zero, end=span.end - zero) for span in out), key=_order)
     return replace(timeline, spans=tuple(moved))
 
 
-def _plain(action: Action) -> tuple[str, int, int | None]:
-    return action.kind.value, action.stage, action.microbatch
+def _plain(action: Action) -> tuple[str, int, int, int | None]:
+    return action.kind.value, *action[1:]
 
 
 def _order(span: Span) -> tuple[float, int]:

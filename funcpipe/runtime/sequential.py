@@ -12,7 +12,8 @@ import torch
 from funcpipe.core.errors import Where, fail
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, RunStats
-from funcpipe.core.schedule import Action, Kind
+from funcpipe.core.schedule import Action, Kind, action_of
+from funcpipe.core.stage import CARRY
 from funcpipe.core.tree import Tree
 from funcpipe.lower.skips import routes
 from funcpipe.runtime.border import Border
@@ -74,7 +75,7 @@ def _run(plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) ->
 
 
 class Loop:
-    """Runs the stages in a plain loop, a microbatch at a time."""
+    """Runs the stages in a plain loop, a microbatch at a time; of one in slices a slice, ``m`` is that of the piece."""
 
     def __init__(self, ready: Prepared) -> None:
         self.ready, self.plan, self.routes = ready, ready.plan, routes(ready.plan.stages)
@@ -83,15 +84,17 @@ class Loop:
         self.residuals: dict[tuple[int, int], Any] = {}
         self.grads: dict[tuple[int, int], Gradients] = {}
         self.skip_grads: dict[tuple[str, int, int], Gradients] = {}
+        self.carries: dict[int, Border] = {}
+        """By stage, what the slice that ran last hands to the next."""
+        self.carry_grads: dict[int, Gradients] = {}
         self.at = (0, 0, "F")
 
     def run(self) -> None:
         """Run all microbatches: a forward of each, then every backward that the order of its stage lets come next."""
-        count = self.ready.batch.num_microbatches
-        schedule = self.plan.schedule.first(count)
+        schedule = self.plan.schedule.first(self.ready.batch.num_microbatches)
         backwards = [deque(schedule.backward_order(stage)) for stage in range(self.plan.num_stages)]
         try:
-            for m in range(count):
+            for m in range(self.ready.batch.num_pieces):
                 deque(self.forward(m, keep=schedule.has_backward), maxlen=0)
                 for stage, waiting in reversed([*enumerate(backwards)]):
                     while waiting and self._may(waiting[0], stage):
@@ -101,7 +104,7 @@ class Loop:
 
     def _may(self, action: Action, stage: int) -> bool:
         """Are there the values that a backward reads. Where the next stage's has run, so have all later ones."""
-        m = action.microbatch
+        m = self.piece(action)
         if action.kind is Kind.W:
             return True  # its I stands before it
         return (stage, m) in self.residuals and (stage == self.plan.num_stages - 1 or (stage, m) in self.grads)
@@ -109,7 +112,17 @@ class Loop:
     def where(self) -> Where:
         """The coordinates of what it is at."""
         stage, m, letter = self.at
-        return self.ready.at(stage, m, f"{stage}{letter}{m}")
+        action = action_of(Kind(letter), stage, m, self.slices)
+        return self.ready.at(stage, action.microbatch, str(action))
+
+    @property
+    def slices(self) -> int:
+        """How many slices a microbatch has."""
+        return self.plan.schedule.num_slices
+
+    def piece(self, action: Action) -> int:
+        """The number of the piece that an action is of."""
+        return action.microbatch * self.slices + (action.slice or 0)
 
     def _moved(self, value: Border, stage: int) -> Border:
         """The value on the stage's device."""
@@ -128,9 +141,10 @@ class Loop:
         for stage, part in enumerate(plan.stages):
             self.at = (stage, m, "F")
             last = stage == plan.num_stages - 1
+            carried = [self.carries[stage]] if part.carry and m % self.slices else []
             args = StageArgs(
                 self._moved(x, stage),
-                [self._moved(skips[name], stage) for name in part.pop],
+                [*(self._moved(skips[name], stage) for name in part.pop), *carried],
                 [self._moved(batch.feeds[name][m], stage) for name in part.feeds],
                 self._moved(batch.target[m], stage) if last and batch.target is not None else None,
                 m,
@@ -139,6 +153,8 @@ class Loop:
             self.reports[stage, m] = out.report
             if out.residual is not None:
                 self.residuals[stage, m] = out.residual
+            if part.carry:
+                self.carries[stage] = out.stash[CARRY]
             skips.update({name: value for name, value in out.stash.items() if name in self.routes})
             x = out.y
             if plan.outputs and last:
@@ -147,7 +163,7 @@ class Loop:
 
     def _backward(self, action: Action) -> None:
         """Run a B, an I or a W."""
-        kind, stage, m = action
+        kind, stage, m = action.kind, action.stage, self.piece(action)
         self.at = (stage, m, kind.value)
         part, bound = self.plan.stages[stage], self.ready.bounds[stage]
         if kind is Kind.W:
@@ -162,6 +178,8 @@ class Loop:
             for name in (*part.stash, *part.offers)
             if name in self.routes
         }
+        if part.carry and (m + 1) % self.slices:
+            stash[CARRY] = [self.carry_grads.pop(stage)]
         y_grads = None if y is None else self._to(y, stage)
         residual = self.residuals.pop((stage, m))
         if kind is Kind.I:
@@ -170,8 +188,12 @@ class Loop:
             cotangents = bound.backward(residual, y_grads, stash)
         if stage:
             self.grads[stage - 1, m] = cotangents.x
-        for name, gradient in zip(part.pop, cotangents.skips, strict=True):
-            self.skip_grads[name, stage, m] = gradient
+        names = (*part.pop, CARRY) if part.carry and m % self.slices else part.pop
+        for name, gradient in zip(names, cotangents.skips, strict=True):
+            if name == CARRY:
+                self.carry_grads[stage] = gradient
+            else:
+                self.skip_grads[name, stage, m] = gradient
 
     def _to(self, gradients: Gradients, stage: int) -> Gradients:
         return self._moved(Border(list(gradients), None, ()), stage).leaves  # pyright: ignore[reportArgumentType]

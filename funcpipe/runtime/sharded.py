@@ -83,7 +83,7 @@ class ShardedParams:
 
         They stand in the programs of all replicas, so all gather the same at the same action of plan order.
         """
-        self.counted = frozenset({0, *(number for _, stage, number in _serving(fewest) if stage == self.stage)})
+        self.counted = frozenset({0, *(number for _, stage, number, _ in _serving(fewest) if stage == self.stage)})
 
     def begin(self, box: Mailbox) -> None:
         """Begin to gather; the lane is told through its mailbox."""

@@ -96,7 +96,7 @@ def weights_of(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
     if weigh is None:
         return None
     values: list[Any] = []
-    nothing = [given(None)] * batch.num_microbatches
+    nothing = [given(None)] * batch.num_pieces
     for index, (x, target) in enumerate(zip(batch.inputs or nothing, batch.target or nothing, strict=True)):
         try:
             values.append(weigh(open_border(x, grad=False)[0], open_border(target, grad=False)[0]))

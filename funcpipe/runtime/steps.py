@@ -64,7 +64,7 @@ def _nothing(reads: list[Any], run: Run) -> Sequence[Any]:
 
 
 def _forward(call: Call, wires: Sequence[Wire], stage: Stage, bound: Bound) -> Step:
-    pops = 1 + len(stage.pop)
+    pops = 1 + len(stage.pop) + any(wires[number].role is Role.CARRY for number, _ in call.reads)
     feeds = pops + len(stage.feeds)
     loss = len(call.reads) > feeds
     keeps = call.keeps or call.kind is Kind.R
@@ -82,11 +82,12 @@ def _forward(call: Call, wires: Sequence[Wire], stage: Stage, bound: Bound) -> S
 def _taker(wires: Sequence[Wire]) -> Callable[[StageOut], Sequence[Any]]:
     """What picks the values that a forward writes out of what it returned."""
     places = {Role.ACT: 0, Role.OUTPUT: 0, Role.REPORT: 1, Role.RESIDUAL: 2}
+    stashed = (Role.SKIP, Role.CARRY)  # a carry has the name CARRY, "", as a wire
     if len(wires) > 1 and all(wire.role in places for wire in wires):
         return itemgetter(*[places[wire.role] for wire in wires])
 
     def take(out: StageOut) -> Sequence[Any]:
-        return [out.stash[wire.name] if wire.role is Role.SKIP else out[places[wire.role]] for wire in wires]
+        return [out.stash[wire.name] if wire.role in stashed else out[places[wire.role]] for wire in wires]
 
     return take
 
@@ -97,7 +98,7 @@ def _backward(call: Call, wires: Sequence[Wire], bound: Bound) -> Step:
     # By name, where the gradients from each popper stand; the table has them in the order in which they are added.
     stashed: dict[str, list[int]] = {}
     for at, wire in enumerate(roles):
-        if wire.role is Role.SKIP_GRAD:
+        if wire.role in (Role.SKIP_GRAD, Role.CARRY_GRAD):
             stashed.setdefault(wire.name, []).append(at)
     split = call.kind is Kind.I
     gives = any(wires[number].role in (Role.GRAD, Role.INPUT_GRAD) for number in call.writes)

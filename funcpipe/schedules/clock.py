@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from funcpipe.core.cost import Cost, per_stage
-from funcpipe.core.kinds import COUNTED, KINDS, LINKS, MOVES, Flow, Kind, flowing
+from funcpipe.core.kinds import COUNTED, KINDS, LINKS, MOVES, WHOLE, Flow, Kind, flowing
 from funcpipe.core.schedule import Action
 
 CODED = tuple(Kind)
@@ -15,9 +15,17 @@ CODE = {kind: code for code, kind in enumerate(CODED)}
 F, B, I, W, R, O, L, G, *_ = range(len(CODED))
 
 
-def coded(orders: Iterable[Iterable[Action]]) -> list[list[tuple[int, int, int]]]:
-    """The actions of each device as (code, stage, microbatch)."""
-    return [[(CODE[kind], stage, microbatch) for kind, stage, microbatch in order] for order in orders]
+def coded(orders: Iterable[Iterable[Action]], slices: int = 1) -> list[list[tuple[int, int, int]]]:
+    """The actions of each device as (code, stage, microbatch).
+
+    Of a microbatch in so many slices each is a piece by itself, and the third number is that of the piece.
+    """
+    if slices == 1:
+        return [[(CODE[kind], stage, microbatch) for kind, stage, microbatch, _ in order] for order in orders]
+    return [
+        [(CODE[kind], stage, m if kind in WHOLE else m * slices + (number or 0)) for kind, stage, m, number in order]
+        for order in orders
+    ]
 
 
 class Dependency(NamedTuple):

@@ -16,6 +16,12 @@ class ScheduleCounts(NamedTuple):
     stages: int
     microbatches: int
     devices: int
+    slices: int = 1
+
+    @property
+    def pieces(self) -> int:
+        """How many slices the batch has, or microbatches where these are whole."""
+        return self.microbatches * self.slices
 
 
 def counted(arguments: Mapping[str, Any], faults: list[str], *, optional: str = "") -> dict[str, int]:
@@ -47,6 +53,7 @@ def schedule_counts(
     num_microbatches: int,
     num_devices: int | None,
     *,
+    num_slices: int = 1,
     looped: bool = False,
     folded: bool = False,
     share: int = 1,
@@ -56,7 +63,12 @@ def schedule_counts(
     Without ``num_devices`` there is one device for ``share`` stages, where that divides them, else for each.
     """
     faults: list[str] = []
-    arguments = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_devices": num_devices}
+    arguments = {
+        "num_stages": num_stages,
+        "num_microbatches": num_microbatches,
+        "num_devices": num_devices,
+        "num_slices": num_slices,
+    }
     counts = counted(arguments, faults, optional="num_devices")
     stages, devices = counts.get("num_stages", 0), counts.get("num_devices", 0)
     if stages > 0 and num_devices is None:
@@ -76,7 +88,7 @@ def schedule_counts(
             f"devices; {remedy}"
         )
     raise_all("no such schedule:", faults, ScheduleError)
-    return ScheduleCounts(stages, counts["num_microbatches"], devices)
+    return ScheduleCounts(stages, counts["num_microbatches"], devices, counts["num_slices"])
 
 
 def blocks(count: int, parts: int) -> list[range]:

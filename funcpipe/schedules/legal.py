@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcpipe.core.errors import ScheduleError, bullets, raise_all
-from funcpipe.core.kinds import ADDS, COUNTED, KINDS, MOVES, ONCE, Flow, Kind, flowing
+from funcpipe.core.kinds import ADDS, COUNTED, KINDS, MOVES, ONCE, WHOLE, Flow, Kind, flowing
 from funcpipe.core.remembered import Remembered
-from funcpipe.core.schedule import Action, Schedule
+from funcpipe.core.schedule import Action, Schedule, action_of
 from funcpipe.schedules.clock import CODE, CODED, B, F, G, I, R, W, chain, clock, coded
 
 MOST_FAULTS = 20
@@ -23,7 +23,7 @@ class Legal:
     Attributes:
         plan_order: every action by its number, counted device by device, by the time at which it starts when each takes
             its `KindRow.units`: an order in which one thread can run the schedule.
-        rematted: ``stage * M + microbatch`` of each R.
+        rematted: ``stage * M + microbatch`` of each R; of slices their pieces are counted.
     """
 
     plan_order: array[int]
@@ -35,7 +35,8 @@ def check(schedule: Schedule) -> None:
 
     Legal means: stages and microbatches are numbered without gaps, a stage lives on one device, each (stage,
     microbatch) runs one F and, if the schedule has backwards, one B or one I and one W, in the order F B or F I W;
-    between F and its backward stands at most one R, or one O and after it one L; at most one G of a stage comes after
+    where microbatches are cut into slices, all are, each slice stands for itself, F of a microbatch's slices come in
+    their order at every stage, and B or I in the reverse one; between F and its backward stands at most one R, or one O and after it one L; at most one G of a stage comes after
     all its backwards; the first U of a stage, if it has any, comes before all else of it, they are numbered as they
     stand, and after each the stage computes before the next; all stages have U, or none; and all devices come to their
     end.
@@ -54,13 +55,13 @@ def _examine(schedule: Schedule) -> Legal:
         raise_all(f"schedule {schedule.name!r} is not legal:", faults, ScheduleError, most=MOST_FAULTS)
 
     refuse(_malformed(schedule))
-    lanes = tuple(coded(schedule.orders))
-    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    stages, microbatches, slices = schedule.num_stages, schedule.num_pieces, schedule.num_slices
+    lanes = tuple(coded(schedule.orders, slices))
     if stages * microbatches > 5 * sum(map(len, lanes)):  # absurd indices: named before anything is allocated by them
-        refuse(_gaps(lanes, stages, microbatches))
+        refuse(_gaps(schedule))
     rematted: frozenset[int] = frozenset()
-    if not _plain(lanes, stages, microbatches):
-        faults, rematted = _incomplete(lanes, stages, microbatches, schedule.device_of)
+    if not _plain(lanes, stages, microbatches, slices):
+        faults, rematted = _incomplete(lanes, stages, microbatches, slices, schedule.device_of)
         refuse(faults)
     durations = [[float(KINDS[kind].units)] * stages for kind in CODED]
     starts, stuck = clock(lanes, schedule.device_of, microbatches, durations, chain(stages))
@@ -78,6 +79,8 @@ examine = Remembered(_examine)
 def _malformed(schedule: Schedule) -> list[str]:
     """Faults in the words themselves: not actions, negative numbers, devices without work."""
     faults: list[str] = []
+    whole: Action | None = None  # the first that has no slice, and the first that has one
+    cut: Action | None = None
     if not schedule.orders:
         return ["it has no devices"]
     for device, order in enumerate(schedule.orders):
@@ -85,13 +88,22 @@ def _malformed(schedule: Schedule) -> list[str]:
             faults.append(f"device {device} runs nothing; leave it out")
         for action in order:
             if type(action) is Action:
-                kind, stage, microbatch = action
+                kind, stage, microbatch, number = action
                 if type(stage) is int and type(microbatch) is int and stage >= 0 <= microbatch and type(kind) is Kind:
-                    continue
-            faults.append(
-                f"{_show(action)} on device {device} is no action: write Action(Kind.F, stage, microbatch) with "
-                "numbers from 0"
-            )
+                    if number is None:
+                        whole = whole or (None if kind in WHOLE else action)
+                        continue
+                    if type(number) is int and number >= 0 and kind not in WHOLE:
+                        cut = cut or action
+                        continue
+            text = "write Action(Kind.F, stage, microbatch) with numbers from 0"
+            if type(action) is Action and action.slice is not None:
+                text += f", or Action(Kind.F, stage, microbatch, slice); {' and '.join(map(str, WHOLE))} have no slice"
+            faults.append(f"{_show(action)} on device {device} is no action: {text}")
+    if whole is not None and cut is not None and not faults:
+        faults.append(f"{whole} is of a whole microbatch, and {cut} of a slice: cut all microbatches, or none")
+    elif cut is not None and not faults and schedule.num_slices == 1:
+        faults.append(f"{cut} is the only slice of its microbatch, so that is whole: write {cut._replace(slice=None)}")
     return faults
 
 
@@ -102,10 +114,10 @@ def _show(action: Any) -> str:
         return object.__repr__(action)
 
 
-def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int) -> bool:
+def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int, slices: int) -> bool:
     """Is all as most are: each stage on one device, F before its B (or I, then W), microbatches in ascending order.
 
-    True: there is no fault. False: who wants to know more must look at every action for itself.
+    Backwards of the slices of one microbatch come in descending order. True: there is no fault. False: who wants to know more must look at every action for itself.
     """
     forwards: list[list[int]] = [[] for _ in range(stages)]  # where F of each microbatch stands on its device
     backwards: list[list[int]] = [[] for _ in range(stages)]
@@ -132,7 +144,10 @@ def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatc
                 continue
             else:
                 return False
-            if len(row) != microbatch:
+            at = len(row)
+            if code != F and slices > 1:
+                at += slices - 1 - 2 * (at % slices)
+            if at != microbatch:
                 return False
             row.append(position)
         if owed or any(len(forwards[stage]) != microbatches for stage in stages_here):
@@ -140,6 +155,8 @@ def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatc
         for stage in stages_here:
             back = backwards[stage]
             counts.add(len(back))
+            if slices > 1 and len(back) == microbatches:
+                back = [back[at + slices - 1 - 2 * (at % slices)] for at in range(len(back))]
             if back and not all(map(int.__lt__, forwards[stage], back)):
                 return False
     # A device can end with all backwards of its stages or with none, and another one cannot have them.
@@ -147,7 +164,11 @@ def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatc
 
 
 def _incomplete(
-    lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int, device_of: tuple[int, ...]
+    lanes: tuple[list[tuple[int, int, int]], ...],
+    stages: int,
+    microbatches: int,
+    slices: int,
+    device_of: tuple[int, ...],
 ) -> tuple[list[str], frozenset[int]]:
     """Faults in the whole: gaps, duplicates, stages on two devices, wrong order within a (stage, microbatch)."""
     faults: list[str] = []
@@ -161,7 +182,7 @@ def _incomplete(
     for device, lane in enumerate(lanes):
         for code, stage, microbatch in lane:
             at = stage * microbatches + microbatch
-            action = Action(CODED[code], stage, microbatch)
+            action = action_of(CODED[code], stage, microbatch, slices)
             if device_of[stage] != device:
                 faults.append(
                     f"{action} on device {device}: stage {stage} lives on device {device_of[stage]} too; a stage lives "
@@ -191,6 +212,8 @@ def _incomplete(
             if early or any(row[at] for row in spoilt[code]):
                 rule = _rule(action.kind, early)
                 faults.append(f"{action} on device {device} stands too early or too late: {rule}")
+            if slices > 1:
+                faults += _out_of_turn(action, device, slices, done, at)
             if stage in once_done and action.kind in ADDS:
                 faults.append(
                     f"{action} on device {device} stands after {once_done[stage]}, which is for all gradients"
@@ -198,7 +221,7 @@ def _incomplete(
     faults += [f"{words} after it; leave it out" for words in idle.values()]
     without = [stage for stage in range(stages) if times and stage not in times]
     faults += [f"{Action(Kind.U, stage)} is missing: all stages have {Kind.U}, or none" for stage in without]
-    faults += _unpaired(dict(zip(CODED, done, strict=True)), microbatches)
+    faults += _unpaired(dict(zip(CODED, done, strict=True)), microbatches, slices)
     return faults, frozenset(at for at, stands in enumerate(done[R]) if stands)
 
 
@@ -212,6 +235,19 @@ def _miscounted(action: Action, device: int, times: int, begun: Action | None, o
     if not times and begun is not None:
         return [f"{action} on device {device} stands after {begun}, which needs what it gathers"]
     return []
+
+
+def _out_of_turn(action: Action, device: int, slices: int, done: list[bytearray], at: int) -> list[str]:
+    """What is wrong with the order of slices: each reads what another of its stage and microbatch has left."""
+    flow, number = KINDS[action.kind].flow, action.slice or 0
+    if flow is None:
+        return []
+    step = 1 if flow is Flow.FORWARD else -1
+    if not 0 <= number - step < slices or any(done[CODE[kind]][at - step] for kind in flowing(flow)):
+        return []
+    other = action._replace(slice=number - step)
+    what = "its carry" if flow is Flow.FORWARD else "the gradient of its carry"
+    return [f"{action} on device {device} stands before {other}, from which it gets {what}"]
 
 
 def _before(kind: Kind) -> list[Kind]:
@@ -238,11 +274,11 @@ def _rule(kind: Kind, early: list[int]) -> str:
     return f"{before[0]} comes first" if early[0] == 0 else f"{kind} comes after {before[early[0]]}"
 
 
-def _unpaired(done: dict[Kind, bytearray], microbatches: int) -> list[str]:
+def _unpaired(done: dict[Kind, bytearray], microbatches: int, slices: int) -> list[str]:
     """What is missing, and what must not stand together."""
 
     def name(kind: Kind, at: int) -> str:
-        return str(Action(kind, *divmod(at, microbatches)))
+        return str(action_of(kind, *divmod(at, microbatches), slices))
 
     faults = [f"{name(Kind.F, at)} is missing" for at, stands in enumerate(done[Kind.F]) if not stands]
     if any(any(row) for kind, row in done.items() if kind not in (Kind.F, *COUNTED)):
@@ -264,10 +300,12 @@ def _unpaired(done: dict[Kind, bytearray], microbatches: int) -> list[str]:
     return faults
 
 
-def _gaps(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int) -> list[str]:
-    seen = [sorted({action[column] for lane in lanes for action in lane}) for column in (1, 2)]
+def _gaps(schedule: Schedule) -> list[str]:
+    columns = [*zip(*[action for order in schedule.orders for action in order], strict=True)]
+    counts = {"stage": schedule.num_stages, "microbatch": schedule.num_microbatches, "slice": schedule.num_slices}
     faults: list[str] = []
-    for what, present, count in (("stage", seen[0], stages), ("microbatch", seen[1], microbatches)):
+    for (what, count), column in zip(counts.items(), columns[1:], strict=True):
+        present = sorted({number or 0 for number in column})
         missing = next((expected for expected, number in enumerate(present) if expected != number), None)
         if missing is not None:
             faults.append(f"{what} {missing} is missing, but {what} {count - 1} stands; number them without gaps")
@@ -288,7 +326,7 @@ def _waiting(schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], 
         other_stage = stage - 1 if flow is Flow.FORWARD else stage + 1
         needs = next(key for key in ((source, other_stage, microbatch) for source in sources) if key in place)
         other, where = place[needs]
-        name = Action(CODED[needs[0]], *needs[1:])
+        name = action_of(CODED[needs[0]], *needs[1:], schedule.num_slices)
         steps = where - stuck[other]
         behind = schedule.orders[other][stuck[other]]
         detail = (

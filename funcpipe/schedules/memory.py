@@ -29,15 +29,17 @@ def residual_levels(order: tuple[Action, ...], schedule: Schedule, cost: Cost = 
     """
     if not schedule.has_backward:
         return [(0.0, 0.0)] * len(order)
-    again = {(stage, microbatch) for kind, stage, microbatch in order if kind is Kind.R}
+    again = {action[1:] for action in order if action.kind is Kind.R}
+    shares = [size for _, size in cost.slice_shares(schedule.num_slices)]
     table = residual_table(cost, schedule.num_stages)
     live = 0.0
     levels: list[tuple[float, float]] = []
-    for kind, stage, microbatch in order:
+    for action in order:
+        kind, stage, share = action.kind, action.stage, shares[action.slice or 0]
         takes, frees = table[kind]
-        kept = kind is not Kind.F or (stage, microbatch) not in again
-        during = live + takes[stage] if kept else live
-        live = during - frees[stage]
+        kept = kind is not Kind.F or action[1:] not in again
+        during = live + takes[stage] * share if kept else live
+        live = during - frees[stage] * share
         levels.append((during, live))
     return levels
 

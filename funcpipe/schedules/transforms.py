@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
 
 from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import ADDS, COUNTED, MOVES, ONCE
@@ -63,9 +64,9 @@ def remat(schedule: Schedule, *, keep: Callable[[Action], bool] = never) -> Sche
 
     def again(order: tuple[Action, ...]) -> dict[int, list[Action]]:
         return {
-            at: [Action(Kind.R, stage, microbatch)]
-            for at, (kind, stage, microbatch) in enumerate(order)
-            if kind in (Kind.B, Kind.I) and not keep(Action(Kind.F, stage, microbatch))
+            at: [action._replace(kind=Kind.R)]
+            for at, action in enumerate(order)
+            if action.kind in (Kind.B, Kind.I) and not keep(action._replace(kind=Kind.F))
         }
 
     return Schedule(tuple(inserted(order, again(order), {}) for order in schedule.orders), f"{schedule.name}+remat")
@@ -99,17 +100,18 @@ def delay(schedule: Schedule, *, group: int = 1) -> Schedule:
 def _delayed(order: tuple[Action, ...], group: int) -> tuple[Action, ...]:
     out: list[Action] = []
     waiting: dict[int, list[Action]] = {}
-    for kind, stage, microbatch in order:
+    for action in order:
+        kind, stage = action.kind, action.stage
         if kind is Kind.W:
             continue
         if kind in ONCE:
             out += waiting.pop(stage, [])  # these wait for no longer than what comes after all of them
         if kind not in (Kind.B, Kind.I):
-            out.append(Action(kind, stage, microbatch))
+            out.append(action)
             continue
-        out.append(Action(Kind.I, stage, microbatch))
+        out.append(action._replace(kind=Kind.I))
         weights = waiting.setdefault(stage, [])
-        weights.append(Action(Kind.W, stage, microbatch))
+        weights.append(action._replace(kind=Kind.W))
         if len(weights) == group:
             out += weights
             weights.clear()
@@ -247,9 +249,9 @@ def offload(schedule: Schedule, *, move: Callable[[Action], bool] = always, ahea
         )
     orders = tuple(_moved(order, move, ahead) for order in schedule.orders)
     faults = [
-        f"{stage}F{microbatch}, but its residual is computed again by {stage}R{microbatch}"
+        f"{action}, but its residual is computed again by {action._replace(kind=Kind.R)}"
         for order in orders
-        for stage, microbatch in sorted(_of(order, Kind.O) & _of(order, Kind.R))
+        for action in sorted(_forwards_of(order, Kind.O) & _forwards_of(order, Kind.R), key=itemgetter(1, 2, 3))
     ]
     raise_all(
         f"a residual of {schedule.name!r} is computed again or moved, not both; let move= leave these out. It picked",
@@ -260,21 +262,22 @@ def offload(schedule: Schedule, *, move: Callable[[Action], bool] = always, ahea
     return Schedule(orders, f"{schedule.name}+offload")
 
 
-def _of(order: tuple[Action, ...], kind: Kind) -> set[tuple[int, int]]:
-    return {(action.stage, action.microbatch) for action in order if action.kind is kind}
+def _forwards_of(order: tuple[Action, ...], kind: Kind) -> set[Action]:
+    """The forwards of what has an action of this kind."""
+    return {action._replace(kind=Kind.F) for action in order if action.kind is kind}
 
 
 def _moved(order: tuple[Action, ...], move: Callable[[Action], bool], ahead: int) -> tuple[Action, ...]:
     """The order of one device with its O and L."""
-    forwards = {(stage, m): at for at, (kind, stage, m) in enumerate(order) if kind is Kind.F}
+    forwards = {action: at for at, action in enumerate(order) if action.kind is Kind.F}
     away: dict[int, list[Action]] = {}
     loads: dict[int, list[Action]] = defaultdict(list)  # what to bring back before each position
-    for at, (kind, stage, m) in enumerate(order):
-        forward = forwards.get((stage, m))
-        if kind not in (Kind.B, Kind.I) or forward is None or at - ahead <= forward + 1 or not move(order[forward]):
+    for at, action in enumerate(order):
+        forward = forwards.get(action._replace(kind=Kind.F)) if action.kind in (Kind.B, Kind.I) else None
+        if forward is None or at - ahead <= forward + 1 or not move(order[forward]):
             continue
-        away[forward] = [Action(Kind.O, stage, m)]
-        loads[at - ahead].append(Action(Kind.L, stage, m))
+        away[forward] = [action._replace(kind=Kind.O)]
+        loads[at - ahead].append(action._replace(kind=Kind.L))
     return inserted(order, loads, away)
 
 

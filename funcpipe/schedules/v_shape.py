@@ -50,7 +50,7 @@ def zbv(num_stages: int, num_microbatches: int, *, num_devices: int | None = Non
     Raises:
         ScheduleError: a count that is not positive, or S is not twice D.
     """
-    _, microbatches, devices = schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
+    _, microbatches, devices, _ = schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
     full = max(microbatches, 2 * devices - 1)  # so many fill the V; of a longer schedule the first few are taken
     orders: list[list[Action]] = []
     for device in range(devices):
@@ -90,7 +90,7 @@ def dualpipe_v(num_stages: int, num_microbatches: int, *, num_devices: int | Non
     Raises:
         ScheduleError: a count that is not positive, S is not twice D, or M is less than S.
     """
-    stages, microbatches, devices = schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
+    stages, microbatches, devices, _ = schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
     if microbatches < stages:
         raise ScheduleError(
             f"no such schedule: DualPipeV fills the V with {stages} microbatches, one for each stage; got "
@@ -135,7 +135,7 @@ def v_half(num_stages: int, num_microbatches: int, *, num_devices: int | None = 
     Raises:
         ScheduleError: a count that is not positive, or S is not twice D.
     """
-    _, microbatches, devices = schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
+    _, microbatches, devices, _ = schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
     return Schedule(steady(_half_block, devices, microbatches), "V-Half")
 
 
@@ -159,7 +159,7 @@ def v_min(num_stages: int, num_microbatches: int, *, num_devices: int | None = N
     Raises:
         ScheduleError: a count that is not positive, or S is not twice D.
     """
-    _, microbatches, devices = schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
+    _, microbatches, devices, _ = schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
     return Schedule(steady(_min_block, devices, microbatches), "V-Min")
 
 
@@ -184,7 +184,7 @@ def v_adaptive(num_stages: int, num_microbatches: int, *, num_devices: int | Non
     Raises:
         ScheduleError: a count that is not positive, S is not twice D, or fewer residuals than V-Min has.
     """
-    stages, microbatches, devices = schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
+    stages, microbatches, devices, _ = schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)
     fewest = min(2 * ((devices + 4) // 3), 2 * microbatches)
     if not isinstance(residuals, int) or residuals < fewest:
         raise ScheduleError(
@@ -226,7 +226,7 @@ def _spell(device: int, devices: int, phases: Sequence[_Phase]) -> list[Action]:
             for kind, which in spelled:
                 counter, step = forwards if kind is Kind.F else backwards, steps[kind, which]
                 numbers = range(counter[which], counter[which] + step * times, step)
-                columns.append([new(Action, (kind, stages[which], microbatch)) for microbatch in numbers])
+                columns.append([new(Action, (kind, stages[which], microbatch, None)) for microbatch in numbers])
                 counter[which] += 1
             for (kind, which), step in steps.items():
                 (forwards if kind is Kind.F else backwards)[which] += step * (times - 1)
@@ -238,12 +238,12 @@ def _spell(device: int, devices: int, phases: Sequence[_Phase]) -> list[Action]:
                 while which >= 0 and owed[at][0] != which:
                     at += 1
                 owner, microbatch = owed.pop(at)
-                order.append(new(Action, (kind, stages[owner], microbatch)))
+                order.append(new(Action, (kind, stages[owner], microbatch, None)))
                 continue
             counter = forwards if kind is Kind.F else backwards
             microbatch = counter[which]
             counter[which] = microbatch + 1
-            order.append(new(Action, (kind, stages[which], microbatch)))
+            order.append(new(Action, (kind, stages[which], microbatch, None)))
             if kind is Kind.I:
                 owed.append((which, microbatch))
     return order

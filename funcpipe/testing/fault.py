@@ -156,7 +156,7 @@ def _over(out: Any, selects: Callable[[Any], bool], change: Callable[[Sequence[T
     y, stash, loss_sum = unflatten(spec, [new.get(id(leaf), leaf) for leaf in values])
     if not isinstance(out, Out):
         return y
-    return Out(y, stash, result.stats, () if loss is None else (loss_sum, loss[1]))
+    return Out(y, stash, result.stats, () if loss is None else (loss_sum, loss[1]), result.carry)
 
 
 def running() -> Action | None:

@@ -105,8 +105,10 @@ def _counts(timeline: Timeline) -> tuple[str, ...]:
     """How many devices, stages and microbatches there are."""
     stages = {span.action.stage for span in timeline.spans}
     microbatches = {span.action.microbatch for span in timeline.spans}
-    counts = (timeline.num_devices, len(stages), len(microbatches))
-    return tuple(map(summary.count_text, counts, ("device", "stage", "microbatch")))
+    slices = {span.action.slice for span in timeline.spans if span.action.slice is not None}
+    counts = {"device": timeline.num_devices, "stage": len(stages), "microbatch": len(microbatches)}
+    counts |= {"slice": len(slices)} if slices else {}
+    return tuple([summary.count_text(count, word) for word, count in counts.items()])
 
 
 def frame_of(timelines: Sequence[Timeline], by: By) -> Frame:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from funcpipe.core.cost import Cost, per_stage
-from funcpipe.core.kinds import COUNTED, KINDS, LINKS, MOVES, Kind
+from funcpipe.core.kinds import COUNTED, KINDS, LINKS, MOVES, WHOLE, Kind
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.program import CALLER, Free, LaneProgram, Receive, Role, Run, Send
 from funcpipe.core.result import Span
@@ -25,6 +25,7 @@ class Since(NamedTuple):
 
 
 BEGIN = Since(0.0, None)
+_ALL = 1.0, 1.0
 _time = attrgetter("time")
 
 
@@ -36,7 +37,7 @@ class LaneState:
         program: what it does.
         at: its next instruction.
         now: until when it is busy.
-        wires: by slot, what lies there.
+        values: by slot, the number of what lies there.
         ready: by slot, from when on that can be read.
         links: until when each of `LINKS` is busy: to the host, from it, to other replicas.
         whole: by stage, from when on its parameters are gathered.
@@ -47,7 +48,7 @@ class LaneState:
     program: LaneProgram
     at: int = 0
     now: Since = BEGIN
-    wires: dict[int, int] = field(default_factory=dict[int, int])
+    values: dict[int, int] = field(default_factory=dict[int, int])
     ready: dict[int, Since] = field(default_factory=dict[int, Since])
     links: list[Since] = field(default_factory=lambda: [BEGIN] * len(LINKS))
     whole: dict[int, Since] = field(default_factory=dict[int, Since])
@@ -78,6 +79,8 @@ class Play:
         self.causes: dict[Action, Action | None] = {}
         self.backward = any(call.kind not in (Kind.F, *COUNTED) for call in lowered.calls)
         self.durations = {(call.kind, call.stage): cost.of(call.kind, call.stage) for call in lowered.calls}
+        self.shares = cost.slice_shares(lowered.num_slices)
+        """Of the time and of the memory of a microbatch, by slice."""
         self.residuals = residual_table(cost, lowered.num_stages)
         self.crossings = _crossings(lowered, cost)
         self.links: dict[tuple[int, int], float] = defaultdict(float)
@@ -120,7 +123,7 @@ class Play:
             self._run(number, lane, instruction)
         elif type(instruction) is Receive:
             value, source, slot = instruction
-            lane.wires[slot] = value // self.lowered.num_microbatches
+            lane.values[slot] = value
             if source != CALLER:
                 if not self.arrivals[number, slot]:
                     return "arrival", number, slot
@@ -137,7 +140,7 @@ class Play:
             for slot in instruction.slots:
                 self._leave(number, lane, slot)
                 if lane.program.sources[slot] not in (None, CALLER):
-                    _, latency = self.crossings[lane.wires[slot], number]
+                    _, latency = self._crossing(lane.values[slot], number)
                     self.free[number, slot] = Since(lane.now.time + latency, lane.now.cause)  # that news travels too
                     self._wake(("free", number, slot), awake)
         return None
@@ -151,7 +154,9 @@ class Play:
         """One action: when it starts, what it takes and frees."""
         call = lane.program.calls[run.call]
         kind, stage = call.kind, call.stage
-        action = Action(kind, stage, run.microbatch)
+        action = lane.program.action(run)
+        time, part = self.shares[action.slice or 0] if kind not in WHOLE else _ALL
+        moved = part if kind in (Kind.O, Kind.L) else time
         since = lane.now
         for slot in run.reads:
             ready = lane.ready.pop(slot, since)
@@ -160,7 +165,7 @@ class Play:
         if kind in MOVES:
             way = LINKS.index(KINDS[kind].resource)
             since = max(since, lane.links[way], key=_time)
-            end = since.time + self.durations[kind, stage]
+            end = since.time + self.durations[kind, stage] * moved
             lane.links[way] = Since(end, action)
             if run.writes:
                 lane.ready[run.writes[0]] = lane.links[way]
@@ -168,26 +173,32 @@ class Play:
                 lane.whole[stage] = lane.links[way]
         else:
             since = max(since, lane.whole.get(stage, BEGIN), key=_time)
-            end = since.time + self.durations[kind, stage]
+            end = since.time + self.durations[kind, stage] * moved
             lane.now = Since(end, action)
         self.causes[action] = since.cause
         place = 2.0 * len(lane.spans)
         lane.spans.append(Span(number, since.time, end, action))
         takes, frees = self.residuals[kind]
-        taken = takes[stage] if kind is not Kind.F or call.keeps else 0.0
+        taken = takes[stage] * part if kind is not Kind.F or call.keeps else 0.0
         if taken or not self.backward:
             lane.changes.append((since.time, place, taken if self.backward else 0.0))
         if self.backward and frees[stage]:
-            lane.changes.append((end, place + 1, -frees[stage]))
+            lane.changes.append((end, place + 1, -frees[stage] * part))
         for wire, slot in zip(call.writes, run.writes, strict=True):
-            lane.wires[slot] = wire
-            size, _ = self.crossings[wire, number]
+            lane.values[slot] = wire * self.lowered.num_pieces + run.microbatch
+            size, _ = self._crossing(lane.values[slot], number)
             if size:
                 lane.changes.append((end, float("inf"), size))
 
+    def _crossing(self, value: int, lane: int) -> tuple[float, float]:
+        """The size of a value that a lane gets of others, and its latency."""
+        wire, piece = divmod(value, self.lowered.num_pieces)
+        size, latency = self.crossings[wire, lane]
+        return size * self.shares[piece % self.lowered.num_slices][1], latency
+
     def _send(self, number: int, lane: LaneState, send: Send) -> None:
         slot, to, into = send
-        size, latency = self.crossings[lane.wires[slot], to]
+        size, latency = self._crossing(lane.values[slot], to)
         crossed = lane.now.time
         if size and self.cost.bandwidth:
             crossed = self.links[number, to] = max(crossed, self.links[number, to]) + size / self.cost.bandwidth
@@ -197,7 +208,7 @@ class Play:
 
     def _leave(self, number: int, lane: LaneState, slot: int) -> None:
         """What one stage handed to another goes: into the residual, or when the action that read it ends."""
-        size, _ = self.crossings[lane.wires[slot], number]
+        size, _ = self._crossing(lane.values[slot], number)
         if size:
             _, start, end, _ = lane.spans[-1]
             place = 2.0 * (len(lane.spans) - 1)

@@ -107,9 +107,10 @@ def _actions(track: Track, chart: Chart, frame: Frame, font: float, least: float
 
 
 def _number(span: Span, by_stage: bool) -> str:
-    """What an action has written in it: its microbatch; its kind too, where the colour tells the stage."""
-    kind, _, microbatch = span.action
-    return f"{kind.value if by_stage or kind in ONCE else ''}{'' if kind in ONCE else microbatch}"
+    """What an action has written in it: its microbatch, and slice; its kind too, where the colour tells the stage."""
+    kind, _, microbatch, number = span.action
+    letter = kind.value if by_stage or kind in ONCE else ""
+    return f"{letter}{'' if kind in ONCE else microbatch}{'' if number is None else f'.{number}'}"
 
 
 def _numbers(panel: Panel, frame: Frame) -> tuple[float, float]:
@@ -117,7 +118,7 @@ def _numbers(panel: Panel, frame: Frame) -> tuple[float, float]:
     height = panel.lane.height
     room = summary.quantile(summary.lengths(panel.timeline), 0.75) * frame.scale - 4
     # The longest number decides for all: a row that shows 8 and 9 but not 10 looks broken.
-    digits = max(len(str(span.action.microbatch)) for span in panel.timeline.spans)
+    digits = max(len(_number(span, by_stage=False)) for span in panel.timeline.spans)
     longest = 0.6 * (digits + (frame.by == "stage"))
     font = min(12.0 if height >= 30 else 11.0 if height >= 22 else 9.0, max(8.0, room / longest))
     return font, longest * font + 3
@@ -174,10 +175,11 @@ def _levels(device: Sequence[Level], panel: Panel, frame: Frame) -> list[str]:
 
 def _hover(span: Span, times: summary.TimeText) -> str:
     """The tooltip of an action."""
-    kind, stage, microbatch = span.action
+    kind, stage, microbatch, slice_ = span.action
     when = escape(times.interval(span.start, span.end))
     number = "time" if kind in COUNTED else "microbatch"
     which = f"stage {stage}" if kind in ONCE else f"stage {stage}, {number} {microbatch}"
+    which += "" if slice_ is None else f", slice {slice_}"
     return f"{span.action} {KINDS[kind].word}, {which}: {when}"
 
 

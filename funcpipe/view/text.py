@@ -214,7 +214,7 @@ def _labels(spans: list[Span], layout: TextLayout, end: int, ranks: dict[tuple[i
         size = min(layout.columns, layout.column(span.end)) - start
         if size <= 0:
             continue
-        kind, stage, _ = span.action
+        kind, stage, *_ = span.action
         labels = [_label(span, stages) for stages in ((True, False) if layout.stages else (False,))]
         label = next((label for label in labels if len(label) + layout.stages <= size), kind.value)
         codes = KINDS[kind].codes
@@ -277,7 +277,8 @@ def _legend(timelines: Sequence[Timeline], axis: Timeline, layout: TextLayout, w
     words = [*kinds, f"{_IDLE} idle"]
     if layout.stages:
         first = timelines[0].spans[0].action
-        words.append(f"{first} stage {first.stage}, microbatch {first.microbatch}")
+        piece = "" if first.slice is None else f", slice {first.slice}"
+        words.append(f"{first} stage {first.stage}, microbatch {first.microbatch}{piece}")
     elif not layout.labelled:
         words.append(f"1 column = {_clip(summary.time_text(axis)(1 / layout.scale), 20)}")
     for line in _fill(words, width, "  "):

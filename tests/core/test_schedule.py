@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from funcpipe.core.errors import FuncpipeError, ScheduleError
-from funcpipe.core.kinds import ONCE
+from funcpipe.core.kinds import ONCE, WHOLE
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
 from funcpipe.schedules.legal import check
@@ -17,8 +17,11 @@ from funcpipe.schedules.transforms import remat
 random_sizes = settings(deadline=None, database=None, max_examples=80)
 
 indices = st.integers(0, 12) | st.integers(0, 999_999_999)
-actions = st.builds(Action, st.sampled_from(Kind), indices, indices).map(
-    lambda action: action._replace(microbatch=0) if action.kind in ONCE else action
+actions = st.builds(Action, st.sampled_from(Kind), indices, indices, st.none() | indices).map(
+    lambda action: action._replace(
+        microbatch=0 if action.kind in ONCE else action.microbatch,
+        slice=None if action.kind in WHOLE else action.slice,
+    )
 )
 orders = st.lists(st.lists(actions, min_size=1, max_size=12).map(tuple), max_size=5).map(tuple)
 
@@ -77,7 +80,7 @@ def test_text_that_is_no_action_is_refused_by_name(text: str) -> None:
     with pytest.raises(ScheduleError) as error:
         Action.parse(text)
     assert (
-        f"{text!r} is no action: write stage, one of F B I W R O L U, microbatch, as in 2F0; or stage and G, as in 2G"
+        f"{text!r} is no action: write stage, one of F B I W R O L U, microbatch, as in 2F0 (2F0.1: its slice 1); or stage and G, as in 2G"
         == str(error.value)
     )
 
@@ -114,7 +117,7 @@ def test_every_bad_word_is_named_at_once_with_its_line() -> None:
     with pytest.raises(ScheduleError) as error:
         Schedule.parse("0F0 1F 0B0\n\n1F0xyz 1F1 # 7Q7\n-1F0 1X0")
     assert [
-        "write stage, one of F B I W R O L U, microbatch, as in 2F0; or stage and G, as in 2G:",
+        "write stage, one of F B I W R O L U, microbatch, as in 2F0 (2F0.1: its slice 1); or stage and G, as in 2G:",
         "  * line 1: '1F' is no action",
         "  * line 3: '1F0xyz' is no action",
         "  * line 4: '-1F0' is no action",

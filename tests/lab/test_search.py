@@ -134,7 +134,7 @@ def test_moving_actions_never_makes_it_longer_or_larger(data):
     )
     before = fp.simulate(schedule, cost)
     problem = Problem(cost, schedule.device_of, microbatches, tuple(max(peak, 1.0) for peak in before.peak))
-    lanes = [[(CODE[kind], stage, m) for kind, stage, m in order] for order in schedule.orders]
+    lanes = [[(CODE[kind], stage, m) for kind, stage, m, _ in order] for order in schedule.orders]
     value = before.makespan
     for better in polish(Bench(problem), lanes, random.Random(seed), Budget(150, 60), good=0.0):
         orders = tuple(tuple(fp.Action(CODED[code], *place) for code, *place in lane) for lane in better)

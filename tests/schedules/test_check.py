@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.clock import CODE, F
+from funcpipe.schedules.clock import F, coded
 from funcpipe.schedules.families import interleaved, one_f_one_b, zero_bubble
 from funcpipe.schedules.legal import _incomplete, _plain, check, examine
 from funcpipe.schedules.transforms import remat
@@ -211,7 +211,7 @@ def test_the_plan_order_holds_every_action_once_and_after_what_it_needs() -> Non
     assert len(order) == len(at) == sum(map(len, schedule.orders))
     for row in schedule.orders:
         assert sorted(at[action] for action in row) == [at[action] for action in row]
-    for kind, stage, microbatch in order:
+    for kind, stage, microbatch, _ in order:
         if kind is Kind.F and stage:
             assert at[Action(Kind.F, stage - 1, microbatch)] < at[Action(kind, stage, microbatch)]
         if kind is Kind.I and stage < 5:
@@ -264,9 +264,10 @@ FAMILIES = [one_f_one_b, interleaved, zero_bubble, zbv, dualpipe_v]
 def test_the_quick_look_overlooks_nothing(data):
     """Where it sees no fault the slow one sees none; whole families pass it. Actions are dropped, doubled, moved, split."""
     family = data.draw(st.sampled_from(FAMILIES))
-    schedule = family(4, data.draw(st.integers(4, 6)), num_devices=2)
-    lanes = [[(CODE[kind], stage, microbatch) for kind, stage, microbatch in order] for order in schedule.orders]
-    assert _plain(tuple(lanes), 4, schedule.num_microbatches)
+    slices = {} if family in (zbv, dualpipe_v) else {"num_slices": data.draw(st.integers(1, 3))}
+    schedule = family(4, data.draw(st.integers(4, 6)), num_devices=2, **slices)
+    lanes, counts = coded(schedule.orders, schedule.num_slices), (4, schedule.num_pieces, schedule.num_slices)
+    assert _plain(tuple(lanes), *counts)
     for _ in range(data.draw(st.integers(1, 3))):
         device = data.draw(st.integers(0, 1))
         lane = lanes[device]
@@ -292,5 +293,5 @@ def test_the_quick_look_overlooks_nothing(data):
     for device, lane in enumerate(lanes):
         for _, stage, _ in lane:
             device_of[stage] = device
-    faults, _ = _incomplete(tuple(lanes), 4, schedule.num_microbatches, tuple(device_of))
-    assert not (_plain(tuple(lanes), 4, schedule.num_microbatches) and faults)
+    faults, _ = _incomplete(tuple(lanes), *counts, tuple(device_of))
+    assert not (_plain(tuple(lanes), *counts) and faults)

@@ -33,7 +33,7 @@ def runs_to_the_end(orders: Orders) -> bool:
 
 def is_ready(action: Action, done: set[Action], everything: Counter[Action]) -> bool:
     """Are the things that this action needs done."""
-    kind, stage, microbatch = action
+    kind, stage, microbatch, _ = action
 
     def has(what: Kind, where: int) -> bool:
         return Action(what, where, microbatch) in done

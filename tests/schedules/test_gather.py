@@ -18,7 +18,7 @@ def whole_stages(order: tuple[fp.Action, ...]) -> list[set[int]]:
     """Of each computing action, the stages that are whole meanwhile: from their U to their last use before the next."""
     uses: dict[tuple[int, int], list[int]] = {}
     time: dict[int, int] = {}
-    for at, (kind, stage, number) in enumerate(order):
+    for at, (kind, stage, number, _) in enumerate(order):
         if kind is Kind.U:
             time[stage] = number
             uses[stage, number] = [at]

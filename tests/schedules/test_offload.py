@@ -86,7 +86,7 @@ def test_any_choice(data: st.DataObject) -> None:
         counted = [sum(a.kind not in (Kind.O, Kind.L) for a in order[:at]) for at in range(len(order))]
         at = {action: position for position, action in enumerate(order)}
         for action, position in at.items():
-            _, stage, m = action
+            _, stage, m, _ = action
             if action.kind is Kind.O:
                 assert (stage, m) in chosen
                 assert Action(Kind.F, stage, m) == order[position - 1]

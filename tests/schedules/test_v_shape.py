@@ -162,7 +162,7 @@ def joined_makespan(schedule: fp.Schedule) -> int:
             if at[device] == len(row):
                 continue
             needs: list[tuple[str, int, int]] = []
-            for kind, stage, microbatch in row[at[device]]:
+            for kind, stage, microbatch, _ in row[at[device]]:
                 if kind is fp.Kind.F and stage:
                     needs.append(("F", stage - 1, microbatch))
                 if kind in (fp.Kind.B, fp.Kind.I):
@@ -170,7 +170,7 @@ def joined_makespan(schedule: fp.Schedule) -> int:
             if all(need in ends for need in needs):
                 lasts = sum(2 if action.kind is fp.Kind.B else 1 for action in row[at[device]])
                 now[device] = max([now[device], *(ends[need] for need in needs)]) + lasts
-                for kind, stage, microbatch in row[at[device]]:
+                for kind, stage, microbatch, _ in row[at[device]]:
                     ends["F" if kind is fp.Kind.F else "W" if kind is fp.Kind.W else "B", stage, microbatch] = now[
                         device
                     ]

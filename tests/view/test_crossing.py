@@ -68,7 +68,7 @@ class Plain:
             assert sum(map(len, todo)) < before
 
     def try_to(self, device, action):
-        kind, stage, m = action
+        kind, stage, m, _ = action
         back = kind in (fp.Kind.B, fp.Kind.I)
         ready = self.now[device]
         if kind is fp.Kind.F or back:
@@ -77,11 +77,11 @@ class Plain:
                     if (back, number, m) not in self.there:
                         return False
                     ready = max(ready, self.there[back, number, m][1])
-        if back and (fp.Kind.L, stage, m) in self.end:
-            ready = max(ready, self.end[fp.Kind.L, stage, m])
+        if back and fp.Action(fp.Kind.L, stage, m) in self.end:
+            ready = max(ready, self.end[fp.Action(fp.Kind.L, stage, m)])
         length = self.cost.of(kind, stage)
         if kind in (fp.Kind.O, fp.Kind.L):
-            ready = max(ready, self.hosts[device, kind], self.end.get((fp.Kind.O, stage, m), 0.0))
+            ready = max(ready, self.hosts[device, kind], self.end.get(fp.Action(fp.Kind.O, stage, m), 0.0))
             self.hosts[device, kind] = ready + length
         else:
             self.now[device] = ready + length
@@ -110,23 +110,23 @@ class Plain:
         there = {key: (crossed, math.inf) for key, (crossed, _) in self.there.items()}
         cost, K = self.cost, fp.Kind
         residual, rest = cost.residual, cost.weight_residual
-        for kind, stage, m in start:
+        for kind, stage, m, _ in start:
             if kind is not K.F:
                 continue
             row = rows[self.home[stage]]
-            taken = start.get((K.R, stage, m), start[kind, stage, m])
+            taken = start.get(fp.Action(K.R, stage, m), start[fp.Action(kind, stage, m)])
             if not self.schedule.has_backward:
-                taken = end[kind, stage, m]
+                taken = end[fp.Action(kind, stage, m)]
             else:
-                done = (K.B, stage, m) if (K.B, stage, m) in end else (K.I, stage, m)
+                done = fp.Action(K.B, stage, m) if fp.Action(K.B, stage, m) in end else fp.Action(K.I, stage, m)
                 begin = taken
-                if (K.O, stage, m) in end:
-                    row.append((begin, end[K.O, stage, m], residual[stage]))
-                    begin = start[K.L, stage, m]
+                if fp.Action(K.O, stage, m) in end:
+                    row.append((begin, end[fp.Action(K.O, stage, m)], residual[stage]))
+                    begin = start[fp.Action(K.L, stage, m)]
                 left = rest[stage] if done[0] is K.I else 0.0
                 row.append((begin, end[done], residual[stage] - left))
                 if left:
-                    row.append((begin, end[K.W, stage, m], left))
+                    row.append((begin, end[fp.Action(K.W, stage, m)], left))
             for number, (stash, pop, size) in enumerate(self.edges):
                 if pop == stage:
                     row.append((there[False, number, m], taken, size))

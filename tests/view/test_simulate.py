@@ -272,7 +272,7 @@ def priced(draw: st.DrawFn) -> tuple[Schedule, Cost]:
 
 def needs(action: Action) -> list[Action]:
     """What an action waits for on other stages, written from the definition."""
-    kind, stage, microbatch = action
+    kind, stage, microbatch, _ = action
     if kind is Kind.F:
         return [Action(Kind.F, stage - 1, microbatch)]
     if kind in (Kind.B, Kind.I):
