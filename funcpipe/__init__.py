@@ -60,9 +60,9 @@ from funcpipe.runtime.apply import apply as apply
 from funcpipe.runtime.devices import devices as devices
 from funcpipe.runtime.graphs import graphs as graphs
 from funcpipe.runtime.lanes import lanes as lanes
-from funcpipe.runtime.microbatch import Axis as Axis
-from funcpipe.runtime.microbatch import Microbatches as Microbatches
-from funcpipe.runtime.microbatch import Replicate as Replicate
+from funcpipe.runtime.marks import Axis as Axis
+from funcpipe.runtime.marks import Microbatches as Microbatches
+from funcpipe.runtime.marks import Replicate as Replicate
 from funcpipe.runtime.optim import accumulate as accumulate
 from funcpipe.runtime.optim import global_norm as global_norm
 from funcpipe.runtime.optim import step as step

@@ -166,6 +166,7 @@ _COUNTS: OptionTable = {
     "--stages": {"type": as_count, "metavar": "S", "help": "how many stages"},
     "--microbatches": {"type": as_count, "metavar": "M", "help": "how many microbatches"},
     "--devices": {"type": as_count, "metavar": "D", "help": "how many devices"},
+    "--slices": {"type": as_count, "metavar": "K", "help": "how many slices of each microbatch, along its sequence"},
     "--remat": {"action": "store_true", "help": "compute every residual again instead of holding it"},
 }
 _COST: OptionTable = {

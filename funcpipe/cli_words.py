@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,6 +39,7 @@ output, reduce and skips are 0, bandwidth has no limit.
   backward                                   time of B; given without I and W, these take half of it each
   remat, offload                             time of R (else as F); of O, and of L, beside the device's work
   reduce                                     time of G, beside the device's work
+  attention                                  share of a stage's time that attention takes, where there are slices
   comm                                       latency of a hop between devices, whatever crosses
   bandwidth                                  memory that crosses a link in a unit of time, one value after the other
   output                                     memory of what a stage hands to the next, and of its gradient
@@ -51,19 +53,29 @@ _MOST = 10**6
 
 
 def source(
-    *, schedule: str, stages: int | None, microbatches: int | None, devices: int | None, remat: bool
+    *,
+    schedule: str,
+    stages: int | None,
+    microbatches: int | None,
+    devices: int | None,
+    slices: int | None,
+    remat: bool,
 ) -> fp.Schedule | fp.Timeline:
     """The schedule of a family with its counts, or what a file holds."""
     family = FAMILIES.get(schedule)
     if family is None:
         result = read(schedule)
-        if stages or microbatches or devices:
-            raise fp.FuncpipeError(f"{schedule} says its own counts: leave out --stages, --microbatches, --devices")
+        if stages or microbatches or devices or slices:
+            raise fp.FuncpipeError(
+                f"{schedule} says its own counts: leave out --stages, --microbatches, --devices, --slices"
+            )
     elif not stages or not microbatches:
         raise fp.FuncpipeError(f"{schedule} is a family: say --stages and --microbatches")
+    elif slices and "num_slices" not in signature(family).parameters:
+        raise fp.FuncpipeError(f"{schedule} is of whole microbatches: leave out --slices")
     else:
-        bounded(stages, microbatches)
-        result = family(stages, microbatches, num_devices=devices)
+        bounded(stages, microbatches * (slices or 1))
+        result = family(stages, microbatches, num_devices=devices, **({"num_slices": slices} if slices else {}))
     return fp.schedules.remat(result) if remat and isinstance(result, fp.Schedule) else result
 
 

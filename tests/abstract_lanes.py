@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from funcpipe.core.kinds import MOVES, Kind
 from funcpipe.core.lowered import Lowered
-from funcpipe.core.program import CALLER, Free, Instruction, Receive, Role, Run, Send
+from funcpipe.core.program import CALLER, FROM, Free, Instruction, Receive, Role, Run, Send
 
 
 class Wrong(Exception):
@@ -44,15 +44,15 @@ class Slots:
                 if source != CALLER and slot not in self.came[lane]:
                     return False
                 if source == CALLER:
-                    self.require(is_given(self.program, value // self.program.num_microbatches), instruction)
+                    self.require(is_given(self.program, value // self.program.num_pieces), instruction)
                     self.require(slot < self.pooled[lane] and slot not in held, instruction)
                 else:
                     self.require(self.came[lane].pop(slot) == value, instruction)
                 self.require(program.slots[slot].source == source, instruction)
                 held[slot] = value
             case Run(number, microbatch, reads, writes):
-                call, base = program.calls[number], self.program.num_microbatches
-                wanted = [wire * base + microbatch for wire, _ in call.reads]
+                call, base = program.calls[number], self.program.num_pieces
+                wanted = [number_of(self.program, wire, microbatch) for wire, _ in call.reads]
                 self.require(wanted == [held.get(slot) for slot in reads] and not {*writes} & {*held}, instruction)
                 held |= {slot: wire * base + microbatch for wire, slot in zip(call.writes, writes, strict=True)}
             case Free(slots):
@@ -165,13 +165,13 @@ def by_counts(program: Lowered, one_way: bool = True) -> str:
     It knows nothing of plan order, but for the order of each lane, and no slot has a number. Without ``one_way`` values of
     different pools come as they can.
     """
-    count, pools = program.num_microbatches, program.pools
+    count, pools = program.num_pieces, program.pools
     todo: list[deque[int]] = [deque() for _ in range(program.num_lanes)]
     to_read: Counter[tuple[int, int]] = Counter()
     for code in program.order:
         call = program.calls[code // count]
         todo[call.lane].append(code)
-        to_read.update((wire * count + code % count, call.lane) for wire, pool in call.reads if pool >= 0)
+        to_read.update((number_of(program, wire, code % count), call.lane) for wire, pool in call.reads if pool >= 0)
     there: list[dict[int, int]] = [{} for _ in todo]
     """By value, the pool where it lies."""
     to_send: list[deque[tuple[int, int, int]]] = [deque() for _ in todo]
@@ -191,14 +191,14 @@ def by_counts(program: Lowered, one_way: bool = True) -> str:
             return False
         number, microbatch = divmod(todo[lane][0], count)
         call = program.calls[number]
-        missing = [each for each in call.reads if each[0] * count + microbatch not in there[lane]]
+        missing = [each for each in call.reads if number_of(program, each[0], microbatch) not in there[lane]]
         for wire, pool in missing:
             if pool < 0 or (pools[pool].source == CALLER and not is_given(program, wire)):
                 raise Wrong(call)
         if any(pools[pool].source != CALLER for _, pool in missing):
             return False
         todo[lane].popleft()
-        for value in [wire * count + microbatch for wire, pool in call.reads if pool >= 0]:
+        for value in [number_of(program, wire, microbatch) for wire, pool in call.reads if pool >= 0]:
             to_read[value, lane] -= 1
             if not to_read[value, lane] and value in there[lane]:
                 lying[there[lane].pop(value)] -= 1
@@ -229,6 +229,11 @@ def by_counts(program: Lowered, one_way: bool = True) -> str:
     except Wrong:
         return "wrong"
     return "hangs" if any(todo) or any(to_send) or any(ways.values()) else ""
+
+
+def number_of(program: Lowered, wire: int, piece: int) -> int:
+    """The number of the value of a wire that an action of a piece reads."""
+    return wire * program.num_pieces + piece + FROM.get(program.wires[wire].role, 0)
 
 
 def is_given(program: Lowered, wire: int) -> bool:

@@ -168,7 +168,7 @@ class Model:
         own = [one for one in (*self.find("params", params[0]), params[1]) if differentiable(one)]
         for one in own:
             one.requires_grad_()
-        y, stash, stats, _ = self.first(params[0], batch[0], state=state[0], feeds=feeds)
+        y, stash, stats, *_ = self.first(params[0], batch[0], state=state[0], feeds=feeds)
         outputs = self.second(params[1], y, skips=stash)
         loss = self.loss(outputs, batch[1])
         grads = torch.autograd.grad(loss, own, allow_unused=True)

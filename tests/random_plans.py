@@ -10,36 +10,45 @@ from funcpipe.lower.plan import make_plan
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Any legal schedule: any placement of stages, any order that can run, any mix of B, I W and R."""
+    """Any legal schedule: any placement of stages, any order that can run, any mix of B, I W and R, slices or none."""
     stages, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    slices = draw(st.sampled_from([1, 1, 2, 3]))
+    pieces = [(m, None if slices == 1 else number) for m in range(microbatches) for number in range(slices)]
     places = draw(st.lists(st.integers(0, 3), min_size=stages, max_size=stages))
     device_of = [sorted(set(places)).index(place) for place in places]
     backward = draw(st.sampled_from(["", "B", "IW", "mixed"]))
     again = draw(st.sampled_from(["never", "always", "some"])) if backward else "never"
-    left: dict[tuple[int, int], list[Kind]] = {}
-    for at in [(s, m) for s in range(stages) for m in range(microbatches)]:
+    left: dict[tuple[int, int, int | None], list[Kind]] = {}
+    for at in [(s, *piece) for s in range(stages) for piece in pieces]:
         ending = (draw(st.sampled_from(["B", "IW"])) if backward == "mixed" else backward) if backward else ""
         remat = "R" if again == "always" or (again == "some" and draw(st.booleans())) else ""
         left[at] = [Kind[letter] for letter in f"F{remat}{ending}"]
     orders: list[list[Action]] = [[] for _ in set(device_of)]
     chance = draw(st.randoms(use_true_random=False))
     while left:
-        ready = [at for at in left if _may(left, *at, stages)]
-        stage, microbatch = chance.choice(ready)
-        kinds = left[stage, microbatch]
-        orders[device_of[stage]].append(Action(kinds.pop(0), stage, microbatch))
+        ready = [at for at in left if _may(left, at, stages)]
+        at = chance.choice(ready)
+        kinds = left[at]
+        orders[device_of[at[0]]].append(Action(kinds.pop(0), *at))
         if not kinds:
-            del left[stage, microbatch]
+            del left[at]
     return Schedule(tuple(map(tuple, orders)))
 
 
-def _may(left: dict[tuple[int, int], list[Kind]], stage: int, microbatch: int, stages: int) -> bool:
-    """May the next action of a (stage, microbatch) run."""
-    kind = left[stage, microbatch][0]
+def _may(left: dict[tuple[int, int, int | None], list[Kind]], at: tuple[int, int, int | None], stages: int) -> bool:
+    """May the next action of a (stage, microbatch, slice) run."""
+    (stage, microbatch, number), kind = at, left[at][0]
+
+    def lacks(stage: int, number: int | None, kinds: set[Kind]) -> bool:
+        return bool(kinds & set(left.get((stage, microbatch, number), ())))
+
     if kind is Kind.F:
-        return stage == 0 or Kind.F not in left.get((stage - 1, microbatch), ())
+        before = lacks(stage, number - 1, {Kind.F}) if number else False
+        return not before and (stage == 0 or not lacks(stage - 1, number, {Kind.F}))
     if kind is Kind.B or kind is Kind.I:
-        return stage == stages - 1 or not {Kind.F, Kind.R, Kind.B, Kind.I} & set(left.get((stage + 1, microbatch), ()))
+        waits = {Kind.F, Kind.R, Kind.B, Kind.I}
+        after = lacks(stage, number + 1, waits) if number is not None else False
+        return not after and (stage == stages - 1 or not lacks(stage + 1, number, waits))
     return True
 
 
@@ -55,7 +64,13 @@ def nets(draw: st.DrawFn, count: int) -> list[Stage]:
             pop[popper].append(f"e{number}")
     feeds = [draw(st.sets(st.sampled_from(["mask", "scale"]))) for _ in range(count)]
     return [
-        Stage(lambda p, x, **extras: x, stash=tuple(a), pop=tuple(b), feeds=tuple(sorted(c)))
+        Stage(
+            lambda p, x, **extras: x,
+            stash=tuple(a),
+            pop=tuple(b),
+            feeds=tuple(sorted(c)),
+            carry=draw(st.booleans()),
+        )
         for a, b, c in zip(stash, pop, feeds, strict=True)
     ]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from funcpipe.core.errors import BatchError, PlanError, raise_all
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves
 from funcpipe.modules.signature import as_call, as_input
-from funcpipe.runtime.microbatch import Axis, Microbatches, Replicate
+from funcpipe.runtime.marks import Axis, Microbatches, Replicate
 
 
 def bare(leaf: Any) -> Any:

@@ -106,13 +106,16 @@ def _malformed(program: Lowered) -> Iterator[str]:
     """By wire and lane, the pool in which it lies there; -1: it is made there."""
     for call in program.calls:
         name = f"{call.stage}{call.kind} on device {call.lane}"
-        reads, sends = [wire for wire, _ in call.reads], [(wire, to) for wire, to, _ in call.sends]
+        sends = [(wire, to) for wire, to, _ in call.sends]
         if call.lane not in lanes or not 0 <= call.stage < program.num_stages:
             yield f"{name}: there are {program.num_stages} stages on {program.num_lanes} devices"
         if any(not 0 <= wire < len(program.wires) for wire, *_ in _uses(call)):
             yield f"{name}: there are {len(program.wires)} wires"
             return
-        if len({*reads, *call.writes}) < len(reads) + len(call.writes) or len({*sends}) < len(sends):
+        # A carry is read of one piece and written of another.
+        uses = [(wire, FROM.get(program.wires[wire].role, 0)) for wire, _ in call.reads]
+        uses += [(wire, 0) for wire in call.writes]
+        if len({*uses}) < len(uses) or len({*sends}) < len(sends):
             yield f"{name} reads, writes or sends something twice"
         for wire, lane, pool in _uses(call):
             if ways.setdefault((wire, lane), pool) != pool:

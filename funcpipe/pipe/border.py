@@ -13,7 +13,7 @@ from funcpipe.core.torch_names import pop_saved_hooks, push_saved_hooks, top_sav
 from funcpipe.core.tree import Tree, flatten, map_leaves, unflatten
 from funcpipe.cutting.example import bare
 from funcpipe.runtime.context import saved_tensors_are_hooked
-from funcpipe.runtime.microbatch import Axis, Microbatches
+from funcpipe.runtime.marks import Axis, Microbatches
 from funcpipe.runtime.vjp import Pullback
 
 # -- inputs -----------------------------------------------------------------------------------------------------------

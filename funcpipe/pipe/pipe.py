@@ -31,7 +31,7 @@ from funcpipe.pipe.stages import CHECKPOINTS, ModuleSnapshot, Stages
 from funcpipe.runtime import microbatch
 from funcpipe.runtime.context import RUNNING, refuse_transforms
 from funcpipe.runtime.devices import same_device
-from funcpipe.runtime.microbatch import Microbatches
+from funcpipe.runtime.marks import Microbatches
 from funcpipe.runtime.run import run
 from funcpipe.runtime.vjp import vjp
 from funcpipe.schedules.families import fill_drain

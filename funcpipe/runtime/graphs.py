@@ -25,7 +25,7 @@ from funcpipe.runtime.context import RUNNING, checked_plan, not_carried, refuse_
 from funcpipe.runtime.device_graph import Recorded, Unrecordable
 from funcpipe.runtime.devices import plan_devices, same_device
 from funcpipe.runtime.executors import Serial, suiting
-from funcpipe.runtime.microbatch import Axis, Microbatches, Replicate
+from funcpipe.runtime.marks import Axis, Microbatches, Replicate
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.prepare import checked_seed, split_batch
 from funcpipe.runtime.shares import shares_of, weights_of

@@ -15,7 +15,8 @@ from funcpipe.core.errors import BatchError, raise_all
 from funcpipe.core.tree import Spec, Tree, flatten, is_differentiable, locations, refuse_hidden, spread, unflatten
 from funcpipe.runtime.border import LEAF, Border, caller_copy, dense, share
 from funcpipe.runtime.bound import Gradients
-from funcpipe.runtime.microbatch import Batch, Microbatches
+from funcpipe.runtime.marks import Microbatches
+from funcpipe.runtime.microbatch import Batch
 
 MergeRule: TypeAlias = int | str | None
 """How one leaf of the outputs is joined over microbatches; see ``make_plan(merge=)``."""
@@ -65,11 +66,12 @@ def _unjoinable(place: str, values: Sequence[Any], rule: MergeRule, lengths: Seq
         len(shape) > 1 and -len(shape) <= rule < len(shape) and shape[_along(rule, len(shape))] == length
         for shape, length in zip(shapes, cycle(lengths), strict=False)
     )
+    if fits:
+        return ""
     return (
-        ""
-        if fits
-        else f"{place} has shapes {shapes}, and no axis beside {rule} that is that of the slices ({', '.join(map(str, lengths))}); say "
-        "make_plan(..., merge=) with 'mean', 'sum' or 'each', for all leaves or a tree of them"
+        f"{place} has shapes {shapes}, and no axis beside {rule} that is that of the slices "
+        f"({', '.join(map(str, lengths))}): say make_plan(..., merge=) with 'mean', 'sum' or 'each', for all leaves or a "
+        "tree of them"
     )
 
 

@@ -12,6 +12,7 @@ from funcpipe.core.errors import BatchError, PlanError, raise_all
 from funcpipe.core.torch_names import has_gradient_hooks
 from funcpipe.core.tree import Leaves, Tree, flatten, locations
 from funcpipe.runtime import microbatch
+from funcpipe.runtime.marks import Axis, Microbatches, Replicate
 from funcpipe.runtime.trainable import Trainable
 
 
@@ -55,7 +56,7 @@ def refuse_attached(trees: NamedTrees) -> None:
 
 
 def _bare(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, (microbatch.Replicate, microbatch.Axis)) else leaf
+    return leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf
 
 
 def _why(leaf: Any) -> str:
@@ -66,7 +67,7 @@ def _why(leaf: Any) -> str:
 
 
 def _asks(leaf: Any) -> bool:
-    if isinstance(leaf, microbatch.Microbatches):
+    if isinstance(leaf, Microbatches):
         return any(_asks(inner) for tree in leaf for inner in flatten(tree)[0])
     bare = _bare(leaf)
     return isinstance(bare, Tensor) and bare.requires_grad

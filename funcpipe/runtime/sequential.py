@@ -86,7 +86,8 @@ class Loop:
         self.skip_grads: dict[tuple[str, int, int], Gradients] = {}
         self.carries: dict[int, Border] = {}
         """By stage, what the slice that ran last hands to the next."""
-        self.carry_grads: dict[int, Gradients] = {}
+        self.carry_grads: dict[tuple[int, int], Gradients] = {}
+        """The gradients of what pieces were handed."""
         self.at = (0, 0, "F")
 
     def run(self) -> None:
@@ -179,7 +180,7 @@ class Loop:
             if name in self.routes
         }
         if part.carry and (m + 1) % self.slices:
-            stash[CARRY] = [self.carry_grads.pop(stage)]
+            stash[CARRY] = [self.carry_grads.pop((stage, m + 1))]
         y_grads = None if y is None else self._to(y, stage)
         residual = self.residuals.pop((stage, m))
         if kind is Kind.I:
@@ -191,7 +192,7 @@ class Loop:
         names = (*part.pop, CARRY) if part.carry and m % self.slices else part.pop
         for name, gradient in zip(names, cotangents.skips, strict=True):
             if name == CARRY:
-                self.carry_grads[stage] = gradient
+                self.carry_grads[stage, m] = gradient
             else:
                 self.skip_grads[name, stage, m] = gradient
 

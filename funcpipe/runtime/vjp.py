@@ -19,7 +19,7 @@ from funcpipe.runtime.execute import Execution, LaneExecutor
 from funcpipe.runtime.executors import executor_for
 from funcpipe.runtime.finish import finish, gradient_sums, gradients, refuse_writes, release, unused_keys, unused_leaves
 from funcpipe.runtime.joining import OutputJoin, join_input_grads
-from funcpipe.runtime.microbatch import Microbatches
+from funcpipe.runtime.marks import Microbatches
 from funcpipe.runtime.options import ExecutorLike, RunOptions
 from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.trainable import Trainable

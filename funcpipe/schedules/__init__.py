@@ -17,6 +17,7 @@ from funcpipe.schedules.families import zero_bubble as zero_bubble
 from funcpipe.schedules.formats import from_json as from_json
 from funcpipe.schedules.formats import to_json as to_json
 from funcpipe.schedules.legal import check as check
+from funcpipe.schedules.slices import balanced_slices as balanced_slices
 from funcpipe.schedules.torch_csv import from_torch_csv as from_torch_csv
 from funcpipe.schedules.torch_csv import to_torch_csv as to_torch_csv
 from funcpipe.schedules.transforms import always as always

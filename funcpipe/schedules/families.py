@@ -291,7 +291,7 @@ def zb_h2(num_stages: int, num_microbatches: int, *, num_devices: int | None = N
 
 
 def _rounds(counts: ScheduleCounts) -> tuple[list[range], int]:
-    """The microbatches in rounds of about D pieces, and how many forwards of the longest come before a device's last stage."""
+    """The microbatches in rounds of about D pieces, and how many forwards of the longest come before the last stage."""
     number = max(1, min(counts.microbatches, counts.pieces // counts.devices))
     rounds = blocks(counts.microbatches, number)
     return rounds, (counts.stages // counts.devices - 1) * max(map(len, rounds)) * counts.slices

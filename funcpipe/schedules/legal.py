@@ -35,11 +35,11 @@ def check(schedule: Schedule) -> None:
 
     Legal means: stages and microbatches are numbered without gaps, a stage lives on one device, each (stage,
     microbatch) runs one F and, if the schedule has backwards, one B or one I and one W, in the order F B or F I W;
-    where microbatches are cut into slices, all are, each slice stands for itself, F of a microbatch's slices come in
-    their order at every stage, and B or I in the reverse one; between F and its backward stands at most one R, or one O and after it one L; at most one G of a stage comes after
-    all its backwards; the first U of a stage, if it has any, comes before all else of it, they are numbered as they
-    stand, and after each the stage computes before the next; all stages have U, or none; and all devices come to their
-    end.
+    between F and its backward stands at most one R, or one O and after it one L; where a microbatch is cut into
+    slices, all are, each slice has its own actions, and at every stage F come in the order of the slices, B or I in the
+    reverse one; at most one G of a stage comes after all its backwards; the first U of a stage, if it has any, comes
+    before all else of it, they are numbered as they stand, and after each the stage computes before the next; all stages
+    have U, or none; and all devices come to their end.
 
     Time is linear in the number of actions.
 
@@ -117,7 +117,8 @@ def _show(action: Any) -> str:
 def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int, slices: int) -> bool:
     """Is all as most are: each stage on one device, F before its B (or I, then W), microbatches in ascending order.
 
-    Backwards of the slices of one microbatch come in descending order. True: there is no fault. False: who wants to know more must look at every action for itself.
+    Backwards of the slices of one microbatch come in descending order. True: there is no fault. False: who wants to know
+    more must look at every action for itself.
     """
     forwards: list[list[int]] = [[] for _ in range(stages)]  # where F of each microbatch stands on its device
     backwards: list[list[int]] = [[] for _ in range(stages)]

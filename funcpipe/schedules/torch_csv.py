@@ -29,7 +29,7 @@ def to_torch_csv(schedule: Schedule) -> str:
     1F0,1I0,1F1,1I1,1W0,1W1
 
     Args:
-        schedule: a legal schedule with backwards and without R, O and L.
+        schedule: a legal schedule of whole microbatches with backwards and without R, O and L.
 
     Raises:
         ScheduleError: torch could not run it.
@@ -38,6 +38,10 @@ def to_torch_csv(schedule: Schedule) -> str:
     faults: list[str] = []
     if not schedule.has_backward:
         faults.append("it has no backwards: torch has no schedules that only evaluate (there: `schedule.eval`)")
+    if schedule.num_slices > 1:
+        faults.append(
+            "its microbatches are in slices, which torch's schedules do not have; make it without num_slices="
+        )
     kinds = {action.kind for order in schedule.orders for action in order}
     if Kind.R in kinds:
         faults.append(

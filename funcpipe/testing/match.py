@@ -13,7 +13,7 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.lower.plan import make_plan
-from funcpipe.runtime.microbatch import Microbatches
+from funcpipe.runtime.marks import Microbatches
 from funcpipe.runtime.options import ExecutorLike
 from funcpipe.runtime.run import run
 from funcpipe.runtime.sequential import run_sequential

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from random_plans import plans, schedules
 
 from funcpipe.core.plan import Plan
-from funcpipe.core.program import CALLER, Free, Receive, Role, Run, Send, Value
+from funcpipe.core.program import CALLER, FROM, Free, Receive, Role, Run, Send, Value
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.lower.plan import make_plan
 from funcpipe.schedules.legal import check
@@ -42,8 +42,10 @@ class Walk:
         """Everything read is there, everything written is new."""
         program = self.plan.program.lanes[lane]
         call, m = program.calls[run.call], run.microbatch
-        see = lambda wire: program.value(wire * program.num_microbatches + m)
-        assert [see(wire) for wire, _ in call.reads] == [self.held[lane][slot] for slot in run.reads]
+        see = lambda wire, piece=m: program.value(wire * program.num_pieces + piece)
+        pieces = [m + FROM.get(program.wires[wire].role, 0) for wire, _ in call.reads]
+        read = [see(wire, piece) for (wire, _), piece in zip(call.reads, pieces, strict=True)]
+        assert read == [self.held[lane][slot] for slot in run.reads]
         assert len(run.reads) == len({*run.reads})
         for wire, slot in zip(call.writes, run.writes, strict=True):
             assert self.slot(lane, slot) == (lane, see(wire).role)
@@ -115,11 +117,13 @@ def test_slots_are_empty_at_the_end_but_for_what_the_caller_takes(plan: Plan) ->
     state = walk(plan)
     left = {(lane, value) for lane, held in enumerate(state.held) for value in held.values()}
     device_of, last = plan.schedule.device_of, plan.num_stages - 1
+    slices = [None] if plan.schedule.num_slices == 1 else range(plan.schedule.num_slices)
+    pieces = [(m, number) for m in range(plan.num_microbatches) for number in slices]
     expected = {
-        (device_of[s], Value(Role.REPORT, s, m)) for s in range(plan.num_stages) for m in range(plan.num_microbatches)
+        (device_of[s], Value(Role.REPORT, s, m, slice=number)) for s in range(plan.num_stages) for m, number in pieces
     }
     if plan.outputs:
-        expected |= {(device_of[last], Value(Role.OUTPUT, last, m)) for m in range(plan.num_microbatches)}
+        expected |= {(device_of[last], Value(Role.OUTPUT, last, m, slice=number)) for m, number in pieces}
     assert expected == left
     assert not any(state.sent)
     said = {(lane.lane, lane.value(number)) for lane in plan.program.lanes for number, _ in lane.left}

@@ -142,7 +142,7 @@ def added(chance: Random, program: Lowered) -> Lowered:
     """An action that is there or could be, beside another one or in its place."""
     order = [*program.order]
     at = chance.randrange(len(order))
-    order[at : at + chance.randint(0, 1)] = [chance.randrange(len(program.calls) * program.num_microbatches)]
+    order[at : at + chance.randint(0, 1)] = [chance.randrange(len(program.calls) * program.num_pieces)]
     return replace(program, order=tuple(order))
 
 

@@ -232,7 +232,7 @@ def test_what_was_saved_is_really_gone_while_it_is_away(num_stages, executor, mo
     def advance(self):
         real(self)
         action = self.program.action(self.program.runs[self.done - 1])
-        alive[str(action)] = seen[action[1:]].alive
+        alive[str(action)] = seen[action.stage, action.microbatch].alive
 
     def looked(self, to, **options):
         event = move(self, to, **options)
