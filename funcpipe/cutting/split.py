@@ -46,6 +46,7 @@ def split(
     loss: Any = None,
     any_rows: bool = True,
     check: bool = True,
+    slices: bool = False,
 ) -> Split:
     """Cut a model into pure stages. The model is untouched; the stages get its parameters, by its names.
 
@@ -84,6 +85,10 @@ def split(
             the model in one piece; of other models it is not, and microbatches count by their rows: for padded labels
             give ``make_plan(loss=)`` a loss with a method ``weigh(inputs, target)``.
         check: compare traced stages with the model (two forwards and backwards of each on the example).
+        slices: let the stages run slices of a sequence, for schedules with ``num_slices``: each hands the keys and values of
+            its blocks on, through the cache that the model has for generating. For models of transformers without a
+            trace whose blocks attend to all that came before (Llama, GPT-2); stages of functions have a ``carry`` of
+            their own. Labels go in moved by one, as ``labels`` and ``shift_labels``.
 
     Returns:
         `Split`: stages, params, state, ties, loss; it prints itself.
@@ -94,6 +99,11 @@ def split(
     _check_model(model)
     cuts = _Wanted(num_stages, _names(at), balance, policy)
     cuts.check()
+    if slices and (example is not None or (isinstance(model, nn.Sequential) and layers is None)):
+        raise PlanError(
+            "slices=True cuts models of transformers between their blocks, without a trace: leave out example=; of a "
+            "Sequential, or a model of your own, write the stages as functions with a carry (fp.stage)"
+        )
     if example is not None:
         with _tracing:
             return _traced(model, cuts, example, ties, loss, any_rows, check)
@@ -104,7 +114,7 @@ def split(
         )
     if isinstance(model, nn.Sequential) and layers is None:
         return _sequential(model, cuts, ties, loss)
-    return _layered(model, cuts, layers, ties, loss)
+    return _layered(model, cuts, layers, ties, loss, slices)
 
 
 _tracing = threading.RLock()
@@ -197,12 +207,13 @@ def _sequential(model: nn.Sequential, cuts: _Wanted, ties: Any, loss: Any) -> Sp
     return assemble(model, parts, ties=ties, loss=None if loss is None else as_loss(loss, model))
 
 
-def _layered(model: nn.Module, cuts: _Wanted, layers: Any, ties: Any, loss: Any) -> Split:
+def _layered(model: nn.Module, cuts: _Wanted, layers: Any, ties: Any, loss: Any, slices: bool) -> Split:
     stack = layers if isinstance(layers, Layers) else find_layers(model, layers)
     named = [(name, model.get_submodule(name)) for name in stack.names]
     sides = ([model.get_submodule(name) for name in side] for side in (stack.entry, stack.exit))
     sizes = cuts.sizes(_module_units(named, *sides))
-    return assemble(model, cut_layers(model, sizes, layers=stack), ties=ties, loss=as_loss(loss, model))
+    parts = cut_layers(model, sizes, layers=stack, slices=slices)
+    return assemble(model, parts, ties=ties, loss=as_loss(loss, model))
 
 
 def _traced(model: nn.Module, cuts: _Wanted, example: Any, ties: Any, loss: Any, any_rows: bool, check: bool) -> Split:

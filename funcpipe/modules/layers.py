@@ -15,13 +15,14 @@ from funcpipe.modules.batchnorm import CommitLayers
 from funcpipe.modules.configs import configs, without_cache
 from funcpipe.modules.layers_find import TRACED, Layers, find_layers
 from funcpipe.modules.layers_look import asks
+from funcpipe.modules.layers_slices import SliceCaches
 from funcpipe.modules.layers_stage import INPUTS, LayersFn
 from funcpipe.modules.module import Skeleton, devices_fault, named_tensors, refuse_lazy
 from funcpipe.modules.skippable import skips_of
 
 
 def cut_layers(
-    model: nn.Module, sizes: Sequence[int], *, layers: Layers | str | None = None
+    model: nn.Module, sizes: Sequence[int], *, layers: Layers | str | None = None, slices: bool = False
 ) -> tuple[tuple[Stage, dict[str, Any], Any], ...]:
     """Cut a model between the blocks of its stack; nothing is traced, control flow and custom kernels stay.
 
@@ -39,6 +40,7 @@ def cut_layers(
         model: on one device, or on meta as a whole.
         sizes: blocks of each stage.
         layers: from `find_layers`, or the path of the list.
+        slices: can the stages run slices of a sequence; see `split`.
 
     Returns:
         For each stage the stage, the model's own parameters by the model's names, and copies of its buffers (() for
@@ -63,18 +65,20 @@ def cut_layers(
             "with fp.from_module"
         )
     raise_all(f"{type(model).__name__} cannot be cut so:", faults)
+    caches = SliceCaches(model, len(stack)) if slices else None
     skeleton = Skeleton(model)
     without_cache(skeleton.module, model)
     tensors = named_tensors(model)
     out: list[tuple[Stage, dict[str, Any], Any]] = []
     for first, last in pairwise(accumulate(counts, initial=0)):
-        fn = LayersFn(skeleton, skips, stack, first, last)
+        fn = LayersFn(skeleton, skips, stack, first, last, caches)
         part = fn.part(
             tensors,
             f"{stack.path}[{first}:{last}]",
             stash=(INPUTS,) if first == 0 and last < len(stack) else (),
             pop=(INPUTS,) if first else (),
             commit=CommitLayers(fn.norms) if fn.norms else None,
+            carry=slices,
         )
         out.append(part)
     return tuple(out)

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.frames import REGIONS, frames
+from funcpipe.core.stage import Out
 from funcpipe.core.torch_names import without_modes
 from funcpipe.core.tree import Tree, cow_clone, flatten, is_differentiable, map_leaves, map_tensors, under_transform
 from funcpipe.modules.layers_find import TRACED, Layers, within
 from funcpipe.modules.layers_look import asked, beside, differs, incomplete, marked, nans
+from funcpipe.modules.layers_slices import SliceCaches
 from funcpipe.modules.layers_stub import Blank, Leave, outer_paths, outline, real, stub
 from funcpipe.modules.module import ModuleCopy, ModuleFn, Params, Skeleton, State
 from funcpipe.modules.signature import as_call
@@ -36,10 +38,13 @@ class LayersFn(ModuleFn):
         cut: the stack, and the modules before and after it.
         first, last: the stage's blocks, ``last`` excluded.
         verified: (training, with gradients) for each mode in which a forward was verified.
+        caches: what makes the caches of slices; None: it runs whole sequences only.
     """
 
-    def __init__(self, shape: Skeleton, skips: Skips, cut: Layers, first: int, last: int) -> None:
-        self.cut, self.first, self.last = cut, first, last
+    def __init__(
+        self, shape: Skeleton, skips: Skips, cut: Layers, first: int, last: int, caches: SliceCaches | None = None
+    ) -> None:
+        self.cut, self.first, self.last, self.caches = cut, first, last, caches
         self.verified: set[tuple[bool, bool]] = set()
         self.numbers = {name: number for number, name in enumerate(cut.names)}
         tables = {
@@ -87,7 +92,9 @@ class LayersCopy(ModuleCopy):
     def __init__(self, owner: LayersFn) -> None:
         super().__init__(owner)
         cut = owner.cut
-        self.cut, self.first, self.last = cut, owner.first, owner.last
+        self.cut, self.first, self.last, self.caches = cut, owner.first, owner.last, owner.caches
+        self.carried: Tree = None  # what the slice before handed on
+        self.arguments: dict[str, Any] = {}  # of the model's forward, where slices may run
         self.filled: torch.device | None = None
         self.looks = self.passing = False  # is this call verified; do its blocks return what arrived
         self.ends: list[Any] = []  # nodes of autograd that made what the blocks returned, in such a call
@@ -136,17 +143,25 @@ class LayersCopy(ModuleCopy):
         kept = map_tensors(cow_clone, inputs) if travels else None
         mode = self.train, torch.is_grad_enabled()
         self.looks, self.ends = mode not in self.owner.verified, []
-        y, returned = self._forward(x, inputs, calls)
-        if self.looks:
-            self._verify(y, x, inputs, calls)
-            self.owner.verified.add(mode)
-            self.looks, self.ends = False, []
-        return y, {INPUTS: (kept, returned)} if travels else {}
+        self.carried = extras.get("carry")
+        try:
+            y, returned = self._forward(x, inputs, calls)
+            carry = self.caches.carry(self.arguments, self.first, self.last) if self.caches else ()
+            if self.looks:
+                self._verify(y, x, inputs, calls)
+                self.owner.verified.add(mode)
+                self.looks, self.ends = False, []
+        finally:
+            self.carried, self.arguments = None, {}
+        return Out(y, carry=carry) if self.caches else y, {INPUTS: (kept, returned)} if travels else {}
 
     def _forward(self, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> tuple[Tree, tuple[Any, ...]]:
         """The output of the stage's last block, or of the model; in the first stage also what the entries returned."""
         args, kwargs = as_call(inputs)
         self._refuse_collecting(args, kwargs)
+        if self.caches is not None:
+            args, kwargs = (), self.caches.given(args, kwargs, self.carried, self.first, self._unknown)
+            self.arguments = kwargs
         for path, layer in self.outer.items():
             self.places[id(layer)] = path or "forward"
         for table in self.asleep:
@@ -167,7 +182,7 @@ class LayersCopy(ModuleCopy):
                 f"{self.cut.names[min(reached, self.last - 1)]!r}: it does not run the blocks of {self.cut.path!r} "
                 f"one after the other; {TRACED}"
             )
-        return y, ()
+        return self.caches.without(y) if self.caches is not None else y, ()
 
     def _begin(self) -> None:
         """Note that the stack has begun: the modules around it draw again."""
