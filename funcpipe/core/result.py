@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from funcpipe.core.cost import Cost, PerStage
-from funcpipe.core.kinds import MOVES, Kind
+from funcpipe.core.kinds import MOVES, WHOLE, Kind
 from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Action
 from funcpipe.core.trace import chrome_trace
@@ -173,6 +173,7 @@ class Timeline:
         """The mean time of each kind on each stage, to simulate with: what the actions took, without the waiting.
 
         Of what a stage did not run, B is I and W together, I and W are half of B each, R is F; O, L, G and U are nothing.
+        Slices are counted together as their microbatch, and are as long as they took.
 
         >>> Timeline((Span(0, 0.0, 1.0, Action(Kind.F, 0, 0)), Span(0, 1.0, 4.0, Action(Kind.F, 0, 1))), 1).cost().forward
         (2.0,)
@@ -181,10 +182,18 @@ class Timeline:
             A cost with one number per stage, in the timeline's unit; ``comm`` is the timeline's.
         """
         stages = range(1 + max((stage for _, stage in self.by_kind), default=-1))
+        slices = [0.0] * (1 + max((span.action.slice or 0 for span in self.spans), default=0))
+        for _, start, end, action in self.spans:
+            if action.slice is not None and action.kind not in MOVES:
+                slices[action.slice] += end - start
+        pieces = len(slices)
 
         def mean(kind: Kind, otherwise: Sequence[float]) -> tuple[float, ...]:
             durations = (self.by_kind.get((kind, stage)) for stage in stages)
-            return tuple(fmean(times) if times else other for times, other in zip(durations, otherwise, strict=True))
+            often = 1 if kind in WHOLE else pieces
+            return tuple(
+                fmean(times) * often if times else other for times, other in zip(durations, otherwise, strict=True)
+            )
 
         no_time = [0.0] * len(stages)
         forward = mean(Kind.F, no_time)
@@ -198,10 +207,11 @@ class Timeline:
             second,
             backward=backward,
             remat=mean(Kind.R, forward),
-            offload=tuple(fmean(times) if times else 0.0 for times in moves),
+            offload=tuple(fmean(times) * pieces if times else 0.0 for times in moves),
             reduce=mean(Kind.G, no_time),
             gather=mean(Kind.U, no_time),
             comm=self.comm,
+            slices=tuple(slices) if pieces > 1 and min(slices) > 0 else (),
         )
 
     def to_chrome_trace(self, path: Any) -> None:

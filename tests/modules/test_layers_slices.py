@@ -129,7 +129,9 @@ def test_what_cannot_run_slices():
     assert "leave out example=" in text
     checkpointed = llama().train()
     checkpointed.model.gradient_checkpointing = True
-    assert "while its gradient checkpointing is on: turn that off" in refused(lambda: fp.split(checkpointed, 2, slices=True))
+    assert "while its gradient checkpointing is on: turn that off" in refused(
+        lambda: fp.split(checkpointed, 2, slices=True)
+    )
 
 
 def test_a_sliding_window_cannot_run_slices():
