@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import causal
 import pytest
 import torch
 import torch.nn as nn
@@ -1476,3 +1477,42 @@ def shared_modules(rank, size):
                 make()
             said.append(name)
     return len(said)
+
+
+def sliced(rank, size, compiled):
+    """Microbatches in slices, of lengths that ranks without a batch hear of; against one process."""
+    stages, params = causal.chain(("attend", "recur", "point", "attend"))
+    stages = [fp.compile_stage(stage) for stage in stages] if compiled else stages
+    wrong = []
+    for schedule in (
+        fp.schedules.one_f_one_b(4, 3, num_slices=3),
+        fp.schedules.remat(fp.schedules.interleaved(4, 3, num_devices=2, num_slices=2)),
+        fp.schedules.zero_bubble(4, 2, num_slices=4),
+    ):
+        if schedule.num_devices < size:
+            continue
+        plan = fp.make_plan(stages, schedule, loss=F.mse_loss, outputs=True, devices="cpu")
+        with fp.ranks(plan, lanes=owners(plan.num_devices, size), timeout=30.0) as ranks:
+            own = fp.place(plan, params, ranks)
+            for rows, length in ((7, 11), (2, 5), (3, 8)):
+                x, target = causal.batch(rows, length)
+                want = fp.run_sequential(plan, params, (x, target))
+                first, last = 0 in ranks.stages, 3 in ranks.stages
+                given = (x if first else None, target if last else None) if first or last else None
+                got = fp.run(plan, own, given, executor=ranks)
+                wrong += [
+                    f"{schedule.name} {rows} rows: {name}" for name in differences(want, got, ranks.stages, last=last)
+                ]
+    return wrong
+
+
+def other_lengths(rank, size):
+    """The ranks of the first and the last stage have sequences of different lengths: all of them say so."""
+    stages, params = causal.chain(("attend", "point"))
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2, num_slices=2), loss=F.mse_loss, devices="cpu")
+    x, target = causal.batch(4, 6)
+    with fp.ranks(plan, timeout=30.0) as ranks:
+        given = (x, None) if rank == 0 else (None, target[:, :5])
+        with pytest.raises(fp.RanksError, match="the length of the sequences: rank 1 has 5, rank 0 has 6"):
+            fp.run(plan, fp.place(plan, params, ranks), given, executor=ranks)
+    return []

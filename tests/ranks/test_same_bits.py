@@ -12,3 +12,16 @@ def test_every_schedule(pools, size):
     numbers = [number for number, schedule in enumerate(ALL) if schedule.num_devices >= size]
     for wrong in pools(size).all("bits", numbers, [8, 10, 3], seconds=110):
         assert [] == wrong
+
+
+@pytest.mark.parametrize(("size", "compiled"), [(2, False), (2, True), (4, False)])
+def test_slices(pools, size, compiled):
+    """Carries stay in their process; lengths are agreed on."""
+    for wrong in pools(size).all("sliced", compiled, seconds=110):
+        assert [] == wrong
+
+
+def test_sequences_of_different_lengths(pools):
+    """Before anything runs."""
+    for wrong in pools(2).all("other_lengths"):
+        assert [] == wrong
