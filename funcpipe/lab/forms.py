@@ -54,11 +54,7 @@ def _lifted(schedule: Schedule, stages: Sequence[range], devices: Sequence[int])
     orders: list[tuple[Action, ...]] = [()] * len(devices)
     for device, order in zip(devices, schedule.orders, strict=True):
         orders[device] = tuple(
-            [
-                Action(action.kind, stage, action.microbatch)
-                for action in order
-                for stage in _in_order(action, stages[action.stage])
-            ]
+            [action._replace(stage=stage) for action in order for stage in _in_order(action, stages[action.stage])]
         )
     return Schedule(tuple(orders), schedule.name)
 

@@ -106,7 +106,7 @@ class _Ruled(Simulation):
         if waiting > rule.owed:
             return W, -1, False, 0.0
         soonest, blocked = NEVER, False
-        forwards, backwards, count = self.forwards, self.backwards, problem.num_microbatches
+        forwards, backwards, count, turns = self.forwards, self.backwards, problem.num_microbatches, problem.turns
         whole, room = problem.residual, device.limit - device.held
         for code, stage, window, next_stage in self.ranks[number]:
             if code == F:
@@ -128,7 +128,7 @@ class _Ruled(Simulation):
                     continue
             else:
                 done = backwards[stage]
-                if done >= forwards[stage]:
+                if done >= count or (done := turns[done]) >= forwards[stage]:
                     continue
                 arrival = self.gradients[stage][done]
                 if self.grows[stage] > room and not (

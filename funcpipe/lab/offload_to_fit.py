@@ -25,7 +25,7 @@ def offload_to_fit(problem: Problem, schedule: Schedule, time: Timed, budget: Bu
         time: simulates a schedule.
         budget: gives up when its time is over.
     """
-    away: set[tuple[int, int]] = set()
+    away: set[Action] = set()
     bare = schedule
     while not budget.late:
         timeline = time(schedule)
@@ -40,24 +40,24 @@ def offload_to_fit(problem: Problem, schedule: Schedule, time: Timed, budget: Bu
     return None
 
 
-def _longest(problem: Problem, timeline: Timeline, device: int, away: set[tuple[int, int]]) -> tuple[int, int] | None:
-    """The (stage, microbatch) whose residual waits for longest of those on a device when its memory is highest."""
+def _longest(problem: Problem, timeline: Timeline, device: int, away: set[Action]) -> Action | None:
+    """The forward whose residual waits for longest of those on a device when its memory is highest."""
     steps = timeline.memory[device]
     peak = max(level for _, level in steps)
     moment = next(time for time, level in steps if level >= peak)
-    begins: dict[tuple[int, int], float] = {}
+    begins: dict[Action, float] = {}
     best, wait = None, 0.0
     for span in timeline.spans:
         if span.device != device:
             continue
-        kind, stage, microbatch, _ = span.action
-        place = stage, microbatch
+        kind, stage = span.action.kind, span.action.stage
+        place = span.action._replace(kind=Kind.F)
         if kind is Kind.F:
             begins[place] = span.end
         elif kind in (Kind.R, Kind.O):
             begins.pop(place, None)  # it is computed again, or away: there is nothing to move
         elif (kind is Kind.B or kind is Kind.I) and place in begins and place not in away:
-            move = problem.cost.of(Kind.O, stage)
+            move = problem.cost.of(Kind.O, stage) / problem.num_slices
             # The residual is away from the end of O to the start of L; the moment must lie between them.
             if (
                 begins[place] + move <= moment < span.start - move + ROUNDING
@@ -67,24 +67,24 @@ def _longest(problem: Problem, timeline: Timeline, device: int, away: set[tuple[
     return best
 
 
-def _insert(problem: Problem, bare: Schedule, timeline: Timeline, away: set[tuple[int, int]]) -> Schedule:
+def _insert(problem: Problem, bare: Schedule, timeline: Timeline, away: set[Action]) -> Schedule:
     """A schedule with O after each F of ``away``, and L as late as it can be to end before the backward."""
     starts = {span.action: span.start for span in timeline.spans}
     orders: list[tuple[Action, ...]] = []
     for order in bare.orders:
         loads: dict[int, list[Action]] = {}
-        forwards = {(a.stage, a.microbatch): position for position, a in enumerate(order) if a.kind is Kind.F}
+        forwards = {action: position for position, action in enumerate(order) if action.kind is Kind.F}
         link = float("inf")  # loads queue: each must be done before the next one begins
         for position in reversed(range(len(order))):
-            kind, stage, microbatch, _ = order[position]
-            place = stage, microbatch
-            if place not in away or kind not in (Kind.B, Kind.I):
+            action = order[position]
+            place = action._replace(kind=Kind.F)
+            if place not in away or action.kind not in (Kind.B, Kind.I):
                 continue
-            begin = link = min(link, starts[order[position]]) - problem.cost.of(Kind.L, stage)
+            begin = link = min(link, starts[action]) - problem.cost.of(Kind.L, action.stage) / problem.num_slices
             target = position
             while target - 1 > forwards[place] and starts[order[target]] > begin:
                 target -= 1
-            loads.setdefault(target, []).insert(0, Action(Kind.L, stage, microbatch))
-        leaves = {forwards[place]: [Action(Kind.O, *place)] for place in away if place in forwards}
+            loads.setdefault(target, []).insert(0, action._replace(kind=Kind.L))
+        leaves = {forwards[place]: [place._replace(kind=Kind.O)] for place in away if place in forwards}
         orders.append(inserted(order, loads, leaves))
     return Schedule(tuple(orders), f"{bare.name}+offload")

@@ -10,7 +10,7 @@ from funcpipe.schedules.clock import CODED, B, F, I, L, O, R, W, clock, duration
 from funcpipe.schedules.memory import residual_table
 
 _CLASS = {F: 0, R: 1, B: 2, I: 2, W: 3, O: 4, L: 5}
-"""Actions of one class and stage keep their order: microbatches ascend."""
+"""Actions of one class and stage keep their order: microbatches ascend, backwards of slices descend."""
 
 _REACH = 6
 """The most positions by which an action moves."""
@@ -21,11 +21,13 @@ class Bench:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.durations = durations_of(problem.cost, problem.num_stages)
-        self.edges = edges_of(problem.cost, problem.device_of)
+        slices = problem.num_slices
+        self.durations = [[time / slices for time in row] for row in durations_of(problem.cost, problem.num_stages)]
+        edges = edges_of(problem.cost, problem.device_of)
+        self.edges = [edge._replace(link=edge.link / slices) for edge in edges]
         table = residual_table(problem.cost, problem.num_stages)
-        self.takes = [table[kind][0] for kind in CODED]
-        self.frees = [table[kind][1] for kind in CODED]
+        self.takes = [[size / slices for size in table[kind][0]] for kind in CODED]
+        self.frees = [[size / slices for size in table[kind][1]] for kind in CODED]
 
     def score(self, lanes: Sequence[Sequence[CodedAction]]) -> Score | None:
         """The score of orders; None where they deadlock."""

@@ -12,7 +12,7 @@ from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.kinds import Flow, Kind
 from funcpipe.core.result import Timeline
-from funcpipe.core.schedule import Action, Schedule
+from funcpipe.core.schedule import Schedule, action_of
 from funcpipe.schedules.clock import CODED, edges_of
 
 Objective: TypeAlias = Literal["makespan", "span"]
@@ -42,11 +42,12 @@ class Problem:
     Attributes:
         cost: times and memory.
         device_of: the device of each stage.
-        num_microbatches: how many.
+        num_microbatches: how many; of microbatches in slices how many slices there are of all, each a piece by itself.
         limits: the most memory of each device; infinite for none.
         objective: what is to be short: one isolated batch, or the longest device from its first start to its last end.
         remat: may residuals be computed again.
         offload: may residuals go to the host.
+        num_slices: how many slices a microbatch has. They take equally long, and hold the same.
     """
 
     cost: Cost
@@ -56,6 +57,7 @@ class Problem:
     objective: Objective = "makespan"
     remat: bool = False
     offload: bool = False
+    num_slices: int = 1
 
     @property
     def num_stages(self) -> int:
@@ -66,6 +68,12 @@ class Problem:
     def num_devices(self) -> int:
         """How many devices."""
         return len(self.limits)
+
+    @cached_property
+    def turns(self) -> tuple[int, ...]:
+        """The pieces in the order in which backwards visit them: microbatches up, slices of one down."""
+        last = self.num_slices - 1
+        return tuple(piece + last - 2 * (piece % self.num_slices) for piece in range(self.num_microbatches))
 
     @cached_property
     def local(self) -> tuple[tuple[int, ...], ...]:
@@ -112,12 +120,12 @@ class Problem:
     @cached_property
     def residual(self) -> tuple[float, ...]:
         """Memory that F takes, by stage."""
-        return tuple(map(float, per_stage(self.cost.residual, self.num_stages)))
+        return tuple(size / self.num_slices for size in per_stage(self.cost.residual, self.num_stages))
 
     @cached_property
     def rest(self) -> tuple[float, ...]:
         """Memory that I leaves for W, by stage."""
-        return tuple(map(float, per_stage(self.cost.weight_residual, self.num_stages)))
+        return tuple(size / self.num_slices for size in per_stage(self.cost.weight_residual, self.num_stages))
 
     @cached_property
     def waits(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -129,7 +137,7 @@ class Problem:
         for edge in edges_of(self.cost, self.device_of):
             if abs(edge.source - edge.to) == 1:
                 row = backward if edge.flow is Flow.BACKWARD else forward
-                row[edge.source] = max(row[edge.source], edge.link + edge.latency)
+                row[edge.source] = max(row[edge.source], edge.link / self.num_slices + edge.latency)
         return tuple(forward), tuple(backward)
 
     @cached_property
@@ -167,12 +175,13 @@ class Problem:
         return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(timeline.peak, self.limits, strict=True))
 
     def _times(self, kind: Kind) -> tuple[float, ...]:
-        return tuple(float(self.cost.of(kind, stage)) for stage in range(self.num_stages))
+        return tuple(self.cost.of(kind, stage) / self.num_slices for stage in range(self.num_stages))
 
 
-def as_schedule(lanes: Iterable[Iterable[CodedAction]], name: str) -> Schedule:
+def as_schedule(lanes: Iterable[Iterable[CodedAction]], name: str, num_slices: int = 1) -> Schedule:
     """Lanes as a schedule."""
-    return Schedule(tuple(tuple(Action(CODED[code], *place) for code, *place in lane) for lane in lanes), name)
+    rows = [[action_of(CODED[code], stage, piece, num_slices) for code, stage, piece in lane] for lane in lanes]
+    return Schedule(tuple(map(tuple, rows)), name)
 
 
 def limits_of(memory_limit: Any, num_devices: int) -> tuple[float, ...]:

@@ -27,6 +27,8 @@ from funcpipe.schedules.memory import residual_peak
 from funcpipe.view.simulate import simulate
 
 _WRONG = 1e-6
+_UNEVEN = 0.01
+"""By how much, of a slice, the times of slices may differ: lengths are whole numbers."""
 _POLISHED = 20_000
 """The most actions of a schedule whose single actions are moved; with more that takes too long."""
 
@@ -107,6 +109,7 @@ def search(
     num_devices: int,
     num_microbatches: int,
     num_stages: int | None = None,
+    num_slices: int = 1,
     memory_limit: float | Sequence[float] | None = None,
     placement: str | Sequence[int] | None = None,
     remat: bool = False,
@@ -132,6 +135,8 @@ def search(
         num_devices: how many devices, D.
         num_microbatches: how many microbatches, M.
         num_stages: how many stages, where the cost does not say; D by default.
+        num_slices: how many slices each microbatch is cut into, along its sequence. The search takes them to take equally
+            long, so ``cost.slices`` is () without attention, or of `balanced_slices`.
         memory_limit: of a device, or of each, in the unit of `Cost.residual`; None: no limit.
         placement: "line" (neighbouring stages on each device), "loop" (stage s on device ``s mod D``), "v" (down the
             devices and back up), or the device of each stage; None: all that the counts allow.
@@ -139,7 +144,7 @@ def search(
         offload: may residuals be moved to the host and back (O, L), where a device holds too much.
         objective: "makespan": one isolated batch; "span": the longest device from its first start to its last end, the
             cost of one of many batches that follow each other.
-        exact: at the end, let OR-Tools (extra ``solve``) look for the shortest of all and prove it, for what is left of
+        exact: at the end (of whole microbatches), let OR-Tools (extra ``solve``) look for the shortest of all and prove it, for what is left of
             the time; where everything is small (up to about 4 devices and 8 microbatches) that takes up to half a
             minute.
         evaluations: about how many schedules are timed; the same number and seed give the same schedule.
@@ -154,11 +159,13 @@ def search(
         num_devices,
         num_microbatches,
         num_stages,
+        num_slices,
         memory_limit,
         placement,
         remat,
         offload,
         objective,
+        exact,
         evaluations,
         seconds,
     )
@@ -178,7 +185,7 @@ def search(
             part = budget.part((0.45 if exact else 0.9) / left)
             like = best.schedule if best.problem is problem and variant.device_of == problem.device_of else None
             for listed in climb(variant, part, Random(seed), good=best.bound, like=like):
-                best.offer(problem, lift(as_schedule(listed.lanes, "search")), "rules")
+                best.offer(problem, lift(as_schedule(listed.lanes, "search", problem.num_slices)), "rules")
                 if best.done:
                     break
     best.polish(Random(seed), share=0.5 if exact else 1.0)
@@ -271,10 +278,11 @@ class _Best:
             return
         if sum(map(len, self.schedule.orders)) > _POLISHED:
             return
-        lanes = coded(self.schedule.orders)
+        slices = self.problem.num_slices
+        lanes = coded(self.schedule.orders, slices)
         bench = Bench(self.tight(self.problem))
         for better in polish(bench, lanes, rng, self.budget.part(share), good=self.bound):
-            self._offer(self.problem, as_schedule(better, self.schedule.name), "moves")
+            self._offer(self.problem, as_schedule(better, self.schedule.name, slices), "moves")
 
     def prove(self, problems: Sequence[Problem], seed: int) -> None:
         """Solve every placement that is small enough; a proof raises its bound."""
@@ -320,11 +328,13 @@ def _problems(
     num_devices: Any,
     num_microbatches: Any,
     num_stages: Any,
+    num_slices: Any,
     memory_limit: Any,
     placement: Any,
     remat: bool,
     offload: bool,
     objective: Any,
+    exact: bool,
     evaluations: Any,
     seconds: Any,
 ) -> list[Problem]:
@@ -336,6 +346,7 @@ def _problems(
         "num_devices": num_devices,
         "num_microbatches": num_microbatches,
         "num_stages": num_stages,
+        "num_slices": num_slices,
         "evaluations": evaluations,
     }
     counts = counted(arguments, faults, optional="num_stages")
@@ -345,7 +356,16 @@ def _problems(
         faults.append(f"objective is 'makespan' or 'span'; got {objective!r}")
     if not isinstance(seconds, (int, float)) or not seconds > 0:
         faults.append(f"seconds is a positive number; got {seconds!r}")
+    slices = counts.get("num_slices", 1)
+    if slices > 1 and exact:
+        faults.append("exact=True proves schedules of whole microbatches; leave it or num_slices= out")
     raise_all("no such search:", faults, ScheduleError)
+    times = [time for time, _ in cost.slice_shares(slices)]
+    if max(times) - min(times) > _UNEVEN / slices:
+        raise ScheduleError(
+            f"search takes slices that take equally long, and these take {', '.join(f'{time:.3f}' for time in times)} of "
+            "their microbatch; give Cost(slices=fp.schedules.balanced_slices(length, num_slices, attention=...))"
+        )
     devices = counts["num_devices"]
     stages = counts.get("num_stages") or _stages_of(cost, placement, devices)
     cost.check_stages(stages)
@@ -353,8 +373,9 @@ def _problems(
         raise ScheduleError(f"num_devices is at most the number of stages; got {devices} devices for {stages} stages")
     limits = limits_of(memory_limit, devices)
     shapes = shapes_for(stages, devices) if placement is None else [placement]
+    pieces = counts["num_microbatches"] * slices
     return [
-        Problem(cost, placed(shape, stages, devices), counts["num_microbatches"], limits, objective, remat, offload)
+        Problem(cost, placed(shape, stages, devices), pieces, limits, objective, remat, offload, slices)
         for shape in shapes
     ]
 

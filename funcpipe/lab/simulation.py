@@ -41,7 +41,7 @@ class Device:
 class Simulation:
     """All devices, with what each stage has run and when what it reads next arrives.
 
-    Microbatches of a stage go in order, so an action is a code and a stage.
+    Microbatches of a stage go in order, so an action is a code and a stage; slices too, forwards up and backwards down.
 
     Attributes:
         inputs, gradients: by stage and microbatch, when they arrive; infinite where that is not known yet.
@@ -86,7 +86,7 @@ class Simulation:
             else:
                 self.gradients[stage][microbatch] = end
         elif code in (B, I):
-            microbatch = self.backwards[stage]
+            microbatch = problem.turns[self.backwards[stage]]
             self.backwards[stage] += 1
             if code == B:
                 end = now + problem.whole_backward[stage]
@@ -101,12 +101,12 @@ class Simulation:
                 receiver = problem.device_of[stage - 1]
         elif code == W:
             stage = device.owed.popleft()
-            microbatch = self.weights[stage]
+            microbatch = problem.turns[self.weights[stage]]
             self.weights[stage] += 1
             end = now + problem.weight[stage]
             device.held -= problem.rest[stage]
         else:
-            microbatch = self.backwards[stage]
+            microbatch = problem.turns[self.backwards[stage]]
             end = now + problem.again[stage]
             device.held += problem.residual[stage]
             device.dropped.remove((stage, microbatch))

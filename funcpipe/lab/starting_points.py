@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from inspect import signature
 from math import isfinite
 
 from funcpipe.core.errors import ScheduleError
-from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.core.schedule import Action, Kind, Schedule, action_of
 from funcpipe.lab.forms import forms
 from funcpipe.lab.greedy import on_a_line, on_a_v
 from funcpipe.lab.problem import ROUNDING, Problem, as_schedule
@@ -40,18 +41,24 @@ def starting_points(problem: Problem) -> Iterator[tuple[str, Schedule]]:
 
 
 def _published(problem: Problem) -> Iterator[tuple[str, Schedule]]:
-    stages, microbatches, devices = problem.num_stages, problem.num_microbatches, problem.num_devices
+    stages, devices, slices = problem.num_stages, problem.num_devices, problem.num_slices
+    microbatches = problem.num_microbatches // slices
+    options = {"num_devices": devices, **({"num_slices": slices} if slices > 1 else {})}
     if any(map(isfinite, problem.limits)):
         yield "one at a time", _one_at_a_time(problem)  # first: if anything fits, this does
     for make in PUBLISHED:
+        if slices > 1 and "num_slices" not in signature(make).parameters:
+            continue
         try:
-            schedule = make(stages, microbatches, num_devices=devices)
+            schedule = make(stages, microbatches, **options)
         except ScheduleError:
             continue
         if schedule.device_of == problem.device_of:
             yield schedule.name, schedule
             if problem.remat:
                 yield f"{schedule.name}+remat", rematted(schedule)
+    if slices > 1:
+        return  # what follows is of whole microbatches
     loops = stages > devices and stages % devices == 0
     if loops and problem.device_of == tuple(stage % devices for stage in range(stages)):
         for group in sorted({(devices + 1) // 2, (3 * devices + 3) // 4, devices}):
@@ -71,11 +78,15 @@ def _published(problem: Problem) -> Iterator[tuple[str, Schedule]]:
 def _one_at_a_time(problem: Problem) -> Schedule:
     """Every microbatch through all stages and back before the next one: slow, and nothing needs less memory."""
     orders: list[list[Action]] = [[] for _ in range(problem.num_devices)]
-    for microbatch in range(problem.num_microbatches):
-        for stage, device in enumerate(problem.device_of):
-            orders[device].append(Action(Kind.F, stage, microbatch))
-        for stage, device in reversed(list(enumerate(problem.device_of))):
-            orders[device] += [Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)]
+    slices = problem.num_slices
+    for first in range(0, problem.num_microbatches, slices):
+        pieces = range(first, first + slices)
+        for piece in pieces:
+            for stage, device in enumerate(problem.device_of):
+                orders[device].append(action_of(Kind.F, stage, piece, slices))
+        for piece in reversed(pieces):
+            for stage, device in reversed(list(enumerate(problem.device_of))):
+                orders[device] += [action_of(kind, stage, piece, slices) for kind in (Kind.I, Kind.W)]
     return Schedule(tuple(map(tuple, orders)), "one-at-a-time")
 
 
