@@ -170,9 +170,9 @@ class Problem:
         spans = [end - begin for begin, end in zip(begins, ends, strict=True)]
         return Score(max(spans), sum(spans))
 
-    def fits(self, timeline: Timeline) -> bool:
-        """Does every device stay within its memory."""
-        return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(timeline.peak, self.limits, strict=True))
+    def fits(self, peaks: Sequence[float]) -> bool:
+        """Does every device stay within its memory, if it holds so much."""
+        return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(peaks, self.limits, strict=True))
 
     def _times(self, kind: Kind) -> tuple[float, ...]:
         return tuple(self.cost.of(kind, stage) / self.num_slices for stage in range(self.num_stages))

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from random import Random
-from typing import Any
 
-from funcpipe.core.cost import Cost
-from funcpipe.core.errors import FuncpipeError, ScheduleError, raise_all
+from funcpipe.core.cost import Cost, per_stage
+from funcpipe.core.errors import FuncpipeError, ScheduleError
 from funcpipe.core.result import Timeline, shares
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.lab.bounds import LowerBound, lower_bound
@@ -17,18 +16,17 @@ from funcpipe.lab.climb import climb
 from funcpipe.lab.exact import solve
 from funcpipe.lab.forms import forms
 from funcpipe.lab.offload_to_fit import offload_to_fit
-from funcpipe.lab.placement import placed, shapes_for
 from funcpipe.lab.polish import Bench, polish
-from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule, limits_of
+from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule
+from funcpipe.lab.problems import problems_of
 from funcpipe.lab.starting_points import fused, starting_points
 from funcpipe.schedules.clock import coded
-from funcpipe.schedules.counts import counted
 from funcpipe.schedules.memory import residual_peak
 from funcpipe.view.simulate import simulate
 
 _WRONG = 1e-6
-_UNEVEN = 0.01
-"""By how much, of a slice, the times of slices may differ: lengths are whole numbers."""
+_BEGINS = 0.4
+"""Of the seconds, how many go into published and greedy schedules at most."""
 _POLISHED = 20_000
 """The most actions of a schedule whose single actions are moved; with more that takes too long."""
 
@@ -144,9 +142,9 @@ def search(
         offload: may residuals be moved to the host and back (O, L), where a device holds too much.
         objective: "makespan": one isolated batch; "span": the longest device from its first start to its last end, the
             cost of one of many batches that follow each other.
-        exact: at the end (of whole microbatches), let OR-Tools (extra ``solve``) look for the shortest of all and prove it, for what is left of
+        exact: at the end, let OR-Tools (extra ``solve``) look for the shortest of all and prove it, for what is left of
             the time; where everything is small (up to about 4 devices and 8 microbatches) that takes up to half a
-            minute.
+            minute. Of whole microbatches only.
         evaluations: about how many schedules are timed; the same number and seed give the same schedule.
         seconds: cut the search short after so long.
         seed: of the random changes.
@@ -154,7 +152,7 @@ def search(
     Raises:
         ScheduleError: the counts, limits or costs do not fit each other, or no schedule within the limit was found.
     """
-    problems = _problems(
+    problems = problems_of(
         cost,
         num_devices,
         num_microbatches,
@@ -171,12 +169,15 @@ def search(
     )
     budget = Budget(evaluations, seconds)
     best = _Best(list(map(lower_bound, problems)), budget)
+    begins = budget.part(_BEGINS)
     for problem in problems:
         for source, schedule in starting_points(problem):
             best.offer(problem, schedule, source)
-            if best.done or budget.late:
+            best.cut |= begins.late
+            if best.done or begins.late:
                 break
-    for number, problem in enumerate(problems):
+    # Where the best is something better is nearest.
+    for number, problem in enumerate(sorted(problems, key=lambda problem: problem is not best.problem)):
         if best.done or budget.late:
             break
         variants = [form for variant in best.variants(problem) for form in forms(variant)]
@@ -202,12 +203,20 @@ class _Best:
         self.value = float("inf")
         self.problem: Problem | None = None
         self.schedule: Schedule | None = None
-        self.timeline: Timeline | None = None
+        self._timeline: Timeline | None = None
+        self._benches: dict[int, Bench] = {}
         self.source = ""
         self.cut = False
-        """Whether the solver ran out of time."""
+        """Whether what to begin with, or the solver, ran out of time."""
         self.least = float("inf")
         """The least memory above the limit that anything needed."""
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The timeline of the best schedule; it costs much more than its times, so it is made when it is wanted."""
+        if self._timeline is None and self.problem is not None and self.schedule is not None:
+            self._timeline = simulate(self.schedule, self.problem.cost)
+        return self._timeline
 
     @property
     def bound(self) -> float:
@@ -232,12 +241,15 @@ class _Best:
             self._offer(problem, joined, source)
 
     def _offer(self, problem: Problem, schedule: Schedule, source: str) -> None:
-        timeline = self._time(problem, schedule)
-        value = problem.value(timeline)
-        if value >= self.value * (1 - ROUNDING):
+        self.budget.spend()
+        bench = self._benches.setdefault(id(problem), Bench(problem))
+        score = bench.score(coded(schedule.orders, problem.num_slices))
+        if score is None or score.value >= self.value * (1 - ROUNDING):
             return
-        if not problem.fits(timeline):
-            excess = max(peak - limit for peak, limit in zip(timeline.peak, problem.limits, strict=True))
+        value, timeline = score.value, None
+        peaks = self._peaks(problem, schedule)
+        if not problem.fits(peaks):
+            excess = max(peak - limit for peak, limit in zip(peaks, problem.limits, strict=True))
             self.least = min(self.least, excess)
             relieved = (
                 offload_to_fit(problem, schedule, lambda candidate: self._time(problem, candidate), self.budget)
@@ -248,9 +260,21 @@ class _Best:
                 return
             schedule, timeline = relieved, self._time(problem, relieved)
             value = problem.value(timeline)
-            if value >= self.value * (1 - ROUNDING) or not problem.fits(timeline):
+            if value >= self.value * (1 - ROUNDING) or not problem.fits(timeline.peak):
                 return
-        self.value, self.problem, self.schedule, self.timeline, self.source = value, problem, schedule, timeline, source
+        self.value, self.problem, self.schedule, self._timeline, self.source = (
+            value,
+            problem,
+            schedule,
+            timeline,
+            source,
+        )
+
+    def _peaks(self, problem: Problem, schedule: Schedule) -> Sequence[float]:
+        """The most memory of each device. Where only residuals count it hangs on the order alone, not on times."""
+        if _handed(problem):
+            return simulate(schedule, problem.cost).peak
+        return [residual_peak(order, schedule, problem.cost) for order in schedule.orders]
 
     def _time(self, problem: Problem, schedule: Schedule) -> Timeline:
         self.budget.spend()
@@ -259,9 +283,10 @@ class _Best:
     def tight(self, problem: Problem) -> Problem:
         """The problem where only residuals count as memory: what else lies on the devices is taken off the limits."""
         limits = problem.limits
-        if self.timeline is not None and self.schedule is not None and self.problem is problem and not problem.offload:
+        if self.schedule is not None and self.problem is problem and not problem.offload and _handed(problem):
             peaks = [residual_peak(order, self.schedule, problem.cost) for order in self.schedule.orders]
-            others = [max(0.0, total - peak) for total, peak in zip(self.timeline.peak, peaks, strict=True)]
+            totals = self._peaks(problem, self.schedule)
+            others = [max(0.0, total - peak) for total, peak in zip(totals, peaks, strict=True)]
             limits = tuple(limit - other for limit, other in zip(limits, others, strict=True))
         return replace(problem, limits=limits, offload=False)
 
@@ -323,68 +348,9 @@ class _Best:
         )
 
 
-def _problems(
-    cost: Any,
-    num_devices: Any,
-    num_microbatches: Any,
-    num_stages: Any,
-    num_slices: Any,
-    memory_limit: Any,
-    placement: Any,
-    remat: bool,
-    offload: bool,
-    objective: Any,
-    exact: bool,
-    evaluations: Any,
-    seconds: Any,
-) -> list[Problem]:
-    """One problem for each placement; all faults of the arguments in one message."""
-    faults: list[str] = []
-    if not isinstance(cost, Cost):
-        raise ScheduleError(f"search takes a Cost (fp.models.profile measures one); got a {type(cost).__name__}")
-    arguments: dict[str, Any] = {
-        "num_devices": num_devices,
-        "num_microbatches": num_microbatches,
-        "num_stages": num_stages,
-        "num_slices": num_slices,
-        "evaluations": evaluations,
-    }
-    counts = counted(arguments, faults, optional="num_stages")
-    if placement is not None and not isinstance(placement, (str, Sequence)):
-        faults.append(f"placement is 'line', 'loop', 'v', or the device of each stage; got {placement!r}")
-    if objective not in ("makespan", "span"):
-        faults.append(f"objective is 'makespan' or 'span'; got {objective!r}")
-    if not isinstance(seconds, (int, float)) or not seconds > 0:
-        faults.append(f"seconds is a positive number; got {seconds!r}")
-    slices = counts.get("num_slices", 1)
-    if slices > 1 and exact:
-        faults.append("exact=True proves schedules of whole microbatches; leave it or num_slices= out")
-    raise_all("no such search:", faults, ScheduleError)
-    times = [time for time, _ in cost.slice_shares(slices)]
-    if max(times) - min(times) > _UNEVEN / slices:
-        raise ScheduleError(
-            f"search takes slices that take equally long, and these take {', '.join(f'{time:.3f}' for time in times)} of "
-            "their microbatch; give Cost(slices=fp.schedules.balanced_slices(length, num_slices, attention=...))"
-        )
-    devices = counts["num_devices"]
-    stages = counts.get("num_stages") or _stages_of(cost, placement, devices)
-    cost.check_stages(stages)
-    if stages < devices:
-        raise ScheduleError(f"num_devices is at most the number of stages; got {devices} devices for {stages} stages")
-    limits = limits_of(memory_limit, devices)
-    shapes = shapes_for(stages, devices) if placement is None else [placement]
-    pieces = counts["num_microbatches"] * slices
-    return [
-        Problem(cost, placed(shape, stages, devices), pieces, limits, objective, remat, offload, slices)
-        for shape in shapes
-    ]
-
-
-def _stages_of(cost: Cost, placement: Any, devices: int) -> int:
-    """How many stages the placement or the sequences of a cost speak of; else one a device, two on a V."""
-    if placement is not None and not isinstance(placement, str):
-        return len(placement)
-    return cost.num_stages or (2 * devices if placement == "v" else devices)
+def _handed(problem: Problem) -> bool:
+    """Does what stages hand to each other count as memory."""
+    return bool(problem.cost.skips) or any(per_stage(problem.cost.output, problem.num_stages))
 
 
 def _too_little(problems: Sequence[Problem], least: float, *, cut: bool) -> ScheduleError:

@@ -51,7 +51,7 @@ def best_of(problem, built):
     """The shortest span of some orders, each legal and within its memory."""
     timelines = [fp.simulate(as_schedule(orders, "built"), problem.cost) for orders in built]
     assert timelines
-    assert all(problem.fits(timeline) for timeline in timelines)
+    assert all(problem.fits(timeline.peak) for timeline in timelines)
     return min(timelines, key=lambda timeline: timeline.span)
 
 
