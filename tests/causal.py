@@ -79,7 +79,7 @@ def batch(rows: int, length: int, seed: int = 1):
 
 def whole(stages, params, x, target, loss=F.mse_loss):
     """Loss, gradients and output by plain autograd over whole sequences."""
-    leaves = [{key: value.clone().requires_grad_() for key, value in tree.items()} for tree in params]
+    leaves = [{key: value.detach().clone().requires_grad_() for key, value in tree.items()} for tree in params]
     y = x
     for stage, tree in zip(stages, leaves, strict=True):
         out = stage(tree, y)

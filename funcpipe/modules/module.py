@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.stage import Bindable, Stage, checked_names, normalise
+from funcpipe.core.stage import Bindable, Out, Stage, checked_names, normalise
 from funcpipe.core.torch_names import FLAT_WEIGHTS, buffers_of, list_weights, parameters_of, without_modes
 from funcpipe.core.tree import Tree
 from funcpipe.core.words import similar
@@ -28,7 +28,7 @@ State: TypeAlias = Any
 
 
 def from_module(
-    module: nn.Module, *, name: str = "", feeds: Sequence[str] = (), deferred: bool = True
+    module: nn.Module, *, name: str = "", feeds: Sequence[str] = (), deferred: bool = True, carry: str = ""
 ) -> tuple[Stage, Params, State]:
     """A module as a stage, with its parameters and state.
 
@@ -48,18 +48,27 @@ def from_module(
         feeds: names of values of the batch that its forward takes as keywords.
         deferred: batch norm layers update their running statistics once per batch (True), or once per microbatch, as
             the module itself would if it were called on one microbatch after the other.
+        carry: where it runs slices of sequences, the keyword of its forward that takes what the slice before handed on; the
+            forward returns that as the second of two values: ``"hx"`` of ``nn.GRU(batch_first=True)``. The first slice gets
+            None.
 
     Returns:
         The stage; the module's own parameters by the module's own names; copies of its buffers by name, or ``()``.
 
     Raises:
-        PlanError: not a module, not initialised, one that cannot be copied, or one whose layers stash and pop what does
-            not match.
+        PlanError: not a module, not initialised, one that cannot be copied, one whose layers stash and pop what does
+            not match, or whose forward has no such keyword.
     """
     if not isinstance(module, nn.Module):
         raise PlanError(f"from_module takes an nn.Module; got a {type(module).__name__} (for a function: fp.stage(fn))")
     refuse_lazy(module)
-    return stage_of(module, skips_of(module), name=name, feeds=feeds, deferred=deferred)
+    if carry:
+        known = inspect.signature(module.forward).parameters
+        if carry not in known and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+            raise PlanError(
+                f"carry={carry!r}: the forward of {type(module).__name__} has no such keyword; it takes {', '.join(known)}"
+            )
+    return stage_of(module, skips_of(module), name=name, feeds=feeds, deferred=deferred, carry=carry)
 
 
 def stage_of(
@@ -70,10 +79,11 @@ def stage_of(
     feeds: Sequence[str] = (),
     deferred: bool = True,
     spread: bool = True,
+    carry: str = "",
 ) -> tuple[Stage, Params, State]:
     """`from_module` with known skips; without ``spread`` a tuple is one argument."""
     skeleton = Skeleton(module)
-    fn = ModuleFn(skeleton, skips, set(skeleton.canonical), spread=spread)
+    fn = ModuleFn(skeleton, skips, set(skeleton.canonical), spread=spread, carry=carry)
     return fn.part(
         named_tensors(module),
         name,
@@ -82,6 +92,7 @@ def stage_of(
         feeds=checked_names(feeds, "feeds"),
         commit=CommitLayers(fn.norms, deferred=deferred) if fn.norms else None,
         offers=tuple(skips.offers),
+        carry=bool(carry),
     )
 
 
@@ -247,13 +258,14 @@ class ModuleFn(PartFn):
     Attributes:
         held: the names (all of them, of tied ones too) of the tensors that the stage has.
         norms: for the path of each layer whose statistics are deferred, its buffers.
+        carry: the keyword that takes what the slice before handed on; "" for none.
         looked: the modes (training or not) in which a forward was looked at for writes into buffers.
     """
 
-    def __init__(self, skeleton: Skeleton, skips: Skips, names: Set[str], *, spread: bool) -> None:
+    def __init__(self, skeleton: Skeleton, skips: Skips, names: Set[str], *, spread: bool, carry: str = "") -> None:
         self.shape, self.skeleton, self.evaluation = skeleton, skeleton.module, skeleton.evaluation
         self.who = type(self.skeleton).__name__
-        self.skips, self.held, self.spread = skips, names, spread
+        self.skips, self.held, self.spread, self.carry = skips, names, spread, carry
         canonical = {skeleton.canonical[alias] for alias in names}
         shapes = {name: size for name, size in skeleton.shapes.items() if name in canonical}
         self.param_shapes = {name: size for name, size in shapes.items() if name not in skeleton.buffers}
@@ -355,16 +367,30 @@ class ModuleCopy:
         """The output, and what the layers stashed for other stages."""
         # Exactly a tuple is spread; a named tuple is one argument.
         arguments = x if self.owner.spread and type(x) is tuple else (x,)
-        feeds = extras.get("feeds", {})
+        keywords = extras.get("feeds", {})
+        if self.owner.carry:
+            keywords = {**keywords, self.owner.carry: extras.get("carry")}
         skips = self.owner.skips
         if not skips.inside:
-            return self.module(*arguments, **feeds), {}
+            return self._carried(self.module(*arguments, **keywords)), {}
         popped = extras.get("skips", {})
         store = {key: popped[name] for name, key in skips.pop.items()}
         with carrying(store):
-            y = self.module(*arguments, **feeds)
+            y = self._carried(self.module(*arguments, **keywords))
         stashed = {**skips.stash, **skips.offers}
         return y, {name: store[key] for name, key in stashed.items() if key in store}
+
+    def _carried(self, returned: Any) -> Any:
+        """What a forward returned, its carry apart."""
+        if not self.owner.carry:
+            return returned
+        if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]
+            raise PlanError(
+                f"carry={self.owner.carry!r}: the forward of {self.owner.who} returns its output and what it hands to the "
+                f"next slice, two values; it returned a {type(returned).__name__}"
+            )
+        y, carry = returned  # pyright: ignore[reportUnknownVariableType]
+        return Out(y, carry=carry)
 
     def _look(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
         """`_run`, the first time in a mode: it may not write buffers, not even where no version counts it."""

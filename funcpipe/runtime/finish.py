@@ -137,11 +137,10 @@ def _fold_losses(
         )
     late = weighted[0] and not shares.explicit
     weights = [float(loss.weight) for loss in reported] if late else []
-    invalid = [(m, value) for m, value in enumerate(weights) if not 0 <= value < float("inf")]
-    if invalid:
-        raise BatchError(
-            f"the loss returned (sum, weight) with weights that are no numbers from 0, by microbatch: {invalid}"
-        )
+    invalid = [
+        f"{value} for {ready.batch.named(m)}" for m, value in enumerate(weights) if not 0 <= value < float("inf")
+    ]
+    raise_all("the loss returned (sum, weight) with weights that are no numbers from 0:", invalid, BatchError)
     weight = sum(weights) if late else shares.total
     if weight is not None and not weight:
         raise BatchError(

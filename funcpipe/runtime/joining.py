@@ -36,7 +36,7 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
     for index, piece in enumerate(pieces):
         if piece.spec != pieces[0].spec:
             raise BatchError(
-                f"outputs of microbatch {index} have another structure ({piece.spec}) than those of microbatch 0 "
+                f"outputs of {batch.named(index)} have another structure ({piece.spec}) than those of {batch.named(0)} "
                 f"({pieces[0].spec})"
             )
     columns = [list(column) for column in zip(*(piece.leaves for piece in pieces), strict=True)]

@@ -50,6 +50,13 @@ class Batch:
         """How many slices these have; as many as there are of them where they are whole."""
         return len(self.rows) * max(1, len(self.slices))
 
+    def named(self, piece: int) -> str:
+        """A piece in words: ``microbatch 1``, or ``microbatch 1, slice 2``."""
+        if not self.slices:
+            return f"microbatch {piece}"
+        microbatch, number = divmod(piece, len(self.slices))
+        return f"microbatch {microbatch}, slice {number}"
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """How much there is of each: its rows, times the length of its slice."""

@@ -101,13 +101,15 @@ def weights_of(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
         try:
             values.append(weigh(open_border(x, grad=False)[0], open_border(target, grad=False)[0]))
         except BaseException as error:
-            fail(error, Where(None, "", index, "weight", ""))
+            slices = len(batch.slices or (1,))
+            word = f"weight of slice {index % slices}" if slices > 1 else "weight"
+            fail(error, Where(None, "", index // slices, word, ""))
     if weight is None and any(value is None for value in values):
         return None
     numbers = _numbers(values)
     for index, (number, value) in enumerate(zip(numbers, values, strict=True)):
         if not 0 <= number < float("inf"):
-            raise BatchError(f"{word} is a number from 0; for microbatch {index} it gave {value!r}")
+            raise BatchError(f"{word} is a number from 0; for {batch.named(index)} it gave {value!r}")
     return numbers
 
 

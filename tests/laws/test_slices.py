@@ -357,3 +357,74 @@ def test_an_error_says_which_slice():
     with pytest.raises(ValueError, match="no more") as error:
         fp.run_sequential(plan, ((),), torch.ones(2, 4, 1))
     assert error.value.funcpipe.action == "0F0.1"
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+def recurrent(kind, count=3):
+    """Stages of torch's recurrent layers, and their parameters."""
+    torch.manual_seed(0)
+    made = [fp.from_module(kind(WIDTH, WIDTH, batch_first=True).double(), carry="hx") for _ in range(count)]
+    return zip(*made, strict=True)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.GRU, torch.nn.LSTM, torch.nn.RNN])
+def test_recurrent_layers_are_stages(kind):
+    """Their hidden state is the carry."""
+    stages, params, _ = recurrent(kind)
+    plan = fp.make_plan(stages, S.one_f_one_b(3, 2, num_slices=4), loss=F.mse_loss, devices="cpu")
+    expected = fp.run_sequential(plan, params, batch(5, 9), threads_per_lane=1)
+    for executor in EXECUTORS:
+        assert_same_result(expected, fp.run(plan, params, batch(5, 9), executor=executor, threads_per_lane=1))
+    assert_plain(expected, whole(stages, params, *batch(5, 9)))
+
+
+def test_a_module_that_hands_nothing_on():
+    """No such keyword, or one value."""
+    with pytest.raises(fp.PlanError, match="carry='state': the forward of GRU has no such keyword; it takes input, hx"):
+        fp.from_module(torch.nn.GRU(2, 2), carry="state")
+
+    class One(torch.nn.Module):
+        def forward(self, x, *, before=None):
+            return x
+
+    stage, params, _ = fp.from_module(One(), carry="before")
+    plan = fp.make_plan([stage], S.fill_drain(1, 1, num_slices=2, backward=False), devices="cpu")
+    with pytest.raises(fp.PlanError, match="two values; it returned a Tensor"):
+        fp.run(plan, (params,), torch.ones(2, 4, 1))
+
+
+def test_faults_of_slices_are_named_by_slice():
+    """Weights that are none, losses whose weights are none, outputs of another structure."""
+    stage = fp.Stage(lambda params, x, **extras: fp.Out(x * params, carry=()), "plain", carry=True)
+    params, (x, target) = (torch.ones(WIDTH, dtype=torch.float64),), batch(4, 6)
+    schedule = S.one_f_one_b(1, 2, num_slices=3)
+
+    def run(**options):
+        plan = fp.make_plan([stage], schedule, **{"loss": F.mse_loss, **options}, devices="cpu")
+        with pytest.raises(fp.FuncpipeError) as error:
+            fp.run(plan, params, (x, target))
+        return str(error.value)
+
+    last = target[2:, 4:]
+    text = run(weight=lambda target: -1 if torch.equal(target, last) else 1)
+    assert "for microbatch 1, slice 2 it gave -1" in text
+    bad = lambda y, target: ((y - target).sum(), float("nan") if torch.equal(target, last) else 1.0)
+    assert "nan for microbatch 1, slice 2" in run(loss=bad)
+
+    def fails(target):
+        raise ValueError("no weight")
+
+    plan = fp.make_plan([stage], schedule, loss=F.mse_loss, weight=fails, devices="cpu")
+    with pytest.raises(ValueError, match="no weight") as error:
+        fp.run(plan, params, (x, target))
+    assert error.value.funcpipe.action == "weight of slice 0"
+
+    @fp.stage
+    def odd(params, x, *, carry):
+        return fp.Out(x if carry is None else (x,), carry=1)
+
+    plan = fp.make_plan([odd], S.fill_drain(1, 1, num_slices=2, backward=False), devices="cpu")
+    with pytest.raises(fp.BatchError, match="outputs of microbatch 0, slice 1 have another structure"):
+        fp.run(plan, ((),), x)
