@@ -211,6 +211,7 @@ _SEARCH: OptionTable = {
         "dest": "num_stages",
         "help": "default: as the cost or the placement says, or D",
     },
+    "--slices": {**_COUNTS["--slices"], "dest": "num_slices", "default": 1},
     **_COST,
     "--device-memory": {
         "type": as_limits,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.stage import SCOPE, Bindable, BoundFn, Out, Stage, normalise, refuse_others, side_loss
+from funcpipe.core.stage import SCOPE, Bindable, BoundFn, Out, Stage, carried, refuse_others, side_loss
 from funcpipe.core.tree import Tree, cow_clone, map_tensors
 
 
@@ -83,7 +83,7 @@ def chain(
         own_extras = part.extras(taken, own_feeds, state, extras["train"], map_tensors(cow_clone, before))
         token = SCOPE.set(part)
         try:
-            out = normalise(call(map_tensors(cow_clone, x), **own_extras))
+            out = carried(part, call(map_tensors(cow_clone, x), **own_extras))
         finally:
             SCOPE.reset(token)
         x = out.y

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, cast
 from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import KINDS, Kind
 
+_LONGEST = 1e15
+"""Lengths are below it, so that their sum is exact enough."""
 PerStage = float | Sequence[float]
 """One number for all stages, or one for each."""
 
@@ -118,7 +120,7 @@ class Cost:
         """Keep the lengths of slices as a tuple; returns what is wrong with them, and with attention's share."""
         faults: list[str] = []
         lengths: Any = self.slices
-        if not isinstance(lengths, Sequence) or isinstance(lengths, (str, bytes)) or not all(map(is_length, lengths)):
+        if not are_lengths(lengths):
             faults.append(f"slices has the length of each slice, numbers above 0; got {lengths!r}")
         else:
             object.__setattr__(self, "slices", tuple(lengths))
@@ -224,9 +226,12 @@ class Cost:
         raise_all(f"a cost has one number, or one for each of {num_stages} stages:", faults, ScheduleError)
 
 
-def is_length(value: Any) -> bool:
-    """Can it be the length of a slice."""
-    return type(value) in (int, float) and 0 < value < float("inf")
+def are_lengths(values: Any) -> bool:
+    """Can these be the lengths of slices."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        return False
+    numbers = cast("Sequence[Any]", values)
+    return all(type(value) in (int, float) and 0 < value < _LONGEST for value in numbers)
 
 
 def _is_skip(row: tuple[Any, ...]) -> bool:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from funcpipe.core.cost import Cost, PerStage
-from funcpipe.core.kinds import MOVES, WHOLE, Kind
+from funcpipe.core.kinds import ADDS, MOVES, Kind
 from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Action
 from funcpipe.core.trace import chrome_trace
@@ -184,15 +184,24 @@ class Timeline:
         stages = range(1 + max((stage for _, stage in self.by_kind), default=-1))
         slices = [0.0] * (1 + max((span.action.slice or 0 for span in self.spans), default=0))
         for _, start, end, action in self.spans:
-            if action.slice is not None and action.kind not in MOVES:
+            if action.slice is not None and action.kind in (Kind.F, *ADDS):  # what every slice runs
                 slices[action.slice] += end - start
-        pieces = len(slices)
+        pieces, whole = len(slices), sum(slices)
+        shares: dict[tuple[Kind, int], float] = defaultdict(float)
+        """Of each kind and stage, how many microbatches its slices are together."""
+        for span in self.spans:
+            if span.action.slice is not None and whole:
+                shares[span.action.kind, span.action.stage] += slices[span.action.slice] / whole
+
+        def average(times: Sequence[float], *keys: tuple[Kind, int]) -> float:
+            share = sum(shares[key] for key in keys) if pieces > 1 else 0.0
+            return sum(times) / share if share else fmean(times)
 
         def mean(kind: Kind, otherwise: Sequence[float]) -> tuple[float, ...]:
-            durations = (self.by_kind.get((kind, stage)) for stage in stages)
-            often = 1 if kind in WHOLE else pieces
+            durations = ((stage, self.by_kind.get((kind, stage))) for stage in stages)
             return tuple(
-                fmean(times) * often if times else other for times, other in zip(durations, otherwise, strict=True)
+                average(times, (kind, stage)) if times else other
+                for (stage, times), other in zip(durations, otherwise, strict=True)
             )
 
         no_time = [0.0] * len(stages)
@@ -207,7 +216,10 @@ class Timeline:
             second,
             backward=backward,
             remat=mean(Kind.R, forward),
-            offload=tuple(fmean(times) * pieces if times else 0.0 for times in moves),
+            offload=tuple(
+                average(times, (Kind.O, stage), (Kind.L, stage)) if times else 0.0
+                for stage, times in zip(stages, moves, strict=True)
+            ),
             reduce=mean(Kind.G, no_time),
             gather=mean(Kind.U, no_time),
             comm=self.comm,

@@ -164,7 +164,8 @@ class Schedule:
     @cached_property
     def num_slices(self) -> int:
         """How many slices each microbatch is cut into, along its sequence; 1: it is whole."""
-        return 1 + max((action[3] or 0 for order in self.orders for action in order), default=0)
+        actions = [action for order in self.orders for action in order if type(action) is Action]
+        return 1 + max((action.slice for action in actions if type(action.slice) is int), default=0)
 
     @property
     def num_pieces(self) -> int:

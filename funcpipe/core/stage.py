@@ -72,6 +72,11 @@ class Bindable(ABC):
         """Call outside of a run."""
         return self.bind(params, extras.get("state", ()))(x, **extras)
 
+    @property
+    def sliceable(self) -> bool:
+        """Can it run slices of a sequence; False where it is known that it cannot."""
+        return True
+
     def layers(self) -> Iterable[str]:
         """The paths of its layers, which key what they draw; a composition has none of its own."""
         return ()
@@ -257,6 +262,16 @@ class Divided(Protocol):
 def normalise(result: Any) -> Out:
     """What a stage function returned, as an Out."""
     return result if isinstance(result, Out) else Out(result)
+
+
+def carried(stage: Stage, result: Any) -> Out:
+    """What a stage returned, as an Out. Raises PlanError where it returned a carry and takes none, or the other way."""
+    if stage.carry and not isinstance(result, Out):
+        raise PlanError("the stage takes a carry and returned none: return Out(y, carry=...), () for nothing")
+    out = normalise(result)
+    if not stage.carry and not (out.carry is None or (type(out.carry) is tuple and not out.carry)):
+        raise PlanError("the stage returned a carry, and its function takes none: add the keyword carry")
+    return out
 
 
 def side_loss(out: Out) -> tuple[Any, Any] | None:

@@ -11,7 +11,7 @@ from funcpipe.lab.placement import placed, shapes_for
 from funcpipe.lab.problem import Problem, limits_of
 from funcpipe.schedules.counts import counted
 
-_UNEVEN = 0.01
+_UNEVEN = 0.03
 """By how much, of a slice, the times of slices may differ: lengths are whole numbers."""
 
 
@@ -56,7 +56,8 @@ def problems_of(
     if max(times) - min(times) > _UNEVEN / slices:
         raise ScheduleError(
             f"search takes slices that take equally long, and these take {', '.join(f'{time:.3f}' for time in times)} of "
-            "their microbatch; give Cost(slices=fp.schedules.balanced_slices(length, num_slices, attention=...))"
+            "their microbatch; give Cost(slices=fp.schedules.balanced_slices(length, num_slices, attention=...)), of a length "
+            "so large that rounding to whole numbers does not matter (its unit is free)"
         )
     devices = counts["num_devices"]
     stages = counts.get("num_stages") or _stages_of(cost, placement, devices)

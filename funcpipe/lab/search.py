@@ -176,8 +176,7 @@ def search(
             best.cut |= begins.late
             if best.done or begins.late:
                 break
-    # Where the best is something better is nearest.
-    for number, problem in enumerate(sorted(problems, key=lambda problem: problem is not best.problem)):
+    for number, problem in enumerate(problems):
         if best.done or budget.late:
             break
         variants = [form for variant in best.variants(problem) for form in forms(variant)]

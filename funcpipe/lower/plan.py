@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from funcpipe.core.captured import rebound_names
-from funcpipe.core.cost import is_length
+from funcpipe.core.cost import are_lengths
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.losses import BY_ROWS, counts_of
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan, Ties
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.schedule import Schedule
-from funcpipe.core.stage import Divided, Shared, Stage, names_of
+from funcpipe.core.stage import Bindable, Divided, Shared, Stage, names_of
 from funcpipe.core.tree import flatten
 from funcpipe.lower.program import lower
 
@@ -102,7 +102,7 @@ def make_plan(
     ]
     if type(spare_slots) is not int or spare_slots < 0:
         faults.append(f"spare_slots= is how many more slots there are between two lanes, from 0; got {spare_slots!r}")
-    faults += _slices(slices, schedule)
+    faults += _slices(slices, schedule) + _whole(stages, schedule)
     counts = BY_ROWS
     if loss is not None and not faults:
         try:
@@ -155,7 +155,7 @@ _programs: Remembered[Plan, dict[tuple[int, bool], Lowered]] = Remembered(lambda
 def _slices(slices: Any, schedule: Any) -> list[str]:
     """What is wrong with the lengths of slices."""
     count = schedule.num_slices if isinstance(schedule, Schedule) else 1
-    if not isinstance(slices, Sequence) or isinstance(slices, (str, bytes)) or not all(map(is_length, slices)):
+    if not are_lengths(slices):
         return [f"slices= has the length of each slice, numbers above 0; got {slices!r}"]
     if slices and len(slices) != count:
         return [
@@ -163,6 +163,19 @@ def _slices(slices: Any, schedule: Any) -> list[str]:
             "family's num_slices=)"
         ]
     return []
+
+
+def _whole(stages: Sequence[Any], schedule: Any) -> list[str]:
+    """What is wrong with stages that must not run slices, where the schedule has them."""
+    if not isinstance(schedule, Schedule) or schedule.num_slices == 1:
+        return []
+    parts = [(label, part) for label, stage in zip(names_of(stages), stages, strict=True) for part in stage.simple()]
+    return [
+        f"{label} attends to whole sequences, and the schedule cuts them into slices: fp.split(model, num_stages, "
+        "slices=True)"
+        for label, part in parts
+        if isinstance(part.fn, Bindable) and not part.fn.sliceable
+    ]
 
 
 def _stages(stages: Any) -> tuple[tuple[Stage, ...], list[str]]:

@@ -136,9 +136,14 @@ class Memory:
             schedule: with as many stages as there are entries here; see `group`.
 
         Raises:
-            PlanError: it has another number of stages.
+            PlanError: it has another number of stages, or slices.
         """
         order = schedule.schedule if isinstance(schedule, Plan) else schedule
+        if order.num_slices > 1:
+            raise PlanError(
+                f"what was measured is of whole microbatches, and the schedule {order.name!r} cuts them into slices; "
+                "fp.simulate(schedule, fp.Cost(residual=...)) counts the residuals of slices"
+            )
         if order.num_stages != len(self):
             raise PlanError(
                 f"the schedule has {order.num_stages} stages, but here are {len(self)} layers; say which make which "

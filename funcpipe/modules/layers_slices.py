@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.tree import Tree
+from funcpipe.modules.written_buffers import has_numbers
 
 _NAMES = ("cache", "past_key_values")
 """What the argument of a forward is called that takes the cache, in newer and older versions."""
@@ -40,6 +41,12 @@ class SliceCaches:
             raise PlanError(
                 f"slices=True needs a model of transformers whose forward takes a cache ({' or '.join(_NAMES)}), and "
                 f"{self.who} is none; write its stages as functions with a carry: fp.stage(fn) of fn(params, x, *, carry)"
+            )
+        known = self.who.partition("For")[2]
+        if known and "CausalLM" not in known:
+            raise PlanError(
+                f"slices=True is for causal language models, and {self.who} sees whole sequences at its end; write its "
+                "last stage as a function with a carry (fp.stage)"
             )
         self.argument = argument
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
@@ -71,6 +78,10 @@ class SliceCaches:
                 f"the inputs have labels, which {self.who} moves by one inside of each slice; give them moved as well: "
                 "shift_labels=torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)"
             )
+        if arguments.get("shift_labels") is not None and arguments.get("labels") is None:
+            raise PlanError(
+                f"the inputs have shift_labels and no labels, without which {self.who} has no loss; give both"
+            )
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() != 2:
             raise PlanError(
@@ -78,6 +89,7 @@ class SliceCaches:
             )
         if carry is not None and (mask is None) != (carry["mask"] is None):
             raise PlanError("attention_mask is given for some slices and not for others; give it for all, or none")
+        self._refuse_packed(arguments.get("position_ids"), mask, carry)
         cache = _classes().DynamicCache()
         if carry is not None:
             if mask is not None:
@@ -94,7 +106,21 @@ class SliceCaches:
         if len(layers) < last - first or not all(layer.is_initialized for layer in layers):
             raise PlanError(f"the blocks of {self.who} did not leave their keys and values in its cache")
         keys, values = tuple([layer.keys for layer in layers]), tuple([layer.values for layer in layers])
-        return {"keys": keys, "values": values, "mask": arguments.get("attention_mask")}
+        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+        place = positions[..., -1:] if isinstance(positions, Tensor) and mask is None else None
+        return {"keys": keys, "values": values, "mask": mask, "place": place}
+
+    def _refuse_packed(self, positions: Any, mask: Any, carry: Any) -> None:
+        """Refuse positions that begin anew: of several texts in one row. Raises PlanError."""
+        if not isinstance(positions, Tensor) or mask is not None or not has_numbers(positions):
+            return
+        if carry is not None and carry["place"] is not None:
+            positions = torch.cat([carry["place"], positions], -1)
+        if bool((positions.diff() != 1).any()):
+            raise PlanError(
+                "position_ids begin anew inside of a row, as of several texts that are packed into one: a model keeps these "
+                "apart only where it sees whole sequences; give each text a row of its own, and attention_mask"
+            )
 
     def without(self, y: Any) -> Any:
         """The model's output without the cache."""

@@ -6,6 +6,7 @@ shapes, types and devices are right, which is all that masks and rotary tables a
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -54,6 +55,12 @@ class LayersFn(ModuleFn):
         }
         aliases = {alias for alias in shape.canonical if self._holds(alias, table=alias in tables)}
         super().__init__(shape, skips, aliases, spread=True)
+
+    @property
+    def sliceable(self) -> bool:
+        """Models of transformers attend to all that they see, unless they were cut to run slices."""
+        library: Any = sys.modules.get("transformers")
+        return self.caches is not None or library is None or not isinstance(self.skeleton, library.PreTrainedModel)
 
     def _holds(self, alias: str, *, table: bool) -> bool:
         """Does the stage hold a tensor: one of its blocks, of its end of the stack, or of modules that all stages run.

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.stage import Bindable, Out, Stage, checked_names, normalise
+from funcpipe.core.stage import Bindable, Stage, checked_names, normalise
 from funcpipe.core.torch_names import FLAT_WEIGHTS, buffers_of, list_weights, parameters_of, without_modes
 from funcpipe.core.tree import Tree
 from funcpipe.core.words import similar
 from funcpipe.modules.batchnorm import CommitLayers, DeferredBatchNorm, Running
+from funcpipe.modules.module_carry import carry_apart, check_carry
 from funcpipe.modules.skip_scope import carrying
 from funcpipe.modules.skippable import Skips, skips_of
 from funcpipe.modules.written_buffers import has_numbers, looked_at, refuse_writes, version
@@ -48,9 +49,8 @@ def from_module(
         feeds: names of values of the batch that its forward takes as keywords.
         deferred: batch norm layers update their running statistics once per batch (True), or once per microbatch, as
             the module itself would if it were called on one microbatch after the other.
-        carry: where it runs slices of sequences, the keyword of its forward that takes what the slice before handed on; the
-            forward returns that as the second of two values: ``"hx"`` of ``nn.GRU(batch_first=True)``. The first slice gets
-            None.
+        carry: for slices of sequences, the keyword of its forward that takes what the slice before returned as the second
+            of two values (the first one gets None): ``"hx"`` of ``nn.GRU(batch_first=True)``.
 
     Returns:
         The stage; the module's own parameters by the module's own names; copies of its buffers by name, or ``()``.
@@ -62,12 +62,7 @@ def from_module(
     if not isinstance(module, nn.Module):
         raise PlanError(f"from_module takes an nn.Module; got a {type(module).__name__} (for a function: fp.stage(fn))")
     refuse_lazy(module)
-    if carry:
-        known = inspect.signature(module.forward).parameters
-        if carry not in known and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
-            raise PlanError(
-                f"carry={carry!r}: the forward of {type(module).__name__} has no such keyword; it takes {', '.join(known)}"
-            )
+    check_carry(module, carry, feeds)
     return stage_of(module, skips_of(module), name=name, feeds=feeds, deferred=deferred, carry=carry)
 
 
@@ -258,7 +253,7 @@ class ModuleFn(PartFn):
     Attributes:
         held: the names (all of them, of tied ones too) of the tensors that the stage has.
         norms: for the path of each layer whose statistics are deferred, its buffers.
-        carry: the keyword that takes what the slice before handed on; "" for none.
+        carry: as in `from_module`.
         looked: the modes (training or not) in which a forward was looked at for writes into buffers.
     """
 
@@ -367,30 +362,16 @@ class ModuleCopy:
         """The output, and what the layers stashed for other stages."""
         # Exactly a tuple is spread; a named tuple is one argument.
         arguments = x if self.owner.spread and type(x) is tuple else (x,)
-        keywords = extras.get("feeds", {})
-        if self.owner.carry:
-            keywords = {**keywords, self.owner.carry: extras.get("carry")}
+        carry = {self.owner.carry: extras.get("carry")} if self.owner.carry else {}
+        keywords = {**extras.get("feeds", {}), **carry}
         skips = self.owner.skips
         if not skips.inside:
-            return self._carried(self.module(*arguments, **keywords)), {}
-        popped = extras.get("skips", {})
-        store = {key: popped[name] for name, key in skips.pop.items()}
+            return carry_apart(self.module(*arguments, **keywords), self.owner.carry, self.owner.who), {}
+        store = {key: extras["skips"][name] for name, key in skips.pop.items()}
         with carrying(store):
-            y = self._carried(self.module(*arguments, **keywords))
+            y = carry_apart(self.module(*arguments, **keywords), self.owner.carry, self.owner.who)
         stashed = {**skips.stash, **skips.offers}
         return y, {name: store[key] for name, key in stashed.items() if key in store}
-
-    def _carried(self, returned: Any) -> Any:
-        """What a forward returned, its carry apart."""
-        if not self.owner.carry:
-            return returned
-        if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]
-            raise PlanError(
-                f"carry={self.owner.carry!r}: the forward of {self.owner.who} returns its output and what it hands to the "
-                f"next slice, two values; it returned a {type(returned).__name__}"
-            )
-        y, carry = returned  # pyright: ignore[reportUnknownVariableType]
-        return Out(y, carry=carry)
 
     def _look(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
         """`_run`, the first time in a mode: it may not write buffers, not even where no version counts it."""

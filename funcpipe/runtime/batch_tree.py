@@ -73,8 +73,8 @@ class BatchTree:
             place = self.places[index]
             self.faults.append(f"{place} is a 0-dim tensor and has no rows; share it: fp.Replicate({place})")
             return None
-        if not -leaf.dim() <= axis < leaf.dim():
-            self.faults.append(f"{self.places[index]} has shape {tuple(leaf.shape)} and no axis {axis}")
+        if type(axis) is not int or not -leaf.dim() <= axis < leaf.dim():
+            self.faults.append(f"{self.places[index]} has shape {tuple(leaf.shape)} and no axis {axis!r}")
             return None
         self.rows[index] = leaf.shape[axis]
         axis %= leaf.dim()
@@ -135,7 +135,7 @@ class BatchTree:
                 [
                     piece
                     for value in column
-                    for piece in (repeat(value, len(slices)) if axis is None else value.split_with_sizes(slices, axis))
+                    for piece in (repeat(value, len(slices)) if axis is None else _contiguous(value, slices, axis))
                 ]
                 for column, axis in zip(columns, self.sequences, strict=True)
             ]
@@ -151,6 +151,11 @@ class BatchTree:
             border.words = keys[size, length]
             out.append(border)
         return out
+
+
+def _contiguous(value: Tensor, slices: Sequence[int], axis: int) -> list[Tensor]:
+    """Slices of a tensor, each in memory of its own: stages may view them as they view whole microbatches."""
+    return [piece.contiguous() for piece in value.detach().split_with_sizes(slices, axis)]
 
 
 def _each(rows: int, place: str) -> str:

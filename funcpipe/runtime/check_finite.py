@@ -46,7 +46,9 @@ class FiniteBound:
         """Forward of the inner stage. Raises NotFiniteError where it hands on NaN or Inf."""
         out = self.inner.forward(args, keep=keep)
         faults = _border(out.y, "output") + [
-            fault for name, border in out.stash.items() for fault in _border(border, f"stash[{name!r}]")
+            fault
+            for name, border in out.stash.items()
+            for fault in _border(border, f"stash[{name!r}]" if name else "carry")
         ]
         loss = out.report.loss
         if loss is not None:

@@ -18,7 +18,7 @@ from funcpipe.core.errors import PlanError, StageError, raise_all
 from funcpipe.core.gradient_graph import nodes_of
 from funcpipe.core.losses import read_loss
 from funcpipe.core.result import Loss
-from funcpipe.core.stage import CARRY, Out, Stage, side_loss
+from funcpipe.core.stage import CARRY, Out, Stage, carried, side_loss
 from funcpipe.core.torch_names import run_backward, version
 from funcpipe.core.tree import (
     Tree,
@@ -149,7 +149,8 @@ class EagerBound:
         stats: Tree = ()
         stash: dict[str, Border] = {}
         graphs: dict[str, list[Any]] = {}
-        if isinstance(returned, Out):
+        if isinstance(returned, Out) or self.stage.carry:
+            returned = carried(self.stage, returned)
             side = side_loss(returned)
             returned, stashed, stats, _, carry = returned
             self._check_stash(stashed)
@@ -157,12 +158,8 @@ class EagerBound:
                 stash[name], graphs[name] = close_border(stashed[name], f"stash[{name!r}]")
             if self.stage.carry:
                 stash[CARRY], graphs[CARRY] = close_border(carry, "carry")
-            elif not _empty(carry):
-                raise PlanError("the stage returned a carry, and its function takes none: add the keyword carry")
         elif self.stage.stash:
             self._check_stash({})
-        elif self.stage.carry:
-            raise PlanError("the stage takes a carry and returned none: return Out(y, carry=...), () for nothing")
         y, graph = close_border(returned, "y", stays=self.loss is not None)
         loss = None if self.loss is None else self._loss(self.loss, args.target, y, graph)
         report = _NOTHING

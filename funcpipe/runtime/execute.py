@@ -223,7 +223,7 @@ class Execution:
             kinds = zip(lane.program.slots, lane.slots, strict=True)
             held = [value for kind, value in kinds if kind.role is Role.RESIDUAL and value is not None]
             schedule = self.ready.plan.schedule.first(self.ready.program.num_microbatches)
-            most = residual_peak(schedule.orders[lane.program.lane], schedule)
+            most = residual_peak(schedule.orders[lane.program.lane], schedule) * schedule.num_slices
             size = sum(value.nbytes for value in held) / 2**20
             failure.__dict__.setdefault("__notes__", []).append(
                 f"device {lane.program.lane} holds {len(held)} residuals (the schedule's most is {most:g}) with "

@@ -284,7 +284,11 @@ _FIXED = (
 _CONSTANT = (*_FIXED, bool, int, float, complex, str, bytes, torch.device, torch.Size)
 """Types that hold no tensor and do not change."""
 
-_HOLDS: dict[type, tuple[str, ...]] = {Replicate: ("value",), Axis: ("value", "axis"), Microbatches: ("trees",)}
+_HOLDS: dict[type, tuple[str, ...]] = {
+    Replicate: ("value",),
+    Axis: ("value", "axis", "sequence"),
+    Microbatches: ("trees",),
+}
 """Leaves that hold a tree: their arguments, the tree first."""
 
 

@@ -62,10 +62,16 @@ def _unjoinable(place: str, values: Sequence[Any], rule: MergeRule, lengths: Seq
     if not isinstance(rule, int) or not all(isinstance(value, Tensor) for value in values):
         return ""
     shapes = [tuple(value.shape) for value in values]
+    axis = _along(rule, max(1, values[0].dim()))
     fits = all(
         len(shape) > 1 and -len(shape) <= rule < len(shape) and shape[_along(rule, len(shape))] == length
         for shape, length in zip(shapes, cycle(lengths), strict=False)
     )
+    count = len(lengths)
+    for at in range(0, len(values) if fits else 0, count):
+        rest = {(value.dtype, *value.shape[:axis], *value.shape[axis + 1 :]) for value in values[at : at + count]}
+        if len(rest) > 1:
+            return f"{place} cannot be joined over slices of shapes {shapes}; 'each' hands them back one by one"
     if fits:
         return ""
     return (

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from funcpipe.core.program import Call, LaneProgram, Role, Run, Wire
 from funcpipe.core.schedule import Kind
-from funcpipe.core.stage import Stage
+from funcpipe.core.stage import CARRY, Stage
 from funcpipe.runtime.border import LEAF, Border
 from funcpipe.runtime.bound import Bound, StageArgs, StageOut
 from funcpipe.runtime.host_link import HostLink
 from funcpipe.runtime.plain_tensors import addresses
+from funcpipe.runtime.residual import EagerResidual
 
 Step: TypeAlias = Callable[[list[Any], Run], Sequence[Any]]
 """(values read, instruction) -> values written."""
@@ -69,12 +70,17 @@ def _forward(call: Call, wires: Sequence[Wire], stage: Stage, bound: Bound) -> S
     loss = len(call.reads) > feeds
     keeps = call.keeps or call.kind is Kind.R
     forward = bound.forward
-    take = _taker([wires[number] for number in call.writes])
+    written = [wires[number] for number in call.writes]
+    take = _taker(written)
+    drops = stage.carry and call.kind is Kind.F and all(wire.role is not Role.CARRY for wire in written)
 
     def step(reads: list[Any], run: Run) -> Sequence[Any]:
         target = reads[feeds] if loss else None
         args = StageArgs(reads[0], reads[1:pops], reads[pops:feeds], target, run.microbatch)
-        return take(forward(args, keep=keeps))
+        out = forward(args, keep=keeps)
+        if drops and isinstance(out.residual, EagerResidual):
+            out.residual.stash.pop(CARRY, None)  # nobody reads it, so nothing comes back to it
+        return take(out)
 
     return step
 

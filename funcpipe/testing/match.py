@@ -11,6 +11,7 @@ from torch import Tensor
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
+from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.lower.plan import make_plan
 from funcpipe.runtime.marks import Microbatches
@@ -83,11 +84,23 @@ def assert_matches_sequential(
         _compare(result, expected, _FIELDS, f"fp.run(executor={name})", "fp.run_sequential")
     if whole_batch is not None:
         shared: dict[str, Any] = {"devices": plan.devices, "loss": plan.loss, "weight": plan.weight, "ties": plan.ties}
-        whole = make_plan(plan.stages, plan.schedule.first(1), train=plan.train, outputs=plan.outputs, **shared)
+        whole = make_plan(plan.stages, _in_one_piece(plan.schedule), train=plan.train, outputs=plan.outputs, **shared)
         fields = ("loss", "outputs", "grads")
         title = f"{plan.num_microbatches} microbatches", "one microbatch of all rows"
         _compare(result, run_sequential(whole, params, batch, **options), fields, *title, part=whole_batch)
     return result
+
+
+def _in_one_piece(schedule: Schedule) -> Schedule:
+    """One microbatch, in one piece, on the same devices."""
+    if schedule.num_slices == 1:
+        return schedule.first(1)
+    backward = [Action(Kind.B, stage) for stage in reversed(range(schedule.num_stages)) if schedule.has_backward]
+    actions = [*(Action(Kind.F, stage) for stage in range(schedule.num_stages)), *backward]
+    rows = [
+        [action for action in actions if schedule.device_of[action.stage] == d] for d in range(schedule.num_devices)
+    ]
+    return Schedule(tuple(map(tuple, rows)), "in one piece")
 
 
 def _compare(

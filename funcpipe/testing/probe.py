@@ -277,7 +277,8 @@ class _Raised(Exception):
 
 def _parts(out: StageOut) -> list[tuple[str, Tree]]:
     """The trees that a stage returned, by the names of `Out`."""
-    parts = [("y", out.y.tree()), *((f"stash[{name!r}]", border.tree()) for name, border in out.stash.items())]
+    stashed = {f"stash[{name!r}]" if name else "carry": border.tree() for name, border in out.stash.items()}
+    parts = [("y", out.y.tree()), *stashed.items()]
     return [*parts, ("stats", out.report.stats), ("loss", () if out.report.side is None else out.report.side)]
 
 

@@ -1,7 +1,7 @@
 """Search over microbatches in slices: legal, within its limits, never below its bound, shorter than what is published."""
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import schedules as random_schedules
 
@@ -21,7 +21,10 @@ def row(draw, count):
 @given(random_schedules(), st.data())
 def test_no_schedule_beats_the_bounds(schedule, data):
     """Slices are pieces of equal time and memory, so what holds for as many microbatches holds for them."""
-    assume(schedule.has_backward and not any(a.kind is fp.Kind.R for order in schedule.orders for a in order))
+    if not schedule.has_backward:
+        return
+    orders = [[action for action in order if action.kind is not fp.Kind.R] for order in schedule.orders]
+    schedule = fp.Schedule(tuple(map(tuple, orders)))
     stages = schedule.num_stages
     comm = data.draw(st.sampled_from([0.0, 1.0]))
     cost = fp.Cost(row(data.draw, stages), row(data.draw, stages), row(data.draw, stages), comm=comm)

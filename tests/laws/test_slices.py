@@ -11,6 +11,7 @@ from random_plans import schedules as random_schedules
 
 import funcpipe as fp
 from funcpipe import schedules as S
+from funcpipe.testing.match import assert_matches_sequential
 
 CHAIN = ("attend", "recur", "point", "attend")
 
@@ -428,3 +429,90 @@ def test_faults_of_slices_are_named_by_slice():
     plan = fp.make_plan([odd], S.fill_drain(1, 1, num_slices=2, backward=False), devices="cpu")
     with pytest.raises(fp.BatchError, match="outputs of microbatch 0, slice 1 have another structure"):
         fp.run(plan, ((),), x)
+
+
+# -- what careless users and reviewers found ---------------------------------------------------------------------------
+
+
+def test_slices_can_be_viewed_as_whole_microbatches_can():
+    """They have memory of their own."""
+    stage = fp.Stage(lambda params, x, **extras: fp.Out(x.view(-1, WIDTH) * params, carry=()), "flat", carry=True)
+    params = (torch.ones(WIDTH, dtype=torch.float64),)
+    loss = lambda y, target: F.mse_loss(y, target.view(-1, WIDTH))
+    plan = fp.make_plan([stage], S.one_f_one_b(1, 2, num_slices=3), loss=loss, devices="cpu")
+    x, target = batch(4, 7)
+    torch.testing.assert_close(fp.run(plan, params, (x, target)).loss, F.mse_loss(x, target))
+
+
+def test_a_composition_sees_carries_that_do_not_fit():
+    """As each of its stages would alone."""
+    stages, params = chain(("attend",))
+    silent, loud = fp.stage(lambda params, x, *, carry: x), fp.stage(lambda params, x: fp.Out(x, carry=x))
+    for part, text in ((silent, "takes a carry and returned none"), (loud, "returned a carry, and its function")):
+        plan = fp.make_plan([fp.compose(part, stages[0])], S.one_f_one_b(1, 2, num_slices=2), loss=F.mse_loss)
+        with pytest.raises(fp.PlanError, match=text):
+            fp.run(plan, (((), params[0]),), batch(4, 6))
+
+
+def test_a_missing_carry_shows_against_the_whole_batch():
+    """The check of users compares with sequences in one piece."""
+    stages, params = chain(("attend", "recur"))
+    plan = fp.make_plan(stages, S.one_f_one_b(2, 2, num_slices=3), loss=F.mse_loss, devices="cpu")
+    assert_matches_sequential(plan, params, batch(4, 9), whole_batch=1e-9)
+    mixes = fp.stage(lambda params, x: x * params + x.cumsum(1))
+    plan = fp.make_plan([mixes], S.one_f_one_b(1, 2, num_slices=3), loss=F.mse_loss, devices="cpu")
+    with pytest.raises(AssertionError, match="differs"):
+        assert_matches_sequential(plan, (torch.ones(WIDTH),), batch(4, 9), whole_batch=1e-9)
+
+
+def test_numbers_that_are_not_finite_are_named_as_the_carry():
+    """Not by an internal name."""
+    stage = fp.stage(lambda params, x, *, carry: fp.Out(x * params, carry=x * float("nan")), name="bad")
+    plan = fp.make_plan([stage], S.one_f_one_b(1, 1, num_slices=2), loss=F.mse_loss, devices="cpu")
+    with pytest.raises(fp.NotFiniteError, match="carry has"):
+        fp.run(plan, (torch.ones(WIDTH, dtype=torch.float64),), batch(2, 4), check="finite")
+
+
+def test_a_carry_that_nobody_reads_is_not_kept():
+    """In plans of whole microbatches, and of last slices."""
+    from funcpipe.runtime.eager import EagerBound
+
+    stages, params = chain(("attend",))
+    kept = []
+
+    def watched(self, residual, y, stash):
+        kept.append(sorted(residual.stash))
+        return real(self, residual, y, stash)
+
+    real, EagerBound.backward = EagerBound.backward, watched
+    try:
+        for count in (1, 2):
+            plan = fp.make_plan(stages, S.one_f_one_b(1, 1, num_slices=count), loss=F.mse_loss, devices="cpu")
+            fp.run(plan, params, batch(2, 4))
+    finally:
+        EagerBound.backward = real
+    assert kept == [[], [], [""]]
+
+
+def test_modules_that_cannot_run_slices():
+    """What reaches back, and a keyword that is taken."""
+    with pytest.raises(fp.PlanError, match="bidirectional"):
+        fp.from_module(torch.nn.GRU(2, 2, bidirectional=True), carry="hx")
+    with pytest.raises(fp.PlanError, match="is a feed"):
+        fp.from_module(torch.nn.GRU(2, 2), carry="hx", feeds=["hx"])
+    with pytest.raises(fp.PlanError, match="is the input"):
+        fp.from_module(torch.nn.GRU(2, 2), carry="input")
+
+
+def test_outputs_whose_slices_differ():
+    """In other axes than the sequence, or in type."""
+    stage = fp.Stage(lambda params, x, **extras: fp.Out(x @ x.transpose(1, 2), carry=()), "maps", carry=True)
+    plan = fp.make_plan([stage], S.fill_drain(1, 1, num_slices=2, backward=False), devices="cpu")
+    with pytest.raises(fp.BatchError, match="cannot be joined over slices of shapes"):
+        fp.run(plan, ((),), batch(2, 5)[0])
+
+
+def test_leaves_without_rows_are_refused():
+    """An axis is a number."""
+    with pytest.raises(fp.BatchError, match="has shape .* and no axis None"):
+        fp.run(evaluation(), ((),), fp.Axis(torch.ones(4, 6, 2), None, sequence=1))

@@ -160,3 +160,53 @@ def test_inputs_that_do_not_fit(change, text):
     if "attention_mask" in change:
         inputs["attention_mask"] = fp.Axis(inputs["attention_mask"], 0, sequence=2)
     assert text in refused(lambda: fp.run(plan, split.params, (inputs, None)))
+
+
+def test_a_model_in_one_stage():
+    """Its loss views what it gets."""
+    model = llama().train()
+    inputs = inputs_of(model)
+    split = fp.split(model, 1, slices=True)
+    plan = fp.make_plan(split, S.one_f_one_b(1, 2, num_slices=3), devices="cpu")
+    result = fp.run(plan, split.params, (inputs, None))
+    torch.testing.assert_close(result.loss, in_one_piece(model, inputs)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_slices_that_were_forgotten():
+    """A model that was split without them is no model for a schedule with them."""
+    split = fp.split(llama(), 2)
+    text = refused(lambda: fp.make_plan(split, S.one_f_one_b(2, 2, num_slices=3)))
+    assert "fp.split(model, num_stages, slices=True)" in text
+
+
+def test_texts_that_are_packed_into_one_row():
+    """Within a slice, and where a slice begins."""
+    model = llama().train()
+    split = fp.split(model, 2, slices=True)
+    plan = fp.make_plan(split, S.one_f_one_b(2, 1, num_slices=2), devices="cpu")
+    inputs = inputs_of(model, rows=1, length=12)
+    for begins in (4, 6):
+        positions = torch.cat([torch.arange(begins), torch.arange(12 - begins)])[None]
+        text = refused(
+            lambda positions=positions: fp.run(plan, split.params, ({**inputs, "position_ids": positions}, None))
+        )
+        assert "position_ids begin anew" in text
+    whole = {**inputs, "position_ids": torch.arange(12)[None]}
+    torch.testing.assert_close(
+        fp.run(plan, split.params, (whole, None)).loss, fp.run(plan, split.params, (inputs, None)).loss
+    )
+
+
+def test_no_causal_language_model_and_no_labels():
+    """Both named."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(vocab_size=20, hidden_size=8, intermediate_size=16, **sizes)
+    text = refused(lambda: fp.split(LlamaForSequenceClassification(config), 2, slices=True))
+    assert "slices=True is for causal language models" in text
+    model = llama().train()
+    split = fp.split(model, 2, slices=True)
+    plan = fp.make_plan(split, S.one_f_one_b(2, 2, num_slices=2), devices="cpu")
+    inputs = {name: value for name, value in inputs_of(model).items() if name != "labels"}
+    assert "shift_labels and no labels" in refused(lambda: fp.run(plan, split.params, (inputs, None)))

@@ -226,3 +226,37 @@ def test_the_first_microbatches_keep_their_slices():
     schedule = S.one_f_one_b(2, 3, num_slices=2)
     assert schedule.first(1) == fp.Schedule.parse("0F0.0 0F0.1 0B0.1 0B0.0\n1F0.0 1F0.1 1B0.1 1B0.0")
     assert schedule.forwards() == S.fill_drain(2, 3, num_slices=2, backward=False)
+
+
+def test_a_schedule_may_hold_anything_until_it_is_checked():
+    """It prints, and its check says what is wrong."""
+    for entry in ((fp.Kind.F, 0, 0), fp.Action(fp.Kind.F, 0, 0, "a")):
+        schedule = fp.Schedule(((entry, fp.Action(fp.Kind.B, 0, 0)),))
+        assert repr(schedule).startswith("<Schedule custom: 1 stages")
+        with pytest.raises(fp.ScheduleError, match="is no action"):
+            fp.make_plan([fp.stage(lambda params, x: x)], schedule, loss=print)
+
+
+def test_the_cost_of_a_timeline_with_remat_of_some_slices():
+    """Lengths are what all slices run, times are of those that ran."""
+    schedule = S.remat(S.one_f_one_b(2, 2, num_slices=2), keep=lambda action: action.slice == 1)
+    timeline = fp.simulate(schedule, fp.Cost(1.0, backward=2.0, slices=(3, 1)))
+    found = timeline.cost()
+    assert found.remat == pytest.approx((1.0, 1.0))
+    assert found.slices[0] / found.slices[1] == pytest.approx(3)
+    assert fp.simulate(schedule, found).makespan == pytest.approx(timeline.makespan)
+
+
+def test_measured_memory_is_of_whole_microbatches():
+    """It says so."""
+    import torch
+
+    made = fp.models.memory(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), torch.zeros(4, 2))
+    with pytest.raises(fp.PlanError, match="cuts them into slices"):
+        made.peak(S.one_f_one_b(2, 2, num_slices=2))
+
+
+def test_lengths_that_are_too_large():
+    """Before their sum overflows."""
+    with pytest.raises(fp.ScheduleError, match="numbers above 0"):
+        fp.Cost(slices=(1e308, 1e308))
