@@ -32,7 +32,7 @@ class Axis:
             every slice gets it whole.
     """
 
-    def __init__(self, value: Tree, axis: int, *, sequence: int | str | None = "next") -> None:
+    def __init__(self, value: Tree, axis: int, sequence: int | str | None = "next") -> None:
         self.value, self.axis, self.sequence = value, axis, sequence
 
     def __repr__(self) -> str:
