@@ -346,7 +346,7 @@ def _timed(schedule: fp.Schedule | fp.Timeline, counts: Mapping[str, int], remat
 
 def _search(*, cost: fp.Cost | None, width: int | None, output: str | None, **options: Any) -> None:
     _wide(width)
-    bounded(options["num_stages"] or 2 * options["num_devices"], options["num_microbatches"])
+    bounded(options["num_stages"] or 2 * options["num_devices"], options["num_microbatches"] * options["num_slices"])
     if output is not None:
         writable(output, (*FORMATS, ".svg"))
         if Path(output).suffix.lower() == ".csv" and (options["remat"] or options["offload"]):

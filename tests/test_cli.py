@@ -512,3 +512,14 @@ def test_the_page_shows_what_is_printed(capsys):
     if os.environ.get("FUNCPIPE_PAGES") == "write":
         path.write_text(text)
     assert text == path.read_text()
+
+
+def test_slices(capsys):
+    """Of families that have them; a search takes them too."""
+    text = shown(capsys, "draw 1f1b --stages 2 --microbatches 2 --slices 3 --width 120")
+    assert "1F1B, 3 slices" in text
+    said = facts(shown(capsys, "search --devices 2 --microbatches 2 --slices 3 --evaluations 30"))
+    assert said["lower bound"].endswith("nothing shorter exists")
+    assert "zbv is of whole microbatches: leave out --slices" in refused(
+        capsys, "draw zbv --stages 4 --microbatches 2 --slices 2"
+    )

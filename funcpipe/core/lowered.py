@@ -58,7 +58,7 @@ class Lowered:
 
     __getstate__ = declared_fields
 
-    @property
+    @cached_property
     def num_pieces(self) -> int:
         """How many slices the microbatches have together; as many as these where they are whole."""
         return self.num_microbatches * self.num_slices

@@ -244,7 +244,7 @@ class LaneProgram:
 
     __getstate__ = declared_fields
 
-    @property
+    @cached_property
     def num_pieces(self) -> int:
         """How many slices the microbatches have together."""
         return self.num_microbatches * self.num_slices

@@ -164,10 +164,10 @@ class Schedule:
     @cached_property
     def num_slices(self) -> int:
         """How many slices each microbatch is cut into, along its sequence; 1: it is whole."""
-        actions = [action for order in self.orders for action in order if type(action) is Action]
-        return 1 + max((action.slice for action in actions if type(action.slice) is int), default=0)
+        numbers = {action[3] for order in self.orders for action in order if type(action) is Action}
+        return 1 + max((number for number in numbers if type(number) is int), default=0)
 
-    @property
+    @cached_property
     def num_pieces(self) -> int:
         """How many pieces the batch has: the slices of its microbatches, or these where they are whole."""
         return self.num_microbatches * self.num_slices

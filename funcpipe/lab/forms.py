@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import TypeAlias
 
 from funcpipe.core.kinds import KINDS, Flow
@@ -42,10 +42,7 @@ def simplest(problem: Problem) -> tuple[Problem, Lift] | None:
         device_of=tuple([devices.index(device) for device, _ in runs]),
         limits=tuple([problem.limits[device] for device in devices]),
     )
-    ends = [0]
-    for size in sizes:
-        ends.append(ends[-1] + size)
-    stages = [range(*ends_of) for ends_of in pairwise(ends)]
+    stages = [range(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
     return form, lambda schedule: _lifted(schedule, stages, devices)
 
 

@@ -261,13 +261,8 @@ class _Best:
             value = problem.value(timeline)
             if value >= self.value * (1 - ROUNDING) or not problem.fits(timeline.peak):
                 return
-        self.value, self.problem, self.schedule, self._timeline, self.source = (
-            value,
-            problem,
-            schedule,
-            timeline,
-            source,
-        )
+        self.value, self.problem, self.source = value, problem, source
+        self.schedule, self._timeline = schedule, timeline
 
     def _peaks(self, problem: Problem, schedule: Schedule) -> Sequence[float]:
         """The most memory of each device. Where only residuals count it hangs on the order alone, not on times."""

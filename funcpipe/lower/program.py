@@ -122,26 +122,26 @@ class _Calls:
 
     def order(self) -> list[int]:
         """The plan order as ``call * M + microbatch``; of slices as ``call * pieces + piece``."""
-        count, device_of = self.schedule.num_pieces, self.schedule.device_of
-        rematted, backward = self.legal.rematted, self.schedule.has_backward
-        codes = [*chain.from_iterable(coded(self.schedule.orders, self.schedule.num_slices))]
-        slices, stages, whole = self.schedule.num_slices, self.schedule.num_stages, ALONE
+        schedule, rematted, backward = self.schedule, self.legal.rematted, self.schedule.has_backward
+        count, slices, device_of = schedule.num_pieces, schedule.num_slices, schedule.device_of
+        codes = [*chain.from_iterable(coded(schedule.orders, slices))]
+        # By code, and last the F that keeps nothing; then by stage the first number of the call, -1 while it is not made.
         places = [Among(number == 0, number == slices - 1) for number in range(slices)]
-        # By place among the slices and code, then stage: the first number of the call, -1 while it is not made.
-        rows = {place: [[-1] * stages for _ in CODED] for place in {whole, *places}}
-        bare = {place: [-1] * stages for place in rows}  # the F that keeps nothing
-        carries = [part.carry for part in self.context.stages]
+        tables = {
+            among: (among, [[-1] * schedule.num_stages for _ in range(len(CODED) + 1)]) for among in {ALONE, *places}
+        }
+        alone, cut = tables[ALONE], [tables[among] for among in places]
+        carries = [part.carry and slices > 1 for part in self.context.stages]
         out: list[int] = []
         for number in self.legal.plan_order:
             code, stage, piece = codes[number]
-            among = places[piece % slices] if carries[stage] and code in _CARRYING else whole
-            row, keeps = rows[among][code], True
-            if code == F and (not backward or (rematted and stage * count + piece in rematted)):
-                row, keeps = bare[among], False
+            among, rows = cut[piece % slices] if carries[stage] and code in _CARRYING else alone
+            bare = code == F and (not backward or (rematted and stage * count + piece in rematted))
+            row = rows[-1 if bare else code]
             base = row[stage]
             if base < 0:
                 base = row[stage] = count * len(self.calls)
-                self.calls.append(self._call(CODED[code], stage, device_of[stage], keeps, among))
+                self.calls.append(self._call(CODED[code], stage, device_of[stage], not bare, among))
             out.append(base + piece)
         return out
 

@@ -32,9 +32,9 @@ class BatchTree:
         """By leaf number."""
         self.lengths: dict[int, int] = {}
         """By leaf number, of the sequences that slices are cut of."""
-        self.sequences: list[int | None]
+        self.sequences: list[int | None] = [None] * len(self.leaves)
+        """By leaf number, the axis along which slices are cut; None: each gets it whole."""
         self.handles: list[Any] = []
-        self.sequences = [None] * len(self.leaves)
         self.axes = [self._axis(index, leaf) for index, leaf in enumerate(self.leaves)]
         if self.ready is None:
             self.faults += refuse_hidden(tree, name, self.leaves, spec)
@@ -120,7 +120,7 @@ class BatchTree:
         return faults
 
     def cut(self, parts: Sequence[int], slices: Sequence[int]) -> list[Border]:
-        """One border per microbatch, or slice of one: views of the caller's tensors."""
+        """One border per microbatch: views of the caller's tensors; or per slice of one, in memory of its own."""
         if self.ready is not None:
             self.handles = _marked(leaf for tree in self.ready for leaf in flatten(tree)[0])
             return [given(tree) for tree in self.ready]
@@ -135,7 +135,7 @@ class BatchTree:
                 [
                     piece
                     for value in column
-                    for piece in (repeat(value, len(slices)) if axis is None else _contiguous(value, slices, axis))
+                    for piece in (repeat(value, len(slices)) if axis is None else _slices(value, slices, axis))
                 ]
                 for column, axis in zip(columns, self.sequences, strict=True)
             ]
@@ -153,9 +153,9 @@ class BatchTree:
         return out
 
 
-def _contiguous(value: Tensor, slices: Sequence[int], axis: int) -> list[Tensor]:
-    """Slices of a tensor, each in memory of its own: stages may view them as they view whole microbatches."""
-    return [piece.contiguous() for piece in value.detach().split_with_sizes(slices, axis)]
+def _slices(value: Tensor, lengths: Sequence[int], axis: int) -> list[Tensor]:
+    """Slices of a tensor, contiguous: stages may view them as they view whole microbatches."""
+    return [piece.contiguous() for piece in value.split_with_sizes(lengths, axis)]
 
 
 def _each(rows: int, place: str) -> str:

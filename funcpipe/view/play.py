@@ -194,7 +194,7 @@ class Play:
         """The size of a value that a lane gets of others, and its latency."""
         wire, piece = divmod(value, self.lowered.num_pieces)
         size, latency = self.crossings[wire, lane]
-        return size * self.shares[piece % self.lowered.num_slices][1], latency
+        return (size * self.shares[piece % len(self.shares)][1] if size else size), latency
 
     def _send(self, number: int, lane: LaneState, send: Send) -> None:
         slot, to, into = send

@@ -516,3 +516,29 @@ def test_leaves_without_rows_are_refused():
     """An axis is a number."""
     with pytest.raises(fp.BatchError, match="has shape .* and no axis None"):
         fp.run(evaluation(), ((),), fp.Axis(torch.ones(4, 6, 2), None, sequence=1))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_stages_may_write_into_their_slices(rows):
+    """Remat finds them as they were, and so does the caller: with one row they lie in his memory."""
+
+    @fp.stage(name="writes")
+    def writes(params, x, *, carry):
+        x.mul_(2.0).add_(0.0 if carry is None else carry)
+        return fp.Out(x * params["scale"], carry=x.sum(1, keepdim=True))
+
+    params = ({"scale": torch.ones(WIDTH, dtype=torch.float64)},)
+    x, target = batch(rows, 8)
+    before = snapshot((x, target))
+    results = []
+    for schedule in (S.one_f_one_b(1, rows, num_slices=4), S.remat(S.fill_drain(1, rows, num_slices=4))):
+        plan = fp.make_plan([writes], schedule, loss=F.mse_loss, devices="cpu")
+        results += [fp.run(plan, params, (x, target), executor=executor) for executor in EXECUTORS]
+    assert same(before, snapshot((x, target)))
+    for result in results[1:]:
+        assert same((results[0].loss, results[0].grads), (result.loss, result.grads))
+    carry, pieces = 0.0, []
+    for piece in x.split(2, 1):
+        pieces.append(piece * 2 + carry)
+        carry = pieces[-1].sum(1, keepdim=True)
+    torch.testing.assert_close(results[0].loss, F.mse_loss(torch.cat(pieces, 1), target))

@@ -55,8 +55,8 @@ def test_the_order_of_each_device():
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("slices", [1, 2, 4, 16])
-def test_seq_1f1b_is_what_its_paper_says(devices, slices):
-    """Seq1F1B (arXiv 2406.03488): warmup min(p - d - 2 + k, m k), memory of so many slices, the bubble k times smaller."""
+def test_seq_1f1b_in_closed_form(devices, slices):
+    """Seq1F1B (arXiv 2406.03488): warmup min(p - d - 2 + k, m k) as in its code; memory and bubble follow from that."""
     microbatches = devices + 2
     schedule = S.one_f_one_b(devices, microbatches, num_slices=slices)
     timeline = fp.simulate(schedule, fp.Cost(forward=1, backward=2))
@@ -73,7 +73,7 @@ def test_seq_1f1b_is_what_its_paper_says(devices, slices):
 @pytest.mark.parametrize("share", [1, 2, 3])
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_slimpipe_holds_hardly_more_than_one_microbatch(devices, share, rounds):
-    """SlimPipe (arXiv 2504.14519): memory (1 + 2 (p - 1) / (n v)) / p of a microbatch, the bubble (p - 1) / (n v) of one."""
+    """SlimPipe's order (arXiv 2504.14519): it holds (1 + 2 (p - 1) / (n v)) / p of a microbatch, and waits (p - 1) / (n v)."""
     slices, stages = rounds * devices, devices * share
     schedule = S.interleaved(stages, 4, num_devices=devices, num_slices=slices)
     cost = fp.Cost(forward=1 / share, backward=2 / share, residual=1 / stages)
