@@ -46,7 +46,8 @@ def schedules(num_stages: int, num_microbatches: int, *, backward: bool = True) 
     gathered = [fp.schedules.gather_params(one) for one in (*zbv, away[0])]
     if s % 2 == 0 and m > 1:
         gathered.append(fp.schedules.gather_params(fp.schedules.looped_bfs(s, m, num_devices=s // 2), whole=1))
-    unique = {str(one): one for one in (*plain, *rematted, *line, *vee, *away, *reduced, *gathered)}
+    paired = [fp.schedules.pair(one) for one in (line[0], fp.schedules.remat(whole[0]), *away[2:], *line[2:])]
+    unique = {str(one): one for one in (*plain, *rematted, *line, *vee, *away, *reduced, *gathered, *paired)}
     return list(unique.values())
 
 

@@ -1,16 +1,19 @@
 """Random legal schedules, nets with random skips and feeds, and plans of these; strategies of hypothesis."""
 
+from itertools import pairwise
+
 from hypothesis import strategies as st
 
 from funcpipe.core.plan import Plan
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.core.stage import Stage
 from funcpipe.lower.plan import make_plan
+from funcpipe.schedules.pairs import may_overlap, together
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Any legal schedule: any placement of stages, any order that can run, any mix of B, I W and R, slices or none."""
+    """Any legal schedule: any placement of stages, any order that can run, any mix of B, I W and R, slices, pairs or none."""
     stages, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     slices = draw(st.sampled_from([1, 1, 2, 3]))
     pieces = [(m, None if slices == 1 else number) for m in range(microbatches) for number in range(slices)]
@@ -32,7 +35,16 @@ def schedules(draw: st.DrawFn) -> Schedule:
         orders[device_of[at[0]]].append(Action(kinds.pop(0), *at))
         if not kinds:
             del left[at]
-    return Schedule(tuple(map(tuple, orders)))
+    schedule = Schedule(tuple(map(tuple, orders)))
+    if not draw(st.booleans()):
+        return schedule
+    places: list[list[int]] = []
+    for order in schedule.orders:
+        places.append([])
+        for at, (one, other) in enumerate(pairwise(order)):
+            if at - 1 not in places[-1] and may_overlap(one, other) and chance.random() < 0.5:
+                places[-1].append(at)
+    return together(schedule, places)
 
 
 def _may(left: dict[tuple[int, int, int | None], list[Kind]], at: tuple[int, int, int | None], stages: int) -> bool:

@@ -42,6 +42,9 @@ class Cost:
         backward_weight: time of W.
         backward: time of B; None: the sum of I and W.
         remat: time of R; None: that of F.
+        forward_link: for how much of the time of F, and of R, the device only waits for other devices (all-to-all of
+            experts, sums of tensor parallelism): time in which another action can compute, where two overlap.
+        backward_link: the same of B, and of I.
         offload: time of O, and of L, on the link between a device and its host; the device works on meanwhile.
         reduce: time of G, on the link between the replicas of a stage; the device works on meanwhile.
         gather: time of U, on the link between the replicas of a stage, which G occupies too; the device works on
@@ -68,6 +71,8 @@ class Cost:
     backward_weight: PerStage = 1.0
     backward: PerStage | None = field(default=None, kw_only=True)
     remat: PerStage | None = field(default=None, kw_only=True)
+    forward_link: PerStage = field(default=0.0, kw_only=True)
+    backward_link: PerStage = field(default=0.0, kw_only=True)
     offload: PerStage = field(default=1.0, kw_only=True)
     reduce: PerStage = field(default=0.0, kw_only=True)
     gather: PerStage = field(default=0.0, kw_only=True)
@@ -102,6 +107,8 @@ class Cost:
         faults += self._take_slices()
         if self.bandwidth == 0:
             faults.append("bandwidth is more than 0; None for no limit")
+        if not faults:
+            faults += self._long_links()
         raise_all("no such cost:", faults, ScheduleError)
 
     def _take_skips(self, skips: Any) -> list[str]:
@@ -126,6 +133,21 @@ class Cost:
             object.__setattr__(self, "slices", tuple(lengths))
         if not isinstance(self.attention, (int, float)) or not 0 <= self.attention <= 1:
             faults.append(f"attention is a share from 0 to 1; got {self.attention!r}")
+        return faults
+
+    def _long_links(self) -> list[str]:
+        """What is wrong with the time for which actions wait for links: it is a part of theirs."""
+        faults: list[str] = []
+        for kind, row in KINDS.items():
+            if row.link is None or not getattr(self, row.link):
+                continue
+            names = [getattr(self, name) for names in row.times for name in names]
+            rows = [value for value in (getattr(self, row.link), *names) if isinstance(value, tuple)]
+            for stage in range(min(map(len, rows), default=1)):
+                link, time = _pick(getattr(self, row.link), stage), self.of(kind, stage)
+                if link > time:
+                    where = f" of stage {stage}" if rows else ""
+                    faults.append(f"{row.link}{where} is a part of the time of {kind}, which is {time:g}; got {link:g}")
         return faults
 
     def slice_shares(self, num_slices: int) -> list[tuple[float, float]]:
@@ -166,6 +188,29 @@ class Cost:
             if None not in values:
                 return sum(_pick(value, stage) for value in values)
         return 0.0
+
+    def both(self, one: tuple[Kind, int, float], other: tuple[Kind, int, float]) -> float:
+        """Time of two actions that overlap, from the start of both to the end of both.
+
+        The device computes for the one or for the other, a link carries for the one or for the other; neither can be
+        quicker than alone: ``max(computing of both, links of both, the longer one)``. DeepSeek calls it F&B
+        (arXiv 2412.19437, table 2).
+
+        >>> cost = Cost(1, 1, 1, forward_link=0.5, backward_link=0.25)
+        >>> cost.both((Kind.F, 0, 1.0), (Kind.B, 1, 1.0))
+        2.25
+
+        Args:
+            one: kind, stage, and which share of its microbatch's time it takes (of a whole microbatch 1).
+            other: the same.
+        """
+        alone = [self.of(kind, stage) * share for kind, stage, share in (one, other)]
+        waits = [self._link(kind, stage) * share for kind, stage, share in (one, other)]
+        return max(sum(alone) - sum(waits), sum(waits), *alone)
+
+    def _link(self, kind: Kind, stage: int) -> float:
+        name = KINDS[kind].link
+        return _pick(getattr(self, name), stage) if name is not None else 0.0
 
     def group(self, sizes: Sequence[int]) -> Cost:
         """The cost of neighbouring layers as stages, if this is the cost of layers.

@@ -91,6 +91,8 @@ class KindRow:
         takes, frees: the memory that it takes at its start, and frees at its end.
         adds: does it add to the gradients of the weights.
         times: how long it takes, as sums of fields of `Cost`: the first sum that has no None.
+        link: the field of `Cost` that says for how much of this time it waits for a link between devices; None: it
+            computes all the time.
         units: how long it takes in plan order.
         resource: what it occupies.
         colour: red, green, blue: near those of Okabe and Ito, moved apart until everybody can tell any two of them
@@ -110,6 +112,7 @@ class KindRow:
     frees: Held | None = None
     adds: bool = False
     times: tuple[tuple[str, ...], ...]
+    link: str | None = None
     units: int = 1
     resource: Resource = Resource.DEVICE
     colour: tuple[int, int, int]
@@ -123,6 +126,7 @@ KINDS: Mapping[Kind, KindRow] = {
         flow=Flow.FORWARD,
         takes=Held.RESIDUAL,
         times=(("forward",),),
+        link="forward_link",
         colour=(90, 200, 250),
         codes=(75, 117, 153),
     ),
@@ -133,6 +137,7 @@ KINDS: Mapping[Kind, KindRow] = {
         frees=Held.RESIDUAL,
         adds=True,
         times=(("backward",), ("backward_input", "backward_weight")),
+        link="backward_link",
         units=2,
         colour=(244, 172, 12),
         codes=(214, 221, 229),
@@ -145,6 +150,7 @@ KINDS: Mapping[Kind, KindRow] = {
         frees=Held.DIFFERENCE,
         adds=True,  # of stages that do not split: there W has nothing left to do
         times=(("backward_input",),),
+        link="backward_link",
         colour=(222, 112, 46),
         codes=(208, 216, 223),
     ),
@@ -164,6 +170,7 @@ KINDS: Mapping[Kind, KindRow] = {
         excludes=Kind.O,
         takes=Held.RESIDUAL,
         times=(("remat",), ("forward",)),
+        link="forward_link",
         colour=(178, 128, 172),
         codes=(139, 182, 225),
     ),

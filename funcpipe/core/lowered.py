@@ -6,6 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from funcpipe.core.kinds import WHOLE
@@ -45,6 +46,7 @@ class Lowered:
         order: ``call * num_pieces + piece`` of each action, in plan order: an order in which one thread can run
             everything, and which every lane follows for its own actions.
         pools: the slots between lanes.
+        pairs: the codes of those that overlap with what comes after them in the order.
     """
 
     num_stages: int
@@ -55,6 +57,7 @@ class Lowered:
     calls: tuple[Call, ...]
     order: Packed
     pools: tuple[Pool, ...]
+    pairs: frozenset[int] = frozenset()
 
     __getstate__ = declared_fields
 
@@ -77,11 +80,18 @@ class Lowered:
 
         In its pools lies no more than in those of all, so they stay as they are.
         """
-        pairs = (divmod(code, self.num_pieces) for code in self.order)
         count = num_microbatches * self.num_slices
         limits = [num_microbatches if call.kind in WHOLE else count for call in self.calls]
-        order = Packed(call * count + number for call, number in pairs if number < limits[call])
-        return replace(self, num_microbatches=num_microbatches, order=order)
+
+        def kept(code: int) -> int | None:
+            call, number = divmod(code, self.num_pieces)
+            return call * count + number if number < limits[call] else None
+
+        codes = [kept(code) for code in self.order]
+        pairs = (pair for code, pair in zip(self.order, pairwise(codes), strict=False) if code in self.pairs)
+        order = Packed(code for code in codes if code is not None)
+        joined = frozenset(one for one, other in pairs if one is not None and other is not None)
+        return replace(self, num_microbatches=num_microbatches, order=order, pairs=joined)
 
     @cached_property
     def lane_order(self) -> list[int]:
@@ -131,10 +141,12 @@ def expand(lowered: Lowered, lanes: Sequence[int]) -> tuple[LaneProgram, ...]:
     writers = {lane: _Writer(lowered, lane, again, crossings) for lane in lanes}
     count = lowered.num_pieces
     parts = [writers.get(call.lane) for call in lowered.calls]
-    for position, code in enumerate(lowered.order):
+    order = lowered.order
+    for position, code in enumerate(order):
         writer = parts[code // count]
         if writer is not None:
-            writer.write(position, code // count, code % count)
+            after = divmod(order[position + 1], count) if code in lowered.pairs else None
+            writer.write(position, code // count, code % count, after)
     return tuple(writer.program() for writer in writers.values())
 
 
@@ -223,6 +235,9 @@ class _Writer:
         self.calls: dict[int, _Form] = {}
         self.instructions: list[Instruction] = []
         self.ends: list[int] = []
+        self.pairs: list[int] = []
+        self.late: list[int] = []
+        """What the first of a pair has read and the second frees: the one may still read it while the other runs."""
         self.left: list[tuple[int, int]] = []
         self.where: dict[int, int] = {}
         """The slot of each value that lies here."""
@@ -255,24 +270,17 @@ class _Writer:
         unread = [wire * count for wire in call.writes if wire not in here and wires[wire].role not in TAKEN]
         return _Form(len(self.calls), reads, writes, sends, taken, unread)
 
-    def write(self, position: int, number: int, microbatch: int) -> None:
-        """One action with everything around it."""
-        form = self.calls.get(number)
-        if form is None:
-            form = self.calls[number] = self._form(number)
+    def write(self, position: int, number: int, microbatch: int, after: tuple[int, int] | None = None) -> None:
+        """One action with everything around it; of a pair the first receives for both, and the second frees for both."""
+        form = self._get(number)
         where, again, add = self.where, self.again, self.instructions.append
-        reads: list[int] = []
-        done: list[int] = []
-        for wire, base, source, kind in form.reads:
-            value = base + microbatch
-            slot = where.get(value)
-            if slot is None:
-                slot = self._take(kind) if source == CALLER else self.crossings[self.lane][value]
-                where[value] = slot
-                add(Receive(value, source, slot))
-            reads.append(slot)
-            if (position, wire) not in again:
-                done.append(value)
+        reads = self._received(form, microbatch)
+        done, self.late = self.late, []
+        done += [base + microbatch for wire, base, *_ in form.reads if (position, wire) not in again]
+        if after is not None:
+            self._received(self._get(after[0]), after[1])
+            self.pairs.append(len(self.ends))
+            self.late, done = done, []
         writes: list[int] = []
         for base, kind in form.writes:
             where[base + microbatch] = slot = self._take(kind)
@@ -287,6 +295,25 @@ class _Writer:
         if form.unread:
             self._free([base + microbatch for base in form.unread])
         self.ends.append(len(self.instructions))
+
+    def _get(self, number: int) -> _Form:
+        form = self.calls.get(number)
+        if form is None:
+            form = self.calls[number] = self._form(number)
+        return form
+
+    def _received(self, form: _Form, microbatch: int) -> list[int]:
+        """The slots of what a call reads; what is not there is received."""
+        slots: list[int] = []
+        for _, base, source, kind in form.reads:
+            value = base + microbatch
+            slot = self.where.get(value)
+            if slot is None:
+                slot = self._take(kind) if source == CALLER else self.crossings[self.lane][value]
+                self.where[value] = slot
+                self.instructions.append(Receive(value, source, slot))
+            slots.append(slot)
+        return slots
 
     def _take(self, kind: Slot) -> int:
         spare = self.spare[kind]
@@ -324,6 +351,7 @@ class _Writer:
             tuple(self.ends),
             tuple(outgoing),
             tuple(self.left),
+            frozenset(self.pairs),
         )
 
 

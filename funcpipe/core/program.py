@@ -229,6 +229,7 @@ class LaneProgram:
         ends: where each action's part of the instructions ends: its receives, itself, its frees and sends.
         outgoing: (lane, slot) of every slot elsewhere that it sends into.
         left: (value, slot) of what the caller takes at the end.
+        pairs: the numbers of the actions that overlap with the action after them.
     """
 
     lane: int
@@ -241,6 +242,7 @@ class LaneProgram:
     ends: tuple[int, ...]
     outgoing: tuple[tuple[int, int], ...]
     left: tuple[tuple[int, int], ...]
+    pairs: frozenset[int] = frozenset()
 
     __getstate__ = declared_fields
 
@@ -312,6 +314,7 @@ class LaneProgram:
 
     def lines(self) -> Iterator[str]:
         """Each instruction in words; a value is followed by the slot where it lies."""
+        runs = enumerate(self.runs)
         for instruction, value_of in self.contents():
 
             def see(*slots: int, value_of: dict[int, int] = value_of) -> str:
@@ -321,7 +324,9 @@ class LaneProgram:
                 case Receive(_, source, slot):
                     yield f"receive {see(slot)} from {lane_name(source)}"
                 case Run(_, _, reads, writes):
-                    words = [str(self.action(instruction)), *(["reads " + see(*reads)] if reads else [])]
+                    at, _ = next(runs)
+                    beside = f" beside {self.action(self.runs[at + 1])}" if at in self.pairs else ""
+                    words = [f"{self.action(instruction)}{beside}", *(["reads " + see(*reads)] if reads else [])]
                     yield "  ".join([*words, *(["writes " + see(*writes)] if writes else [])])
                 case Send(slot, to, into):
                     yield f"send {see(slot)} to {to}@{into}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from funcpipe.core.cost import Cost, PerStage
 from funcpipe.core.kinds import ADDS, MOVES, Kind
+from funcpipe.core.overlapping import time_worked, without_pairs
 from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Action
 from funcpipe.core.trace import chrome_trace
@@ -82,12 +83,8 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time that each device works; O, L and G are the work of its links."""
-        busy = [0.0] * self.num_devices
-        for device, start, end, action in self.spans:
-            if action[0] not in MOVES:
-                busy[device] += end - start
-        return tuple(busy)
+        """Time that each device works; O, L and G are the work of its links. Where two overlap it works once."""
+        return time_worked(self.spans, self.num_devices)
 
     @property
     def bubble(self) -> float:
@@ -173,7 +170,8 @@ class Timeline:
         """The mean time of each kind on each stage, to simulate with: what the actions took, without the waiting.
 
         Of what a stage did not run, B is I and W together, I and W are half of B each, R is F; O, L, G and U are nothing.
-        Slices are counted together as their microbatch, and are as long as they took.
+        Slices are counted together as their microbatch, and are as long as they took. Of what overlaps with another action
+        only what never stands alone counts.
 
         >>> Timeline((Span(0, 0.0, 1.0, Action(Kind.F, 0, 0)), Span(0, 1.0, 4.0, Action(Kind.F, 0, 1))), 1).cost().forward
         (2.0,)
@@ -181,6 +179,9 @@ class Timeline:
         Returns:
             A cost with one number per stage, in the timeline's unit; ``comm`` is the timeline's.
         """
+        spans = without_pairs(self.spans)
+        if len(spans) < len(self.spans):
+            return replace(self, spans=spans).cost()
         stages = range(1 + max((stage for _, stage in self.by_kind), default=-1))
         slices = [0.0] * (1 + max((span.action.slice or 0 for span in self.spans), default=0))
         for _, start, end, action in self.spans:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from funcpipe.core.errors import ScheduleError, raise_all
@@ -89,32 +90,51 @@ ACTION = re.compile(
 )
 """How an action is spelled: stage, then kind and microbatch (and slice), or a kind that has none."""
 
+Pair = tuple[Action, Action]
+"""Two actions of a device, one after the other in its order, that overlap."""
+
+_WORDS = re.compile(r"\(\s*([^\s()]+)\s+([^\s()]+)\s*\)|(\S+)")
+
+
+def words_of(line: str) -> Iterator[tuple[str, ...]]:
+    """The words of a line, each alone, or two together where they stand as a pair: ``(0F3 1B1)``."""
+    for first, second, alone in _WORDS.findall(line):
+        yield (alone,) if alone else (first, second)
+
 
 @dataclass(frozen=True)
 class Schedule:
     """The order of actions on each device.
 
-    Compares, hashes and pickles by its orders; the name is a label. A schedule may hold anything until `check` (which
-    `make_plan` and `simulate` call) has seen it.
+    Compares, hashes and pickles by its orders and pairs; the name is a label. A schedule may hold anything until `check`
+    (which `make_plan` and `simulate` call) has seen it.
 
     Attributes:
         orders: one tuple of Actions per device, in the order in which the device runs them.
         name: what to call it in pictures.
+        pairs: which neighbours in an order overlap, as (first, second). Both begin when both can; a CUDA device runs
+            them on two streams, so that one computes while the other waits for a link (all-to-all of experts), a CPU
+            lane runs them one after the other. Printed ``(0F3 1B1)``.
     """
 
     orders: tuple[tuple[Action, ...], ...]
     name: str = field(default="custom", compare=False)
+    pairs: frozenset[Pair] = frozenset()
 
     def __post_init__(self) -> None:
         if not isinstance(self.orders, tuple) or not all(isinstance(order, tuple) for order in self.orders):
             object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
+        if not isinstance(self.pairs, frozenset):
+            object.__setattr__(self, "pairs", frozenset(self.pairs))
 
     @classmethod
     def parse(cls, text: str, *, name: str = "custom") -> Schedule:
         """Read the text form: one line per device, actions apart by spaces, ``#`` starts a comment.
 
-        >>> print(Schedule.parse("0F0 0F1 0B0 0B1"))
-        0F0 0F1 0B0 0B1
+        Two actions in parentheses overlap.
+
+        >>> print(Schedule.parse("0F0 (0F1 0B0) 0B1"))
+        0F0 (0F1 0B0) 0B1
 
         Raises:
             ScheduleError: some words are no actions; each is named with its line.
@@ -124,18 +144,47 @@ class Schedule:
                 f"parse takes text, a line for each device, such as '0F0 0B0'; got a {type(text).__name__}"
             )
         orders: list[tuple[Action, ...]] = []
+        pairs: list[Pair] = []
         faults: list[str] = []
         for number, line in enumerate(text.split("\n"), 1):
-            words = line.partition("#")[0].split()
-            bad = [word for word in words if ACTION.fullmatch(word) is None]
+            groups = [*words_of(line.partition("#")[0])]
+            bad = [word for group in groups for word in group if ACTION.fullmatch(word) is None]
             faults += [f"line {number}: {word!r} is no action" for word in bad]
-            if words and not bad:
-                orders.append(tuple(map(Action.parse, words)))
-        raise_all(f"write {SPELLING}:", faults, ScheduleError)
-        return cls(tuple(orders), name)
+            if groups and not bad:
+                read = [tuple(map(Action.parse, group)) for group in groups]
+                orders.append(tuple(action for group in read for action in group))
+                pairs += [(group[0], group[1]) for group in read if len(group) == 2]
+        raise_all(f"write {SPELLING}; two that overlap as in (0F3 1B1):", faults, ScheduleError)
+        return cls(tuple(orders), name, frozenset(pairs))
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(map(str, order)) for order in self.orders)
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """The order of each device in words."""
+        for order in self.orders:
+            words = [*map(str, order)]
+            for at in self.joined(order):
+                words[at : at + 2] = f"({words[at]}", f"{words[at + 1]})"
+            yield " ".join(words)
+
+    def joined(self, order: Sequence[Action]) -> list[int]:
+        """The positions in an order of those that overlap with the action after them."""
+        if not self.pairs:
+            return []
+        return [at for at, pair in enumerate(pairwise(order)) if pair in self.pairs]
+
+    def reordered(self, orders: Sequence[Sequence[Action]], name: str) -> Schedule:
+        """Another order, with those of the pairs that are neighbours in it, too.
+
+        >>> schedule = Schedule.parse("(0F1 0B0)")
+        >>> print(schedule.reordered([[*schedule.orders[0], Action(Kind.B, 0, 1)]], "longer"))
+        (0F1 0B0) 0B1
+        """
+        kept = tuple(map(tuple, orders))
+        if not self.pairs:
+            return Schedule(kept, name)
+        return Schedule(kept, name, self.pairs.intersection(pair for order in kept for pair in pairwise(order)))
 
     def __repr__(self) -> str:
         slices = f" of {self.num_slices} slices" if self.num_slices > 1 else ""
@@ -226,7 +275,7 @@ class Schedule:
         if num_microbatches >= self.num_microbatches:
             return self
         kept = select(self.orders, lambda action: action.kind in COUNTED or action.microbatch < num_microbatches)
-        return Schedule(tuple([_recounted(order, num_microbatches) for order in kept]), self.name)
+        return self.reordered([_recounted(order, num_microbatches) for order in kept], self.name)
 
     def forwards(self) -> Schedule:
         """The forwards alone: the schedule that evaluates with every stage where it trains.
@@ -234,7 +283,7 @@ class Schedule:
         >>> print(Schedule.parse("0F0 0F1 0B0 0B1").forwards())
         0F0 0F1
         """
-        return Schedule(select(self.orders, lambda action: action.kind is Kind.F), f"{self.name} forwards")
+        return self.reordered(select(self.orders, lambda action: action.kind is Kind.F), f"{self.name} forwards")
 
 
 def serving(order: Sequence[Action]) -> frozenset[Action]:

@@ -8,7 +8,7 @@ that lie at its end at a time, in plan order.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 
 from funcpipe.core.errors import PlanError, raise_all
@@ -62,16 +62,16 @@ def lower(
     if halves:
         _refuse_mixed(schedule)
     calls = _Calls(EffectContext(stages, routes(stages), loss, outputs or halves, halves), schedule, legal)
-    order = calls.order()
+    order, pairs = calls.order()
     if halves:  # no lane's own order changes: what belongs to the first half is first already
         order = _forwards_first(order, calls.calls, schedule)
-    most = _levels(calls.calls, [*calls.wires], order, schedule.num_pieces, [*calls.pools])
+    most = _levels(calls.calls, [*calls.wires], order, schedule.num_pieces, [*calls.pools], pairs)
     pools = tuple(
         Pool(*key, slots + (0 if key[0] == CALLER else spare_slots))
         for key, slots in zip(calls.pools, most, strict=True)
     )
     counts = (schedule.num_stages, schedule.num_microbatches, schedule.num_slices, schedule.num_devices)
-    return Lowered(*counts, tuple(calls.wires), tuple(calls.calls), Packed(order), pools)
+    return Lowered(*counts, tuple(calls.wires), tuple(calls.calls), Packed(order), pools, frozenset(pairs))
 
 
 def _refuse_mixed(schedule: Schedule) -> None:
@@ -120,8 +120,8 @@ class _Calls:
                 for wire in effects(kind, stage, True, context)[0]:
                     self.readers[wire].add(device)
 
-    def order(self) -> list[int]:
-        """The plan order as ``call * M + microbatch``; of slices as ``call * pieces + piece``."""
+    def order(self) -> tuple[list[int], set[int]]:
+        """The plan order as ``call * M + microbatch``; of slices as ``call * pieces + piece``. And which overlap."""
         schedule, rematted, backward = self.schedule, self.legal.rematted, self.schedule.has_backward
         count, slices, device_of = schedule.num_pieces, schedule.num_slices, schedule.device_of
         codes = [*chain.from_iterable(coded(schedule.orders, slices))]
@@ -132,6 +132,8 @@ class _Calls:
         }
         alone, cut = tables[ALONE], [tables[among] for among in places]
         carries = [part.carry and slices > 1 for part in self.context.stages]
+        joined = self._joined()
+        pairs: set[int] = set()
         out: list[int] = []
         for number in self.legal.plan_order:
             code, stage, piece = codes[number]
@@ -143,7 +145,21 @@ class _Calls:
                 base = row[stage] = count * len(self.calls)
                 self.calls.append(self._call(CODED[code], stage, device_of[stage], not bare, among))
             out.append(base + piece)
-        return out
+            if joined and number in joined:
+                pairs.add(base + piece)
+        return out, pairs
+
+    def _joined(self) -> set[int]:
+        """Of all actions, counted device by device, those that overlap with the one after them."""
+        joined: set[int] = set()
+        first = 0
+        for order in self.schedule.orders:
+            for at in self.schedule.joined(order):
+                kinds = {order[at].kind, order[at + 1].kind}
+                if not self.context.inputs or Kind.F not in kinds or len(kinds) == 1:  # else one is of the other half
+                    joined.add(first + at)
+            first += len(order)
+        return joined
 
     def _number(self, wire: Wire) -> int:
         return self.wires.setdefault(wire, len(self.wires))
@@ -177,9 +193,14 @@ class _Calls:
 
 
 def _levels(
-    calls: list[Call], wires: list[Wire], order: list[int], count: int, pools: Sequence[tuple[int, int, Role]]
+    calls: list[Call],
+    wires: list[Wire],
+    order: list[int],
+    count: int,
+    pools: Sequence[tuple[int, int, Role]],
+    pairs: Collection[int],
 ) -> list[int]:
-    """The most values that lie in each pool at a time, in plan order."""
+    """The most values that lie in each pool at a time, in plan order. What the first of a pair has read stays for both."""
     readers = Counter(read for call in calls for read in call.reads if read[1] >= 0)
     # Of values that several calls read it depends on the microbatch which is the first and which the last.
     shared = [[read for read in call.reads if readers[read] > 1] for call in calls]
@@ -195,6 +216,7 @@ def _levels(
     ]
     moves = [come + go for come, go in zip(comes, goes, strict=True)]
     live, most = [0] * len(pools), [0] * len(pools)
+    late: list[tuple[int, int]] = []
     for position, code in enumerate(order):
         number = code // count
         steps = moves[number]
@@ -204,6 +226,11 @@ def _levels(
             there.update(come)
             gone = [(pool, -1) for wire, pool in shared[number] if (position, wire) not in again]
             steps = [*comes[number], *((pool, 1) for _, pool in come), *gone, *goes[number]]
+        if late:
+            steps, late = [*steps, *late], []
+        if pairs and code in pairs:
+            late = [step for step in steps if step[1] < 0]
+            steps = [step for step in steps if step[1] > 0]
         for pool, change in steps:
             live[pool] = now = live[pool] + change
             if now > most[pool]:

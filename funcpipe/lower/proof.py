@@ -25,6 +25,10 @@ slot was freed before t: it comes.
 So the third kind of wait needs no look of its own: as 2 holds for every value, none of those in front on a way waits for
 anything at t or later. It does not matter which lanes share a process, and a run is followed by the next on every lane and way.
 
+Of two that overlap, at t and t + 1, the first waits for what the second reads, too: so that must stand before t (the lane
+itself makes nothing between them but the first, and of that the second may not read). What the first has read is freed with
+what the second has read, so its slots are no earlier free than after t + 1.
+
 A batch of fewer microbatches runs the same order with the actions of the others left out (`Lowered.first`). What is left of
 1 and 2 still holds: an action reads values of its own microbatch, and no pool has more values than before. So this program
 is proven with the plan's.
@@ -102,6 +106,7 @@ def _malformed(program: Lowered) -> Iterator[str]:
     if not program.order or min(program.order) < 0 or max(program.order) >= codes:
         yield f"the order holds actions from 0 to {codes - 1}"
         return
+    yield from _unpaired(program)
     ways: dict[tuple[int, int], int] = {}
     """By wire and lane, the pool in which it lies there; -1: it is made there."""
     for call in program.calls:
@@ -121,6 +126,29 @@ def _malformed(program: Lowered) -> Iterator[str]:
             if ways.setdefault((wire, lane), pool) != pool:
                 yield f"{name}: {_name(program, wire)} comes to device {lane} in two ways"
         yield from (f"{name}: {fault}" for fault in _unfit(program, call))
+
+
+def _unpaired(program: Lowered) -> Iterator[str]:
+    """Pairs whose second does not follow, is of another lane, or reads what the first makes."""
+    left = set(program.pairs)
+    if not left:
+        return
+    for code, after in zip(program.order, [*program.order[1:], None], strict=True):
+        if code not in left:
+            continue
+        left.remove(code)
+        name = f"{program.action(code)} overlaps with what follows it in the order"
+        one, piece = program.calls[code // program.num_pieces], code % program.num_pieces
+        other = program.calls[after // program.num_pieces] if after is not None else None
+        if after is None or other is None or other.lane != one.lane or after in program.pairs:
+            yield f"{name}, and that is no action of its device that could"
+            continue
+        shift = after % program.num_pieces - piece
+        reads = [wire for wire, _ in other.reads if FROM.get(program.wires[wire].role, 0) + shift == 0]
+        made = [wire for wire in one.writes if wire in reads]
+        if made:
+            yield f"{name}, and {program.action(after)} reads {_name(program, made[0])}, which it makes"
+    yield from (f"{program.action(code)} overlaps, and does not stand in the order" for code in left)
 
 
 def _uses(call: Call) -> Iterator[tuple[int, int, int]]:
@@ -241,8 +269,11 @@ class _OrderWalk:
         """Of each pool, the sends that wait; every free ends the wait of one."""
         stands = bytearray(len(_MARKS) * program.num_stages * count)
         note = self._note
+        freed: list[int] = []
+        """The pools in which the first of a pair has read something for the last time."""
         for position, code in enumerate(program.order):
             number, microbatch = divmod(code, count)
+            joined = code in program.pairs
             mark, own, fetched, come, makes, sends = rows[number]
             if stands[mark + microbatch]:
                 note(_FaultKind.TWICE, position, code)
@@ -262,11 +293,15 @@ class _OrderWalk:
                 left = to_read[place + microbatch]
                 to_read[place + microbatch] = left - 1 if left > 0 else left + 1
                 if left == 1:
+                    freed.append(pool)
+                elif left <= 0:
+                    note(_FaultKind.EARLY, position, place + microbatch)
+            if freed and not joined:
+                for pool in freed:
                     spare[pool] = free = spare[pool] + 1
                     if free <= 0:
                         late[pool].popleft().until = position
-                elif left <= 0:
-                    note(_FaultKind.EARLY, position, place + microbatch)
+                freed.clear()
             for place in makes:
                 if here[place + microbatch] == 1:
                     note(_FaultKind.AGAIN, position, place + microbatch)

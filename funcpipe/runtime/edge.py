@@ -287,7 +287,7 @@ class EdgeIn(_Edge):
         form, leaves, event = self.forms[kind], asked.leaves or [], None
         if self.direct:
             assert self.stream is not None
-            leaves, event = self.stream.receive(form.leaves, asked.free, place.stream)
+            leaves, event = self.stream.receive(form.leaves, asked.free, place.streams)
         elif kind != asked.expected:
             leaves, tensors = _rooms(form, self._room)
             finish([*map(more, tensors)])
@@ -295,7 +295,7 @@ class EdgeIn(_Edge):
             leaves = _unpacked(asked.head, form, None if self.stream is None else self._room)
         self.expected[number] = kind
         if self.stream is not None and not self.direct:
-            leaves, event = self.stream.from_host(leaves, asked.free, place.stream)
+            leaves, event = self.stream.from_host(leaves, asked.free, place.streams)
         value = Border(leaves, form.spec, form.flags)
         if kind not in self.words:
             self.words[kind] = border_key_or_none(value)

@@ -113,8 +113,9 @@ class Execution:
         self.seconds = self.began = 0.0
         self.caller = _given(ready)
         here = [ready.where[lane] for lane in ready.part.lanes]
+        joined = {program.calls[code // program.num_pieces].lane for code in program.pairs}
         places = {
-            lane: Place(device, alone=here.count(device) == 1, lane=lane)
+            lane: Place(device, alone=here.count(device) == 1, lane=lane, paired=lane in joined)
             for lane, device in zip(ready.part.lanes, here, strict=True)
         }
         self.boxes: dict[int, Mailbox] = {lane: Inbox() if executor.threaded else Mailbox() for lane in places}

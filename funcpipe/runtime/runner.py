@@ -8,6 +8,7 @@ from typing import Any
 
 from funcpipe.core.program import Free, LaneProgram, Receive, Run
 from funcpipe.core.schedule import Action
+from funcpipe.runtime.beside import Beside
 from funcpipe.runtime.steps import Step
 from funcpipe.runtime.stream import Place
 from funcpipe.runtime.transport import Transport
@@ -42,13 +43,14 @@ class Runner:
         self.spans: list[tuple[Action, int, int]] = []
         self.steps = [_measured(step, program, self.spans) for step in steps] if timed else steps
         self.thread = 0
+        self.beside = Beside(program, place, coming) if program.pairs and place.asynchronous else None
 
     def advance(self) -> None:
         """Run the next action and the instructions around it.
 
         An action that reads a value waits for its event; those before it do not.
         """
-        slots, transport = self.slots, self.transport
+        slots, transport, beside = self.slots, self.transport, self.beside
         number = self.done
         self.begun = number + 1
         for instruction in self.parts[number]:
@@ -58,7 +60,11 @@ class Runner:
                 if self.coming:
                     for slot in reads:
                         self.place.wait(self.coming.pop(slot, None))
+                if beside is not None:
+                    beside.begin(number)
                 results = self.steps[call](values, instruction)
+                if beside is not None:
+                    beside.end(number)
                 for index, slot in enumerate(writes):
                     slots[slot] = results[index]
                 del values, results  # else a value would outlive its free while this lane waits for a slot
@@ -74,6 +80,8 @@ class Runner:
                         transport.free(slot, source, self.place.event() if self.place.asynchronous else None)
             else:
                 transport.send(instruction, slots[instruction.slot])
+        if beside is not None:
+            beside.leave()
         self.done = number + 1
 
 

@@ -142,12 +142,13 @@ class Ticket(NamedTuple):
 class Place:
     """Where a lane computes: a device and, if it has streams, one of them.
 
-    A device that stands for several lanes gets a stream for each; one that stands alone computes on the caller's.
+    A device that stands for several lanes gets a stream for each; one that stands alone computes on the caller's. A lane
+    whose actions overlap (``paired``) has another one beside it.
     """
 
     backend: ClassVar[StreamBackend] = StreamBackend()
 
-    def __init__(self, device: torch.device, *, alone: bool, lane: int = -1) -> None:
+    def __init__(self, device: torch.device, *, alone: bool, lane: int = -1, paired: bool = False) -> None:
         self.device, self.lane = device, lane
         self.asynchronous = self.backend.asynchronous(device)
         self.module: Any = self.backend.module(device) if self.asynchronous else None
@@ -157,7 +158,12 @@ class Place:
         if self.asynchronous and not alone:
             self.stream = self.named("lane", device)
         self.beside: list[Any] = []
-        """Streams that copy into the lane's memory."""
+        """Streams that copy into the lane's memory, or compute on it."""
+        self.streams: list[Any] = [self.stream]
+        """All on which the lane computes, its own first. A value that it gets is for any of them."""
+        if self.asynchronous and paired:
+            self.streams.append(self.named("pair", device))
+            self.beside.append(self.streams[1])
 
     def named(self, name: str, device: torch.device, other: int = -1) -> Any:
         """The stream of this name, between the lane and another, on a device."""
@@ -177,17 +183,34 @@ class Place:
             self.caller = self.module.current_stream(self.device)  # the second half of a vjp may come from another
             self.settle()
 
+    def split(self) -> None:
+        """Let the stream beside the lane's wait for what is queued there."""
+        self.streams[1].wait_event(self.event())
+
+    def turn(self, *, beside: bool) -> None:
+        """Let the lane's operations go to the stream beside its own, or to its own again."""
+        if self.stream is not self.streams[beside]:
+            self.stream = self.streams[beside]
+            self.module.set_stream(self.stream)
+
+    def meet(self) -> None:
+        """Let the lane's own stream wait for what is queued beside it."""
+        self.streams[0].wait_stream(self.streams[1])
+
     def join(self) -> None:
         """Let what the caller queues next wait for the lane's work."""
+        self.stream = self.streams[0]  # a run may have failed beside it
         for stream in self.beside:  # a run that failed has not waited for all of them
             self.stream.wait_stream(stream)
         if self.asynchronous and self.stream != self.caller:
             self.caller.wait_stream(self.stream)
 
     def settle(self) -> None:
-        """Let the lane's stream wait for the caller's reads of its memory before that is given out again."""
+        """Let the lane's streams wait for all reads of their memory, the caller's too, before that is given out again."""
         if self.asynchronous and self.stream != self.caller:
             self.stream.wait_stream(self.caller)
+        for stream in self.streams[1:]:
+            stream.wait_stream(self.stream)
 
     def hand(self, leaf: Any) -> Any:
         """A leaf of the lane's made safe for the caller to use and free."""
@@ -265,7 +288,7 @@ class CopyEdge:
         event = source.event()
         for leaf in value.leaves:
             if isinstance(leaf, Tensor):
-                source.backend.record(leaf, self.target.stream)
+                self._record(leaf)
         if free is not None:
             source.wait(free)  # no copy could wait for the slot, so the sender does
         return Ticket(value, event)
@@ -297,12 +320,16 @@ class CopyEdge:
                 if source is not None and source.asynchronous:
                     backend.record(old, self._stream(source))
                 if target.asynchronous:
-                    backend.record(new, target.stream)
+                    self._record(new)
         event = None
         if ends:
             event = ends[0].module.Event()
             event.record(self._stream(ends[0]))
         return Ticket(copy, event)
+
+    def _record(self, tensor: Tensor) -> None:
+        for stream in self.target.streams:
+            self.target.backend.record(tensor, stream)
 
     def _stream(self, place: Place) -> Any:
         """The copy stream of this edge on one of its devices."""

@@ -1,7 +1,7 @@
 """``fp.schedules``: families of schedules, schedules made from schedules, the check, schedules as text.
 
-A family is a function from counts to a `funcpipe.Schedule`; remat, delayed weight backwards and offload are functions
-from a schedule to another one.
+A family is a function from counts to a `funcpipe.Schedule`; remat, delayed weight backwards, offload and pairs that
+overlap are functions from a schedule to another one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from funcpipe.schedules.transforms import delay as delay
 from funcpipe.schedules.transforms import gather_params as gather_params
 from funcpipe.schedules.transforms import never as never
 from funcpipe.schedules.transforms import offload as offload
+from funcpipe.schedules.transforms import pair as pair
 from funcpipe.schedules.transforms import reduce_grads as reduce_grads
 from funcpipe.schedules.transforms import remat as remat
+from funcpipe.schedules.transforms import unpair as unpair
+from funcpipe.schedules.transforms import whenever as whenever
 from funcpipe.schedules.v_shape import dualpipe_v as dualpipe_v
 from funcpipe.schedules.v_shape import v_adaptive as v_adaptive
 from funcpipe.schedules.v_shape import v_half as v_half

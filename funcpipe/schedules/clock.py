@@ -91,6 +91,9 @@ def clock(
     microbatches: int,
     durations: Sequence[Sequence[float]],
     edges: Sequence[Dependency],
+    pairs: Sequence[dict[int, float]] = (),
+    *,
+    part: bool = False,
 ) -> ClockResult:
     """When each action starts.
 
@@ -98,7 +101,8 @@ def clock(
     an L brings back; everything else a device does for itself, in order. Values that cross from one device to another
     occupy the link between them, one after the other. O, L, G and U occupy a link of the device (G and U the same) as
     soon as the device comes to them and the link is free (L when its O has ended, too); the device goes on at once.
-    What a stage computes waits for the last U of the stage before it.
+    What a stage computes waits for the last U of the stage before it. Two that overlap start when both can, and both
+    end when both are done.
 
     Linear: a device that must wait is woken by the very value that it waits for.
 
@@ -108,6 +112,8 @@ def clock(
         microbatches: how many.
         durations: by code and stage.
         edges: what is handed from stage to stage; those of one stage are sent in this order.
+        pairs: for each device, by the position of the first of two that overlap, the time that both take; () for none.
+        part: where no device can go on, take a pair at which one waits out of ``pairs``, and go on.
     """
     arrivals = [[-1.0] * microbatches for _ in edges]  # below -1: the device ``-2 - it`` waits for it
     receives: list[list[list[tuple[list[float], float]]]] = [[[] for _ in device_of] for _ in CODED]
@@ -126,9 +132,22 @@ def clock(
     starts: list[list[float]] = [[] for _ in lanes]
     now = [0.0] * len(lanes)
     ready = list(range(len(lanes)))[::-1]
+
+    def hand_on(sent: Sequence[tuple[list[float], int, float]], microbatch: int, time: float) -> None:
+        # The same stands below for what is alone: a call for each action would cost a tenth of all.
+        for arrival, crossing, link in sent:
+            arrived = time
+            if link:
+                arrived = busy[crossing] = max(time, busy.get(crossing, 0.0)) + link
+            waiter = arrival[microbatch]
+            arrival[microbatch] = arrived
+            if waiter < -1:
+                ready.append(int(-2 - waiter))
+
     while ready:
         device = ready.pop()
         lane, row, time = lanes[device], starts[device], now[device]
+        joined = pairs[device] if pairs else None
         for position in range(len(row), len(lane)):
             code, stage, microbatch = lane[position]
             duration, needed, sent = steps[code][stage]
@@ -150,6 +169,13 @@ def clock(
                 if moved:
                     time = max(time, moved.get((stage, microbatch), 0.0), moved.get((stage, -1), 0.0))
                 row.append(time)
+                if joined:
+                    if position in joined:
+                        continue  # the other one says when both start
+                    if position - 1 in joined:
+                        row[-2], duration = time, joined[position - 1]
+                        code, stage, other = lane[position - 1]
+                        hand_on(steps[code][stage][2], other, time + duration)
                 time += duration
                 for arrival, crossing, link in sent:
                     arrived = time
@@ -162,5 +188,21 @@ def clock(
                 continue
             break
         now[device] = time
+        if part and not ready:
+            ready += _parted(lanes, starts, pairs)
     stuck = [len(row) if len(row) < len(lane) else -1 for lane, row in zip(lanes, starts, strict=True)]
     return ClockResult(starts, stuck if any(position >= 0 for position in stuck) else [])
+
+
+def _parted(
+    lanes: Sequence[Sequence[object]], starts: Sequence[list[float]], pairs: Sequence[dict[int, float]]
+) -> list[int]:
+    """Take one pair apart at which a device waits; returns the device, or nothing where none waits at a pair."""
+    for device, (lane, row, joined) in enumerate(zip(lanes, starts, pairs, strict=True)):
+        at = len(row)
+        if at - 1 in joined:
+            row.pop()  # the first has not begun either
+        if at < len(lane) and (at in joined or at - 1 in joined):
+            del joined[len(row)]
+            return [device]
+    return []

@@ -15,7 +15,7 @@ from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import SPELLING
 from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import ACTION, Action, Schedule
+from funcpipe.core.schedule import ACTION, Action, Pair, Schedule, words_of
 from funcpipe.schedules.legal import MOST_FAULTS
 
 VERSION = 1
@@ -55,8 +55,7 @@ def to_json(thing: Schedule | Cost | Timeline) -> str:
         hint = "; of a plan: fp.schedules.to_json(plan.schedule)" if hasattr(thing, "schedule") else ""
         raise ScheduleError(f"to_json takes a Schedule, a Cost or a Timeline; got a {type(thing).__name__}{hint}")
     if isinstance(thing, Schedule):
-        words = [" ".join(map(str, order)) for order in thing.orders]
-        fields: dict[str, Any] = {"name": thing.name, "orders": words}
+        fields: dict[str, Any] = {"name": thing.name, "orders": [*thing.lines()]}
     elif isinstance(thing, Cost):
         fields = {name: getattr(thing, name) for name in thing.__dataclass_fields__}
     else:
@@ -152,12 +151,15 @@ def _schedule(data: dict[str, Any], fault: Fault) -> Schedule:
     _fields(data, need=("orders",), may=("name",), fault=fault)
     known: dict[str, Action] = {}
     orders: list[tuple[Action, ...]] = []
+    pairs: set[Pair] = set()
     for at, row in enumerate(_field(data, "orders", [], _is_list, "a list", fault)):
-        if isinstance(row, str):
-            orders.append(read_actions(row.split(), f"orders[{at}]", known=known, fault=fault))
-        else:
+        if not isinstance(row, str):
             fault(f'orders[{at}]: a text like "0F0 0B0"; got {shown(row)}')
-    return Schedule(tuple(orders), _field(data, "name", "custom", _is_label, _LABEL, fault))
+            continue
+        read = [read_actions(words, f"orders[{at}]", known=known, fault=fault) for words in words_of(row)]
+        orders.append(tuple(action for group in read for action in group))
+        pairs |= {(group[0], group[1]) for group in read if len(group) == 2}
+    return Schedule(tuple(orders), _field(data, "name", "custom", _is_label, _LABEL, fault), frozenset(pairs))
 
 
 def _cost(data: dict[str, Any], fault: Fault) -> Cost | None:

@@ -11,6 +11,7 @@ from funcpipe.core.kinds import ADDS, COUNTED, KINDS, MOVES, ONCE, WHOLE, Flow, 
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.schedule import Action, Schedule, action_of
 from funcpipe.schedules.clock import CODE, CODED, B, F, G, I, R, W, chain, clock, coded
+from funcpipe.schedules.pairs import apart, joined_units
 
 MOST_FAULTS = 20
 """A message about a schedule lists no more."""
@@ -39,7 +40,8 @@ def check(schedule: Schedule) -> None:
     slices, all are, each slice has its own actions, and at every stage F come in the order of the slices, B or I in the
     reverse one; at most one G of a stage comes after all its backwards; the first U of a stage, if it has any, comes
     before all else of it, they are numbered as they stand, and after each the stage computes before the next; all stages
-    have U, or none; and all devices come to their end.
+    have U, or none; what overlaps stands side by side on one device, computes, and neither waits for the other; and all
+    devices come to their end.
 
     Time is linear in the number of actions.
 
@@ -63,8 +65,10 @@ def _examine(schedule: Schedule) -> Legal:
     if not _plain(lanes, stages, microbatches, slices):
         faults, rematted = _incomplete(lanes, stages, microbatches, slices, schedule.device_of)
         refuse(faults)
+    refuse(apart(schedule))
     durations = [[float(KINDS[kind].units)] * stages for kind in CODED]
-    starts, stuck = clock(lanes, schedule.device_of, microbatches, durations, chain(stages))
+    pairs = joined_units(schedule)
+    starts, stuck = clock(lanes, schedule.device_of, microbatches, durations, chain(stages), pairs)
     if stuck:
         raise ScheduleError(_waiting(schedule, lanes, stuck))
     times = [start for row in starts for start in row]
@@ -316,6 +320,17 @@ def _gaps(schedule: Schedule) -> list[str]:
 def _waiting(schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], stuck: list[int]) -> str:
     """The picture of a schedule that cannot go on: each waiting device, what it waits for, and where that stands."""
     place = {action: (device, at) for device, lane in enumerate(lanes) for at, action in enumerate(lane)}
+    joined = [{*schedule.joined(order)} for order in schedule.orders]
+    # A device that waits for what the second of a pair needs has not begun the first.
+    heads = [at - (at - 1 in pairs) for at, pairs in zip(stuck, joined, strict=True)]
+
+    def name(device: int) -> str:
+        order, at = schedule.orders[device], heads[device]
+        return f"({order[at]} {order[at + 1]})" if at in joined[device] else str(order[at])
+
+    def is_done(device: int, at: int) -> bool:
+        return stuck[device] < 0 or at < heads[device]
+
     lines: list[str] = []
     for device, position in enumerate(stuck):
         if position < 0:
@@ -325,19 +340,14 @@ def _waiting(schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], 
         flow = KINDS[CODED[code]].flow
         sources = [CODE[kind] for kind in flowing(flow)] if flow is not None else []
         other_stage = stage - 1 if flow is Flow.FORWARD else stage + 1
-        needs = next(key for key in ((source, other_stage, microbatch) for source in sources) if key in place)
+        keys = [key for key in ((source, other_stage, microbatch) for source in sources) if key in place]
+        needs = next((key for key in keys if not is_done(*place[key])), keys[0])
         other, where = place[needs]
-        name = action_of(CODED[needs[0]], *needs[1:], schedule.num_slices)
-        steps = where - stuck[other]
-        behind = schedule.orders[other][stuck[other]]
-        detail = (
-            f"{steps} action{'s' * (steps != 1)} behind {behind}, at which that device waits"
-            if steps
-            else "at which that device waits"
-        )
-        lines.append(
-            f"device {device} waits before {schedule.orders[device][position]} for {name}, which is on device "
-            f"{other}, {detail}"
-        )
+        awaited = action_of(CODED[needs[0]], *needs[1:], schedule.num_slices)
+        steps = where - heads[other]
+        detail = f"on device {other}, at which that device waits"
+        if steps > (heads[other] in joined[other]):
+            detail = f"on device {other}, {steps} action{'s' * (steps != 1)} behind {name(other)}, at which that device waits"
+        lines.append(f"device {device} waits before {name(device)} for {awaited}, which is {detail}")
     title = f"schedule {schedule.name!r} cannot come to its end; move one of these actions before what it blocks:"
     return bullets(title, lines)

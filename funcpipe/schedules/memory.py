@@ -25,21 +25,26 @@ def residual_table(cost: Cost, num_stages: int) -> dict[Kind, tuple[tuple[float,
 def residual_levels(order: tuple[Action, ...], schedule: Schedule, cost: Cost = Cost()) -> list[tuple[float, float]]:  # noqa: B008  frozen
     """What a device holds in residuals from the start of each action of its order, and from its end.
 
-    By the order alone: O and L move all of a residual in no time here.
+    By the order alone: O and L move all of a residual in no time here. Two that overlap take theirs before either frees.
     """
     if not schedule.has_backward:
         return [(0.0, 0.0)] * len(order)
     again = {action[1:] for action in order if action.kind is Kind.R}
     shares = [size for _, size in cost.slice_shares(schedule.num_slices)]
     table = residual_table(cost, schedule.num_stages)
+    joined = {*schedule.joined(order)}
     live = 0.0
+    late = 0.0  # what the first of two that overlap frees
     levels: list[tuple[float, float]] = []
-    for action in order:
+    for at, action in enumerate(order):
         kind, stage, share = action.kind, action.stage, shares[action.slice or 0]
         takes, frees = table[kind]
         kept = kind is not Kind.F or action[1:] not in again
         during = live + takes[stage] * share if kept else live
-        live = during - frees[stage] * share
+        if at in joined:
+            live, late = during, frees[stage] * share
+        else:
+            live, late = during - late - frees[stage] * share, 0.0
         levels.append((during, live))
     return levels
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Sequence
 
 from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import COUNTED, ONCE, Kind
-from funcpipe.core.schedule import Action, Schedule, select
+from funcpipe.core.schedule import Action, Pair, Schedule, select
 from funcpipe.schedules.formats import read_actions, shown
 from funcpipe.schedules.legal import MOST_FAULTS, check
 
@@ -20,8 +21,7 @@ def to_torch_csv(schedule: Schedule) -> str:
     """The schedule in the format of torch.distributed.pipelining: a row for each rank, ``0F0,0F1,0B0,0B1``.
 
     torch loads it as a "compute_only" schedule, and adds its sends, receives, gathering and reductions (U and G are left
-    out). Rank d has
-    the stages of device d.
+    out). Rank d has the stages of device d. An F that overlaps with a B or an I is torch's ``OVERLAP_F_B``.
 
     >>> from funcpipe.schedules import zero_bubble
     >>> print(to_torch_csv(zero_bubble(2, 2)), end="")
@@ -29,7 +29,8 @@ def to_torch_csv(schedule: Schedule) -> str:
     1F0,1I0,1F1,1I1,1W0,1W1
 
     Args:
-        schedule: a legal schedule of whole microbatches with backwards and without R, O and L.
+        schedule: a legal schedule of whole microbatches with backwards and without R, O and L; in its pairs are an F and
+            a B or I.
 
     Raises:
         ScheduleError: torch could not run it.
@@ -52,20 +53,39 @@ def to_torch_csv(schedule: Schedule) -> str:
         faults.append(
             "it has O and L: torch's schedules have no offload; write it as it was before `fp.schedules.offload`"
         )
+    alike = [
+        pair for pair in schedule.pairs if Kind.F not in (kinds_of := {pair[0].kind, pair[1].kind}) or len(kinds_of) < 2
+    ]
+    if alike:
+        first = "({} {})".format(*min(alike))
+        faults.append(
+            f"{first} overlaps: in torch a forward overlaps with a backward, nothing else does; write the schedule "
+            "as it is without pairs: fp.schedules.unpair(schedule)"
+        )
     raise_all(f"torch.distributed.pipelining cannot run schedule {schedule.name!r}:", faults, ScheduleError)
     orders = select(schedule.orders, lambda action: action.kind not in (*ONCE, *COUNTED))
-    return "".join(",".join(map(str, order)) + "\n" for order in orders)
+    return "".join(_row(order, {*schedule.joined(order)}) + "\n" for order in orders)
+
+
+def _row(order: Sequence[Action], joined: Container[int]) -> str:
+    cells: list[str] = []
+    for at, action in enumerate(order):
+        if at - 1 in joined:
+            cells[-1] = f"({cells[-1]};{action})OVERLAP_F_B"
+        else:
+            cells.append(str(action))
+    return ",".join(cells)
 
 
 def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
     """Read a schedule that torch.distributed.pipelining or a tool for it wrote, "compute_only" or "compute_comms".
 
     What torch says of sends, receives, sharding, reductions, and of waiting for these is left out: a plan derives all
-    of it. An overlapped pair is read as its two actions, one after the other. Empty cells are waits, no actions here.
+    of it. ``OVERLAP_F_B`` is a pair (`Schedule.pairs`). Empty cells are waits, no actions here.
 
-    >>> print(from_torch_csv("0F0,0SEND_F0,,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))
-    0F0 0B0
-    1F0 1B0
+    >>> print(from_torch_csv("0F0,0SEND_F0,,0F1,0RECV_B0,0B0,0B1\\n1RECV_F0,1F0,(1F1;1B0)OVERLAP_F_B,1SEND_B0,1B1"))
+    0F0 0F1 0B0 0B1
+    1F0 (1F1 1B0) 1B1
 
     Args:
         text: the CSV, a row for each rank.
@@ -80,11 +100,14 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
     faults: list[str] = []
     known: dict[str, Action] = {}
     orders: list[tuple[Action, ...]] = []
+    pairs: set[Pair] = set()
     for row, line in enumerate(text.rstrip().split("\n"), 1):
         words: list[str] = []
+        places: list[int] = []
         for cell in map(str.strip, line.split(",")):
             pair = _PAIR.fullmatch(cell)
             if pair:
+                places.append(len(words))
                 words += pair.groups()
             elif not cell or _COMMS.fullmatch(cell):
                 continue
@@ -95,6 +118,8 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
                 )
             else:
                 words.append(cell)
-        orders.append(read_actions(words, f"row {row}", known=known, fault=faults.append))
+        order = read_actions(words, f"row {row}", known=known, fault=faults.append)
+        orders.append(order)
+        pairs |= {(order[at], order[at + 1]) for at in places if len(order) == len(words)}
     raise_all("this is no schedule of torch.distributed.pipelining:", faults, ScheduleError, most=MOST_FAULTS)
-    return Schedule(tuple(orders), name)
+    return Schedule(tuple(orders), name, frozenset(pairs))

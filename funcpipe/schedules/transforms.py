@@ -1,15 +1,20 @@
-"""Schedules made from schedules: remat (R), delayed weight backwards (I, W), offload (O, L), reduce (G), gather (U)."""
+"""Schedules made from schedules: remat (R), delayed weight backwards (I, W), offload (O, L), reduce (G), gather (U), pairs."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 
 from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import ADDS, COUNTED, MOVES, ONCE
 from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.legal import MOST_FAULTS
+from funcpipe.schedules.legal import MOST_FAULTS, check
+from funcpipe.schedules.pairs import joinable, together
+
+_Inserted = dict[int, list[Action]]
+"""What stands before, or after, some positions of an order."""
 
 
 def _refuse(name: str, schedule: object, kinds: Collection[Kind] = (), *, because: str, once: str = "") -> None:
@@ -69,7 +74,7 @@ def remat(schedule: Schedule, *, keep: Callable[[Action], bool] = never) -> Sche
             if action.kind in (Kind.B, Kind.I) and not keep(action._replace(kind=Kind.F))
         }
 
-    return Schedule(tuple(inserted(order, again(order), {}) for order in schedule.orders), f"{schedule.name}+remat")
+    return _with(schedule, "remat", [(again(order), {}) for order in schedule.orders])
 
 
 def delay(schedule: Schedule, *, group: int = 1) -> Schedule:
@@ -94,7 +99,13 @@ def delay(schedule: Schedule, *, group: int = 1) -> Schedule:
     _refuse("delay", schedule, because="there is no W to delay")
     if type(group) is not int or group < 1:
         raise ScheduleError(f"group is how many W run one after the other, from 1; got {group!r}")
-    return Schedule(tuple(_delayed(order, group) for order in schedule.orders), f"{schedule.name}+delay")
+    pairs = frozenset((_split(first), _split(second)) for first, second in schedule.pairs)
+    orders = [_delayed(order, group) for order in schedule.orders]
+    return replace(schedule, pairs=pairs).reordered(orders, f"{schedule.name}+delay")
+
+
+def _split(action: Action) -> Action:
+    return action._replace(kind=Kind.I) if action.kind is Kind.B else action
 
 
 def _delayed(order: tuple[Action, ...], group: int) -> tuple[Action, ...]:
@@ -137,11 +148,11 @@ def reduce_grads(schedule: Schedule) -> Schedule:
     """
     _refuse("reduce_grads", schedule, ONCE, because="there are no gradients to reduce", once="and last")
 
-    def reduced(order: tuple[Action, ...]) -> tuple[Action, ...]:
+    def after(order: tuple[Action, ...]) -> dict[int, list[Action]]:
         last = {action.stage: at for at, action in enumerate(order) if action.kind in ADDS}
-        return inserted(order, {}, {at: [Action(Kind.G, stage)] for stage, at in last.items()})
+        return {at: [Action(Kind.G, stage)] for stage, at in last.items()}
 
-    return Schedule(tuple(map(reduced, schedule.orders)), f"{schedule.name}+reduce")
+    return _with(schedule, "reduce", [({}, after(order)) for order in schedule.orders])
 
 
 def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 1) -> Schedule:
@@ -177,19 +188,19 @@ def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 
         raise ScheduleError(
             f"ahead is how many computing actions stand between U and its stage's, from 0; got {ahead!r}"
         )
-    orders = tuple(_gathered(order, whole, ahead) for order in schedule.orders)
-    most = max(action.microbatch for order in orders for action in order if action.kind in COUNTED)
+    gathers = [_gathers(order, whole, ahead) for order in schedule.orders]
+    most = max(action.microbatch for before in gathers for actions in before.values() for action in actions)
     if most >= schedule.num_microbatches:
         raise ScheduleError(
             f"with whole={whole} a stage of {schedule.name!r} is gathered {most + 1} times for "
             f"{schedule.num_microbatches} microbatches; let more stages be whole, or order the actions by stage "
             "(fp.schedules.looped_bfs)"
         )
-    return Schedule(orders, f"{schedule.name}+gather")
+    return _with(schedule, "gather", [(before, {}) for before in gathers])
 
 
-def _gathered(order: tuple[Action, ...], whole: int | None, ahead: int) -> tuple[Action, ...]:
-    """The order of one device with its U."""
+def _gathers(order: tuple[Action, ...], whole: int | None, ahead: int) -> dict[int, list[Action]]:
+    """The U of one device, by the position before which they stand."""
     computing = [at for at, action in enumerate(order) if action.kind not in MOVES]
     uses: dict[int, deque[int]] = defaultdict(deque)
     for place, at in enumerate(computing):
@@ -210,7 +221,7 @@ def _gathered(order: tuple[Action, ...], whole: int | None, ahead: int) -> tuple
             here.add(stage)
             before[computing[max(left.get(stage, 0), place - ahead)]].append(Action(Kind.U, stage, times[stage]))
             times[stage] += 1
-    return inserted(order, before, {})
+    return before
 
 
 def always(action: Action) -> bool:
@@ -247,10 +258,10 @@ def offload(schedule: Schedule, *, move: Callable[[Action], bool] = always, ahea
         raise ScheduleError(
             f"ahead is how many computing actions stand between L and the backward, from 0; got {ahead!r}"
         )
-    orders = tuple(_moved(order, move, ahead) for order in schedule.orders)
+    moved = _with(schedule, "offload", [_moves(schedule, order, move, ahead) for order in schedule.orders])
     faults = [
         f"{action}, but its residual is computed again by {action._replace(kind=Kind.R)}"
-        for order in orders
+        for order in moved.orders
         for action in sorted(_forwards_of(order, Kind.O) & _forwards_of(order, Kind.R), key=itemgetter(1, 2, 3))
     ]
     raise_all(
@@ -259,7 +270,7 @@ def offload(schedule: Schedule, *, move: Callable[[Action], bool] = always, ahea
         ScheduleError,
         most=MOST_FAULTS,
     )
-    return Schedule(orders, f"{schedule.name}+offload")
+    return moved
 
 
 def _forwards_of(order: tuple[Action, ...], kind: Kind) -> set[Action]:
@@ -267,18 +278,79 @@ def _forwards_of(order: tuple[Action, ...], kind: Kind) -> set[Action]:
     return {action._replace(kind=Kind.F) for action in order if action.kind is kind}
 
 
-def _moved(order: tuple[Action, ...], move: Callable[[Action], bool], ahead: int) -> tuple[Action, ...]:
-    """The order of one device with its O and L."""
+def _moves(
+    schedule: Schedule, order: tuple[Action, ...], move: Callable[[Action], bool], ahead: int
+) -> tuple[_Inserted, _Inserted]:
+    """The L of one device, by the position before which they stand, and its O, by that after which they do."""
+    joined = {*schedule.joined(order)}
     forwards = {action: at for at, action in enumerate(order) if action.kind is Kind.F}
-    away: dict[int, list[Action]] = {}
-    loads: dict[int, list[Action]] = defaultdict(list)  # what to bring back before each position
+    away: _Inserted = {}
+    loads: _Inserted = defaultdict(list)  # what to bring back before each position
     for at, action in enumerate(order):
         forward = forwards.get(action._replace(kind=Kind.F)) if action.kind in (Kind.B, Kind.I) else None
-        if forward is None or at - ahead <= forward + 1 or not move(order[forward]):
+        if forward is None:
             continue
-        away[forward] = [action._replace(kind=Kind.O)]
-        loads[at - ahead].append(action._replace(kind=Kind.L))
-    return inserted(order, loads, away)
+        end, begin = forward + (forward in joined), at - ahead - (at - ahead - 1 in joined)
+        if begin > end + 1 and move(order[forward]):
+            away.setdefault(end, []).append(action._replace(kind=Kind.O))
+            loads[begin].append(action._replace(kind=Kind.L))
+    return loads, away
+
+
+def whenever(first: Action, second: Action) -> bool:
+    """Join all that can overlap."""
+    return True
+
+
+def pair(schedule: Schedule, *, join: Callable[[Action, Action], bool] = whenever) -> Schedule:
+    """Let each forward overlap with the backward that stands next to it, where neither waits for the other.
+
+    What the two do at once is worth something where stages wait for links between devices (`Cost.forward_link`), and
+    costs something where they do not: both begin when both can, and what they hand on is there when both are done.
+
+    >>> from funcpipe.schedules import one_f_one_b
+    >>> print(pair(one_f_one_b(2, 3)))
+    0F0 (0F1 0B0) (0F2 0B1) 0B2
+    1F0 1B0 1F1 1B1 1F2 1B2
+
+    On the last device ``(1B0 1F1)`` may not be a pair, too: 1F1 comes from the pair ``(0F1 0B0)``, which needs 1B0.
+
+    Args:
+        schedule: a schedule with backwards. Pairs that it has stay.
+        join: given two neighbours of an order, an F and a B or I, the first first: should they overlap.
+
+    Raises:
+        ScheduleError: this is no schedule, it is not legal, or it has no backwards.
+    """
+    _refuse("pair", schedule, because="there is nothing for forwards to overlap with")
+    if not callable(join):
+        raise ScheduleError(f"join is a function (action, action) -> bool; got {join!r}")
+    check(schedule)
+    return together(schedule, joinable(schedule, join))
+
+
+def unpair(schedule: Schedule) -> Schedule:
+    """The schedule without pairs: their actions one after the other.
+
+    >>> print(unpair(Schedule.parse("0F0 (0F1 0B0) 0B1")))
+    0F0 0F1 0B0 0B1
+    """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"unpair takes a schedule; got a {type(schedule).__name__}")
+    return Schedule(schedule.orders, schedule.name) if schedule.pairs else schedule
+
+
+def _with(schedule: Schedule, word: str, added: Sequence[tuple[_Inserted, _Inserted]]) -> Schedule:
+    """The schedule with more actions before and after some positions of each order, or of the pairs that stand there."""
+    orders: list[tuple[Action, ...]] = []
+    for order, (before, after) in zip(schedule.orders, added, strict=True):
+        for at in schedule.joined(order):
+            if at + 1 in before:
+                before.setdefault(at, []).extend(before.pop(at + 1))
+            if at in after:
+                after[at + 1] = [*after.pop(at), *after.get(at + 1, ())]
+        orders.append(inserted(order, before, after))
+    return schedule.reordered(orders, f"{schedule.name}+{word}")
 
 
 def inserted(

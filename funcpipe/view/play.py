@@ -36,6 +36,7 @@ class LaneState:
     Attributes:
         program: what it does.
         at: its next instruction.
+        begun: how many of its actions have begun, of two that overlap one after the other.
         now: until when it is busy.
         values: by slot, the number of what lies there.
         ready: by slot, from when on that can be read.
@@ -47,6 +48,7 @@ class LaneState:
 
     program: LaneProgram
     at: int = 0
+    begun: int = 0
     now: Since = BEGIN
     values: dict[int, int] = field(default_factory=dict[int, int])
     ready: dict[int, Since] = field(default_factory=dict[int, Since])
@@ -151,44 +153,78 @@ class Play:
             awake.append(waiter)
 
     def _run(self, number: int, lane: LaneState, run: Run) -> None:
-        """One action: when it starts, what it takes and frees."""
-        call = lane.program.calls[run.call]
-        kind, stage = call.kind, call.stage
-        action = lane.program.action(run)
-        time, part = self.shares[action.slice or 0] if kind not in WHOLE else _ALL
-        moved = part if kind in (Kind.O, Kind.L) else time
-        since = lane.now
-        for slot in run.reads:
+        """One action. With the first of two that overlap both begin; all that the second reads has come by then."""
+        at = lane.begun
+        lane.begun = at + 1
+        if at in lane.program.pairs:
+            self._begin(number, lane, run, lane.program.runs[at + 1])
+        elif at == len(lane.spans):
+            self._begin(number, lane, run)
+        end = lane.spans[at].end
+        for wire, slot in zip(lane.program.calls[run.call].writes, run.writes, strict=True):
+            lane.values[slot] = wire * self.lowered.num_pieces + run.microbatch
+            size, _ = self._crossing(lane.values[slot], number)
+            if size:
+                lane.changes.append((end, float("inf"), size))
+
+    def _begin(self, number: int, lane: LaneState, run: Run, beside: Run | None = None) -> None:
+        """When an action, with another one beside it or alone, starts and ends, and what it takes and frees."""
+        action, since = lane.program.action(run), lane.now
+        kind, stage, _, piece = action
+        time, part = self.shares[piece or 0] if kind not in WHOLE else _ALL
+        for slot in run.reads if beside is None else run.reads + beside.reads:
             ready = lane.ready.pop(slot, since)
             if ready[0] > since[0]:
                 since = ready
         if kind in MOVES:
             way = LINKS.index(KINDS[kind].resource)
             since = max(since, lane.links[way], key=_time)
-            end = since.time + self.durations[kind, stage] * moved
+            end = since.time + self.durations[kind, stage] * (part if kind in (Kind.O, Kind.L) else time)
             lane.links[way] = Since(end, action)
             if run.writes:
                 lane.ready[run.writes[0]] = lane.links[way]
             if kind in COUNTED:
                 lane.whole[stage] = lane.links[way]
-        else:
+        elif beside is None:
             since = max(since, lane.whole.get(stage, BEGIN), key=_time)
-            end = since.time + self.durations[kind, stage] * moved
+            end = since.time + self.durations[kind, stage] * time
             lane.now = Since(end, action)
+        else:
+            other = lane.program.action(beside)
+            since = max(since, *(lane.whole.get(one.stage, BEGIN) for one in (action, other)), key=_time)
+            end = since.time + self.cost.both((kind, stage, time), (*other[:2], self.shares[other.slice or 0][0]))
+            lane.now = Since(end, other)
+        self._hold(number, lane, run, action, part, since, end, both=beside is not None)
+        if beside is not None:
+            other = lane.program.action(beside)
+            self._hold(number, lane, beside, other, self.shares[other.slice or 0][1], since, end)
+
+    def _hold(
+        self,
+        number: int,
+        lane: LaneState,
+        run: Run,
+        action: Action,
+        part: float,
+        since: Since,
+        end: float,
+        *,
+        both: bool = False,
+    ) -> None:
+        """The span of an action, and what it takes and frees, of which it has a part: that of its slice.
+
+        The first of ``both`` frees with the second.
+        """
+        kind, stage, _, _ = action
         self.causes[action] = since.cause
         place = 2.0 * len(lane.spans)
         lane.spans.append(Span(number, since.time, end, action))
         takes, frees = self.residuals[kind]
-        taken = takes[stage] * part if kind is not Kind.F or call.keeps else 0.0
+        taken = takes[stage] * part if kind is not Kind.F or lane.program.calls[run.call].keeps else 0.0
         if taken or not self.backward:
             lane.changes.append((since.time, place, taken if self.backward else 0.0))
         if self.backward and frees[stage]:
-            lane.changes.append((end, place + 1, -frees[stage] * part))
-        for wire, slot in zip(call.writes, run.writes, strict=True):
-            lane.values[slot] = wire * self.lowered.num_pieces + run.microbatch
-            size, _ = self._crossing(lane.values[slot], number)
-            if size:
-                lane.changes.append((end, float("inf"), size))
+            lane.changes.append((end, place + 1 + 2 * both, -frees[stage] * part))
 
     def _crossing(self, value: int, lane: int) -> tuple[float, float]:
         """The size of a value that a lane gets of others, and its latency."""
@@ -210,11 +246,11 @@ class Play:
         """What one stage handed to another goes: into the residual, or when the action that read it ends."""
         size, _ = self._crossing(lane.values[slot], number)
         if size:
-            _, start, end, _ = lane.spans[-1]
-            place = 2.0 * (len(lane.spans) - 1)
-            run = lane.program.runs[len(lane.spans) - 1]
-            kept = any(lane.program.slots[written].role is Role.RESIDUAL for written in run.writes)
-            lane.changes.append((start, place, -size) if kept else (end, place + 1, -size))
+            # Of two that overlap, and free together, the one that read it.
+            at = next(at for at in (lane.begun - 1, lane.begun - 2) if slot in lane.program.runs[at].reads)
+            _, start, end, _ = lane.spans[at]
+            kept = any(lane.program.slots[written].role is Role.RESIDUAL for written in lane.program.runs[at].writes)
+            lane.changes.append((start, 2.0 * at, -size) if kept else (end, 2.0 * at + 1, -size))
 
 
 _HANDED = frozenset({Role.ACT, Role.GRAD, Role.SKIP, Role.SKIP_GRAD})

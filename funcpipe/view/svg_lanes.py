@@ -8,6 +8,7 @@ from html import escape
 from typing import NamedTuple
 
 from funcpipe.core.kinds import COUNTED, KINDS, MOVES, ONCE, Kind
+from funcpipe.core.overlapping import pairs_in
 from funcpipe.core.result import Span
 from funcpipe.view import summary
 from funcpipe.view.figure import Frame, Panel
@@ -42,6 +43,8 @@ class Chart(NamedTuple):
 def chart_of(panel: Panel, frame: Frame, last: int, limit: int) -> Chart:
     """What runs in the lanes of a panel; what moves to the host (O) and back (L) has thin strips at the bottom.
 
+    Two that overlap have half of the height each.
+
     ``last`` is the last stage of all in the figure; more bars than ``limit`` are too many.
     """
     if panel.levels is not None:
@@ -50,10 +53,13 @@ def chart_of(panel: Panel, frame: Frame, last: int, limit: int) -> Chart:
     moves = [kind for kind in summary.kinds_in(panel.timeline) if kind in MOVES]
     thin = max(2.0, round(height * 0.14))
     places = {kind: (height - (len(moves) - at) * thin, thin) for at, kind in enumerate(moves)}
-    work = (0.0, height - len(moves) * thin - (1 if moves else 0))
+    full = height - len(moves) * thin - (1 if moves else 0)
+    joined = pairs_in(panel.timeline.spans)
+    halves = {action: (second * full / 2, full / 2 - 0.5) for action, second in joined.items()}
     rows: dict[tuple[int, float, float], list[Span]] = {}
     for span in sorted(panel.timeline.spans, key=lambda span: (span.start, span.end)):
-        rows.setdefault((span.device, *places.get(span.action.kind, work)), []).append(span)
+        place = places.get(span.action.kind) or halves.get(span.action, (0.0, full))
+        rows.setdefault((span.device, *place), []).append(span)
     shades = shades_of(panel.timeline, frame.by, last)
     ordered = sorted(rows.items())
     bars = joined_bars([spans for _, spans in ordered], frame.scale, limit, lambda span: shades[shade_key(span)])
@@ -91,8 +97,10 @@ def _actions(track: Track, chart: Chart, frame: Frame, font: float, least: float
         width = max(0.3, width - min(1.0, 0.12 * width))
         place = f'x="{pixels(x)}"{top} width="{pixels(width)}" height="{pixels(track.height)}"'
         groups[chart.shade(span)].append(f"<rect {place}><title>{_hover(span, times)}</title></rect>")
-        if by_stage and not track.top:
-            edges[span.action.kind].append(f"M{_fine(x)} 0h{_fine(width)}v{pixels(edge)}h-{_fine(width)}z")
+        if by_stage and span.action.kind not in MOVES:
+            edges[span.action.kind].append(
+                f"M{_fine(x)} {pixels(track.top)}h{_fine(width)}v{pixels(edge)}h-{_fine(width)}z"
+            )
         if width >= least and track.height >= font:
             numbers.append(f'<text x="{pixels(x + width / 2)}">{_number(span, by_stage)}</text>')
     for shade in sorted(groups):
@@ -101,7 +109,7 @@ def _actions(track: Track, chart: Chart, frame: Frame, font: float, least: float
     for kind, paths in edges.items():
         yield f'<path class="{kind_shade(kind).name}" pointer-events="none" d="{"".join(paths)}"/>'
     if numbers:
-        down = pixels(track.height / 2 + (edge / 2 if by_stage else 0) + 0.36 * font)
+        down = pixels(track.top + track.height / 2 + (edge / 2 if by_stage else 0) + 0.36 * font)
         yield f'<g class="num" transform="translate(0 {down})" font-size="{pixels(font)}">'
         yield from (*numbers, "</g>")
 

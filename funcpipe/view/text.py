@@ -11,7 +11,9 @@ from typing import NamedTuple
 from unicodedata import east_asian_width
 
 from funcpipe.core.kinds import KINDS, MOVES, Kind
+from funcpipe.core.overlapping import pairs_in
 from funcpipe.core.result import Span, Timeline
+from funcpipe.core.schedule import Action
 from funcpipe.view import summary
 from funcpipe.view.align import aligned
 from funcpipe.view.memory_levels import highest, highest_in_slices, levels, spans_by_device
@@ -115,20 +117,25 @@ def text(timelines: Sequence[Timeline], width: int, *, color: bool = False, memo
 
 
 def _rows(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
-    """A row for each device, and below it one for each of its links: to the host (O), from it (L), to replicas (G)."""
+    """A row for each device; below it what runs beside others (+), and its links: to the host (O), from it (L), to replicas."""
     busy, peak = summary.side_columns(timeline)
     yield " " * (layout.left + 1 + layout.columns) + "  busy" + (f"  {'peak':>{layout.peaks}}" if peak else "")
     ranks = stage_ranks(timeline)
     end = max(1, layout.column(timeline.makespan))
+    joined = pairs_in(timeline.spans)
+
+    def row_of(action: Action) -> str:
+        return action.kind.value if action.kind in MOVES else "+" * joined.get(action, 0)
+
     for device, spans in enumerate(spans_by_device(timeline)):
-        for kind in (None, *MOVES):
-            row = [span for span in spans if (span.action.kind is kind if kind else span.action.kind not in MOVES)]
-            if kind and not row:
+        for word in ("", "+", *(kind.value for kind in MOVES)):
+            row = [span for span in spans if row_of(span.action) == word]
+            if word and not row:
                 continue
             cells = _labels(row, layout, end, ranks) if layout.labelled else _letters(row, layout, end)
             drawn = "".join(cells)
-            if kind:
-                yield f"{kind.value} ".rjust(layout.left) + f"│{drawn}│"
+            if word:
+                yield f"{word} ".rjust(layout.left) + f"│{drawn}│"
             else:
                 right = f" {busy[device]:>4}" + (f"  {peak[device]:>{layout.peaks}}" if peak else "")
                 yield f"{layout.name(timeline, device)} │{drawn}│{right}"
@@ -275,6 +282,7 @@ def _legend(timelines: Sequence[Timeline], axis: Timeline, layout: TextLayout, w
     """The meaning of every letter in the picture."""
     kinds = {f"{kind.value} {KINDS[kind].word}": kind for kind in summary.kinds_in(*timelines)}
     words = [*kinds, f"{_IDLE} idle"]
+    words += ["+ beside the above"] if any(pairs_in(timeline.spans) for timeline in timelines) else []
     if layout.stages:
         first = timelines[0].spans[0].action
         piece = "" if first.slice is None else f", slice {first.slice}"

@@ -187,13 +187,20 @@ def test_a_lane_runs_every_action_in_the_order_of_its_device(plan: Plan) -> None
 @random_plans
 @given(plans())
 def test_a_value_is_freed_at_once_after_its_last_use(plan: Plan) -> None:
-    """Liveness: between the last instruction that uses a slot and its free stands none but other frees and sends."""
+    """Liveness: between the last instruction that uses a slot and its free stands none but other frees and sends.
+
+    What the first of two that overlap has read is used until both have run.
+    """
     for lane in plan.program.lanes:
         used: dict[int, int] = {}
+        runs = 0
         for at, instruction in enumerate(lane.instructions):
             match instruction:
                 case Run(_, _, reads, writes):
                     used |= dict.fromkeys((*reads, *writes), at)
+                    if runs - 1 in lane.pairs:
+                        used |= dict.fromkeys(lane.runs[runs - 1].reads, at)
+                    runs += 1
                 case Send(slot, _, _):
                     used[slot] = at
                 case Receive(_, _, slot):

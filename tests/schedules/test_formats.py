@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +266,7 @@ CASES = [
     for family in FAMILIES
     for stages, microbatches, devices in [(2, 3, 2), (4, 5, 2), (6, 6, 3), (4, 8, 4)]
 ] + [(fp.schedules.one_f_one_b, 3, 4, 2)]
-CASES += [(family, 2 * devices, microbatches, devices) for family in V_SHAPES for devices, microbatches in [(2, 5), (4, 8)]]  # fmt: skip
+CASES += [(family, 2 * devices, count, devices) for family in V_SHAPES for devices, count in [(2, 5), (4, 8)]]
 
 
 @pytest.mark.parametrize(("family", "stages", "microbatches", "devices"), CASES)
@@ -276,8 +277,8 @@ def test_torch_loads_ours_and_adds_its_messages(family, stages, microbatches, de
     file.write_text(fp.schedules.to_torch_csv(schedule))
     runtime = torch_made(theirs._PipelineScheduleRuntime, schedule)
     runtime._load_csv(str(file), format="compute_only")
-    rows = [" ".join(map(str, runtime.pipeline_order[rank])) for rank in range(devices)]
-    assert str(schedule).split("\n") == rows
+    rows = [",".join(map(str, runtime.pipeline_order[rank])) for rank in range(devices)]
+    assert fp.schedules.to_torch_csv(schedule).split() == rows
     assert dict(enumerate(schedule.device_of)) == runtime.stage_index_to_group_rank
     lowered = runtime.pipeline_order_with_comms
     assert devices == 1 or any("SEND_F" in str(action) for action in lowered[0])
@@ -313,6 +314,10 @@ def test_torchs_own_schedules_are_read_and_legal(name, chunks, devices, tmp_path
     text = file.read_text()
     schedule = fp.schedules.from_torch_csv(text, name=name)
     fp.schedules.check(schedule)
+    assert ("OVERLAP_F_B" in text) == bool(schedule.pairs)
+    assert [cell for cell in re.split("[,\n]", text) if cell] == re.split("[,\n]", fp.schedules.to_torch_csv(schedule))[
+        :-1
+    ]
     assert (chunks * devices, count, devices) == (schedule.num_stages, schedule.num_microbatches, schedule.num_devices)
     assert ("OVERLAP_F_B" in text) == (name == "ScheduleDualPipeV")
     file.write_text(fp.schedules.to_torch_csv(schedule))

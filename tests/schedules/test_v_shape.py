@@ -88,14 +88,19 @@ def test_too_little_memory_for_a_v(residuals: Any) -> None:
 
 
 def torchs(cls: type, devices: int, microbatches: int) -> str:
-    """The order that torch's own class computes; a forward overlapped with a backward counts as both, in turn."""
+    """The order that torch's own class computes."""
     made: Any = object.__new__(cls)
     made.pp_group_size, made.num_stages, made._n_microbatches = devices, 2 * devices, microbatches
     rows: list[str] = []
     for rank in range(devices):
         found = [action for action in made._calculate_single_rank_operations(rank) if action is not None]
-        rows.append(" ".join(str(one) for action in found for one in action.sub_actions or (action,)))
+        rows.append(" ".join(map(words, found)))
     return "\n".join(rows)
+
+
+def words(action: Any) -> str:
+    """An action of torch, or a forward that it overlaps with a backward."""
+    return f"({' '.join(map(str, action.sub_actions))})" if action.sub_actions else str(action)
 
 
 @pytest.mark.parametrize("devices", range(1, 6))
@@ -140,53 +145,36 @@ def test_v_half_and_v_min_reach_the_published_bubbles_at_the_published_memory(de
         )
 
 
-def joined_makespan(schedule: fp.Schedule) -> int:
-    """The makespan where an F and the B after it are one action: both start together, both end after 1 + 2 units."""
-    top = schedule.num_stages - 1
-    rows: list[list[tuple[fp.Action, ...]]] = []
-    for device, order in enumerate(schedule.orders):
-        row: list[tuple[fp.Action, ...]] = []
-        alone = device == schedule.num_devices - 1  # DualPipe does not join the first pair of the last device
-        for action in order:
-            if action.kind is fp.Kind.B and row and len(row[-1]) == 1 and row[-1][0].kind is fp.Kind.F:
-                if not alone:
-                    row[-1] = (*row[-1], action)
-                    continue
-                alone = False
-            row.append((action,))
-        rows.append(row)
-    ends: dict[tuple[str, int, int], int] = {}
-    now, at = [0] * len(rows), [0] * len(rows)
-    while any(place < len(row) for place, row in zip(at, rows, strict=True)):
-        for device, row in enumerate(rows):
-            if at[device] == len(row):
-                continue
-            needs: list[tuple[str, int, int]] = []
-            for kind, stage, microbatch, _ in row[at[device]]:
-                if kind is fp.Kind.F and stage:
-                    needs.append(("F", stage - 1, microbatch))
-                if kind in (fp.Kind.B, fp.Kind.I):
-                    needs.append(("B", stage + 1, microbatch) if stage < top else ("F", stage, microbatch))
-            if all(need in ends for need in needs):
-                lasts = sum(2 if action.kind is fp.Kind.B else 1 for action in row[at[device]])
-                now[device] = max([now[device], *(ends[need] for need in needs)]) + lasts
-                for kind, stage, microbatch, _ in row[at[device]]:
-                    ends["F" if kind is fp.Kind.F else "W" if kind is fp.Kind.W else "B", stage, microbatch] = now[
-                        device
-                    ]
-                at[device] += 1
-    return max(now)
-
-
 @pytest.mark.parametrize(
     ("devices", "count", "makespan"), [(2, 4, 26), (4, 10, 66), (4, 16, 102), (8, 20, 134), (8, 32, 206)]
 )
 def test_dualpipe_v_takes_the_published_time(devices: int, count: int, makespan: int) -> None:
     """With F and B joined as DeepSeek runs them, and, action by action, half the bubble of that."""
     schedule = fp.schedules.dualpipe_v(2 * devices, count)
-    assert makespan == joined_makespan(schedule) == 6 * count + 2 * (devices - 1)
     timeline = fp.simulate(schedule, WHOLE)
-    assert (6 * count + devices - 1, (2 * devices + 1,) * devices) == (timeline.makespan, timeline.peak)
+    assert makespan == timeline.makespan == 6 * count + 2 * (devices - 1)
+    apart = fp.simulate(fp.schedules.unpair(schedule), WHOLE)
+    assert (6 * count + devices - 1, (2 * devices + 1,) * devices) == (apart.makespan, apart.peak)
+
+
+@pytest.mark.parametrize(
+    ("both", "bubbles"), [(3.0, (2, 6, 14)), (2.5, (1.5, 4.5, 10.5)), (2.0, (1, 3, 7))], ids=["3", "2.5", "2"]
+)
+def test_what_overlapping_hides_as_deepseek_counts_it(both: float, bubbles: tuple[float, ...]) -> None:
+    """Table 2 of arXiv 2412.19437 for 2 D stages: a bubble of (D - 1)(F&B + B - 3 W), here with F = I = W = 1."""
+    link = (3 - both) / 2
+    cost = fp.Cost(forward_link=link, backward_link=link)
+    for devices, bubble in zip((2, 4, 8), bubbles, strict=True):
+        schedule = fp.schedules.dualpipe_v(2 * devices, 4 * devices)
+        timeline = fp.simulate(schedule, cost)
+        assert both == cost.both((fp.Kind.F, 0, 1.0), (fp.Kind.B, 1, 1.0))
+        assert bubble == (devices - 1) * (both + 2 - 3) == max(idle(timeline))
+
+
+def idle(timeline: fp.Timeline) -> list[float]:
+    """For how long each device does nothing before its own last action ends."""
+    ends = [max(span.end for span in timeline.spans if span.device == d) for d in range(timeline.num_devices)]
+    return [end - busy for end, busy in zip(ends, timeline.busy, strict=True)]
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,10 @@ class Recorder(StreamBackend):
         with self.lock:
             return self.streams.setdefault(name, Stream(self, name, device))
 
+    def set_stream(self, stream: Stream) -> None:
+        """Within ``stream``: another one in its place."""
+        self.local.stack = [*self.local.stack[:-1], stream]
+
     @contextmanager
     def stream(self, stream: Stream):
         self.local.stack = [*getattr(self.local, "stack", []), stream]

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcpipe as fp
+from funcpipe.core.overlapping import pairs_in
 from funcpipe.core.program import Receive, Role
 from funcpipe.core.stage import Stage
 from funcpipe.runtime.execute import LaneExecutor
@@ -31,12 +32,16 @@ def costs(draw, stages, least=0):
     each = lambda: draw(st.lists(number, min_size=stages, max_size=stages))
     pairs = [(stash, pop) for stash in range(stages) for pop in range(stash + 1, stages)]
     chosen = draw(st.lists(st.sampled_from(pairs), max_size=3, unique=True)) if pairs else []
+    forward, remat, inward, backward = each(), each(), each(), each()
+    waits = st.sampled_from([0.0, 0.5, 1.0])
     return fp.Cost(
+        forward,
+        inward,
         each(),
-        each(),
-        each(),
-        backward=each(),
-        remat=each(),
+        backward=backward,
+        remat=remat,
+        forward_link=[draw(waits) * min(times) for times in zip(forward, remat, strict=True)],
+        backward_link=[draw(waits) * min(times) for times in zip(inward, backward, strict=True)],
         offload=each(),
         comm=draw(number),
         bandwidth=draw(st.sampled_from([None, 1.0, 2.0])),
@@ -66,12 +71,14 @@ def test_a_program_starts_its_actions_when_the_clock_of_its_schedule_does(data):
     schedule = data.draw(schedules())
     cost = data.draw(costs(schedule.num_stages))
     count, device_of, slices = schedule.num_stages, schedule.device_of, schedule.num_slices
+    both = {pair: cost.both(*((*action[:2], 1 / slices) for action in pair)) for pair in schedule.pairs}
     starts, stuck = clock(
         coded(schedule.orders, slices),
         device_of,
         schedule.num_pieces,
         [[time / slices for time in row] for row in durations_of(cost, count)],
         [edge._replace(link=edge.link / slices) for edge in edges_of(cost, device_of)],
+        [{at: both[order[at], order[at + 1]] for at in schedule.joined(order)} for order in schedule.orders],
     )
     assert not stuck
     expected = {
@@ -80,8 +87,11 @@ def test_a_program_starts_its_actions_when_the_clock_of_its_schedule_does(data):
     timeline = fp.simulate(schedule, cost)
     equal = (lambda value: value) if slices == 1 else pytest.approx
     assert {span.action: span.start for span in timeline.spans} == equal(expected)
+    together = {action: time for pair, time in both.items() for action in pair}
     for span in timeline.spans:
-        assert span.end - span.start == equal(cost.of(span.action.kind, span.action.stage) / slices)
+        alone = cost.of(span.action.kind, span.action.stage) / slices
+        assert span.end - span.start == equal(together.get(span.action, alone))
+    assert {span.action for span in timeline.spans if together.get(span.action)} == {*pairs_in(timeline.spans)}
 
 
 @settings(max_examples=200)
