@@ -17,6 +17,9 @@ from funcpipe.schedules.families import zero_bubble as zero_bubble
 from funcpipe.schedules.formats import from_json as from_json
 from funcpipe.schedules.formats import to_json as to_json
 from funcpipe.schedules.legal import check as check
+from funcpipe.schedules.pairing import pair as pair
+from funcpipe.schedules.pairing import unpair as unpair
+from funcpipe.schedules.pairing import whenever as whenever
 from funcpipe.schedules.slices import balanced_slices as balanced_slices
 from funcpipe.schedules.torch_csv import from_torch_csv as from_torch_csv
 from funcpipe.schedules.torch_csv import to_torch_csv as to_torch_csv
@@ -25,11 +28,8 @@ from funcpipe.schedules.transforms import delay as delay
 from funcpipe.schedules.transforms import gather_params as gather_params
 from funcpipe.schedules.transforms import never as never
 from funcpipe.schedules.transforms import offload as offload
-from funcpipe.schedules.transforms import pair as pair
 from funcpipe.schedules.transforms import reduce_grads as reduce_grads
 from funcpipe.schedules.transforms import remat as remat
-from funcpipe.schedules.transforms import unpair as unpair
-from funcpipe.schedules.transforms import whenever as whenever
 from funcpipe.schedules.v_shape import dualpipe_v as dualpipe_v
 from funcpipe.schedules.v_shape import v_adaptive as v_adaptive
 from funcpipe.schedules.v_shape import v_half as v_half

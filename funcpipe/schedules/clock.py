@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from funcpipe.core.cost import Cost, per_stage
@@ -93,7 +93,7 @@ def clock(
     edges: Sequence[Dependency],
     pairs: Sequence[dict[int, float]] = (),
     *,
-    part: bool = False,
+    loose: Sequence[Container[int]] = (),
 ) -> ClockResult:
     """When each action starts.
 
@@ -113,7 +113,8 @@ def clock(
         durations: by code and stage.
         edges: what is handed from stage to stage; those of one stage are sent in this order.
         pairs: for each device, by the position of the first of two that overlap, the time that both take; () for none.
-        part: where no device can go on, take a pair at which one waits out of ``pairs``, and go on.
+        loose: for each device, which of its pairs may be taken out of ``pairs``: one at which a device waits is, whenever
+            no device can go on.
     """
     arrivals = [[-1.0] * microbatches for _ in edges]  # below -1: the device ``-2 - it`` waits for it
     receives: list[list[list[tuple[list[float], float]]]] = [[[] for _ in device_of] for _ in CODED]
@@ -188,21 +189,22 @@ def clock(
                 continue
             break
         now[device] = time
-        if part and not ready:
-            ready += _parted(lanes, starts, pairs)
+        if loose and not ready:
+            ready += _parted(lanes, starts, pairs, loose)
     stuck = [len(row) if len(row) < len(lane) else -1 for lane, row in zip(lanes, starts, strict=True)]
     return ClockResult(starts, stuck if any(position >= 0 for position in stuck) else [])
 
 
 def _parted(
-    lanes: Sequence[Sequence[object]], starts: Sequence[list[float]], pairs: Sequence[dict[int, float]]
+    lanes: Sequence[Sequence[object]],
+    starts: Sequence[list[float]],
+    pairs: Sequence[dict[int, float]],
+    loose: Sequence[Container[int]],
 ) -> list[int]:
-    """Take one pair apart at which a device waits; returns the device, or nothing where none waits at a pair."""
+    """Take one pair apart at which a device waits; returns the device, or nothing where none waits at such a pair."""
     for device, (lane, row, joined) in enumerate(zip(lanes, starts, pairs, strict=True)):
-        at = len(row)
-        if at - 1 in joined:
-            row.pop()  # the first has not begun either
-        if at < len(lane) and (at in joined or at - 1 in joined):
-            del joined[len(row)]
+        at = len(row) - (len(row) - 1 in joined)
+        if at < len(lane) and at in joined and at in loose[device]:
+            del joined[at], row[at:]  # the first has not begun either
             return [device]
     return []

@@ -75,11 +75,17 @@ def joinable(schedule: Schedule, join: Callable[[Action, Action], bool]) -> list
 
 
 def together(schedule: Schedule, places: Sequence[Sequence[int]]) -> Schedule:
-    """The schedule with pairs at these positions; where pairs would wait for each other, one is taken apart."""
+    """The schedule with pairs at these positions, its own among them.
+
+    Where pairs would wait for each other, one that the schedule did not have is taken apart.
+    """
     pairs = [_units(order, joined) for order, joined in zip(schedule.orders, places, strict=True)]
     stages = schedule.num_stages
     units = [[float(KINDS[kind].units)] * stages for kind in CODED]
     lanes = coded(schedule.orders, schedule.num_slices)
-    clock(lanes, schedule.device_of, schedule.num_pieces, units, chain(stages), pairs, part=True)
+    loose = [
+        {*joined}.difference(schedule.joined(order)) for order, joined in zip(schedule.orders, places, strict=True)
+    ]
+    clock(lanes, schedule.device_of, schedule.num_pieces, units, chain(stages), pairs, loose=loose)
     kept = [(order[at], order[at + 1]) for order, joined in zip(schedule.orders, pairs, strict=True) for at in joined]
     return Schedule(schedule.orders, schedule.name, frozenset(kept))

@@ -1,4 +1,4 @@
-"""Schedules made from schedules: remat (R), delayed weight backwards (I, W), offload (O, L), reduce (G), gather (U), pairs."""
+"""Schedules made from schedules: remat (R), delayed weight backwards (I, W), offload (O, L), reduce (G), gather (U)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from operator import itemgetter
 from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import ADDS, COUNTED, MOVES, ONCE
 from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.legal import MOST_FAULTS, check
-from funcpipe.schedules.pairs import joinable, together
+from funcpipe.schedules.legal import MOST_FAULTS
 
 _Inserted = dict[int, list[Action]]
 """What stands before, or after, some positions of an order."""
 
 
-def _refuse(name: str, schedule: object, kinds: Collection[Kind] = (), *, because: str, once: str = "") -> None:
+def refuse_unfit(name: str, schedule: object, kinds: Collection[Kind] = (), *, because: str, once: str = "") -> None:
     """Raise ScheduleError for what is no schedule, has no backwards, or has one of the kinds already.
 
     ``because``: what backwards would be for; ``once``: how to apply it once.
@@ -64,7 +63,7 @@ def remat(schedule: Schedule, *, keep: Callable[[Action], bool] = never) -> Sche
     Raises:
         ScheduleError: this is no schedule, it has no backwards, or it has ``R`` already.
     """
-    _refuse("remat", schedule, [Kind.R], because="there is nothing to compute again", once="with keep=")
+    refuse_unfit("remat", schedule, [Kind.R], because="there is nothing to compute again", once="with keep=")
     _refuse_choice("keep", keep)
 
     def again(order: tuple[Action, ...]) -> dict[int, list[Action]]:
@@ -96,7 +95,7 @@ def delay(schedule: Schedule, *, group: int = 1) -> Schedule:
     Raises:
         ScheduleError: this is no schedule, it has no backwards, or the group is no positive int.
     """
-    _refuse("delay", schedule, because="there is no W to delay")
+    refuse_unfit("delay", schedule, because="there is no W to delay")
     if type(group) is not int or group < 1:
         raise ScheduleError(f"group is how many W run one after the other, from 1; got {group!r}")
     pairs = frozenset((_split(first), _split(second)) for first, second in schedule.pairs)
@@ -146,7 +145,7 @@ def reduce_grads(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: this is no schedule, it has no backwards, or it has ``G`` already.
     """
-    _refuse("reduce_grads", schedule, ONCE, because="there are no gradients to reduce", once="and last")
+    refuse_unfit("reduce_grads", schedule, ONCE, because="there are no gradients to reduce", once="and last")
 
     def after(order: tuple[Action, ...]) -> dict[int, list[Action]]:
         last = {action.stage: at for at, action in enumerate(order) if action.kind in ADDS}
@@ -252,7 +251,7 @@ def offload(schedule: Schedule, *, move: Callable[[Action], bool] = always, ahea
         ScheduleError: this is no schedule, it has no backwards, it has ``O`` already, or a residual that is picked is
             computed again by ``R``.
     """
-    _refuse("offload", schedule, [Kind.O, Kind.L], because="no residual waits for one", once="with move=")
+    refuse_unfit("offload", schedule, [Kind.O, Kind.L], because="no residual waits for one", once="with move=")
     _refuse_choice("move", move)
     if type(ahead) is not int or ahead < 0:
         raise ScheduleError(
@@ -295,49 +294,6 @@ def _moves(
             away.setdefault(end, []).append(action._replace(kind=Kind.O))
             loads[begin].append(action._replace(kind=Kind.L))
     return loads, away
-
-
-def whenever(first: Action, second: Action) -> bool:
-    """Join all that can overlap."""
-    return True
-
-
-def pair(schedule: Schedule, *, join: Callable[[Action, Action], bool] = whenever) -> Schedule:
-    """Let each forward overlap with the backward that stands next to it, where neither waits for the other.
-
-    What the two do at once is worth something where stages wait for links between devices (`Cost.forward_link`), and
-    costs something where they do not: both begin when both can, and what they hand on is there when both are done.
-
-    >>> from funcpipe.schedules import one_f_one_b
-    >>> print(pair(one_f_one_b(2, 3)))
-    0F0 (0F1 0B0) (0F2 0B1) 0B2
-    1F0 1B0 1F1 1B1 1F2 1B2
-
-    On the last device ``(1B0 1F1)`` may not be a pair, too: 1F1 comes from the pair ``(0F1 0B0)``, which needs 1B0.
-
-    Args:
-        schedule: a schedule with backwards. Pairs that it has stay.
-        join: given two neighbours of an order, an F and a B or I, the first first: should they overlap.
-
-    Raises:
-        ScheduleError: this is no schedule, it is not legal, or it has no backwards.
-    """
-    _refuse("pair", schedule, because="there is nothing for forwards to overlap with")
-    if not callable(join):
-        raise ScheduleError(f"join is a function (action, action) -> bool; got {join!r}")
-    check(schedule)
-    return together(schedule, joinable(schedule, join))
-
-
-def unpair(schedule: Schedule) -> Schedule:
-    """The schedule without pairs: their actions one after the other.
-
-    >>> print(unpair(Schedule.parse("0F0 (0F1 0B0) 0B1")))
-    0F0 0F1 0B0 0B1
-    """
-    if not isinstance(schedule, Schedule):
-        raise ScheduleError(f"unpair takes a schedule; got a {type(schedule).__name__}")
-    return Schedule(schedule.orders, schedule.name) if schedule.pairs else schedule
 
 
 def _with(schedule: Schedule, word: str, added: Sequence[tuple[_Inserted, _Inserted]]) -> Schedule:

@@ -80,8 +80,8 @@ def dualpipe_v(num_stages: int, num_microbatches: int, *, num_devices: int | Non
     of 3 (`Cost.forward_link`, `Cost.backward_link`), ``4 M + 3 D``.
 
     >>> print(dualpipe_v(4, 4))
-    0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
-    1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
+    0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3 3B1) (3F2 0B0) 3B2 (3F3 0B1) 3B3 0I2 0W2 0I3 0W3
+    1F0 2F0 1F1 2F1 1F2 2B0 (2F2 1B0) (1F3 2B1) (2F3 1B1) 2B2 1B2 2I3 1I3 2W3 1W3
 
     Args:
         num_stages: how many stages, S; twice D.

@@ -102,6 +102,7 @@ def test_pair_joins_what_can_be_and_is_legal(schedule: fp.Schedule, chance: obje
     paired = fp.schedules.pair(schedule)
     fp.schedules.check(paired)
     assert paired.orders == schedule.orders
+    assert paired.pairs >= schedule.pairs
     for one, other in paired.pairs - schedule.pairs:
         assert {one.kind, other.kind} in ({fp.Kind.F, fp.Kind.B}, {fp.Kind.F, fp.Kind.I})
         assert may_overlap(one, other)
