@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError
+from funcpipe.core.shown import amount_of, guarded, line
 from funcpipe.core.tree import Tree, flatten, locations, unflatten
 
 Item = TypeVar("Item")
@@ -86,6 +87,11 @@ class Accumulated:
     aux: tuple[Any, ...]
     count: int
     weight: float
+
+    @guarded
+    def __repr__(self) -> str:
+        facts = [("batches", str(self.count)), ("weight", f"{self.weight:g}"), ("gradients", amount_of(self.grads))]
+        return line("Accumulated", facts)
 
 
 def accumulate_grads(

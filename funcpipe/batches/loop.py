@@ -25,6 +25,7 @@ from funcpipe.batches.ticks import TickPlan
 from funcpipe.batches.workers import PATIENCE, Item, Meter, States, Workers
 from funcpipe.core.errors import FuncpipeError, PlanError
 from funcpipe.core.result import Timeline
+from funcpipe.core.shown import guarded
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.stream import Place
 from funcpipe.runtime.transport import Stop
@@ -72,6 +73,13 @@ class Overlap(Iterator[Any]):
         self._opened = self._finished = False
         self._busy = threading.Lock()
         weakref.finalize(self, self._workers.forget).atexit = False
+
+    @guarded
+    def __repr__(self) -> str:
+        rows = " | ".join(row.name for row in self.plan.rows)
+        total = "" if self._total < 0 else f" of {self._total}"
+        ended = ", ended" if self._finished else ""
+        return f"<Overlap {rows}: {self.index - self._start}{total} batches handed out{ended}>"
 
     @property
     def state(self) -> Tree:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from funcpipe.core.errors import PlanError, raise_all
+from funcpipe.core.shown import amount_of, function_words, guarded, line
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree
 
@@ -69,6 +70,11 @@ class Fold:
     indexed: bool = False
     earlier: tuple[Tree, ...] = ()
     autocast: torch.dtype | None = None
+
+    @guarded
+    def __repr__(self) -> str:
+        state = amount_of(self.init) or type(self.init).__name__
+        return line("Fold", [("", self.name or function_words(self.fn)), ("state", state)])
 
 
 StageLike: TypeAlias = BatchStage | Fold | Callable[..., Any]

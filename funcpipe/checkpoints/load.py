@@ -16,6 +16,7 @@ from funcpipe.checkpoints.names import Holding, leaf_at, names_of
 from funcpipe.checkpoints.save import Together, names_by_leaf
 from funcpipe.core.errors import CheckpointError, raise_all
 from funcpipe.core.plan import Plan
+from funcpipe.core.shown import amount_of, guarded, line
 from funcpipe.core.tree import Tree, flatten, unflatten
 from funcpipe.core.words import similar
 from funcpipe.modules.split import Split
@@ -33,6 +34,11 @@ class Loaded(NamedTuple):
     params: tuple[Tree, ...]
     state: tuple[Tree, ...]
     step: int
+
+    @guarded
+    def __repr__(self) -> str:
+        facts = [("step", str(self.step)), ("parameters", amount_of(self.params)), ("state", amount_of(self.state))]
+        return line("Loaded", facts)
 
 
 def load(

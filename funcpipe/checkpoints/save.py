@@ -16,8 +16,9 @@ from torch import Tensor
 from funcpipe.checkpoints.files import Manifest, commit, write_tensors
 from funcpipe.checkpoints.names import Holding, leaf_at, names_of
 from funcpipe.core.errors import CheckpointError, RanksError, raise_all
+from funcpipe.core.exchange import alone, entire
 from funcpipe.core.plan import Plan
-from funcpipe.core.result import alone, entire
+from funcpipe.core.shown import guarded
 from funcpipe.core.tree import Tree
 from funcpipe.modules.split import Split
 
@@ -54,6 +55,11 @@ class Saving:
         self._files, self._telling, self._commit, self.path = files, telling, commit, path
         self._over = False
         _unfinished.add(self)
+
+    @guarded
+    def __repr__(self) -> str:
+        state = "finished" if self._over else "written, call finish()" if self.written else "being written"
+        return f"<Saving to {str(self.path)!r}: {state}>"
 
     @property
     def written(self) -> bool:

@@ -11,6 +11,8 @@ from funcpipe.compiled.cut import Cut, CutBackward, Part
 from funcpipe.compiled.joint import Joint, tracing
 from funcpipe.compiled.recompute import memory_of
 from funcpipe.compiled.source import Code
+from funcpipe.core.shown import guarded
+from funcpipe.core.words import size_of
 
 
 class Programs:
@@ -93,6 +95,11 @@ class Programs:
         forwards = (self.forward, self.alone) if remat else (self.forward,)
         for program in (*forwards, *((half.inputs, half.weights) if split else (half.whole,))):
             program.build()
+
+    @guarded
+    def __repr__(self) -> str:
+        backend = "graph" if self._backend is None else "built by a backend"
+        return f"<Programs: {backend}; {size_of(self.residual_bytes)} kept from F to B; print them to read them>"
 
     def __str__(self) -> str:
         parts = [] if self.once is None else [self.once]

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from funcpipe.core.errors import PlanError, raise_all
+from funcpipe.core.shown import some
 from funcpipe.core.stage import SCOPE, Bindable, BoundFn, Out, Stage, carried, refuse_others, side_loss
 from funcpipe.core.tree import Tree, cow_clone, map_tensors
 
@@ -108,6 +109,7 @@ class _Composition(Bindable):
 
     def __init__(self, stages: tuple[Stage, ...]) -> None:
         self.stages = stages
+        self.who = f"compose({some(part.name or '?' for part in stages)})"
 
     def __call__(self, params: Tree, x: Tree, **extras: Any) -> Any:
         _check_length("params", params, self.stages)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
 from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import KINDS, Kind
+from funcpipe.core.shown import guarded, some
 
 _LONGEST = 1e15
 """Lengths are below it, so that their sum is exact enough."""
@@ -27,6 +28,10 @@ class Skip(NamedTuple):
     stash: int
     pop: int
     size: float
+
+
+def _numbers_text(value: Any) -> str:
+    return f"({some(map(_numbers_text, value))})" if isinstance(value, tuple) else f"{value:.4g}"  # pyright: ignore[reportUnknownArgumentType]
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,12 @@ class Cost:
     weight_residual: PerStage = field(default=0.5, kw_only=True)
     slices: Sequence[float] = field(default=(), kw_only=True)
     attention: float = field(default=0.0, kw_only=True)
+
+    @guarded
+    def __repr__(self) -> str:
+        """What differs from ``Cost()``, to four digits."""
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f"Cost({', '.join(f'{name}={_numbers_text(value)}' for name, value in changed.items())})"
 
     def __post_init__(self) -> None:
         faults: list[str] = []

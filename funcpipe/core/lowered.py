@@ -30,6 +30,7 @@ from funcpipe.core.program import (
 )
 from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Action, action_of
+from funcpipe.core.shown import guarded, line
 
 TAKEN = frozenset({Role.REPORT, Role.OUTPUT, Role.INPUT_GRAD})
 """What the caller takes at the end."""
@@ -60,6 +61,15 @@ class Lowered:
     pairs: frozenset[int] = frozenset()
 
     __getstate__ = declared_fields
+
+    @guarded
+    def __repr__(self) -> str:
+        counts = {"stages": self.num_stages, "pieces": self.num_pieces, "lanes": self.num_lanes}
+        counts |= {"actions": len(self.order), "wires": len(self.wires), "slots between lanes": self._slots()}
+        return line("Lowered", [("", f"{count} {word}") for word, count in counts.items()])
+
+    def _slots(self) -> int:
+        return sum(pool.slots for pool in self.pools)
 
     @cached_property
     def num_pieces(self) -> int:
@@ -115,8 +125,8 @@ class Lowered:
 
     def lines(self) -> Iterator[str]:
         """All instructions in words, in plan order, each after the number of its lane."""
-        for lane, line in _in_turn(self, [program.lines() for program in self.lanes]):
-            yield f"{lane}: {line}"
+        for lane, words in _in_turn(self, [program.lines() for program in self.lanes]):
+            yield f"{lane}: {words}"
 
 
 _T = TypeVar("_T")

@@ -10,8 +10,10 @@ from typing import Any, TypeAlias
 
 from funcpipe.core.losses import BY_ROWS, Counts
 from funcpipe.core.lowered import Lowered
+from funcpipe.core.notebook import page, picture, shown, table
 from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Kind, Schedule
+from funcpipe.core.shown import Facts, function_words, guarded, line, named, some, stages_words, tied_words
 from funcpipe.core.stage import Stage
 
 Ties: TypeAlias = tuple[tuple[tuple[int, Any], ...], ...]
@@ -92,6 +94,40 @@ class Plan:
         evaluating = "stage {} stays in evaluation mode, as its module was: model.train() before it is made a stage"
         modes = [evaluating.format(number) for number, stage in enumerate(stages) if self.train and stage.evaluation]
         return (unsplit, *modes) if eager else tuple(modes)
+
+    @property
+    def facts(self) -> Facts:
+        """What it is of, in words."""
+        schedule = self.schedule
+        slices = f" of {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
+        devices = "devices chosen at the run" if self.devices is None else some(dict.fromkeys(self.devices))
+        return [
+            ("schedule", schedule.name),
+            ("stages", stages_words(part.name for part in self.stages)),
+            ("microbatches", f"{self.num_microbatches}{slices}"),
+            ("lanes", f"{self.num_devices} on {devices}"),
+            ("loss", "none" if self.loss is None else function_words(self.loss)),
+            ("tied", tied_words(self.ties)),
+            ("", named(len(self.hints), "hint")),
+        ]
+
+    @guarded
+    def __repr__(self) -> str:
+        return line("Plan", self.facts)
+
+    @shown
+    def _repr_html_(self) -> str:
+        heads = ("stage", "name", "lane", "function", "stash", "pop", "feeds", "state", "compiled")
+        rows = [
+            (
+                *(str(number), part.name, str(lane), function_words(part.fn)),
+                *map(some, (part.stash, part.pop, part.feeds)),
+                *("yes" if flag else "" for flag in (part.state, part.program is not None)),
+            )
+            for number, (part, lane) in enumerate(zip(self.stages, self.schedule.device_of, strict=True))
+        ]
+        facts = [*self.facts[:-1], *[("hint", hint) for hint in self.hints]]
+        return page("Plan", facts, table(heads, rows, words=range(len(heads))), picture(self))
 
     def __str__(self) -> str:
         devices = "unbound" if self.devices is None else ", ".join(map(str, self.devices))

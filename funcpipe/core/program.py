@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeAlias, final
 
 from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Action, Kind, action_of
+from funcpipe.core.shown import guarded, line
 
 CALLER = -1
 """The lane of what the caller gives: inputs, targets, feeds."""
@@ -245,6 +246,11 @@ class LaneProgram:
     pairs: frozenset[int] = frozenset()
 
     __getstate__ = declared_fields
+
+    @guarded
+    def __repr__(self) -> str:
+        counts = {"instructions": len(self.instructions), "actions": len(self.ends), "slots": len(self.slots)}
+        return line(f"LaneProgram {self.lane}", [("", f"{count} {word}") for word, count in counts.items()])
 
     @cached_property
     def num_pieces(self) -> int:

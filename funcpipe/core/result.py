@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from funcpipe.core.cost import Cost, PerStage
+from funcpipe.core.exchange import Exchange, alone
 from funcpipe.core.kinds import ADDS, MOVES, Kind
+from funcpipe.core.notebook import page, picture, shown
 from funcpipe.core.overlapping import time_worked, without_pairs
 from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Action
+from funcpipe.core.shown import Facts, amount_of, guarded, line, named, number_of, shapes_of, some
 from funcpipe.core.trace import chrome_trace
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 
@@ -248,10 +251,14 @@ class Timeline:
     def __str__(self) -> str:
         head = f"{self.name or 'timeline'}: {len(self.spans)} actions on {self.num_devices} devices"
         times = f"makespan {self.makespan:.6g} {self.unit}, span {self.span:.6g} {self.unit}"
-        peak = f"peak {', '.join(f'{amount:g}' for amount in self.peak)} residuals" if self.peak else ""
+        peak = f"peak {some((f'{amount:g}' for amount in self.peak), most=8)} residuals" if self.peak else ""
         return "; ".join(part for part in (head, times, shares(self), peak) if part)
 
-    __repr__ = __str__
+    @guarded
+    def __repr__(self) -> str:
+        return str(self)
+
+    _repr_html_ = shown(picture)
 
 
 def percent(share: float) -> str:
@@ -296,51 +303,6 @@ class Loss(NamedTuple):
     aux: Tree = None
 
 
-def lies_over(tensor: Any, processes: Sequence[int]) -> bool:
-    """Is this a DTensor whose mesh are these processes, in a row."""
-    mesh = getattr(tensor, "device_mesh", None)
-    return mesh is not None and mesh.mesh.tolist() == [*processes]
-
-
-def entire(tensor: Any) -> Any:
-    """A tensor; of a DTensor all of it, and every process that has a part of it must ask."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """``exchange(what it is about, what this process gives)``: what every process of a plan gives, by replica and rank.
-
-    Attributes:
-        call: does it.
-        copies: the processes that have the same stages as this one, by replica, as torch.distributed numbers them.
-    """
-
-    call: Callable[[str, Any], list[Any]]
-    copies: tuple[int, ...] = ()
-
-    def __call__(self, about: str, mine: Any) -> list[Any]:
-        """What every process gives."""
-        return self.call(about, mine)
-
-    def here(self, tensor: Any) -> Any:
-        """What this process has of a tensor that is spread over the copies; any other one as it is."""
-        return tensor.to_local() if lies_over(tensor, self.copies) else tensor
-
-    def finite(self, about: str, tensors: Iterable[Any]) -> bool:
-        """Are all numbers of these tensors finite, and of those that the others give."""
-        finite = [bool(entire(self.here(tensor).isfinite().all())) for tensor in tensors]  # all: others ask too
-        return all(self(about, all(finite)))
-
-
-def _nobody_else(about: str, mine: Any) -> list[Any]:
-    return [mine]
-
-
-alone = Exchange(_nobody_else)
-"""The exchange of a process that has no others."""
-
-
 @dataclass(frozen=True)
 class RunStats:
     """How a run went.
@@ -363,6 +325,14 @@ class RunStats:
     seconds: float
     slots: tuple[int, ...] = ()
     began: float = 0.0
+
+    @guarded
+    def __repr__(self) -> str:
+        took = f"{named(self.num_microbatches, 'microbatch').replace('hs', 'hes')} in {self.seconds:.3g} s"
+        threads = f"{named(self.threads_per_lane, 'thread')} a lane"
+        slots = f"at most {max(self.slots)} values in a pool of slots" if self.slots else ""
+        who = f"{self.executor} ({self.reason})" if self.reason else self.executor
+        return line("RunStats", [("", who), ("", took), ("", threads), ("", slots)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -398,6 +368,30 @@ class Result:
     loss_scale: float = 1.0
     ties: tuple[tuple[tuple[int, Any], ...], ...] = ()
     exchange: Exchange = field(default=alone, repr=False)
+
+    @property
+    def facts(self) -> Facts:
+        """What there is in it, in words."""
+        stats, timeline = self.stats, self.timeline
+        loss = "" if self.loss is None else number_of(self.loss)
+        return [
+            ("loss", f"{loss} of weight {self.weight:g}" if loss and self.weight is not None else loss),
+            ("microbatches", f"{stats.num_microbatches} by {stats.executor} in {stats.seconds:.3g} s"),
+            ("gradients", amount_of(self.grads)),
+            ("times", "" if self.loss_scale == 1.0 else f"{self.loss_scale:g}"),
+            ("unused", named(len(self.unused), "leaf").replace("leafs", "leaves")),
+            ("state", amount_of(self.state)),
+            ("outputs", shapes_of(self.outputs)),
+            ("timeline", "" if timeline is None else f"{len(timeline.spans)} actions in {timeline.makespan:.3g} s"),
+        ]
+
+    @guarded
+    def __repr__(self) -> str:
+        return line("Result", self.facts)
+
+    @shown
+    def _repr_html_(self) -> str:
+        return page("Result", self.facts, "" if self.timeline is None else picture(self.timeline))
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: the processes it came from are not."""

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import ADDS, COUNTED, KINDS, MOVES, ONCE, SPELLING, WHOLE, Flow, flowing
 from funcpipe.core.kinds import Kind as Kind
+from funcpipe.core.notebook import picture, shown
 from funcpipe.core.remembered import declared_fields
+from funcpipe.core.shown import guarded
 
 
 class Action(NamedTuple):
@@ -186,12 +188,15 @@ class Schedule:
             return Schedule(kept, name)
         return Schedule(kept, name, self.pairs.intersection(pair for order in kept for pair in pairwise(order)))
 
+    @guarded
     def __repr__(self) -> str:
         slices = f" of {self.num_slices} slices" if self.num_slices > 1 else ""
         return (
             f"<Schedule {self.name}: {self.num_stages} stages, {self.num_microbatches} microbatches{slices}, "
             f"{self.num_devices} devices>"
         )
+
+    _repr_html_ = shown(picture)
 
     __getstate__ = declared_fields
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, overload, runtime_check
 from funcpipe.core.captured import captured_values
 from funcpipe.core.declared import arguments_of, check_declaration, check_function, checked_names, keywords_of
 from funcpipe.core.errors import PlanError
+from funcpipe.core.shown import function_words, guarded, line, shapes_of, some
 from funcpipe.core.tree import Tree
 
 StageFn: TypeAlias = Callable[..., Any]
@@ -43,6 +44,11 @@ class Out(NamedTuple):
     loss: tuple[Any, Any] | tuple[()] | None = ()
     carry: Tree = ()
 
+    @guarded
+    def __repr__(self) -> str:
+        empty = [name for name, tree in self._asdict().items() if isinstance(tree, (tuple, dict)) and not tree]
+        return line("Out", [(name, shapes_of(tree)) for name, tree in self._asdict().items() if name not in empty])
+
 
 class BoundFn(Protocol):
     """A stage function with its parameters put in: what one run calls, from one thread, and drops at its end."""
@@ -67,6 +73,9 @@ class Bindable(ABC):
     @abstractmethod
     def bind(self, params: Tree, state: Tree) -> BoundFn:
         """Put parameters and state in. Raises PlanError where they do not fit."""
+
+    def __repr__(self) -> str:
+        return str(getattr(self, "who", type(self).__name__))
 
     def __call__(self, params: Tree, x: Tree, **extras: Any) -> Any:
         """Call outside of a run."""
@@ -171,6 +180,14 @@ class Stage:
     evaluation: bool = field(default=False, repr=False)
     closed: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
     seen: StageFacts = field(default_factory=StageFacts, init=False, repr=False)
+
+    @guarded
+    def __repr__(self) -> str:
+        declared = {"stash": self.stash, "pop": self.pop, "feeds": self.feeds}
+        kept = [word for word in ("state", "carry") if getattr(self, word)]
+        words = [("", function_words(self.fn)), *[(name, some(names)) for name, names in declared.items()]]
+        words += [("", word) for word in (*kept, *(["compiled"] if self.program is not None else []))]
+        return line(f"Stage {self.name!r}" if self.name else "Stage", words)
 
     def __call__(
         self,

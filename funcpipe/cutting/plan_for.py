@@ -15,6 +15,7 @@ from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.errors import PlanError, ScheduleError, bullets, raise_all
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Kind, Schedule
+from funcpipe.core.shown import guarded
 from funcpipe.lab.placement import placed, shapes_for
 from funcpipe.lab.problem import Objective, limits_of
 from funcpipe.lab.search import Found, search
@@ -75,19 +76,23 @@ class Choice:
         """Is anything computed again."""
         return any(action.kind is Kind.R for order in self.schedule.orders for action in order)
 
-    def __str__(self) -> str:
-        head = (
+    def _head(self) -> str:
+        return (
             f"{len(self.sizes)} stages of {list(self.sizes)} layers, {self.placement}, {self.num_microbatches} "
             "microbatches"
         )
+
+    def __str__(self) -> str:
         rows = [
             f"  {tried.num_microbatches:>4} microbatches  {len(tried.sizes):>3} stages  {tried.placement:<5} "
             f"{'-' if tried.value == inf else f'{tried.value:.6g}':>12}  {tried.reason}"
             for tried in self.tried
         ]
-        return "\n".join([f"{head}: {self.found}", *rows])
+        return "\n".join([f"{self._head()}: {self.found}", *rows])
 
-    __repr__ = __str__
+    @guarded
+    def __repr__(self) -> str:
+        return f"<Choice of {len(self.tried)}: {self._head()}: {self.found}>"
 
 
 def plan_for(

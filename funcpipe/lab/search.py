@@ -11,6 +11,7 @@ from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.errors import FuncpipeError, ScheduleError
 from funcpipe.core.result import Timeline, shares
 from funcpipe.core.schedule import Action, Kind, Schedule
+from funcpipe.core.shown import guarded
 from funcpipe.lab.bounds import LowerBound, lower_bound
 from funcpipe.lab.climb import climb
 from funcpipe.lab.exact import solve
@@ -98,7 +99,9 @@ class Found:
             f"timed, ended by {self.ended}"
         )
 
-    __repr__ = __str__
+    @guarded
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def search(

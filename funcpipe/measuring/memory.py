@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError
+from funcpipe.core.notebook import page, shown, table
 from funcpipe.core.plan import Plan
 from funcpipe.core.schedule import Schedule
+from funcpipe.core.shown import guarded, line
 from funcpipe.core.tree import Tree, flatten, leaves
 from funcpipe.core.words import columns, size_of
 from funcpipe.cutting.example import unmarked
@@ -156,11 +158,24 @@ class Memory:
         return tuple(fixed + peak for fixed, peak in zip(model, moving, strict=True))
 
     def __str__(self) -> str:
-        head = ["", "parameters", "buffers", "gradients", self.optimizer, "activations", "output"]
-        rows = [head, *map(_row, self.layers)]
-        if len(self) > 1:
-            rows.append(["all", *_row(self.total)[1:]])
-        return "\n".join(columns(rows))
+        return "\n".join(columns([self._heads(), *self._rows()]))
+
+    @guarded
+    def __repr__(self) -> str:
+        facts = zip(self._heads()[1:-1], self._rows()[-1][1:-1], strict=True)
+        return line(f"Memory of {len(self)} layers", [fact for fact in facts if fact[1] != size_of(0)])
+
+    @shown
+    def _repr_html_(self) -> str:
+        return page("Memory", [("of", f"{len(self)} layers, a microbatch")], table(self._heads(), self._rows()))
+
+    def _heads(self) -> list[str]:
+        return ["", "parameters", "buffers", "gradients", self.optimizer, "activations", "output"]
+
+    def _rows(self) -> list[list[str]]:
+        """A row for each layer, and below several one for all."""
+        rows = [*map(_row, self.layers)]
+        return [*rows, ["all", *_row(self.total)[1:]]] if len(self) > 1 else rows
 
 
 def memory(

@@ -13,7 +13,9 @@ from typing import Any, Literal, NamedTuple, cast
 
 from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.errors import PlanError, ScheduleError, bullets, raise_all
+from funcpipe.core.notebook import page, shown, table
 from funcpipe.core.schedule import Kind
+from funcpipe.core.shown import guarded
 
 Numbers = Sequence[int]
 
@@ -37,6 +39,28 @@ class Balance(tuple[int, ...]):
 
     def __str__(self) -> str:
         return f"{list(self)}: bottleneck {self.bottleneck:.6g}, lower bound {self.bound:.6g}"
+
+    @guarded
+    def __repr__(self) -> str:
+        return f"<Balance {self}>"
+
+    @shown
+    def _repr_html_(self) -> str:
+        facts = [
+            ("", f"{sum(self)} layers in {len(self)} parts"),
+            ("bottleneck", f"{self.bottleneck:.6g}"),
+            ("lower bound", f"{self.bound:.6g}"),
+        ]
+        ends = pairwise(accumulate(self, initial=0))
+        columns = zip(self, ends, self.times, self.memory, self.remat, strict=True)
+        rows = [
+            (
+                *(str(part), str(count), f"{first}-{end - 1}" if count > 1 else str(first), f"{time:.6g}"),
+                *(f"{memory:.6g}" if any(self.memory) else "", "yes" if remat else ""),
+            )
+            for part, (count, (first, end), time, memory, remat) in enumerate(columns)
+        ]
+        return page("Balance", facts, table(("part", "layers", "which", "time", "memory", "remat"), rows))
 
 
 class _PartCost(NamedTuple):

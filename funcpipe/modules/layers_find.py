@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import nn
 
 from funcpipe.core.errors import PlanError, bullets, raise_all
+from funcpipe.core.shown import guarded, line, some
 from funcpipe.core.torch_names import children_of
 from funcpipe.core.words import similar
 from funcpipe.modules.batchnorm import DeferredBatchNorm
@@ -46,6 +47,12 @@ class Layers:
     def __len__(self) -> int:
         return len(self.names)
 
+    @guarded
+    def __repr__(self) -> str:
+        blocks = [name.removeprefix(f"{self.path}.") for name in self.names]
+        around = [(word, some(getattr(self, word))) for word in ("entry", "exit", "carry")]
+        return line(f"Layers {self.path!r}", [("blocks", f"{len(self)}: {some(blocks, most=4)}"), *around])
+
 
 def find_layers(
     model: nn.Module,
@@ -69,7 +76,7 @@ def find_layers(
     ...         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     ...         self.head = nn.Linear(4, 8)
     >>> find_layers(Decoder())
-    Layers(path='layers', names=('layers.0', 'layers.1', 'layers.2'), entry=('embed',), exit=('head',), carry=())
+    <Layers 'layers': blocks 3: 0, 1, 2; entry embed; exit head>
 
     Args:
         model: any module whose forward runs the blocks of one list one after the other.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from funcpipe.core.errors import PlanError
+from funcpipe.core.shown import guarded, line, some
+from funcpipe.core.words import size_of
 from funcpipe.modules.balance import evenly
 
 
@@ -28,6 +30,10 @@ class Units:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @guarded
+    def __repr__(self) -> str:
+        return line(f"{len(self)} Units", [("", some(self.names)), ("parameters", size_of(sum(self.parameters)))])
 
 
 Policy: TypeAlias = Callable[[Units, "int | None"], Sequence[int]]

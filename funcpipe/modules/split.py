@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, raise_all
+from funcpipe.core.notebook import page, shown, table
 from funcpipe.core.plan import Ties
+from funcpipe.core.shown import Facts, amount_of, guarded, line, some, stages_words, tied_words
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree
 from funcpipe.core.words import similar, size_of
@@ -145,6 +147,38 @@ class Split:
         inner = innermost(self.stages[stage])
         return inner.module.code if isinstance(inner, GraphFn) else str(getattr(inner, "skeleton", inner))
 
+    @property
+    def facts(self) -> Facts:
+        """What it is of, in words."""
+        return [
+            ("stages", stages_words(stage.name for stage in self.stages)),
+            ("parameters", amount_of(self.params)),
+            ("buffers", amount_of(self.state)),
+            ("tied", tied_words(self.ties)),
+            ("in no stage", some(self.rest)),
+            ("loss", self._loss_words()),
+        ]
+
+    @guarded
+    def __repr__(self) -> str:
+        return line("Split", self.facts)
+
+    @shown
+    def _repr_html_(self) -> str:
+        heads = ("stage", "name", "parameters", "numbers", "bytes", "buffers", "hands on, takes")
+        rows: list[Sequence[str]] = []
+        for index, (stage, params, state) in enumerate(zip(self.stages, self.params, self.state, strict=True)):
+            numel = sum(tensor.numel() for tensor in params.values())
+            sizes = (f"{len(params)}", f"{numel:,}", _size(params), _size(state) if state else "")
+            rows.append((str(index), stage.name, *sizes, "; ".join(self._borders(index))))
+        return page("Split", self.facts, table(heads, rows, words=(0, 1, 6)))
+
+    def _loss_words(self) -> str:
+        path = getattr(self.loss, "path", None)
+        return (
+            "" if self.loss is None else f"the model's own{'' if path is None else ' at ' + '.'.join(map(str, path))}"
+        )
+
     def __str__(self) -> str:
         lines = [f"{len(self)} stages"]
         for index, (stage, params, state) in enumerate(zip(self.stages, self.params, self.state, strict=True)):
@@ -156,9 +190,7 @@ class Split:
             lines += [f"  {line}" for line in self._borders(index)]
         lines += ["tied: " + ", ".join(f"{key} of stage {stage}" for stage, key in group) for group in self.ties]
         lines += [f"in no stage: {name}" for name in self.rest]
-        if self.loss is not None:
-            path = getattr(self.loss, "path", None)
-            lines.append(f"loss: the model's own{'' if path is None else ' at ' + '.'.join(map(str, path))}")
+        lines += [f"loss: {words}"] if (words := self._loss_words()) else []
         return "\n".join(lines)
 
     def _borders(self, index: int) -> list[str]:

@@ -132,7 +132,7 @@ def _draw(node: fx.Node, path: str, drawn: dict[str, int]) -> Draw | None:
     return Draw(op, f"{path}#{nth}" if nth else path, flag if trains else None, rate)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GraphFn(PartFn):
     """A part of a traced model as a function of its parameters.
 
@@ -175,6 +175,9 @@ class GraphFn(PartFn):
     _moved: dict[torch.device, tuple[fx.GraphModule, dict[str, Tensor]]] = field(default_factory=dict, repr=False)
 
     who = "this stage"
+
+    def __repr__(self) -> str:
+        return "traced graph"
 
     def bind(self, params: Any, state: Any) -> BoundGraph:
         """The function with its parameters; the graph itself keeps nothing, so all runs share it."""

@@ -18,7 +18,9 @@ from funcpipe.core.errors import DrawError, FuncpipeError, PlanError, TraceError
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
 from funcpipe.core.schedule import Kind
+from funcpipe.core.shown import guarded, line, named
 from funcpipe.core.tree import Tree, flatten, structure, unflatten
+from funcpipe.core.words import size_of
 from funcpipe.runtime import microbatch
 from funcpipe.runtime.cache_key import leaf_key, switches_key
 from funcpipe.runtime.context import RUNNING, checked_plan, not_carried, refuse_transforms
@@ -65,6 +67,13 @@ class Graphs:
         self._obstacle: str | None = None
         self._found: dict[Hashable, _RecordedRun | str] = {}
         self._busy = threading.Lock()
+
+    @guarded
+    def __repr__(self) -> str:
+        held = f"{named(self.count, 'form')} of input, {size_of(self.nbytes)}" if self.count else "nothing"
+        refused = [found for found in [self._obstacle, *self._found.values()] if found and isinstance(found, str)]
+        facts = [("recorded", "closed" if self.closed else held), ("not", refused[-1] if refused else "")]
+        return line(f"Graphs of {self.plan.schedule.name}", facts)
 
     def __enter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ from funcpipe.core.captured import lent_modules
 from funcpipe.core.errors import FuncpipeError, PlanError, RunTimeout
 from funcpipe.core.plan import Plan
 from funcpipe.core.remembered import Remembered
+from funcpipe.core.shown import guarded
 from funcpipe.core.stage import Bindable
 from funcpipe.runtime.context import (
     RUNNING,
@@ -52,6 +53,11 @@ class Lanes(LaneExecutor):
         self._busy = threading.Lock()
         self._process = os.getpid()
         self.closed = False
+
+    @guarded
+    def __repr__(self) -> str:
+        threads = "closed" if self.closed else "threads run" if self._workers else "threads start with the first run"
+        return f"<{type(self).__name__}: {self.count} lanes, {threads}>"
 
     def __enter__(self) -> Self:
         self._start()

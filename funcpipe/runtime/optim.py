@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.result import Exchange, Result, alone
+from funcpipe.core.exchange import Exchange, alone
+from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, at, flatten, leaves, locations, map_leaves, structure
 from funcpipe.runtime.norms import norm_of
 

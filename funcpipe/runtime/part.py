@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from funcpipe.core.exchange import Exchange, alone
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
 from funcpipe.core.program import LaneProgram
 from funcpipe.core.remembered import Remembered
-from funcpipe.core.result import Exchange, alone
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.devices import plan_devices
 from funcpipe.runtime.replicas import Sharding

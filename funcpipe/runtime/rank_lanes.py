@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import FuncpipeError, PeerError, PlanError, RanksError, RunTimeout, StageError
+from funcpipe.core.exchange import Exchange
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
 from funcpipe.core.program import CALLER, LaneProgram
-from funcpipe.core.result import Exchange, Result, Timeline
+from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
 from funcpipe.lower.proof import proven
 from funcpipe.runtime.address import machine

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import raise_all
-from funcpipe.core.result import entire, lies_over
+from funcpipe.core.exchange import entire, lies_over
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.runtime.replicas import Sharding
 

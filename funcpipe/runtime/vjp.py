@@ -12,6 +12,7 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.program import Role, Wire
 from funcpipe.core.result import Result
 from funcpipe.core.schedule import Kind
+from funcpipe.core.shown import guarded
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.runtime.border import Border, share
 from funcpipe.runtime.context import checked_plan, intra_op_threads, not_carried, refuse_transforms
@@ -159,6 +160,13 @@ class Pullback:
         self._lock = threading.Lock()
         self._carried = not_carried()
         self.unused: tuple[tuple[int, Any], ...] = ()
+
+    @guarded
+    def __repr__(self) -> str:
+        execution = self._execution
+        if execution is None:
+            return "<Pullback: spent>"
+        return f"<Pullback of {execution.ready.plan!r}; give it cotangents of the outputs, once>"
 
     def __call__(self, cotangents: Tree) -> tuple[tuple[Tree, ...], Tree]:
         """Run the backwards.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import TypeAlias
 
+from funcpipe.core.errors import ScheduleError
+from funcpipe.core.notebook import page, picture
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, Simulated, Timeline
 from funcpipe.core.schedule import Schedule
 from funcpipe.view.align import aligned
-from funcpipe.view.figure import panels_of
+from funcpipe.view.figure import frame_of, panels_of
 from funcpipe.view.palette import By
 from funcpipe.view.simulate import simulate
 from funcpipe.view.svg import svg
@@ -19,6 +22,10 @@ from funcpipe.view.text import text, width_of
 
 _FILE_WIDTH = 120
 _BY = ("kind", "stage")
+_LEGIBLE = 0.75
+"""The least size of a picture in a page, of its own: letters of 12 pixels are 9 then."""
+_MOST = 5_000
+"""Actions of a schedule or plan that a notebook simulates and draws without being asked; that takes a second."""
 
 Drawn: TypeAlias = Schedule | Plan | Timeline | Simulated
 
@@ -141,10 +148,29 @@ class Drawing:
         return svg(panels_of(drawn, memory=self.memory), drawn.timelines, by=self.by, inline=inline)
 
     def _repr_html_(self) -> str:
-        # Not _repr_svg_: Jupyter shows that as an image, which cannot inherit the page's text colour.
-        return self._svg(inline=True)
+        # Not _repr_svg_: Jupyter shows that as an image, which cannot inherit the page's text colour. In a narrow page
+        # it shrinks as long as it can be read, then it scrolls.
+        timelines = aligned([self.timeline, *self.others]).timelines
+        least = round(_LEGIBLE * frame_of(timelines, self.by).width)
+        return f'<div style="overflow-x:auto"><div style="min-width:{least}px">{self._svg(inline=True)}</div></div>'
 
     def __str__(self) -> str:
         return self.text()
 
     __repr__ = __str__
+
+
+@picture.register(Schedule)
+@picture.register(Plan)
+@picture.register(Timeline)
+def _in_notebook(thing: Schedule | Plan | Timeline) -> str:
+    """What a notebook shows of these: the drawing; of what cannot be drawn its text and why."""
+    if isinstance(thing, Timeline):
+        return draw(thing)._repr_html_()
+    schedule = thing.schedule if isinstance(thing, Plan) else thing
+    if sum(map(len, schedule.orders)) > _MOST:
+        return page(repr(schedule), [("large", "fp.draw(it) draws it, and print(it) writes it")])
+    try:
+        return draw(thing)._repr_html_()
+    except ScheduleError as error:
+        return page(repr(schedule), [("not legal", str(error))], f"<pre>{escape(str(schedule))}</pre>")

@@ -1,0 +1,52 @@
+"""What the processes of a plan have to say to each other about a result; a process alone has nobody to ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def lies_over(tensor: Any, processes: Sequence[int]) -> bool:
+    """Is this a DTensor whose mesh are these processes, in a row."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return mesh is not None and mesh.mesh.tolist() == [*processes]
+
+
+def entire(tensor: Any) -> Any:
+    """A tensor; of a DTensor all of it, and every process that has a part of it must ask."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """``exchange(what it is about, what this process gives)``: what every process of a plan gives, by replica and rank.
+
+    Attributes:
+        call: does it.
+        copies: the processes that have the same stages as this one, by replica, as torch.distributed numbers them.
+    """
+
+    call: Callable[[str, Any], list[Any]]
+    copies: tuple[int, ...] = ()
+
+    def __call__(self, about: str, mine: Any) -> list[Any]:
+        """What every process gives."""
+        return self.call(about, mine)
+
+    def here(self, tensor: Any) -> Any:
+        """What this process has of a tensor that is spread over the copies; any other one as it is."""
+        return tensor.to_local() if lies_over(tensor, self.copies) else tensor
+
+    def finite(self, about: str, tensors: Iterable[Any]) -> bool:
+        """Are all numbers of these tensors finite, and of those that the others give."""
+        finite = [bool(entire(self.here(tensor).isfinite().all())) for tensor in tensors]  # all: others ask too
+        return all(self(about, all(finite)))
+
+
+def _nobody_else(about: str, mine: Any) -> list[Any]:
+    return [mine]
+
+
+alone = Exchange(_nobody_else)
+"""The exchange of a process that has no others."""
