@@ -40,7 +40,7 @@ font-variant-numeric:tabular-nums;max-width:1400px}
 .funcpipe-report dt{opacity:.75;font-size:12px}
 .funcpipe-report dd{margin:0;font-weight:600;overflow-wrap:anywhere}
 .funcpipe-report .wide{overflow-x:auto}
-.funcpipe-report .wide svg{display:block;min-width:1000px}
+.funcpipe-report .wide svg{display:block}
 .funcpipe-report .charts{margin-left:-10px}
 .funcpipe-report table{border-collapse:collapse;background:none;color:inherit;font-size:13px;margin:0}
 .funcpipe-report tr{background:none}
