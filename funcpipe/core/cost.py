@@ -131,7 +131,7 @@ class Cost:
     def slice_shares(self, num_slices: int) -> list[tuple[float, float]]:
         """The shares (of the times, of the memory) that each slice has of its microbatch; they add up to 1.
 
-        >>> Cost(slices=[3, 1], attention=0.5).slice_shares(2)
+        >>> fp.Cost(slices=[3, 1], attention=0.5).slice_shares(2)
         [(0.65625, 0.75), (0.34375, 0.25)]
 
         Raises:
@@ -173,7 +173,7 @@ class Cost:
         Times and residuals add up; what a stage hands on is the output of its last layer, and of the hops those between
         its layers vanish, as do skips within a stage. Skips between the same two stages are one.
 
-        >>> Cost([1, 2, 3], output=[4, 5, 6]).group([2, 1]).forward
+        >>> fp.Cost([1, 2, 3], output=[4, 5, 6]).group([2, 1]).forward
         (3, 3)
 
         Args:

@@ -118,8 +118,9 @@ class Timeline:
         same bubble would shorten the makespan, and the span, by this share: the most that `balance` wins there. Mostly
         the bubble grows as the work becomes equal, and the win is smaller; simulate equal stages to see it.
 
-        >>> slow, fast = Span(0, 0.0, 4.0, Action(Kind.F, 0, 0)), Span(1, 6.0, 8.0, Action(Kind.F, 1, 0))
-        >>> timeline = Timeline((slow, fast), 2)
+        >>> slow = fp.typing.Span(0, 0.0, 4.0, fp.Action.parse("0F0"))
+        >>> fast = fp.typing.Span(1, 6.0, 8.0, fp.Action.parse("1F0"))
+        >>> timeline = fp.Timeline((slow, fast), 2)
         >>> timeline.bubble, timeline.idle, timeline.imbalance
         (0.5, 0.625, 0.25)
         """
@@ -175,7 +176,9 @@ class Timeline:
         Of what a stage did not run, B is I and W together, I and W are half of B each, R is F; O, L, G and U are nothing.
         Slices are counted together as their microbatch, and are as long as they took.
 
-        >>> Timeline((Span(0, 0.0, 1.0, Action(Kind.F, 0, 0)), Span(0, 1.0, 4.0, Action(Kind.F, 0, 1))), 1).cost().forward
+        >>> first = fp.typing.Span(0, 0.0, 1.0, fp.Action.parse("0F0"))
+        >>> second = fp.typing.Span(0, 1.0, 4.0, fp.Action.parse("0F1"))
+        >>> fp.Timeline((first, second), 1).cost().forward
         (2.0,)
 
         Returns:

@@ -23,8 +23,7 @@ def to_torch_csv(schedule: Schedule) -> str:
     out). Rank d has
     the stages of device d.
 
-    >>> from funcpipe.schedules import zero_bubble
-    >>> print(to_torch_csv(zero_bubble(2, 2)), end="")
+    >>> print(fp.schedules.to_torch_csv(fp.schedules.zero_bubble(2, 2)), end="")
     0F0,0F1,0I0,0W0,0I1,0W1
     1F0,1I0,1F1,1I1,1W0,1W1
 
@@ -63,7 +62,7 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
     What torch says of sends, receives, sharding, reductions, and of waiting for these is left out: a plan derives all
     of it. An overlapped pair is read as its two actions, one after the other. Empty cells are waits, no actions here.
 
-    >>> print(from_torch_csv("0F0,0SEND_F0,,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))
+    >>> print(fp.schedules.from_torch_csv("0F0,0SEND_F0,,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))
     0F0 0B0
     1F0 1B0
 

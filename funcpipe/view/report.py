@@ -65,6 +65,14 @@ def report(plan: Plan, result: Result, *, params: Sequence[Tree] | None = None, 
     The simulated timeline is the plan's schedule with the mean measured times, and nothing lost in between: what the
     measured one takes longer is hand-over and waiting.
 
+    >>> double = fp.stage(lambda w, x: x * w)
+    >>> schedule = fp.schedules.one_f_one_b(2, 2)
+    >>> plan = fp.make_plan([double, double], schedule, loss=nn.functional.mse_loss, devices="cpu")
+    >>> weights, batch = (torch.tensor(2.0), torch.tensor(3.0)), (torch.ones(4), torch.zeros(4))
+    >>> report = fp.report(plan, fp.run(plan, weights, batch, record=True), title="two factors")
+    >>> report.measured.num_devices, len(report.measured.spans), report.simulated.unit
+    (2, 8, 's')
+
     Args:
         plan: the plan that ran.
         result: of ``run(plan, ..., record=True)``.
