@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from docutils import nodes
 from sphinx.domains.python import PyObject
 
 import funcpipe
@@ -22,7 +23,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ex
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 language = "en"
 
-# Markdown. Headings get anchors, so pages can point at a paragraph: [the mend](errors.md#placement).
+# Markdown. Headings get anchors, so pages can point at a paragraph: [what to do](errors.md#placement).
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
@@ -54,12 +55,21 @@ copybutton_prompt_is_regexp = True
 
 def setup(app: Any) -> None:
     """Hooks of the build."""
+    app.connect("doctree-read", mark_columns)
     app.connect("autodoc-skip-member", skip_tuple_field)
     app.connect("autodoc-process-docstring", hide_colon, priority=400)  # before napoleon, which has 500
     app.connect("autodoc-process-docstring", show_colon, priority=600)
     for field in PyObject.doc_field_types:
         if field.name == "variable":
             field.label = "Attributes"  # what everyone calls them
+
+
+def mark_columns(app: Any, doctree: nodes.document) -> None:
+    """Give printed text with columns, as of tables and pictures, a class of its own: it is scrolled, not wrapped."""
+    for block in doctree.findall(nodes.literal_block):
+        gaps = sum(bool(re.search(r"\S {2,}\S", line)) for line in block.astext().splitlines())
+        if gaps > 1 or "│" in block.astext():
+            block["classes"].append("columns")
 
 
 def skip_tuple_field(app: Any, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:

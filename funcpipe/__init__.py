@@ -7,6 +7,8 @@ The names here are what every program needs: stages, plans, runs, what to look a
 in `funcpipe.schedules` (families of schedules, their transformations and texts), `funcpipe.batches` (batches on their
 way to the step), `funcpipe.models` (models cut and measured), `funcpipe.typing` (names for annotations) and
 `funcpipe.testing`. All other modules are rooms of the house, not part of the interface.
+
+Examples in the help of these names need ``import torch``, ``from torch import nn`` and ``import funcpipe as fp``.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+
 import funcpipe as fp
 from funcpipe.cli_words import (
     COST,
@@ -79,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Pipeline-parallel training as pure functions. Schedules are data: look at them before any GPU runs.",
         epilog="funcpipe COMMAND --help explains a command, with examples.",
     )
+    version = f"funcpipe {fp.__version__} (torch {torch.__version__})"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     about_demo = "train a small U-Net on scikit-learn's digits through a pipeline, draw its timeline, prove its numbers"
     for name, run, about, epilog, options in (

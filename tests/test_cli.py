@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.pipelining import schedules as theirs
 
 import funcpipe as fp
@@ -45,6 +46,13 @@ def refused(capsys, words: str) -> str:
 def _in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_version_names_what_a_report_needs(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert 0 == left.value.code
+    assert f"funcpipe {fp.__version__} (torch {torch.__version__})\n" == capsys.readouterr().out
 
 
 # draw

@@ -1,7 +1,7 @@
 """What is printed runs: README's quickstart, doctests, the code of every page, the notebooks.
 
-In a page, a ``text`` block right after a Python block is what that block prints, word for word. To write these blocks
-anew, after a deliberate change: ``FUNCPIPE_PAGES=write python -m pytest tests/test_documents.py``, then look at the
+In a page, a ``text`` block right after a Python block is what that block prints, word for word. A code cell is run like a
+Python block; what it shows is made when the site is built. To write the ``text`` blocks anew, after a deliberate change: ``FUNCPIPE_PAGES=write python -m pytest tests/test_documents.py``, then look at the
 diff. The variable is the only way; nothing is ever written without it.
 """
 
@@ -19,6 +19,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 import funcpipe as fp
 import funcpipe.testing
@@ -35,8 +36,13 @@ MODULES = [
 PAGES = [path for folder in (".", "howto", "reference") for path in sorted((DOCS / folder).glob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 WRITE = os.environ.get("FUNCPIPE_PAGES") == "write"
+USUAL = {"torch": torch, "nn": torch.nn, "fp": fp, "funcpipe": funcpipe}
+"""Names that examples may use: those of ``import torch``, ``from torch import nn``, ``import funcpipe as fp``."""
 
-BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?P<printed>\n```text\n.*?^```\n)?", flags=re.M | re.S)
+BLOCK = re.compile(
+    r"^```(?P<head>python\n|\{code-cell\}[^\n]*\n(?::[^\n]*\n)*)(?P<code>.*?)^```\n(?P<printed>\n```text\n.*?^```\n)?",
+    flags=re.M | re.S,
+)
 
 
 def with_output(text: str, name: str) -> str:
@@ -49,7 +55,7 @@ def with_output(text: str, name: str) -> str:
         with contextlib.redirect_stdout(printed):
             exec(compile(lines + block["code"], name, "exec", dont_inherit=True), scope)
         shown = f"\n```text\n{printed.getvalue()}```\n" if block["printed"] else ""
-        return f"```python\n{block['code']}```\n{shown}"
+        return f"```{block['head']}{block['code']}```\n{shown}"
 
     return BLOCK.sub(run, text)
 
@@ -77,8 +83,25 @@ def test_transformers_quickstart_runs_as_printed():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_doctests(name):
-    """Every example in a docstring gives what it says."""
-    assert 0 == doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS).failed
+    """Every example in a docstring gives what stands below it."""
+    module = importlib.import_module(name)
+    assert 0 == doctest.testmod(module, optionflags=doctest.ELLIPSIS, extraglobs=USUAL).failed
+
+
+def test_examples_in_help_need_the_public_face_alone():
+    """What `help()` of a public name shows can be typed by who has made the three usual imports, and nothing else."""
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    lacking: set[str] = set()
+    for face in FACES:
+        for name in sorted(public(face)):
+            thing = getattr(face, name)
+            module = getattr(thing, "__module__", None)
+            found = finder.find(thing, name, module=sys.modules.get(module), globs=dict(USUAL)) if module else []
+            for test in found:
+                assert 0 == runner.run(test).failed, f"{face.__name__}.{test.name}"
+            if isinstance(thing, types.FunctionType) and not any(test.examples for test in found):
+                lacking.add(name)
+    assert lacking == {"ranks"}  # it needs several processes: docs/howto/processes.md
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
@@ -124,6 +147,20 @@ def test_reference_has_every_public_name_once(module):
         elif current == module.__name__:
             listed.append(name)
     assert sorted(public(module)) == sorted(listed)
+
+
+def test_figures_of_the_first_page_stand_in_the_benchmarks():
+    """Each row of its table is a part of one there: the same arm of funcpipe, and the same figures beside it."""
+    rows = [
+        re.split(r" *\| *", line)[2:-1]
+        for line in (DOCS / "index.md").read_text().splitlines()
+        if "ms |" not in line and line.startswith("| ")
+    ]
+    measured = [
+        re.split(r" *\| *", line) for line in (DOCS / "benchmarks.md").read_text().splitlines() if "M = 8" in line
+    ]
+    assert len(rows) == 4
+    assert all(any(row == there[2:7] for there in measured) for row in rows)
 
 
 def test_every_error_is_explained():

@@ -22,7 +22,7 @@ def windows(items: Iterable[Item], size: int) -> Iterator[Iterator[Item]]:
 
     Windows are cut by counting items, never by state that lives on between epochs: two epochs have the same windows.
 
-    >>> [list(window) for window in windows(range(5), 2)]
+    >>> [list(window) for window in fp.batches.windows(range(5), 2)]
     [[0, 1], [2, 3], [4]]
 
     Args:
@@ -105,8 +105,7 @@ def accumulate_grads(
 
     (Results of `fp.run` know their weights: ``fp.accumulate(fp.run(plan, params, batch) for batch in window)``.)
 
-    >>> import torch
-    >>> found = accumulate_grads(lambda x: ({"w": x}, None), [torch.tensor(1.0), torch.tensor(4.0)])
+    >>> found = fp.batches.accumulate_grads(lambda x: ({"w": x}, None), [torch.tensor(1.0), torch.tensor(4.0)])
     >>> float(found.grads["w"]), found.count
     (2.5, 2)
 
@@ -191,7 +190,7 @@ def agree(
             dist.all_reduce(flag, dist.ReduceOp.MIN)
             return bool(flag)
 
-    >>> list(agree([1, 2, 3], lambda mine: mine))
+    >>> list(fp.batches.agree([1, 2, 3], lambda mine: mine))
     [1, 2, 3]
 
     Args:

@@ -41,10 +41,9 @@ def overlap(
     Each batch that is drawn comes out, or the error that it met is raised in its place, after the results of all
     batches before it: the exception itself, with ``.funcpipe`` (stage, name, batch) and a note.
 
-    >>> from funcpipe.batches import Fold
-    >>> list(overlap(range(4), [lambda x: x + 1, lambda x: 10 * x]))
+    >>> list(fp.batches.overlap(range(4), [lambda x: x + 1, lambda x: 10 * x]))
     [10, 20, 30, 40]
-    >>> total = overlap(range(4), [lambda x: x + 1, Fold(lambda state, x: (state + x, x), 0)])
+    >>> total = fp.batches.overlap(range(4), [lambda x: x + 1, fp.batches.Fold(lambda state, x: (state + x, x), 0)])
     >>> list(total), total.state
     ([1, 2, 3, 4], 10)
 

@@ -128,7 +128,7 @@ class ToDevice:
 def to_device(devices: Any, *, pin: Pin = "auto", memory: CopyMemory = "side") -> ToDevice:
     """A stage that copies batches to a device, beside the computation.
 
-    >>> batch = to_device({"x": "cpu", "y": None})({"x": torch.ones(2), "y": "a label"})
+    >>> batch = fp.batches.to_device({"x": "cpu", "y": None})({"x": torch.ones(2), "y": "a label"})
     >>> batch["y"]
     'a label'
 

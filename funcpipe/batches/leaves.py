@@ -76,7 +76,7 @@ def awaited(batch: Tree) -> Tree:
     >>> class Later:
     ...     def wait(self):
     ...         return 7
-    >>> awaited({"now": 1, "then": Later()})
+    >>> fp.batches.awaited({"now": 1, "then": Later()})
     {'now': 1, 'then': 7}
 
     Args:

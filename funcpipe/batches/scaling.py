@@ -27,7 +27,7 @@ class LossScale(NamedTuple):
 def loss_scale(init: float = 2.0**16, *, device: torch.device | str = "cpu") -> LossScale:
     """The first state. ``fp.run(..., loss_scale=float(state.scale))`` or ``loss * state.scale``.
 
-    >>> loss_scale(8.0).scale
+    >>> fp.batches.loss_scale(8.0).scale
     tensor(8.)
 
     Args:
@@ -44,6 +44,10 @@ def loss_scale(init: float = 2.0**16, *, device: torch.device | str = "cpu") -> 
 
 def unscale(state: LossScale, grads: Tree) -> tuple[Tree, Tensor]:
     """Gradients of the loss itself, and whether any is inf or NaN. The host waits where the state lies elsewhere.
+
+    >>> grads, found_inf = fp.batches.unscale(fp.batches.loss_scale(4.0), {"w": torch.tensor([8.0, 2.0])})
+    >>> grads["w"].tolist(), bool(found_inf)
+    ([2.0, 0.5], False)
 
     Args:
         state: whose scale the loss was multiplied by.
@@ -93,6 +97,9 @@ def update_scale(
 ) -> LossScale:
     """The state for the next step, as GradScaler's: smaller after a step that was skipped, larger after many good ones.
 
+    >>> fp.batches.update_scale(fp.batches.loss_scale(4.0), torch.tensor(True)).scale
+    tensor(2.)
+
     Args:
         state: of the step.
         found_inf: of the step, from `unscale`; with several ranks or scalers the "or" of all.
@@ -121,6 +128,9 @@ def update_scale(
 
 def select(condition: Tensor, old: Tree, new: Tree) -> Tree:
     """``old`` where the condition holds, else ``new``, in both trees' structure: a step that is taken or not, without a branch.
+
+    >>> fp.batches.select(torch.tensor(True), {"w": torch.zeros(1)}, {"w": torch.ones(1)})
+    {'w': tensor([0.])}
 
     Args:
         condition: a 0-dim tensor of bool, such as ``found_inf``.

@@ -19,6 +19,11 @@ from funcpipe.core.tree import Tree
 class BatchStage:
     """A function that every batch goes through, and how it runs. A bare callable means ``BatchStage(callable)``.
 
+    >>> noise = fp.batches.BatchStage(lambda x: x + torch.randn(3), seed=0)
+    >>> one, two = (list(fp.batches.overlap([torch.zeros(3)] * 2, [noise])) for _ in range(2))
+    >>> torch.equal(one[1], two[1]), torch.equal(one[0], one[1])  # by batch, whatever the threads do
+    (True, False)
+
     Attributes:
         fn: ``fn(batch) -> batch``, called once for each batch, in order. With ``lag``: ``fn(state, batch) -> batch``.
         name: in plans, errors, statistics and names of threads; "": that of the function.
@@ -54,6 +59,10 @@ class BatchStage:
 @dataclass(frozen=True)
 class Fold:
     """The last stage, that carries a state from batch to batch: a step of training. Runs where the loop runs.
+
+    >>> run = fp.batches.overlap([1, 2, 3], [fp.batches.Fold(lambda total, x: (total + x, total + x), 0)])
+    >>> list(run), run.state
+    ([1, 3, 6], 6)
 
     Attributes:
         fn: ``fn(state, batch) -> (state, result)``; results are what the loop gets.

@@ -55,6 +55,15 @@ def load(
     Parameters get their numbers in place, so an optimizer and a model that hold them see these; state comes as new trees.
     Those on the meta device come as new ones, and only those of the stages that are here.
 
+    >>> import tempfile
+    >>> split = fp.split(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fp.save(folder, split, split.params, step=7)
+    ...     other = fp.split(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), 3)
+    ...     loaded = fp.load(folder, other)  # into three stages
+    >>> loaded.step, torch.equal(other.params[0]["0.weight"], split.params[0]["0.weight"])
+    (7, True)
+
     Args:
         path: the folder that was given to `save`.
         model: the model's split (into any number of stages), or the plan, as for `save`.

@@ -129,6 +129,14 @@ def save(
     The files are safetensors, by the model's own names where ``model`` is a split, tied names once; transformers reads
     them (``from_pretrained(path / folder)``), and `load` into any number of stages and processes.
 
+    >>> import tempfile
+    >>> split = fp.split(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fp.save(folder, split, split.params, step=7)
+    ...     loaded = fp.load(folder, split)
+    >>> loaded.step
+    7
+
     Args:
         path: a folder, made if it is not there; it keeps the newest whole checkpoint. Of several processes the same one.
         model: what `split` returned; or, for stages of your own, the plan (names are stages and keys then, for the same

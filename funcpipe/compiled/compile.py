@@ -164,8 +164,7 @@ def compile_stage(
     branches on numbers in tensors, Python state that changes from call to call, draws in a backward are refused, each
     with its reason. Called directly, a compiled stage runs its function, so torch.func transforms it as before.
 
-    >>> import torch
-    >>> layer = compile_stage(Stage(lambda w, x: torch.tanh(x @ w), "layer"))
+    >>> layer = fp.compile_stage(fp.Stage(lambda w, x: torch.tanh(x @ w), "layer"))
     >>> layer(torch.zeros(2, 2), torch.ones(1, 2))
     tensor([[0., 0.]])
 
@@ -236,8 +235,8 @@ def make_programs(
 ) -> Programs:
     """The programs of a compiled stage for arguments of these shapes, to read and to measure; nothing runs.
 
-    >>> import torch
-    >>> print(make_programs(compile_stage(Stage(lambda w, x: x @ w)), torch.ones(3, 3), torch.ones(2, 3)).backward_weight)
+    >>> layer = fp.compile_stage(fp.Stage(lambda w, x: x @ w))
+    >>> print(fp.make_programs(layer, torch.ones(3, 3), torch.ones(2, 3)).backward_weight)
     def W(P, L, S):
         l0, l1, = L
         L.clear()

@@ -36,13 +36,10 @@ def warmup(
     The forwards of one microbatch of each shape run once, in this thread; backwards are traced and written, and do not
     run. Nothing of the caller's is touched. Safe to call while other threads run the plan.
 
-    >>> from funcpipe.core.stage import Stage
-    >>> from funcpipe.lower.plan import make_plan
-    >>> from funcpipe.compiled.compile import compile_stage
-    >>> from funcpipe.schedules import one_f_one_b
-    >>> plan = make_plan([compile_stage(Stage(lambda w, x: x * w))], one_f_one_b(1, 2), loss=torch.nn.functional.mse_loss)
+    >>> layer = fp.compile_stage(fp.Stage(lambda w, x: x * w))
+    >>> plan = fp.make_plan([layer], fp.schedules.one_f_one_b(1, 2), loss=torch.nn.functional.mse_loss)
     >>> rows = torch.ones(3, 2)  # two microbatches, of two rows and of one
-    >>> warmup(plan, (torch.ones(2),), (rows, rows)), warmup(plan, (torch.ones(2),), (rows, rows))
+    >>> fp.warmup(plan, (torch.ones(2),), (rows, rows)), fp.warmup(plan, (torch.ones(2),), (rows, rows))
     (2, 0)
 
     Args:

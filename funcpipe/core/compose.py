@@ -17,9 +17,8 @@ def compose(*stages: Stage, name: str = "") -> Stage:
 
     A value stashed and popped inside vanishes from the outside, unless a later stage pops it as well.
 
-    >>> from funcpipe.core.stage import stage
-    >>> double, add = stage(lambda p, x: p * x), stage(lambda p, x: p + x)
-    >>> compose(double, add)((2, 5), 10)
+    >>> double, add = fp.stage(lambda p, x: p * x), fp.stage(lambda p, x: p + x)
+    >>> fp.compose(double, add)((2, 5), 10)
     25
 
     Raises:

@@ -164,7 +164,7 @@ class Cost:
     def slice_shares(self, num_slices: int) -> list[tuple[float, float]]:
         """The shares (of the times, of the memory) that each slice has of its microbatch; they add up to 1.
 
-        >>> Cost(slices=[3, 1], attention=0.5).slice_shares(2)
+        >>> fp.Cost(slices=[3, 1], attention=0.5).slice_shares(2)
         [(0.65625, 0.75), (0.34375, 0.25)]
 
         Raises:
@@ -207,8 +207,8 @@ class Cost:
         quicker than alone: ``max(computing of both, links of both, the longer one)``. DeepSeek calls it F&B
         (arXiv 2412.19437, table 2).
 
-        >>> cost = Cost(1, 1, 1, forward_link=0.5, backward_link=0.25)
-        >>> cost.both((Kind.F, 0, 1.0), (Kind.B, 1, 1.0))
+        >>> cost = fp.Cost(1, 1, 1, forward_link=0.5, backward_link=0.25)
+        >>> cost.both((fp.Kind.F, 0, 1.0), (fp.Kind.B, 1, 1.0))
         2.25
 
         Args:
@@ -229,7 +229,7 @@ class Cost:
         Times and residuals add up; what a stage hands on is the output of its last layer, and of the hops those between
         its layers vanish, as do skips within a stage. Skips between the same two stages are one.
 
-        >>> Cost([1, 2, 3], output=[4, 5, 6]).group([2, 1]).forward
+        >>> fp.Cost([1, 2, 3], output=[4, 5, 6]).group([2, 1]).forward
         (3, 3)
 
         Args:

@@ -106,6 +106,14 @@ class StageError(FuncpipeError, metaclass=_StageErrors):
     so both ``except StageError`` and ``except ValueError`` catch it. ``__cause__`` is the original. Exceptions that are
     not an ``Exception`` (KeyboardInterrupt, SystemExit) arrive as the very object. Both carry `funcpipe`, the
     coordinates, and a note that says them.
+
+    >>> broken = fp.stage(lambda p, x: 1 / 0)
+    >>> plan = fp.make_plan([broken], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
+    >>> try:
+    ...     fp.run(plan, ((),), torch.ones(2))
+    ... except ZeroDivisionError as error:
+    ...     print(error.funcpipe.action, isinstance(error, fp.StageError))
+    0F0 True
     """
 
     funcpipe: Where = Where(None, "", None, "", "")

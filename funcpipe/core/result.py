@@ -118,8 +118,9 @@ class Timeline:
         same bubble would shorten the makespan, and the span, by this share: the most that `balance` wins there. Mostly
         the bubble grows as the work becomes equal, and the win is smaller; simulate equal stages to see it.
 
-        >>> slow, fast = Span(0, 0.0, 4.0, Action(Kind.F, 0, 0)), Span(1, 6.0, 8.0, Action(Kind.F, 1, 0))
-        >>> timeline = Timeline((slow, fast), 2)
+        >>> slow = fp.typing.Span(0, 0.0, 4.0, fp.Action.parse("0F0"))
+        >>> fast = fp.typing.Span(1, 6.0, 8.0, fp.Action.parse("1F0"))
+        >>> timeline = fp.Timeline((slow, fast), 2)
         >>> timeline.bubble, timeline.idle, timeline.imbalance
         (0.5, 0.625, 0.25)
         """
@@ -176,7 +177,9 @@ class Timeline:
         Slices are counted together as their microbatch, and are as long as they took. Of what overlaps with another action
         only what never stands alone counts.
 
-        >>> Timeline((Span(0, 0.0, 1.0, Action(Kind.F, 0, 0)), Span(0, 1.0, 4.0, Action(Kind.F, 0, 1))), 1).cost().forward
+        >>> first = fp.typing.Span(0, 0.0, 1.0, fp.Action.parse("0F0"))
+        >>> second = fp.typing.Span(0, 1.0, 4.0, fp.Action.parse("0F1"))
+        >>> fp.Timeline((first, second), 1).cost().forward
         (2.0,)
 
         Returns:

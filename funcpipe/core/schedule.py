@@ -42,7 +42,7 @@ class Action(NamedTuple):
     def parse(cls, text: str) -> Action:
         """Read one action.
 
-        >>> Action.parse("12W3.0") == Action(Kind.W, 12, 3, 0), Action.parse("2G") == Action(Kind.G, 2)
+        >>> fp.Action.parse("12W3.0") == fp.Action(fp.Kind.W, 12, 3, 0), fp.Action.parse("2G") == fp.Action(fp.Kind.G, 2)
         (True, True)
 
         Raises:
@@ -59,9 +59,9 @@ class Action(NamedTuple):
 
         Of slices also the one before (backward: after) it, whose carry it reads.
 
-        >>> print(*Action(Kind.B, 1, 0).needs())
+        >>> print(*fp.Action(fp.Kind.B, 1, 0).needs())
         1F0 2B0 2I0
-        >>> print(*Action(Kind.F, 1, 0, slice=1).needs())
+        >>> print(*fp.Action(fp.Kind.F, 1, 0, slice=1).needs())
         0F0.1 1F0.0
         """
         kind, stage, _, number = self
@@ -135,7 +135,7 @@ class Schedule:
 
         Two actions in parentheses overlap.
 
-        >>> print(Schedule.parse("0F0 (0F1 0B0) 0B1"))
+        >>> print(fp.Schedule.parse("0F0 (0F1 0B0) 0B1"))
         0F0 (0F1 0B0) 0B1
 
         Raises:
@@ -179,8 +179,8 @@ class Schedule:
     def reordered(self, orders: Sequence[Sequence[Action]], name: str) -> Schedule:
         """Another order, with those of the pairs that are neighbours in it, too.
 
-        >>> schedule = Schedule.parse("(0F1 0B0)")
-        >>> print(schedule.reordered([[*schedule.orders[0], Action(Kind.B, 0, 1)]], "longer"))
+        >>> schedule = fp.Schedule.parse("(0F1 0B0)")
+        >>> print(schedule.reordered([[*schedule.orders[0], fp.Action(fp.Kind.B, 0, 1)]], "longer"))
         (0F1 0B0) 0B1
         """
         kept = tuple(map(tuple, orders))
@@ -265,7 +265,7 @@ class Schedule:
 
         They are added at B and, of a split one, at W; by a stage that does not split (eager ones do not), at I.
 
-        >>> print(*Schedule.parse("0F0 0F1 0I0 0I1 0W1 0W0").backward_order(0))
+        >>> print(*fp.Schedule.parse("0F0 0F1 0I0 0I1 0W1 0W0").backward_order(0))
         0I0 0I1 0W1 0W0
         """
         order = self.orders[self.device_of[stage]]
@@ -274,7 +274,7 @@ class Schedule:
     def first(self, num_microbatches: int) -> Schedule:
         """The schedule of the first few microbatches: every action of the others dropped, the order kept.
 
-        >>> print(Schedule.parse("0U0 0F0 0F1 0U1 0F2 0F3").first(2))
+        >>> print(fp.Schedule.parse("0U0 0F0 0F1 0U1 0F2 0F3").first(2))
         0U0 0F0 0F1
         """
         if num_microbatches >= self.num_microbatches:
@@ -285,7 +285,7 @@ class Schedule:
     def forwards(self) -> Schedule:
         """The forwards alone: the schedule that evaluates with every stage where it trains.
 
-        >>> print(Schedule.parse("0F0 0F1 0B0 0B1").forwards())
+        >>> print(fp.Schedule.parse("0F0 0F1 0B0 0B1").forwards())
         0F0 0F1
         """
         return self.reordered(select(self.orders, lambda action: action.kind is Kind.F), f"{self.name} forwards")

@@ -28,6 +28,10 @@ CARRY = ""
 class Out(NamedTuple):
     """What a stage function returns when it has more to give than its output.
 
+    >>> halve = fp.stage(stash=["whole"])(lambda params, x: fp.Out(x / 2, stash={"whole": x}))
+    >>> halve((), 8.0).y, halve((), 8.0).stash
+    (4.0, {'whole': 8.0})
+
     Attributes:
         y: the output, any tree: the next stage's input, or what the loss gets.
         stash: a tree for each declared name; later stages take it by ``pop``.
@@ -339,7 +343,7 @@ def stage(
     keyword ``carry`` it runs slice after slice of a microbatch that is cut along its sequence, as schedules with
     ``num_slices`` do: each gets what the one before returned as ``Out(carry=...)``, the first None.
 
-    >>> @stage(pop=["e1"])
+    >>> @fp.stage(pop=["e1"])
     ... def decoder(params, x, *, skips):
     ...     return params["w"] * (x + skips["e1"])
     >>> decoder({"w": 2.0}, 3.0, skips={"e1": 1.0})

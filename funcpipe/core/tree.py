@@ -106,8 +106,7 @@ def spread(prefix: Tree, tree: Tree, whole: Callable[[Any], bool] | None = None)
 def named_leaves(tree: Tree) -> list[tuple[str, Tensor]]:
     """The tensors of a tree with dotted names, in the order of `leaves`; a tensor that stands twice is named once.
 
-    >>> import torch
-    >>> [name for name, _ in named_leaves(({"0.bias": torch.zeros(1)}, [torch.ones(1)]))]
+    >>> [name for name, _ in fp.named_leaves(({"0.bias": torch.zeros(1)}, [torch.ones(1)]))]
     ['0.0.bias', '1.0']
 
     Raises:
@@ -132,9 +131,8 @@ def named_leaves(tree: Tree) -> list[tuple[str, Tensor]]:
 def leaves(tree: Tree) -> list[Tensor]:
     """The tensors of a tree, each once: what ``torch.optim`` wants.
 
-    >>> import torch
     >>> w = torch.zeros(2)
-    >>> len(leaves(({"w": w, "tied": w}, {"steps": 3, "b": torch.ones(1)})))
+    >>> len(fp.leaves(({"w": w, "tied": w}, {"steps": 3, "b": torch.ones(1)})))
     2
 
     Raises:

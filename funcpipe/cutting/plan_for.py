@@ -115,7 +115,7 @@ def plan_for(
     Every number of microbatches and of stages a device, and every placement that these allow, is cut by `balance`;
     single layers are moved over the cuts while that makes the published schedules shorter; the best few are searched.
 
-    >>> choice = plan_for(Cost([1.0] * 8), num_devices=2, num_microbatches=4, evaluations=200)
+    >>> choice = fp.models.plan_for(fp.Cost([1.0] * 8), num_devices=2, num_microbatches=4, evaluations=200)
     >>> choice.sizes, choice.placement, choice.timeline.makespan
     ((2, 2, 2, 2), 'v', 50.0)
 

@@ -55,8 +55,7 @@ def split(
     stages are compared with the model on two inputs. Any other is cut without tracing at the entries of its list of
     blocks (transformers' decoders, encoders): each stage runs the model's own forward with the other layers left out.
 
-    >>> from torch import nn
-    >>> made = split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), 2)
+    >>> made = fp.split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), 2)
     >>> [list(params) for params in made.params]
     [['0.weight', '0.bias'], ['2.weight', '2.bias']]
 

@@ -127,7 +127,7 @@ def search(
     bubble, arXiv 2401.10241), then list schedules whose rules are improved step by step, at last single actions are
     moved.
 
-    >>> found = search(Cost(5, 6, 4, comm=1), num_devices=3, num_microbatches=6, memory_limit=4, evaluations=500)
+    >>> found = fp.search(fp.Cost(5, 6, 4, comm=1), num_devices=3, num_microbatches=6, memory_limit=4, evaluations=500)
     >>> found.makespan, found.lower_bound, found.gap
     (102.0, 102.0, 0.0)
 

@@ -35,9 +35,8 @@ def make_plan(
 ) -> Plan:
     """Lower a schedule for stages; everything that can be wrong before there are numbers is refused here.
 
-    >>> from funcpipe.core.stage import stage
-    >>> from funcpipe.schedules import one_f_one_b
-    >>> plan = make_plan([stage(lambda p, x: p * x), stage(lambda p, x: p + x)], one_f_one_b(2, 1), loss=print)
+    >>> double, add = fp.stage(lambda p, x: p * x), fp.stage(lambda p, x: p + x)
+    >>> plan = fp.make_plan([double, add], fp.schedules.one_f_one_b(2, 1), loss=print)
     >>> print(plan.program.lane(1))
     lane 1, slots: 0 act from 0, 1 target from caller, 2 report, 3 residual, 4 grad
     receive act[0,0]@0 from 0

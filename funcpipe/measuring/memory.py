@@ -127,11 +127,8 @@ class Memory:
         their way, gradients between stages, and what a forward or backward makes while it runs. Not in it: the batch,
         targets and the loss, workspaces of kernels, and what the allocator keeps or splits.
 
-        >>> import torch
-        >>> from torch import nn
-        >>> from funcpipe.schedules import fill_drain, one_f_one_b
-        >>> made = memory(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(4, 8), optimizer="sgd")
-        >>> [made.peak(family(2, 4))[0] for family in (fill_drain, one_f_one_b)]
+        >>> made = fp.models.memory(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(4, 8), optimizer="sgd")
+        >>> [made.peak(family(2, 4))[0] for family in (fp.schedules.fill_drain, fp.schedules.one_f_one_b)]
         [2016, 1504]
 
         Args:
@@ -196,11 +193,9 @@ def memory(
     (the model may be on the meta device), and the module, its gradients, mode, buffers and the random generators are
     untouched. Activations are the storages that stay alive after the forward, each counted once; parameters are none.
 
-    >>> import torch
-    >>> from torch import nn
     >>> with torch.device("meta"):
     ...     model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
-    >>> print(memory(model, torch.empty(32, 1024, device="meta")))
+    >>> print(fp.models.memory(model, torch.empty(32, 1024, device="meta")))
          parameters  buffers  gradients     adamw  activations     output
     0      16.0 MiB      0 B   16.0 MiB  32.0 MiB    128.0 KiB  512.0 KiB
     1           0 B      0 B        0 B       0 B    512.0 KiB  512.0 KiB

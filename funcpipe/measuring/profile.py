@@ -57,8 +57,7 @@ def profile(
     given as I and W tells what compiling it can gain: I is the backward of a forward in which no parameter is trained,
     W what B takes longer. Where the input needs no gradient that I is 0.
 
-    >>> from torch import nn
-    >>> cost = profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(4, 8))
+    >>> cost = fp.models.profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(4, 8))
     >>> len(cost.forward), cost.backward_input[0], cost.backward_weight[1], cost.residual
     (3, 0.0, 0.0, (128, 128, 0))
 

@@ -109,7 +109,7 @@ def balance(
     Exact: sums are rational numbers, and the search ends where no double lies between a bottleneck that can be had and
     one that cannot. Of equal ones it takes the partition whose first parts have the most layers.
 
-    >>> print(balance([1, 1, 1, 1, 3, 3], 5))
+    >>> print(fp.models.balance([1, 1, 1, 1, 3, 3], 5))
     [2, 1, 1, 1, 1]: bottleneck 3, lower bound 3
 
     Args:

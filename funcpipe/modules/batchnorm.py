@@ -54,7 +54,6 @@ class BatchNorm:
     ) -> tuple[Tensor, tuple[Moments, ...]]:
         """Normalise over every dimension but the second, 1d, 2d and 3d alike; nothing is written.
 
-        >>> import torch
         >>> state = batch_norm.init(3)
         >>> y, stats = batch_norm(torch.randn(8, 3), None, None, state)
         >>> batch_norm.commit(state, (stats,))["num_batches_tracked"]
@@ -153,7 +152,6 @@ def batch_norm_at(path: str, call: NormCall) -> tuple[Tensor, tuple[Moments, ...
 def merge(moments: Sequence[Moments]) -> tuple[int, Tensor, Tensor]:
     """How many values there are together, their mean, [C], and their unbiased variance, [C].
 
-    >>> import torch
     >>> parts = [Moments(2, torch.tensor([1.0]), torch.tensor([0.5])), Moments(1, torch.tensor([2.0]), torch.zeros(1))]
     >>> merge(parts)
     (3, tensor([1.]), tensor([1.]))

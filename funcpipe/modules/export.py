@@ -72,11 +72,10 @@ def split_point() -> None:
 
     Only a trace sees it: give ``example=``. ``at``, ``balance`` and ``policy`` say otherwise where to cut, and win.
 
-    >>> from torch import nn
     >>> class Net(nn.Module):
     ...     def forward(self, x):
     ...         x = x + 1
-    ...         split_point()
+    ...         fp.models.split_point()
     ...         return x * 2
     >>> Net()(1)
     4

@@ -31,7 +31,6 @@ def cut_layers(
     rotary tables are computed again in each stage from the model's inputs, which travel as a skip. Between stages goes
     what the last block returned, the last stage returns the model's output.
 
-    >>> import torch
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     >>> [(stage.name, sorted(params)) for stage, params, _ in cut_layers(net, [1, 2])]
     [('[0:1]', ['0.bias', '0.weight']), ('[1:3]', ['1.bias', '1.weight', '2.bias', '2.weight'])]

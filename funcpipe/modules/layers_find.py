@@ -75,7 +75,7 @@ def find_layers(
     ...         self.embed = nn.Embedding(8, 4)
     ...         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     ...         self.head = nn.Linear(4, 8)
-    >>> find_layers(Decoder())
+    >>> fp.models.find_layers(Decoder())
     <Layers 'layers': blocks 3: 0, 1, 2; entry embed; exit head>
 
     Args:

@@ -38,8 +38,7 @@ def from_module(
     stashes and pops. A layer of the copy trains where the plan trains and the layer was in training mode when the stage
     was made: a frozen batch norm stays frozen, and after ``module.eval()`` the whole stage stays in evaluation mode.
 
-    >>> from torch import nn
-    >>> block, params, state = from_module(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
+    >>> block, params, state = fp.from_module(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
     >>> sorted(params), sorted(state)[0]
     (['0.bias', '0.weight', '1.bias', '1.weight'], '1.num_batches_tracked')
 

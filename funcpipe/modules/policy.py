@@ -41,20 +41,30 @@ Policy: TypeAlias = Callable[[Units, "int | None"], Sequence[int]]
 
 
 def by_parameters(units: Units, num_stages: int | None) -> Sequence[int]:
-    """As equal parameter bytes as contiguous stages can have: the default. See `split`."""
+    """As equal parameter bytes as contiguous stages can have: the default. See `split`.
+
+    >>> units = fp.models.Units(("a", "b", "c"), (6, 5, 3), (0, 0, 0), lambda: (1.0, 1.0, 4.0))
+    >>> fp.models.by_parameters(units, 2)
+    [1, 2]
+    """
     return evenly(units.parameters, _count(num_stages, "by_parameters"))
 
 
 def by_time(units: Units, num_stages: int | None) -> Sequence[int]:
-    """As equal measured times as contiguous stages can have; needs ``example=``. See `split`."""
+    """As equal measured times as contiguous stages can have; needs ``example=``. See `split`.
+
+    >>> units = fp.models.Units(("a", "b", "c"), (6, 5, 3), (0, 0, 0), lambda: (1.0, 1.0, 4.0))
+    >>> fp.models.by_time(units, 2)
+    [2, 1]
+    """
     return evenly(units.measure(), _count(num_stages, "by_time"))
 
 
 def by_memory(limit: float) -> Policy:
     """Stages of at most ``limit`` bytes of parameters each; ``num_stages=None``: as few as that takes.
 
-    >>> units = Units(("a", "b", "c"), (6, 5, 3), (0, 0, 0), lambda: (1.0, 1.0, 1.0))
-    >>> by_memory(8)(units, None)
+    >>> units = fp.models.Units(("a", "b", "c"), (6, 5, 3), (0, 0, 0), lambda: (1.0, 1.0, 1.0))
+    >>> fp.models.by_memory(8)(units, None)
     [1, 2]
     """
 

@@ -25,11 +25,10 @@ class PipeSequential(nn.Sequential):
     are one argument, and in a plain ``nn.Sequential`` a tuple is one too. (The class of this name in
     torch.distributed.pipeline.sync did so.)
 
-    >>> import torch
     >>> class Both(nn.Module):
     ...     def forward(self, a, b):
     ...         return a + b, a * b
-    >>> PipeSequential(Both(), Both())(torch.tensor(2), torch.tensor(3))
+    >>> fp.models.PipeSequential(Both(), Both())(torch.tensor(2), torch.tensor(3))
     (tensor(11), tensor(30))
     """
 

@@ -25,7 +25,7 @@ class Namespace:
     equals nothing else, and is called by the number of its making; where several processes build the same model, names
     keep the plans comparable.
 
-    >>> Namespace("deep") == Namespace("deep"), Namespace() == Namespace()
+    >>> fp.models.Namespace("deep") == fp.models.Namespace("deep"), fp.models.Namespace() == fp.models.Namespace()
     (True, False)
 
     Args:

@@ -60,13 +60,12 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
     ``Out(y, stash={...})``. In a plan only the skips that a stage's layers exchange with other stages cross its border.
     Without any plan, in ``nn.Sequential(...)(x)``, skips live until the outermost module's call ends.
 
-    >>> import torch
-    >>> @skippable(stash=["early"])
+    >>> @fp.models.skippable(stash=["early"])
     ... class Encoder(nn.Module):
     ...     def forward(self, x):
-    ...         yield stash("early", x)
+    ...         yield fp.models.stash("early", x)
     ...         return x * 2
-    >>> @skippable(pop=["early"])
+    >>> @fp.models.skippable(pop=["early"])
     ... class Decoder(nn.Module):
     ...     def forward(self, x, *, skips):
     ...         return x + skips["early"]

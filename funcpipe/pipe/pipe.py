@@ -56,10 +56,8 @@ class Pipe(Anchored):
     are outside, ``state_dict`` and ``parameters`` are those of the Sequential, whose very layers it holds. Inside is a
     plan: all forwards, then all backwards (`fill_drain`) with `remat`, run by `vjp`.
 
-    >>> import torch
-    >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> pipe = Pipe(model, chunks=3, balance=[2, 1], devices=["cpu", "cpu"])
+    >>> pipe = fp.Pipe(model, chunks=3, balance=[2, 1], devices=["cpu", "cpu"])
     >>> x = torch.randn(10, 4)
     >>> torch.allclose(pipe(x), model(x), atol=1e-6), list(pipe.state_dict()) == list(model.state_dict())
     (True, True)

@@ -28,8 +28,7 @@ def apply(
     No autograd call, no microbatches, no devices: ``torch.func.grad``, ``vmap``, ``jvp`` and ``functional_call`` work
     on it and inside of it.
 
-    >>> from funcpipe.core.stage import stage
-    >>> apply([stage(lambda p, x: p * x), stage(lambda p, x: p + x)], (2.0, 1.0), 5.0).y
+    >>> fp.apply([fp.stage(lambda p, x: p * x), fp.stage(lambda p, x: p + x)], (2.0, 1.0), 5.0).y
     11.0
 
     Args:

@@ -13,7 +13,7 @@ from funcpipe.core.plan import Plan
 def devices(count: int) -> tuple[torch.device, ...]:
     """A device for each lane: the CUDA devices if there are any (in turn, if there are fewer), else the CPU.
 
-    >>> len(devices(4))
+    >>> len(fp.devices(4))
     4
     """
     if torch.cuda.is_available():

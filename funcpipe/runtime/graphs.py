@@ -376,14 +376,10 @@ def graphs(plan: Plan) -> Graphs:
     As with any recording, what stages do in Python is done when they are recorded and not again, and tensors that they
     close over are read where they lay.
 
-    >>> import torch
-    >>> from funcpipe.core.stage import Stage
-    >>> from funcpipe.lower.plan import make_plan
-    >>> from funcpipe.runtime.run import run
-    >>> from funcpipe.schedules import fill_drain
-    >>> plan = make_plan([Stage(lambda w, x: x * w)], fill_drain(1, 2, backward=False), devices="cpu")
-    >>> with graphs(plan) as played:
-    ...     run(plan, (torch.ones(3),), torch.ones(4, 3), executor=played).stats.reason
+    >>> layer = fp.Stage(lambda w, x: x * w)
+    >>> plan = fp.make_plan([layer], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
+    >>> with fp.graphs(plan) as played:
+    ...     fp.run(plan, (torch.ones(3),), torch.ones(4, 3), executor=played).stats.reason
     'not a graph: cpu has none'
 
     Args:

@@ -11,6 +11,11 @@ from funcpipe.core.tree import Tree
 class Replicate:
     """A leaf of a batch, or all leaves of a tree in it, that every microbatch gets whole: ``fp.Replicate(table)``.
 
+    >>> weigh = fp.stage(lambda p, batch: batch["x"] * batch["table"].sum())
+    >>> plan = fp.make_plan([weigh], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
+    >>> fp.run(plan, ((),), {"x": torch.ones(2), "table": fp.Replicate(torch.ones(5))}).outputs
+    tensor([5., 5.])
+
     Attributes:
         value: a tensor, a tree, or anything.
     """
@@ -24,6 +29,11 @@ class Replicate:
 
 class Axis:
     """A leaf of a batch, or all leaves of a tree in it, whose rows lie along another axis than 0: ``fp.Axis(mask, 1)``.
+
+    >>> total = fp.stage(lambda p, x: x.sum(0))
+    >>> plan = fp.make_plan([total], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu", merge=0)
+    >>> fp.run(plan, ((),), fp.Axis(torch.ones(3, 2), 1)).outputs  # a column for each microbatch
+    tensor([3., 3.])
 
     Attributes:
         value: the tensor, or a tree.
@@ -45,6 +55,11 @@ class Microbatches(Sequence[Any]):
 
     Give them as inputs, target or feeds where the library should not cut (packed sequences, ragged rows). Outputs come
     back in this form where the inputs had it, and for leaves that have no rows to join.
+
+    >>> double = fp.stage(lambda p, x: 2 * x)
+    >>> plan = fp.make_plan([double], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
+    >>> list(fp.run(plan, ((),), fp.Microbatches([torch.ones(1), torch.ones(3)])).outputs)
+    [tensor([2.]), tensor([2., 2., 2.])]
     """
 
     def __init__(self, trees: Iterable[Tree]) -> None:

@@ -37,9 +37,8 @@ def step(
     nothing is stepped. Of a result of `ranks` every rank makes the step, each with an optimizer of its own leaves, and
     the norm is that of all.
 
-    >>> import torch
     >>> params = ({"w": torch.ones(2)},)
-    >>> norm = step(torch.optim.SGD([params[0]["w"]], lr=1.0), params, ({"w": torch.tensor([3.0, 4.0])},))
+    >>> norm = fp.step(torch.optim.SGD([params[0]["w"]], lr=1.0), params, ({"w": torch.tensor([3.0, 4.0])},))
     >>> float(norm), params[0]["w"].tolist()
     (5.0, [-2.0, -3.0])
 
@@ -104,8 +103,7 @@ def step(
 def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
     """The 2-norm of all gradients of all stages; tied leaves count once.
 
-    >>> import torch
-    >>> float(global_norm(({"w": torch.tensor([3.0])}, {"w": torch.tensor([4.0])})))
+    >>> float(fp.global_norm(({"w": torch.tensor([3.0])}, {"w": torch.tensor([4.0])})))
     5.0
 
     Args:
@@ -145,6 +143,14 @@ def accumulate(results: Iterable[Result]) -> Result:
     Losses and gradients are those of one run over all rows (those of sums are added); the state is that of the last run
     (give each run the state of the one before). What comes out can be accumulated further, so ``total =
     accumulate([total, result])`` after each run holds two sets of gradients at a time, however many the parts.
+
+    >>> layer = fp.stage(lambda w, x: x * w)
+    >>> plan = fp.make_plan([layer], fp.schedules.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu")
+    >>> x = torch.arange(6.0)
+    >>> parts = [fp.run(plan, (torch.tensor(2.0),), (rows, 0 * rows)) for rows in (x[:4], x[4:])]
+    >>> total = fp.accumulate(parts)
+    >>> total.weight, total.loss, total.grads  # the mean of 4 x**2 over six rows
+    (6.0, tensor(36.6667), (tensor(36.6667),))
 
     Args:
         results: of the same plan and params, with the same leaves trained. Gradients of runs with other loss scales

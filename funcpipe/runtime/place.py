@@ -47,8 +47,14 @@ def place(
     Moved ones keep ``requires_grad`` and being a Parameter. Those on the meta device stay there, without numbers, until
     `load` makes them where they belong.
 
+    >>> stages = [fp.stage(lambda p, x: x * p["w"]), fp.stage(lambda p, x: x * p["w"])]
+    >>> plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2), devices="cpu")  # or ["cuda:0", "cuda:1"]
+    >>> params = fp.place(plan, ({"w": torch.ones(2)}, {"w": torch.ones(2)}))
+    >>> [str(tree["w"].device) for tree in params]
+    ['cpu', 'cpu']
+
     Raises:
-        PlanError: this is no plan; one tensor in two stages, and no tie of the plan says so.
+        PlanError: this is no plan; one tensor in two stages, and no tie of the plan names it.
         PlacementError: not one tree per stage, one hides tensors, or there are no replicas to shard over.
     """
     checked_plan("place", plan)

@@ -31,7 +31,7 @@ _global_draw = threading.Lock()
 def fold_in(seed: int, data: int | str) -> int:
     """A new seed from a seed and a number (or a name): the step of training, the rank, the epoch.
 
-    >>> fold_in(0, 1) == fold_in(0, 1), fold_in(0, 1) == fold_in(1, 0)
+    >>> fp.fold_in(0, 1) == fp.fold_in(0, 1), fp.fold_in(0, 1) == fp.fold_in(1, 0)
     (True, False)
 
     Args:

@@ -34,6 +34,14 @@ def run(
 
     The numbers are those of `run_sequential`, bit for bit, whatever the schedule, the devices, the executor, remat.
 
+    >>> double = fp.stage(lambda w, x: x * w)
+    >>> schedule = fp.schedules.one_f_one_b(2, 2)
+    >>> plan = fp.make_plan([double, double], schedule, loss=nn.functional.mse_loss, devices="cpu")
+    >>> weights, x = (torch.tensor(2.0), torch.tensor(3.0)), torch.ones(4)
+    >>> result = fp.run(plan, weights, (x, 0 * x))
+    >>> result.loss, result.grads
+    (tensor(36.), (tensor(36.), tensor(24.)))
+
     Args:
         plan: made by `make_plan`.
         params: a tuple with one tree per stage, each on its stage's device (`place`).

@@ -43,6 +43,14 @@ def run_sequential(
 
     Gradients of a stage accumulate in the order in which the schedule runs its backwards (B, I, W). Arguments, result
     and errors are those of `run`.
+
+    >>> double = fp.stage(lambda w, x: x * w)
+    >>> schedule = fp.schedules.one_f_one_b(2, 2)
+    >>> plan = fp.make_plan([double, double], schedule, loss=nn.functional.mse_loss, devices="cpu")
+    >>> weights, batch = (torch.tensor(2.0), torch.tensor(3.0)), (torch.ones(4), torch.zeros(4))
+    >>> expected, result = fp.run_sequential(plan, weights, batch), fp.run(plan, weights, batch)
+    >>> expected.loss == result.loss, expected.grads == result.grads
+    (tensor(True), True)
     """
     options = RunOptions(
         state=state,

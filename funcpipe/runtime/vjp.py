@@ -47,12 +47,9 @@ def vjp(
     those of the loss. Every device's order has its forwards first (`fill_drain`, `looped_bfs`, with or without
     `remat`).
 
-    >>> import torch
-    >>> from funcpipe.core.stage import stage
-    >>> from funcpipe.lower.plan import make_plan
-    >>> from funcpipe.schedules import fill_drain
-    >>> plan = make_plan([stage(lambda p, x: p * x), stage(lambda p, x: p * x)], fill_drain(2, 2), devices="cpu")
-    >>> result, pullback = vjp(plan, (torch.tensor(3.0), torch.tensor(5.0)), torch.ones(2))
+    >>> stages = [fp.stage(lambda p, x: p * x), fp.stage(lambda p, x: p * x)]
+    >>> plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2), devices="cpu")
+    >>> result, pullback = fp.vjp(plan, (torch.tensor(3.0), torch.tensor(5.0)), torch.ones(2))
     >>> grads, input_grads = pullback(torch.ones(2))
     >>> result.outputs.tolist(), [float(grad) for grad in grads], input_grads.tolist()
     ([15.0, 15.0], [10.0, 6.0], [15.0, 15.0])

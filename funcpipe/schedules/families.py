@@ -64,7 +64,7 @@ def fill_drain(
 
     Bubble ``(D - 1) / (M + D - 1)`` for equal stages; every device holds M residuals, the schedule to use with `remat`.
 
-    >>> print(fill_drain(2, 3))
+    >>> print(fp.schedules.fill_drain(2, 3))
     0F0 0F1 0F2 0B0 0B1 0B2
     1F0 1F1 1F2 1B0 1B1 1B2
 
@@ -93,10 +93,10 @@ def one_f_one_b(
     Over k slices of each microbatch it is Seq1F1B (arXiv 2406.03488): device d holds ``D - d + k - 1`` residuals of a
     slice, each a k-th, and the bubble is that of k times as many microbatches.
 
-    >>> print(one_f_one_b(2, 3))
+    >>> print(fp.schedules.one_f_one_b(2, 3))
     0F0 0F1 0B0 0F2 0B1 0B2
     1F0 1B0 1F1 1B1 1F2 1B2
-    >>> print(one_f_one_b(2, 1, num_slices=2))
+    >>> print(fp.schedules.one_f_one_b(2, 1, num_slices=2))
     0F0.0 0F0.1 0B0.1 0B0.0
     1F0.0 1F0.1 1B0.1 1B0.0
 
@@ -121,7 +121,7 @@ def eager_one_f_one_b(
     Device d holds at most ``min(M, 2 (D - d) - 1)`` residuals of each of its stages; the bubble of 1F1B where copies
     take no time, and less where they do.
 
-    >>> print(eager_one_f_one_b(2, 3))
+    >>> print(fp.schedules.eager_one_f_one_b(2, 3))
     0F0 0F1 0F2 0B0 0B1 0B2
     1F0 1B0 1F1 1B1 1F2 1B2
 
@@ -146,7 +146,7 @@ def looped_bfs(
     Stage s lies on device ``s mod D``. Bubble ``(D - 1) / v`` full microbatches with v stages a device, memory M.
     (torch runs the backwards in descending microbatch order; here they ascend, as in every family.)
 
-    >>> print(looped_bfs(4, 2, num_devices=2))
+    >>> print(fp.schedules.looped_bfs(4, 2, num_devices=2))
     0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
 
@@ -186,7 +186,7 @@ def interleaved(
     - d`` residuals. Where copies take no time, g = D has the bubble of Megatron-LM's order; a smaller g has a larger
     one.
 
-    >>> print(interleaved(4, 2, num_devices=2))
+    >>> print(fp.schedules.interleaved(4, 2, num_devices=2))
     0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
 
@@ -245,7 +245,7 @@ def zero_bubble(
     Span ``M (F + I + W) + (D - 1)(F + I - W)`` at the memory of 1F1B. With fewer devices than stages the stages loop
     (stage s on device ``s mod D``): torch's ``InterleavedZeroBubble``.
 
-    >>> print(zero_bubble(2, 3))
+    >>> print(fp.schedules.zero_bubble(2, 3))
     0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
     1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
 
@@ -272,7 +272,7 @@ def zb_h2(num_stages: int, num_microbatches: int, *, num_devices: int | None = N
     makespan is ``M (F + I + W) + (D - 1) F`` then, the least that a line of stages allows. Device d holds at most
     ``2 (D - d) - 1`` residuals and what I leaves of 2 d more.
 
-    >>> print(zb_h2(2, 3))
+    >>> print(fp.schedules.zb_h2(2, 3))
     0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
     1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
 

@@ -32,8 +32,7 @@ Fault = Callable[[str], None]
 def to_json(thing: Schedule | Cost | Timeline) -> str:
     """A schedule, a cost or a timeline as JSON; `from_json` gives back an equal one.
 
-    >>> from funcpipe.schedules import one_f_one_b
-    >>> print(to_json(one_f_one_b(2, 2)))
+    >>> print(fp.schedules.to_json(fp.schedules.one_f_one_b(2, 2)))
     {
      "funcpipe": "schedule",
      "version": 1,
@@ -77,9 +76,9 @@ def from_json(text: str) -> Schedule | Cost | Timeline:
     The text may be hostile: nesting, numbers, sizes and names are bounded, unknown and repeated fields are refused.
     Whether a schedule is legal is for `check`, which `make_plan` and `simulate` call.
 
-    >>> from_json('{"funcpipe": "schedule", "version": 1, "orders": ["0F0 0B0"]}')
+    >>> fp.schedules.from_json('{"funcpipe": "schedule", "version": 1, "orders": ["0F0 0B0"]}')
     <Schedule custom: 1 stages, 1 microbatches, 1 devices>
-    >>> from_json('{"funcpipe": "cost", "version": 1, "forward": [1, 2]}').forward
+    >>> fp.schedules.from_json('{"funcpipe": "cost", "version": 1, "forward": [1, 2]}').forward
     (1, 2)
 
     Args:

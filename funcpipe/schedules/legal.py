@@ -45,6 +45,15 @@ def check(schedule: Schedule) -> None:
 
     Time is linear in the number of actions.
 
+    >>> fp.schedules.check(fp.Schedule.parse("0F0 0B0"))
+    >>> try:
+    ...     fp.schedules.check(fp.Schedule.parse("0B0 0F0"))
+    ... except fp.ScheduleError as error:
+    ...     print(error)
+    schedule 'custom' is not legal:
+      * 0B0 on device 0 stands too early or too late: F comes first
+      * 0F0 on device 0 stands too early or too late: F comes first
+
     Raises:
         ScheduleError: with all faults, each named like ``2F0 on device 1``; where devices wait for each other, with
             the picture of who waits for what.

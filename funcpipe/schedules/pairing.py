@@ -22,8 +22,7 @@ def pair(schedule: Schedule, *, join: Callable[[Action, Action], bool] = wheneve
     What the two do at once is worth something where stages wait for links between devices (`Cost.forward_link`), and
     costs something where they do not: both begin when both can, and what they hand on is there when both are done.
 
-    >>> from funcpipe.schedules import one_f_one_b
-    >>> print(pair(one_f_one_b(2, 3)))
+    >>> print(fp.schedules.pair(fp.schedules.one_f_one_b(2, 3)))
     0F0 0F1 0B0 0F2 0B1 0B2
     1F0 (1B0 1F1) (1B1 1F2) 1B2
 
@@ -46,7 +45,7 @@ def pair(schedule: Schedule, *, join: Callable[[Action, Action], bool] = wheneve
 def unpair(schedule: Schedule) -> Schedule:
     """The schedule without pairs: their actions one after the other.
 
-    >>> print(unpair(Schedule.parse("0F0 (0F1 0B0) 0B1")))
+    >>> print(fp.schedules.unpair(fp.Schedule.parse("0F0 (0F1 0B0) 0B1")))
     0F0 0F1 0B0 0B1
     """
     if not isinstance(schedule, Schedule):

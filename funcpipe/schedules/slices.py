@@ -17,9 +17,8 @@ def balanced_slices(length: int, num_slices: int, *, attention: float) -> tuple[
     and shorter, as Seq1F1B has them (arXiv 2406.03488): ``make_plan(slices=)`` cuts so, and ``Cost(slices=, attention=)``
     knows what they take.
 
-    >>> from funcpipe.core.cost import Cost
-    >>> lengths = balanced_slices(4096, 4, attention=0.5)
-    >>> lengths, [round(time, 3) for time, _ in Cost(slices=lengths, attention=0.5).slice_shares(4)]
+    >>> lengths = fp.schedules.balanced_slices(4096, 4, attention=0.5)
+    >>> lengths, [round(time, 3) for time, _ in fp.Cost(slices=lengths, attention=0.5).slice_shares(4)]
     ((1499, 1032, 839, 726), [0.25, 0.25, 0.25, 0.25])
 
     Args:

@@ -23,8 +23,7 @@ def to_torch_csv(schedule: Schedule) -> str:
     torch loads it as a "compute_only" schedule, and adds its sends, receives, gathering and reductions (U and G are left
     out). Rank d has the stages of device d. An F that overlaps with a B or an I is torch's ``OVERLAP_F_B``.
 
-    >>> from funcpipe.schedules import zero_bubble
-    >>> print(to_torch_csv(zero_bubble(2, 2)), end="")
+    >>> print(fp.schedules.to_torch_csv(fp.schedules.zero_bubble(2, 2)), end="")
     0F0,0F1,0I0,0W0,0I1,0W1
     1F0,1I0,1F1,1I1,1W0,1W1
 
@@ -83,7 +82,7 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
     What torch says of sends, receives, sharding, reductions, and of waiting for these is left out: a plan derives all
     of it. ``OVERLAP_F_B`` is a pair (`Schedule.pairs`). Empty cells are waits, no actions here.
 
-    >>> print(from_torch_csv("0F0,0SEND_F0,,0F1,0RECV_B0,0B0,0B1\\n1RECV_F0,1F0,(1F1;1B0)OVERLAP_F_B,1SEND_B0,1B1"))
+    >>> print(fp.schedules.from_torch_csv("0F0,0SEND_F0,,0F1,0RECV_B0,0B0,0B1\\n1RECV_F0,1F0,(1F1;1B0)OVERLAP_F_B,1SEND_B0,1B1"))
     0F0 0F1 0B0 0B1
     1F0 (1F1 1B0) 1B1
 

@@ -40,7 +40,11 @@ def _refuse_choice(name: str, choose: object) -> None:
 
 
 def never(action: Action) -> bool:
-    """Keep no residual: every microbatch of every stage is computed again."""
+    """Keep no residual: every microbatch of every stage is computed again.
+
+    >>> fp.schedules.never(fp.Action.parse("2F0"))
+    False
+    """
     return False
 
 
@@ -50,8 +54,7 @@ def remat(schedule: Schedule, *, keep: Callable[[Action], bool] = never) -> Sche
     A device then holds the inputs of its stages and one residual at a time. ``R`` writes nothing but the residual, so
     statistics are never counted twice.
 
-    >>> from funcpipe.schedules import one_f_one_b
-    >>> print(remat(one_f_one_b(2, 2), keep=lambda action: action.stage == 1))
+    >>> print(fp.schedules.remat(fp.schedules.one_f_one_b(2, 2), keep=lambda action: action.stage == 1))
     0F0 0F1 0R0 0B0 0R1 0B1
     1F0 1B0 1F1 1B1
 
@@ -83,8 +86,7 @@ def delay(schedule: Schedule, *, group: int = 1) -> Schedule:
     W of one stage stand next to each other, so that compiled stages can merge them (``compile_stage(merge=True)``). Up
     to ``group`` more microbatches of a stage hold what their W needs.
 
-    >>> from funcpipe.schedules import one_f_one_b
-    >>> print(delay(one_f_one_b(2, 4), group=2))
+    >>> print(fp.schedules.delay(fp.schedules.one_f_one_b(2, 4), group=2))
     0F0 0F1 0I0 0F2 0I1 0W0 0W1 0F3 0I2 0I3 0W2 0W3
     1F0 1I0 1F1 1I1 1W0 1W1 1F2 1I2 1F3 1I3 1W2 1W3
 
@@ -134,8 +136,7 @@ def reduce_grads(schedule: Schedule) -> Schedule:
     It runs on the link to the other replicas while the device goes on with other stages. Where there are no replicas,
     nothing is left to do.
 
-    >>> from funcpipe.schedules import one_f_one_b
-    >>> print(reduce_grads(one_f_one_b(2, 2)))
+    >>> print(fp.schedules.reduce_grads(fp.schedules.one_f_one_b(2, 2)))
     0F0 0F1 0B0 0B1 0G
     1F0 1B0 1F1 1B1 1G
 
@@ -163,8 +164,7 @@ def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 
     With ``whole`` it is ZeRO-3, or FSDP: a device has no more parameters at a time than its stages in turn need, as
     in breadth-first schedules (`looped_bfs`, arXiv 2211.05953).
 
-    >>> from funcpipe.schedules import looped_bfs
-    >>> print(gather_params(looped_bfs(4, 2, num_devices=2), whole=1))
+    >>> print(fp.schedules.gather_params(fp.schedules.looped_bfs(4, 2, num_devices=2), whole=1))
     0U0 0F0 2U0 0F1 2F0 2F1 2B0 0U1 2B1 0B0 0B1
     1U0 1F0 3U0 1F1 3F0 3F1 3B0 1U1 3B1 1B0 1B1
 
@@ -224,7 +224,11 @@ def _gathers(order: tuple[Action, ...], whole: int | None, ahead: int) -> dict[i
 
 
 def always(action: Action) -> bool:
-    """Move every residual."""
+    """Move every residual.
+
+    >>> fp.schedules.always(fp.Action.parse("2F0"))
+    True
+    """
     return True
 
 
@@ -235,8 +239,7 @@ def offload(schedule: Schedule, *, move: Callable[[Action], bool] = always, ahea
     so soon that ``L`` would stand next to ``O``, nothing is gained and the residual stays. PipeOffload (arXiv
     2503.01328) moves those that wait for longest: ``move`` picks them, such as the first chunks of `interleaved`.
 
-    >>> from funcpipe.schedules import one_f_one_b
-    >>> print(offload(one_f_one_b(3, 3)))
+    >>> print(fp.schedules.offload(fp.schedules.one_f_one_b(3, 3)))
     0F0 0O0 0F1 0O1 0L0 0F2 0O2 0L1 0B0 0L2 0B1 0B2
     1F0 1F1 1O1 1B0 1L1 1F2 1B1 1B2
     2F0 2B0 2F1 2B1 2F2 2B2

@@ -38,7 +38,7 @@ def zbv(num_stages: int, num_microbatches: int, *, num_devices: int | None = Non
     every device works without a pause: span ``6 M``, makespan ``6 M + D - 1``. Every device holds at most
     2D residuals of a stage, as many as the first device of 1F1B.
 
-    >>> print(zbv(4, 3))
+    >>> print(fp.schedules.zbv(4, 3))
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
@@ -79,7 +79,7 @@ def dualpipe_v(num_stages: int, num_microbatches: int, *, num_devices: int | Non
     ``6 M + 2 (D - 1)`` if nothing is hidden, and ``6 M + D - 1`` without pairs (`unpair`). Where a pair takes 2 instead
     of 3 (`Cost.forward_link`, `Cost.backward_link`), ``4 M + 3 D``.
 
-    >>> print(dualpipe_v(4, 4))
+    >>> print(fp.schedules.dualpipe_v(4, 4))
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3 3B1) (3F2 0B0) 3B2 (3F3 0B1) 3B3 0I2 0W2 0I3 0W3
     1F0 2F0 1F1 2F1 1F2 2B0 (2F2 1B0) (1F3 2B1) (2F3 1B1) 2B2 1B2 2I3 1I3 2W3 1W3
 
@@ -128,7 +128,7 @@ def v_half(num_stages: int, num_microbatches: int, *, num_devices: int | None = 
     or ``6 M + 3 D - 4`` for an odd D (1F1B: ``6 M + 6 (D - 1)``). Where they differ, the bubble stays independent of M
     while ``W + 2 I >= 2 F`` and ``W + 2 F >= 2 I``.
 
-    >>> print(v_half(4, 3))
+    >>> print(fp.schedules.v_half(4, 3))
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
     1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
 
@@ -152,7 +152,7 @@ def v_min(num_stages: int, num_microbatches: int, *, num_devices: int | None = N
     ``6 M + 4 D - 5``, and ``6 M + 4 D - 7`` where 3 divides D (1F1B: ``6 M + 6 (D - 1)``). Where they differ, a device
     may wait in every round, and its bubble grows with M; V-Half is robust.
 
-    >>> print(v_min(4, 3))
+    >>> print(fp.schedules.v_min(4, 3))
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 0I1 0W1 3F2 3I2 3W2 0I2 0W2
     1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 2I1 1I1 1W0 2F2 2W1 1W1 2I2 1I2 2W2 1W2
 
@@ -176,7 +176,7 @@ def v_adaptive(num_stages: int, num_microbatches: int, *, num_devices: int | Non
     for. Where F, I and W take the same time, 1 for a stage, and ``M > 2 D``, the span is ``6 M + b``; for D = 4 and 4
     to 8 residuals b is 11, 10, 5, 3 and 0.
 
-    >>> print(v_adaptive(4, 3, residuals=4))
+    >>> print(fp.schedules.v_adaptive(4, 3, residuals=4))
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
     1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
 

@@ -110,7 +110,7 @@ def check_stage(
     >>> @fp.stage
     ... def linear(params, x):
     ...     return x @ params["w"]
-    >>> print(check_stage(linear, {"w": torch.ones(3, 2)}, torch.ones(4, 3)))
+    >>> print(funcpipe.testing.check_stage(linear, {"w": torch.ones(3, 2)}, torch.ones(4, 3)))
     stage 'linear': 32 bytes out; draws random numbers: no; rows: independent
       y: float32 [4, 2]
 

@@ -35,11 +35,11 @@ class FaultAt:
     stages.
 
     >>> import torch, funcpipe as fp
-    >>> stages = FaultAt(1, 0, "F")([fp.stage(lambda p, x: x), fp.stage(lambda p, x: x)])
+    >>> stages = funcpipe.testing.FaultAt(1, 0, "F")([fp.stage(lambda p, x: x), fp.stage(lambda p, x: x)])
     >>> plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
     >>> try:
     ...     fp.run(plan, ((), ()), torch.ones(2, 1))
-    ... except Fault as error:
+    ... except funcpipe.testing.Fault as error:
     ...     print(error.funcpipe)
     in 1F0 of stage 1 at microbatch 0 on device 1 (cpu)
 

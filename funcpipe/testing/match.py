@@ -48,7 +48,7 @@ def assert_matches_sequential(
     >>> plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=torch.nn.functional.mse_loss, devices="cpu")
     >>> params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
     >>> x = torch.ones(4, 1)
-    >>> assert_matches_sequential(plan, params, (x, x), whole_batch=1e-6).loss
+    >>> funcpipe.testing.assert_matches_sequential(plan, params, (x, x), whole_batch=1e-6).loss
     tensor(25.)
 
     Args:

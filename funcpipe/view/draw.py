@@ -33,8 +33,7 @@ Drawn: TypeAlias = Schedule | Plan | Timeline | Simulated
 def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> Drawing:
     """A picture of who does what when: a row for each device, time from left to right.
 
-    >>> from funcpipe.schedules import one_f_one_b
-    >>> print(draw(one_f_one_b(2, 3)).text(width=60))
+    >>> print(fp.draw(fp.schedules.one_f_one_b(2, 3)).text(width=60))
     1F1B: makespan 12 units, span 12 units, bubble 25.0%,
     span bubble 25.0%, idle 25.0%
                                                  busy  peak
@@ -49,7 +48,7 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
             the default `Cost`: F, I, W take one unit each, B two. Draw ``simulate(schedule, cost)`` for other costs.
             The plan of an `overlap` is drawn with stages of one unit each.
         others: drawn below it on the same time axis. Beside a timeline in seconds, those in units are scaled until
-            their devices work as long in sum, and the picture says so.
+            their devices work as long in sum, and a note in the picture tells the scale.
         memory: True: below each, what its devices hold over time.
         by: what colours tell: the "kind" of an action (lighter for a device's later stages), or its "stage" (then
             letters and the upper edge tell the kind).

@@ -216,7 +216,7 @@ def _edges(plan: Plan, stats: RunStats) -> Table:
 
 
 def _remarks(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> Iterable[str]:
-    """What is worth a look, what it means, and what mends it."""
+    """What to look at first, what it means, and what to do."""
     stats = result.stats
     yield from _short_actions(measured)
     yield from _unequal(plan.schedule.first(stats.num_microbatches), measured, simulated)

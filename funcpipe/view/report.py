@@ -40,7 +40,7 @@ font-variant-numeric:tabular-nums;max-width:1400px}
 .funcpipe-report dt{opacity:.75;font-size:12px}
 .funcpipe-report dd{margin:0;font-weight:600;overflow-wrap:anywhere}
 .funcpipe-report .wide{overflow-x:auto}
-.funcpipe-report .wide svg{display:block;min-width:1000px}
+.funcpipe-report .wide svg{display:block}
 .funcpipe-report .charts{margin-left:-10px}
 .funcpipe-report table{border-collapse:collapse;background:none;color:inherit;font-size:13px;margin:0}
 .funcpipe-report tr{background:none}
@@ -64,6 +64,14 @@ def report(plan: Plan, result: Result, *, params: Sequence[Tree] | None = None, 
 
     The simulated timeline is the plan's schedule with the mean measured times, and nothing lost in between: what the
     measured one takes longer is hand-over and waiting.
+
+    >>> double = fp.stage(lambda w, x: x * w)
+    >>> schedule = fp.schedules.one_f_one_b(2, 2)
+    >>> plan = fp.make_plan([double, double], schedule, loss=nn.functional.mse_loss, devices="cpu")
+    >>> weights, batch = (torch.tensor(2.0), torch.tensor(3.0)), (torch.ones(4), torch.zeros(4))
+    >>> report = fp.report(plan, fp.run(plan, weights, batch, record=True), title="two factors")
+    >>> report.measured.num_devices, len(report.measured.spans), report.simulated.unit
+    (2, 8, 's')
 
     Args:
         plan: the plan that ran.

@@ -24,8 +24,7 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
     host, and the device only where it has to wait for them. With latency alone, these are the semantics by which the
     zero-bubble paper's tables 5 and 8 come out to four digits (arXiv 2401.10241).
 
-    >>> from funcpipe.schedules import one_f_one_b
-    >>> simulate(one_f_one_b(4, 8), Cost(forward=1, backward=2)).makespan
+    >>> fp.simulate(fp.schedules.one_f_one_b(4, 8), fp.Cost(forward=1, backward=2)).makespan
     33.0
 
     A plan is simulated with its skips and its slots: a lane that sends waits until there is room at the other end, and

@@ -39,6 +39,8 @@ _ALONE = (
 _JOINED = "narrow actions are joined: the height of a colour is its share of the time"
 _LETTER = 6.4
 """The width of a letter, on average, at the size of most of the text."""
+_SMALLEST = 0.75
+"""How far a page may shrink a picture, of its width: letters of 9 pixels can be read. Pages scroll what is wider."""
 _MOST = 10_000
 """Shapes of a picture: with more a file would pass two megabytes, and nobody could tell them apart."""
 
@@ -85,11 +87,12 @@ def svg(
         y = bottom + 30
     label = "; ".join(f"{panel.title}: {', '.join(panel.words)}" for panel in panels)
     width, height = pixels(frame.width), pixels(y + 12)
+    least = f"min-width:{pixels(_SMALLEST * frame.width)}px;" if inline else ""  # a file is scaled by whoever shows it
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="funcpipe{"" if inline else " alone"}" width="{width}" '
             f'height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}" '
-            'style="max-width:100%;height:auto">',
+            f'style="max-width:100%;{least}height:auto">',
             f"<style>{_STYLE}{'' if inline else _ALONE}{''.join(shade.rule for shade in sorted(shades))}</style>",
             *body,
             "</svg>",

@@ -5,6 +5,7 @@ the diff. The variable is the only way; nothing is ever written without it.
 """
 
 import os
+import re
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -30,6 +31,7 @@ from funcpipe.schedules.transforms import remat
 from funcpipe.schedules.v_shape import dualpipe_v, v_adaptive, v_half, v_min, zbv
 
 FOLDER = Path(__file__).parents[1] / "golden"
+ZOO = (Path(__file__).parents[2] / "docs" / "zoo.md").read_text()
 WRITE = os.environ.get("FUNCPIPE_GOLDEN") == "write"
 
 Sizes = tuple[int, ...]
@@ -131,6 +133,7 @@ def test_a_family_stands_in_every_list() -> None:
         "FAMILIES in funcpipe/cli_words.py": FAMILIES.values(),
         "PUBLISHED in funcpipe/lab/starting_points.py": PUBLISHED,
         "CASES in tests/schedules/test_golden_families.py": CASES,
+        "docs/zoo.md": [getattr(fp.schedules, name) for name in re.findall(r"^show\(fp\.schedules\.(\w+)", ZOO, re.M)],
         "ON_BLOCKS_OR_LOOPS, ON_A_LINE or ON_A_V in tests/common.py": [*ON_BLOCKS_OR_LOOPS, *ON_A_LINE, *ON_A_V],
     }
     missing = [

@@ -276,6 +276,16 @@ def test_files_stay_small(drawn: Any, most: int, tmp_path: Path) -> None:
     assert alone + counts == sum(len(timeline.spans) for timeline in (one.timeline, *one.others))
 
 
+def test_a_page_shrinks_a_picture_no_further_than_it_can_be_read() -> None:
+    """Of a file nothing is said: in a document or on a slide a width that the viewer cannot change would be cut off."""
+    drawing = draw(one_f_one_b(4, 8))
+    inline = drawing._repr_html_()
+    width = float(re.search(r' width="([\d.]+)"', inline)[1])
+    least = float(re.search(r"min-width:([\d.]+)px", inline)[1])
+    assert 12 * least / width == pytest.approx(9, abs=0.01)  # letters of 12 pixels
+    assert "min-width" not in drawing.svg()
+
+
 def test_an_svg_needs_nothing_else_and_tells_of_every_action_and_level() -> None:
     drawn = draw(one_f_one_b(4, 8), memory=True)
     content = drawn.svg()
