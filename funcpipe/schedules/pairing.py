@@ -11,12 +11,7 @@ from funcpipe.schedules.pairs import joinable, together
 from funcpipe.schedules.transforms import refuse_unfit
 
 
-def whenever(first: Action, second: Action) -> bool:
-    """Join all that can overlap."""
-    return True
-
-
-def pair(schedule: Schedule, *, join: Callable[[Action, Action], bool] = whenever) -> Schedule:
+def pair(schedule: Schedule, *, join: Callable[[Action, Action], bool] | None = None) -> Schedule:
     """Let each forward overlap with the backward that stands next to it, where neither waits for the other.
 
     What the two do at once is worth something where stages wait for links between devices (`Cost.forward_link`), and
@@ -30,14 +25,14 @@ def pair(schedule: Schedule, *, join: Callable[[Action, Action], bool] = wheneve
 
     Args:
         schedule: a schedule with backwards. Pairs that it has stay.
-        join: given two neighbours of an order, an F and a B or I, the first first: should they overlap.
+        join: given two neighbours of an order, an F and a B or I, the first first: should they overlap. None: all that can.
 
     Raises:
         ScheduleError: this is no schedule, it is not legal, or it has no backwards.
     """
     refuse_unfit("pair", schedule, because="there is nothing for forwards to overlap with")
-    if not callable(join):
-        raise ScheduleError(f"join is a function (action, action) -> bool; got {join!r}")
+    if join is not None and not callable(join):
+        raise ScheduleError(f"join is a function (action, action) -> bool, or None; got {join!r}")
     check(schedule)
     return together(schedule, joinable(schedule, join))
 

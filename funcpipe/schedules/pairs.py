@@ -58,7 +58,7 @@ def _words(pair: object) -> str:
     return f"({' '.join(map(str, pair))})" if isinstance(pair, tuple) else repr(pair)
 
 
-def joinable(schedule: Schedule, join: Callable[[Action, Action], bool]) -> list[list[int]]:
+def joinable(schedule: Schedule, join: Callable[[Action, Action], bool] | None = None) -> list[list[int]]:
     """For each order the positions of what could overlap with the action after it, from left to right; its pairs, too."""
     out: list[list[int]] = []
     for order in schedule.orders:
@@ -68,7 +68,7 @@ def joinable(schedule: Schedule, join: Callable[[Action, Action], bool]) -> list
             if found and found[-1] == at - 1:
                 continue
             may = {one.kind, other.kind} in _OVERLAPPING and may_overlap(one, other) and at + 1 not in joined
-            if at in joined or (may and join(one, other)):
+            if at in joined or (may and (join is None or join(one, other))):
                 found.append(at)
         out.append(found)
     return out

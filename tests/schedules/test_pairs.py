@@ -106,7 +106,7 @@ def test_pair_joins_what_can_be_and_is_legal(schedule: fp.Schedule, chance: obje
     for one, other in paired.pairs - schedule.pairs:
         assert {one.kind, other.kind} in ({fp.Kind.F, fp.Kind.B}, {fp.Kind.F, fp.Kind.I})
         assert may_overlap(one, other)
-    wanted = joinable(schedule, lambda first, second: True)
+    wanted = joinable(schedule)
     assert paired == together(schedule, wanted)
     picked = fp.schedules.pair(schedule, join=lambda first, second: first.stage == 0)
     assert all(one.stage == 0 for one, _ in picked.pairs - schedule.pairs)
@@ -115,7 +115,7 @@ def test_pair_joins_what_can_be_and_is_legal(schedule: fp.Schedule, chance: obje
 def test_what_pair_refuses() -> None:
     with pytest.raises(fp.ScheduleError, match=r"pair takes a schedule; got a str"):
         fp.schedules.pair("0F0 0B0")  # pyright: ignore
-    with pytest.raises(fp.ScheduleError, match=r"join is a function \(action, action\) -> bool; got True"):
+    with pytest.raises(fp.ScheduleError, match=r"join is a function \(action, action\) -> bool, or None; got True"):
         fp.schedules.pair(PAIRED, join=True)  # pyright: ignore
     with pytest.raises(fp.ScheduleError, match="1F0 is missing"):
         fp.schedules.pair(fp.Schedule.parse("0F0 0B0\n1B0"))
