@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
@@ -218,6 +218,31 @@ class Cost:
         alone = [self.of(kind, stage) * share for kind, stage, share in (one, other)]
         waits = [self._link(kind, stage) * share for kind, stage, share in (one, other)]
         return max(sum(alone) - sum(waits), sum(waits), *alone)
+
+    @property
+    def hides(self) -> bool:
+        """Is there something to hide: does any action wait for a link."""
+        return any(max(per_stage(value, 1), default=0.0) > 0 for value in (self.forward_link, self.backward_link))
+
+    def computing(self) -> Cost:
+        """The cost without the time for which actions wait for links: what is left where all of it is hidden.
+
+        >>> fp.Cost([1, 2], 1, backward=2, forward_link=0.5, backward_link=[0, 1]).computing().backward
+        (2, 1)
+        """
+
+        def less(name: str, link: str) -> PerStage | None:
+            value, waits = getattr(self, name), getattr(self, link)
+            if value is None or not (isinstance(value, tuple) or isinstance(waits, tuple)):
+                return None if value is None else value - waits
+            count = max(len(row) for row in (value, waits) if isinstance(row, tuple))
+            pairs = zip(per_stage(value, count), per_stage(waits, count), strict=True)
+            return tuple(time - wait for time, wait in pairs)
+
+        forward, back = "forward_link", "backward_link"
+        times = {"forward": forward, "remat": forward, "backward_input": back, "backward": back}
+        changed: dict[str, Any] = {name: less(name, link) for name, link in times.items()}
+        return replace(self, **changed, forward_link=0.0, backward_link=0.0)
 
     def _link(self, kind: Kind, stage: int) -> float:
         name = KINDS[kind].link

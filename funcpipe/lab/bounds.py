@@ -27,6 +27,8 @@ class LowerBound(NamedTuple):
 
 def lower_bound(problem: Problem) -> LowerBound:
     """The largest of all bounds; of equal ones the first, so work goes before memory."""
+    there_and_back = LowerBound(_way(problem), "the way of a microbatch through all stages and back")
+    problem = problem.computing
     heads = _heads(problem)
     bounds: list[LowerBound] = []
     for device in range(problem.num_devices):
@@ -43,7 +45,15 @@ def lower_bound(problem: Problem) -> LowerBound:
             ]
         head = heads[problem.local[device][0]] if problem.objective == "makespan" else 0.0
         bounds += [LowerBound(value + head, binds) for value, binds in spans]
+    if problem.objective == "makespan":
+        bounds.append(there_and_back)
     return max(bounds, key=lambda bound: bound.value, default=LowerBound(0.0, "nothing"))
+
+
+def _way(problem: Problem) -> float:
+    """A single microbatch: no action is shorter beside another one than alone."""
+    waits = sum(problem.waits[0]) + sum(problem.waits[1])
+    return sum(problem.forward) + sum(_backward(problem)) + waits
 
 
 def _heads(problem: Problem) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 
 from funcpipe.lab.problem import ROUNDING, Budget, CodedAction, CodedLanes, Problem, Score
@@ -29,16 +29,26 @@ class Bench:
         self.takes = [[size / slices for size in table[kind][0]] for kind in CODED]
         self.frees = [[size / slices for size in table[kind][1]] for kind in CODED]
 
-    def score(self, lanes: Sequence[Sequence[CodedAction]]) -> Score | None:
-        """The score of orders; None where they deadlock."""
+    def score(self, lanes: Sequence[Sequence[CodedAction]], joined: Sequence[Iterable[int]] = ()) -> Score | None:
+        """The score of orders; None where they deadlock. ``joined``: where each has pairs that overlap."""
         problem = self.problem
-        ticks = clock(lanes, problem.device_of, problem.num_microbatches, self.durations, self.edges)
+        pairs = [{at: self.both(lane[at], lane[at + 1]) for at in places} for lane, places in zip(lanes, joined)]
+        ticks = clock(lanes, problem.device_of, problem.num_microbatches, self.durations, self.edges, pairs)
         if ticks.stuck:
             return None
         ends = [
             row[-1] + self.durations[lane[-1][0]][lane[-1][1]] for row, lane in zip(ticks.starts, lanes, strict=True)
         ]
+        for device, lengths in enumerate(pairs):
+            at = len(lanes[device]) - 2
+            if at in lengths:
+                ends[device] = ticks.starts[device][at] + lengths[at]
         return problem.score((row[0] for row in ticks.starts), ends)
+
+    def both(self, one: CodedAction, other: CodedAction) -> float:
+        """The time of two that overlap."""
+        share = 1 / self.problem.num_slices
+        return self.problem.cost.both((CODED[one[0]], one[1], share), (CODED[other[0]], other[1], share))
 
     def fits(self, device: int, lane: Sequence[CodedAction]) -> bool:
         """Do the residuals of a device stay within its memory limit."""

@@ -51,6 +51,10 @@ def problems_of(
     slices = counts.get("num_slices", 1)
     if slices > 1 and exact:
         faults.append("exact=True proves schedules of whole microbatches; leave it or num_slices= out")
+    if cost.hides and exact:
+        faults.append(
+            "exact=True proves schedules in which nothing overlaps; leave it out, or forward_link and backward_link"
+        )
     raise_all("no such search:", faults, ScheduleError)
     times = [time for time, _ in cost.slice_shares(slices)]
     if max(times) - min(times) > _UNEVEN / slices:

@@ -16,6 +16,7 @@ from funcpipe.lab.bounds import LowerBound, lower_bound
 from funcpipe.lab.climb import climb
 from funcpipe.lab.exact import solve
 from funcpipe.lab.forms import forms
+from funcpipe.lab.joining import joined_better
 from funcpipe.lab.offload_to_fit import offload_to_fit
 from funcpipe.lab.polish import Bench, polish
 from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule
@@ -23,6 +24,7 @@ from funcpipe.lab.problems import problems_of
 from funcpipe.lab.starting_points import fused, starting_points
 from funcpipe.schedules.clock import coded
 from funcpipe.schedules.memory import residual_peak
+from funcpipe.schedules.pairing import pair, unpair
 from funcpipe.view.simulate import simulate
 
 _WRONG = 1e-6
@@ -237,15 +239,23 @@ class _Best:
 
     def offer(self, problem: Problem, schedule: Schedule, source: str) -> None:
         """Time a schedule, and the variants that the problem allows; keep the best that fits."""
-        self._offer(problem, schedule, source)
-        joined = fused(problem, schedule)
-        if joined is not None:
-            self._offer(problem, joined, source)
+        bare = unpair(schedule)
+        self._offer(problem, bare, source)
+        whole = fused(problem, bare)
+        if whole is not None:
+            self._offer(problem, whole, source)
+        if problem.cost.hides:
+            for order in (bare, whole):
+                if order is not None and order.has_backward:
+                    self._offer(problem, pair(order), source)
+            if schedule.pairs:
+                self._offer(problem, schedule, source)
 
     def _offer(self, problem: Problem, schedule: Schedule, source: str) -> None:
         self.budget.spend()
         bench = self._benches.setdefault(id(problem), Bench(problem))
-        score = bench.score(coded(schedule.orders, problem.num_slices))
+        joined = [schedule.joined(order) for order in schedule.orders] if schedule.pairs else ()
+        score = bench.score(coded(schedule.orders, problem.num_slices), joined)
         if score is None or score.value >= self.value * (1 - ROUNDING):
             return
         value, timeline = score.value, None
@@ -303,8 +313,12 @@ class _Best:
         slices = self.problem.num_slices
         lanes = coded(self.schedule.orders, slices)
         bench = Bench(self.tight(self.problem))
-        for better in polish(bench, lanes, rng, self.budget.part(share), good=self.bound):
-            self._offer(self.problem, as_schedule(better, self.schedule.name, slices), "moves")
+        hides = self.problem.cost.hides
+        for better in polish(bench, lanes, rng, self.budget.part(share / 2 if hides else share), good=self.bound):
+            self.offer(self.problem, as_schedule(better, self.schedule.name, slices), "moves")
+        if hides:
+            for better in joined_better(bench, self.schedule, rng, self.budget.part(share), good=self.bound):
+                self._offer(self.problem, better, "moves")
 
     def prove(self, problems: Sequence[Problem], seed: int) -> None:
         """Solve every placement that is small enough; a proof raises its bound."""
