@@ -72,9 +72,9 @@ def test_joining_makes_shorter_within_the_memory(data: st.DataObject, seed: int)
         last = after.makespan
 
 
-@pytest.mark.parametrize(("devices", "count", "waits"), [(2, 8, 0.5), (4, 12, 0.25)])
+@pytest.mark.parametrize(("devices", "count", "waits"), [(2, 8, 0.5), (3, 8, 0.25)])
 def test_a_search_beats_dualpipe_v_at_its_memory(devices: int, count: int, waits: float) -> None:
-    """Which takes 4 M + 3 D (38) where all is hidden that can be, and 69 in the other case."""
+    """Which takes 4 M + 3 D (38) where all is hidden that can be, and 46.5 in the other case."""
     cost = fp.Cost(1, 1, 1, forward_link=waits, backward_link=waits)
     published = fp.simulate(fp.schedules.dualpipe_v(2 * devices, count), cost)
     found = fp.search(
@@ -88,7 +88,7 @@ def test_a_search_beats_dualpipe_v_at_its_memory(devices: int, count: int, waits
         seconds=1e6,
     )
     assert found.schedule.pairs
-    assert found.lower_bound <= found.value < published.makespan in (38, 69)
+    assert found.lower_bound <= found.value < published.makespan in (38, 46.5)
     assert max(found.peak) <= max(published.peak)
     assert fp.simulate(found.schedule, cost) == found.timeline
 
