@@ -34,9 +34,10 @@ SCHEDULE is a family, which then needs --stages and --microbatches, or a file.
 """
 COST = """\
 Costs are times in one unit of your choice, and memory in another. What is not given is 1; weight_residual is .5, comm,
-output, reduce and skips are 0, bandwidth has no limit.
+output, reduce, the links and skips are 0, bandwidth has no limit.
   forward, backward_input, backward_weight   time of F, I and W
   backward                                   time of B; given without I and W, these take half of it each
+  forward_link, backward_link                part of F's, and of B's, that only waits for links: what pairs hide
   remat, offload                             time of R (else as F); of O, and of L, beside the device's work
   reduce                                     time of G, beside the device's work
   attention                                  share of a stage's time that attention takes, where there are slices

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 
 from funcpipe.core.errors import ScheduleError, raise_all
-from funcpipe.core.kinds import COUNTED, ONCE, Kind
+from funcpipe.core.kinds import COUNTED, KINDS, ONCE, Flow, Kind
 from funcpipe.core.schedule import Action, Pair, Schedule, select
 from funcpipe.schedules.formats import read_actions, shown
 from funcpipe.schedules.legal import MOST_FAULTS, check
 
 _COMMS = re.compile(r"[0-9]+(?:(?:WAIT_SEND|SEND|RECV)_[FB][0-9]+|(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)[0-9]*)")
-"""The actions of torch 2.15 and older that say nothing to a plan: it derives messages; `gather_params` says when to gather."""
+"""The actions of torch 2.15 and older that say nothing to a plan, which derives messages."""
 _NEWER = re.compile(r"[0-9]+[A-Z]{2}[A-Z_]*[0-9]*")
+_SHARED = re.compile(r"([0-9]{1,9})(UNSHARD|REDUCE_GRAD)")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
-def to_torch_csv(schedule: Schedule) -> str:
+def to_torch_csv(schedule: Schedule, *, messages: bool = False) -> str:
     """The schedule in the format of torch.distributed.pipelining: a row for each rank, ``0F0,0F1,0B0,0B1``.
 
     torch loads it as a "compute_only" schedule, and adds its sends, receives, gathering and reductions (U and G are left
@@ -27,9 +29,18 @@ def to_torch_csv(schedule: Schedule) -> str:
     0F0,0F1,0I0,0W0,0I1,0W1
     1F0,1I0,1F1,1I1,1W0,1W1
 
+    With ``messages`` it is what torch makes of that, which it loads as "compute_comms":
+
+    >>> print(fp.schedules.to_torch_csv(fp.schedules.fill_drain(2, 1), messages=True), end="")
+    0F0,0SEND_F0,0RECV_B0,0B0
+    1RECV_F0,1F0,1B0,1SEND_B0
+
     Args:
         schedule: a legal schedule of whole microbatches with backwards and without R, O and L; in its pairs are an F and
             a B or I.
+        messages: write sends and receives, in the order in which torch puts them in; of U (`gather_params`) ``UNSHARD``,
+            and ``RESHARD`` where the stage has computed for the last time before the next one; of G (`reduce_grads`)
+            ``REDUCE_GRAD``.
 
     Raises:
         ScheduleError: torch could not run it.
@@ -62,33 +73,106 @@ def to_torch_csv(schedule: Schedule) -> str:
             "as it is without pairs: fp.schedules.unpair(schedule)"
         )
     raise_all(f"torch.distributed.pipelining cannot run schedule {schedule.name!r}:", faults, ScheduleError)
-    orders = select(schedule.orders, lambda action: action.kind not in (*ONCE, *COUNTED))
-    return "".join(_row(order, {*schedule.joined(order)}) + "\n" for order in orders)
+    if messages:
+        rows = _with_messages(schedule)
+    else:
+        computing = schedule.reordered(
+            select(schedule.orders, lambda action: action.kind not in (*ONCE, *COUNTED)), schedule.name
+        )
+        rows = [[_cell(group) for group in _groups(computing, order)] for order in computing.orders]
+    return "".join(",".join(row) + "\n" for row in rows)
 
 
-def _row(order: Sequence[Action], joined: Container[int]) -> str:
-    cells: list[str] = []
-    for at, action in enumerate(order):
-        if at - 1 in joined:
-            cells[-1] = f"({cells[-1]};{action})OVERLAP_F_B"
-        else:
-            cells.append(str(action))
-    return ",".join(cells)
+def _groups(schedule: Schedule, order: tuple[Action, ...]) -> list[tuple[Action, ...]]:
+    """The actions of an order, each alone or with the one that it overlaps with."""
+    joined = {*schedule.joined(order)}
+    return [order[at : at + 1 + (at in joined)] for at in range(len(order)) if at - 1 not in joined]
 
 
-def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
+def _cell(group: Sequence[Action]) -> str:
+    if len(group) == 2:
+        return f"({group[0]};{group[1]})OVERLAP_F_B"
+    (action,) = group
+    words = {Kind.U: "UNSHARD", Kind.G: "REDUCE_GRAD"}
+    return f"{action.stage}{words[action.kind]}" if action.kind in words else str(action)
+
+
+def _with_messages(schedule: Schedule) -> list[list[str]]:
+    """The cells of each rank with what torch puts in.
+
+    Ranks take turns; each does its next action if what that reads has come. A sender puts in the receiver's word too, so
+    that what two ranks send each other has one order in both.
+    """
+    device_of, last = schedule.device_of, schedule.num_stages - 1
+    rows: list[list[str]] = [[] for _ in schedule.orders]
+    come: set[tuple[Flow, int, int]] = set()
+    left = [deque(_turns(schedule, order)) for order in schedule.orders]
+
+    def reads(action: Action) -> bool:
+        flow = KINDS[action.kind].flow
+        first = flow is None or action.stage == (0 if flow is Flow.FORWARD else last)
+        return first or (flow, action.stage, action.microbatch) in come
+
+    while any(left):
+        for device, waiting in enumerate(left):
+            if not waiting or not all(map(reads, waiting[0][1])):
+                continue
+            cell, group = waiting.popleft()
+            rows[device].append(cell)
+            for action in group:
+                flow = KINDS[action.kind].flow
+                to = action.stage + (1 if flow is Flow.FORWARD else -1)
+                if flow is not None and 0 <= to <= last:
+                    come.add((flow, to, action.microbatch))
+                    if device_of[to] != device:
+                        letter = "F" if flow is Flow.FORWARD else "B"
+                        rows[device].append(f"{action.stage}SEND_{letter}{action.microbatch}")
+                        rows[device_of[to]].append(f"{to}RECV_{letter}{action.microbatch}")
+    return rows
+
+
+def _turns(schedule: Schedule, order: tuple[Action, ...]) -> Iterator[tuple[str, tuple[Action, ...]]]:
+    """What a rank does one after the other: the cells, and the actions in them."""
+    resharded = _reshards(order)
+    for group in _groups(schedule, order):
+        yield _cell(group), group
+        yield from ((f"{action.stage}RESHARD", ()) for action in group if action in resharded)
+
+
+def _reshards(order: Sequence[Action]) -> set[Action]:
+    """After which actions a stage's parameters, which U has gathered, are parts again: its last ones before the next U.
+
+    G comes before that where it follows at once.
+    """
+    found: set[Action] = set()
+    waiting = {action.stage for action in order if action.kind is Kind.U}
+    after: Action | None = None
+    for action in reversed(order):
+        if action.kind is Kind.U:
+            waiting.add(action.stage)
+        elif action.kind is not Kind.G and action.stage in waiting:
+            waiting.remove(action.stage)
+            found.add(after if after is not None and after.kind is Kind.G and after.stage == action.stage else action)
+        after = action
+    return found
+
+
+def from_torch_csv(text: str, *, name: str = "torch", replicas: bool = False) -> Schedule:
     """Read a schedule that torch.distributed.pipelining or a tool for it wrote, "compute_only" or "compute_comms".
 
-    What torch says of sends, receives, sharding, reductions, and of waiting for these is left out: a plan derives all
-    of it. ``OVERLAP_F_B`` is a pair (`Schedule.pairs`). Empty cells are waits, no actions here.
+    What torch says of sends and receives, and of waiting for them, is left out: a plan derives all of it.
+    ``OVERLAP_F_B`` is a pair (`Schedule.pairs`). Empty cells are waits, no actions here.
 
-    >>> print(fp.schedules.from_torch_csv("0F0,0SEND_F0,,0F1,0RECV_B0,0B0,0B1\\n1RECV_F0,1F0,(1F1;1B0)OVERLAP_F_B,1SEND_B0,1B1"))
+    >>> print(fp.schedules.from_torch_csv("0F0,0SEND_F0,,0F1,0RECV_B0,0B0,0B1\\n1RECV_F0,1F0,(1F1;1B0)OVERLAP_F_B,1B1"))
     0F0 0F1 0B0 0B1
     1F0 (1F1 1B0) 1B1
 
     Args:
         text: the CSV, a row for each rank.
         name: of the schedule.
+        replicas: read ``UNSHARD`` as U (`gather_params`) and ``REDUCE_GRAD`` as G (`reduce_grads`); else they are left out.
+            ``RESHARD`` and ``WAIT_REDUCE_GRAD`` say nothing more: parameters are parts again when the stage has computed for
+            the last time before its next U, and sums are waited for at the end.
 
     Raises:
         ScheduleError: some cells are no actions; each is named with its row. Whether the schedule is legal is for
@@ -103,11 +187,19 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
     for row, line in enumerate(text.rstrip().split("\n"), 1):
         words: list[str] = []
         places: list[int] = []
+        times = Counter[int]()
         for cell in map(str.strip, line.split(",")):
             pair = _PAIR.fullmatch(cell)
             if pair:
                 places.append(len(words))
                 words += pair.groups()
+            elif replicas and (found := _SHARED.fullmatch(cell)):
+                stage = int(found[1])
+                if found[2] == "REDUCE_GRAD":
+                    words.append(f"{stage}G")
+                else:
+                    words.append(f"{stage}U{times[stage]}")
+                    times[stage] += 1
             elif not cell or _COMMS.fullmatch(cell):
                 continue
             elif _NEWER.fullmatch(cell):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from common import ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
@@ -324,6 +325,48 @@ def test_torchs_own_schedules_are_read_and_legal(name, chunks, devices, tmp_path
     runtime = torch_made(theirs._PipelineScheduleRuntime, schedule)
     runtime._load_csv(str(file))
     assert dict(enumerate(schedule.device_of)) == runtime.stage_index_to_group_rank
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        fp.schedules.dualpipe_v(4, 6),
+        fp.schedules.dualpipe_v(8, 9),
+        fp.schedules.zbv(8, 9),
+        fp.schedules.one_f_one_b(3, 4),
+        fp.schedules.interleaved(8, 8, num_devices=2),
+        fp.schedules.zero_bubble(6, 6, num_devices=3),
+        fp.schedules.looped_bfs(12, 4, num_devices=2),
+    ],
+    ids=ids,
+)
+def test_what_torch_makes_of_a_schedule_goes_in_and_out_unchanged(schedule, tmp_path):
+    """Its UNSHARD and RESHARD, REDUCE_GRAD, sends and receives: read as U and G, and written word for word."""
+    file = tmp_path / "theirs.csv"
+    file.write_text(fp.schedules.to_torch_csv(schedule))
+    runtime = torch_made(theirs._PipelineScheduleRuntime, schedule)
+    runtime._load_csv(str(file), format="compute_only")
+    runtime._dump_csv(str(file), format="compute_comms")
+    text = file.read_text()
+    assert all(word in text for word in ("UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_B"))
+    found = fp.schedules.from_torch_csv(text, replicas=True)
+    fp.schedules.check(found)
+    assert {fp.Kind.U, fp.Kind.G} <= {action.kind for order in found.orders for action in order}
+    assert text.splitlines() == fp.schedules.to_torch_csv(found, messages=True).splitlines()
+    assert fp.schedules.from_torch_csv(text) == schedule
+
+
+def test_our_messages_are_loaded_by_torch(tmp_path):
+    """Also where U and G stand elsewhere than torch would put them, or not at all."""
+    file = tmp_path / "ours.csv"
+    looped = fp.schedules.looped_bfs(4, 4, num_devices=2)
+    for schedule in (looped, fp.schedules.reduce_grads(fp.schedules.gather_params(looped, whole=1))):
+        file.write_text(fp.schedules.to_torch_csv(schedule, messages=True))
+        runtime = torch_made(theirs._PipelineScheduleRuntime, schedule)
+        runtime._load_csv(str(file), format="compute_comms")
+        rows = [",".join(map(str, runtime.pipeline_order_with_comms[rank])) for rank in range(2)]
+        assert file.read_text().split() == rows
+        assert schedule == fp.schedules.from_torch_csv(file.read_text(), replicas=True)
 
 
 def test_what_torch_cannot_run_is_refused_with_the_reason():
