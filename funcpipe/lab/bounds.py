@@ -2,7 +2,8 @@
 
 Zero bubble (arXiv 2401.10241, appendix B) has the bound from the memory of the warmup; the others follow from what
 waits for what. All hold for stages that differ and for any placement. A bound is for the time of a device from its
-first start to its last end, then for the makespan by adding what must happen before that start.
+first start to its last end, then for the makespan by adding what must happen before that start. They are sums, for problems of
+any size; `windows` looks at all actions of smaller ones, and proves more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from funcpipe.lab.problem import ROUNDING, Problem
+from funcpipe.lab.windows import windows_bound
 
 
 class LowerBound(NamedTuple):
@@ -26,7 +28,7 @@ class LowerBound(NamedTuple):
 
 
 def lower_bound(problem: Problem) -> LowerBound:
-    """The largest of all bounds; of equal ones the first, so work goes before memory."""
+    """The largest of all bounds; of equal ones the first, so work goes before memory, and what is simple before the rest."""
     there_and_back = LowerBound(_way(problem), "the way of a microbatch through all stages and back")
     problem = problem.computing
     heads = _heads(problem)
@@ -45,6 +47,8 @@ def lower_bound(problem: Problem) -> LowerBound:
             ]
         head = heads[problem.local[device][0]] if problem.objective == "makespan" else 0.0
         bounds += [LowerBound(value + head, binds) for value, binds in spans]
+    value, device = windows_bound(problem)
+    bounds.append(LowerBound(value, f"the orders that memory and ways leave to device {device}"))
     if problem.objective == "makespan":
         bounds.append(there_and_back)
     return max(bounds, key=lambda bound: bound.value, default=LowerBound(0.0, "nothing"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 from random import Random
 
 from funcpipe.core.cost import Cost, per_stage
@@ -22,6 +22,7 @@ from funcpipe.lab.polish import Bench, polish
 from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule
 from funcpipe.lab.problems import problems_of
 from funcpipe.lab.starting_points import fused, starting_points
+from funcpipe.lab.windows import sharpened
 from funcpipe.schedules.clock import coded
 from funcpipe.schedules.memory import residual_peak
 from funcpipe.schedules.pairing import pair, unpair
@@ -181,6 +182,7 @@ def search(
             best.cut |= begins.late
             if best.done or begins.late:
                 break
+    best.sharpen(problems)
     for number, problem in enumerate(problems):
         if best.done or budget.late:
             break
@@ -193,7 +195,8 @@ def search(
                 best.offer(problem, lift(as_schedule(listed.lanes, "search", problem.num_slices)), "rules")
                 if best.done:
                     break
-    best.polish(Random(seed), share=0.5 if exact else 1.0)
+    best.polish(Random(seed), share=0.5 if exact else 0.9)
+    best.sharpen(problems)
     if exact:
         best.prove(problems, seed)
     return best.found(problems)
@@ -204,7 +207,7 @@ class _Best:
 
     def __init__(self, bounds: list[LowerBound], budget: Budget) -> None:
         self.bounds, self.budget = bounds, budget
-        self.value = float("inf")
+        self.value = inf
         self.problem: Problem | None = None
         self.schedule: Schedule | None = None
         self._timeline: Timeline | None = None
@@ -212,7 +215,7 @@ class _Best:
         self.source = ""
         self.cut = False
         """Whether what to begin with, or the solver, ran out of time."""
-        self.least = float("inf")
+        self.least = inf
         """The least memory above the limit that anything needed."""
 
     @property
@@ -301,7 +304,7 @@ class _Best:
         """The problems that rules are searched for: without remat too, and without limits where offload is allowed."""
         tight = self.tight(problem)
         without_remat = [replace(tight, remat=False)] if problem.remat else []
-        without_limits = [replace(tight, limits=(float("inf"),) * problem.num_devices)] if problem.offload else []
+        without_limits = [replace(tight, limits=(inf,) * problem.num_devices)] if problem.offload else []
         return [*without_remat, tight, *without_limits]
 
     def polish(self, rng: Random, share: float) -> None:
@@ -319,6 +322,15 @@ class _Best:
         if hides:
             for better in joined_better(bench, self.schedule, rng, self.budget.part(share), good=self.bound):
                 self._offer(self.problem, better, "moves")
+
+    def sharpen(self, problems: Sequence[Problem]) -> None:
+        """Raise the bounds of placements that could have something shorter."""
+        for number, problem in enumerate(problems):
+            bound = self.bounds[number]
+            if bound.value < self.value < inf:
+                value = sharpened(problem.computing, bound.value, self.value, lambda: self.budget.late)
+                if value > bound.value * (1 + ROUNDING):
+                    self.bounds[number] = LowerBound(value, "the orders that memory and ways leave to the devices")
 
     def prove(self, problems: Sequence[Problem], seed: int) -> None:
         """Solve every placement that is small enough; a proof raises its bound."""

@@ -84,7 +84,9 @@ def main() -> None:
     model.to(given.device)
     wait = torch.cuda.synchronize if cuda else lambda: None
     name = torch.cuda.get_device_name() if cuda else "cpu"
-    print(f"{given.depth} x {KINDS[given.work].format(width=given.width)}, {given.batch} rows, M = {given.microbatches}, torch {torch.__version__}, {name}\n")  # fmt: skip
+    print(
+        f"{given.depth} x {KINDS[given.work].format(width=given.width)}, {given.batch} rows, M = {given.microbatches}, torch {torch.__version__}, {name}\n"
+    )
     print("| arm | step, ms (quartiles) | of the loop | host, ms | MiB | |\n|---|---:|---:|---:|---:|---|")
     with ExitStack() as stack:
         found = arms(work, model, given.device, stack)
@@ -123,7 +125,9 @@ def main() -> None:
         low, middle, high = statistics.quantiles(samples, n=4)
         ratio = statistics.median(a / b for a, b in zip(samples, base, strict=True))
         memory = f"{most[arm]:.1f}" if arm in most else "-"
-        print(f"| {arm} | {middle * 1e3:.2f} ({low * 1e3:.2f}-{high * 1e3:.2f}) | {ratio:.2f} | {statistics.median(host[arm]) * 1e3:.2f} | {memory} | {reasons.get(arm, '')} |")  # fmt: skip
+        print(
+            f"| {arm} | {middle * 1e3:.2f} ({low * 1e3:.2f}-{high * 1e3:.2f}) | {ratio:.2f} | {statistics.median(host[arm]) * 1e3:.2f} | {memory} | {reasons.get(arm, '')} |"
+        )
 
 
 if __name__ == "__main__":

@@ -63,7 +63,10 @@ def main() -> None:
     for stages, microbatches in [(2, 8), (2, 32), (4, 32)]:
         params = tuple({"w": torch.randn(8, 8) / 3, "b": torch.zeros(8)} for _ in range(stages))
         schedule = fp.schedules.one_f_one_b(stages, microbatches)
-        plan, programs = (fp.make_plan([one] * stages, schedule, loss=F.mse_loss, devices="cpu") for one in (linear, fp.compile_stage(linear)))  # fmt: skip
+        plan, programs = (
+            fp.make_plan([one] * stages, schedule, loss=F.mse_loss, devices="cpu")
+            for one in (linear, fp.compile_stage(linear))
+        )
         actions = [plan.program.action(code) for code in plan.program.order]
         order = [(action.kind is fp.Kind.F, action.stage, action.microbatch) for action in actions]
         x = torch.randn(2 * microbatches, 8)

@@ -78,8 +78,13 @@ def decode(index: int) -> tuple[Tensor, Tensor]:
     angle = (torch.rand(ROWS, generator=g) - 0.5) * 0.6
     scale = 1 + 0.2 * (torch.rand(ROWS, generator=g) - 0.5)
     zero = torch.zeros(ROWS)
-    turn = torch.stack([torch.stack([angle.cos() * scale, -angle.sin(), zero], 1),
-                        torch.stack([angle.sin(), angle.cos() * scale, zero], 1)], 1)  # fmt: skip
+    turn = torch.stack(
+        [
+            torch.stack([angle.cos() * scale, -angle.sin(), zero], 1),
+            torch.stack([angle.sin(), angle.cos() * scale, zero], 1),
+        ],
+        1,
+    )
     large = interpolate(PIXELS[rows].float() / 16, size=(2 * SIZE, 2 * SIZE), mode="bicubic")
     turned = grid_sample(
         large, affine_grid(turn, [ROWS, 1, 2 * SIZE, 2 * SIZE], align_corners=False), align_corners=False
@@ -91,15 +96,23 @@ def network() -> tuple[fp.Plan, tuple[fp.core.tree.Tree, ...]]:
     """Two stages on one lane."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 24, 3, padding=1), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(24 * 16, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 24, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(24 * 16, 10),
+    )
     stages, params, _ = zip(fp.from_module(model[:3]), fp.from_module(model[3:]), strict=True)
     schedule = fp.schedules.one_f_one_b(2, 4, num_devices=1)
     return fp.make_plan(stages, schedule, loss=cross_entropy, devices="cpu"), params
 
 
-def train(plan: fp.Plan, params: tuple[dict[str, Tensor], ...], batch: tuple[Tensor, Tensor]) -> tuple[tuple[dict[str, Tensor], ...], Tensor]:  # fmt: skip
+def train(
+    plan: fp.Plan, params: tuple[dict[str, Tensor], ...], batch: tuple[Tensor, Tensor]
+) -> tuple[tuple[dict[str, Tensor], ...], Tensor]:
     """A step of SGD as a function."""
     result = fp.run(plan, params, batch, threads_per_lane=1)
     assert result.grads is not None

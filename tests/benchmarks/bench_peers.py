@@ -108,7 +108,9 @@ def plain(work: Work) -> Iterator[Arm]:
 
 def _module(arm: Arm, model: nn.Module, work: Work, step: Callable[[], None]) -> Arm:
     """An arm whose gradients are where autograd puts them."""
-    return arm._replace(step=here(step), error=lambda: work.error(gradients(model)), memory=partial(peak, step, model.zero_grad))  # fmt: skip
+    return arm._replace(
+        step=here(step), error=lambda: work.error(gradients(model)), memory=partial(peak, step, model.zero_grad)
+    )
 
 
 def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
@@ -119,8 +121,17 @@ def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
         "except_last": lambda forward: forward.microbatch == last,
         "always": fp.schedules.never,
     }
-    eager = {"1F1B": (fp.schedules.one_f_one_b, 1, REMAT), "fill-drain": (fp.schedules.fill_drain, 1, REMAT), "interleaved": (fp.schedules.interleaved, 2, REMAT[:1])}  # fmt: skip
-    split = {"1F1B": (fp.schedules.one_f_one_b, 1, REMAT), "fill-drain": (fp.schedules.fill_drain, 1, REMAT[:1]), "zero-bubble": (fp.schedules.zero_bubble, 1, REMAT[:1]), "interleaved": (fp.schedules.interleaved, 2, REMAT[:1])}  # fmt: skip
+    eager = {
+        "1F1B": (fp.schedules.one_f_one_b, 1, REMAT),
+        "fill-drain": (fp.schedules.fill_drain, 1, REMAT),
+        "interleaved": (fp.schedules.interleaved, 2, REMAT[:1]),
+    }
+    split = {
+        "1F1B": (fp.schedules.one_f_one_b, 1, REMAT),
+        "fill-drain": (fp.schedules.fill_drain, 1, REMAT[:1]),
+        "zero-bubble": (fp.schedules.zero_bubble, 1, REMAT[:1]),
+        "interleaved": (fp.schedules.interleaved, 2, REMAT[:1]),
+    }
     for system, makers in (("funcpipe", eager), ("funcpipe, compiled", split)):
         for name, (maker, each, modes) in makers.items():
             count = LANES * each
@@ -172,7 +183,9 @@ def limit(work: Work, compiled: bool) -> Arm:
         stage, params, state = fp.from_module(part)
         stage = fp.compile_stage(stage) if compiled else stage
         plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, count), loss=F.mse_loss, devices="cpu")
-        runs.append(partial(fp.run, plan, (params,), (x, work.target), state=(state,), executor="serial", threads_per_lane=1))  # fmt: skip
+        runs.append(
+            partial(fp.run, plan, (params,), (x, work.target), state=(state,), executor="serial", threads_per_lane=1)
+        )
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
     def step() -> Spent:
@@ -315,7 +328,9 @@ def main() -> None:
         arms = proven([arm for arm in installed(work, opened) if re.search(given.arms, str(arm))], work.limit)
         samples = take({str(arm): arm.step for arm in arms}, given.repeats, given.seconds)
         needs = {str(arm): statistics.median(arm.memory() for _ in range(3)) for arm in arms}
-    print(f"{given.depth} x {KINDS[given.work].format(width=given.width)}, {given.batch} rows{', autocast to bfloat16' * given.autocast}, M = {given.microbatches}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
+    print(
+        f"{given.depth} x {KINDS[given.work].format(width=given.width)}, {given.batch} rows{', autocast to bfloat16' * given.autocast}, M = {given.microbatches}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n"
+    )
     for line in table(arms, {name: summary(own) for name, own in samples.items()}, needs):
         print(line)
 

@@ -53,7 +53,12 @@ from funcpipe.runtime.stream import Place, Ticket
 from funcpipe.runtime.transport import Mailbox
 
 WARMUP = 3
-FAMILIES = {"1F1B": (fp.schedules.one_f_one_b, 1), "zero-bubble": (fp.schedules.zero_bubble, 1), "interleaved": (fp.schedules.interleaved, 2), "fill-drain": (fp.schedules.fill_drain, 1)}  # fmt: skip
+FAMILIES = {
+    "1F1B": (fp.schedules.one_f_one_b, 1),
+    "zero-bubble": (fp.schedules.zero_bubble, 1),
+    "interleaved": (fp.schedules.interleaved, 2),
+    "fill-drain": (fp.schedules.fill_drain, 1),
+}
 """The schedules, and the stages that each process holds."""
 
 
@@ -320,7 +325,9 @@ def main() -> None:
     if min(given.processes) < 2 or (given.work == "chain" and not {*given.processes} <= {2, 4}):
         parser.error("--processes are 2 or more; of the chain, which has 8 layers, 2 or 4")
     for size in given.processes:
-        print("| processes | schedule | latency, ms | whole, ms | actions, ms | schedule / actions | plan / actions | plan / whole | clean |")  # fmt: skip
+        print(
+            "| processes | schedule | latency, ms | whole, ms | actions, ms | schedule / actions | plan / actions | plan / whole | clean |"
+        )
         print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
         for text in table(size, given):
             print(text, flush=True)

@@ -37,7 +37,10 @@ def main() -> None:
         "fill-drain": fp.schedules.fill_drain(2, COUNT),
         "1F1B, remat": fp.schedules.remat(fp.schedules.one_f_one_b(2, COUNT)),
     }
-    plans = {name: fp.make_plan(split.stages, one, loss=nn.functional.mse_loss, devices="cpu") for name, one in schedules.items()}  # fmt: skip
+    plans = {
+        name: fp.make_plan(split.stages, one, loss=nn.functional.mse_loss, devices="cpu")
+        for name, one in schedules.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in plans}
     last: dict[str, fp.Timeline] = {}
     with fp.lanes(plans["1F1B"]) as lanes:
@@ -55,7 +58,10 @@ def main() -> None:
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for name, schedule in schedules.items():
         median = statistics.median(times[name])
-        cells = [f"{one * 1e3:.1f} | {one / median:.2f}" for one in (fp.simulate(schedule, cost).makespan for cost in (profiled, alone, together))]  # fmt: skip
+        cells = [
+            f"{one * 1e3:.1f} | {one / median:.2f}"
+            for one in (fp.simulate(schedule, cost).makespan for cost in (profiled, alone, together))
+        ]
         print(f"| {name} | {median * 1e3:.1f} | {' | '.join(cells)} |")
     if given.picture:
         fp.draw(fp.simulate(schedules["1F1B"], profiled), last["1F1B"], memory=True).save(given.picture)

@@ -123,7 +123,9 @@ def main() -> None:
                     times[name].append(spent)
         found = {name: median(samples) for name, samples in times.items()}
         ratios = [found[name] / found["whole"] for name in names[1:4]] + [found["torch I + W"] / found["torch whole"]]
-        print(f"| {title} | {' | '.join(f'{found[name]:.0f}' for name in names)} | {' | '.join(f'{one:.2f}' for one in ratios)} |")  # fmt: skip
+        print(
+            f"| {title} | {' | '.join(f'{found[name]:.0f}' for name in names)} | {' | '.join(f'{one:.2f}' for one in ratios)} |"
+        )
 
 
 if __name__ == "__main__":

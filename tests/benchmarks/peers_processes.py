@@ -18,7 +18,15 @@ import torch.nn.functional as F
 from peers_samples import Spent, peak
 from peers_work import LANES, Work, gradients
 
-SCHEDULES = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 2, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}  # fmt: skip
+SCHEDULES = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "LoopedBFS": 2,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
 """torch's schedules by the names that it gives them, and the stages that each rank holds."""
 
 OWN = {

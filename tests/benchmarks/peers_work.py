@@ -17,7 +17,12 @@ LIMITS = {"unet": 1e-4}
 """How far gradients may be from the plain ones, relative to each tensor's largest; 1e-5 where nothing else is said. Those of
 the U-Net are sums over 4096 pixels a row."""
 
-KINDS = {"mlp": "Linear({width}) + GELU", "gpt2": "transformer block of width {width}, 64 tokens", "resnet": "residual block of {width} channels with BatchNorm, 16x16", "unet": "half of them down and half up a U-Net of {width} channels from 64x64, a skip on each level"}  # fmt: skip
+KINDS = {
+    "mlp": "Linear({width}) + GELU",
+    "gpt2": "transformer block of width {width}, 64 tokens",
+    "resnet": "residual block of {width} channels with BatchNorm, 16x16",
+    "unet": "half of them down and half up a U-Net of {width} channels from 64x64, a skip on each level",
+}
 TOKENS, SIDE, TOP = 64, 16, 64
 
 
@@ -49,7 +54,12 @@ class Work:
         torch.manual_seed(0)
         model = chain(kind, width, depth)
         weights = {name: value.clone() for name, value in model.state_dict().items()}
-        shape = {"mlp": (rows, width), "gpt2": (rows, TOKENS, width), "resnet": (rows, width, SIDE, SIDE), "unet": (rows, width, TOP, TOP)}[kind]  # fmt: skip
+        shape = {
+            "mlp": (rows, width),
+            "gpt2": (rows, TOKENS, width),
+            "resnet": (rows, width, SIDE, SIDE),
+            "unet": (rows, width, TOP, TOP),
+        }[kind]
         x, target = torch.randn(shape), torch.randn(shape)
         for part, wanted in zip(x.chunk(microbatches), target.chunk(microbatches), strict=True):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -106,7 +116,10 @@ class Work:
         if len(found) != len(wanted) or any(gradient is None for gradient in found):
             return float("inf")
         # A bias before BatchNorm has no gradient but rounding.
-        far = [((mine - its).abs().max() / its.abs().max().clamp(min=1e-6)).item() for mine, its in zip(found, wanted, strict=True)]  # fmt: skip  # pyright: ignore
+        far = [
+            ((mine - its).abs().max() / its.abs().max().clamp(min=1e-6)).item()
+            for mine, its in zip(found, wanted, strict=True)
+        ]  # pyright: ignore
         return max(far)
 
 
@@ -210,7 +223,10 @@ def unet(width: int, depth: int, kit: Any) -> nn.Sequential:
             return self.made(x, skip)
 
     levels: Any = [kit.Namespace() for _ in range(half)]
-    down, up = [Stashes(width).isolate(level) for level in levels], [Pops(width).isolate(level) for level in reversed(levels)]  # fmt: skip
+    down, up = (
+        [Stashes(width).isolate(level) for level in levels],
+        [Pops(width).isolate(level) for level in reversed(levels)],
+    )
     return nn.Sequential(*down, *up)
 
 
@@ -218,7 +234,11 @@ def chain(kind: str, width: int, depth: int, kit: Any = None) -> nn.Sequential:
     """Equal layers, or those of a U-Net."""
     if kind == "unet":
         return unet(width, depth, kit)
-    made = {"mlp": lambda: nn.Sequential(nn.Linear(width, width), nn.GELU()), "gpt2": lambda: Block(width), "resnet": lambda: Residual(width)}  # fmt: skip
+    made = {
+        "mlp": lambda: nn.Sequential(nn.Linear(width, width), nn.GELU()),
+        "gpt2": lambda: Block(width),
+        "resnet": lambda: Residual(width),
+    }
     return nn.Sequential(*[made[kind]() for _ in range(depth)])
 
 

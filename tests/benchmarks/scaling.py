@@ -165,7 +165,9 @@ def main() -> None:
         return f"{found.bubble:.1%}"
 
     times = (1, 2, 4, 8, 16)
-    table("bubble, p = 64", [f"M = {time}p" for time in times], [(64, 64 * time) for time in times], percent, given.most)  # fmt: skip
+    table(
+        "bubble, p = 64", [f"M = {time}p" for time in times], [(64, 64 * time) for time in times], percent, given.most
+    )
     table("bubble, M = 2p", sizes, [(p, 2 * p) for p in given.devices], percent, given.most)
     table("residuals, M = 2p", sizes, [(p, 2 * p) for p in given.devices], lambda found: f"{found.peak:g}", given.most)
     table("values, M = 2p", sizes, [(p, 2 * p) for p in given.devices], lambda found: f"{found.values:.2f}", given.most)
