@@ -1,11 +1,13 @@
-"""Make a schedule shorter by moving one action at a time; it stays legal and within the memory."""
+"""Make a schedule shorter by moving one action, or joining or parting two, at a time; it stays legal and within the memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import pairwise
 from random import Random
+from typing import NamedTuple
 
-from funcpipe.lab.problem import ROUNDING, Budget, CodedAction, CodedLanes, Problem, Score
+from funcpipe.lab.problem import ROUNDING, Budget, CodedAction, Problem, Score
 from funcpipe.schedules.clock import CODED, B, F, I, L, O, R, W, clock, durations_of, edges_of
 from funcpipe.schedules.memory import residual_table
 
@@ -14,6 +16,12 @@ _CLASS = {F: 0, R: 1, B: 2, I: 2, W: 3, O: 4, L: 5}
 
 _REACH = 6
 """The most positions by which an action moves."""
+
+_TURNS = 0.5
+"""Where something can be hidden, how often two are joined or parted, else an action moves; and of those that move, how many
+are joined with their new neighbours, and those that they leave, too."""
+
+_OVERLAPPING = ({F, B}, {F, I})
 
 
 class Bench:
@@ -50,19 +58,61 @@ class Bench:
         share = 1 / self.problem.num_slices
         return self.problem.cost.both((CODED[one[0]], one[1], share), (CODED[other[0]], other[1], share))
 
-    def fits(self, device: int, lane: Sequence[CodedAction]) -> bool:
-        """Do the residuals of a device stay within its memory limit."""
+    def fits(self, device: int, lane: Sequence[CodedAction], joined: Container[int] = ()) -> bool:
+        """Do the residuals of a device stay within its memory limit. ``joined``: where it has pairs that overlap."""
         limit = self.problem.limits[device] * (1 + ROUNDING)
         again = {(stage, m) for code, stage, m in lane if code == R}
-        memory = 0.0
+        memory = late = 0.0
         takes, frees = self.takes, self.frees
-        for code, stage, microbatch in lane:
+        for at, (code, stage, microbatch) in enumerate(lane):
             if code != F or (stage, microbatch) not in again:
                 memory += takes[code][stage]
                 if memory > limit:
                     return False
-            memory -= frees[code][stage]
+            if joined and at in joined:
+                late = frees[code][stage]
+                continue
+            memory -= frees[code][stage] + late
+            late = 0.0
         return True
+
+
+class Lane(NamedTuple):
+    """An order, and which of its neighbours overlap."""
+
+    actions: list[CodedAction]
+    pairs: frozenset[tuple[CodedAction, CodedAction]]
+
+    @property
+    def joined(self) -> list[int]:
+        """Where its pairs are."""
+        return [at for at, pair in enumerate(pairwise(self.actions)) if pair in self.pairs] if self.pairs else []
+
+    def moved(self, position: int, target: int) -> Lane:
+        """With an action elsewhere; pairs that are no neighbours any more are none."""
+        actions = self.actions[:position] + self.actions[position + 1 :]
+        actions.insert(target, self.actions[position])
+        return Lane(actions, self.pairs.intersection(pairwise(actions)) if self.pairs else self.pairs)
+
+    def turned(self, position: int) -> Lane | None:
+        """With a pair more, or less; None where these two cannot overlap."""
+        if position + 1 == len(self.actions):
+            return None
+        two = self.actions[position], self.actions[position + 1]
+        if {two[0][0], two[1][0]} not in _OVERLAPPING or two[0][1:] == two[1][1:]:
+            return None
+        if two in self.pairs:
+            return Lane(self.actions, self.pairs - {two})
+        return Lane(self.actions, frozenset(pair for pair in self.pairs if {*pair}.isdisjoint(two)) | {two})
+
+    def closed(self, *places: int) -> Lane:
+        """With pairs at these places, where two that are in none can overlap."""
+        lane = self
+        for at in places:
+            taken = {action for pair in lane.pairs for action in pair}
+            if at >= 0 and taken.isdisjoint(lane.actions[at : at + 2]):
+                lane = lane.turned(at) or lane
+        return lane
 
 
 def bounds_of(lane: Sequence[CodedAction], position: int) -> tuple[int, int]:
@@ -80,10 +130,8 @@ def bounds_of(lane: Sequence[CodedAction], position: int) -> tuple[int, int]:
     return low, high
 
 
-def polish(
-    bench: Bench, lanes: Sequence[Sequence[CodedAction]], rng: Random, budget: Budget, *, good: float
-) -> Iterator[CodedLanes]:
-    """Move one action after the other, as long as that makes nothing longer; yields what is shorter than all before.
+def polish(bench: Bench, lanes: Sequence[Lane], rng: Random, budget: Budget, *, good: float) -> Iterator[list[Lane]]:
+    """Change one thing after the other, as long as that makes nothing longer; yields what is shorter than all before.
 
     Args:
         bench: times the orders.
@@ -92,27 +140,33 @@ def polish(
         budget: how often.
         good: stop at this value.
     """
-    lanes = [list(lane) for lane in lanes]
-    best = bench.score(lanes)
+    lanes = list(lanes)
+    joined = [lane.joined for lane in lanes]
+    hides = bench.problem.cost.hides
+    best = bench.score([lane.actions for lane in lanes], joined)
     if best is None:
         return
     tries = 0
     while not budget.spent and best.value > good * (1 + ROUNDING) and tries < 20 * budget.most:
         tries += 1
         device = rng.randrange(len(lanes))
-        lane = lanes[device]
-        position = rng.randrange(len(lane))
-        low, high = bounds_of(lane, position)
-        target = rng.randint(max(low, position - _REACH), min(high, position + _REACH))
-        moved = lane[:position] + lane[position + 1 :]
-        moved.insert(target, lane[position])
-        if target == position or not bench.fits(device, moved):
+        lane, places = lanes[device], joined[device]
+        position = rng.randrange(len(lane.actions))
+        if hides and rng.random() < _TURNS:
+            changed = lane.turned(position)
+        else:
+            low, high = bounds_of(lane.actions, position)
+            target = rng.randint(max(low, position - _REACH), min(high, position + _REACH))
+            changed = lane.moved(position, target) if target != position else None
+            if changed is not None and hides and rng.random() < _TURNS:
+                changed = changed.closed(target, target - 1, position, position - 1)
+        if changed is None or not bench.fits(device, changed.actions, places_of := changed.joined):
             continue
-        lanes[device] = moved
+        lanes[device], joined[device] = changed, places_of
         budget.spend()
-        score = bench.score(lanes)
+        score = bench.score([lane.actions for lane in lanes], joined)
         if score is None or score > best:
-            lanes[device] = lane
+            lanes[device], joined[device] = lane, places
             continue
         shorter = score.value < best.value * (1 - ROUNDING)
         best = score

@@ -16,9 +16,8 @@ from funcpipe.lab.bounds import LowerBound, lower_bound
 from funcpipe.lab.climb import climb
 from funcpipe.lab.exact import solve
 from funcpipe.lab.forms import forms
-from funcpipe.lab.joining import joined_better
 from funcpipe.lab.offload_to_fit import offload_to_fit
-from funcpipe.lab.polish import Bench, polish
+from funcpipe.lab.polish import Bench, Lane, polish
 from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule
 from funcpipe.lab.problems import problems_of
 from funcpipe.lab.starting_points import fused, starting_points
@@ -183,13 +182,14 @@ def search(
             if best.done or begins.late:
                 break
     best.sharpen(problems)
+    rules = 0.3 if cost.hides else 0.45 if exact else 0.9  # rules know no pairs
     for number, problem in enumerate(problems):
         if best.done or budget.late:
             break
         variants = [form for variant in best.variants(problem) for form in forms(variant)]
         for turn, (variant, lift) in enumerate(variants):
             left = (len(problems) - number) * len(variants) - turn
-            part = budget.part((0.45 if exact else 0.9) / left)
+            part = budget.part(rules / left)
             like = best.schedule if best.problem is problem and variant.device_of == problem.device_of else None
             for listed in climb(variant, part, Random(seed), good=best.bound, like=like):
                 best.offer(problem, lift(as_schedule(listed.lanes, "search", problem.num_slices)), "rules")
@@ -313,15 +313,15 @@ class _Best:
             return
         if sum(map(len, self.schedule.orders)) > _POLISHED:
             return
-        slices = self.problem.num_slices
-        lanes = coded(self.schedule.orders, slices)
-        bench = Bench(self.tight(self.problem))
-        hides = self.problem.cost.hides
-        for better in polish(bench, lanes, rng, self.budget.part(share / 2 if hides else share), good=self.bound):
-            self.offer(self.problem, as_schedule(better, self.schedule.name, slices), "moves")
-        if hides:
-            for better in joined_better(bench, self.schedule, rng, self.budget.part(share), good=self.bound):
-                self._offer(self.problem, better, "moves")
+        problem, name, slices = self.problem, self.schedule.name, self.problem.num_slices
+        lanes: list[Lane] = []
+        for order, actions in zip(self.schedule.orders, coded(self.schedule.orders, slices), strict=True):
+            joined = self.schedule.joined(order)
+            lanes.append(Lane(actions, frozenset((actions[at], actions[at + 1]) for at in joined)))
+        for better in polish(Bench(self.tight(problem)), lanes, rng, self.budget.part(share), good=self.bound):
+            moved = as_schedule((lane.actions for lane in better), name, slices)
+            pairs = {(o[at], o[at + 1]) for o, lane in zip(moved.orders, better, strict=True) for at in lane.joined}
+            self._offer(problem, replace(moved, pairs=frozenset(pairs)), "moves")
 
     def sharpen(self, problems: Sequence[Problem]) -> None:
         """Raise the bounds of placements that could have something shorter."""

@@ -12,9 +12,9 @@ from funcpipe.lab.bounds import lower_bound
 from funcpipe.lab.climb import seeds
 from funcpipe.lab.listing import run
 from funcpipe.lab.placement import placed
-from funcpipe.lab.polish import Bench, bounds_of, polish
+from funcpipe.lab.polish import Bench, Lane, bounds_of, polish
 from funcpipe.lab.problem import Budget, Problem, as_schedule
-from funcpipe.schedules.clock import CODE, CODED
+from funcpipe.schedules.clock import CODE, CODED, coded
 
 TIMES = st.sampled_from([0.5, 1.0, 1.25, 2.0, 3.0])
 
@@ -134,10 +134,10 @@ def test_moving_actions_never_makes_it_longer_or_larger(data):
     )
     before = fp.simulate(schedule, cost)
     problem = Problem(cost, schedule.device_of, microbatches, tuple(max(peak, 1.0) for peak in before.peak))
-    lanes = [[(CODE[kind], stage, m) for kind, stage, m, _ in order] for order in schedule.orders]
+    lanes = [Lane(actions, frozenset()) for actions in coded(schedule.orders)]
     value = before.makespan
     for better in polish(Bench(problem), lanes, random.Random(seed), Budget(150, 60), good=0.0):
-        orders = tuple(tuple(fp.Action(CODED[code], *place) for code, *place in lane) for lane in better)
+        orders = tuple(tuple(fp.Action(CODED[code], *place) for code, *place in lane.actions) for lane in better)
         after = fp.simulate(fp.Schedule(orders), cost)
         assert after.makespan < value
         assert problem.fits(after.peak)

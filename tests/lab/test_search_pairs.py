@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,9 +12,8 @@ from random_plans import schedules
 
 import funcpipe as fp
 from funcpipe.lab.bounds import lower_bound
-from funcpipe.lab.joining import joined_better
-from funcpipe.lab.polish import Bench
-from funcpipe.lab.problem import Budget, Problem
+from funcpipe.lab.polish import Bench, Lane, polish
+from funcpipe.lab.problem import Budget, Problem, as_schedule
 from funcpipe.schedules.clock import coded
 
 times = st.floats(0.5, 4)
@@ -56,25 +56,32 @@ def test_pairs_are_timed_as_simulated_and_never_beat_the_bound(data: st.DataObje
 
 @settings(max_examples=50, deadline=None)
 @given(st.data(), st.integers(0, 99))
-def test_joining_makes_shorter_within_the_memory(data: st.DataObject, seed: int) -> None:
-    """And changes no order."""
+def test_moving_joining_and_parting_makes_shorter_within_the_memory(data: st.DataObject, seed: int) -> None:
+    """Every step is legal, and timed as it is simulated."""
     schedule = data.draw(schedules().filter(lambda one: one.has_backward))
     cost = data.draw(costs(schedule.num_stages))
     before = fp.simulate(schedule, cost)
     problem = Problem(cost, schedule.device_of, schedule.num_pieces, before.peak, num_slices=schedule.num_slices)
     last = before.makespan
-    for better in joined_better(Bench(problem), schedule, Random(seed), Budget(60, 60.0), good=0.0):
-        fp.schedules.check(better)
-        after = fp.simulate(better, cost)
-        assert better.orders == schedule.orders
+    lanes = [
+        Lane(actions, frozenset((actions[at], actions[at + 1]) for at in schedule.joined(order)))
+        for order, actions in zip(schedule.orders, coded(schedule.orders, schedule.num_slices), strict=True)
+    ]
+    for better in polish(Bench(problem), lanes, Random(seed), Budget(60, 60.0), good=0.0):
+        found = as_schedule((lane.actions for lane in better), "found", schedule.num_slices)
+        joined = [lane.joined for lane in better]
+        pairs = {(o[at], o[at + 1]) for o, row in zip(found.orders, joined, strict=True) for at in row}
+        found = replace(found, pairs=frozenset(pairs))
+        fp.schedules.check(found)
+        after = fp.simulate(found, cost)
         assert after.makespan < last
         assert problem.fits(after.peak)
         last = after.makespan
 
 
-@pytest.mark.parametrize(("devices", "count", "waits"), [(2, 8, 0.5), (3, 8, 0.25)])
+@pytest.mark.parametrize(("devices", "count", "waits"), [(2, 8, 0.5), (3, 9, 0.5)])
 def test_a_search_beats_dualpipe_v_at_its_memory(devices: int, count: int, waits: float) -> None:
-    """Which takes 4 M + 3 D (38) where all is hidden that can be, and 46.5 in the other case."""
+    """Which takes 4 M + 3 D where all is hidden that can be."""
     cost = fp.Cost(1, 1, 1, forward_link=waits, backward_link=waits)
     published = fp.simulate(fp.schedules.dualpipe_v(2 * devices, count), cost)
     found = fp.search(
@@ -88,7 +95,7 @@ def test_a_search_beats_dualpipe_v_at_its_memory(devices: int, count: int, waits
         seconds=1e6,
     )
     assert found.schedule.pairs
-    assert found.lower_bound <= found.value < published.makespan in (38, 46.5)
+    assert found.lower_bound <= found.value < published.makespan in (38, 45)
     assert max(found.peak) <= max(published.peak)
     assert fp.simulate(found.schedule, cost) == found.timeline
 
