@@ -169,7 +169,7 @@ def test_a_result_says_what_matters():
     words = repr(result)
     for word in (
         *(f"loss {float(result.loss):.6g}", "weight 16", "microbatches 4 by threads", f"gradients 8 tensors, {size}"),
-        *("state 3 tensors", "outputs float32 [16, 10]", "timeline 16 actions", "times 8"),
+        *("state 3 tensors", "outputs float32 [16, 10]", "timeline 16 actions", "loss scale 8"),
     ):
         assert word in words, word
     assert "timeline" not in repr(replace(result, timeline=None))

@@ -32,6 +32,7 @@ def overlap(
     devices: Sequence[Any] = (),
     snapshot: Callable[[], Any] | None = None,
     record: bool = False,
+    ranges: bool = False,
     progress: ProgressReport = False,
 ) -> Overlap:
     """Batches through stages: while batch i is trained on, i+1 exchanges its inputs and i+2 is copied to the device.
@@ -65,6 +66,7 @@ def overlap(
         devices: with streams, that stages work on besides those of `to_device`.
         snapshot: called before each draw, such as ``loader.state_dict``, and copied; see `Overlap.source_state`.
         record: keep when everything ran, for `Overlap.timeline`.
+        ranges: what is done for a batch is a range of torch.profiler, such as ``decode 3``, and of NVTX on CUDA devices.
         progress: True: a line on stderr; or a function that is told a `Progress` after each batch.
 
     Returns:
@@ -105,6 +107,7 @@ def overlap(
         ring=memory == "ring",
         snapshot=snapshot,
         record=record,
+        ranges=ranges,
         report=progress if callable(progress) else Bar() if progress else None,
     )
 

@@ -7,9 +7,10 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from operator import length_hint
 from time import perf_counter
 from typing import Any, Self
@@ -27,8 +28,13 @@ from funcpipe.core.errors import FuncpipeError, PlanError
 from funcpipe.core.result import Timeline
 from funcpipe.core.shown import guarded
 from funcpipe.core.tree import Tree
+from funcpipe.runtime.ranges import named_range
 from funcpipe.runtime.stream import Place
 from funcpipe.runtime.transport import Stop
+
+
+def _range(row: str, device: torch.device, batch: int) -> AbstractContextManager[object]:
+    return named_range(f"{row} {batch}", device)
 
 
 class Overlap(Iterator[Any]):
@@ -50,6 +56,7 @@ class Overlap(Iterator[Any]):
         ring: bool,
         snapshot: Callable[[], Any] | None,
         record: bool,
+        ranges: bool,
         report: Bar | Callable[[Progress], None] | None,
     ) -> None:
         self.plan = plan
@@ -61,6 +68,8 @@ class Overlap(Iterator[Any]):
         self._around = CallerModes()
         self._here = StreamSet(devices)
         meters = [Meter(spans=[] if record else None) for _ in range(len(stages) + 2)]
+        for row, meter in zip(plan.rows if ranges else (), meters, strict=False):
+            meter.ranges = partial(_range, row.name, devices[0] if devices else torch.device("cpu"))
         states = States(fold, start, max((stage.lag or 0 for stage in stages), default=0), self._here)
         self._workers = Workers(self._here, states, meters, ring=ring)
         self._reached: tuple[int, Tree] = (start, fold.init if fold else None)
@@ -271,7 +280,8 @@ class Overlap(Iterator[Any]):
         if fold is None:
             return item
         try:
-            returned = call(fold, here, batch, self._reached[1], item.value)
+            with self._workers.meters[-1].ranges(batch):
+                returned = call(fold, here, batch, self._reached[1], item.value)
             if not isinstance(returned, tuple) or len(returned) != 2:
                 raise PlanError(f"a fold returns (state, result); {fold.name!r} returned a {type(returned).__name__}")
             workers.states.add(returned[0])

@@ -137,7 +137,8 @@ class StageWorker:
             try:
                 if shared.stopping:
                     raise StopIteration
-                value = self.draw()
+                with self.meter.ranges(batch):
+                    value = self.draw()
             except StopIteration:
                 shared.finish(batch)
                 return None
@@ -164,7 +165,8 @@ class StageWorker:
                 streams.wait(item.marks)
                 if not shared.ring or self.number == 1:  # what the source made is no worker's to take back
                     streams.use(item.value, item.marks)
-                value = self._call(stage, batch, item.value)
+                with self.meter.ranges(batch):
+                    value = self._call(stage, batch, item.value)
                 value = materialized_tree(value) if streams.devices else value
                 marks = streams.marks()
             if shared.ring and streams.devices:

@@ -6,7 +6,8 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -53,15 +54,26 @@ class Queue(Inbox):
         return self.came.pop(batch)
 
 
+_NO_RANGE = nullcontext()
+
+
+def _no_range(batch: int) -> AbstractContextManager[object]:
+    return _NO_RANGE
+
+
 @dataclass
 class Meter:
-    """The inboxes of a worker (batches of the one before it, and leave to be so far ahead), and what it has done."""
+    """The inboxes of a worker (batches of the one before it, and leave to be so far ahead), and what it has done.
+
+    ``ranges`` makes what the work on a batch, by its number, is done inside of.
+    """
 
     input: Queue = field(default_factory=Queue)
     room: Queue = field(default_factory=Queue)
     batches: int = 0
     busy: float = 0.0
     spans: list[tuple[float, float, int]] | None = None
+    ranges: Callable[[int], AbstractContextManager[object]] = _no_range
 
     def add(self, start: float, batch: int) -> None:
         """The worker has worked on a batch, since ``start``."""

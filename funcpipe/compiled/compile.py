@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 from funcpipe.compiled.advice import advice
@@ -16,9 +17,11 @@ from funcpipe.compiled.joint import trace, tracing
 from funcpipe.compiled.programs import Programs
 from funcpipe.compiled.recompute import recompute as least_kept
 from funcpipe.core.errors import PlanError, TraceError
+from funcpipe.core.log import log
 from funcpipe.core.stage import Stage
 from funcpipe.core.torch_names import inductor
 from funcpipe.core.tree import Tree, flatten, is_differentiable
+from funcpipe.core.words import size_of
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.bound import StageArgs
 from funcpipe.runtime.eager import EagerBound
@@ -101,6 +104,7 @@ class Compiled:
         Raises:
             TraceError: the stage itself raised, and does not fall back; the cause says more than a reason here.
         """
+        name, began = bound.stage.name or str(bound.index), perf_counter()
         try:
             joint = trace(bound, args)
             with tracing:
@@ -112,10 +116,15 @@ class Compiled:
         except TraceError as error:
             fault = TraceError(str(error))  # without its frames
             self._keep(signature, fault)
+            how = "runs eagerly" if self.fallback else "cannot be compiled"
+            log.info("stage %s %s, because: %s", name, how, fault)
             if error.cause is not None and not self.fallback:
                 raise
             return fault
         self._keep(signature, programs)
+        kept = size_of(programs.residual_bytes)
+        log.info("compiled stage %s for signature %d; %s are kept from F to B", name, self.made, kept)
+        log.debug("tracing stage %s and cutting its graph took %.3g s", name, perf_counter() - began)
         return programs
 
     def _keep(self, signature: Hashable, outcome: Programs | TraceError) -> None:
@@ -124,6 +133,8 @@ class Compiled:
             self.found[signature] = outcome
             oldest = list(self.found)[: -self.max_programs]
             dropped = [self.found.pop(old) for old in oldest]  # runs that use it hold it until they end
+        if dropped:
+            log.info("dropped the programs that were unused for longest: max_programs=%d", self.max_programs)
         del dropped  # it may be large, and nobody has to wait for that
 
     def _advise(self, signature: Hashable, bound: EagerBound, args: StageArgs) -> None:

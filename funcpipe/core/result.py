@@ -9,6 +9,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from funcpipe.core.arrows import Arrow
 from funcpipe.core.cost import Cost, PerStage
 from funcpipe.core.exchange import Exchange, alone
 from funcpipe.core.kinds import ADDS, MOVES, Kind
@@ -54,6 +55,8 @@ class Timeline:
         memory: for each device what it holds over time, as steps ``(from when, how much)``; its maximum is the peak.
         lanes: what each device is called in pictures; () for "device 0", "device 1", ...
         path: the critical path where it is known, as `simulate` knows it.
+        stages: the names of the stages, for traces; () where they are not known. Not compared, nor written as JSON.
+        arrows: which actions hand values to which, for the arrows of traces; likewise.
     """
 
     spans: tuple[Span, ...]
@@ -65,6 +68,8 @@ class Timeline:
     memory: tuple[tuple[tuple[float, float], ...], ...] = ()
     lanes: tuple[str, ...] = ()
     path: tuple[Action, ...] = ()
+    stages: tuple[str, ...] = field(default=(), compare=False)
+    arrows: tuple[Arrow, ...] = field(default=(), compare=False)
 
     __getstate__ = declared_fields
 
@@ -247,7 +252,8 @@ class Timeline:
     def chrome_trace(self) -> dict[str, Any]:
         """The trace as data: complete events ("X") in microseconds, one thread per device; what it holds as a counter.
 
-        One unit of a simulated timeline is shown as a millisecond. O, L, G and U are on threads of their own.
+        One unit of a simulated timeline is shown as a millisecond. O, L, G and U are on threads of their own. Arrows (flow
+        events) lead from what makes a value to what reads it on another device, or pops it.
         """
         return chrome_trace(self)
 
@@ -381,7 +387,7 @@ class Result:
             ("loss", f"{loss} of weight {self.weight:g}" if loss and self.weight is not None else loss),
             ("microbatches", f"{stats.num_microbatches} by {stats.executor} in {stats.seconds:.3g} s"),
             ("gradients", amount_of(self.grads)),
-            ("times", "" if self.loss_scale == 1.0 else f"{self.loss_scale:g}"),
+            ("loss scale", "" if self.loss_scale == 1.0 else f"{self.loss_scale:g}"),
             ("unused", named(len(self.unused), "leaf").replace("leafs", "leaves")),
             ("state", amount_of(self.state)),
             ("outputs", shapes_of(self.outputs)),

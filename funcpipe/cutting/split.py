@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from funcpipe.core.errors import PlanError, raise_all
+from funcpipe.core.log import log
 from funcpipe.core.torch_names import has_gradient_hooks, hooks_of
 from funcpipe.core.tree import flatten
 from funcpipe.core.words import similar
@@ -105,15 +106,20 @@ def split(
         )
     if example is not None:
         with _tracing:
-            return _traced(model, cuts, example, ties, loss, any_rows, check)
+            return _told(model, "traced", _traced(model, cuts, example, ties, loss, any_rows, check))
     if cuts.open and policy is None and (marked := callers(model)):
         raise PlanError(
             f"the forward of {' and '.join(marked)} calls fp.models.split_point(), which only a trace sees; give "
             "example= to cut there, or say where to cut: at=, balance=, policy="
         )
     if isinstance(model, nn.Sequential) and layers is None:
-        return _sequential(model, cuts, ties, loss)
-    return _layered(model, cuts, layers, ties, loss, slices)
+        return _told(model, "between its layers", _sequential(model, cuts, ties, loss))
+    return _told(model, "at its blocks, not traced", _layered(model, cuts, layers, ties, loss, slices))
+
+
+def _told(model: nn.Module, way: str, made: Split) -> Split:
+    log.info("cut %s %s: %r", type(model).__name__, way, made)
+    return made
 
 
 _tracing = threading.RLock()

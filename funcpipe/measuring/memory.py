@@ -164,7 +164,9 @@ class Memory:
 
     @shown
     def _repr_html_(self) -> str:
-        return page("Memory", [("of", f"{len(self)} layers, a microbatch")], table(self._heads(), self._rows()))
+        return page(
+            "Memory", [("of", f"{len(self)} layers, activations of one microbatch")], table(self._heads(), self._rows())
+        )
 
     def _heads(self) -> list[str]:
         return ["", "parameters", "buffers", "gradients", self.optimizer, "activations", "output"]

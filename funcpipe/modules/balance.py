@@ -47,7 +47,7 @@ class Balance(tuple[int, ...]):
     @shown
     def _repr_html_(self) -> str:
         facts = [
-            ("", f"{sum(self)} layers in {len(self)} parts"),
+            ("of", f"{sum(self)} layers in {len(self)} parts"),
             ("bottleneck", f"{self.bottleneck:.6g}"),
             ("lower bound", f"{self.bound:.6g}"),
         ]

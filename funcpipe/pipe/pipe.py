@@ -89,6 +89,7 @@ class Pipe(Anchored):
             every CUDA device, else two lanes of the CPU.
         balance: number of layers of each stage. None: by the bytes of their parameters.
         merge: how what the last layer returns is joined over microbatches; see `make_plan`.
+        ranges: every action is a range for profilers; see `run`.
 
     Raises:
         PlanError: not a Sequential, a bad option, a balance that does not fit.
@@ -105,12 +106,13 @@ class Pipe(Anchored):
         devices: Any = None,
         balance: Sequence[int] | None = None,
         merge: Any = None,
+        ranges: bool = False,
     ) -> None:
         super().__init__()
         faults = [*_module_faults(sequential), *_option_faults(chunks, checkpoint)]
         raise_all("no such Pipe:", faults)
         self._chunks, self._checkpoint, self._deferred = index(chunks), checkpoint, bool(deferred_batch_norm)
-        self._merge = merge
+        self._merge, self._ranges = merge, ranges
         self._kind = PipeSequential if isinstance(sequential, PipeSequential) else nn.Sequential
         # Not add_module: a layer may have the name of an attribute of ours.
         children_of(self).update(children_of(sequential))
@@ -249,10 +251,11 @@ class Pipe(Anchored):
                 flags = tuple(
                     {name: param.requires_grad for name, param in stage_params.items()} for stage_params in params
                 )
-                options: dict[str, Any] = {"trainable": flags, "input_grads": input_grads}
+                options: dict[str, Any] = {"trainable": flags, "input_grads": input_grads, "ranges": self._ranges}
                 result, pullback = vjp(plan, params, inputs, state=state, seed=seed, **options)
             else:
-                result = run(stages.plan(count, None), params, inputs, state=state, seed=seed)
+                plan = stages.plan(count, None)
+                result = run(plan, params, inputs, state=state, seed=seed, ranges=self._ranges)
         outputs: Any = result.outputs
         if not tensors_of(outputs):
             raise PlanError(

@@ -11,7 +11,9 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from funcpipe.core.arrows import arrows_of
 from funcpipe.core.errors import FuncpipeError, Where, located
+from funcpipe.core.log import decided
 from funcpipe.core.lowered import slots_of
 from funcpipe.core.plan import Plan
 from funcpipe.core.program import CALLER, LaneProgram, Role, Wire
@@ -27,6 +29,7 @@ from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, whole
 from funcpipe.runtime.plain_tensors import addresses
 from funcpipe.runtime.prepare import Prepared, prepare
+from funcpipe.runtime.ranges import ranged
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.sharded import holding
 from funcpipe.runtime.steps import make_step
@@ -49,6 +52,11 @@ class LaneExecutor(ABC):
 
     def __init__(self, reason: str = "asked for") -> None:
         self.reason = reason
+
+    @property
+    def word(self) -> str:
+        """What statistics call it."""
+        return "threads" if self.threaded else "serial"
 
     @abstractmethod
     def check(self, plan: Plan) -> None:
@@ -105,6 +113,7 @@ class Execution:
 
     def __init__(self, ready: Prepared, executor: LaneExecutor) -> None:
         executor.check(ready.plan)
+        decided(ready.plan, "%s runs by %s, because: %s", ready.plan.schedule.name, executor.word, executor.reason)
         self.ready, self.executor, self.context = ready, executor, CallerContext()
         program = ready.program
         self.part = (0, len(program.order))
@@ -158,6 +167,8 @@ class Execution:
         reduce, spread = self.ready.reduce, self.ready.spread
         steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], host, reduce) for call in lane.calls]
         runner = Runner(lane, steps, place, transport, coming, timed=self.ready.options.record)
+        if self.ready.options.ranges:
+            runner.steps = [ranged(step, lane, place.device) for step in runner.steps]
         if spread:
             runner.steps = holding(lane, runner.steps, spread, bounds, self.boxes[lane.lane], place)
         return runner
@@ -275,11 +286,13 @@ class Execution:
         spans.sort(key=lambda span: (span.start, span.device))
         schedule = self.ready.plan.schedule.first(self.ready.program.num_microbatches)
         peak = tuple(residual_peak(order, schedule) for order in schedule.orders)
-        return Timeline(tuple(spans), len(schedule.orders), peak, "s", 0.0, schedule.name)
+        names, arrows = tuple(part.name for part in self.ready.plan.stages), arrows_of(self.ready.program)
+        lanes = len(schedule.orders)
+        return Timeline(tuple(spans), lanes, peak, "s", 0.0, schedule.name, stages=names, arrows=arrows)
 
     def stats(self) -> RunStats:
         """How it went so far."""
-        name = "threads" if self.executor.threaded else "serial"
+        name = self.executor.word
         most = tuple(level.most for level in self.levels)
         count = self.ready.batch.num_microbatches
         return RunStats(name, self.executor.reason, self.ready.threads, count, self.seconds, most, self.began)

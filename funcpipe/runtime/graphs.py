@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import DrawError, FuncpipeError, PlanError, TraceError
+from funcpipe.core.log import decided, log
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
 from funcpipe.core.schedule import Kind
@@ -115,6 +116,7 @@ class Graphs:
                 if not isinstance(recording, str):
                     return _played(*recording, began, weight)
                 reason = recording
+        decided(self, "a run of %s is no graph: %s", plan.schedule.name, reason)
         result = suiting(plan).run(plan, params, batch, options)
         return replace(result, stats=replace(result.stats, reason=f"not a graph: {reason}"))
 
@@ -143,6 +145,8 @@ class Graphs:
             return self._obstacle
         if options.record:
             return "record=True measures its actions"
+        if options.ranges:
+            return "ranges=True names its actions"
         if options.timeout is not None:
             return "timeout= watches its actions"
         if options.check not in ((), "used", ["used"], ("used",)):
@@ -196,7 +200,10 @@ class Graphs:
             return results.tensors
 
         try:
-            return _RecordedRun(Recorded(graph, device, tensors, step), *parts)
+            recorded = _RecordedRun(Recorded(graph, device, tensors, step), *parts)
+            size = size_of(recorded.recorded.nbytes)
+            log.info("recorded form %d of %s on %s, %s of copies", self.count + 1, plan.schedule.name, device, size)
+            return recorded
         except DrawError:
             return "a stage draws random numbers, and a graph would draw the same ones each time"
         except Unrecordable as error:
@@ -371,7 +378,7 @@ def graphs(plan: Plan) -> Graphs:
     A run that cannot be a graph is run as with ``executor=None``; ``result.stats.reason`` says why: lanes on several
     devices, or on one without graphs; random draws (dropout); a loss that brings (sum, weight), ``plan.weight`` or
     anything else that needs numbers on the host; targets that are padded unevenly (`F.cross_entropy`: looked at before
-    each run); `offload`; ``record=``, ``timeout=``, ``check="finite"``; a ninth form of input.
+    each run); `offload`; ``record=``, ``ranges=``, ``timeout=``, ``check="finite"``; a ninth form of input.
 
     As with any recording, what stages do in Python is done when they are recorded and not again, and tensors that they
     close over are read where they lay.

@@ -24,6 +24,7 @@ class RunOptions:
     threads_per_lane: int | None = None
     check: str | Sequence[str] = ()
     record: bool = False
+    ranges: bool = False
     timeout: float | None = None
 
 

@@ -256,6 +256,8 @@ def _weighed_again(part: PlanPart, cut: microbatch.Batch, plan: Plan) -> tuple[t
 def _check_options(options: RunOptions) -> None:
     """Raise PlanError for options that are of a wrong type or out of range."""
     feeds, scale, threads, timeout = options.feeds, options.loss_scale, options.threads_per_lane, options.timeout
+    if not isinstance(options.ranges, bool):
+        raise PlanError(f"ranges is True or False; got {options.ranges!r}")
     if feeds is not None and not isinstance(feeds, Mapping):
         raise PlanError(f"feeds is a dict with a tree for each name that stages feed on; got a {type(feeds).__name__}")
     if not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):

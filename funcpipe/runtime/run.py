@@ -25,6 +25,7 @@ def run(
     trainable: Trainable = None,
     loss_scale: float = 1.0,
     record: bool = False,
+    ranges: bool = False,
     executor: ExecutorLike = None,
     threads_per_lane: int | None = None,
     check: str | Sequence[str] = (),
@@ -56,6 +57,8 @@ def run(
             bool or a tree of bools per stage.
         loss_scale: gradients are multiplied by it (mixed precision); the loss is not.
         record: measure a timeline.
+        ranges: every action is a range of torch.profiler, named as it is printed (``2F3``), and of NVTX on CUDA devices.
+            (Other threads are seen by a profiler with ``profile_all_threads``; the how-to on profilers has it.)
         executor: "threads" (a thread per lane), "serial" (this thread, plan order: debuggers, profilers and hooks
             work), `lanes` (threads kept between runs), `graphs` (one CUDA graph), anything else with
             ``run(plan, params, batch, options)``, or None: threads where at least two lanes are on the CPU ("serial" is
@@ -83,6 +86,7 @@ def run(
         threads_per_lane=threads_per_lane,
         check=check,
         record=record,
+        ranges=ranges,
         timeout=timeout,
     )
     return outside_of_graphs(_run)(plan, params, batch, executor, options)

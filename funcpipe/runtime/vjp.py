@@ -38,6 +38,7 @@ def vjp(
     input_grads: bool | Tree = True,
     executor: ExecutorLike = None,
     threads_per_lane: int | None = None,
+    ranges: bool = False,
     check: str | Sequence[str] = (),
     timeout: float | None = None,
 ) -> tuple[Result, Pullback]:
@@ -56,7 +57,7 @@ def vjp(
 
     Args:
         plan: made without ``loss=``, of a schedule with backwards.
-        params, state, feeds, seed, trainable, executor, threads_per_lane, check, timeout: as for `run`.
+        params, state, feeds, seed, trainable, executor, threads_per_lane, ranges, check, timeout: as for `run`.
         inputs: the inputs alone; cut as those of `run`.
         input_grads: compute the gradients of the inputs too: True for those of every floating leaf, or a tree of bools
             like the inputs.
@@ -74,6 +75,7 @@ def vjp(
         seed=seed,
         trainable=trainable,
         threads_per_lane=threads_per_lane,
+        ranges=ranges,
         check=check,
         timeout=timeout,
     )

@@ -8,7 +8,9 @@ import ctypes
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -74,6 +76,7 @@ class Worker:
             self._thread.join(seconds)
 
     def _loop(self) -> None:
+        _tell_system(self.name.removeprefix("funcpipe "))
         try:
             while (job := self._jobs.get()) is not None:
                 self._do(job)
@@ -91,6 +94,12 @@ class Worker:
                     self._interruptible = False
         except Stop:
             pass  # the interruption came while the job was ending
+
+
+def _tell_system(name: str) -> None:
+    """Tell Linux the name of this thread, as Python does from 3.14 on: profilers and debuggers show it, 15 letters."""
+    with suppress(OSError):
+        Path("/proc/thread-self/comm").write_text(name)
 
 
 def end_all(workers: list[Worker], seconds: float | None) -> None:

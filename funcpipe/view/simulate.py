@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from funcpipe.core.arrows import arrows_of
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.lowered import Lowered
@@ -63,6 +64,8 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
         name=schedule.name,
         memory=memory,
         path=play.critical_path,
+        stages=tuple(part.name for part in plan_or_schedule.stages) if isinstance(plan_or_schedule, Plan) else (),
+        arrows=arrows_of(program),
     )
 
 

@@ -207,6 +207,7 @@ REASONS = {
     ),
     "weight": (lambda: linear_plan(weight=lambda t: t.square().sum()), {}, ": RuntimeError: operation not permitted"),
     "record": (linear_plan, {"record": True}, "record=True measures"),
+    "ranges": (linear_plan, {"ranges": True}, "ranges=True names its actions"),
     "timeout": (linear_plan, {"timeout": 50.0}, "timeout= watches"),
     "offload": (
         lambda: linear_plan(schedule=lambda *_: fp.schedules.offload(fp.schedules.one_f_one_b(2, 4))),
