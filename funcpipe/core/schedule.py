@@ -127,7 +127,7 @@ class Schedule:
         if not isinstance(self.orders, tuple) or not all(isinstance(order, tuple) for order in self.orders):
             object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
         if not isinstance(self.pairs, frozenset):
-            object.__setattr__(self, "pairs", frozenset(self.pairs))
+            object.__setattr__(self, "pairs", _frozen(self.pairs))
 
     @classmethod
     def parse(cls, text: str, *, name: str = "custom") -> Schedule:
@@ -289,6 +289,15 @@ class Schedule:
         0F0 0F1
         """
         return self.reordered(select(self.orders, lambda action: action.kind is Kind.F), f"{self.name} forwards")
+
+
+def _frozen(pairs: Any) -> frozenset[Any]:
+    """Pairs as given, in lists or sets. Raises ScheduleError for what is none at all; what are pairs is for `check`."""
+    try:
+        return frozenset(tuple(pair) if isinstance(pair, list) else pair for pair in pairs)
+    except TypeError:
+        example = "pairs={(fp.Action(fp.Kind.F, 0, 1), fp.Action(fp.Kind.B, 0, 0))}"
+        raise ScheduleError(f"pairs is a set of pairs of actions, as {example}; got {pairs!r}") from None
 
 
 def serving(order: Sequence[Action]) -> frozenset[Action]:

@@ -1,4 +1,4 @@
-"""Make a schedule shorter by moving one action, or joining or parting two, at a time; it stays legal and within the memory."""
+"""Make a schedule shorter by moving one action, or joining or parting two, at a time; it stays legal and within memory."""
 
 from __future__ import annotations
 

@@ -1,21 +1,32 @@
 """Two actions of a device that overlap: each on a stream, where the device has streams.
 
 The lane's own stream waits for all that both read, the stream beside it waits for that, and the lane's own waits for the
-stream beside it when both are queued. So whatever stands before or after the two needs no wait of its own, and memory
-that dies on one of the streams is given out again on it only after the other is done with it: what the first has read
-dies with what the second has read.
+stream beside it when both are queued. So whatever stands before or after the two needs no wait of its own. Memory that
+the first frees could be given out again to the second while it is read, if it is of the pool of the other stream. So what it
+reads is kept until both are queued, in its slot or here, and what came back from the host is recorded on both streams.
+
+Two of one stage stay on one stream: they share what the stage computes of its parameters alone, and add to the same sums.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from funcpipe.core.kinds import ADDS, Kind
+from torch import Tensor
+
+from funcpipe.core.kinds import Kind
 from funcpipe.core.program import LaneProgram, Run
 from funcpipe.runtime.stream import Place
 
 _MAKES = (Kind.F, Kind.R)
 """What makes residuals."""
+
+
+def kept_by(value: object) -> list[Tensor]:
+    """What a residual keeps, and lets go of while its backward runs; of other values the slots keep all."""
+    kept = getattr(value, "kept", None)
+    return [] if kept is None else kept()
 
 
 class Beside:
@@ -31,8 +42,10 @@ class Beside:
         """The number of the action that runs beside the lane; -1: none."""
         self.made: set[tuple[int, int]] = set()
         """(stage, piece) of the residuals that were made there."""
+        self.kept: list[Tensor] = []
+        """What the first of two would free while it runs."""
 
-    def begin(self, number: int) -> None:
+    def begin(self, number: int, reads: Sequence[Any]) -> None:
         """The action of this number runs next; the lane's own stream has what it reads."""
         program, place = self.program, self.place
         run = program.runs[number]
@@ -43,6 +56,7 @@ class Beside:
             self.away = self._which(number, run, other)
             if self.away >= 0:
                 place.split()
+                self.kept = [tensor for value in reads for tensor in kept_by(value)]
         call = program.calls[run.call]
         if self.away == number:
             place.turn(beside=True)
@@ -55,6 +69,7 @@ class Beside:
             self.leave()
             self.place.meet()
             self.away = -1
+            self.kept.clear()
 
     def leave(self) -> None:
         """All of it is queued; what follows is for the lane's own stream."""
@@ -63,8 +78,8 @@ class Beside:
     def _which(self, number: int, run: Run, other: Run) -> int:
         calls = self.program.calls
         first, second = calls[run.call], calls[other.call]
-        if first.kind in ADDS and second.kind in ADDS and first.stage == second.stage:
-            return -1  # they add to the same sums, in this order
+        if first.stage == second.stage:
+            return -1
         homes = [
             None if call.kind in _MAKES else (call.stage, each.microbatch) in self.made
             for call, each in ((first, run), (second, other))

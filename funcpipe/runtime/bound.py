@@ -89,6 +89,10 @@ class Residual(Protocol):
         """Bytes of the tensors at the borders that it holds."""
         ...
 
+    def kept(self) -> list[Tensor]:
+        """The tensors that it lets go of while its backward runs, and that another stream may have made."""
+        ...
+
     def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
         """Move it to the host or back, but for memory at fixed addresses. Returns the event after which it is there."""
         ...

@@ -170,6 +170,7 @@ class Execution:
         if self.ready.options.ranges:
             runner.steps = [ranged(step, lane, place.device) for step in runner.steps]
         if spread:
+            runner.beside = None  # parts of parameters are gathered, and freed, for one stream
             runner.steps = holding(lane, runner.steps, spread, bounds, self.boxes[lane.lane], place)
         return runner
 

@@ -26,7 +26,8 @@ class HostStream:
         """Begin to copy; the lane's stream goes on.
 
         What goes out is recorded on the copy stream, so it may be dropped at once. What comes back lies in the pool of
-        the lane's stream, which must wait for the event before it reads it or gives it out again.
+        the lane's stream, which must wait for the event before it reads it or gives it out again; it is recorded on
+        the stream beside that, where the lane has one.
 
         Args:
             tensors: of one dimension, dense.
@@ -54,9 +55,9 @@ class HostStream:
         with place.module.stream(stream):
             for copy, tensor in pairs:
                 backend.fill(copy, tensor)
-        if self.out:
-            for tensor in tensors:
-                backend.record(tensor, stream)
+        for tensor in tensors if self.out else copies:
+            for reader in (stream,) if self.out else place.streams[1:]:
+                backend.record(tensor, reader)
         self._last = place.module.Event()
         self._last.record(stream)
         return copies, self._last

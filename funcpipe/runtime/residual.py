@@ -45,6 +45,10 @@ class EagerResidual:
         named += [leaf for _, leaves in self.skips for leaf in leaves.values()]
         return sum(leaf.nbytes for leaf in named if isinstance(leaf, Tensor))
 
+    def kept(self) -> list[Tensor]:
+        """None: autograd frees what it saved on the stream on which that was made."""
+        return []
+
     def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
         """Move what autograd saved to the host, or back; see `saved_tensors` for what stays.
 

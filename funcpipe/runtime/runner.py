@@ -61,7 +61,7 @@ class Runner:
                     for slot in reads:
                         self.place.wait(self.coming.pop(slot, None))
                 if beside is not None:
-                    beside.begin(number)
+                    beside.begin(number, values)
                 results = self.steps[call](values, instruction)
                 if beside is not None:
                     beside.end(number)

@@ -66,7 +66,11 @@ def to_json(thing: Schedule | Cost | Timeline) -> str:
         text = _page({"funcpipe": type(thing).__name__.lower(), "version": VERSION, **fields})
     except (TypeError, ValueError) as error:
         raise ScheduleError(f"this {type(thing).__name__} has no JSON: {error}") from None
-    from_json(text)  # nothing is written that could not be read
+    back = from_json(text)  # nothing is written that could not be read
+    if isinstance(thing, Schedule) and isinstance(back, Schedule) and back.pairs != thing.pairs:
+        raise ScheduleError(
+            "this Schedule has no JSON: some of its pairs are no neighbours; fp.schedules.check names them"
+        )
     return text
 
 

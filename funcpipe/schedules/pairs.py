@@ -47,15 +47,13 @@ def apart(schedule: Schedule) -> list[str]:
                 faults.append(f"{name} is no pair: {words}; write {one} {other}")
             elif not may_overlap(one, other):
                 faults.append(f"{name} depends on itself: {other} needs what {one} makes; write {one} {other}")
-    faults += [
-        f"{words} is no pair: these two do not stand one after the other on any device"
-        for words in sorted(map(_words, schedule.pairs - found))
-    ]
-    return faults
+    return faults + sorted(map(_no_pair, schedule.pairs - found))
 
 
-def _words(pair: object) -> str:
-    return f"({' '.join(map(str, pair))})" if isinstance(pair, tuple) else repr(pair)
+def _no_pair(pair: object) -> str:
+    if not isinstance(pair, tuple) or len(pair) != 2 or not all(type(action) is Action for action in pair):
+        return f"{pair!r} is no pair of actions: write pairs={{(first, second)}}, or fp.Schedule.parse('(0F1 0B0)')"
+    return f"({pair[0]} {pair[1]}) is no pair: these two do not stand one after the other on any device"
 
 
 def joinable(schedule: Schedule, join: Callable[[Action, Action], bool] | None = None) -> list[list[int]]:

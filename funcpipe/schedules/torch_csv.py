@@ -192,7 +192,7 @@ def from_torch_csv(text: str, *, name: str = "torch", replicas: bool = False) ->
             pair = _PAIR.fullmatch(cell)
             if pair:
                 places.append(len(words))
-                words += pair.groups()
+                words += map(str.strip, pair.groups())
             elif replicas and (found := _SHARED.fullmatch(cell)):
                 stage = int(found[1])
                 if found[2] == "REDUCE_GRAD":

@@ -73,10 +73,24 @@ def test_three_do_not_overlap_and_neighbours_must_be() -> None:
         ({(a, b), (b, c)}, "begins with what another pair ends with"),
         ({(a, c)}, r"\(0F0 0F2\) is no pair: these two do not stand one after the other on any device"),
         ({(b, a)}, r"\(0F1 0F0\) is no pair"),
-        ({"0F0"}, "'0F0' is no pair"),
+        ({"0F0"}, "'0F0' is no pair of actions"),
+        ({("0F0", "0F1")}, r"\('0F0', '0F1'\) is no pair of actions: write pairs=\{\(first, second\)\}"),
+        ((a, b), "is no pair of actions"),
     ]:
         with pytest.raises(fp.ScheduleError, match=says):
             fp.schedules.check(fp.Schedule(orders, pairs=frozenset(pairs)))  # pyright: ignore
+
+
+def test_pairs_may_be_lists_and_must_be_something() -> None:
+    """As whoever reads them from a file has them; what is no collection of pairs is told with an example."""
+    a, b = fp.Action(fp.Kind.F, 0, 1), fp.Action(fp.Kind.B, 0, 0)
+    schedule = fp.Schedule.parse("0F0 (0F1 0B0) 0B1")
+    assert schedule == fp.Schedule(schedule.orders, pairs=[[a, b]]) == fp.Schedule(schedule.orders, pairs={(a, b)})  # pyright: ignore
+    for wrong in (None, 5, [[[a], b]]):
+        with pytest.raises(fp.ScheduleError, match="pairs is a set of pairs of actions, as pairs="):
+            fp.Schedule(schedule.orders, pairs=wrong)  # pyright: ignore
+    with pytest.raises(fp.ScheduleError, match="some of its pairs are no neighbours"):
+        fp.schedules.to_json(fp.Schedule(schedule.orders, pairs=frozenset({(b, a)})))
 
 
 def test_pairs_that_wait_for_each_other_are_refused_with_the_picture() -> None:

@@ -291,6 +291,39 @@ def test_moves_go_beside_the_lane(backend, monkeypatch):
     assert len(waits(recorder)) - len(waits(plain)) == loads
 
 
+COMPILED = [
+    fp.schedules.pair(fp.schedules.interleaved(S, S, num_devices=2)),
+    fp.schedules.offload(fp.schedules.pair(fp.schedules.one_f_one_b(S, 6, num_devices=2))),
+    fp.Schedule.parse(
+        """
+        0F0 1F0 0F1 1F1 (1B0 0F2) 1F2 0B0 (1B1 0F3) 1F3 0B1 1B2 0B2 1B3 0B3
+        2F0 3F0 (3B0 2F1) (3F1 2B0) (3B1 2F2) (3F2 2B1) (3B2 2F3) (3F3 2B2) 3B3 2B3
+        """,
+        name="backward first",
+    ),
+    fp.Schedule.parse("(0F0 0F1) 0B0 0B1\n(1F0 1F1) 1B0 1B1", name="of one stage"),
+]
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("place", ["two devices", "one device"])
+@pytest.mark.parametrize("schedule", COMPILED, ids=lambda one: one.name)
+def test_programs_that_overlap(schedule, place, fuse, backend):
+    """They empty their residuals as they go, and compute of parameters alone what both of one stage would read."""
+
+    def net():
+        part = lambda p, x: torch.sin(x) @ torch.softmax(p["w"], 0)
+        count = schedule.num_stages
+        params = tuple({"w": torch.randn(4, 4, generator=torch.Generator().manual_seed(n))} for n in range(count))
+        return tuple(fp.compile_stage(fp.stage(part), fuse=fuse) for _ in range(count)), params, ((),) * count
+
+    recorder = backend()
+    result = go(recorder, net, schedule, PLACES[place])
+    assert recorder.finish() == []
+    other = backend()
+    assert_same_result(go(other, net, schedule, lambda lane: "cpu"), result)
+
+
 PAIRED = (SCHEDULES[6], SCHEDULES[9])
 CASES = {
     **{
