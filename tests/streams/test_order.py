@@ -134,7 +134,7 @@ PLACES = {
 }
 
 
-def go(recorder, net, schedule, where, *, executor="serial", half=False):
+def go(recorder, net, schedule, where, *, executor="serial", half=False, rows=ROWS):
     """A run (or a vjp) under the recorder."""
     parts, params, state = net()
     devices = [where(lane) for lane in range(schedule.num_devices)]
@@ -143,7 +143,7 @@ def go(recorder, net, schedule, where, *, executor="serial", half=False):
         if device.index is not None:
             recorder.put(tree, device)
     g = torch.Generator().manual_seed(1)
-    x, target, scale = (torch.randn(ROWS, 4, generator=g) for _ in range(3))
+    x, target, scale = (torch.randn(rows, 4, generator=g) for _ in range(3))
     options = {"state": state, "feeds": {"scale": scale} if net is stages else None, "seed": 1, "threads_per_lane": 1}
     plan = fp.make_plan(parts, schedule, loss=None if half else F.mse_loss, devices=devices)
 
@@ -302,26 +302,33 @@ COMPILED = [
         name="backward first",
     ),
     fp.Schedule.parse("(0F0 0F1) 0B0 0B1\n(1F0 1F1) 1B0 1B1", name="of one stage"),
+    fp.Schedule.parse("0F0 1F0 (0F1 1B0) 1F1 (1B1 0F2) 1F2 0B0 0B1 1B2 0B2", name="what another stream made"),
+    fp.Schedule.parse("0F0 1F0 (0F1 1B0) 0O1 1F1 0F2 1B1 0B0 0L1 (0B1 1F2) 1B2 0B2", name="what came back"),
 ]
 
 
-@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("place", ["two devices", "one device"])
 @pytest.mark.parametrize("schedule", COMPILED, ids=lambda one: one.name)
-def test_programs_that_overlap(schedule, place, fuse, backend):
-    """They empty their residuals as they go, and compute of parameters alone what both of one stage would read."""
+def test_what_the_first_frees_is_not_given_to_the_second(schedule, place, compiled, backend):
+    """Programs empty their residuals as they go, autograd frees what came back from the host; and programs compute of
+    parameters alone what both of one stage would read.
+    """
 
     def net():
-        part = lambda p, x: torch.sin(x) @ torch.softmax(p["w"], 0)
+        one = schedule.name == "of one stage"
+        part = fp.stage(lambda p, x: torch.sin(x) @ (torch.softmax(p["w"], 0) if one else p["w"]))
         count = schedule.num_stages
         params = tuple({"w": torch.randn(4, 4, generator=torch.Generator().manual_seed(n))} for n in range(count))
-        return tuple(fp.compile_stage(fp.stage(part), fuse=fuse) for _ in range(count)), params, ((),) * count
+        made = tuple(fp.compile_stage(part) if compiled else part for _ in range(count))
+        return made, params, ((),) * count
 
     recorder = backend()
-    result = go(recorder, net, schedule, PLACES[place])
+    rows = 2 * schedule.num_microbatches  # equal ones: what one frees is just what the next one takes
+    result = go(recorder, net, schedule, PLACES[place], rows=rows)
     assert recorder.finish() == []
     other = backend()
-    assert_same_result(go(other, net, schedule, lambda lane: "cpu"), result)
+    assert_same_result(go(other, net, schedule, lambda lane: "cpu", rows=rows), result)
 
 
 PAIRED = (SCHEDULES[6], SCHEDULES[9])
