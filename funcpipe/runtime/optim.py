@@ -140,7 +140,7 @@ def _distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
 def accumulate(results: Iterable[Result]) -> Result:
     """Several runs over parts of one batch as one: exact, because every part counts by its weight.
 
-    Losses and gradients are those of one run over all rows (those of sums are added); the state is that of the last run
+    Of an evaluation, which has no gradients, it makes the loss over all its batches. Losses and gradients are those of one run over all rows (those of sums are added); the state is that of the last run
     (give each run the state of the one before). What comes out can be accumulated further, so ``total =
     accumulate([total, result])`` after each run holds two sets of gradients at a time, however many the parts.
 
@@ -157,7 +157,7 @@ def accumulate(results: Iterable[Result]) -> Result:
             are brought to the scale of the last.
 
     Raises:
-        PlanError: no results, some that are none, without gradients, or of other params.
+        PlanError: no results, some that are none, without a loss, or of other params; runs with and without backwards.
     """
     runs = _results(results)
     last = runs[-1]
@@ -382,8 +382,8 @@ def _results(results: Any) -> list[Result]:
     kinds = sorted({type(run).__name__ for run in runs if not isinstance(run, Result)})
     if kinds:
         raise PlanError(f"accumulate takes results of fp.run; among them came: {', '.join(kinds)}")
-    if not runs or any(run.grads is None for run in runs):
-        raise PlanError("accumulate takes one or more results of runs with backwards")
+    if not runs or any(run.loss is None for run in runs):
+        raise PlanError("accumulate takes one or more results of plans with a loss; make_plan(loss=...)")
     if len({run.weight is None for run in runs}) > 1:
         raise PlanError("accumulate takes results of one plan; among these are means and sums (reduction='sum')")
     trained = [[leaf is not None and leaf.shape for leaf in flatten(run.grads)[0]] for run in runs]

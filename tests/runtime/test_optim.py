@@ -223,8 +223,8 @@ def scaled(params, **options):
     return fp.run(plan, (params,), (torch.ones(4, 2), None), **options)
 
 
-def test_accumulation_takes_results_with_gradients():
-    """Nothing, evaluations, one bare result and what is no result are refused; a generator is welcome."""
+def test_accumulation_takes_results_with_a_loss():
+    """Nothing, runs without a loss, one bare result and what is no result are refused; a generator is welcome."""
     plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
     evaluation = fp.run(plan, ((),), torch.ones(2))
     result = scaled({"w": torch.ones(2)})
@@ -233,6 +233,23 @@ def test_accumulation_takes_results_with_gradients():
             fp.accumulate(results)
     total = fp.accumulate(one for one in (result, result))
     assert ([0.5, 0.5], 8.0, 2.0) == (total.grads[0]["w"].tolist(), total.weight, float(total.loss) * 2)
+
+
+def test_accumulated_evaluations_are_one():
+    """The loss over all batches, by weight, without gradients; mixed with trained ones they are refused."""
+    net, x = fp.stage(lambda p, x: x * p["w"]), torch.arange(10.0)
+    params, t = ({"w": torch.tensor(2.0)},), torch.ones(10)
+    schedule = fp.schedules.fill_drain(1, 2)
+    trains, plan = (
+        fp.make_plan([net], one, loss=F.mse_loss, devices="cpu") for one in (schedule, schedule.forwards())
+    )
+    parts = [fp.run(plan, params, (x[rows], t[rows])) for rows in (slice(0, 7), slice(7, 10))]
+    total = fp.accumulate(parts)
+    assert total.grads is None
+    assert 10.0 == total.weight
+    torch.testing.assert_close(total.loss, F.mse_loss(2.0 * x, t))
+    with pytest.raises(fp.PlanError, match="result 1 has gradients of other leaves than result 0"):
+        fp.accumulate([parts[0], fp.run(trains, params, (x, t))])
 
 
 def test_a_leaf_is_unused_if_no_part_used_it():
