@@ -76,7 +76,8 @@ def grouped(model: nn.Module) -> list[dict[str, Any]]:
     """Parameter groups by Trainer's rule: norms and biases do not decay."""
     decay = [one for name, one in model.named_parameters() if "norm" not in name and "bias" not in name]
     others = [one for name, one in model.named_parameters() if "norm" in name or "bias" in name]
-    assert decay and others
+    assert decay
+    assert others
     return [{"params": decay, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
