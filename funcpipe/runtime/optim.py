@@ -140,9 +140,10 @@ def _distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
 def accumulate(results: Iterable[Result]) -> Result:
     """Several runs over parts of one batch as one: exact, because every part counts by its weight.
 
-    Of an evaluation, which has no gradients, it makes the loss over all its batches. Losses and gradients are those of one run over all rows (those of sums are added); the state is that of the last run
-    (give each run the state of the one before). What comes out can be accumulated further, so ``total =
-    accumulate([total, result])`` after each run holds two sets of gradients at a time, however many the parts.
+    Losses and gradients are those of one run over all rows (those of sums are added); the state is that of the last run
+    (give each run the state of the one before). Evaluations have no gradients: it is their loss over all batches. What
+    comes out can be accumulated further, so ``total = accumulate([total, result])`` after each run holds two sets of
+    gradients at a time, however many the parts.
 
     >>> layer = fp.stage(lambda w, x: x * w)
     >>> plan = fp.make_plan([layer], fp.schedules.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu")

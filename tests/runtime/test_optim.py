@@ -240,9 +240,7 @@ def test_accumulated_evaluations_are_one():
     net, x = fp.stage(lambda p, x: x * p["w"]), torch.arange(10.0)
     params, t = ({"w": torch.tensor(2.0)},), torch.ones(10)
     schedule = fp.schedules.fill_drain(1, 2)
-    trains, plan = (
-        fp.make_plan([net], one, loss=F.mse_loss, devices="cpu") for one in (schedule, schedule.forwards())
-    )
+    trains, plan = (fp.make_plan([net], one, loss=F.mse_loss, devices="cpu") for one in (schedule, schedule.forwards()))
     parts = [fp.run(plan, params, (x[rows], t[rows])) for rows in (slice(0, 7), slice(7, 10))]
     total = fp.accumulate(parts)
     assert total.grads is None
