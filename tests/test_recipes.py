@@ -24,9 +24,13 @@ SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), fla
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """Recipes write files."""
+def surroundings(tmp_path, monkeypatch):
+    """Recipes write files. Lanes and plain loops have one thread: with another number a sum may have other bits."""
     monkeypatch.chdir(tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def recipe(heading: str) -> dict[str, Any]:
