@@ -47,7 +47,7 @@ def test_everything_that_is_chosen_fits_together(limit):
     assert choice.remat == any(a.kind is fp.Kind.R for order in choice.schedule.orders for a in order)
     values = [one.value for one in choice.tried[1:]]
     assert sorted(values) == values
-    assert 9 <= len(choice.tried) <= 12
+    assert 3 <= len(choice.tried) <= 12  # what its bound rules out is not tried
     assert choice.placement in str(choice)
 
 
