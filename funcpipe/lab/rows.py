@@ -1,4 +1,4 @@
-"""What must come before what, counted by rows: a row has the actions of one kind and stage, the k-th is the k-th to start.
+"""What must come before what, counted by rows: the actions of one kind and stage, in the order in which they start.
 
 Nothing here is about a certain microbatch, so it holds in whatever order they are, and for slices.
 """
@@ -14,12 +14,12 @@ from typing import NamedTuple, TypeAlias
 from funcpipe.lab.problem import ROUNDING, Problem
 from funcpipe.schedules.clock import F, I, R, W
 
-Row: TypeAlias = tuple[int, int]
+ActionRow: TypeAlias = tuple[int, int]
 """The code of a kind, and a stage. With remat (R, stage) makes the residuals: F where it is kept, else R."""
-Counts: TypeAlias = dict[Row, int]
+RowCounts: TypeAlias = dict[ActionRow, int]
 """How many of each row."""
-Ways: TypeAlias = Sequence[Counts]
-"""Counts of which one holds; {} is no condition."""
+Ways: TypeAlias = Sequence[RowCounts]
+"""RowCounts of which one holds; {} is no condition."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Rows:
 
     count: int
     device_of: tuple[int, ...]
-    lengths: dict[Row, float]
-    follows: dict[Row, list[tuple[Row, float]]]
-    after: dict[Row, list[Ways]]
-    before: dict[Row, list[Ways]]
+    lengths: dict[ActionRow, float]
+    follows: dict[ActionRow, list[tuple[ActionRow, float]]]
+    after: dict[ActionRow, list[Ways]]
+    before: dict[ActionRow, list[Ways]]
 
     @property
     def reversed(self) -> Rows:
@@ -48,8 +48,8 @@ class Rows:
 
         Where n of another row come before the k-th of this one, this one's from the k-th on come after each of those.
         """
-        follows: dict[Row, list[tuple[Row, float]]] = {row: [] for row in self.lengths}
-        later: dict[Row, list[Counts]] = {row: [{} for _ in range(self.count)] for row in self.lengths}
+        follows: dict[ActionRow, list[tuple[ActionRow, float]]] = {row: [] for row in self.lengths}
+        later: dict[ActionRow, list[RowCounts]] = {row: [{} for _ in range(self.count)] for row in self.lengths}
         for row, others in self.follows.items():
             for other, delay in others:
                 follows[other].append((row, delay))
@@ -57,7 +57,7 @@ class Rows:
                 for other in ways[0]:
                     for counts in later[other][: min(way.get(other, 0) for way in ways)]:
                         counts.setdefault(row, self.count - number)
-        after: dict[Row, list[Ways]] = {}
+        after: dict[ActionRow, list[Ways]] = {}
         for row, column in later.items():
             pairs = list(zip(column, self.before[row], strict=True))[::-1]
             after[row] = [[self.once(most(counts, way)) for way in ways] for counts, ways in pairs]
@@ -65,9 +65,9 @@ class Rows:
         return Rows(self.count, self.device_of, lengths, follows, after, {})
 
     @cached_property
-    def of_device(self) -> dict[int, list[Row]]:
+    def of_device(self) -> dict[int, list[ActionRow]]:
         """The rows of each device."""
-        rows: dict[int, list[Row]] = {device: [] for device in self.device_of}
+        rows: dict[int, list[ActionRow]] = {device: [] for device in self.device_of}
         for row in self.lengths:
             rows[self.device_of[row[1]]].append(row)
         return rows
@@ -77,8 +77,8 @@ class Rows:
         """The code of what makes residuals."""
         return R if any(code == R for code, _ in self.lengths) else F
 
-    def once(self, counts: Counts) -> Counts:
-        """Counts without F beside as many or more that make their residuals: where those are kept it is the same actions.
+    def once(self, counts: RowCounts) -> RowCounts:
+        """RowCounts without F beside as many or more that make their residuals: where those are kept it is the same actions.
 
         Without the latter where there are more F.
         """
@@ -88,12 +88,12 @@ class Rows:
         return {row: n for row, n in counts.items() if row not in fewer or (R + F - row[0], row[1]) not in counts}
 
 
-def most(counts: Counts, others: Counts) -> Counts:
+def most(counts: RowCounts, others: RowCounts) -> RowCounts:
     """Both together."""
     return counts | {row: max(n, counts.get(row, 0)) for row, n in others.items()}
 
 
-class _Place(NamedTuple):
+class _Spot(NamedTuple):
     """A stage, and the stages of its device that come earlier and later; what makes their residuals."""
 
     stage: int
@@ -118,9 +118,9 @@ def rows_of(problem: Problem, first: int = 0) -> Rows:
         lengths |= {(R, stage): min(problem.forward[stage], problem.again[stage]) for stage in stages}
     lengths |= {(I, stage): inward[stage] for stage in reversed(stages)}
     lengths |= {(W, stage): weight[stage] for stage in stages}
-    follows: dict[Row, list[tuple[Row, float]]] = {row: [] for row in lengths}
-    after: dict[Row, list[Ways]] = {row: [] for row in lengths}
-    before: dict[Row, list[Ways]] = {row: [({},)] * count for row in lengths}
+    follows: dict[ActionRow, list[tuple[ActionRow, float]]] = {row: [] for row in lengths}
+    after: dict[ActionRow, list[Ways]] = {row: [] for row in lengths}
+    before: dict[ActionRow, list[Ways]] = {row: [({},)] * count for row in lengths}
     for stage in stages:
         if stage > first:
             follows[F, stage].append(((F, stage - 1), problem.waits[0][stage - 1]))
@@ -131,31 +131,31 @@ def rows_of(problem: Problem, first: int = 0) -> Rows:
         follows[W, stage].append(((I, stage), 0.0))
         local = [other for other in problem.local[problem.device_of[stage]] if other >= first]
         earlier, later = [other for other in local if other < stage], [other for other in local if other > stage]
-        place = _Place(stage, earlier, later, makes)
+        spot = _Spot(stage, earlier, later, makes)
         for number in range(count):
             come = {(F, other): number + 1 for other in earlier}
             made = come | {(makes, other): number + 1 for other in (stage, *later)}
             back = made | {(I, other): number + 1 for other in later}
             if problem.remat:
                 after[F, stage].append([come | {(F, stage): number}])
-            freed = _room_for_one_more(problem, place, number)
+            freed = _room_for_one_more(problem, spot, number)
             after[makes, stage].append([come | {(makes, stage): number} | way for way in freed])
             after[I, stage].append([back | {(I, stage): number}])
             after[W, stage].append([back | {(I, stage): number + 1, (W, stage): number}])
-        before[I, stage] = [_left_at(problem, place, number, I) for number in range(count)]
-        before[W, stage] = [_left_at(problem, place, number, W) for number in range(count)]
+        before[I, stage] = [_left_at(problem, spot, number, I) for number in range(count)]
+        before[W, stage] = [_left_at(problem, spot, number, W) for number in range(count)]
     return Rows(count, problem.device_of, lengths, follows, after, before)
 
 
-def _sizes(problem: Problem, place: _Place) -> tuple[float, float, float]:
+def _sizes(problem: Problem, spot: _Spot) -> tuple[float, float, float]:
     """The limit of a device; what a microbatch holds at least between F and I of a stage, and between its I and W.
 
     Between F and I the earlier stages of the device hold it too, unless they may have dropped it.
     """
     residual = problem.residual
-    whole = residual[place.stage] + (0.0 if problem.remat else sum(residual[other] for other in place.earlier))
-    limit = inf if problem.offload else problem.limits[problem.device_of[place.stage]] * (1 + ROUNDING)
-    return limit, whole, min(problem.rest[place.stage], residual[place.stage])
+    whole = residual[spot.stage] + (0.0 if problem.remat else sum(residual[other] for other in spot.earlier))
+    limit = inf if problem.offload else problem.limits[problem.device_of[spot.stage]] * (1 + ROUNDING)
+    return limit, whole, min(problem.rest[spot.stage], residual[spot.stage])
 
 
 def _fitting(room: float, size: float, most: int) -> int:
@@ -163,7 +163,7 @@ def _fitting(room: float, size: float, most: int) -> int:
     return floor(min(most, room / size)) if size else most
 
 
-def _room_for_one_more(problem: Problem, place: _Place, number: int) -> Ways:
+def _room_for_one_more(problem: Problem, spot: _Spot, number: int) -> Ways:
     """What has ended when residual number k of a stage comes, for it to fit: a way for each number i of its I that may have.
 
     Then k + 1 - i microbatches are whole, on this stage and on the earlier ones of its device. What else lies there must
@@ -175,8 +175,8 @@ def _room_for_one_more(problem: Problem, place: _Place, number: int) -> Ways:
     most that do. So number k comes here only after number k - c there (``ahead`` - 1), and what later stages have made
     by then lies there unless their I has run.
     """
-    stage, earlier, later, makes = place
-    limit, whole, _ = _sizes(problem, place)
+    stage, earlier, later, makes = spot
+    limit, whole, _ = _sizes(problem, spot)
     if limit == inf:
         return [{}]
     ahead = 0
@@ -184,12 +184,12 @@ def _room_for_one_more(problem: Problem, place: _Place, number: int) -> Ways:
         beside = limit - sum(problem.residual[other] for other in later)
         ahead = number + 1 - max(1, _fitting(beside, whole, number + 1))
     others = later if problem.remat else (*earlier, *later)
-    ways: list[Counts] = []
+    ways: list[RowCounts] = []
     for backwards in range(number + 1):
         room = limit - (number + 1 - backwards) * whole
         if room < 0:
             continue
-        way: Counts = {(I, stage): backwards}
+        way: RowCounts = {(I, stage): backwards}
         for other in (stage, *others):
             residual, rest = problem.residual[other], min(problem.rest[other], problem.residual[other])
             made = backwards if other <= stage else max(backwards, ahead)
@@ -203,22 +203,22 @@ def _room_for_one_more(problem: Problem, place: _Place, number: int) -> Ways:
     return ways or [{}]
 
 
-def _left_at(problem: Problem, place: _Place, number: int, code: int) -> Ways:
+def _left_at(problem: Problem, spot: _Spot, number: int, code: int) -> Ways:
     """What is still to come when I or W number k of a stage ends: the more of one kind the less of another.
 
     What its device has begun until then did fit: so many F at most with so many I and W.
     """
-    limit, whole, rest = _sizes(problem, place)
-    count, stage = problem.num_microbatches, place.stage
+    limit, whole, rest = _sizes(problem, spot)
+    count, stage = problem.num_microbatches, spot.stage
     if limit == inf:
         return [{}]
-    ways: list[Counts] = []
+    ways: list[RowCounts] = []
     for backwards, weights in _done_at(number, code, count):
         room = limit - (backwards - weights) * rest
         begun = min(count, backwards + _fitting(room, whole, count)) if room >= 0 else 0
         if begun >= max(backwards, number + 1):
             left = {
-                (place.makes, stage): begun,
+                (spot.makes, stage): begun,
                 (I, stage): max(backwards, number + 1),
                 (W, stage): weights + (code == W),
             }

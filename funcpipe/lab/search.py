@@ -184,13 +184,14 @@ def search(
         variants = [form for variant in best.variants(problem) for form in forms(variant)]
         for turn, (variant, lift) in enumerate(variants):
             left = (len(problems) - number) * len(variants) - turn
-            part = budget.part((0.45 if exact else 0.9) / left)
+            share = 0.9 if _too_many(problem) else 0.5
+            part = budget.part(share * (0.5 if exact else 1.0) / left)
             like = best.schedule if best.problem is problem and variant.device_of == problem.device_of else None
             for listed in climb(variant, part, Random(seed), good=best.bound, like=like):
                 best.offer(problem, lift(as_schedule(listed.lanes, "search", problem.num_slices)), "rules")
                 if best.done:
                     break
-    best.polish(Random(seed), share=0.5 if exact else 0.9)
+    best.polish(Random(seed), share=0.5 if exact else 1.0)
     best.sharpen(problems)
     if exact:
         best.prove(problems, seed)
@@ -268,8 +269,8 @@ class _Best:
         self.schedule, self._timeline = schedule, timeline
 
     def _peaks(self, problem: Problem, schedule: Schedule) -> Sequence[float]:
-        """The most memory of each device. Where only residuals count it hangs on the order alone, not on times."""
-        if _handed(problem):
+        """The most memory of each device. Of residuals that stay it hangs on the order alone, not on times."""
+        if _handed(problem) or problem.offload:
             return simulate(schedule, problem.cost).peak
         return [residual_peak(order, schedule, problem.cost) for order in schedule.orders]
 
@@ -295,15 +296,15 @@ class _Best:
         return [*without_remat, tight, *without_limits]
 
     def polish(self, rng: Random, share: float) -> None:
-        """Spend what is left, or a share of it, on moving single actions of the best."""
+        """Spend what is left, or a share of it, on moving single actions of the best; some seconds remain for the bounds."""
         if self.schedule is None or self.problem is None or self.done or self.budget.spent:
             return
-        if sum(map(len, self.schedule.orders)) > _POLISHED:
+        if _too_many(self.problem):
             return
         slices = self.problem.num_slices
         lanes = coded(self.schedule.orders, slices)
-        bench = Bench(self.tight(self.problem))
-        for better in polish(bench, lanes, rng, self.budget.part(share), good=self.bound):
+        bench = Bench(replace(self.tight(self.problem), offload=self.problem.offload))
+        for better in polish(bench, lanes, rng, self.budget.part(share, of_seconds=0.9 * share), good=self.bound):
             self._offer(self.problem, as_schedule(better, self.schedule.name, slices), "moves")
 
     def sharpen(self, problems: Sequence[Problem]) -> None:
@@ -352,6 +353,11 @@ class _Best:
             self.budget.evaluations,
             ended,
         )
+
+
+def _too_many(problem: Problem) -> bool:
+    """Are there too many actions to move single ones."""
+    return 3 * problem.num_stages * problem.num_microbatches > _POLISHED
 
 
 def _handed(problem: Problem) -> bool:

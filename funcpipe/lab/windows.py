@@ -19,7 +19,7 @@ from math import inf
 from operator import itemgetter
 
 from funcpipe.lab.problem import ROUNDING, Problem
-from funcpipe.lab.rows import Counts, Row, Rows, Ways, most, rows_of
+from funcpipe.lab.rows import ActionRow, RowCounts, Rows, Ways, most, rows_of
 from funcpipe.schedules.clock import F, R
 
 _PASSES = 8
@@ -43,8 +43,8 @@ class Windows:
     """
 
     rows: Rows
-    heads: dict[Row, list[float]]
-    tails: dict[Row, list[float]]
+    heads: dict[ActionRow, list[float]]
+    tails: dict[ActionRow, list[float]]
 
     @classmethod
     def of(cls, rows: Rows, ends: Sequence[float]) -> Windows:
@@ -76,11 +76,11 @@ class Windows:
         Where an action could come after another of its device only in a longer one, it comes before.
         """
         rows, new = self.rows, False
-        after: dict[Row, list[Ways]] = {}
+        after: dict[ActionRow, list[Ways]] = {}
         for row, column in self.heads.items():
             length, ways = rows.lengths[row], list[Ways]()
             for begin, known in zip(column, rows.after[row], strict=True):
-                earlier: Counts = {}
+                earlier: RowCounts = {}
                 for other in rows.of_device[rows.device_of[row[1]]]:
                     if other == row or (other[1] == row[1] and {other[0], row[0]} == {F, R}):
                         continue
@@ -156,7 +156,7 @@ def _views(problem: Problem) -> Iterator[tuple[Rows, Sequence[int], Sequence[flo
             yield rows_of(problem, stages[0]), [device], [0.0 if other == device else -inf for other in everywhere]
 
 
-def earliest(rows: Rows, begins: Mapping[Row, float]) -> dict[Row, list[float]]:
+def earliest(rows: Rows, begins: Mapping[ActionRow, float]) -> dict[ActionRow, list[float]]:
     """The earliest start of each action, by row and number, where none of a row starts before it ``begins``."""
     starts = {row: [begin] * rows.count for row, begin in begins.items()}
     for _ in range(_PASSES):
