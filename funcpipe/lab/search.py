@@ -30,6 +30,10 @@ _BEGINS = 0.4
 """Of the seconds, how many go into published and greedy schedules at most."""
 _POLISHED = 20_000
 """The most actions of a schedule whose single actions are moved; with more that takes too long."""
+_STEPS = 6
+"""How often the distance between the bound and what was found is halved."""
+_STEP = 100
+"""So many evaluations take about as long as one such step."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ def search(
             best.cut |= begins.late
             if best.done or begins.late:
                 break
-    best.sharpen(problems)
+    best.sharpen(problems, steps=1)
     for number, problem in enumerate(problems):
         if best.done or budget.late:
             break
@@ -192,7 +196,7 @@ def search(
                 if best.done:
                     break
     best.polish(Random(seed), share=0.5 if exact else 1.0)
-    best.sharpen(problems)
+    best.sharpen(problems, steps=_STEPS)
     if exact:
         best.prove(problems, seed)
     return best.found(problems)
@@ -307,12 +311,13 @@ class _Best:
         for better in polish(bench, lanes, rng, self.budget.part(share, of_seconds=0.9 * share), good=self.bound):
             self._offer(self.problem, as_schedule(better, self.schedule.name, slices), "moves")
 
-    def sharpen(self, problems: Sequence[Problem]) -> None:
-        """Raise the bounds of placements that could have something shorter."""
+    def sharpen(self, problems: Sequence[Problem], *, steps: int) -> None:
+        """Raise the bounds of placements that could have something shorter; a search of few evaluations does so less."""
+        steps = min(steps, self.budget.most // _STEP)
         for number, problem in enumerate(problems):
             bound = self.bounds[number]
             if bound.value < self.value < inf:
-                value = sharpened(problem, bound.value, self.value, lambda: self.budget.late)
+                value = sharpened(problem, bound.value, self.value, lambda: self.budget.late, steps=steps)
                 if value > bound.value * (1 + ROUNDING):
                     self.bounds[number] = LowerBound(value, "the orders that memory and ways leave to the devices")
 
