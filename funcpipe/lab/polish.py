@@ -1,21 +1,28 @@
-"""Make a schedule shorter by moving one action, or joining or parting two, at a time; it stays legal and within memory."""
+"""Make a schedule shorter by moving one action, or joining or parting two, at a time; it stays legal and within memory.
+
+Where a move needs more memory than there is, the residual that waits for longest is computed again or sent to the host, if
+the problem allows it; an R, or an O with its L, that is drawn goes where that fits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
 from funcpipe.lab.problem import ROUNDING, Budget, CodedAction, Problem, Score
 from funcpipe.schedules.clock import CODED, B, F, I, L, O, R, W, clock, durations_of, edges_of
-from funcpipe.schedules.memory import residual_table
+from funcpipe.schedules.memory import residual_table, running_sum
 
 _CLASS = {F: 0, R: 1, B: 2, I: 2, W: 3, O: 4, L: 5}
 """Actions of one class and stage keep their order: microbatches ascend, backwards of slices descend."""
 
 _REACH = 6
 """The most positions by which an action moves."""
+
+_RELIEFS = 3
+"""The most residuals that go at once."""
 
 _TURNS = 0.5
 """Where something can be hidden, how often two are joined or parted, else an action moves; and of those that move, how many
@@ -38,43 +45,100 @@ class Bench:
         self.frees = [[size / slices for size in table[kind][1]] for kind in CODED]
 
     def score(self, lanes: Sequence[Sequence[CodedAction]], joined: Sequence[Iterable[int]] = ()) -> Score | None:
-        """The score of orders; None where they deadlock. ``joined``: where each has pairs that overlap."""
+        """The score of orders; None where they deadlock, or hold too much while residuals are on their way.
+
+        ``joined``: where each has pairs that overlap.
+        """
         problem = self.problem
         pairs = [{at: self.both(lane[at], lane[at + 1]) for at in places} for lane, places in zip(lanes, joined)]
         ticks = clock(lanes, problem.device_of, problem.num_microbatches, self.durations, self.edges, pairs)
         if ticks.stuck:
             return None
-        ends = [
-            row[-1] + self.durations[lane[-1][0]][lane[-1][1]] for row, lane in zip(ticks.starts, lanes, strict=True)
-        ]
-        for device, lengths in enumerate(pairs):
-            at = len(lanes[device]) - 2
-            if at in lengths:
-                ends[device] = ticks.starts[device][at] + lengths[at]
-        return problem.score((row[0] for row in ticks.starts), ends)
+        ends = [self._ends(*row) for row in zip(lanes, ticks.starts, pairs or [{}] * len(lanes), strict=True)]
+        if problem.offload and not all(map(self._fits_in_time, range(len(lanes)), lanes, ticks.starts, ends)):
+            return None
+        return problem.score((row[0] for row in ticks.starts), [row[-1] for row in ends])
+
+    def _ends(
+        self, lane: Sequence[CodedAction], starts: Sequence[float], pairs: Mapping[int, float]
+    ) -> Sequence[float]:
+        """When each action of a device ends; two that overlap end together."""
+        ends = [start + self.durations[code][stage] for (code, stage, _), start in zip(lane, starts, strict=True)]
+        for at, length in pairs.items():
+            ends[at] = ends[at + 1] = starts[at] + length
+        return ends
+
+    def _fits_in_time(
+        self, device: int, lane: Sequence[CodedAction], starts: Sequence[float], ends: Sequence[float]
+    ) -> bool:
+        """Does a device stay within its limit; what leaves for the host lies there until it is gone."""
+        if not any(code == O for code, _, _ in lane):
+            return True  # then schedules that hold too much are for others to relieve
+        again = {(stage, m) for code, stage, m in lane if code == R}
+        changes: list[tuple[float, float, float]] = []
+        for place, ((code, stage, m), start, end) in enumerate(zip(lane, starts, ends, strict=True)):
+            if code != F or (stage, m) not in again:
+                changes.append((start, 2 * place, self.takes[code][stage]))
+            changes.append((end, 2 * place + 1, -self.frees[code][stage]))
+        levels = (level for _, level in running_sum(changes))
+        return max(levels) <= self.problem.limits[device] * (1 + ROUNDING)
 
     def both(self, one: CodedAction, other: CodedAction) -> float:
         """The time of two that overlap."""
         share = 1 / self.problem.num_slices
         return self.problem.cost.both((CODED[one[0]], one[1], share), (CODED[other[0]], other[1], share))
 
-    def fits(self, device: int, lane: Sequence[CodedAction], joined: Container[int] = ()) -> bool:
-        """Do the residuals of a device stay within its memory limit. ``joined``: where it has pairs that overlap."""
+    def fits(self, device: int, lane: Lane) -> bool:
+        """Do the residuals of a device stay within its memory limit."""
+        return self.overflow(device, lane) < 0
+
+    def overflow(self, device: int, lane: Lane) -> int:
+        """The position of the first action for which there is no room on a device; -1: there is for all."""
         limit = self.problem.limits[device] * (1 + ROUNDING)
-        again = {(stage, m) for code, stage, m in lane if code == R}
+        again = {(stage, m) for code, stage, m in lane.actions if code == R}
+        joined = lane.joined
         memory = late = 0.0
         takes, frees = self.takes, self.frees
-        for at, (code, stage, microbatch) in enumerate(lane):
+        for at, (code, stage, microbatch) in enumerate(lane.actions):
             if code != F or (stage, microbatch) not in again:
                 memory += takes[code][stage]
                 if memory > limit:
-                    return False
+                    return at
             if joined and at in joined:
                 late = frees[code][stage]
                 continue
             memory -= frees[code][stage] + late
             late = 0.0
-        return True
+        return -1
+
+    def relieved(self, device: int, lane: Lane, rng: Random) -> Lane | None:
+        """A lane that holds too much, with some residuals less while it does; None where that did not succeed."""
+        for _ in range(_RELIEFS):
+            position = self.overflow(device, lane)
+            if position < 0:
+                return lane
+            relieved = self._without_longest(lane.actions, position, rng)
+            if relieved is None:
+                return None
+            lane = lane.of(relieved)
+        return lane if self.fits(device, lane) else None
+
+    def _without_longest(self, lane: list[CodedAction], position: int, rng: Random) -> list[CodedAction] | None:
+        """A lane where the residual with the last backward, of those that are there, is computed again or moved away."""
+        problem = self.problem
+        gone = {(stage, m) for code, stage, m in lane if code in (O, R)}
+        held = {(stage, m): at for at, (code, stage, m) in enumerate(lane[: position + 1]) if code == F}
+        for at in reversed(range(position + 1, len(lane))):
+            code, stage, m = lane[at]
+            begun = held.get((stage, m), position + 1)
+            if code not in (B, I) or begun > position or (stage, m) in gone:
+                continue
+            if problem.remat and not (problem.offload and rng.random() < 0.5):
+                return [*lane[:at], (R, stage, m), *lane[at:]]
+            if problem.offload and begun < position:
+                back = at if rng.random() < 0.5 else rng.randint(position + 1, at)
+                return [*lane[: begun + 1], (O, stage, m), *lane[begun + 1 : back], (L, stage, m), *lane[back:]]
+        return None
 
 
 class Lane(NamedTuple):
@@ -88,11 +152,15 @@ class Lane(NamedTuple):
         """Where its pairs are."""
         return [at for at, pair in enumerate(pairwise(self.actions)) if pair in self.pairs] if self.pairs else []
 
+    def of(self, actions: list[CodedAction]) -> Lane:
+        """With other actions; pairs that are no neighbours any more are none."""
+        return Lane(actions, self.pairs.intersection(pairwise(actions)) if self.pairs else self.pairs)
+
     def moved(self, position: int, target: int) -> Lane:
-        """With an action elsewhere; pairs that are no neighbours any more are none."""
+        """With an action elsewhere."""
         actions = self.actions[:position] + self.actions[position + 1 :]
         actions.insert(target, self.actions[position])
-        return Lane(actions, self.pairs.intersection(pairwise(actions)) if self.pairs else self.pairs)
+        return self.of(actions)
 
     def turned(self, position: int) -> Lane | None:
         """With a pair more, or less; None where these two cannot overlap."""
@@ -142,7 +210,6 @@ def polish(bench: Bench, lanes: Sequence[Lane], rng: Random, budget: Budget, *, 
     """
     lanes = list(lanes)
     joined = [lane.joined for lane in lanes]
-    hides = bench.problem.cost.hides
     best = bench.score([lane.actions for lane in lanes], joined)
     if best is None:
         return
@@ -151,18 +218,10 @@ def polish(bench: Bench, lanes: Sequence[Lane], rng: Random, budget: Budget, *, 
         tries += 1
         device = rng.randrange(len(lanes))
         lane, places = lanes[device], joined[device]
-        position = rng.randrange(len(lane.actions))
-        if hides and rng.random() < _TURNS:
-            changed = lane.turned(position)
-        else:
-            low, high = bounds_of(lane.actions, position)
-            target = rng.randint(max(low, position - _REACH), min(high, position + _REACH))
-            changed = lane.moved(position, target) if target != position else None
-            if changed is not None and hides and rng.random() < _TURNS:
-                changed = changed.closed(target, target - 1, position, position - 1)
-        if changed is None or not bench.fits(device, changed.actions, places_of := changed.joined):
+        changed = _changed(bench, device, lane, rng)
+        if changed is None:
             continue
-        lanes[device], joined[device] = changed, places_of
+        lanes[device], joined[device] = changed, changed.joined
         budget.spend()
         score = bench.score([lane.actions for lane in lanes], joined)
         if score is None or score > best:
@@ -172,3 +231,25 @@ def polish(bench: Bench, lanes: Sequence[Lane], rng: Random, budget: Budget, *, 
         best = score
         if shorter:
             yield lanes
+
+
+def _changed(bench: Bench, device: int, lane: Lane, rng: Random) -> Lane | None:
+    """A lane with one thing changed; None: that changes nothing, or has no room."""
+    hides = bench.problem.cost.hides
+    position = rng.randrange(len(lane.actions))
+    code, stage, microbatch = lane.actions[position]
+    if hides and rng.random() < _TURNS:
+        changed = lane.turned(position)
+        return changed if changed is not None and bench.fits(device, changed) else None
+    if code in (R, O, L) and rng.random() < (0.5 if code == R else 0.1):
+        kept = [action for action in lane.actions if action[1:] != (stage, microbatch) or action[0] not in (R, O, L)]
+        changed = lane.of(kept)
+        return changed if bench.fits(device, changed) else None
+    low, high = bounds_of(lane.actions, position)
+    target = rng.randint(max(low, position - _REACH), min(high, position + _REACH))
+    if target == position:
+        return None
+    changed = lane.moved(position, target)
+    if hides and rng.random() < _TURNS:
+        changed = changed.closed(target, target - 1, position, position - 1)
+    return changed if bench.fits(device, changed) else bench.relieved(device, changed, rng)

@@ -220,10 +220,10 @@ class Budget:
         self._ends = perf_counter() + seconds
         self._whole: Budget | None = None
 
-    def part(self, share: float) -> Budget:
-        """A budget with a share of what is left; what it spends is spent here too."""
+    def part(self, share: float, *, of_seconds: float | None = None) -> Budget:
+        """A budget with a share of what is left, perhaps another of the seconds; what it spends is spent here too."""
         left = self._ends - perf_counter()
-        part = Budget(int(share * (self.most - self.evaluations)), share * left)
+        part = Budget(int(share * (self.most - self.evaluations)), (share if of_seconds is None else of_seconds) * left)
         part._whole = self
         return part
 

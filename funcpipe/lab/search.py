@@ -32,6 +32,10 @@ _BEGINS = 0.4
 """Of the seconds, how many go into published and greedy schedules at most."""
 _POLISHED = 20_000
 """The most actions of a schedule whose single actions are moved; with more that takes too long."""
+_STEPS = 6
+"""How often the distance between the bound and what was found is halved."""
+_STEP = 100
+"""So many evaluations take about as long as one such step."""
 
 
 @dataclass(frozen=True)
@@ -181,22 +185,22 @@ def search(
             best.cut |= begins.late
             if best.done or begins.late:
                 break
-    best.sharpen(problems)
-    rules = 0.3 if cost.hides else 0.45 if exact else 0.9  # rules know no pairs
+    best.sharpen(problems, steps=1)
     for number, problem in enumerate(problems):
         if best.done or budget.late:
             break
         variants = [form for variant in best.variants(problem) for form in forms(variant)]
         for turn, (variant, lift) in enumerate(variants):
             left = (len(problems) - number) * len(variants) - turn
-            part = budget.part(rules / left)
+            share = 0.9 if _too_many(problem) else 0.3 if cost.hides else 0.5  # rules know no pairs
+            part = budget.part(share * (0.5 if exact else 1.0) / left)
             like = best.schedule if best.problem is problem and variant.device_of == problem.device_of else None
             for listed in climb(variant, part, Random(seed), good=best.bound, like=like):
                 best.offer(problem, lift(as_schedule(listed.lanes, "search", problem.num_slices)), "rules")
                 if best.done:
                     break
-    best.polish(Random(seed), share=0.5 if exact else 0.9)
-    best.sharpen(problems)
+    best.polish(Random(seed), share=0.5 if exact else 1.0)
+    best.sharpen(problems, steps=_STEPS)
     if exact:
         best.prove(problems, seed)
     return best.found(problems)
@@ -281,8 +285,8 @@ class _Best:
         self.schedule, self._timeline = schedule, timeline
 
     def _peaks(self, problem: Problem, schedule: Schedule) -> Sequence[float]:
-        """The most memory of each device. Where only residuals count it hangs on the order alone, not on times."""
-        if _handed(problem):
+        """The most memory of each device. Of residuals that stay it hangs on the order alone, not on times."""
+        if _handed(problem) or problem.offload:
             return simulate(schedule, problem.cost).peak
         return [residual_peak(order, schedule, problem.cost) for order in schedule.orders]
 
@@ -308,27 +312,30 @@ class _Best:
         return [*without_remat, tight, *without_limits]
 
     def polish(self, rng: Random, share: float) -> None:
-        """Spend what is left, or a share of it, on moving single actions of the best."""
+        """Spend what is left, or a share of it, on moving single actions of the best; some seconds remain for the bounds."""
         if self.schedule is None or self.problem is None or self.done or self.budget.spent:
             return
-        if sum(map(len, self.schedule.orders)) > _POLISHED:
+        if _too_many(self.problem):
             return
         problem, name, slices = self.problem, self.schedule.name, self.problem.num_slices
         lanes: list[Lane] = []
         for order, actions in zip(self.schedule.orders, coded(self.schedule.orders, slices), strict=True):
             joined = self.schedule.joined(order)
             lanes.append(Lane(actions, frozenset((actions[at], actions[at + 1]) for at in joined)))
-        for better in polish(Bench(self.tight(problem)), lanes, rng, self.budget.part(share), good=self.bound):
+        bench = Bench(replace(self.tight(problem), offload=problem.offload))
+        for better in polish(bench, lanes, rng, self.budget.part(share, of_seconds=0.9 * share), good=self.bound):
             moved = as_schedule((lane.actions for lane in better), name, slices)
             pairs = {(o[at], o[at + 1]) for o, lane in zip(moved.orders, better, strict=True) for at in lane.joined}
             self._offer(problem, replace(moved, pairs=frozenset(pairs)), "moves")
 
-    def sharpen(self, problems: Sequence[Problem]) -> None:
-        """Raise the bounds of placements that could have something shorter."""
+    def sharpen(self, problems: Sequence[Problem], *, steps: int) -> None:
+        """Raise the bounds of placements that could have something shorter; a search of few evaluations does so less."""
+        steps = min(steps, self.budget.most // _STEP)
         for number, problem in enumerate(problems):
             bound = self.bounds[number]
             if bound.value < self.value < inf:
-                value = sharpened(problem.computing, bound.value, self.value, lambda: self.budget.late)
+                computing = problem.computing
+                value = sharpened(computing, bound.value, self.value, lambda: self.budget.late, steps=steps)
                 if value > bound.value * (1 + ROUNDING):
                     self.bounds[number] = LowerBound(value, "the orders that memory and ways leave to the devices")
 
@@ -369,6 +376,11 @@ class _Best:
             self.budget.evaluations,
             ended,
         )
+
+
+def _too_many(problem: Problem) -> bool:
+    """Are there too many actions to move single ones."""
+    return 3 * problem.num_stages * problem.num_microbatches > _POLISHED
 
 
 def _handed(problem: Problem) -> bool:

@@ -28,8 +28,6 @@ _ROUNDS = 4
 """How often orders that follow from a time give further ones, at most."""
 _MOST = 400_000
 """The most actions, times those of a device, for which windows are worked out; with more that takes more than a second."""
-_STEPS = 6
-"""How often the distance between a bound and what was found is halved."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def windows_bound(problem: Problem) -> tuple[float, int]:
     return best
 
 
-def sharpened(problem: Problem, bound: float, value: float, late: Callable[[], bool]) -> float:
+def sharpened(problem: Problem, bound: float, value: float, late: Callable[[], bool], *, steps: int) -> float:
     """A bound between one and what was found, by halving: does any schedule take no longer than this.
 
     Args:
@@ -111,9 +109,10 @@ def sharpened(problem: Problem, bound: float, value: float, late: Callable[[], b
         bound: a bound.
         value: what was found.
         late: is the time over.
+        steps: how often the distance is halved; the first asks whether anything shorter than what was found exists.
     """
     low, high, middle = bound, value, value * (1 - 2 * ROUNDING)  # first whether nothing shorter was left to find
-    for _ in range(_STEPS):
+    for _ in range(steps):
         if late() or low >= value * (1 - 4 * ROUNDING):
             break
         if not any(_refutes(rows, devices, ends, middle) for rows, devices, ends in _views(problem)):

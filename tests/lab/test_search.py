@@ -144,6 +144,37 @@ def test_moving_actions_never_makes_it_longer_or_larger(data):
         value = after.makespan
 
 
+@pytest.mark.parametrize("allowed", ["remat", "offload"])
+def test_a_move_makes_room_for_itself(allowed):
+    """By R, or O and L: each shorter schedule takes the time that was said, and holds no more at any time than it may."""
+    cost = fp.Cost([2, 1, 2], [2, 2, 1], [1, 2, 2], offload=[1, 2, 1], comm=1, weight_residual=1.0)
+    kinds = set()
+    for seed in range(6):
+        schedule = fp.schedules.one_f_one_b(3, 5)
+        problem = Problem(cost, schedule.device_of, 5, (2.0, 2.0, 2.0), **{allowed: True})
+        bench = Bench(problem)
+        lanes = [
+            Lane([(CODE[kind], stage, m) for m in range(5) for kind in (fp.Kind.F, fp.Kind.I, fp.Kind.W)], frozenset())
+            for stage in range(3)
+        ]
+        for better in polish(bench, lanes, random.Random(seed), Budget(3_000, 60), good=0.0):
+            orders = [lane.actions for lane in better]
+            found = as_schedule(orders, "moved")
+            timeline = fp.simulate(found, cost)
+            assert bench.score(orders).value == pytest.approx(timeline.makespan)
+            assert problem.fits(timeline.peak)
+            kinds |= {action.kind for order in found.orders for action in order}
+    assert (fp.Kind.R if allowed == "remat" else fp.Kind.O) in kinds
+
+
+def test_the_host_takes_what_two_residuals_do_not_leave_room_for():
+    """Moves find where it pays; no rule and no family does."""
+    options = {"num_devices": 4, "num_microbatches": 8, "memory_limit": 2, "evaluations": 5_000, "seconds": 300}
+    found, plain = (fp.search(fp.Cost(offload=0.5), offload=offload, **options) for offload in (True, False))
+    assert found.makespan <= 34 < 41 == plain.makespan
+    assert max(found.peak) <= 2
+
+
 def test_an_action_moves_past_those_of_others_only():
     """Not past its own stage's of the same microbatch, nor past the same kind of its stage."""
     lane = [(CODE[a.kind], a.stage, a.microbatch) for a in fp.schedules.zb_h2(2, 3).orders[1]]

@@ -72,8 +72,8 @@ def test_no_bound_is_above_a_proven_optimum(allowed, seeds, sharp):
         bound = lower_bound(problem).value
         assert bound <= makespan * (1 + 1e-9), one
         for value in (makespan, makespan * 1.1, makespan + 7.0):
-            assert bound <= sharpened(problem, bound, value, never) <= makespan * (1 + 1e-9), one
-        equal += sharpened(problem, bound, makespan, never) >= makespan * (1 - 1e-9)
+            assert bound <= sharpened(problem, bound, value, never, steps=6) <= makespan * (1 + 1e-9), one
+        equal += sharpened(problem, bound, makespan, never, steps=6) >= makespan * (1 - 1e-9)
     assert equal >= sharp * len(seeds)
 
 
@@ -108,7 +108,7 @@ def test_no_order_beats_the_windows(seed):
         )
         value = problem.value(timeline)
         assert windows_bound(problem)[0] <= value * (1 + 1e-9)
-        assert sharpened(problem, 0.0, value * 1.05 + 1e-6, never) <= value * (1 + 1e-9)
+        assert sharpened(problem, 0.0, value * 1.05 + 1e-6, never, steps=6) <= value * (1 + 1e-9)
 
 
 def _all_actions(rng, stages, microbatches, slices, *, again):
