@@ -109,6 +109,7 @@ def reference(one: Instance, known: fp.Schedule | None, *, seconds: float, worke
         solver.parameters.max_time_in_seconds = share * seconds
         solver.parameters.num_workers = workers
         solver.parameters.interleave_search = workers == 1
+        solver.parameters.catch_sigint_signal = False  # afterwards Ctrl-C would end Python without a word
         status = solver.Solve(model.cp)
         if not (moving and ordered) and status != cp_model.INFEASIBLE:
             bound = max(bound, solver.BestObjectiveBound())

@@ -25,7 +25,7 @@ def test_the_script_runs_with_one_process_and_with_two(tmp_path):
             str(count),
             script,
         ]
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=tmp_path, timeout=100)
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=tmp_path, timeout=200)
         assert 0 == done.returncode, done.stderr
         losses.append(float(done.stdout.strip()))
     assert losses[0] == losses[1] < 0.4

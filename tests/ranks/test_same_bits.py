@@ -14,7 +14,7 @@ def test_every_schedule(pools, size):
         assert [] == wrong
 
 
-@pytest.mark.parametrize(("size", "compiled"), [(2, False), (2, True), (4, False)])
+@pytest.mark.parametrize(("size", "compiled"), [(2, False), pytest.param(2, True, marks=pytest.mark.slow), (4, False)])
 def test_slices(pools, size, compiled):
     """Carries stay in their process; lengths are agreed on."""
     for wrong in pools(size).all("sliced", compiled, seconds=110):
