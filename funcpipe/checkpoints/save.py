@@ -162,10 +162,10 @@ def save(
     telling: Telling = nullcontext if ranks is None else ranks.telling
     leads = rank == replica == 0
     with telling():
-        here = range(len(params)) if ranks is None else ranks.stages
         states = _states(model, state)
         _check(model, params, states, step)
         names = names_of(model, params, states)
+        here = range(len(params)) if ranks is None else ranks.stages
         tensors = _saved(model, names, params, states, here, first=rank == 0)
         kept, numbers, groups = _optimizer(optimizer, names, params, here)
         rows = {"model": tensors, "optimizer": kept}
@@ -267,7 +267,9 @@ def _states(model: Any, state: Sequence[Tree] | None) -> Sequence[Tree]:
 def _check(model: Any, params: Any, state: Any, step: Any) -> None:
     count = len(getattr(model, "stages", ()))
     for name, trees in (("params", params), ("state", state)):
-        if not isinstance(trees, (tuple, list)) or (count and len(trees) != count):
+        if count and (
+            not isinstance(trees, (tuple, list)) or len(trees) != count
+        ):  # what has no stages is refused below
             raise CheckpointError(
                 f"{name} is a tuple with one tree for each of {count} stages; got a {type(trees).__name__}"
             )

@@ -214,9 +214,18 @@ class Cost:
         Args:
             one: kind, stage, and which share of its microbatch's time it takes (of a whole microbatch 1).
             other: the same.
+
+        Raises:
+            ScheduleError: one of them is something else.
         """
-        alone = [self.of(kind, stage) * share for kind, stage, share in (one, other)]
-        waits = [self._link(kind, stage) * share for kind, stage, share in (one, other)]
+        try:
+            alone = [self.of(kind, stage) * share for kind, stage, share in (one, other)]
+            waits = [self._link(kind, stage) * share for kind, stage, share in (one, other)]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise ScheduleError(
+                "both takes (kind, stage, share) twice, such as (fp.Kind.F, 0, 1.0), with stages that the cost has; got "
+                f"{one!r} and {other!r}"
+            ) from None
         return max(sum(alone) - sum(waits), sum(waits), *alone)
 
     @property

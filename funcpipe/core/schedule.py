@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -95,13 +95,20 @@ ACTION = re.compile(
 Pair = tuple[Action, Action]
 """Two actions of a device, one after the other in its order, that overlap."""
 
-_WORDS = re.compile(r"\(\s*([^\s()]+)\s+([^\s()]+)\s*\)|(\S+)")
+_WORDS = re.compile(r"\(\s*([^\s()]+)\s+([^\s()]+)\s*\)(?!\S)|(\([^()]*\)\S*|\S+)")
 
 
 def words_of(line: str) -> Iterator[tuple[str, ...]]:
     """The words of a line, each alone, or two together where they stand as a pair: ``(0F3 1B1)``."""
     for first, second, alone in _WORDS.findall(line):
         yield (alone,) if alone else (first, second)
+
+
+def unread(word: str) -> str:
+    """What is wrong with a word that is no action."""
+    if "(" in word or ")" in word:
+        return "is no pair: in parentheses stand two actions, with a space between them, and around the parentheses"
+    return "is no action"
 
 
 @dataclass(frozen=True)
@@ -124,8 +131,8 @@ class Schedule:
     pairs: frozenset[Pair] = frozenset()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.orders, tuple) or not all(isinstance(order, tuple) for order in self.orders):
-            object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
+        if type(self.orders) is not tuple or not all(type(order) is tuple for order in self.orders):
+            object.__setattr__(self, "orders", _rows(self.orders))
         if not isinstance(self.pairs, frozenset):
             object.__setattr__(self, "pairs", _frozen(self.pairs))
 
@@ -151,7 +158,7 @@ class Schedule:
         for number, line in enumerate(text.split("\n"), 1):
             groups = [*words_of(line.partition("#")[0])]
             bad = [word for group in groups for word in group if ACTION.fullmatch(word) is None]
-            faults += [f"line {number}: {word!r} is no action" for word in bad]
+            faults += [f"line {number}: {word!r} {unread(word)}" for word in bad]
             if groups and not bad:
                 read = [tuple(map(Action.parse, group)) for group in groups]
                 orders.append(tuple(action for group in read for action in group))
@@ -289,6 +296,17 @@ class Schedule:
         0F0 0F1
         """
         return self.reordered(select(self.orders, lambda action: action.kind is Kind.F), f"{self.name} forwards")
+
+
+def _rows(orders: Any) -> tuple[tuple[Any, ...], ...]:
+    """Orders as given, in lists. Raises ScheduleError for what has no rows; what are actions is for `check`."""
+    rows: list[tuple[Any, ...]] = []
+    for row in orders if isinstance(orders, Iterable) and not isinstance(orders, (str, Mapping)) else [orders]:
+        if isinstance(row, (str, Mapping, Action)) or not isinstance(row, Iterable):
+            read = "; Schedule.parse reads text, a line for each device" if isinstance(row, str) else ""
+            raise ScheduleError(f"orders has for each device a tuple of Actions; got {type(row).__name__}{read}")
+        rows.append(tuple(row))
+    return tuple(rows)
 
 
 def _frozen(pairs: Any) -> frozenset[Any]:

@@ -27,9 +27,14 @@ class ModelLoss:
         """The loss in an output. Raises PlanError where there is none."""
         loss = self.find(y)
         if loss is None:
-            missing = "loss" if self.path is None else f"loss at {'.'.join(map(str, self.path))}"
+            where, labels = f" at {'.'.join(map(str, self.path or ()))}", ""
+            if self.path is None:
+                where, labels = (
+                    "",
+                    "put labels among the inputs, ({..., 'labels': labels}, None), if that is where it is from; ",
+                )
             raise PlanError(
-                f"the model's output has no {missing}; its scalars are {scalars(y) or 'none'}; give "
+                f"the model's output has no loss{where}; its scalars are {scalars(y) or 'none'}; {labels}give "
                 "split(..., loss=path or function), or a loss of your own to make_plan(loss=)"
             )
         return loss

@@ -1,4 +1,4 @@
-"""Adds notes to common errors of torch in a stage or a loss: what the function got, and what to do."""
+"""Adds notes to common errors in a stage or a loss: what the function got, and what to do."""
 
 from __future__ import annotations
 
@@ -52,9 +52,20 @@ _HINTS = (
 )
 
 
+_LOOKS_FOR_ELSE = (KeyError, IndexError, AttributeError, TypeError)
+"""What is raised by code that looks for something else than what it got."""
+
+_OTHER_TREE = (
+    "if the function looks for something else than this: what one stage returns is what the next one gets, params has "
+    "one tree for each stage, in their order, and a plan without a loss takes the inputs alone, not (inputs, target)"
+)
+
+
 def explain(error: Exception, arguments: Mapping[str, Tree]) -> None:
-    """Note on a known error of torch what its function got, and a way out. Other errors stay as they are."""
+    """Note on a known error of torch, or of a look-up, what its function got, and a way out. Others stay as they are."""
     hint = next((text for pattern, text in _HINTS if re.search(pattern, str(error), re.IGNORECASE)), None)
+    if hint is None and type(error) in _LOOKS_FOR_ELSE:
+        hint = _OTHER_TREE
     if hint is None or isinstance(error, FuncpipeError):
         return
     parts = "; ".join(f"{name}: {described(tree)}" for name, tree in arguments.items())

@@ -15,7 +15,7 @@ from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import SPELLING
 from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import ACTION, Action, Pair, Schedule, words_of
+from funcpipe.core.schedule import ACTION, Action, Pair, Schedule, unread, words_of
 from funcpipe.schedules.legal import MOST_FAULTS
 
 VERSION = 1
@@ -267,7 +267,7 @@ def read_actions(words: Sequence[str], place: str, *, known: dict[str, Action], 
         action = known.get(word)
         if action is None:
             if ACTION.fullmatch(word) is None:
-                fault(f"{place}: {shown(word)} is no action; write {SPELLING}")
+                fault(f"{place}: {shown(word)} {unread(word)}; write {SPELLING}")
                 continue
             action = Action.parse(word)
             if not (_is_index(action.stage) and _is_index(action.microbatch)):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from funcpipe.core.errors import ScheduleError, bullets, raise_all
 from funcpipe.core.kinds import ADDS, COUNTED, KINDS, MOVES, ONCE, WHOLE, Flow, Kind, flowing
 from funcpipe.core.remembered import Remembered
-from funcpipe.core.schedule import Action, Schedule, action_of
+from funcpipe.core.schedule import Action, Schedule, action_of, select
 from funcpipe.schedules.clock import CODE, CODED, B, F, G, I, R, W, chain, clock, coded
 from funcpipe.schedules.pairs import apart, joined_units
 
@@ -51,13 +52,15 @@ def check(schedule: Schedule) -> None:
     ... except fp.ScheduleError as error:
     ...     print(error)
     schedule 'custom' is not legal:
-      * 0B0 on device 0 stands too early or too late: F comes first
-      * 0F0 on device 0 stands too early or too late: F comes first
+      * 0B0 on device 0 stands too early: F comes first
 
     Raises:
         ScheduleError: with all faults, each named like ``2F0 on device 1``; where devices wait for each other, with
             the picture of who waits for what.
     """
+    if not isinstance(schedule, Schedule):
+        read = "; Schedule.parse(text) reads one" if isinstance(schedule, str) else ""
+        raise ScheduleError(f"check takes a schedule; got a {type(schedule).__name__}{read}")
     examine(schedule)
 
 
@@ -69,9 +72,10 @@ def _examine(schedule: Schedule) -> Legal:
     stages, microbatches, slices = schedule.num_stages, schedule.num_pieces, schedule.num_slices
     lanes = tuple(coded(schedule.orders, slices))
     if stages * microbatches > 5 * sum(map(len, lanes)):  # absurd indices: named before anything is allocated by them
-        refuse(_gaps(schedule))
+        refuse(_gaps(schedule.orders) or ["most of its actions are missing"])
     rematted: frozenset[int] = frozenset()
     if not _plain(lanes, stages, microbatches, slices):
+        refuse(_gaps(select(schedule.orders, lambda action: action.kind not in COUNTED)))
         faults, rematted = _incomplete(lanes, stages, microbatches, slices, schedule.device_of)
         refuse(faults)
     refuse(apart(schedule))
@@ -110,6 +114,8 @@ def _malformed(schedule: Schedule) -> list[str]:
                         cut = cut or action
                         continue
             text = "write Action(Kind.F, stage, microbatch) with numbers from 0"
+            if isinstance(action, str):
+                text += ", or read words: Action.parse('0F0'), Schedule.parse('0F0 0B0')"
             if type(action) is Action and action.slice is not None:
                 text += f", or Action(Kind.F, stage, microbatch, slice); {' and '.join(map(str, WHOLE))} have no slice"
             faults.append(f"{_show(action)} on device {device} is no action: {text}")
@@ -121,10 +127,12 @@ def _malformed(schedule: Schedule) -> list[str]:
 
 
 def _show(action: Any) -> str:
-    try:
-        return str(action) if isinstance(action, Action) else repr(action)
-    except Exception:
-        return object.__repr__(action)
+    for shown in (str, repr) if isinstance(action, Action) else (repr,):
+        try:
+            return shown(action)
+        except Exception:
+            continue
+    return object.__repr__(action)
 
 
 def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int, slices: int) -> bool:
@@ -187,12 +195,13 @@ def _incomplete(
     """Faults in the whole: gaps, duplicates, stages on two devices, wrong order within a (stage, microbatch)."""
     faults: list[str] = []
     done = [bytearray(stages * microbatches) for _ in CODED]
-    needed = [[done[CODE[other]] for other in _before(kind)] for kind in CODED]
+    needed = [[(other, done[CODE[other]]) for other in _before(kind)] for kind in CODED]
     spoilt = [[done[CODE[other]] for other in _later(kind)] for kind in CODED]
     once_done: dict[int, Action] = {}  # by stage, the last action that wants all gradients of the stage to be there
     times: dict[int, int] = {}  # by stage, how often what is counted has stood
     begun: dict[int, Action] = {}  # by stage, its first action
     idle: dict[int, str] = {}  # by stage, what is counted and has served nothing so far
+    stands = {(code, stage, microbatch) for lane in lanes for code, stage, microbatch in lane}
     for device, lane in enumerate(lanes):
         for code, stage, microbatch in lane:
             at = stage * microbatches + microbatch
@@ -222,10 +231,12 @@ def _incomplete(
                         f"{action} on device {device} has a microbatch ({microbatch}); it stands once a batch"
                     )
                 continue
-            early = [number for number, row in enumerate(needed[code]) if not row[at]]
-            if early or any(row[at] for row in spoilt[code]):
-                rule = _rule(action.kind, early)
-                faults.append(f"{action} on device {device} stands too early or too late: {rule}")
+            awaited = next((kind for kind, row in needed[code] if not row[at]), None)
+            if awaited is None and any(row[at] for row in spoilt[code]):
+                faults.append(f"{action} on device {device} stands too late: {action.kind} comes before the backward")
+            elif awaited is not None and (CODE[awaited], stage, microbatch) in stands:  # else it is named as missing
+                rule = f"{awaited} comes first" if awaited is Kind.F else f"{action.kind} comes after {awaited}"
+                faults.append(f"{action} on device {device} stands too early: {rule}")
             if slices > 1:
                 faults += _out_of_turn(action, device, slices, done, at)
             if stage in once_done and action.kind in ADDS:
@@ -271,21 +282,8 @@ def _before(kind: Kind) -> list[Kind]:
 
 
 def _later(kind: Kind) -> tuple[Kind, ...]:
-    """What must not have stood yet."""
-    row = KINDS[kind]
-    if row.once:
-        return ()
-    if row.after is None:
-        return tuple(other for other in Kind if other is not kind and other not in (*ONCE, *COUNTED))
-    return ADDS if row.before_backward else ()
-
-
-def _rule(kind: Kind, early: list[int]) -> str:
-    """The rule that an action breaks; ``early`` numbers what should have stood before it."""
-    before = _before(kind)
-    if not early:
-        return f"{kind} comes before the backward" if before else f"{kind} comes first"
-    return f"{before[0]} comes first" if early[0] == 0 else f"{kind} comes after {before[early[0]]}"
+    """What must not have stood yet. (Of what an F comes too late for, each has said already that it stands too early.)"""
+    return ADDS if KINDS[kind].before_backward else ()
 
 
 def _unpaired(done: dict[Kind, bytearray], microbatches: int, slices: int) -> list[str]:
@@ -314,16 +312,18 @@ def _unpaired(done: dict[Kind, bytearray], microbatches: int, slices: int) -> li
     return faults
 
 
-def _gaps(schedule: Schedule) -> list[str]:
-    columns = [*zip(*[action for order in schedule.orders for action in order], strict=True)]
-    counts = {"stage": schedule.num_stages, "microbatch": schedule.num_microbatches, "slice": schedule.num_slices}
+def _gaps(orders: Sequence[Sequence[Action]]) -> list[str]:
+    """Numbers that no action has, though there are larger ones: counted from 1, or mistyped."""
+    columns = [*zip(*(action for order in orders for action in order), strict=True)][1:]
     faults: list[str] = []
-    for (what, count), column in zip(counts.items(), columns[1:], strict=True):
+    for what, column in zip(("stage", "microbatch", "slice"), columns, strict=False):
         present = sorted({number or 0 for number in column})
         missing = next((expected for expected, number in enumerate(present) if expected != number), None)
         if missing is not None:
-            faults.append(f"{what} {missing} is missing, but {what} {count - 1} stands; number them without gaps")
-    return faults or ["most of its actions are missing"]
+            faults.append(
+                f"{what} {missing} is missing, but {what} {present[-1]} stands; number them from 0, without gaps"
+            )
+    return faults
 
 
 def _waiting(schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], stuck: list[int]) -> str:

@@ -329,3 +329,31 @@ def test_ready_made_microbatches():
     result = fp.run(plan_of(F.cross_entropy), numbers(), tuple(cut))
     torch.testing.assert_close(result.loss, value)
     torch.testing.assert_close(list(result.grads), grads)
+
+
+class Tagger(nn.Module):
+    """Computes its loss itself, if it gets labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, tokens, labels=None):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return {"logits": x, "loss": None if labels is None else F.cross_entropy(x, labels)}
+
+
+@pytest.mark.parametrize("target", [None, torch.zeros(4, dtype=torch.long)], ids=["no labels", "labels as the target"])
+def test_a_model_that_computes_its_loss_gets_its_labels_among_the_inputs(target):
+    """Where they were forgotten, or are the target as elsewhere, the message says where they go."""
+    split = fp.split(Tagger(), 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=split.loss, devices="cpu")
+    tokens = torch.arange(4)
+    with pytest.raises(
+        fp.PlanError, match=r"output has no loss; .* put labels among the inputs, \({..., 'labels': labels}, None\)"
+    ):
+        fp.run(plan, split.params, ({"tokens": tokens}, target))
+    assert fp.run(plan, split.params, ({"tokens": tokens, "labels": tokens % 4}, None)).loss > 0

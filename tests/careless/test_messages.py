@@ -102,12 +102,41 @@ CASES = {
 }
 
 
+by_name = lambda p, x: x["item"] @ p["w"]
+OTHER_TREE = "what one stage returns is what the next one gets, params has one tree for each stage"
+CASES |= {
+    "key": ([fp.stage(by_name)], [{"w": W}], {"user": X}, None, r"x: \['user'\] float32 \[2, 3\]", OTHER_TREE, 0),
+    "params": ([fp.stage(by_name)], [{"v": W}], {"item": X}, None, r"params: \['v'\] float32", OTHER_TREE, 0),
+    "list": (
+        [fp.stage(lambda p, x: [x]), fp.stage(by_name)],
+        [(), {"w": W}],
+        X,
+        None,
+        r"x: \[0\] float32 \[2, 3\]",
+        OTHER_TREE,
+        1,
+    ),
+    "number": ([fp.stage(lambda p, x: x * p.exp())], [2.0], X, None, r"params: a float", OTHER_TREE, 0),
+    "no loss, a pair": (
+        [fp.stage(lambda p, x: F.embedding(x, p))],
+        [W],
+        ({"tokens": X.long()}, None),
+        None,
+        r"x: \[0\]\['tokens'\] int64 \[2, 3\], \[1\] None",
+        r"a plan without a loss takes the inputs alone, not \(inputs, target\)",
+        0,
+    ),
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_what_it_got_and_what_to_do(name, executor):
     stages, params, batch, loss, got, hint, stage = CASES[name]
-    plan = fp.make_plan(stages, fp.schedules.fill_drain(len(stages), 2), loss=loss, devices="cpu")
-    batch = batch if batch[1] is None or len(batch[1]) == 4 else (batch[0], torch.zeros(4, 2))
+    schedule = fp.schedules.fill_drain(len(stages), 2, backward=loss is not None)
+    plan = fp.make_plan(stages, schedule, loss=loss, devices="cpu")
+    if loss is not None and batch[1] is not None and len(batch[1]) != 4:
+        batch = batch[0], torch.zeros(4, 2)
     with pytest.raises(fp.StageError) as caught:
         fp.run(plan, tuple(params), batch, executor=executor)
     notes = "\n".join(caught.value.__notes__)

@@ -280,7 +280,11 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
             r"parse takes text, a line for each device, such as '0F0 0B0'; got a list",
         ),
         (lambda: fp.schedules.check(fp.Schedule.parse("0F0 1F0\n0B0 1B0")), "a stage lives on one device"),
-        (lambda: fp.schedules.check(fp.Schedule.parse("1F1 1B1")), "0F0 is missing"),
+        (lambda: fp.schedules.check(fp.Schedule.parse("1F1 1B1")), "number them from 0"),
+        (lambda: fp.Schedule(["0F0 0B0"]), r"a tuple of Actions; got str; Schedule.parse reads text"),  # pyright: ignore[reportArgumentType]
+        (lambda: fp.Schedule("0F0 0B0"), r"a tuple of Actions; got str; Schedule.parse reads text"),  # pyright: ignore[reportArgumentType]
+        (lambda: fp.Schedule((fp.Action(fp.Kind.F, 0, 0),)), r"a tuple of Actions; got Action$"),  # pyright: ignore[reportArgumentType]
+        (lambda: fp.Schedule({0: []}), r"a tuple of Actions; got dict$"),  # pyright: ignore[reportArgumentType]
         (lambda: fp.schedules.from_torch_csv("schedule.csv"), "row 1: 'schedule.csv' is no action"),
         (lambda: fp.schedules.from_torch_csv(b"0F0,0B0"), "from_torch_csv takes text; got a bytes"),
         (lambda: fp.schedules.from_json("0F0 0B0"), "this is no JSON that funcpipe reads"),

@@ -87,6 +87,19 @@ def test_the_models_own_names_and_the_index_of_transformers(tmp_path):
     assert all(torch.equal(tensors[name], tensor) for name, tensor in whole.items())
 
 
+def test_transformers_reads_a_folder_with_a_configuration(tmp_path):
+    """As the how-to says; without the configuration it is on its own, and may make a model of the default size."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 4, "num_attention_heads": 1}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=2))
+    split = fp.split(llama, 2)
+    fp.save(tmp_path, split, split.params, state=split.state)
+    folder = tmp_path / json.loads((tmp_path / "funcpipe.json").read_text())["folder"]
+    llama.config.save_pretrained(folder)
+    again = transformers.LlamaForCausalLM.from_pretrained(folder)
+    assert same(again.state_dict(), llama.state_dict())
+
+
 def test_tied_parameters_are_saved_once_and_loaded_everywhere(tmp_path):
     class Tied(nn.Module):
         def __init__(self):
@@ -281,6 +294,8 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):
         fp.save(tmp_path / "a", training.split, training.params, step=-1)
     with pytest.raises(fp.CheckpointError, match="what fp.split returns, or a plan"):
         fp.save(tmp_path / "a", model(), training.params)
+    with pytest.raises(fp.CheckpointError, match="what fp.split returns, or a plan; got a tuple"):
+        fp.save(training.split, training.params, tmp_path / "a")
     other = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=1.0)
     with pytest.raises(fp.CheckpointError, match="none of params"):
         fp.save(tmp_path / "a", training.split, training.params, optimizer=other)

@@ -58,32 +58,28 @@ ONE_FAULT = {
     "W twice": ("0F0\n1F0 1I0 1W0 1W0", ["1W0 on device 1 stands twice", "0B0 is missing (or 0I0 and 0W0)"]),
     "R twice": ("0F0 0R0 0R0 0B0", ["0R0 on device 0 stands twice"]),
     "R without a backward": ("0F0 0R0", ["0B0 is missing (or 0I0 and 0W0)"]),
-    "B before F": ("0B0 0F0", [
-        "0B0 on device 0 stands too early or too late: F comes first",
-        "0F0 on device 0 stands too early or too late: F comes first",
-    ]),
-    "W before I": ("0F0 0W0 0I0", ["0W0 on device 0 stands too early or too late: W comes after I"]),
-    "R before F": ("0R0 0F0 0B0", [
-        "0R0 on device 0 stands too early or too late: F comes first",
-        "0F0 on device 0 stands too early or too late: F comes first",
-    ]),
-    "R after B": ("0F0 0B0 0R0", ["0R0 on device 0 stands too early or too late: R comes before the backward"]),
-    "R after I": ("0F0 0I0 0R0 0W0", ["0R0 on device 0 stands too early or too late: R comes before the backward"]),
+    "B before F": ("0B0 0F0", ["0B0 on device 0 stands too early: F comes first"]),
+    "B without F": ("0F0 0B0\n1B0", ["1F0 is missing"]),
+    "W before I": ("0F0 0W0 0I0", ["0W0 on device 0 stands too early: W comes after I"]),
+    "R before F": ("0R0 0F0 0B0", ["0R0 on device 0 stands too early: F comes first"]),
+    "L before O": ("0F0 0L0 0O0 0B0", ["0L0 on device 0 stands too early: L comes after O"]),
+    "R after B": ("0F0 0B0 0R0", ["0R0 on device 0 stands too late: R comes before the backward"]),
+    "R after I": ("0F0 0I0 0R0 0W0", ["0R0 on device 0 stands too late: R comes before the backward"]),
     "W without I": ("0F0 0W0", [
-        "0W0 on device 0 stands too early or too late: W comes after I",
         "0B0 is missing (or 0I0 and 0W0)",
         "0I0 is missing: I and W come in pairs",
     ]),
-    "W beside B": ("0F0 0B0 0W0", [
-        "0W0 on device 0 stands too early or too late: W comes after I",
-        "0I0 is missing: I and W come in pairs",
-    ]),
+    "W beside B": ("0F0 0B0 0W0", ["0I0 is missing: I and W come in pairs"]),
     "stage on two devices": ("0F0 1F0\n0F1 1F1", [
         "0F0 on device 0: stage 0 lives on device 1 too; a stage lives on one device",
         "1F0 on device 0: stage 1 lives on device 1 too; a stage lives on one device",
     ]),
-    "microbatch gap": ("0F0 0F2", ["0F1 is missing"]),
-    "stage gap": ("0F0\n2F0", ["1F0 is missing"]),
+    "microbatch gap": ("0F0 0F2", ["microbatch 1 is missing, but microbatch 2 stands; number them from 0, without gaps"]),
+    "stage gap": ("0F0\n2F0", ["stage 1 is missing, but stage 2 stands; number them from 0, without gaps"]),
+    "counted from 1": ("1F1 1B1 1F2 1B2\n2F1 2B1 2F2 2B2", [
+        "stage 0 is missing, but stage 2 stands; number them from 0, without gaps",
+        "microbatch 0 is missing, but microbatch 2 stands; number them from 0, without gaps",
+    ]),
 }  # fmt: skip
 
 
@@ -96,9 +92,8 @@ def test_each_kind_of_fault_is_named_by_action_and_device(text: str, expected: l
 def test_faults_of_all_kinds_come_in_one_message() -> None:
     """One run of check, one list to mend."""
     expected = [
-        "1B0 on device 1 stands too early or too late: F comes first",
-        "1F0 on device 1 stands too early or too late: F comes first",
-        "1W1 on device 1 stands too early or too late: W comes after I",
+        "1B0 on device 1 stands too early: F comes first",
+        "1W1 on device 1 stands too early: W comes after I",
         "2F0 on device 2 stands twice",
         "0F2 is missing",
         "2F2 is missing",
@@ -115,8 +110,16 @@ def test_faults_of_all_kinds_come_in_one_message() -> None:
 
 def test_a_very_wrong_schedule_shows_twenty_faults_and_counts_the_rest() -> None:
     """A message is for reading."""
-    lines = faults_of("\n".join(f"{stage}F9 {stage}B9" for stage in range(5)))
-    assert (21, "and 70 more") == (len(lines), lines[-1])
+    lines = faults_of("\n".join(f"{stage}F{stage} {stage}B{stage}" for stage in range(5)))
+    assert (21, "and 20 more") == (len(lines), lines[-1])
+
+
+def test_what_is_no_schedule_is_refused() -> None:
+    """Text, rows of another library: check says what it takes, and who reads text."""
+    with pytest.raises(ScheduleError, match=r"^check takes a schedule; got a str; Schedule.parse\(text\) reads one$"):
+        check("0F0 0B0")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ScheduleError, match=r"^check takes a schedule; got a list$"):
+        check([["0F0"]])  # pyright: ignore[reportArgumentType]
 
 
 def test_a_schedule_without_devices_is_refused() -> None:
@@ -153,6 +156,8 @@ def test_entries_that_are_no_actions_are_shown(entry: object, shown: str) -> Non
     """None (another library's bubble), text, plain tuples, other numbers; check may not fail on any."""
     schedule = Schedule(((Action(Kind.F, 0, 0),), (entry,)))  # pyright: ignore[reportArgumentType]
     rest = "on device 1 is no action: write Action(Kind.F, stage, microbatch) with numbers from 0"
+    if isinstance(entry, str):
+        rest += ", or read words: Action.parse('0F0'), Schedule.parse('0F0 0B0')"
     assert [f"{shown} {rest}"] == faults_of(schedule)
 
 
@@ -160,8 +165,8 @@ def test_an_entry_that_cannot_be_shown_does_not_hide_the_fault() -> None:
     """A repr or str that raises is replaced."""
     odd = Action("F", 0, 0)  # pyright: ignore[reportArgumentType]
     lines = faults_of(Schedule(((_Rude(), odd),)))  # pyright: ignore[reportArgumentType]
-    assert ["_Rude object at", "Action object at"] == [
-        word for word, line in zip(("_Rude object at", "Action object at"), lines, strict=True) if word in line
+    assert ["_Rude object at", "Action(kind='F', stage=0,"] == [
+        word for word, line in zip(("_Rude object at", "Action(kind='F', stage=0,"), lines, strict=True) if word in line
     ]
 
 
@@ -175,7 +180,9 @@ def test_all_malformed_entries_and_empty_devices_come_at_once() -> None:
 def test_an_absurd_microbatch_is_a_gap_not_an_allocation() -> None:
     """A typo of a microbatch by twenty zeros is named at once."""
     schedule = Schedule(((Action(Kind.F, 0, 0), Action(Kind.F, 0, 10**20)),), "mine")
-    assert [f"microbatch 1 is missing, but microbatch {10**20} stands; number them without gaps"] == faults_of(schedule)
+    assert [f"microbatch 1 is missing, but microbatch {10**20} stands; number them from 0, without gaps"] == faults_of(
+        schedule
+    )
 
 
 def test_devices_that_wait_for_each_other_are_drawn() -> None:
@@ -253,7 +260,7 @@ def test_the_clock_looks_at_each_action_a_bounded_number_of_times() -> None:
 def test_an_absurd_stage_is_a_gap_not_an_allocation() -> None:
     """Named before anything is allocated by the largest index."""
     schedule = Schedule(((Action(Kind.F, 0, 0), Action(Kind.F, 10**30, 0)),), "mine")
-    assert [f"stage 1 is missing, but stage {10**30} stands; number them without gaps"] == faults_of(schedule)
+    assert [f"stage 1 is missing, but stage {10**30} stands; number them from 0, without gaps"] == faults_of(schedule)
 
 
 FAMILIES = [one_f_one_b, interleaved, zero_bubble, zbv, dualpipe_v]

@@ -40,12 +40,12 @@ def test_every_form_gives_the_pairs_back(schedule: fp.Schedule) -> None:
 
 
 def test_pairs_as_words() -> None:
-    """Blanks within the parentheses are nothing; half a pair, or three, are no words."""
-    assert [("0F0",), ("0F1", "0B0"), ("0B1",)] == [*words_of("0F0 ( 0F1   0B0 )0B1")]
-    for text in ("(0F0 0B0", "0F0 0B0)", "(0F0)", "(0F0 0F1 0B0)", "((0F0 0B0))", "()"):
-        with pytest.raises(fp.ScheduleError, match="is no action"):
+    """Blanks within the parentheses are nothing; half a pair, three, or one that touches its neighbour are no words."""
+    assert [("0F0",), ("0F1", "0B0"), ("0B1",)] == [*words_of("0F0 ( 0F1   0B0 ) 0B1")]
+    for text in ("(0F0 0B0", "0F0 0B0)", "(0F0)", "(0F0 0F1 0B0)", "((0F0 0B0))", "()", "(0F0 0B0)0F1", "0F1(0F0 0B0)"):
+        with pytest.raises(fp.ScheduleError, match="is no pair: in parentheses stand two actions"):
             fp.Schedule.parse(text)
-        with pytest.raises(fp.ScheduleError, match="is no action"):
+        with pytest.raises(fp.ScheduleError, match="is no pair: in parentheses stand two actions"):
             fp.schedules.from_json(f'{{"funcpipe": "schedule", "version": 1, "orders": ["{text}"]}}')
 
 
@@ -177,6 +177,13 @@ def test_the_time_of_two_at_once(times: list[float], parts: list[float]) -> None
     assert cost.both((fp.Kind.W, 0, 0.5), (fp.Kind.F, 0, 0.5)) == pytest.approx(
         max(weight, forward, weight + forward - waits[0]) / 2
     )
+
+
+@pytest.mark.parametrize("odd", [("F", 0, 1.0), fp.Kind.F, fp.Action(fp.Kind.F, 0, 0), (fp.Kind.F, 2, 1.0)], ids=str)
+def test_the_time_of_what_is_no_action_is_refused(odd: object) -> None:
+    """A letter, a kind alone, an action, a stage that the cost does not have."""
+    with pytest.raises(fp.ScheduleError, match=r"both takes \(kind, stage, share\) twice, such as .* got .* and "):
+        fp.Cost([1, 2]).both((fp.Kind.B, 1, 1.0), odd)  # pyright: ignore[reportArgumentType]
 
 
 def test_links_are_a_part_of_the_time() -> None:

@@ -142,14 +142,17 @@ def test_what_is_not_legal():
         "0I0.0 on device 0 stands before 0I0.1, from which it gets the gradient of its carry"
     ]
     assert faults("0F0.0 0F0.1 0F1.0") == ["0F1.1 is missing"]
-    assert faults("0F0.0 0F0.2") == [
-        "0F0.2 on device 0 stands before 0F0.1, from which it gets its carry",
-        "0F0.1 is missing",
+    assert faults("0F0.0 0F0.2") == ["slice 1 is missing, but slice 2 stands; number them from 0, without gaps"]
+    assert faults("0F0.0 0F0.1 0F0.2 0F1.0 0F1.2") == [
+        "0F1.2 on device 0 stands before 0F1.1, from which it gets its carry",
+        "0F1.1 is missing",
     ]
     assert faults("0F0 0F1.0") == ["0F0 is of a whole microbatch, and 0F1.0 of a slice: cut all microbatches, or none"]
     assert faults("0F0.0") == ["0F0.0 is the only slice of its microbatch, so that is whole: write 0F0"]
     assert faults("0U0.0 0F0.0 0F0.1")[0].startswith("0U0.0 on device 0 is no action: ")
-    assert faults("0F0.0 0F0.999999") == ["slice 1 is missing, but slice 999999 stands; number them without gaps"]
+    assert faults("0F0.0 0F0.999999") == [
+        "slice 1 is missing, but slice 999999 stands; number them from 0, without gaps"
+    ]
 
 
 def test_devices_that_wait_for_each_other_are_told_with_their_slices():

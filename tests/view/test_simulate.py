@@ -218,7 +218,7 @@ def test_a_plan_simulates_as_its_schedule_where_it_has_slots_enough() -> None:
 
 def test_an_illegal_schedule_is_refused() -> None:
     """A clock needs a schedule that can run."""
-    with pytest.raises(ScheduleError, match="0F0 is missing"):
+    with pytest.raises(ScheduleError, match="microbatch 0 is missing, but microbatch 1 stands"):
         simulate(Schedule.parse("0F1 0B1"))
 
 
