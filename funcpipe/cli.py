@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             help=about,
-            description=about[0].upper() + about[1:] + ".",
+            description=wrapped(about[0].upper() + about[1:] + "."),
             epilog=wrapped(epilog),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

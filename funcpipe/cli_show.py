@@ -30,6 +30,8 @@ _VERDICTS = {"yes": "green", "no:": "red"}
 _LEAST = 24
 """Columns that the last word of a table needs at least, to be worth a column of its own."""
 _WIDEST_HELP = 120
+_EXAMPLE = "  funcpipe "
+"""How a command in a help begins; it stays on one line, so it can be copied."""
 
 
 def size() -> int:
@@ -145,7 +147,7 @@ def wrapped(text: str, width: int | None = None) -> str:
     prose.
       name  what it
             means
-    >>> print(wrapped("Words that are\\nprose.\\n  name  what it\\n        means", 15))
+    >>> print(wrapped("Words that are\\nprose.\\n  name  what it\\n        means", 14))
     Words that are
     prose.
       name  what
@@ -165,6 +167,8 @@ def wrapped(text: str, width: int | None = None) -> str:
 
 
 def _wrap(line: str, width: int, hang: int) -> str:
+    if line.startswith(_EXAMPLE):
+        return line
     fill = textwrap.TextWrapper(width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False)
     return "\n".join(fill.wrap(line))
 

@@ -35,7 +35,12 @@ def option(default: Any, help: str = "default: %(default)s", **keywords: Any) ->
 class DemoOptions:
     """The options of the demo; see ``python -m funcpipe demo --help``."""
 
-    schedule: str = option("interleaved", "a family; default: %(default)s", choices=list(FAMILIES))
+    schedule: str = option(
+        "interleaved",
+        f"a family; default: %(default)s; there are {', '.join(FAMILIES)}",
+        choices=list(FAMILIES),
+        metavar="FAMILY",
+    )
     stages: int = option(4, "how many; default: %(default)s", type=int, choices=[1, 2, 4])
     devices: int = option(2, "lanes; default: %(default)s", type=int)
     microbatches: int = option(8, "of a batch; default: %(default)s", type=int)
