@@ -40,7 +40,7 @@ def size() -> int:
 
 
 def colored() -> bool:
-    """Is stdout a terminal whose user wants colours (https://no-color.org)."""
+    """Is stdout a terminal whose user wants colours."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 

@@ -72,7 +72,7 @@ ProgressTo: TypeAlias = bool | Callable[[CallProgress], object]
 """The argument ``progress``: a function that is told, or whether to show it."""
 
 
-class Telling:
+class Teller:
     """What a call tells; everything is free where nobody listens.
 
     Attributes:
@@ -126,7 +126,7 @@ class Telling:
 @contextmanager
 def telling(
     call: str, progress: ProgressTo, *, unit: str, total: int | None = None, limit: float = inf
-) -> Generator[Telling]:
+) -> Generator[Teller]:
     """Where a call tells how far it has come. What is shown is taken away at the end, however the call ends.
 
     Args:
@@ -149,7 +149,7 @@ def telling(
     else:
         shown, tell = None, progress
     try:
-        told = Telling(call, tell, unit=unit, total=total, limit=limit)
+        told = Teller(call, tell, unit=unit, total=total, limit=limit)
         yield told
         told.phase("done")
     finally:
@@ -179,7 +179,7 @@ def display(file: TextIO | None = None) -> Display:
         except ImportError:  # the extra `demo` has it
             pass
     notebook = type(out).__module__.startswith("ipykernel")  # no terminal, but \r begins a line anew
-    return _Line(out, anew=terminal or notebook, stays=notebook)
+    return _TextLine(out, anew=terminal or notebook, stays=notebook)
 
 
 class _RichBar:
@@ -210,7 +210,7 @@ class _RichBar:
         self._bar.stop()
 
 
-class _Line:
+class _TextLine:
     """The same as text: one line that is written anew; where a file cannot have that, a line now and then."""
 
     def __init__(self, file: TextIO, *, anew: bool, stays: bool) -> None:

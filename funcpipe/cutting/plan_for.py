@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.errors import PlanError, ScheduleError, bullets, raise_all
-from funcpipe.core.progress import ProgressTo, Telling, telling
+from funcpipe.core.progress import ProgressTo, Teller, telling
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.shown import guarded
@@ -153,7 +153,7 @@ def plan_for(
         return _choice(cases, shares, evaluations, seconds, told)
 
 
-def _choice(cases: Sequence[_Case], shares: Sequence[int], evaluations: int, seconds: float, told: Telling) -> Choice:
+def _choice(cases: Sequence[_Case], shares: Sequence[int], evaluations: int, seconds: float, told: Teller) -> Choice:
     """The best way to run the layers. Raises PlanError."""
     deadline = perf_counter() + seconds * _SHARE
     candidates: list[_Candidate] = []
@@ -276,7 +276,7 @@ class _Case(NamedTuple):
     limits: tuple[float, ...]
     weights: tuple[float, ...]
     options: dict[str, Any]
-    told: Telling
+    told: Teller
 
     def shapes(self, share: int) -> Sequence[str]:
         """The placements of ``share`` stages a device."""

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.log import log
-from funcpipe.core.progress import ProgressTo, Telling, telling
+from funcpipe.core.progress import ProgressTo, Teller, telling
 from funcpipe.core.torch_names import has_gradient_hooks, hooks_of
 from funcpipe.core.tree import flatten
 from funcpipe.core.words import similar
@@ -226,7 +226,7 @@ def _layered(model: nn.Module, cuts: _Wanted, layers: Any, ties: Any, loss: Any,
 
 
 def _traced(
-    model: nn.Module, cuts: _Wanted, example: Any, ties: Any, loss: Any, any_rows: bool, check: bool, told: Telling
+    model: nn.Module, cuts: _Wanted, example: Any, ties: Any, loss: Any, any_rows: bool, check: bool, told: Teller
 ) -> Split:
     axes = row_axes(example) if any_rows else None
     example = unmarked(example)

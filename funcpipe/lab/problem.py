@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.kinds import Flow, Kind
-from funcpipe.core.progress import Telling
+from funcpipe.core.progress import Teller
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Schedule, action_of
 from funcpipe.schedules.clock import CODED, edges_of
@@ -223,9 +223,9 @@ class Budget:
         told: who hears what the whole search has spent.
     """
 
-    def __init__(self, most: int, seconds: float, told: Telling | None = None) -> None:
+    def __init__(self, most: int, seconds: float, told: Teller | None = None) -> None:
         self.most, self.evaluations, self.cut = most, 0, False
-        self.told = told or Telling()
+        self.told = told or Teller()
         self._ends = perf_counter() + seconds
         self._whole: Budget | None = None
 

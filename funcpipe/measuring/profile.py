@@ -18,7 +18,7 @@ from torch import Tensor
 
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import PlanError
-from funcpipe.core.progress import ProgressTo, Telling, telling
+from funcpipe.core.progress import ProgressTo, Teller, telling
 from funcpipe.core.tree import Tree, flatten, leaves, locations, map_tensors
 from funcpipe.cutting.example import unmarked
 from funcpipe.measuring.memory import memory
@@ -195,7 +195,7 @@ class _Sweep:
         self.layers, self.flags, self.clock, self.train = layers, flags, clock, train
         self.keys = Keys(seed, [layer.stage for layer in layers])
         self.turns = {id(layer.stage): threading.Lock() for layer in layers}  # no stage runs on two threads at once
-        self.told = Telling()
+        self.told = Teller()
         self.done = 0
         """How many layers were measured, in all threads."""
         self._count, self._stopped = count(1), False
