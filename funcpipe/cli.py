@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 import funcpipe as fp
+from funcpipe.cli_show import COLUMNS, found, picture, proof, table, wrapped
 from funcpipe.cli_words import (
     COST,
     FAMILIES,
@@ -32,17 +33,7 @@ from funcpipe.cli_words import (
     source,
     writable,
 )
-from funcpipe.core.result import NEGLIGIBLE, imbalance_of, percent
-from funcpipe.core.words import columns
-
-_COLUMNS: dict[str, Callable[[fp.Timeline], str]] = {
-    "makespan": lambda timeline: f"{timeline.makespan:.6g}",
-    "bubble": lambda timeline: percent(timeline.bubble),
-    "span bubble": lambda timeline: percent(timeline.span_bubble),
-    "idle": lambda timeline: percent(timeline.idle),
-    "imbalance": lambda timeline: percent(timeline.imbalance),
-    "peak memory": lambda timeline: f"{max(timeline.peak):.6g}",
-}
+from funcpipe.core.result import NEGLIGIBLE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 where the reader of the output has left.
 
     Raises:
-        SystemExit: with 2 where the words make no sense or a file cannot be read or written, after one message.
+        SystemExit: with 2 where the words make no sense or a file cannot be read or written, with 130 after Ctrl-C; after
+            one message.
     """
     parser = _parser()
     words = vars(parser.parse_args(argv))
@@ -70,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except (fp.FuncpipeError, OSError, UnicodeError) as error:
         parser.exit(2, f"funcpipe: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "funcpipe: interrupted\n")
     return 0
 
 
@@ -101,8 +95,8 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             help=about,
-            description=about[0].upper() + about[1:] + ".",
-            epilog=epilog,
+            description=wrapped(about[0].upper() + about[1:] + "."),
+            epilog=wrapped(epilog),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run)
@@ -183,6 +177,12 @@ _COST: OptionTable = {
 _WIDTH: OptionTable = {
     "--width": {"type": as_count, "metavar": "COLUMNS", "help": "of the text; default: the terminal's"}
 }
+_PROGRESS: OptionTable = {
+    "--progress": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "show on stderr how far the search has come; default: where that is a terminal",
+    }
+}
 _DRAW: OptionTable = {
     **_SCHEDULE,
     **_COUNTS,
@@ -205,6 +205,7 @@ _COMPARE: OptionTable = {
         "help": "also what `search` finds, timing N schedules; with --remat it may compute residuals again, the families "
         "always do",
     },
+    **_PROGRESS,
 }
 _SEARCH: OptionTable = {
     "--devices": {**_COUNTS["--devices"], "required": True, "dest": "num_devices"},
@@ -245,6 +246,7 @@ _SEARCH: OptionTable = {
     },
     "--seconds": {"type": as_positive, "metavar": "S", "default": 30.0, "help": "at most so long; default: 30"},
     "--seed": {"type": as_index, "metavar": "N", "default": 0, "help": "of the random changes; default: 0"},
+    **_PROGRESS,
     **_WIDTH,
     "--output": {
         "metavar": "FILE",
@@ -269,7 +271,7 @@ def _draw(*, cost: fp.Cost | None, width: int | None, output: str | None, trace:
         raise fp.FuncpipeError(f"{words['schedule']} is a timeline: it has its times, leave out --cost")
     timeline = drawn if isinstance(drawn, fp.Timeline) else fp.simulate(drawn, cost or fp.Cost())
     if output is None:
-        _show(timeline, width)
+        picture(timeline, width)
     else:
         fp.draw(timeline).save(output)
     if trace is not None:
@@ -298,6 +300,7 @@ def _compare(
     cost: fp.Cost | None,
     device_memory: float | None,
     search: int | None,
+    progress: bool | None,
 ) -> None:
     bounded(stages, microbatches)
     cost = cost or fp.Cost()
@@ -310,7 +313,8 @@ def _compare(
     makers += [(file, lambda schedule=schedule: schedule) for file, schedule in loaded]
     if search is not None:
         limits: dict[str, Any] = {"memory_limit": device_memory, "evaluations": search, "seconds": float("inf")}
-        makers.append(("search", lambda: fp.search(cost, **counts, remat=remat, **limits)))
+        shows = _shows(progress)
+        makers.append(("search", lambda: fp.search(cost, **counts, remat=remat, progress=shows, **limits)))
 
     def row(name: str, make: Callable[[], fp.Schedule | fp.Timeline | fp.typing.Found]) -> _Row:
         try:
@@ -322,17 +326,17 @@ def _compare(
         peak = max(timeline.peak)
         if device_memory is not None and peak > device_memory * (1 + 1e-9):
             return _Row(name, timeline, f"no: needs {peak:g}, a device has {device_memory:g}")
-        return _Row(name, timeline, f"yes, {_proof(result)}" if searched else "yes")
+        return _Row(name, timeline, f"yes, {proof(result)}" if searched else "yes")
 
     rows = sorted((row(*maker) for maker in makers), key=lambda row: row.makespan)
     print(f"{stages} stages on {devices} devices, {microbatches} microbatches{', remat' * remat}\n")
     unequal = any(row.timeline is not None and row.timeline.imbalance >= NEGLIGIBLE for row in rows)
-    shown = {head: show for head, show in _COLUMNS.items() if unequal or head != "imbalance"}
+    shown = {head: show for head, show in COLUMNS.items() if unequal or head != "imbalance"}
     cells = [
         (name, *("-" if timeline is None else show(timeline) for show in shown.values()), legal)
         for name, timeline, legal in rows
     ]
-    print("\n".join(columns([("schedule", *shown, "legal"), *cells], words=(0, len(shown) + 1))))
+    table(("schedule", *shown, "legal"), cells, words=(0, len(shown) + 1))
     if unequal:
         print("\nimbalance: the most that balancing wins at the same bubble (fp.models.balance)")
 
@@ -348,7 +352,13 @@ def _timed(schedule: fp.Schedule | fp.Timeline, counts: Mapping[str, int], remat
     return fp.simulate(fp.schedules.remat(schedule) if remat else schedule, cost)
 
 
-def _search(*, cost: fp.Cost | None, width: int | None, output: str | None, **options: Any) -> None:
+def _shows(progress: bool | None) -> bool:
+    return sys.stderr.isatty() if progress is None else progress
+
+
+def _search(
+    *, cost: fp.Cost | None, width: int | None, output: str | None, progress: bool | None, **options: Any
+) -> None:
     _wide(width)
     bounded(options["num_stages"] or 2 * options["num_devices"], options["num_microbatches"] * options["num_slices"])
     if output is not None:
@@ -357,34 +367,14 @@ def _search(*, cost: fp.Cost | None, width: int | None, output: str | None, **op
             raise fp.FuncpipeError(
                 "torch's schedules have no R, O or L: leave out --remat and --offload, or write .json"
             )
-    result = fp.search(cost or fp.Cost(), **options)
-    _tell(result)
-    _show(result.timeline, width)
+    result = fp.search(cost or fp.Cost(), progress=_shows(progress), **options)
+    found(result)
+    picture(result.timeline, width)
     if output is not None:
         if Path(output).suffix.lower() in FORMATS:
             _write(result.schedule, output)
         else:
             fp.draw(result.timeline).save(output)
-
-
-def _tell(result: fp.typing.Found) -> None:
-    """Print what a search found, one fact per line."""
-    schedule, timeline = result.schedule, result.timeline
-    print(f"{schedule.num_stages} stages on {schedule.num_devices} devices, {schedule.num_microbatches} microbatches\n")
-    if schedule.num_stages > schedule.num_devices:
-        print(f"placement    {','.join(map(str, schedule.device_of))}")
-    print(f"source       {result.source}")
-    print(f"makespan     {result.makespan:.6g}, bubble {percent(timeline.bubble)}")
-    print(f"span         {result.span:.6g}, bubble {percent(timeline.span_bubble)}")
-    print("idle         " + ", ".join(filter(None, (percent(timeline.idle), imbalance_of(timeline)))))
-    print(f"peak memory  {max(result.peak):.6g}")
-    print(f"lower bound  {result.lower_bound:.6g} of the {result.objective}: {_proof(result)}")
-    hint = "; another run may find another" * (result.ended == "seconds")
-    print(f"ended by     {result.ended}, {result.evaluations} schedules timed{hint}\n")
-
-
-def _proof(result: fp.typing.Found) -> str:
-    return f"at most {result.gap:.2%} above the shortest" if result.gap else "nothing shorter exists"
 
 
 def _convert(*, file: str, **words: Any) -> None:
@@ -410,8 +400,3 @@ def _write(schedule: fp.Schedule, file: str) -> None:
 def _wide(width: int | None) -> None:
     if width is not None and width < 40:
         raise fp.FuncpipeError(f"--width is at least 40 columns; got {width}")
-
-
-def _show(timeline: fp.Timeline, width: int | None) -> None:
-    """Print the picture of a timeline."""
-    print(fp.draw(timeline).text(width, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))

@@ -35,10 +35,15 @@ def option(default: Any, help: str = "default: %(default)s", **keywords: Any) ->
 class DemoOptions:
     """The options of the demo; see ``python -m funcpipe demo --help``."""
 
-    schedule: str = option("interleaved", choices=list(FAMILIES))
-    stages: int = option(4, type=int, choices=[1, 2, 4])
+    schedule: str = option(
+        "interleaved",
+        f"a family; default: %(default)s; there are {', '.join(FAMILIES)}",
+        choices=list(FAMILIES),
+        metavar="FAMILY",
+    )
+    stages: int = option(4, "how many; default: %(default)s", type=int, choices=[1, 2, 4])
     devices: int = option(2, "lanes; default: %(default)s", type=int)
-    microbatches: int = option(8, type=int)
+    microbatches: int = option(8, "of a batch; default: %(default)s", type=int)
     remat: Sequence[int] | None = option(
         None,
         "stages whose residuals are computed again; none: --remat; default: 0 1",
@@ -48,14 +53,23 @@ class DemoOptions:
     )
     processes: int = option(1, "processes that share the lanes; default: %(default)s", type=int)
     device: str = option("cpu", "torch device of every lane; default: %(default)s")
-    seed: int = option(0, type=int)
-    epochs: int = option(8, type=int)
+    seed: int = option(0, "of parameters, order and dropout; default: %(default)s", type=int)
+    epochs: int = option(8, "sweeps over the images; default: %(default)s", type=int)
     batch: int = option(128, "rows of a batch; default: %(default)s", type=int)
     trace: str | None = option(None, "write the last step's timeline for Perfetto", metavar="FILE")
     report: str | None = option(None, "write a report of the last step as an HTML page", metavar="FILE")
 
 
-OPTIONS: Mapping[str, Mapping[str, Any]] = {f"--{entry.name}": entry.metadata for entry in fields(DemoOptions)}
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    **{f"--{entry.name}": entry.metadata for entry in fields(DemoOptions)},
+    "--distributed": {
+        "action": "store_const",
+        "const": 2,
+        "dest": "processes",
+        "default": 1,
+        "help": "the same as --processes 2",
+    },
+}
 """The demo's options for a parser."""
 
 

@@ -8,6 +8,7 @@ from funcpipe.compiled.programs import Programs as Programs
 from funcpipe.core.errors import Where as Where
 from funcpipe.core.program import Role as Role
 from funcpipe.core.program import Value as Value
+from funcpipe.core.progress import CallProgress as CallProgress
 from funcpipe.core.result import Span as Span
 from funcpipe.lab.search import Found as Found
 from funcpipe.runtime.graphs import Graphs as Graphs

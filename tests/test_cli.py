@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -520,6 +521,161 @@ def test_the_page_shows_what_is_printed(capsys):
     if os.environ.get("FUNCPIPE_PAGES") == "write":
         path.write_text(text)
     assert text == path.read_text()
+
+
+# on a terminal
+
+
+class Terminal(io.StringIO):
+    """A stdout or stderr that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Makes both streams a terminal that knows colours, from within a test: pytest puts its own there before."""
+
+    def install() -> tuple[Terminal, Terminal]:
+        out, err = Terminal(), Terminal()
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        return out, err
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return install
+
+
+def without_colors(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def widest(text: str) -> int:
+    return max(map(len, without_colors(text).splitlines()))
+
+
+COMPARE = "compare --stages 6 --microbatches 8 --devices 4"
+
+
+@pytest.mark.parametrize("columns", [100, 120, 160])
+def test_a_table_wraps_at_the_terminals_width(columns, terminal, capsys, monkeypatch):
+    """Only its last column does: the numbers are those of the plain table, and every word of a reason is there."""
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out, _ = terminal()
+    main(COMPARE.split())
+    text = out.getvalue()
+    assert widest(text) <= columns
+    assert "\x1b[32myes" in text
+    assert "\x1b[31mno: " in text
+    monkeypatch.undo()
+    main(COMPARE.split())
+    plain = capsys.readouterr().out
+    assert sorted(plain.split()) == sorted(without_colors(text).split())
+
+
+def test_a_table_on_a_narrow_terminal_is_the_plain_one(terminal, monkeypatch):
+    """No number is cut; the terminal wraps."""
+    monkeypatch.setenv("COLUMNS", "50")
+    out, _ = terminal()
+    main(COMPARE.split())
+    lines = out.getvalue().splitlines()
+    assert any(re.match(r"zb-h2 +50 +4.0% +0.0% +28.0% +25.0% +14  yes$", line) for line in lines)
+
+
+def test_without_rich_a_terminal_gets_the_plain_table(terminal, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    out, _ = terminal()
+    main(COMPARE.split())
+    text = out.getvalue()
+    monkeypatch.undo()
+    main(COMPARE.split())
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_colours_can_be_left_out(name, value, terminal, monkeypatch):
+    """The table and the picture."""
+    monkeypatch.setenv(name, value)
+    out, _ = terminal()
+    main(COMPARE.split())
+    if name == "NO_COLOR":
+        main(["draw", "1f1b", "--stages", "2", "--microbatches", "3"])
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", out.getvalue())
+
+
+def test_a_picture_is_cut_and_says_so(terminal, monkeypatch):
+    """Where it was asked to be wider than the terminal: it never wraps, and its colours end."""
+    out, _ = terminal()
+    main(["draw", "1f1b", "--stages", "4", "--microbatches", "8", "--width", "120"])
+    text = out.getvalue()
+    assert widest(text) == 80
+    (note,) = re.findall(r"cut: the picture has \d+ columns, the terminal 80; .*\n.*\n?", text)
+    assert "| less -S" in note
+    for line in text.splitlines():
+        assert line.count("\x1b[38") == line.count("\x1b[0m")
+    out, _ = terminal()
+    main(["draw", "1f1b", "--stages", "4", "--microbatches", "8"])
+    assert widest(out.getvalue()) <= 80
+    assert "cut: " not in out.getvalue()
+
+
+def test_a_picture_that_is_no_terminals_is_whole(capsys):
+    assert widest(shown(capsys, "draw 1f1b --stages 4 --microbatches 8 --width 120")) > 80
+
+
+@pytest.mark.parametrize("command", ["", "draw", "compare", "search", "convert", "demo"])
+@pytest.mark.parametrize("columns", [60, 100])
+def test_help_wraps_and_explains_every_option(command, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    text = capsys.readouterr().out
+    long = [line for line in text.splitlines() if len(line) > columns and not line.startswith("  funcpipe ")]
+    assert [] == long
+    options = re.findall(r"^  (-\S+(?: [^ a-z]\S*)*)(?:  +(\S.*))?\n( {20,}\S)?", text, flags=re.M)
+    assert options
+    assert [] == [option for option, words, below in options if not words and not below]
+
+
+def test_a_search_shows_its_progress_on_a_terminal(terminal):
+    """And nowhere else, if it is not asked for; what it finds is the same."""
+    words = f"{SEARCH} --device-memory 5 --evaluations 60"
+    out, err = terminal()
+    main(shlex.split(words))
+    assert "search: done, " in err.getvalue()
+    quiet, nothing = terminal()
+    main(shlex.split(f"{words} --no-progress"))
+    assert (out.getvalue(), "") == (quiet.getvalue(), nothing.getvalue())
+
+
+def test_progress_is_shown_anywhere_if_asked_for(capsys):
+    for words in (f"{SEARCH} --evaluations 30", "compare --stages 4 --microbatches 4 --search 30"):
+        main(shlex.split(f"{words} --progress"))
+        assert capsys.readouterr().err.splitlines()[-1].startswith("search: done, ")
+
+
+def test_ctrl_c_is_one_message(capsys, monkeypatch):
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("funcpipe.lab.search.climb", interrupted)
+    with pytest.raises(SystemExit) as left:
+        main(shlex.split(f"{SEARCH} --device-memory 5"))
+    assert 130 == left.value.code
+    assert ("", "funcpipe: interrupted\n") == capsys.readouterr()
+
+
+def test_the_demo_distributed_is_the_demo_with_two_processes(monkeypatch):
+    heard: list[demo.DemoOptions] = []
+    monkeypatch.setattr(demo, "main", heard.append)
+    for words in ("demo", "demo --distributed", "demo --processes 2"):
+        main(words.split())
+    alone, distributed, two = heard
+    assert (1, 2) == (alone.processes, distributed.processes)
+    assert two == distributed
 
 
 def test_slices(capsys):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from funcpipe.compiled.bound import CompiledBound
 from funcpipe.core.plan import Plan
+from funcpipe.core.progress import ProgressTo, telling
 from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree
@@ -29,7 +30,7 @@ def warmup(
     state: Sequence[Tree] | None = None,
     feeds: Mapping[str, Tree] | None = None,
     trainable: Trainable = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: ProgressTo = False,
 ) -> int:
     """Trace the compiled stages of a plan for a batch like this one, so that no step has to.
 
@@ -44,7 +45,7 @@ def warmup(
 
     Args:
         plan, params, batch, state, feeds, trainable: as in ``run``.
-        progress: called with (done, of how many, what is next): ``lambda done, total, name: bar.update(...)``.
+        progress: True shows on stderr which stage is next; or a function that is told a `CallProgress`.
 
     Returns:
         How many sets of programs were made.
@@ -61,23 +62,27 @@ def warmup(
     kinds = {(action.kind, action.stage) for order in plan.schedule.orders for action in order}
     names, total, loop = names_of(plan.stages), len(shapes) * plan.num_stages, Loop(ready)
 
-    def tell(done: int) -> None:
-        if progress is not None:
-            progress(done, total, names[done % plan.num_stages] if done < total else "")
-
-    tell(0)
     token = RUNNING.set(loop.where)
     try:
-        with intra_op_threads(ready.threads), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False):
+        with (
+            telling("warmup", progress, unit="stages", total=total) as told,
+            intra_op_threads(ready.threads),
+            no_autocast_cache(),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            told.phase(names[0], 0)
             calls = (stage for m in shapes for stage in loop.forward(m, keep=plan.schedule.has_backward))
             for done, stage in enumerate(calls, start=1):
                 bound = ready.bounds[stage]
                 if isinstance(bound, CompiledBound):
                     bound.build(split=(Kind.W, stage) in kinds, remat=(Kind.R, stage) in kinds)
-                tell(done)
+                if done < total:
+                    told.phase(names[done % plan.num_stages], done)
+                else:
+                    told.to(done)
     finally:
         RUNNING.reset(token)
-    release(ready)
+        release(ready)
     return sum(maker.made for maker in makers) - before
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.errors import PlanError, ScheduleError, bullets, raise_all
+from funcpipe.core.progress import ProgressTo, Teller, telling
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.shown import guarded
@@ -109,6 +110,7 @@ def plan_for(
     evaluations: int = 3_000,
     seconds: float = 60.0,
     seed: int = 0,
+    progress: ProgressTo = False,
 ) -> Choice:
     """Choose stages, placement, number of microbatches, remat and schedule for a chain of layers.
 
@@ -133,22 +135,41 @@ def plan_for(
         evaluations: schedules that are timed at most for each of the best few.
         seconds: cut the choice short after so long.
         seed: of the search.
+        progress: True shows on stderr what is tried and the best so far; or a function that is told a `CallProgress`.
 
     Raises:
         PlanError: what was given does not fit, or nothing fits into the memory: every way with its reason.
         ScheduleError: numbers that are none.
     """
-    counts, shares = _counts(cost, num_devices, num_microbatches, stages_per_device)
     options: dict[str, Any] = {"objective": objective, "remat": remat, "offload": offload, "seed": seed}
-    limits = limits_of(memory_limit, num_devices)
+    with telling("plan_for", progress, unit="ways", limit=seconds) as told:
+        told.phase("costs")
+        counts, shares = _counts(cost, num_devices, num_microbatches, stages_per_device)
+        limits = limits_of(memory_limit, num_devices)
+        cases = [
+            _Case(layers, count, limits, per_stage(fixed, _num_layers(layers)), options, told)
+            for count, layers in counts.items()
+        ]
+        return _choice(cases, shares, evaluations, seconds, told)
+
+
+def _choice(cases: Sequence[_Case], shares: Sequence[int], evaluations: int, seconds: float, told: Teller) -> Choice:
+    """The best way to run the layers. Raises PlanError."""
     deadline = perf_counter() + seconds * _SHARE
     candidates: list[_Candidate] = []
-    for count, layers in counts.items():
-        case = _Case(layers, count, limits, per_stage(fixed, _num_layers(layers)), options)
+    values: list[float] = [inf]
+    ways = sum(len(case.shapes(share)) for case in cases for share in shares)
+    told.total = ways + _FINALISTS
+    told.look = lambda: (None if min(values) == inf else min(values), None)
+    for case in cases:
+        told.phase(f"{case.num_microbatches} microbatches", len(candidates))
         for share in shares:
             if perf_counter() > deadline and any(candidate.found for candidate in candidates):
                 break
-            candidates += _looks(case, share, deadline)
+            for candidate in _looks(case, share, deadline):
+                candidates.append(candidate)
+                values.append(candidate.tried.value)
+                told.to(len(candidates))
     candidates.sort(key=_rank)
     fitting = [candidate for candidate in candidates if candidate.tried.value < inf]
     if not fitting:
@@ -158,23 +179,26 @@ def plan_for(
         ]
         raise PlanError(bullets("no way to run these layers fits:", reasons or ["there are fewer layers than devices"]))
     finalists: list[tuple[float, _Candidate, Found]] = []
-    for candidate in fitting[:_FINALISTS]:
+    for number, candidate in enumerate(fitting[:_FINALISTS]):
+        told.phase(f"search {number + 1} of {len(fitting[:_FINALISTS])}", ways + number)
         first = candidate.found
         assert first is not None
         try:
             longer = search(
                 candidate.cost,
-                num_devices=num_devices,
+                num_devices=len(candidate.limits),
                 num_microbatches=candidate.tried.num_microbatches,
                 placement=candidate.tried.placement,
                 memory_limit=candidate.limits,
                 evaluations=evaluations,
                 seconds=seconds * (1 - _SHARE) / _FINALISTS,
-                **options,
+                progress=told.on and (lambda _: told.again()),
+                **cases[0].options,
             )
         except ScheduleError:  # cut short before it came to what the first search found
             longer = first
         finalists += [(result.value, candidate, result) for result in (first, longer)]
+        values.append(longer.value)
     value, candidate, result = min(finalists, key=itemgetter(0))
     chosen = candidate.tried._replace(value=value, reason=f"{result.schedule.name}, {result.source}")
     return Choice(
@@ -252,9 +276,16 @@ class _Case(NamedTuple):
     limits: tuple[float, ...]
     weights: tuple[float, ...]
     options: dict[str, Any]
+    told: Teller
+
+    def shapes(self, share: int) -> Sequence[str]:
+        """The placements of ``share`` stages a device."""
+        devices = len(self.limits)
+        return shapes_for(share * devices, devices) if share * devices <= len(self.weights) else ()
 
     def look(self, sizes: tuple[int, ...], shape: str) -> _Candidate:
         """The candidate that a short search finds for a partition on a placement."""
+        self.told.again()
         cost, room = self.layers.group(sizes), list(self.limits)
         device_of = placed(shape, len(sizes), len(room))
         for stage, (begin, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
@@ -282,11 +313,9 @@ class _Case(NamedTuple):
 
 def _looks(case: _Case, share: int, deadline: float) -> Iterator[_Candidate]:
     """The best candidate of each placement of ``share * devices`` stages, improved by moves of single layers."""
-    stages = share * len(case.limits)
-    if stages > len(case.weights):
-        return
-    starts = sorted({tuple(sizes) for sizes in _cuts(case, stages)})
-    for shape in shapes_for(stages, len(case.limits)):
+    shapes = case.shapes(share)
+    starts = sorted({tuple(sizes) for sizes in _cuts(case, share * len(case.limits))}) if shapes else []
+    for shape in shapes:
         look = cache(partial(case.look, shape=shape))
         best = min(map(look, starts), key=_rank)
         while (next_best := _better(best, look, deadline)) is not None:
@@ -313,7 +342,7 @@ def _num_layers(layers: Cost) -> int:
 
 def _cuts(case: _Case, stages: int) -> Iterator[Sequence[int]]:
     """Partitions to begin with: equal in time, and where memory is short with what each stage holds counted."""
-    layers, count, limits, weights, _ = case
+    layers, count, limits, weights, *_ = case
     times = [
         layers.of(Kind.F, layer) + min(layers.of(Kind.B, layer), layers.of(Kind.I, layer) + layers.of(Kind.W, layer))
         for layer in range(len(weights))

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.log import log
+from funcpipe.core.progress import ProgressTo, Teller, telling
 from funcpipe.core.torch_names import has_gradient_hooks, hooks_of
 from funcpipe.core.tree import flatten
 from funcpipe.core.words import similar
@@ -48,6 +49,7 @@ def split(
     any_rows: bool = True,
     check: bool = True,
     slices: bool = False,
+    progress: ProgressTo = False,
 ) -> Split:
     """Cut a model into pure stages. The model is untouched; the stages get its parameters, by its names.
 
@@ -89,6 +91,8 @@ def split(
             its blocks on, through the cache that the model has for generating. For models of transformers without a
             trace whose blocks attend to all that came before (Llama, GPT-2); stages of functions have a ``carry`` of
             their own. Labels go in moved by one, as ``labels`` and ``shift_labels``.
+        progress: True shows on stderr what a traced split does: model, trace, cut, check; or a function that is told a
+            `CallProgress`.
 
     Returns:
         `Split`: stages, params, state, ties, loss; it prints itself.
@@ -105,8 +109,8 @@ def split(
             "Sequential, or a model of your own, write the stages as functions with a carry (fp.stage)"
         )
     if example is not None:
-        with _tracing:
-            return _told(model, "traced", _traced(model, cuts, example, ties, loss, any_rows, check))
+        with _tracing, telling("split", progress, unit="steps", total=4) as told:
+            return _told(model, "traced", _traced(model, cuts, example, ties, loss, any_rows, check, told))
     if cuts.open and policy is None and (marked := callers(model)):
         raise PlanError(
             f"the forward of {' and '.join(marked)} calls fp.models.split_point(), which only a trace sees; give "
@@ -221,7 +225,9 @@ def _layered(model: nn.Module, cuts: _Wanted, layers: Any, ties: Any, loss: Any,
     return assemble(model, parts, ties=ties, loss=as_loss(loss, model))
 
 
-def _traced(model: nn.Module, cuts: _Wanted, example: Any, ties: Any, loss: Any, any_rows: bool, check: bool) -> Split:
+def _traced(
+    model: nn.Module, cuts: _Wanted, example: Any, ties: Any, loss: Any, any_rows: bool, check: bool, told: Teller
+) -> Split:
     axes = row_axes(example) if any_rows else None
     example = unmarked(example)
     args, kwargs = as_call(example)
@@ -233,17 +239,22 @@ def _traced(model: nn.Module, cuts: _Wanted, example: Any, ties: Any, loss: Any,
                 "the model itself has forward hooks, which a trace of its forward does not see; put them on a module "
                 "inside, or take them off"
             )
+        told.phase("model", 0)
         try_once(model, example)
+    told.phase("trace", 1)
     captured = capture(model, args, kwargs, axes=axes)
+    told.phase("cut", 2)
     parts, edges = traced_graph.cut(captured, _places(captured, model, cuts, example), model)
     model_loss = as_loss(loss, model)
     if loss is None and ModelLoss().find(captured.sample_output()) is None:
         model_loss = None
     result = assemble(model, parts, ties=ties, loss=model_loss, edges=edges)
     if check and not empty:
+        told.phase("check", 3)
         verify(model, result, example, train=True)
         if not captured.evaluation:
             verify_evaluation(model, result, example)
+    told.to(4)
     return result
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -290,6 +291,8 @@ def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
     for (name, expected_leaf, leaf), size in zip(pairs, sizes, strict=True):
         exact = not (expected_leaf.is_floating_point() or expected_leaf.is_complex())
         allowed = 0.0 if exact else _TOLERANCE.get(expected_leaf.dtype.to_real(), 1e-3) * max(size, least) + 1e-30
+        if _near(leaf, expected_leaf, allowed / 2):
+            continue
         try:
             torch.testing.assert_close(leaf, expected_leaf, rtol=0.0, atol=allowed, equal_nan=True, check_device=False)
         except AssertionError as error:
@@ -297,10 +300,27 @@ def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
     return faults
 
 
+def _near(tensor: Tensor, expected: Tensor, allowed: float) -> bool:
+    """Do two tensors clearly not differ: one pass over their numbers, where a full comparison takes ten times as long."""
+    if (tensor.shape, tensor.dtype, tensor.device) != (expected.shape, expected.dtype, expected.device):
+        return False
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return torch.equal(tensor, expected)
+    return _magnitude(tensor - expected) <= allowed  # False where one is not finite
+
+
+def _magnitude(tensor: Tensor) -> float:
+    """The largest magnitude of a floating tensor; not finite where a number of it is not."""
+    return float(torch.linalg.vector_norm(tensor, float("inf"))) if tensor.numel() else 0.0
+
+
 def _largest(tensor: Tensor) -> float:
     """The largest finite magnitude of a floating tensor; 0 for others."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
+    magnitude = _magnitude(tensor)
+    if isfinite(magnitude):
+        return magnitude
     finite = tensor[tensor.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 

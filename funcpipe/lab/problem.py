@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.kinds import Flow, Kind
+from funcpipe.core.progress import Teller
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Schedule, action_of
 from funcpipe.schedules.clock import CODED, edges_of
@@ -193,6 +194,12 @@ def as_schedule(lanes: Iterable[Iterable[CodedAction]], name: str, num_slices: i
     return Schedule(tuple(map(tuple, rows)), name)
 
 
+def gap_of(value: float, bound: float) -> float:
+    """How much longer than a lower bound a value is, of 1; 0 where only rounding parts them."""
+    gap = value / bound - 1 if bound else 0.0
+    return gap if gap > ROUNDING else 0.0
+
+
 def limits_of(memory_limit: Any, num_devices: int) -> tuple[float, ...]:
     """The memory limit of each device: one number, one for each, or None for none. Raises ScheduleError."""
     if memory_limit is None:
@@ -213,10 +220,12 @@ class Budget:
         most: evaluations of this part.
         evaluations: how many schedules this part has timed.
         cut: whether the time ended it, or a part of it.
+        told: who hears what the whole search has spent.
     """
 
-    def __init__(self, most: int, seconds: float) -> None:
+    def __init__(self, most: int, seconds: float, told: Teller | None = None) -> None:
         self.most, self.evaluations, self.cut = most, 0, False
+        self.told = told or Teller()
         self._ends = perf_counter() + seconds
         self._whole: Budget | None = None
 
@@ -232,6 +241,8 @@ class Budget:
         self.evaluations += 1
         if self._whole is not None:
             self._whole.spend()
+        elif self.told.on:
+            self.told.to(self.evaluations)
 
     @property
     def left(self) -> float:

@@ -9,6 +9,7 @@ from random import Random
 
 from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.errors import FuncpipeError, ScheduleError
+from funcpipe.core.progress import ProgressTo, telling
 from funcpipe.core.result import Timeline, shares
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.core.shown import guarded
@@ -18,7 +19,7 @@ from funcpipe.lab.exact import solve
 from funcpipe.lab.forms import forms
 from funcpipe.lab.offload_to_fit import offload_to_fit
 from funcpipe.lab.polish import Bench, Lane, polish
-from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule
+from funcpipe.lab.problem import ROUNDING, Budget, Objective, Problem, as_schedule, gap_of
 from funcpipe.lab.problems import problems_of
 from funcpipe.lab.starting_points import fused, starting_points
 from funcpipe.lab.windows import sharpened
@@ -93,8 +94,7 @@ class Found:
     @property
     def gap(self) -> float:
         """How much longer than the lower bound it is, of 1; 0: nothing shorter exists."""
-        gap = self.value / self.lower_bound - 1 if self.lower_bound else 0.0
-        return gap if gap > ROUNDING else 0.0
+        return gap_of(self.value, self.lower_bound)
 
     def __str__(self) -> str:
         proof = "nothing shorter exists" if not self.gap else f"at most {self.gap:.2%} above the shortest"
@@ -126,6 +126,7 @@ def search(
     evaluations: int = 10_000,
     seconds: float = 30.0,
     seed: int = 0,
+    progress: ProgressTo = False,
 ) -> Found:
     """Find a short schedule for given costs that stays within a memory limit.
 
@@ -157,8 +158,10 @@ def search(
         evaluations: about how many schedules are timed; the same number and seed give the same schedule.
         seconds: cut the search short after so long.
         seed: of the random changes.
+        progress: True shows on stderr what is tried and the best so far; or a function that is told a `CallProgress`.
 
     Raises:
+        PlanError: progress is no function, True or False.
         ScheduleError: the counts, limits or costs do not fit each other, or no schedule within the limit was found.
     """
     problems = problems_of(
@@ -176,11 +179,18 @@ def search(
         evaluations,
         seconds,
     )
-    budget = Budget(evaluations, seconds)
+    with telling("search", progress, unit="schedules", total=evaluations, limit=seconds) as told:
+        return _search(problems, cost, Budget(evaluations, seconds, told), exact=exact, seed=seed)
+
+
+def _search(problems: Sequence[Problem], cost: Cost, budget: Budget, *, exact: bool, seed: int) -> Found:
+    """The best schedule for any of these problems. Raises ScheduleError."""
     best = _Best(list(map(lower_bound, problems)), budget)
+    budget.told.look = best.look
     begins = budget.part(_BEGINS)
     for problem in problems:
         for source, schedule in starting_points(problem):
+            budget.told.phase("greedy" if source == "greedy" else "published")
             best.offer(problem, schedule, source)
             best.cut |= begins.late
             if best.done or begins.late:
@@ -189,6 +199,7 @@ def search(
     for number, problem in enumerate(problems):
         if best.done or budget.late:
             break
+        budget.told.phase("rules")
         variants = [form for variant in best.variants(problem) for form in forms(variant)]
         for turn, (variant, lift) in enumerate(variants):
             left = (len(problems) - number) * len(variants) - turn
@@ -238,6 +249,10 @@ class _Best:
     def least_bound(self) -> LowerBound:
         """The bound of the placement that could be the shortest."""
         return min(self.bounds, key=lambda bound: bound.value)
+
+    def look(self) -> tuple[float | None, float | None]:
+        """The best value and its gap, where there is one."""
+        return (None, None) if self.value == inf else (self.value, gap_of(self.value, self.bound))
 
     @property
     def done(self) -> bool:
@@ -317,6 +332,7 @@ class _Best:
             return
         if _too_many(self.problem):
             return
+        self.budget.told.phase("moves")
         problem, name, slices = self.problem, self.schedule.name, self.problem.num_slices
         lanes: list[Lane] = []
         for order, actions in zip(self.schedule.orders, coded(self.schedule.orders, slices), strict=True):
@@ -333,6 +349,7 @@ class _Best:
         steps = min(steps, self.budget.most // _STEP)
         for number, problem in enumerate(problems):
             bound = self.bounds[number]
+            self.budget.told.phase("bounds")
             if bound.value < self.value < inf:
                 computing = problem.computing
                 value = sharpened(computing, bound.value, self.value, lambda: self.budget.late, steps=steps)
@@ -344,6 +361,7 @@ class _Best:
         for number, problem in enumerate(problems):
             if self.done:
                 return
+            self.budget.told.phase("proof")
             hint = self.timeline if self.problem is problem else None
             if hint is not None and any(kind in (Kind.B, Kind.O) for _, _, _, (kind, *_) in hint.spans):
                 hint = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
+from itertools import count
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import PlanError
+from funcpipe.core.progress import ProgressTo, Teller, telling
 from funcpipe.core.tree import Tree, flatten, leaves, locations, map_tensors
 from funcpipe.cutting.example import unmarked
 from funcpipe.measuring.memory import memory
@@ -26,6 +29,9 @@ from funcpipe.runtime.context import CallerContext, cores, intra_op_threads, no_
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.rng import Keys
 from funcpipe.runtime.trainable import Trainable, trainable_leaves
+
+_EVERY = 0.1
+"""Seconds between two looks at how far other threads have come."""
 
 
 def profile(
@@ -45,6 +51,7 @@ def profile(
     seed: int = 0,
     comm: float = 0.0,
     measure_memory: bool = True,
+    progress: ProgressTo = False,
 ) -> Cost:
     """What F, B, I and W of each layer take: medians, in seconds; and residuals in bytes.
 
@@ -81,6 +88,8 @@ def profile(
         comm: of one hop between devices, in seconds; it is not measured.
         measure_memory: also ask `memory` for the residuals: of a layer what it adds to a stage, of a stage all that it
             holds. False: those of ``Cost()``.
+        progress: True shows on stderr how many layers of all sweeps are done; or a function that is told a `CallProgress`,
+            between two measurements where there is one lane.
 
     Returns:
         A cost with one number per layer.
@@ -100,6 +109,7 @@ def profile(
     _check_lanes(lanes, row, clock.device)
     sweep = _Sweep(row, flags, clock, train=train, seed=seed)
     context, threads, available = CallerContext(), threads_per_lane or torch.get_num_threads(), cores()
+    total = lanes * (warmup + repeats) * len(row)
 
     def sweep_often(lane: int) -> list[list[_Times]]:
         if lanes > 1:
@@ -113,23 +123,30 @@ def profile(
         ):
             return [sweep.run(example, feeds) for _ in range(warmup + repeats)][warmup:]
 
-    if lanes == 1:
-        sweeps = sweep_often(0)
-    else:
-        with intra_op_threads(threads), ThreadPoolExecutor(lanes) as pool:
-            jobs = [pool.submit(copy_context().run, sweep_often, lane) for lane in range(lanes)]
-            sweeps = [times for job in jobs for times in job.result()]
-    times = [_middle(column) for column in zip(*sweeps, strict=True)]
-    residuals: dict[str, Any] = {}
-    if measure_memory:
-        sizes = memory(
-            layers, example, params=params, state=state, feeds=feeds, trainable=trainable, train=train, device=device
-        )
-        kept = [
-            layer_times.kept or (layer.activations, layer.weight_residual)
-            for layer_times, layer in zip(times, sizes, strict=True)
-        ]
-        residuals = {"residual": tuple(a for a, _ in kept), "weight_residual": tuple(b for _, b in kept)}
+    with telling("profile", progress, unit="layers", total=total) as told:
+        told.phase("times")
+        if lanes == 1:
+            sweep.told = told
+            sweeps = sweep_often(0)
+        else:
+            with intra_op_threads(threads), ThreadPoolExecutor(lanes) as pool, sweep.ended():
+                jobs = [pool.submit(copy_context().run, sweep_often, lane) for lane in range(lanes)]
+                while told.on and wait(jobs, timeout=_EVERY).not_done:
+                    told.to(sweep.done)
+                sweeps = [times for job in jobs for times in job.result()]
+            told.to(sweep.done)
+        times = [_middle(column) for column in zip(*sweeps, strict=True)]
+        residuals: dict[str, Any] = {}
+        if measure_memory:
+            told.phase("memory")
+            args: dict[str, Any] = {"params": params, "state": state, "feeds": feeds, "trainable": trainable}
+            kept = [
+                layer_times.kept or (layer.activations, layer.weight_residual)
+                for layer_times, layer in zip(
+                    times, memory(layers, example, train=train, device=device, **args), strict=True
+                )
+            ]
+            residuals = {"residual": tuple(a for a, _ in kept), "weight_residual": tuple(b for _, b in kept)}
     forward, whole, inputs, weights, _ = (tuple(column) for column in zip(*times, strict=True))
     return Cost(forward, inputs, weights, backward=whole, comm=comm, **residuals)
 
@@ -178,6 +195,19 @@ class _Sweep:
         self.layers, self.flags, self.clock, self.train = layers, flags, clock, train
         self.keys = Keys(seed, [layer.stage for layer in layers])
         self.turns = {id(layer.stage): threading.Lock() for layer in layers}  # no stage runs on two threads at once
+        self.told = Teller()
+        self.done = 0
+        """How many layers were measured, in all threads."""
+        self._count, self._stopped = count(1), False
+
+    @contextmanager
+    def ended(self) -> Generator[None]:
+        """Where this block is left by an error, the threads stop at their next layer."""
+        try:
+            yield
+        except BaseException:
+            self._stopped = True
+            raise
 
     def run(self, example: Tree, feeds: Mapping[str, Tree]) -> list[_Times]:
         """The times of every layer."""
@@ -194,6 +224,10 @@ class _Sweep:
             except Exception as error:
                 blame(error, number, layer, "profile", args.x.tree())
             times.append(layer_times)
+            self.done = next(self._count)
+            self.told.to(self.done)
+            if self._stopped:
+                break  # nobody wants the times any more
         return times
 
     def _layer(self, number: int, args: StageArgs, skips: dict[str, Border]) -> tuple[_Times, Border]:

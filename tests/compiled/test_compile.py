@@ -807,12 +807,12 @@ def test_warmup_makes_all_that_a_step_needs():
     batch = (batch[0][:7], batch[1][:7])
     plan = fp.make_plan(stages, fp.schedules.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu")
     before, told = (snapshot((params, state, batch)), torch.get_rng_state()), []
-    assert 4 == fp.warmup(plan, params, batch, state=state, progress=lambda *row: told.append(row))
+    assert 4 == fp.warmup(plan, params, batch, state=state, progress=told.append)
     assert 0 == fp.warmup(plan, params, batch, state=state)
     assert same(before, (snapshot((params, state, batch)), torch.get_rng_state()))
-    assert [0, 1, 2, 3, 4, 5, 6] == [done for done, _, _ in told]
-    assert {6} == {total for _, total, _ in told}
-    assert ["stage 0 ('s0')", "stage 1 ('s1')", "stage 2 ('s2')"] * 2 == [name for *_, name in told[:-1]]
+    assert [0, 1, 2, 3, 4, 5, 6] == [one.done for one in told]
+    assert {6} == {one.total for one in told}
+    assert [*["stage 0 ('s0')", "stage 1 ('s1')", "stage 2 ('s2')"] * 2, "done"] == [one.phase for one in told]
     fp.run(plan, params, batch, state=state, seed=0)
     assert [2, 2] == [len(stage.program.found) for stage in stages[1:]]
 

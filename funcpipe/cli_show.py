@@ -1,0 +1,199 @@
+"""What the command line prints: by rich on a terminal where that is installed, else plain text, line for line the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Container, Iterable, Sequence
+from importlib import import_module
+from typing import Any
+from unicodedata import east_asian_width
+
+import funcpipe as fp
+from funcpipe.core.result import imbalance_of, percent
+from funcpipe.core.words import columns
+
+COLUMNS: dict[str, Callable[[fp.Timeline], str]] = {
+    "makespan": lambda timeline: f"{timeline.makespan:.6g}",
+    "bubble": lambda timeline: percent(timeline.bubble),
+    "span bubble": lambda timeline: percent(timeline.span_bubble),
+    "idle": lambda timeline: percent(timeline.idle),
+    "imbalance": lambda timeline: percent(timeline.imbalance),
+    "peak memory": lambda timeline: f"{max(timeline.peak):.6g}",
+}
+"""What `compare` shows of a schedule."""
+
+_VERDICTS = {"yes": "green", "no:": "red"}
+_LEAST = 24
+"""Columns that the last word of a table needs at least, to be worth a column of its own."""
+_WIDEST_HELP = 120
+_EXAMPLE = "  funcpipe "
+"""How a command in a help begins; it stays on one line, so it can be copied."""
+
+
+def size() -> int:
+    """The columns of the terminal."""
+    return shutil.get_terminal_size().columns
+
+
+def colored() -> bool:
+    """Is stdout a terminal whose user wants colours."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def console() -> Any:
+    """The console of rich that prints to stdout; None: that is no terminal, or there is no rich (extra ``demo``)."""
+    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+        return None
+    try:
+        rich = import_module("rich.console")
+    except ImportError:
+        return None
+    return rich.Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=size())
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], words: Container[int]) -> None:
+    """Print a table; the last column wraps at the terminal's width. Numbers are never cut."""
+    lines = columns([heads, *rows], words)
+    fixed = len(columns([[*row[:-1], "|"] for row in (heads, *rows)], words)[0])
+    screen = console()
+    if screen is None or fixed + _LEAST > screen.width:
+        print("\n".join(lines))
+        return
+    drawn = _rich("table").Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, head in enumerate(heads):
+        last = number == len(heads) - 1
+        drawn.add_column(head, justify="left" if number in words else "right", no_wrap=not last, overflow="fold")
+    for row in rows:
+        verdict = _rich("text").Text(row[-1], style=_VERDICTS.get(row[-1].split(",")[0].split()[0], ""))
+        drawn.add_row(*row[:-1], verdict)
+    screen.print(drawn)
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> None:
+    """Print a fact a line; long ones go on below themselves."""
+    rows = list(pairs)
+    screen = console()
+    if screen is None:
+        print("\n".join(columns(rows, words=(0, 1))))
+        return
+    grid = _rich("table").Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    screen.print(grid)
+
+
+def _rich(module: str) -> Any:
+    return import_module(f"rich.{module}")
+
+
+def picture(timeline: fp.Timeline, width: int | None) -> None:
+    """Print the picture of a timeline. Its lines never wrap: on a narrower terminal they are cut, and a note says so."""
+    lines = fp.draw(timeline).text(width, color=colored()).split("\n")
+    widest, room = max(map(_columns_of, lines)), size()
+    if not sys.stdout.isatty() or widest <= room:
+        print("\n".join(lines))
+        return
+    print("\n".join(cut(line, room) for line in lines))
+    note = f"cut: the picture has {widest} columns, the terminal {room}; `| less -S` scrolls, --output writes a file"
+    print("\n".join(textwrap.wrap(note, room)))
+
+
+_COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
+
+
+def _columns_of(line: str) -> int:
+    return sum(map(_letter, _COLOR.sub("", line)))
+
+
+def _letter(letter: str) -> int:
+    return 2 if east_asian_width(letter) in "WF" else 1
+
+
+def cut(line: str, room: int) -> str:
+    """What of a line fits into so many columns; its colours end where they did.
+
+    >>> cut("device 0 │F0 F1", 12)
+    'device 0 │F…'
+    """
+    if _columns_of(line) <= room:
+        return line
+    kept: list[str] = []
+    left, full = room - 1, False
+    for part in _COLOR.split(line):
+        if part.startswith("\x1b"):
+            kept.append(part)
+            continue
+        for letter in part:
+            left -= _letter(letter)
+            if left < 0:
+                kept += [] if full else ["…"]
+                full = True
+                break
+            kept.append(letter)
+    return "".join(kept)
+
+
+def wrapped(text: str, width: int | None = None) -> str:
+    """The text of a help, wrapped at the terminal's width; what stands in columns goes on below itself.
+
+    >>> print(wrapped("Words that are\\nprose.\\n  name  what it\\n        means", 20))
+    Words that are
+    prose.
+      name  what it
+            means
+    >>> print(wrapped("Words that are\\nprose.\\n  name  what it\\n        means", 14))
+    Words that are
+    prose.
+      name  what
+            it
+            means
+    """
+    width = max(20, min(size() - 2, _WIDEST_HELP)) if width is None else width
+    paragraphs: list[tuple[str, int]] = []
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        if line and paragraphs and paragraphs[-1][0] and indent == paragraphs[-1][1]:
+            paragraphs[-1] = f"{paragraphs[-1][0]} {line.strip()}", indent
+            continue
+        gap = re.search(r"\S {2,}(?=\S)", line)
+        paragraphs.append((line, gap.end() if gap else indent + 2 if indent else 0))
+    return "\n".join(_wrap(line, width, hang) for line, hang in paragraphs)
+
+
+def _wrap(line: str, width: int, hang: int) -> str:
+    if line.startswith(_EXAMPLE):
+        return line
+    fill = textwrap.TextWrapper(width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(fill.wrap(line))
+
+
+def found(result: fp.typing.Found) -> None:
+    """Print what a search found, one fact per line."""
+    schedule, timeline = result.schedule, result.timeline
+    print(f"{schedule.num_stages} stages on {schedule.num_devices} devices, {schedule.num_microbatches} microbatches\n")
+    hint = "; another run may find another" * (result.ended == "seconds")
+    looped = schedule.num_stages > schedule.num_devices
+    facts(
+        [
+            *([("placement", ",".join(map(str, schedule.device_of)))] if looped else []),
+            ("source", result.source),
+            ("makespan", f"{result.makespan:.6g}, bubble {percent(timeline.bubble)}"),
+            ("span", f"{result.span:.6g}, bubble {percent(timeline.span_bubble)}"),
+            ("idle", ", ".join(filter(None, (percent(timeline.idle), imbalance_of(timeline))))),
+            ("peak memory", f"{max(result.peak):.6g}"),
+            ("lower bound", f"{result.lower_bound:.6g} of the {result.objective}: {proof(result)}"),
+            ("ended by", f"{result.ended}, {result.evaluations} schedules timed{hint}"),
+        ]
+    )
+    print()
+
+
+def proof(result: fp.typing.Found) -> str:
+    """How far from the shortest a schedule is."""
+    return f"at most {result.gap:.2%} above the shortest" if result.gap else "nothing shorter exists"
