@@ -101,7 +101,7 @@ def test_examples_in_help_need_the_public_face_alone():
                 assert 0 == runner.run(test).failed, f"{face.__name__}.{test.name}"
             if isinstance(thing, types.FunctionType) and not any(test.examples for test in found):
                 lacking.add(name)
-    assert lacking == {"ranks"}  # it needs several processes: docs/howto/processes.md
+    assert lacking == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))

@@ -43,6 +43,16 @@ def ranks(
     one that is current in its process. When a process fails, all others
     raise PeerError at once; the next run connects anew.
 
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> stages = [fp.stage(lambda p, x: p * x)] * 2
+    >>> plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=nn.functional.mse_loss, devices="cpu")
+    >>> with fp.ranks(plan) as ranks:  # torchrun starts several processes; here it is one, with both lanes
+    ...     params = fp.place(plan, (torch.tensor(2.0), torch.tensor(3.0)), ranks)
+    ...     result = fp.run(plan, params, (torch.ones(4), torch.zeros(4)), executor=ranks)
+    >>> result.loss, result.grads
+    (tensor(36.), (tensor(36.), tensor(24.)))
+    >>> torch.distributed.destroy_process_group()
+
     Args:
         plan: on the CPU, or on CUDA. Other plans with the same stages on the same lanes (to evaluate) run too.
         mesh: a ``DeviceMesh``; the processes of its dimension ``pp`` run the plan. None: all processes do.
