@@ -6,6 +6,7 @@ run when the site is built. The reference comes from the docstrings.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -30,6 +31,7 @@ myst_heading_anchors = 3
 # Notebooks are committed without outputs. They run in the build, in a folder of their own; a failure ends the build.
 # Not "cache": that would not see that the library has changed.
 nb_execution_mode = "force"
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # of the kernels: no page shows a bar of tqdm
 nb_execution_timeout = 120
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True

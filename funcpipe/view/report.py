@@ -42,6 +42,8 @@ font-variant-numeric:tabular-nums;max-width:1400px}
 .funcpipe-report .wide{overflow-x:auto}
 .funcpipe-report .wide svg{display:block}
 .funcpipe-report .charts{margin-left:-10px}
+.funcpipe-report .zoom{display:flex;gap:12px;align-items:baseline;margin:0}
+.funcpipe-report .zoom input{margin:0 4px 0 0}
 .funcpipe-report table{border-collapse:collapse;background:none;color:inherit;font-size:13px;margin:0}
 .funcpipe-report tr{background:none}
 .funcpipe-report th,.funcpipe-report td{padding:4px 12px 4px 0;text-align:right;white-space:nowrap;\
@@ -50,6 +52,14 @@ border-bottom:1px solid rgba(128,128,128,.35)}
 .funcpipe-report .word{text-align:left}
 """
 """Inherits colour and background, so that it fits the page or the notebook around it."""
+
+_ZOOM = (1, 2, 4, 8)
+_ZOOM_STYLE = "".join(
+    f".funcpipe-report:has(.x{times}:checked) .charts{{overflow:auto;max-height:85vh}}"
+    f".funcpipe-report:has(.x{times}:checked) .charts svg{{width:{times}00%!important;max-width:none!important}}\n"
+    for times in _ZOOM[1:]
+)
+"""Pictures as many times as large; without scripts, which notebooks and mail remove. Each report is a form of its own."""
 
 _PAGE = """\
 :root{color-scheme:light dark}
@@ -181,16 +191,25 @@ def _body(findings: Findings) -> str:
         peak = highest(findings.held) or 1.0
         words = (summary.count_text(findings.measured.num_devices, "device"), memory_scale(peak))
         panels.append(Panel(findings.measured, "residuals held, measured", words, findings.held, peak))
-    charts = "".join(svg([panel], timelines, inline=True, most=_MOST_SHAPES) for panel in panels)
+    charts = "".join(
+        svg([panel], timelines, inline=True, most=_MOST_SHAPES, explained=number == 0)
+        for number, panel in enumerate(panels)
+    )
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in findings.remarks)
+    checked = [' checked=""', *("" for _ in _ZOOM[1:])]
+    choices = "".join(
+        f'<label><input type="radio" name="zoom" class="x{times}"{now}/>{times}&times;</label>'
+        for times, now in zip(_ZOOM, checked, strict=True)
+    )
     return "\n".join(
         [
-            f'<div class="funcpipe-report"><style>{_STYLE}</style>',
+            f'<div class="funcpipe-report"><style>{_STYLE}{_ZOOM_STYLE}</style>',
             f"<h1>{escape(findings.title)}</h1>",
             f"<dl>{pairs}</dl>",
             f"<h2>Remarks</h2><ul>{remarks}</ul>" if remarks else "",
             "<h2>Timelines</h2>",
             f'<p class="soft">{escape(_sentence(findings.note))}</p>',
+            f'<form class="zoom soft">zoom {choices}</form>',
             f'<div class="wide charts">{charts}</div>',
             *map(_table, findings.tables),
             "</div>",

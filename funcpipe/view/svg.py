@@ -52,6 +52,7 @@ def svg(
     by: By = "kind",
     inline: bool = False,
     most: int = _MOST,
+    explained: bool = True,
 ) -> str:
     """A figure as SVG.
 
@@ -62,6 +63,7 @@ def svg(
         inline: True: for a place inside an HTML page, whose text colour it takes. False: a file of its own, which
             follows the viewer's light or dark mode.
         most: about how many shapes it may have; where there are more actions, those too narrow to see are joined.
+        explained: is there a legend; False: another picture on the page has it.
     """
     frame = frame_of(timelines, by)
     most //= max(1, len(panels))
@@ -79,7 +81,7 @@ def svg(
         if not panel.has_lanes:
             y += 4
             continue
-        if number == 0 and panel.levels is None:
+        if explained and number == 0 and panel.levels is None:
             swatches, y = _legend(entries, frame, y - 16, joined=joined)
             body += swatches
         bottom = y + panel.timeline.num_devices * panel.lane.pitch

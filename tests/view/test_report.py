@@ -280,6 +280,18 @@ def test_a_batch_with_fewer_microbatches_is_simulated_with_as_many() -> None:
     assert all(int(row["most at a time"]) <= int(row["slots"]) for row in table(made, "Values between lanes"))
 
 
+def test_a_page_has_one_legend_and_a_zoom_of_its_own() -> None:
+    """Choices of a form belong together, so two reports in a notebook do not take each other's."""
+    plan, _ = plan_and_params(fp.schedules.one_f_one_b(2, 3))
+    page = fp.report(plan, pretended(plan, fp.Cost(0.001, 0.001, 0.001)))._repr_html_()
+    assert page.count('class="legend"') == 1
+    assert page.count("<form") == 1
+    choices = [attrs for tag, attrs in Page(page).tags if tag == "input"]
+    assert [choice["class"] for choice in choices if "checked" in choice] == ["x1"]
+    for choice in choices[1:]:
+        assert f":has(.{choice['class']}:checked) .charts svg" in page
+
+
 def test_forwards_alone_hold_no_residuals() -> None:
     """No memory chart, and no kind that did not run."""
     made = [fp.from_module(nn.Linear(8, 8)) for _ in range(2)]
