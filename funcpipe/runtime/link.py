@@ -402,6 +402,10 @@ class Link:
         self.pulse.end(patience)
         others = [each.worker for each in (*self.edges.values(), *self.replicas.values())]
         end_all([*others, self._worker, self._watcher], patience)
+        # Each connection has a thread of gloo's, which ends with it, not when the collector comes upon this link.
+        self._everyone = None
+        self.edges.clear()
+        self.replicas.clear()
         return not (self._worker.alive or self._watcher.alive)
 
     def _wake_watcher(self) -> None:

@@ -83,6 +83,7 @@ class Worker:
                 del job  # it holds the run's values
         finally:
             _waited_for.discard(self)
+            self.stop = None  # mostly a method of who has this worker: a cycle, with all that is held there
 
     def _do(self, job: Callable[[], Any]) -> None:
         try:

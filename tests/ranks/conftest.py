@@ -9,19 +9,26 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rank_pool import Pool
 
+HERE = Path(__file__).parent
+MADE: dict[int, Pool] = {}
+
 
 @pytest.fixture(scope="session")
 def pools():
     """By number of processes; one that a test has hurt is made anew."""
-    made: dict[int, Pool] = {}
 
     def pool(size: int) -> Pool:
-        if size in made and not made[size].whole:
-            made.pop(size).end()
-        if size not in made:
-            made[size] = Pool(size)
-        return made[size]
+        if size in MADE and not MADE[size].whole:
+            MADE.pop(size).end()
+        if size not in MADE:
+            MADE[size] = Pool(size)
+        return MADE[size]
 
-    yield pool
-    for each in made.values():
-        each.end()
+    return pool
+
+
+def pytest_runtest_teardown(nextitem):
+    """After the last test of this folder the processes end; each takes time from the others' tests, though it is idle."""
+    if nextitem is None or HERE not in nextitem.path.parents:
+        while MADE:
+            MADE.popitem()[1].end()
