@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 where the reader of the output has left.
 
     Raises:
-        SystemExit: with 2 where the words make no sense or a file cannot be read or written, with 130 after Ctrl-C; after
-            one message.
+        SystemExit: after one message; with 2 where the words make no sense or a file cannot be read or written, with
+            130 after Ctrl-C.
     """
     parser = _parser()
     words = vars(parser.parse_args(argv))

@@ -1,4 +1,4 @@
-"""What the command line prints: by rich on a terminal where that is installed, else plain text, line for line the same."""
+"""What the command line prints: by rich on a terminal where that is installed, else plain text."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _rich(module: str) -> Any:
 
 
 def picture(timeline: fp.Timeline, width: int | None) -> None:
-    """Print the picture of a timeline. Its lines never wrap: on a narrower terminal they are cut, and a note says so."""
+    """Print the picture of a timeline. Its lines never wrap: on a narrower terminal they are cut, with a note."""
     lines = fp.draw(timeline).text(width, color=colored()).split("\n")
     widest, room = max(map(_columns_of, lines)), size()
     if not sys.stdout.isatty() or widest <= room:

@@ -9,11 +9,9 @@ from typing import NamedTuple, TextIO
 
 from funcpipe.batches.ticks import TickPlan
 from funcpipe.batches.workers import Meter
+from funcpipe.core.progress import EVERY, Line, bar
 from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Action, Kind
-
-_EVERY = 0.1
-_WIDE = 20
 
 
 class StageStats(NamedTuple):
@@ -83,34 +81,24 @@ class Progress(NamedTuple):
         waits = f"{last.name} waits {last.input / self.seconds:.0%}" if self.seconds else ""
         if not self.total:
             return f"{self.done} batches, {rate:.3g}/s, {waits}"
-        full = min(_WIDE, _WIDE * self.done // self.total)
         left = (self.total - self.done) / rate if rate else 0.0
-        return (
-            f"[{'#' * full}{' ' * (_WIDE - full)}] {self.done}/{self.total}, {rate:.3g}/s, {left:.0f} s left, {waits}"
-        )
+        return f"{bar(self.done / self.total)} {self.done}/{self.total}, {rate:.3g}/s, {left:.0f} s left, {waits}"
 
 
 class Bar:
     """Prints the progress on one line of a terminal, ten times a second at most."""
 
     def __init__(self, file: TextIO | None = None) -> None:
-        self.file = file or sys.stderr
-        self.last, self.wide = 0.0, 0
+        self._line, self._last = Line(file or sys.stderr), 0.0
 
     def __call__(self, progress: Progress) -> None:
         """Print it, if the last time is long enough ago."""
         now = perf_counter()
-        if now - self.last < _EVERY and progress.done != progress.total:
-            return
-        self.last = now
-        line = str(progress)
-        self.file.write(f"\r{line:<{self.wide}}")
-        self.wide = len(line)
-        self.file.flush()
+        if now - self._last >= EVERY or progress.done == progress.total:
+            self._last = now
+            self._line.write(str(progress))
 
     def end(self, progress: Progress) -> None:
         """Print the last state, and end the line."""
-        self.last = 0.0
-        self(progress)
-        self.file.write("\n")
-        self.file.flush()
+        self._line.write(str(progress))
+        self._line.end(stays=True)

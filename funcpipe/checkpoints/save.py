@@ -267,9 +267,7 @@ def _states(model: Any, state: Sequence[Tree] | None) -> Sequence[Tree]:
 def _check(model: Any, params: Any, state: Any, step: Any) -> None:
     count = len(getattr(model, "stages", ()))
     for name, trees in (("params", params), ("state", state)):
-        if count and (
-            not isinstance(trees, (tuple, list)) or len(trees) != count
-        ):  # what has no stages is refused below
+        if count and (not isinstance(trees, (tuple, list)) or len(trees) != count):
             raise CheckpointError(
                 f"{name} is a tuple with one tree for each of {count} stages; got a {type(trees).__name__}"
             )

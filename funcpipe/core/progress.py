@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TextIO, TypeAlias
 
 from funcpipe.core.errors import PlanError
 
-_EVERY = 0.1
+EVERY = 0.1
 """Seconds between two that are told at least, while the phase stays."""
 _EVERY_LINE = 10.0
 """Seconds between two lines at least, where a line cannot be written anew, while the phase stays."""
@@ -113,7 +113,7 @@ class Teller:
 
     def again(self) -> None:
         """Still at it; told where the last time is long enough ago."""
-        if self._to is not None and (now := perf_counter()) - self._last >= _EVERY:
+        if self._to is not None and (now := perf_counter()) - self._last >= EVERY:
             self._tell(now)
 
     def _tell(self, now: float) -> None:
@@ -210,27 +210,48 @@ class _RichBar:
         self._bar.stop()
 
 
+class Line:
+    """A line of a terminal that is written anew."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._wide = file, 0
+
+    def write(self, text: str) -> None:
+        """Put a text in the place of the last one."""
+        self._file.write(f"\r{text:<{self._wide}}")
+        self._file.flush()
+        self._wide = len(text)
+
+    def end(self, *, stays: bool) -> None:
+        """Begin the next line, or leave this one empty."""
+        if self._wide:
+            self._file.write("\n" if stays else f"\r{' ' * self._wide}\r")
+            self._file.flush()
+
+
+def bar(share: float) -> str:
+    """A bar of letters, filled to a share of 1."""
+    full = int(_WIDE * min(1.0, share))
+    return f"[{'#' * full}{' ' * (_WIDE - full)}]"
+
+
 class _TextLine:
     """The same as text: one line that is written anew; where a file cannot have that, a line now and then."""
 
     def __init__(self, file: TextIO, *, anew: bool, stays: bool) -> None:
-        self._file, self._anew, self._stays = file, anew, stays
-        self._wide, self._phase, self._next = 0, "", 0.0
+        self._file, self._stays = file, stays
+        self._line = Line(file) if anew else None
+        self._phase, self._next = "", 0.0
 
     def show(self, progress: CallProgress) -> None:
-        line = str(progress)
-        if self._anew:
-            full = int(_WIDE * progress.share)
+        if self._line is not None:
             columns = shutil.get_terminal_size().columns - 1
-            line = f"[{'#' * full}{' ' * (_WIDE - full)}] {line}"[:columns]
-            self._file.write(f"\r{line:<{min(self._wide, columns)}}")
-            self._wide = len(line)
+            self._line.write(f"{bar(progress.share)} {progress}"[:columns])
         elif progress.phase != self._phase or progress.seconds >= self._next:
-            self._file.write(f"{line}\n")
+            self._file.write(f"{progress}\n")
+            self._file.flush()
             self._phase, self._next = progress.phase, progress.seconds + _EVERY_LINE
-        self._file.flush()
 
     def close(self) -> None:
-        if self._anew and self._wide:
-            self._file.write("\n" if self._stays else f"\r{' ' * self._wide}\r")
-            self._file.flush()
+        if self._line is not None:
+            self._line.end(stays=self._stays)

@@ -1,7 +1,7 @@
 """Make a schedule shorter by moving one action, or joining or parting two, at a time; it stays legal and within memory.
 
-Where a move needs more memory than there is, the residual that waits for longest is computed again or sent to the host, if
-the problem allows it; an R, or an O with its L, that is drawn goes where that fits.
+Where a move needs more memory than there is, the residual that waits for longest is computed again or sent to the
+host, if the problem allows it; an R, or an O with its L, that is drawn goes where that fits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Bench:
     """Scores orders for a problem, without the checks and the records of a simulation."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self.problem, self.hides = problem, problem.cost.hides
         slices = problem.num_slices
         self.durations = [[time / slices for time in row] for row in durations_of(problem.cost, problem.num_stages)]
         edges = edges_of(problem.cost, problem.device_of)
@@ -112,20 +112,22 @@ class Bench:
         return -1
 
     def relieved(self, device: int, lane: Lane, rng: Random) -> Lane | None:
-        """A lane that holds too much, with some residuals less while it does; None where that did not succeed."""
-        for _ in range(_RELIEFS):
+        """A lane, and where it holds too much with some residuals less; None where that did not succeed."""
+        for left in reversed(range(_RELIEFS + 1)):
             position = self.overflow(device, lane)
             if position < 0:
                 return lane
-            relieved = self._without_longest(lane.actions, position, rng)
+            relieved = self._without_longest(lane.actions, position, rng) if left else None
             if relieved is None:
                 return None
             lane = lane.of(relieved)
-        return lane if self.fits(device, lane) else None
+        return None
 
     def _without_longest(self, lane: list[CodedAction], position: int, rng: Random) -> list[CodedAction] | None:
-        """A lane where the residual with the last backward, of those that are there, is computed again or moved away."""
+        """A lane where the residual with the last backward, of those that are there, is made again or moved away."""
         problem = self.problem
+        if not (problem.remat or problem.offload):
+            return None
         gone = {(stage, m) for code, stage, m in lane if code in (O, R)}
         held = {(stage, m): at for at, (code, stage, m) in enumerate(lane[: position + 1]) if code == F}
         for at in reversed(range(position + 1, len(lane))):
@@ -235,10 +237,9 @@ def polish(bench: Bench, lanes: Sequence[Lane], rng: Random, budget: Budget, *, 
 
 def _changed(bench: Bench, device: int, lane: Lane, rng: Random) -> Lane | None:
     """A lane with one thing changed; None: that changes nothing, or has no room."""
-    hides = bench.problem.cost.hides
     position = rng.randrange(len(lane.actions))
     code, stage, microbatch = lane.actions[position]
-    if hides and rng.random() < _TURNS:
+    if bench.hides and rng.random() < _TURNS:
         changed = lane.turned(position)
         return changed if changed is not None and bench.fits(device, changed) else None
     if code in (R, O, L) and rng.random() < (0.5 if code == R else 0.1):
@@ -250,6 +251,6 @@ def _changed(bench: Bench, device: int, lane: Lane, rng: Random) -> Lane | None:
     if target == position:
         return None
     changed = lane.moved(position, target)
-    if hides and rng.random() < _TURNS:
+    if bench.hides and rng.random() < _TURNS:
         changed = changed.closed(target, target - 1, position, position - 1)
-    return changed if bench.fits(device, changed) else bench.relieved(device, changed, rng)
+    return bench.relieved(device, changed, rng)

@@ -327,7 +327,7 @@ class _Best:
         return [*without_remat, tight, *without_limits]
 
     def polish(self, rng: Random, share: float) -> None:
-        """Spend what is left, or a share of it, on moving single actions of the best; some seconds remain for the bounds."""
+        """Spend what is left, or a share, on moving single actions of the best; some seconds remain for the bounds."""
         if self.schedule is None or self.problem is None or self.done or self.budget.spent:
             return
         if _too_many(self.problem):
@@ -345,7 +345,7 @@ class _Best:
             self._offer(problem, replace(moved, pairs=frozenset(pairs)), "moves")
 
     def sharpen(self, problems: Sequence[Problem], *, steps: int) -> None:
-        """Raise the bounds of placements that could have something shorter; a search of few evaluations does so less."""
+        """Raise bounds of placements that could have something shorter; a search of few evaluations does so less."""
         steps = min(steps, self.budget.most // _STEP)
         for number, problem in enumerate(problems):
             bound = self.bounds[number]

@@ -88,8 +88,8 @@ def profile(
         comm: of one hop between devices, in seconds; it is not measured.
         measure_memory: also ask `memory` for the residuals: of a layer what it adds to a stage, of a stage all that it
             holds. False: those of ``Cost()``.
-        progress: True shows on stderr how many layers of all sweeps are done; or a function that is told a `CallProgress`,
-            between two measurements where there is one lane.
+        progress: True shows on stderr how many layers of all sweeps are done; or a function that is told a
+            `CallProgress`, between two measurements where there is one lane.
 
     Returns:
         A cost with one number per layer.

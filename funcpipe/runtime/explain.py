@@ -62,7 +62,7 @@ _OTHER_TREE = (
 
 
 def explain(error: Exception, arguments: Mapping[str, Tree]) -> None:
-    """Note on a known error of torch, or of a look-up, what its function got, and a way out. Others stay as they are."""
+    """Note on a known error of torch, or of a look-up, what its function got, and a way out. Others stay."""
     hint = next((text for pattern, text in _HINTS if re.search(pattern, str(error), re.IGNORECASE)), None)
     if hint is None and type(error) in _LOOKS_FOR_ELSE:
         hint = _OTHER_TREE

@@ -120,7 +120,8 @@ def compute_with(threads: int) -> None:
 def _leave() -> None:
     start, workers = monotonic(), list(_waited_for)
     for worker in workers:
-        if worker.stop is not None:
-            worker.stop()
+        stop = worker.stop  # its thread may end meanwhile
+        if stop is not None:
+            stop()
     for worker in workers:
         worker.end(max(0.0, start + worker.patience - monotonic()))

@@ -282,7 +282,7 @@ def _before(kind: Kind) -> list[Kind]:
 
 
 def _later(kind: Kind) -> tuple[Kind, ...]:
-    """What must not have stood yet. (Of what an F comes too late for, each has said already that it stands too early.)"""
+    """What must not have stood yet. (What an F comes too late for has said already that it stands too early.)"""
     return ADDS if KINDS[kind].before_backward else ()
 
 

@@ -59,7 +59,7 @@ _ZOOM_STYLE = "".join(
     f".funcpipe-report:has(.x{times}:checked) .charts svg{{width:{times}00%!important;max-width:none!important}}\n"
     for times in _ZOOM[1:]
 )
-"""Pictures as many times as large; without scripts, which notebooks and mail remove. Each report is a form of its own."""
+"""Pictures as many times as large; without scripts, which notebooks and mail remove. Each report is its own form."""
 
 _PAGE = """\
 :root{color-scheme:light dark}

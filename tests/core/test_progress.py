@@ -57,7 +57,7 @@ CALLS = {
 @pytest.fixture
 def always(monkeypatch):
     """Every step is told, however soon it comes after the last."""
-    monkeypatch.setattr("funcpipe.core.progress._EVERY", 0.0)
+    monkeypatch.setattr("funcpipe.core.progress.EVERY", 0.0)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -35,7 +35,7 @@ def costs(draw: st.DrawFn, stages: int) -> fp.Cost:
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_pairs_are_timed_as_simulated_and_never_beat_the_bound(data: st.DataObject) -> None:
     """Of any schedule with backwards, at the memory that it needs."""
@@ -54,7 +54,7 @@ def test_pairs_are_timed_as_simulated_and_never_beat_the_bound(data: st.DataObje
         assert lower_bound(problem).value <= score.value * (1 + 1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data(), st.integers(0, 99))
 def test_moving_joining_and_parting_makes_shorter_within_the_memory(data: st.DataObject, seed: int) -> None:
     """Every step is legal, and timed as it is simulated."""

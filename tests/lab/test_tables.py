@@ -63,10 +63,10 @@ def test_greedy_schedules_on_a_line_are_zb_1p_and_zb_2p(row, share):
     assert row[7 + share] == pytest.approx(best_of(problem, on_a_line(problem)).span_bubble, abs=5e-5)
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.slow if row[1] > 64 else ()) for row in VEE[:4]],
-                         ids=[f"{row[0]}x{row[1]}" for row in VEE[:4]])  # fmt: skip
+@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.slow if row[1] > 64 else ()) for row in VEE],
+                         ids=[f"{row[0]}x{row[1]}" for row in VEE])  # fmt: skip
 def test_greedy_schedules_on_a_v_are_zb_v(row):
-    """Table 8, to four digits; its rows of more microbatches take minutes."""
+    """Table 8, to four digits."""
     problem = problem_of(row, 2 * row[0], placement=(*range(row[0]), *reversed(range(row[0]))))
     assert row[-1] == pytest.approx(best_of(problem, on_a_v(problem)).span_bubble, abs=5e-5)
 
@@ -93,13 +93,13 @@ def test_what_cannot_be_beaten_is_known_to_be(at):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("at", "most"), [(1, 0.0020), (4, 0.0012)])
+@pytest.mark.parametrize(("at", "most"), [(1, 0.0020), (2, 0.0016), (3, 0.0015), (4, 0.0012), (5, 0.0036)])
 def test_a_search_beats_zb_2p(at, most):
-    """At the memory of ZB-2p, with the default number of evaluations; about half its bubble. The benchmark has all rows."""
+    """At the memory of ZB-2p, with the default number of evaluations; about half its bubble."""
     row = LINE[at]
     cost = cost_of(row)
     found = fp.search(cost, num_devices=row[0], num_microbatches=row[1], memory_limit=2 * row[0] * cost.residual,
-                      objective="span", seconds=600)  # fmt: skip
+                      objective="span", evaluations=10_000 if at != 5 else 4_000, seconds=600)  # fmt: skip
     assert max(found.peak) <= 2 * row[0] * cost.residual
     assert found.timeline.span_bubble <= most
 
@@ -151,7 +151,7 @@ def test_small_optima_with_two_stages_a_device(placement, devices, microbatches,
 FRONTIER = {
     3: {4: 5, 5: 3, 6: 0},
     4: {4: 11, 5: 8, 6: 5, 7: 3, 8: 0},
-    6: {6: 17, 9: 8, 12: 0},
+    6: {6: 17, 7: 14, 8: 11, 9: 8, 10: 5, 11: 3, 12: 0},
 }
 
 

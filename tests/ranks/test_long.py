@@ -7,8 +7,9 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_thousand_steps(pools):
-    for memory, descriptors, threads in pools(4).all("soak", 1000, seconds=250):
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_thousand_steps(pools, size):
+    for memory, descriptors, threads in pools(size).all("soak", 1000, seconds=250):
         assert memory < 8
         assert descriptors <= 0
         assert threads <= 0
