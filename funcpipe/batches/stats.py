@@ -9,7 +9,7 @@ from typing import NamedTuple, TextIO
 
 from funcpipe.batches.ticks import TickPlan
 from funcpipe.batches.workers import Meter
-from funcpipe.core.progress import EVERY, Line, bar
+from funcpipe.core.progress import EVERY, TextLine, bar
 from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Action, Kind
 
@@ -89,7 +89,7 @@ class Bar:
     """Prints the progress on one line of a terminal, ten times a second at most."""
 
     def __init__(self, file: TextIO | None = None) -> None:
-        self._line, self._last = Line(file or sys.stderr), 0.0
+        self._line, self._last = TextLine(file or sys.stderr), 0.0
 
     def __call__(self, progress: Progress) -> None:
         """Print it, if the last time is long enough ago."""

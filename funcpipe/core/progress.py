@@ -179,7 +179,7 @@ def display(file: TextIO | None = None) -> Display:
         except ImportError:  # the extra `demo` has it
             pass
     notebook = type(out).__module__.startswith("ipykernel")  # no terminal, but \r begins a line anew
-    return _TextLine(out, anew=terminal or notebook, stays=notebook)
+    return _TextDisplay(out, anew=terminal or notebook, stays=notebook)
 
 
 class _RichBar:
@@ -210,7 +210,7 @@ class _RichBar:
         self._bar.stop()
 
 
-class Line:
+class TextLine:
     """A line of a terminal that is written anew."""
 
     def __init__(self, file: TextIO) -> None:
@@ -235,12 +235,12 @@ def bar(share: float) -> str:
     return f"[{'#' * full}{' ' * (_WIDE - full)}]"
 
 
-class _TextLine:
+class _TextDisplay:
     """The same as text: one line that is written anew; where a file cannot have that, a line now and then."""
 
     def __init__(self, file: TextIO, *, anew: bool, stays: bool) -> None:
         self._file, self._stays = file, stays
-        self._line = Line(file) if anew else None
+        self._line = TextLine(file) if anew else None
         self._phase, self._next = "", 0.0
 
     def show(self, progress: CallProgress) -> None:

@@ -147,6 +147,7 @@ def searched(one: Instance, seconds: float) -> fp.typing.Found | None:
             memory_limit=one.limit,
             remat=one.remat,
             offload=one.offload,
+            evaluations=10**6,
             seconds=seconds,
         )
     except fp.ScheduleError:
