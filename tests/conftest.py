@@ -1,5 +1,6 @@
 """Fixtures of the whole suite: a fixed seed, and threads that must not outlive a test."""
 
+import os
 import signal
 import sys
 import threading
@@ -17,6 +18,12 @@ settings.load_profile("suite")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    """Tests compute on the CPU, on machines with GPUs too; those on a GPU are run by ``pytest -m cuda``."""
+    if "cuda" not in config.getoption("-m"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items):

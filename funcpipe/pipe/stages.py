@@ -100,7 +100,7 @@ class Stages:
                     if same_device(tensor.device, device):
                         continue
                     if id(tensor) in earlier:
-                        tensors[name] = tensor.detach().to(device)
+                        tensors[name] = tensor.detach().to(device).requires_grad_(tensor.requires_grad)
                     else:
                         faults.append(f"{name} lies on {tensor.device}, stage {stage} runs on {device}")
                 earlier.update(held)

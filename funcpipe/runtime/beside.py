@@ -17,9 +17,10 @@ from torch import Tensor
 
 from funcpipe.core.kinds import Kind
 from funcpipe.core.program import LaneProgram, Run
+from funcpipe.runtime.steps import Step
 from funcpipe.runtime.stream import Place
 
-_MAKES = (Kind.F, Kind.R)
+MAKES = (Kind.F, Kind.R)
 """What makes residuals."""
 
 
@@ -27,6 +28,15 @@ def kept_by(value: object) -> list[Tensor]:
     """What a residual keeps, and lets go of while its backward runs; of other values the slots keep all."""
     kept = getattr(value, "kept", None)
     return [] if kept is None else kept()
+
+
+def either(place: Place, own: Step, away: Step) -> Step:
+    """A step that does the one of two that is for the stream on which it runs: the lane's own, or the one beside it."""
+
+    def step(reads: list[Any], run: Run) -> Sequence[Any]:
+        return (own if place.stream is place.streams[0] else away)(reads, run)
+
+    return step
 
 
 class Beside:
@@ -60,7 +70,7 @@ class Beside:
         call = program.calls[run.call]
         if self.away == number:
             place.turn(beside=True)
-        if call.kind in _MAKES:
+        if call.kind in MAKES:
             (self.made.add if self.away == number else self.made.discard)((call.stage, run.microbatch))
 
     def end(self, number: int) -> None:
@@ -81,7 +91,7 @@ class Beside:
         if first.stage == second.stage:
             return -1
         homes = [
-            None if call.kind in _MAKES else (call.stage, each.microbatch) in self.made
+            None if call.kind in MAKES else (call.stage, each.microbatch) in self.made
             for call, each in ((first, run), (second, other))
         ]
         return number if homes[0] or (homes[0] is None and homes[1] is False) else number + 1

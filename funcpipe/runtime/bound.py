@@ -106,6 +106,10 @@ class Bound(Protocol):
         """Which part of a forward runs, where it is not the stage's own function."""
         ...
 
+    def twin(self) -> Bound:
+        """The same stage, with the same sums, for forwards on a stream beside the lane's own."""
+        ...
+
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
         """Run F, or R: the same call, its outputs dropped."""
         ...

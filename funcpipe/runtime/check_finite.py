@@ -6,6 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -36,6 +37,12 @@ class FiniteBound:
         self.given: dict[int, StageArgs] = {}
         self.grads, self.unused, self.fixed, self.written = inner.grads, inner.unused, inner.fixed, inner.written
         self.forget = inner.forget
+
+    def twin(self) -> FiniteBound:
+        """The same around the inner stage's."""
+        twin = copy(self)
+        twin.inner = self.inner.twin()
+        return twin
 
     @property
     def phase(self) -> str:

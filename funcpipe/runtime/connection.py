@@ -103,3 +103,10 @@ def _lost(rank: int, error: RuntimeError) -> LostError:
     """The error of a connection, without what gloo says of its own source, and of what to do."""
     text = str(error).split("\n")[0].rsplit("] ", 1)[-1].split(". This is")[0]
     return LostError(rank, f"the connection to its process has ended: {text}")
+
+
+def lost_by_device(rank: int, error: RuntimeError) -> LostError:
+    """The error of a group of devices, without what torch says of its own source."""
+    parts = str(error).split("\n")[0].split(", ")
+    text = ", ".join(part for part in parts if ".cpp:" not in part and "NCCL version" not in part)
+    return LostError(rank, f"what joined its device with this one has ended: {text}")

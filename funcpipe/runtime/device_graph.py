@@ -107,11 +107,18 @@ class Rehearsal(TorchDispatchMode):
         if on_device and (torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags):
             raise Unrecordable(f"{func} waits for numbers of {self.device}")
         result = func(*args, **kwargs)
+        if "attention" in func.name():
+            result = pytree.tree_map_only(Tensor, self._as_recorded, result)
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         elsewhere = [leaf.device for leaf in tensors if leaf.device.type != self.device.type]
         if on_device and elsewhere:
             raise Unrecordable(f"{func} gives numbers of {self.device} to {elsewhere[0]}")
         return result
+
+    def _as_recorded(self, leaf: Tensor) -> Tensor:
+        """A result of attention. The keys of its draws lie on the host, and on the device while that is recorded."""
+        key = leaf.device.type == "cpu" and not leaf.ndim and not leaf.is_floating_point()
+        return leaf.to(self.device) if key else leaf
 
 
 class Recorded:

@@ -160,6 +160,7 @@ class DeviceStream:
         """Connect: the first that goes "out", comes "in", or is swapped with "all". Waits for the others."""
         if self.group is None:
             return
+        self.group.eager_connect_single_device(self.device)  # else each first send makes a communicator of its own
         token = torch.zeros(1, dtype=torch.uint8, device=self.device)
         if way == "out":
             self.send([token])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from copy import copy
 from operator import is_
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from funcpipe.core.errors import PlanError, StageError, raise_all
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.gradient_graph import nodes_of
 from funcpipe.core.losses import read_loss
 from funcpipe.core.result import Loss
@@ -33,6 +34,7 @@ from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, d
 from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, Shares, StageArgs, StageOut
 from funcpipe.runtime.explain import explain
 from funcpipe.runtime.foreign import refuse_around, refuse_backward, refuse_foreign
+from funcpipe.runtime.reported import detached, detached_side, is_empty, kept_statistics
 from funcpipe.runtime.residual import EagerResidual, GradientLeaves
 from funcpipe.runtime.rng import KeyedDraws, Keys
 
@@ -71,16 +73,37 @@ class EagerBound:
         self.versions = [versions(leaves) for leaves in self.watched]
         self.aliases = [alias_of(leaf, want) for leaf, want in zip(self.memory, trainable, strict=True)]
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
-        self.fresh: list[int] | None = None
+        self.fresh: list[int] = []
+        self.twins: list[EagerBound] = []
         state_leaves, self.state_spec = flatten(state)
         faults = refuse_hidden(params, f"params[{index}]", self.leaves, self.spec)
         faults += refuse_hidden(state, f"state[{index}]", state_leaves, self.state_spec)
         raise_all("these are no trees of tensors:", faults)
         self.state_leaves = share(state_leaves)
-        self.params, self.state = unflatten(self.spec, self.aliases), unflatten(self.state_spec, self.state_leaves)
-        self.fn = stage.bind(self.params, self.state)
+        self.state = unflatten(self.state_spec, self.state_leaves)
+        self._bind()
+
+    def _bind(self) -> None:
+        """Give the stage the aliases."""
+        self.params = unflatten(self.spec, self.aliases)
+        self.fn = self.stage.bind(self.params, self.state)
         self.places = self.fn.places
-        self.drawing = KeyedDraws(keys, index, self.places, 0)  # of whichever microbatch runs
+        self.drawing = KeyedDraws(self.keys, self.index, self.places, 0)  # of whichever microbatch runs
+
+    def twin(self) -> EagerBound:
+        """The same for the forwards on a stream beside the lane's own: other aliases, and the same sums.
+
+        Autograd adds to a sum on the stream that was current when its alias was first used. With the same aliases on both
+        streams the backward on one would wait for the forward on the other, or that for it.
+        """
+        twin = copy(self)
+        twin.twins = []
+        others = {id(alias): _like(alias) for alias in self.inputs}
+        twin.aliases = [others.get(id(alias), alias) for alias in self.aliases]
+        twin.inputs = [*others.values()]
+        twin._bind()
+        self.twins.append(twin)
+        return twin
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +138,7 @@ class EagerBound:
             self.reentrant = seen.looked[key]
             return
         refuse_rebinding(self.params, self.spec, self.aliases)
-        if self.fresh is None:
+        if not self.fresh:
             refuse_backward(alias.grad for alias in self.inputs)
         graphs = [residual.y, *residual.stash.values(), residual.side or ()]
         roots = [root for graph in graphs for root in graph if isinstance(root, Tensor) and root.requires_grad]
@@ -163,11 +186,12 @@ class EagerBound:
         y, graph = close_border(returned, "y", stays=self.loss is not None)
         loss = None if self.loss is None else self._loss(self.loss, args.target, y, graph)
         report = _NOTHING
-        if loss is not None or side is not None or not _empty(stats):
-            report = ForwardReport(_kept(stats), loss and Loss(*map(_detached, loss)), _side(side))
+        if loss is not None or side is not None or not is_empty(stats):
+            report = ForwardReport(kept_statistics(stats), loss and Loss(*map(detached, loss)), detached_side(side))
         if not keep:
             return StageOut(y, report, None, stash)
-        residual = EagerResidual(args.microbatch, graph, graphs, loss, side, len(args.x.leaves), x_leaves, skip_leaves)
+        given = len(args.x.leaves), x_leaves, skip_leaves, self.inputs
+        residual = EagerResidual(args.microbatch, graph, graphs, loss, side, *given)
         return StageOut(y, report, residual, stash)
 
     def _call(self, x: Tree, args: StageArgs, skip_leaves: list[tuple[int, GradientLeaves]]) -> Any:
@@ -238,7 +262,7 @@ class EagerBound:
                 if isinstance(total, Tensor) and total.requires_grad:
                     roots.append(total)
                     cotangents.append(cotangent)
-        inputs = [*self.inputs, *residual.x.values()]
+        inputs = [*residual.params, *residual.x.values()]
         for _, leaves in residual.skips:
             inputs += leaves.values()
         if roots and inputs:
@@ -261,9 +285,9 @@ class EagerBound:
 
         Memory is fast where it was first touched.
         """
-        if self.fresh is None:
+        if not self.fresh:  # the list itself is the twins', too
             with torch.no_grad():
-                self.fresh = [version(alias.grad.zero_()) for alias in self.inputs if alias.grad is not None]
+                self.fresh[:] = [version(alias.grad.zero_()) for alias in self.inputs if alias.grad is not None]
         return self.fresh
 
     def loss_cotangents(self, residual: Any) -> dict[str, Tensor]:
@@ -323,14 +347,19 @@ class EagerBound:
         now, counts = flatten(self.params)[0], zip(self.versions, self.watched, strict=True)
         moved = [[old != new for old, new in zip(before, versions(row), strict=True)] for before, row in counts]
         rows = zip(*moved, self.aliases, now, self.memory, self.leaves, strict=False)
-        return [
-            number
-            for number, (*written, alias, leaf, copy, original) in enumerate(rows)
-            if any(written) or alias is not leaf or differ(copy, original)
-        ]
+        found = {number for twin in self.twins for number in twin.written()}
+        return sorted(
+            found.union(
+                number
+                for number, (*written, alias, leaf, kept, original) in enumerate(rows)
+                if any(written) or alias is not leaf or differ(kept, original)
+            )
+        )
 
     def release(self) -> None:
         """Forget every tensor; the copy of a module goes back to its stage."""
+        for twin in self.twins:
+            twin.release()
         self.fn.release()
         for alias in self.inputs:
             alias.grad = None
@@ -339,13 +368,11 @@ class EagerBound:
         self.stage.seen.kept.add(self.train)
 
 
-def _side(side: Any) -> tuple[Any, Any] | None:
-    if side is None:
-        return None
-    if not isinstance(side, tuple) or len(side) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        raise StageError(f"Out.loss is (sum, weight); got {type(side).__name__}")
-    total, weight = side  # pyright: ignore[reportUnknownVariableType]
-    return (_detached(total), _detached(weight))
+def _like(alias: Tensor) -> Tensor:
+    """An alias of an alias, with the same sum."""
+    other = alias.detach().requires_grad_()
+    other.grad = alias.grad
+    return other
 
 
 def _root(graph: list[Any], gradients: Sequence[Tensor | None], roots: list[Any], cotangents: list[Tensor]) -> None:
@@ -377,30 +404,6 @@ def no_autocast() -> AbstractContextManager[Any]:
     for kind in _autocasting():
         stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
-
-
-def _empty(tree: Tree) -> bool:
-    return tree is None or (type(tree) is tuple and not tree)
-
-
-def _kept(stats: Tree) -> Tree:
-    """Statistics for the commit. Raises PlanError where they hide tensors, which would keep their graphs."""
-    if _empty(stats):
-        return stats
-    leaves, spec = flatten(stats)
-    raise_all("a stage returned statistics that cannot be kept:", refuse_hidden(stats, "stats", leaves, spec))
-    return unflatten(spec, [_cut_off(leaf) for leaf in leaves])
-
-
-def _detached(tree: Tree) -> Tree:
-    if isinstance(tree, Tensor) or _empty(tree):
-        return _cut_off(tree)
-    leaves, spec = flatten(tree)
-    return unflatten(spec, [_cut_off(leaf) for leaf in leaves])
-
-
-def _cut_off(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 def _gradients(count: int, leaves: GradientLeaves) -> Gradients:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.cache_key import border_key_or_none
-from funcpipe.runtime.connection import LostError, Way
+from funcpipe.runtime.connection import LostError, Way, lost_by_device
 from funcpipe.runtime.plain_tensors import materialized
 from funcpipe.runtime.stream import Place, Ticket
 from funcpipe.runtime.transport import Inbox, Mailbox, PoolLevel
@@ -93,6 +93,8 @@ class _Edge:
             job()
         except LostError as error:
             self.lost(error)
+        except torch.distributed.DistBackendError as error:
+            self.lost(lost_by_device(self.peer, error))
         except (RuntimeError, MemoryError) as error:  # of this process, mostly for want of memory
             text = f"its values between it and rank {self.peer} cannot be moved: {type(error).__name__}: {error}"
             self.lost(LostError(self.me, text))
@@ -137,7 +139,7 @@ class EdgeOut(_Edge):
             post(parts)
         elif self.direct:
             post([])  # first: the other end then takes what follows
-            self.stream.send(parts)
+            self._safely(partial(self.stream.send, parts))
         else:
             copies, wait = self.stream.to_host(parts)
             self.worker.give(partial(self._safely, partial(_then, wait, post, copies)))

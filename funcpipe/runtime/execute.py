@@ -20,6 +20,7 @@ from funcpipe.core.program import CALLER, LaneProgram, Role, Wire
 from funcpipe.core.result import Result, RunStats, Span, Timeline
 from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree, map_leaves
+from funcpipe.runtime.beside import MAKES, either
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import RUNNING, CallerContext, intra_op_threads, no_autocast_cache
 from funcpipe.runtime.drawing import CatchDraws
@@ -166,6 +167,14 @@ class Execution:
         stages, bounds = self.ready.plan.stages, self.ready.bounds
         reduce, spread = self.ready.reduce, self.ready.spread
         steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], host, reduce) for call in lane.calls]
+        if len(place.streams) > 1:
+            twins = {stage: bounds[stage].twin() for stage in {call.stage for call in lane.calls if call.kind in MAKES}}
+            steps = [
+                either(place, step, make_step(call, lane, stages[call.stage], twins[call.stage], host, reduce))
+                if call.kind in MAKES
+                else step
+                for call, step in zip(lane.calls, steps, strict=True)
+            ]
         runner = Runner(lane, steps, place, transport, coming, timed=self.ready.options.record)
         if self.ready.options.ranges:
             runner.steps = [ranged(step, lane, place.device) for step in runner.steps]
@@ -188,6 +197,8 @@ class Execution:
         try:
             for lane in self.lanes:
                 lane.place.fork()
+                if lane.clock is not None:
+                    lane.clock.start()
             self.executor.walk(self)
             done = True
         finally:
@@ -276,14 +287,11 @@ class Execution:
         raise FuncpipeError(f"internal error: values left in the slots: {left}")
 
     def timeline(self) -> Timeline:
-        """The measured spans, in seconds from the first start."""
-        first = min((lane.spans[0][1] for lane in self.lanes if lane.spans), default=0)
+        """The measured spans, in seconds from the first start. Waits for devices."""
+        found = [(lane.program.lane, *span) for lane in self.lanes for span in lane.spans()]
+        first = min((start for _, _, start, _ in found), default=0)
         self.began = first / 1e9
-        spans = [
-            Span(lane.program.lane, (start - first) / 1e9, (end - first) / 1e9, action)
-            for lane in self.lanes
-            for action, start, end in lane.spans
-        ]
+        spans = [Span(lane, (start - first) / 1e9, (end - first) / 1e9, action) for lane, action, start, end in found]
         spans.sort(key=lambda span: (span.start, span.device))
         schedule = self.ready.plan.schedule.first(self.ready.program.num_microbatches)
         peak = tuple(residual_peak(order, schedule) for order in schedule.orders)

@@ -17,8 +17,10 @@ _QUIET = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-"""Torch's threads beside a group would end the process when another one fails; here that is told, and raised."""
+"""Torch's threads beside a group would end the process when another one fails; here that is told, and raised. And what goes
+one way has a group of its own, so it is meant to be in line."""
 
 _gate = threading.Lock()
 

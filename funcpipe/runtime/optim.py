@@ -309,8 +309,12 @@ def _unscale(
         scaler.unscale_(optimizer)
         return
     first = stepped[0].gradient
-    own = None if finite else first.clone()
-    if own is not None:
+    # Fused optimizers skip a step where exactly one device has found something (torch adds up what all have found).
+    held = [] if finite else [each.gradient for each in stepped if each.gradient.device != first.device]
+    own = [(gradient, gradient.clone()) for gradient in ([] if finite else [first, *held])]
+    for gradient in held:
+        gradient.zero_()
+    if not finite:
         first.fill_(float("nan"))
     if scaler.is_enabled():
         ids = {id(entry) for entry in stepped}
@@ -319,8 +323,8 @@ def _unscale(
                 entry.gradient = entry.gradient * (1.0 / scaler.get_scale())
     scaler.scale(torch.zeros((), device=first.device))  # its scale becomes a tensor when it first scales one
     scaler.unscale_(optimizer)
-    if own is not None:  # the norm is of what it was
-        first.copy_(own / scaler.get_scale())
+    for gradient, before in own:  # the norm is of what they were
+        gradient.copy_(before / scaler.get_scale())
 
 
 def _of_result(result: Result, ties: Ties, scaler: Any) -> tuple[tuple[Tree, ...], Ties, float]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcpipe.runtime.connection import LostError, Way
+from funcpipe.runtime.connection import LostError, Way, lost_by_device
 from funcpipe.runtime.worker import Worker
 
 
@@ -116,6 +116,9 @@ class Replicas:
                 job()
             except LostError as error:
                 self.lost(error)
+            except torch.distributed.DistBackendError as error:
+                others = [rank for rank in self.ranks if rank != self.me]
+                self.lost(lost_by_device(others[0] if len(others) == 1 else -1, error))
             except Exception as error:
                 self.lost(LostError(self.me, f"its {text}: {type(error).__name__}: {error}"))
 

@@ -21,7 +21,7 @@ GradientLeaves: TypeAlias = dict[int, Tensor]
 
 @dataclass(slots=True, eq=False)
 class EagerResidual:
-    """The graph of one forward: its outputs, its losses, and the leaves at its inputs."""
+    """The graph of one forward: its outputs, its losses, the leaves at its inputs, and those of the parameters."""
 
     microbatch: int
     y: list[Any]
@@ -31,6 +31,7 @@ class EagerResidual:
     x_count: int
     x: GradientLeaves
     skips: list[tuple[int, GradientLeaves]]
+    params: Sequence[Tensor]
     draws: dict[str, int] = field(default_factory=dict[str, int])
     _moved: int | None = None
     _pieces: Sequence[SavedPiece] = ()

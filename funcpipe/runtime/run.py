@@ -64,7 +64,7 @@ def run(
             ``run(plan, params, batch, options)``, or None: threads where at least two lanes are on the CPU ("serial" is
             quicker where actions take less than 100 us). Same bits.
         threads_per_lane: intra-op threads; None: cores, or ``torch.get_num_threads()`` where that is less, divided by
-            lanes.
+            lanes. Some of torch's kernels divide sums among them, so that other numbers of threads give other bits.
         check: any of "finite" (NaN or Inf in what a stage hands on is an error that names stage and microbatch; costs a
             look at every value), "finite-op" (also finds the operation, by doing the action again), "used" (a trainable
             leaf that no backward reached is an error). See also `Result.finite`, which costs nothing during the run.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter_ns
 from typing import Any
 
 from funcpipe.core.program import Free, LaneProgram, Receive, Run
 from funcpipe.core.schedule import Action
 from funcpipe.runtime.beside import Beside
+from funcpipe.runtime.device_clock import LaneClock
 from funcpipe.runtime.steps import Step
 from funcpipe.runtime.stream import Place
 from funcpipe.runtime.transport import Transport
@@ -22,7 +22,7 @@ class Runner:
         coming: by slot, the event after which what lies there may be read.
         done: how many actions are done.
         stop: how many are done when it ends.
-        spans: (action, start, end) in nanoseconds.
+        clock: tells when actions begin and end; only where they are ``timed``.
         thread: the identity of the thread that runs it; 0: none.
     """
 
@@ -40,8 +40,9 @@ class Runner:
         self.parts, self.sources = program.parts, program.sources
         self.slots: list[Any] = [None] * len(program.slots)
         self.done = self.begun = self.first = self.stop = 0
-        self.spans: list[tuple[Action, int, int]] = []
-        self.steps = [_measured(step, program, self.spans) for step in steps] if timed else steps
+        self.clock = LaneClock(place) if timed else None
+        self._marks: list[tuple[Action, Any, Any]] = []
+        self.steps = steps if self.clock is None else [self._measured(step, self.clock) for step in steps]
         self.thread = 0
         self.beside = Beside(program, place, coming) if program.pairs and place.asynchronous else None
 
@@ -84,14 +85,18 @@ class Runner:
             beside.leave()
         self.done = number + 1
 
+    def _measured(self, step: Step, clock: LaneClock) -> Step:
+        """A step that also notes when it ran."""
 
-def _measured(step: Step, program: LaneProgram, spans: list[tuple[Action, int, int]]) -> Step:
-    """A step that also notes when it ran."""
+        def measured(reads: list[Any], run: Run) -> Sequence[Any]:
+            start = clock.mark()
+            results = step(reads, run)
+            self._marks.append((self.program.action(run), start, clock.mark()))
+            return results
 
-    def measured(reads: list[Any], run: Run) -> Sequence[Any]:
-        start = perf_counter_ns()
-        results = step(reads, run)
-        spans.append((program.action(run), start, perf_counter_ns()))
-        return results
+        return measured
 
-    return measured
+    def spans(self) -> list[tuple[Action, int, int]]:
+        """(action, start, end) of all that is done, in nanoseconds; where nothing is measured none."""
+        told = self.clock.nanoseconds if self.clock is not None else int
+        return [(action, told(start), told(end)) for action, start, end in self._marks]

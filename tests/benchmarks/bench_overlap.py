@@ -1,4 +1,4 @@
-"""Is the loader's time hidden? ``python tests/benchmarks/bench_overlap.py [--repeats 9]``.
+"""Is the loader's time hidden? ``python tests/benchmarks/bench_overlap.py [--repeats 9] [--device cuda:0]``.
 
 Three stages of 20 ms of sleep, 20 batches, depth 2, against the loop and the ideal (22 times 20 ms). Then real work on
 digits, one intra-op thread: decoding and augmentation (rotated, scaled and resampled to 32x32), the copy, and a step of a
@@ -92,7 +92,7 @@ def decode(index: int) -> tuple[Tensor, Tensor]:
     return interpolate(turned, size=(SIZE, SIZE), mode="area"), LABELS[rows]
 
 
-def network() -> tuple[fp.Plan, tuple[fp.core.tree.Tree, ...]]:
+def network(device: str) -> tuple[fp.Plan, tuple[fp.core.tree.Tree, ...]]:
     """Two stages on one lane."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -107,7 +107,8 @@ def network() -> tuple[fp.Plan, tuple[fp.core.tree.Tree, ...]]:
     )
     stages, params, _ = zip(fp.from_module(model[:3]), fp.from_module(model[3:]), strict=True)
     schedule = fp.schedules.one_f_one_b(2, 4, num_devices=1)
-    return fp.make_plan(stages, schedule, loss=cross_entropy, devices="cpu"), params
+    plan = fp.make_plan(stages, schedule, loss=cross_entropy, devices=device)
+    return plan, fp.place(plan, params)
 
 
 def train(
@@ -130,9 +131,9 @@ class Decoded(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return decode(index)
 
 
-def digits(repeats: int) -> None:
+def digits(repeats: int, device: str) -> None:
     """Decoding, copy, step."""
-    plan, params = network()
+    plan, params = network(device)
     step = partial(train, plan)
     ready = [decode(index) for index in range(BATCHES)]
     last: dict[str, Tensor] = {}
@@ -141,13 +142,15 @@ def digits(repeats: int) -> None:
         state = params
         for batch in batches:  # pyright: ignore
             state, last[name] = step(state, batch)
+        float(last[name])
 
     def overlapped(name: str, **options: object) -> None:
         run = fp.batches.overlap(
-            range(BATCHES), [decode, fp.batches.to_device("cpu"), fp.batches.Fold(step, params)], **options
+            range(BATCHES), [decode, fp.batches.to_device(device), fp.batches.Fold(step, params)], **options
         )  # pyright: ignore
         for loss in run:
             last[name] = loss
+        float(last[name])
 
     loader = torch.utils.data.DataLoader(Decoded(), batch_size=None, num_workers=1, persistent_workers=True)
     arms: dict[str, Callable[[], None]] = {
@@ -158,7 +161,8 @@ def digits(repeats: int) -> None:
         "DataLoader, one worker process": lambda: loop("loader", loader),
     }
     found = interleaved(arms, repeats)
-    assert len({float(one) for one in last.values()}) == 1, last  # the same bits everywhere
+    losses = [float(one) for one in last.values()]  # the same bits everywhere; a GPU's sums are in no fixed order
+    assert max(losses) - min(losses) <= (0 if device == "cpu" else 1e-2), last
     alone, plain = found["the step alone, batches ready"], found["plain loop"]
     for name, one in found.items():
         hidden = (plain - one) / (plain - alone)
@@ -187,13 +191,14 @@ def main() -> None:
     """Three tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print("| three stages of 20 ms, 20 batches | ms | of the ideal |\n|---|---:|---:|")
     sleeps(given.repeats)
     print("\n| digits, 24 batches of 96 | ms a batch | of the plain loop | of the loader's time hidden |")
     print("|---|---:|---:|---:|")
-    digits(given.repeats)
+    digits(given.repeats, given.device)
     print("\n| no work | us a batch |\n|---|---:|")
     overhead(min(3, given.repeats))
 

@@ -49,8 +49,10 @@ class Work:
     autocast: bool = False
 
     @classmethod
-    def make(cls, kind: str, width: int, depth: int, rows: int, microbatches: int, autocast: bool) -> Work:
-        """Weights and data from fixed seeds."""
+    def make(
+        cls, kind: str, width: int, depth: int, rows: int, microbatches: int, autocast: bool, *, reference: bool = True
+    ) -> Work:
+        """Weights and data from fixed seeds; without ``reference`` nothing is wanted of them."""
         torch.manual_seed(0)
         model = chain(kind, width, depth)
         weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -61,7 +63,8 @@ class Work:
             "unet": (rows, width, TOP, TOP),
         }[kind]
         x, target = torch.randn(shape), torch.randn(shape)
-        for part, wanted in zip(x.chunk(microbatches), target.chunk(microbatches), strict=True):
+        parts = zip(x.chunk(microbatches), target.chunk(microbatches), strict=True)
+        for part, wanted in parts if reference else ():
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss = F.mse_loss(model(part), wanted)
             (loss / microbatches).backward()

@@ -136,6 +136,32 @@ def test_writes_at_borders_and_results_that_were_given(lanes):
             assert all(map(torch.equal, kept, given))
 
 
+@pytest.mark.parametrize("backend", ["graph", "cudagraphs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention(dtype, backend):
+    """It keeps the keys of its draws on the host; in a recording they are on the device."""
+    torch.use_deterministic_algorithms(False)
+
+    @fp.stage
+    def block(p, x):
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in (x @ p["w"]).chunk(3, -1))
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+    g = torch.Generator().manual_seed(0)
+    stages = [fp.compile_stage(block, backend=backend)] * 2
+    plain = fp.make_plan([block] * 2, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices=["cuda:0"] * 2)
+    plan = fp.make_plan(stages, plain.schedule, loss=F.mse_loss, devices=plain.devices)
+    params = fp.place(plan, tuple({"w": torch.randn(64, 192, generator=g).to(dtype) / 8} for _ in range(2)))
+    x, target = (torch.randn(8, 32, 64, generator=g).to("cuda:0", dtype) for _ in range(2))
+    expected = fp.run(plain, params, (x, target), executor="serial")
+    with fp.graphs(plan) as graphs:
+        for executor in (graphs, "serial") if backend == "graph" else ("serial",):
+            for _ in range(3):
+                result = fp.run(plan, params, (x, target), executor=executor)
+                torch.testing.assert_close(result.grads, expected.grads)
+            assert isinstance(executor, str) or result.stats.executor == "graph", result.stats.reason
+
+
 def test_memory_goes_back_when_graphs_are_closed():
     plan, params, state = ready(fp.schedules.one_f_one_b(S, M))
     given = tuple(one.cuda() for one in batch())

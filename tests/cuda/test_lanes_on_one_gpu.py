@@ -215,6 +215,23 @@ def test_peak_memory_is_the_schedules():
     assert rematted < steady, peaks
 
 
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_a_measured_run_has_the_times_of_the_device(executor):
+    """Not those of the host, which queues all of it in less than one action takes."""
+    schedule = fp.schedules.one_f_one_b(S, M)
+    plan, params = ready(schedule, slow=2)
+    fp.run(plan, params, batch(), executor=executor)
+    timeline = fp.run(plan, params, batch(), executor=executor, record=True).timeline
+    slow = [span for span in timeline.spans if str(span.action).startswith("2F")]
+    rest = [span for span in timeline.spans if span not in slow]
+    assert M == len(slow)
+    assert min(span.end - span.start for span in slow) > 0.005
+    assert sum(span.end - span.start < 0.004 for span in rest) > 0.8 * len(rest)
+    assert timeline.makespan > M * 0.005
+    for lane, order in enumerate(schedule.orders):
+        assert [*order] == [span.action for span in timeline.spans if span.device == lane]
+
+
 def test_nothing_leaks():
     plan, params = ready(fp.schedules.one_f_one_b(S, M))
     data = tuple(t.cuda() for t in batch())

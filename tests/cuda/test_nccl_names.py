@@ -11,7 +11,8 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not has_nccl(), reason="needs
 
 def test_its_options_and_operations():
     assert all(
-        hasattr(dist.ProcessGroupNCCL, name) for name in ("send", "recv", "alltoall", "abort", "size", "options")
+        hasattr(dist.ProcessGroupNCCL, name)
+        for name in ("send", "recv", "alltoall", "abort", "size", "options", "eager_connect_single_device")
     )
     options = dist.ProcessGroupNCCL.Options()
     assert hasattr(options, "is_high_priority_stream")

@@ -1,4 +1,4 @@
-"""Two processes on one real GPU, over their hosts, and on two, by NCCL: the bits of one process. Skipped without CUDA."""
+"""Two processes on one real GPU, over their host and by NCCL, and on two: the bits of one process. Skipped without CUDA."""
 
 from __future__ import annotations
 
@@ -18,29 +18,55 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
+WAYS = ["one device", "one device, joined", "two devices"]
 
-@pytest.fixture(scope="module")
-def pool():
+
+def pool_on(way):
+    if way == "two devices" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
     made = Pool(2)
+    made.all("use_gpu", way)
+    return made
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def pool(request):
+    made = pool_on(request.param)
+    made.joined = request.param != "one device"
     yield made
     made.end()
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-@pytest.mark.parametrize("number", range(4))
-def test_the_bits(pool, gpus, number):
-    """The lanes of both on one device, or of each on its own."""
-    if torch.cuda.device_count() < gpus:
-        pytest.skip(f"needs {gpus} CUDA devices")
-    for wrong in pool.all("on_gpus", gpus, number, [8, 10, 3], seconds=200):
+@pytest.mark.parametrize("number", range(5))
+def test_the_bits(pool, number):
+    for wrong, joined in pool.all("on_gpus", number, [8, 10, 3], seconds=200):
         assert [] == wrong
+        assert joined is pool.joined
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("shard", [False, True])
-def test_replicas(pool, gpus, shard):
-    """Gradients are summed and parts gathered, over hosts or by NCCL."""
-    if torch.cuda.device_count() < gpus:
-        pytest.skip(f"needs {gpus} CUDA devices")
-    for wrong in pool.all("replicas_on_gpus", gpus, shard, seconds=200):
+def test_replicas(pool, shard):
+    """Gradients are summed and parts gathered."""
+    for wrong, joined in pool.all("replicas_on_gpus", shard, seconds=200):
         assert [] == wrong
+        assert joined is pool.joined
+
+
+def test_a_stage_that_raises(pool):
+    """All raise within two seconds, and the next run is right."""
+    (one, first, before), (other, second, after) = pool.all("faults_on_gpus", "raise", seconds=60)
+    assert ("PeerError", "ValueError") == (one, other)
+    assert max(first, second) < 2
+    assert before == after == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_process_that_dies(way):
+    pool = pool_on(way)
+    try:
+        (kind, seconds, _), gone = pool.run("faults_on_gpus", "kill", seconds=60)
+        assert gone is None
+        assert kind == "PeerError"
+        assert seconds < 2
+    finally:
+        pool.end()

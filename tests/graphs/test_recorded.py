@@ -221,6 +221,20 @@ def test_the_rehearsal_lets_through():
         assert float(torch.ones(3).sum()) == 3
 
 
+def test_keys_of_what_attention_draws_may_lie_on_the_host():
+    """They lie on the device while that is recorded."""
+    with torch.library._scoped_library("funcpipe_tests", "FRAGMENT") as library:
+        library.define("some_attention(Tensor x) -> (Tensor, Tensor)")
+        library.define("another(Tensor x) -> (Tensor, Tensor)")
+        for name in ("some_attention", "another"):
+            library.impl(name, lambda x: (x, torch.tensor(3)), "Meta")
+        with Rehearsal(torch.device("meta")):
+            x = torch.ones(3, device="meta")
+            assert all(result.is_meta for result in torch.ops.funcpipe_tests.some_attention(x))
+            with pytest.raises(Unrecordable, match="another.* gives numbers of meta to cpu"):
+                torch.ops.funcpipe_tests.another(x)
+
+
 def test_a_refusal_before_the_recording():
     """The work was not recorded: that would cost torch memory for good."""
     module = Module()

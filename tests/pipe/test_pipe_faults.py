@@ -316,6 +316,19 @@ def test_i4_tied_parameters_and_repeated_layers(balance, checkpoint):
     assert pipe[2] is pipe[0]
 
 
+def test_copies_of_what_is_tied_are_trained_with_it(monkeypatch):
+    """A stage on another device computes with a copy; here every tensor of the second one is elsewhere."""
+    models = [linears(2) for _ in range(2)]
+    for model in models:
+        model[1].weight, model[1].bias = model[0].weight, model[0].bias
+    monkeypatch.setattr("funcpipe.pipe.stages.same_device", lambda lies, wanted: wanted.index != 1)
+    pipe = fp.Pipe(models[1], 2, balance=[1, 1], devices=["cpu", "cpu:1"])
+    for model in (models[0], pipe):
+        model(data()).square().sum().backward()
+    for one, other in zip(models[0].parameters(), pipe.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
 def test_tying_after_wrapping():
     pipe = fp.Pipe(linears(2), 2, devices="cpu")
     pipe(data())

@@ -5,6 +5,7 @@ receives it writes there, as NCCL's does.
 """
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -51,6 +52,9 @@ class RecordedGroup:
 
     def abort(self):
         self.aborted = True
+
+    def eager_connect_single_device(self, device):
+        assert device == self.device
 
     def _leave(self, tensor, to, tag):
         if tensor.numel():
@@ -288,6 +292,31 @@ def stuck(rank, size, what):
         return type(caught.value).__name__, seconds, differences(want, got, ranks.stages, last=False)
 
 
+def lost(rank, size, way):
+    """What both processes say when rank 0 hears from its group of devices that rank 1 is gone; and then it is back."""
+    stages, params, state = everything()
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, devices=on("joined", 4))
+    x, target, scale = batch(8)
+
+    def broken(*args):
+        raise torch.distributed.DistBackendError(
+            "NCCL error in: /torch/ProcessGroupNCCL.cpp:90, remote process exited, NCCL version 2.28.9\nLast error:"
+        )
+
+    with recorded("joined") as (recorder, _), fp.ranks(plan, timeout=6.0) as ranks:
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        put(recorder, own, plan)
+        put(recorder, at, plan)
+        go = partial(fp.run, plan, own, (x, target), state=at, feeds={"scale": scale}, seed=1, executor=ranks)
+        go()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(RecordedGroup, way, broken)
+            with pytest.raises(fp.PeerError) as caught:
+                go()
+        return str(caught.value), caught.value.rank, float(go().loss)
+
+
 @contextmanager
 def standing(recorder):
     """Inside, lanes stand in a call of C until the groups of their device are ended, as in ``.item()``."""
@@ -404,20 +433,45 @@ def on_cpu(result):
     return replace(result, **{name: at_home(getattr(result, name)) for name in fields})
 
 
-def on_gpus(rank, size, gpus, number, rows):
-    """Runs on real devices, against one process on one of them."""
+JOINED: list[torch.device] = []
+"""Devices that this process has joined with those of others."""
+
+
+def use_gpu(rank, size, way):
+    """This process's device, from now on: the first for all, over the host or joined by NCCL all the same, or its own.
+
+    NCCL refuses two processes on one device of one host, so it is told that they are on two, whose sockets it then takes.
+    """
+    torch.cuda.set_device(rank if way == "two devices" else 0)
+    if way == "one device, joined":
+        os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        StreamBackend.identity = lambda self, device: f"{rank} {device}"
+    joined = StreamBackend.joined
+
+    def noted(self, store, seat, count, device):
+        JOINED.append(device)
+        return joined(self, store, seat, count, device)
+
+    StreamBackend.joined = noted
+    return True
+
+
+def on_gpus(rank, size, number, rows):
+    """Runs on real devices, against one process on one of them: (what differs, whether devices were joined)."""
     stages, params, state = everything()
-    torch.cuda.set_device(rank % gpus)
     schedule = [
         fp.schedules.one_f_one_b(4, 4),
         fp.schedules.remat(fp.schedules.fill_drain(4, 4)),
         fp.schedules.interleaved(4, 4, num_devices=2),
         fp.schedules.offload(fp.schedules.one_f_one_b(4, 4)),
+        fp.schedules.zero_bubble(4, 4),
     ][number]
     plan = fp.make_plan(stages, schedule, loss=loss_with_aux, outputs=True, devices="cuda")
-    plain = fp.make_plan(stages, schedule, loss=loss_with_aux, outputs=True, devices=f"cuda:{rank % gpus}")
+    here = torch.device("cuda", torch.cuda.current_device())
+    plain = fp.make_plan(stages, schedule, loss=loss_with_aux, outputs=True, devices=here)
     whole, whole_state = fp.place(plain, params), fp.place(plain, state)
     wrong = []
+    JOINED.clear()
     with fp.ranks(plan, timeout=60.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
         for count in rows:
@@ -430,17 +484,52 @@ def on_gpus(rank, size, gpus, number, rows):
                 f"{count} rows: {name}" for name in differences(on_cpu(want), on_cpu(got), ranks.stages, last=last)
             ]
             fp.global_norm(got)
-    return wrong
+    return wrong, bool(JOINED)
 
 
-def replicas_on_gpus(rank, size, gpus, shard):
-    """Two replicas on real devices, against one process with the rows of both."""
+def faults_on_gpus(rank, size, what):
+    """A run that does not end on rank 1 of 2: (error, seconds) of each, and what differs in the run after it."""
+    stages, params, state = everything()
+    failing = {"now": True}
+
+    def third(p, x, *, skips):
+        if failing["now"]:
+            if what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("planted")
+        return stages[2].fn(p, x, skips=skips)
+
+    whole = (*stages[:2], replace(stages[2], fn=third), stages[3])
+    plan = fp.make_plan(whole, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, devices="cuda")
+    here = torch.device("cuda", torch.cuda.current_device())
+    plain = fp.make_plan(stages, plan.schedule, loss=loss_with_aux, devices=here)
+    x, target, scale = batch(8)
+    options = {"feeds": {"scale": scale}, "seed": 1}
+    with fp.ranks(plan, timeout=5.0) as ranks:
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        failing["now"] = False
+        go = partial(fp.run, plan, own, (x, target), state=at, executor=ranks, **options)
+        go()
+        failing["now"] = True
+        began = time.monotonic()
+        with pytest.raises((fp.FuncpipeError, ValueError)) as caught:
+            go()
+        seconds = time.monotonic() - began
+        failing["now"] = False
+        if what == "kill":
+            return type(caught.value).__name__, seconds, []
+        want = fp.run_sequential(plain, fp.place(plain, params), (x, target), state=fp.place(plain, state), **options)
+        got = go()
+        return type(caught.value).__name__, seconds, differences(on_cpu(want), on_cpu(got), ranks.stages, last=False)
+
+
+def replicas_on_gpus(rank, size, shard):
+    """Two replicas on real devices, against one process with the rows of both: (what differs, whether they were joined)."""
 
     @fp.stage
     def layer(p, x):
         return torch.tanh(x @ p["w"] + p["b"])
 
-    torch.cuda.set_device(rank % gpus)
     mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("dp", "pp"))
     schedule = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 4, num_devices=1))
     if shard:
@@ -449,11 +538,13 @@ def replicas_on_gpus(rank, size, gpus, shard):
     numbers = [
         {"w": torch.randn(6, 6, generator=g).double(), "b": torch.randn(6, generator=g).double()} for _ in "1234"
     ]
+    here = torch.device("cuda", torch.cuda.current_device())
     plan = fp.make_plan([layer] * 4, schedule, loss=F.mse_loss, devices="cuda")
-    whole = fp.make_plan([layer] * 4, fp.schedules.fill_drain(4, 8), loss=F.mse_loss, devices=f"cuda:{rank % gpus}")
+    whole = fp.make_plan([layer] * 4, fp.schedules.fill_drain(4, 8), loss=F.mse_loss, devices=here)
     x, target = (torch.randn(16, 6, generator=g).double() for _ in "xy")
     want = fp.run_sequential(whole, fp.place(whole, tuple(numbers)), (x, target))
     wrong = []
+    JOINED.clear()
     with fp.ranks(plan, mesh, dp="dp", timeout=60.0) as ranks:
         own = fp.place(plan, tuple(numbers), ranks, shard=shard)
         rows = slice(8 * ranks.replica, 8 * ranks.replica + 8)
@@ -461,7 +552,8 @@ def replicas_on_gpus(rank, size, gpus, shard):
             got = fp.run(plan, own, (x[rows], target[rows]), executor=ranks)
             wrong += [] if same(at_home(want.losses), at_home(got.losses)) else ["losses"]
             for one, other in zip(fp.leaves(want.grads), fp.leaves(got.grads), strict=True):
-                full = other.full_tensor() if shard else other
-                wrong += [] if torch.allclose(one, full, rtol=1e-12, atol=1e-12) else ["gradients"]
+                # Not its full_tensor(): gloo's own gathering of tensors of devices ends processes (pytorch/pytorch#152645).
+                one, other = (one.chunk(2)[ranks.replica], other.to_local()) if shard else (one, other)
+                wrong += [] if torch.allclose(one, other, rtol=1e-12, atol=1e-12) else ["gradients"]
             wrong += [] if torch.allclose(fp.global_norm(want).cpu(), fp.global_norm(got).cpu()) else ["norm"]
-    return wrong
+    return wrong, bool(JOINED)

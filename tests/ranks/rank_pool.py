@@ -1,5 +1,6 @@
 """Processes that are kept and do one task after the other, all the same one at a time."""
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -95,6 +96,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     torch.set_num_threads(1)
+    faulthandler.enable()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     import device_tasks

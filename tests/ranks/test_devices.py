@@ -59,6 +59,17 @@ def test_devices_that_cannot_be_joined(pools):
     assert first == second
 
 
+@pytest.mark.parametrize("way", ["send", "recv"])
+def test_devices_that_are_no_longer_joined(pools, way):
+    """A lane sees it when it sends, a thread beside it when it receives: it is the other process that is lost."""
+    (one, rank, first), (other, _, second) = pools(2).all("lost", way)
+    assert 1 == rank
+    for text in (one, other):
+        assert "what joined its device with this one has ended: remote process exited" in text
+        assert ".cpp" not in text
+    assert first == second
+
+
 @pytest.mark.parametrize("what", ["fails", "waits", "stands"])
 def test_a_device_that_does_not_come_to_its_end(pools, what):
     """It is given up as other processes are: when one fails, or none gets on; and the next run is right."""

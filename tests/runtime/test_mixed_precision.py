@@ -133,6 +133,7 @@ def test_a_disabled_scaler_does_nothing():
     assert all(leaf.isfinite().all() for leaf in fp.leaves(pair.params))
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("bad", [None, 0, 1])
 @pytest.mark.parametrize("fused", [False, True])

@@ -12,6 +12,7 @@ A recorder can leave out one wait or one recording (``skip``): the proof must th
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,12 +87,17 @@ class Stream:
 class Event:
     """What a stream had done at some moment."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self.stream = recorder, ""
+    def __init__(self, recorder: Recorder, timed: bool) -> None:
+        self.recorder, self.stream, self.timed, self.seconds = recorder, "", timed, 0.0
         self.clock: Clock | None = None
 
     def record(self, stream: Stream) -> None:
-        self.clock, self.stream = dict(stream.clock), stream.name
+        self.clock, self.stream, self.seconds = dict(stream.clock), stream.name, self.recorder.now()
+
+    def elapsed_time(self, other: Event) -> float:
+        assert self.timed
+        assert other.timed
+        return (other.seconds - self.seconds) * 1e3
 
     def query(self) -> bool:
         return True
@@ -233,6 +239,9 @@ class Recorder(StreamBackend):
     def pace(self, event: Event) -> None:
         """For the sake of memory alone; no order may hang on it."""
 
+    now = staticmethod(time.perf_counter)
+    """When an event is over."""
+
     # -- torch.cuda --------------------------------------------------------------------------------------------------
 
     def Stream(self, device: torch.device) -> Stream:
@@ -241,8 +250,8 @@ class Recorder(StreamBackend):
             self.streams[name] = Stream(self, name, device)
             return self.streams[name]
 
-    def Event(self) -> Event:
-        return Event(self)
+    def Event(self, enable_timing: bool = False) -> Event:
+        return Event(self, enable_timing)
 
     def set_device(self, device: torch.device) -> None:
         """Every thread has all devices."""

@@ -355,6 +355,40 @@ ALONE = ("wait: ", "_copy: self._stream(source).wait", "copy: stream.wait_event"
 """Waits that nothing else stands in for: those for a value."""
 
 
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_streams_that_overlap_have_leaves_of_their_own(backend, executor):
+    """Autograd adds to a sum on the stream where its leaf was first used, and makes that wait for the backward."""
+    recorder, used = backend(), {}
+
+    @fp.stage
+    def part(p, x):
+        used.setdefault(id(p["w"]), (p["w"], set()))[1].add(recorder.local.stack[-1].name)
+        return torch.tanh(x @ p["w"])
+
+    def parts():
+        return (part,) * S, tuple({"w": torch.eye(4)} for _ in range(S)), ((),) * S
+
+    go(recorder, parts, fp.schedules.dualpipe_v(S, 2 * S), PLACES["two devices"], executor=executor, rows=2 * S)
+    assert {1} == {len(streams) for _, streams in used.values()}
+    assert 2 * S == len(used)
+
+
+def test_a_measured_run_has_the_times_of_its_devices(backend):
+    """The host queues, the device works later: here a second later for each action."""
+    recorder = backend()
+    recorder.now = map(float, count()).__next__
+    part = fp.stage(lambda p, x: torch.tanh(x @ p["w"]))
+    plan = fp.make_plan([part] * 2, fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices=["cpu:0", "cpu"])
+    params = tuple({"w": torch.eye(4)} for _ in range(2))
+    recorder.put(params[0], torch.device("cpu", 0))
+    with recorder.watching():
+        timeline = fp.run(plan, params, (torch.ones(6, 4), torch.ones(6, 4)), record=True).timeline
+    assert [*plan.schedule.orders[0]] == [span.action for span in timeline.spans if span.device == 0]
+    assert [1.0] * 6 == [pytest.approx(span.end - span.start) for span in timeline.spans if span.device == 0]
+    assert all(span.end - span.start < 1 for span in timeline.spans if span.device == 1)
+    assert [] == recorder.finish()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_wait_is_needed(backend):

@@ -1,0 +1,46 @@
+"""What a forward reports for the end of a batch: statistics, losses, weights, each cut off from its graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from funcpipe.core.errors import StageError, raise_all
+from funcpipe.core.tree import Tree, flatten, refuse_hidden, unflatten
+
+
+def is_empty(tree: Tree) -> bool:
+    """None, or ()."""
+    return tree is None or (type(tree) is tuple and not tree)
+
+
+def kept_statistics(stats: Tree) -> Tree:
+    """Statistics for the commit. Raises PlanError where they hide tensors, which would keep their graphs."""
+    if is_empty(stats):
+        return stats
+    leaves, spec = flatten(stats)
+    raise_all("a stage returned statistics that cannot be kept:", refuse_hidden(stats, "stats", leaves, spec))
+    return unflatten(spec, [_cut_off(leaf) for leaf in leaves])
+
+
+def detached_side(side: Any) -> tuple[Any, Any] | None:
+    """A stage's auxiliary loss (sum, weight), if it has one. Raises StageError where it is something else."""
+    if side is None:
+        return None
+    if not isinstance(side, tuple) or len(side) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        raise StageError(f"Out.loss is (sum, weight); got {type(side).__name__}")
+    total, weight = side  # pyright: ignore[reportUnknownVariableType]
+    return (detached(total), detached(weight))
+
+
+def detached(tree: Tree) -> Tree:
+    """The tree with its tensors cut off from their graphs."""
+    if isinstance(tree, Tensor) or is_empty(tree):
+        return _cut_off(tree)
+    leaves, spec = flatten(tree)
+    return unflatten(spec, [_cut_off(leaf) for leaf in leaves])
+
+
+def _cut_off(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
