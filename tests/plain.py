@@ -42,5 +42,7 @@ class Pair:
     def assert_equal(self, rtol=1e-9, atol=1e-11):
         for name, leaf in fp.named_leaves(self.params):
             theirs = self.plain.get_parameter(name.split(".", 1)[1])
-            torch.testing.assert_close(leaf.detach(), theirs.detach(), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")  # fmt: skip
+            torch.testing.assert_close(
+                leaf.detach(), theirs.detach(), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            )
             assert leaf.grad is None

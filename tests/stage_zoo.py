@@ -73,11 +73,16 @@ ZOO = {
     "three dimensions": (lambda: nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6, bias=False)), (8, 5, 6)),
     "layer norm": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6)), (8, 6)),
     "conv, batch norm": (
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3, stride=2), nn.MaxPool2d(2)),
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3, stride=2), nn.MaxPool2d(2)
+        ),
         (8, 3, 16, 16),
     ),
     "group norm": (lambda: nn.Sequential(nn.Conv1d(4, 4, 3, groups=2), nn.GroupNorm(2, 4), nn.SiLU()), (8, 4, 12)),
-    "transposed conv": (lambda: nn.Sequential(nn.ConvTranspose2d(3, 4, 3), nn.Upsample(scale_factor=2), nn.AdaptiveAvgPool2d(3)), (8, 3, 6, 6)),
+    "transposed conv": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(3, 4, 3), nn.Upsample(scale_factor=2), nn.AdaptiveAvgPool2d(3)),
+        (8, 3, 6, 6),
+    ),
     "block": (Block, (8, 5, 16)),
     "encoder": (lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), (8, 5, 16)),
     "attention": (lambda: nn.TransformerDecoderLayer(16, 2, 32, dropout=0.1, batch_first=True), None),
@@ -89,7 +94,7 @@ ZOO = {
     "identity": (nn.Identity, (8, 6)),
     "softmax": (lambda: nn.Sequential(nn.Linear(6, 6), nn.LogSoftmax(-1), nn.PReLU()), (8, 6)),
     "flatten": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.Unflatten(1, (2, 3))), (8, 3, 4)),
-}  # fmt: skip
+}
 
 
 def pair(kind):
@@ -97,7 +102,14 @@ def pair(kind):
     torch.manual_seed(1)
     make, shape = ZOO[kind]
     if shape is None:
-        make, shape = (lambda: nn.Sequential(Block(16, 2, 0.1), nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True))), (8, 5, 16)  # fmt: skip
+        make, shape = (
+            (
+                lambda: nn.Sequential(
+                    Block(16, 2, 0.1), nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+                )
+            ),
+            (8, 5, 16),
+        )
     made = [fp.from_module(m, name=f"s{i}") for i, m in enumerate((nn.Tanh(), make(), nn.Softplus()))]
     stages, params, state = zip(*made, strict=True)
     x = torch.randn(*shape)

@@ -261,8 +261,18 @@ def test_search_passes_every_word_on(capsys):
         f"{SEARCH} --stages 8 --device-memory 6,6,6,5 --placement v --remat --objective span --evaluations 50 --seed 3"
     )
     said = facts(shown(capsys, words))
-    found = fp.search(fp.Cost(5, 6, 4, comm=1), num_devices=4, num_microbatches=8, num_stages=8, placement="v",
-                      memory_limit=(6, 6, 6, 5), remat=True, objective="span", evaluations=50, seed=3)  # fmt: skip
+    found = fp.search(
+        fp.Cost(5, 6, 4, comm=1),
+        num_devices=4,
+        num_microbatches=8,
+        num_stages=8,
+        placement="v",
+        memory_limit=(6, 6, 6, 5),
+        remat=True,
+        objective="span",
+        evaluations=50,
+        seed=3,
+    )
     assert "0,1,2,3,3,2,1,0" == said["placement"]
     assert said["span"].startswith(f"{found.span:.6g},")
     assert said["lower bound"].startswith(f"{found.lower_bound:.6g} of the span: ")
@@ -298,8 +308,9 @@ def test_search_within_seconds_says_that_another_run_may_differ(capsys):
 )
 def test_search_writes_the_schedule(suffix, read, capsys):
     shown(capsys, f"{SEARCH} --device-memory 8 --objective span --evaluations 60 --output found.{suffix}")
-    found = fp.search(fp.Cost(5, 6, 4, comm=1), num_devices=4, num_microbatches=8, memory_limit=8, objective="span",
-                      evaluations=60)  # fmt: skip
+    found = fp.search(
+        fp.Cost(5, 6, 4, comm=1), num_devices=4, num_microbatches=8, memory_limit=8, objective="span", evaluations=60
+    )
     assert found.schedule == read(Path(f"found.{suffix}").read_text())
 
 
@@ -308,7 +319,14 @@ def test_search_writes_the_picture(capsys):
     assert Path("found.svg").read_text(encoding="utf-8").startswith("<svg")
 
 
-@pytest.mark.parametrize("words", ["--stages 8 --placement v --device-memory 5", "--stages 5 --device-memory 9", "--device-memory 8 --objective span"])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--stages 8 --placement v --device-memory 5",
+        "--stages 5 --device-memory 9",
+        "--device-memory 8 --objective span",
+    ],
+)
 def test_torch_loads_what_was_found(words, capsys):
     """By its own loader, which validates the order and adds its sends and receives."""
     shown(capsys, f"search --devices 4 --microbatches 8 --evaluations 80 {words} --output found.csv")

@@ -166,7 +166,9 @@ def test_figures_of_the_first_page_stand_in_the_benchmarks():
 def test_every_error_is_explained():
     """docs/errors.md has a heading or a row for each class that users can catch."""
     text = (DOCS / "errors.md").read_text()
-    classes = [name for name in public(fp) if isinstance(found := getattr(fp, name), type) and issubclass(found, Exception)]  # fmt: skip
+    classes = [
+        name for name in public(fp) if isinstance(found := getattr(fp, name), type) and issubclass(found, Exception)
+    ]
     assert len(classes) >= 6
     assert [] == [name for name in classes if f"`fp.{name}`" not in text]
 

@@ -91,6 +91,11 @@ def test_files_are_what_the_formatter_makes_of_them(path):
     assert not [line for line in lines if len(line.split("  # ")[0]) > 130]
 
 
+def test_no_line_of_a_test_is_kept_from_the_formatter():
+    kept = f"# {'fmt'}: "
+    assert [] == [str(path) for path in Path(__file__).parent.rglob("*.py") if kept in path.read_text()]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_foreign_imports(path):
     """Only core/tree.py imports optree; schedules, lower and view never import torch; no plotting or solver."""

@@ -234,8 +234,13 @@ def test_an_error_of_the_fold_waits_for_nothing():
             raise OSError
         return state, x
 
-    run = fp.batches.overlap(source(), [fp.batches.BatchStage(lambda x: x, name="copy"), fp.batches.Fold(step, 0, name="step")],
-                     depth=1, thread=False, order=["step", "copy"])  # fmt: skip
+    run = fp.batches.overlap(
+        source(),
+        [fp.batches.BatchStage(lambda x: x, name="copy"), fp.batches.Fold(step, 0, name="step")],
+        depth=1,
+        thread=False,
+        order=["step", "copy"],
+    )
     with pytest.raises(OSError) as caught:  # noqa: PT011
         next(run)
     assert caught.value.funcpipe.batch == 0
@@ -439,7 +444,9 @@ def test_no_graph_grows_over_steps():
 
 
 def test_what_has_no_weight_may_be_nan():
-    found = fp.batches.accumulate_grads(lambda x: (x / x.sum(), None), [torch.zeros(2), torch.ones(2)], weight=lambda x: float(x.sum()))  # fmt: skip
+    found = fp.batches.accumulate_grads(
+        lambda x: (x / x.sum(), None), [torch.zeros(2), torch.ones(2)], weight=lambda x: float(x.sum())
+    )
     assert found.grads.tolist() == [0.5, 0.5]
     assert found.count == 2
 

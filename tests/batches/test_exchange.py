@@ -26,10 +26,13 @@ def test_the_exchange_runs_ahead(kind, tmp_path):
     ranks = [
         subprocess.Popen(
             [sys.executable, str(EXAMPLE), kind, str(rank), str(WORLD), str(tmp_path / "store")],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(WORLD)
-    ]  # fmt: skip
+    ]
     try:
         told = [rank.communicate(timeout=100)[0] for rank in ranks]
     finally:

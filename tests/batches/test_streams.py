@@ -80,8 +80,17 @@ def stages(form: str):
     return [fp.batches.to_device(DEVICE), fp.batches.BatchStage(look, lag=1), fp.batches.Fold(step, torch.ones(4))]
 
 
-FORMS = ["maps", "shared stream", "on the caller's", "two devices", "copies of the consumer", "fold", "fold on the copy",
-         "the source's", "lag"]  # fmt: skip
+FORMS = [
+    "maps",
+    "shared stream",
+    "on the caller's",
+    "two devices",
+    "copies of the consumer",
+    "fold",
+    "fold on the copy",
+    "the source's",
+    "lag",
+]
 
 
 def made_on_the_device(recorder, batches):

@@ -112,12 +112,17 @@ def test_a_run_of_more_sizes_than_are_kept(executor, again):
 def test_runs_that_share_a_stage():
     """Lanes of several runs drop each other's programs all the time."""
     eager, made = fp.stage(layer), fp.compile_stage(fp.stage(layer), fuse=False, max_programs=1)
-    wanted = {rows: fp.run(plan_of(eager, eager, microbatches=2), params(2), batch(rows), threads_per_lane=1) for rows in (3, 4, 7)}  # fmt: skip
+    wanted = {
+        rows: fp.run(plan_of(eager, eager, microbatches=2), params(2), batch(rows), threads_per_lane=1)
+        for rows in (3, 4, 7)
+    }
     wrong = []
 
     def work(rows):
         for _ in range(4):
-            found = fp.run(plan_of(made, made, microbatches=2), params(2), batch(rows), executor="threads", threads_per_lane=1)  # fmt: skip
+            found = fp.run(
+                plan_of(made, made, microbatches=2), params(2), batch(rows), executor="threads", threads_per_lane=1
+            )
             if not (same(found.grads, wanted[rows].grads) and same(found.loss, wanted[rows].loss)):
                 wrong.append(rows)
 

@@ -215,7 +215,12 @@ class InRegion(nn.Module):
         return x + y
 
 
-TRACED = {**{name: one for name, one in LAYERS.items() if name not in ("twice", "rebinds")}, "given": Given, "lends": Lends, "region": InRegion}  # fmt: skip
+TRACED = {
+    **{name: one for name, one in LAYERS.items() if name not in ("twice", "rebinds")},
+    "given": Given,
+    "lends": Lends,
+    "region": InRegion,
+}
 
 
 @pytest.mark.parametrize("layer", TRACED)

@@ -61,7 +61,11 @@ def test_warmup_builds_what_a_step_needs():
     """F, and B or I and W, and F without a residual where there is remat; the step builds nothing."""
     stages, params, state, batch = pair("block")
     # Tanh and Softplus have no parameters: Tanh's B is empty, and so are the block's I and Softplus's W; see `pair`.
-    for schedule, expected in ((fp.schedules.one_f_one_b(3, 4), 5), (fp.schedules.zero_bubble(3, 4), 5), (fp.schedules.remat(fp.schedules.one_f_one_b(3, 4), keep=fp.schedules.never), 8)):  # fmt: skip
+    for schedule, expected in (
+        (fp.schedules.one_f_one_b(3, 4), 5),
+        (fp.schedules.zero_bubble(3, 4), 5),
+        (fp.schedules.remat(fp.schedules.one_f_one_b(3, 4), keep=fp.schedules.never), 8),
+    ):
         built = []
         made = [fp.compile_stage(stage, backend=lambda graph, _: built.append(1) or graph.forward) for stage in stages]
         plan = fp.make_plan(made, schedule, loss=F.mse_loss, devices="cpu")

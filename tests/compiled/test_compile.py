@@ -52,7 +52,9 @@ def test_bits_of_the_zoo(kind, recompute):
         fp.schedules.remat(fp.schedules.fill_drain(3, 4)),
     ):
         plans = [fp.make_plan(one, schedule, loss=F.mse_loss, outputs=True, devices="cpu") for one in (stages, made)]
-        eager, programs = [fp.run(p, params, batch, state=state, seed=3, executor="serial", threads_per_lane=1) for p in plans]  # fmt: skip
+        eager, programs = [
+            fp.run(p, params, batch, state=state, seed=3, executor="serial", threads_per_lane=1) for p in plans
+        ]
         assert_same_result(eager, programs)
     assert all(stage.program.found for stage in made)
 
@@ -95,7 +97,9 @@ def test_bits_for_every_schedule(schedule, rows):
     feeds = {"scale": torch.rand(rows, 1, dtype=torch.float64)}
     before = snapshot((params, batch, feeds))
     for executor in EXECUTORS:
-        eager, programs = [fp.run(plan, params, batch, feeds=feeds, seed=1, executor=executor, threads_per_lane=1) for plan in plans]  # fmt: skip
+        eager, programs = [
+            fp.run(plan, params, batch, feeds=feeds, seed=1, executor=executor, threads_per_lane=1) for plan in plans
+        ]
         assert_same_result(eager, programs)
         assert ((0, "unused"), (1, "unused"), (2, "unused"), (3, "unused")) == programs.unused
     assert same(before, snapshot((params, batch, feeds)))
@@ -121,9 +125,15 @@ def test_no_operation_twice():
     stage, params, _ = fp.from_module(model)
     programs = fp.make_programs(fp.compile_stage(stage), params, torch.randn(8, 16, requires_grad=True))
     assert 8 == programs.forward.operations - count(programs.forward, "torch.t(")
-    products = [count(code, "torch.mm(") + count(code, "addmm_(") for code in (programs.backward, programs.backward_input, programs.backward_weight)]  # fmt: skip
+    products = [
+        count(code, "torch.mm(") + count(code, "addmm_(")
+        for code in (programs.backward, programs.backward_input, programs.backward_weight)
+    ]
     assert [8, 4, 4] == products
-    steps = [count(code, "threshold_backward_default(") for code in (programs.backward, programs.backward_input, programs.backward_weight)]  # fmt: skip
+    steps = [
+        count(code, "threshold_backward_default(")
+        for code in (programs.backward, programs.backward_input, programs.backward_weight)
+    ]
     assert [4, 4, 0] == steps
     assert 4 == count(programs.backward_weight, "addmv_(")
     assert 0 == count(programs.backward_input, "addmv_(") + count(programs.backward_input, "torch.sum(")
@@ -142,7 +152,10 @@ def test_sums_of_rows(rows, dtype, fuse, fused):
     params = tuple({"w": torch.randn(3, 3, dtype=dtype), "b": torch.randn(3, dtype=dtype)} for _ in stages)
     batch = torch.randn(2 * rows, 3, dtype=dtype), torch.randn(2 * rows, 3, dtype=dtype)
     made = compiled(stages, fuse=fuse)
-    eager, programs = [fp.run(fp.make_plan(one, fp.schedules.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu"), params, batch) for one in (stages, made)]  # fmt: skip
+    eager, programs = [
+        fp.run(fp.make_plan(one, fp.schedules.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu"), params, batch)
+        for one in (stages, made)
+    ]
     for a, b in zip(fp.leaves(eager.grads), fp.leaves(programs.grads), strict=True):
         assert same(a, b) if not fuse else torch.allclose(a, b, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
     for stage in made:
@@ -275,7 +288,10 @@ def test_peaks_are_as_simulated(kind, family, recompute, monkeypatch):
         watched(name)
     fp.run(plan, params, batch, **options)
     kept = [next(iter(stage.program.found.values())) for stage in made]
-    cost = fp.Cost(residual=tuple(one.residual_bytes for one in kept), weight_residual=tuple(one.weight_residual_bytes for one in kept))  # fmt: skip
+    cost = fp.Cost(
+        residual=tuple(one.residual_bytes for one in kept),
+        weight_residual=tuple(one.weight_residual_bytes for one in kept),
+    )
     predicted = fp.simulate(plan, cost).peak
     assert list(most.values()) == pytest.approx(list(predicted), rel=0.05)
 
@@ -284,7 +300,9 @@ def test_programs_print_as_python():
     """What is printed is what runs: functions that Python reads."""
     stage, params, _ = fp.from_module(nn.Linear(2, 2))
     text = str(fp.make_programs(fp.compile_stage(stage), params, torch.randn(3, 2, requires_grad=True)))
-    assert ["C(P)", "F(P, X)", "B(P, K, G, S)", "I(P, K, G)", "W(P, L, S)"] == [line[4:-1] for line in text.splitlines() if line.startswith("def ")]  # fmt: skip
+    assert ["C(P)", "F(P, X)", "B(P, K, G, S)", "I(P, K, G)", "W(P, L, S)"] == [
+        line[4:-1] for line in text.splitlines() if line.startswith("def ")
+    ]
     compile(text, "programs", "exec")
     assert "S[1].addmm_(t_2, x0)" in text.replace("k0", "x0").replace("l0", "x0")
 
@@ -331,7 +349,12 @@ def test_a_microbatch_without_weight_adds_nothing():
         return ((y - target).pow(2) * keep).sum() / keep.sum()
 
     target = torch.tensor([[1.0, 2.0], [3.0, 4.0], [-1.0, -1.0], [-1.0, -1.0]])
-    plans = [fp.make_plan(one, fp.schedules.one_f_one_b(2, 2), loss=loss, weight=lambda t: float((t >= 0).sum()), devices="cpu") for one in (stages, compiled(stages, fuse=False))]  # fmt: skip
+    plans = [
+        fp.make_plan(
+            one, fp.schedules.one_f_one_b(2, 2), loss=loss, weight=lambda t: float((t >= 0).sum()), devices="cpu"
+        )
+        for one in (stages, compiled(stages, fuse=False))
+    ]
     eager, programs = [fp.run(plan, params, (torch.ones(4, 2), target)) for plan in plans]
     assert_same_result(eager, programs)
     assert all(torch.isfinite(g).all() for g in fp.leaves(programs.grads))
@@ -346,7 +369,10 @@ def test_vjp_and_forward_only():
     for one in (stages, compiled(stages, fuse=False)):
         plan = fp.make_plan(one, fp.schedules.fill_drain(2, 2), devices="cpu")
         row = []
-        for cotangents in ((torch.ones(1, 1).expand(4, 3), None), (torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).T, torch.ones(4, 3))):  # fmt: skip
+        for cotangents in (
+            (torch.ones(1, 1).expand(4, 3), None),
+            (torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).T, torch.ones(4, 3)),
+        ):
             result, pull = fp.vjp(plan, params, x, input_grads=True)
             row.append((result.outputs, pull(cotangents)))
         forward = fp.make_plan(one, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
@@ -438,7 +464,9 @@ def test_tied_parameters():
 
 def test_compositions():
     """A composition is compiled as a whole and draws as its parts would."""
-    (a, pa, _), (b, pb, _) = (fp.from_module(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), name=name) for name in "ab")  # fmt: skip
+    (a, pa, _), (b, pb, _) = (
+        fp.from_module(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), name=name) for name in "ab"
+    )
     batch = torch.randn(4, 4), torch.randn(4, 4)
     apart = fp.run(
         fp.make_plan((a, b), fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu"), (pa, pb), batch, seed=1
@@ -737,10 +765,28 @@ def test_models_of_transformers(kind):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     if kind == "gpt2":
-        config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False, bos_token_id=0, eos_token_id=0)  # fmt: skip
+        config = transformers.GPT2Config(
+            vocab_size=50,
+            n_positions=16,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            use_cache=False,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
         model = transformers.GPT2LMHeadModel(config)
     else:
-        config = transformers.LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16, use_cache=False)  # fmt: skip
+        config = transformers.LlamaConfig(
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=16,
+            use_cache=False,
+        )
         model = transformers.LlamaForCausalLM(config)
     model.train()
     split = fp.split(model, 2)
@@ -874,7 +920,9 @@ def test_gradients_of_inputs_are_asked_for_by_some(first):
 
 
 @pytest.mark.parametrize("rows", [8, 7])
-@pytest.mark.parametrize("fn", [lambda p, x: x, lambda p, x: F.relu(x, inplace=True) * p["w"]], ids=["as it is", "in place"])  # fmt: skip
+@pytest.mark.parametrize(
+    "fn", [lambda p, x: x, lambda p, x: F.relu(x, inplace=True) * p["w"]], ids=["as it is", "in place"]
+)
 def test_where_a_microbatch_begins_is_seen_by_no_trace(fn, rows):
     """The first of its size lies in the middle of the batch where the rows do not divide."""
     params, x = ({"w": torch.ones(4)}, {"w": torch.ones(4)}), torch.randn(rows, 4)

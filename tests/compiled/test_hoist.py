@@ -34,7 +34,7 @@ def both(fn, params, schedule, *, amp=False, x=X, target=T, **options):
     out = []
     for make in (lambda one: one, lambda one: fp.compile_stage(one, fuse=False)):
         stages = [make(fp.stage(fn, name=f"s{number}")) for number in range(schedule.num_stages)]
-        plan = fp.make_plan(stages, schedule, loss=lambda y, t: F.mse_loss(y.float(), t), devices="cpu")  # fmt: skip
+        plan = fp.make_plan(stages, schedule, loss=lambda y, t: F.mse_loss(y.float(), t), devices="cpu")
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             out.append(fp.run(plan, params, (x, target), threads_per_lane=1, **options))
     return out
@@ -49,7 +49,11 @@ def weights(count=2):
     return tuple({"g": torch.randn(6), "v": torch.randn(6, 6)} for _ in range(count))
 
 
-@pytest.mark.parametrize("schedule", [fp.schedules.one_f_one_b(2, 4), fp.schedules.remat(fp.schedules.fill_drain(2, 4)), fp.schedules.zero_bubble(2, 4)], ids=lambda s: s.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "schedule",
+    [fp.schedules.one_f_one_b(2, 4), fp.schedules.remat(fp.schedules.fill_drain(2, 4)), fp.schedules.zero_bubble(2, 4)],
+    ids=lambda s: s.name,
+)
 @pytest.mark.parametrize("rows", [8, 7])
 def test_a_weight_that_is_computed(schedule, rows):
     """Once a run and shape, though every microbatch needs it; its gradient is added by each."""
@@ -222,7 +226,12 @@ def test_what_is_handed_out_is_the_microbatchs_own(what):
     """A commit that adds statistics up in place adds different tensors."""
 
     def counting(p, x, *, state):
-        made = {"constant": torch.full((), 2.0), "of parameters": p["w"].exp().sum(), "of state": state * 0.5, "a view": (p["w"] * 2)[1:2].view(())}  # fmt: skip
+        made = {
+            "constant": torch.full((), 2.0),
+            "of parameters": p["w"].exp().sum(),
+            "of state": state * 0.5,
+            "a view": (p["w"] * 2)[1:2].view(()),
+        }
         return fp.Out(x * p["w"] * 2 + made[what], stats=made[what])
 
     def commit(state, stats):
@@ -255,7 +264,12 @@ def test_state_that_is_only_read():
 
 def test_parameters_that_changed_between_runs():
     """What is computed once is computed once a run."""
-    plan = fp.make_plan([fp.compile_stage(fp.stage(normed), fuse=False)] * 2, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")  # fmt: skip
+    plan = fp.make_plan(
+        [fp.compile_stage(fp.stage(normed), fuse=False)] * 2,
+        fp.schedules.one_f_one_b(2, 4),
+        loss=F.mse_loss,
+        devices="cpu",
+    )
     params = weights()
     first = fp.run(plan, params, (X, T)).loss
     with torch.no_grad():

@@ -64,9 +64,11 @@ def alone():
     states = [state] * WORLD
     for step in range(STEPS):
         results = [
-            fp.run_sequential(plan, params, batch(rank, step), state=states[rank], seed=WORLD * step + rank, threads_per_lane=1)
+            fp.run_sequential(
+                plan, params, batch(rank, step), state=states[rank], seed=WORLD * step + rank, threads_per_lane=1
+            )
             for rank in range(WORLD)
-        ]  # fmt: skip
+        ]
         states = [one.state for one in results]
         mean = optree.tree_map(lambda *grads: sum(grads[1:], grads[0]) / WORLD, *(one.grads for one in results))
         params = updated(params, mean)

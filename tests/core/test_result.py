@@ -234,6 +234,10 @@ def test_critical_path_of_spans_that_contradict_themselves():
 
 def test_the_cost_of_a_timeline_has_its_moves() -> None:
     """O and L of a stage, their mean; nothing where none ran."""
-    spans = (Span(0, 0.0, 1.0, Action(Kind.F, 0, 0)), Span(0, 1.0, 3.0, Action(Kind.O, 0, 0)), Span(0, 3.0, 7.0, Action(Kind.L, 0, 0)),
-             Span(1, 1.0, 2.0, Action(Kind.F, 1, 0)))  # fmt: skip
+    spans = (
+        Span(0, 0.0, 1.0, Action(Kind.F, 0, 0)),
+        Span(0, 1.0, 3.0, Action(Kind.O, 0, 0)),
+        Span(0, 3.0, 7.0, Action(Kind.L, 0, 0)),
+        Span(1, 1.0, 2.0, Action(Kind.F, 1, 0)),
+    )
     assert (3.0, 0.0) == Timeline(spans, 2).cost().offload

@@ -14,8 +14,13 @@ TIMES = [1.0, 2.0, 3.0, 1.0, 1.0, 2.0, 3.0, 1.0, 2.0, 2.0, 1.0, 3.0]
 def layers(count):
     """Twelve layers whose microbatches shrink as they get more; a part of each action does not."""
     share = 8 / count
-    return fp.Cost([t * share + 0.1 for t in TIMES], [1.2 * t * share + 0.1 for t in TIMES],
-                   [0.8 * t * share + 0.1 for t in TIMES], comm=0.2, residual=[t * share for t in TIMES])  # fmt: skip
+    return fp.Cost(
+        [t * share + 0.1 for t in TIMES],
+        [1.2 * t * share + 0.1 for t in TIMES],
+        [0.8 * t * share + 0.1 for t in TIMES],
+        comm=0.2,
+        residual=[t * share for t in TIMES],
+    )
 
 
 def test_no_other_cut_is_better_under_the_published_schedules():
@@ -80,7 +85,7 @@ def test_a_model_runs_as_chosen():
         ({"num_devices": [2]}, "num_devices is a positive whole number"),
         ({"memory_limit": [1.0, 2.0]}, "memory_limit is a positive number, or one for each of 4 devices"),
     ],
-)  # fmt: skip
+)
 def test_choices_that_cannot_be_made(options, says):
     """With every reason."""
     given = {"cost": layers, "num_devices": 4, "num_microbatches": 8, "evaluations": 20, **options}
@@ -93,8 +98,9 @@ def test_large_parameters_at_one_end():
     """Equal times would put all of them on one device; the cut goes where they fit."""
     cost = fp.Cost([1.0] * 16, residual=[0.01] * 16)
     fixed = [10.0] * 4 + [0.0] * 12
-    choice = fp.models.plan_for(cost, num_devices=2, num_microbatches=4, stages_per_device=2, memory_limit=25, fixed=fixed,
-                         evaluations=60)  # fmt: skip
+    choice = fp.models.plan_for(
+        cost, num_devices=2, num_microbatches=4, stages_per_device=2, memory_limit=25, fixed=fixed, evaluations=60
+    )
     homes = [device for device, size in zip(choice.schedule.device_of, choice.sizes, strict=True) for _ in range(size)]
     assert {20.0} == {
         sum(more for more, home in zip(fixed, homes, strict=True) if home == device) for device in range(2)

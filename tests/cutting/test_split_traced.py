@@ -491,13 +491,16 @@ def test_the_end_of_one_and_the_beginning_of_the_next_are_one_cut():
     assert len(fp.split(model, at={"a": "after", "b": "before"}, example=inputs())) == 2
 
 
-@pytest.mark.parametrize(("at", "message"), [
-    ({"a": "before"}, "nothing is computed before it"),
-    ({"b": "after"}, "nothing is computed after it"),
-    ({"b": "behind"}, "is 'before' or 'after'; got 'behind'"),
-    ({"bb": "before"}, "has no such module; did you mean 'b'"),
-    ({"unused": "before"}, "no operation of its forward was traced"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        ({"a": "before"}, "nothing is computed before it"),
+        ({"b": "after"}, "nothing is computed after it"),
+        ({"b": "behind"}, "is 'before' or 'after'; got 'behind'"),
+        ({"bb": "before"}, "has no such module; did you mean 'b'"),
+        ({"unused": "before"}, "no operation of its forward was traced"),
+    ],
+)
 def test_wrong_cuts(at, message):
     model = net(lambda s, x: s.b(s.a(x)), unused=nn.Linear(2, 2))
     with pytest.raises(fp.PlanError, match=message):
@@ -636,9 +639,19 @@ def test_meta_capture_runs_on_the_cpu():
 
 
 def test_split_prints_itself():
-    made = fp.split(Tied(), at=["mid", "head"], example={"tokens": torch.zeros(2, 3, dtype=torch.long), "labels": torch.zeros(2, 3, dtype=torch.long)})  # fmt: skip
+    made = fp.split(
+        Tied(),
+        at=["mid", "head"],
+        example={"tokens": torch.zeros(2, 3, dtype=torch.long), "labels": torch.zeros(2, 3, dtype=torch.long)},
+    )
     text = str(made)
-    for part in ("3 stages", "stage 1 mid", "72 numbers, 576 B", "labels: int64 [rows, 3], 24 B a row -> skip to 2", "tied: table.weight of stage 0, table.weight of stage 2"):  # fmt: skip
+    for part in (
+        "3 stages",
+        "stage 1 mid",
+        "72 numbers, 576 B",
+        "labels: int64 [rows, 3], 24 B a row -> skip to 2",
+        "tied: table.weight of stage 0, table.weight of stage 2",
+    ):
         assert part in text
     assert "torch.ops.aten.embedding" in made.code(0)
 

@@ -15,7 +15,9 @@ def linear(p, x):
 
 def function_plan(schedule, loss=F.mse_loss, count=S, fn=linear, **options):
     """Stages without state or draws, rows independent of each other."""
-    return fp.make_plan([fp.stage(fn, name=f"s{i}") for i in range(count)], schedule, loss=loss, devices="cpu", **options)  # fmt: skip
+    return fp.make_plan(
+        [fp.stage(fn, name=f"s{i}") for i in range(count)], schedule, loss=loss, devices="cpu", **options
+    )
 
 
 def weights(count=S):

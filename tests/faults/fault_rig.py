@@ -154,7 +154,9 @@ class Rig:
         finally:
             del error
 
-    def fault(self, stage: int, microbatch: int, kind: str, make: Callable[[], BaseException] = lambda: Boom("boom")) -> FaultAt:  # fmt: skip
+    def fault(
+        self, stage: int, microbatch: int, kind: str, make: Callable[[], BaseException] = lambda: Boom("boom")
+    ) -> FaultAt:
         """`FaultAt` that strikes while the rig is armed."""
         return FaultAt(stage, microbatch, kind, error=lambda _: self.strike(make))
 

@@ -91,14 +91,20 @@ def test_dicts_in_another_order(executor):
         return torch.tanh((x["a"] - 2 * x["b"]) @ p["w"] + p["c"])
 
     stages = [fp.stage(first), fp.stage(lambda p, x: x @ p["w"])]
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: F.mse_loss(y, t["y"]) + t["k"] * 0, devices="cpu")  # fmt: skip
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: F.mse_loss(y, t["y"]) + t["k"] * 0, devices="cpu"
+    )
     a, b = rows(4)
     w = weights(2)
     c = torch.ones(WIDTH, dtype=torch.float64)
     go = lambda params, x, t: fp.run(plan, params, (x, t), executor=executor(plan), threads_per_lane=1)
     expected = go(({"w": w[0]["w"], "c": c}, w[1]), {"a": a, "b": b}, {"y": b, "k": 1})
     swapped = go((OrderedDict(c=c, w=w[0]["w"]), w[1]), {"b": b, "a": a}, {"k": 1, "y": b})
-    ready = go(({"c": c, "w": w[0]["w"]}, w[1]), fp.Microbatches([{"a": a[:2], "b": b[:2]}, {"b": b[2:], "a": a[2:]}]), {"k": 1, "y": b})  # fmt: skip
+    ready = go(
+        ({"c": c, "w": w[0]["w"]}, w[1]),
+        fp.Microbatches([{"a": a[:2], "b": b[:2]}, {"b": b[2:], "a": a[2:]}]),
+        {"k": 1, "y": b},
+    )
     for result in (swapped, ready):
         assert torch.equal(expected.loss, result.loss)
         assert same(expected.grads[1], result.grads[1])
@@ -115,8 +121,21 @@ def test_leaves_on_another_device_are_named(rig, executor):
     params[1] = {**params[1], "w": params[1]["w"].detach().to("meta")}
     state[1] = {**state[1], "norm.running_var": state[1]["norm.running_var"].to("meta")}
     run = lambda **options: lambda: rig.run(plan, executor(plan), **options)
-    refused(rig, run(params=tuple(params)), fp.PlacementError, r"params\[1\].*'w'.* meta", "stage 1 runs on cpu", r"fp\.place")  # fmt: skip
-    refused(rig, run(state=tuple(state)), fp.PlacementError, r"state\[1\].*'norm\.running_var'.* meta", "stage 1 runs on cpu")  # fmt: skip
+    refused(
+        rig,
+        run(params=tuple(params)),
+        fp.PlacementError,
+        r"params\[1\].*'w'.* meta",
+        "stage 1 runs on cpu",
+        r"fp\.place",
+    )
+    refused(
+        rig,
+        run(state=tuple(state)),
+        fp.PlacementError,
+        r"state\[1\].*'norm\.running_var'.* meta",
+        "stage 1 runs on cpu",
+    )
 
 
 @pytest.mark.parametrize("which", ["inputs", "target", "feeds"])
@@ -152,11 +171,15 @@ def test_shapes_without_numbers(executor):
         assert [one.shape for one in fp.leaves(params)] == [one.shape for one in fp.leaves(result.grads)]
 
 
-@pytest.mark.parametrize(("inputs", "target", "at"), [
-    (torch.zeros(7, WIDTH), torch.zeros(7, dtype=torch.int32), "2F0 (loss)"),
-    (torch.zeros(7, WIDTH, dtype=torch.float64), torch.zeros(7, dtype=torch.int64), "0F0"),
-    (torch.zeros(7, WIDTH, dtype=torch.int64), torch.zeros(7, dtype=torch.int64), "0F0"),
-], ids=["labels", "inputs", "integers"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("inputs", "target", "at"),
+    [
+        (torch.zeros(7, WIDTH), torch.zeros(7, dtype=torch.int32), "2F0 (loss)"),
+        (torch.zeros(7, WIDTH, dtype=torch.float64), torch.zeros(7, dtype=torch.int64), "0F0"),
+        (torch.zeros(7, WIDTH, dtype=torch.int64), torch.zeros(7, dtype=torch.int64), "0F0"),
+    ],
+    ids=["labels", "inputs", "integers"],
+)
 def test_a_wrong_dtype_says_where(rig, inputs, target, at, executor):
     """Row 17: torch's own words, with the stage, the microbatch and whether it was the loss."""
     plan = function_plan(SCHEDULES[0], loss=F.cross_entropy)
@@ -170,7 +193,14 @@ def test_a_wrong_dtype_says_where(rig, inputs, target, at, executor):
 def test_devices_that_are_not_here(rig, executor):
     """Row 27: a plan for CUDA is data and can be made anywhere; a run says what is missing and what to write."""
     plan = rig.plan(SCHEDULES[0], devices=[f"cuda:{i}" for i in range(S)])
-    refused(rig, lambda: rig.run(plan, executor(plan)), fp.PlacementError, r"fp\.devices\(n\)", "device 0 is cuda:0", "sees no CUDA device")  # fmt: skip
+    refused(
+        rig,
+        lambda: rig.run(plan, executor(plan)),
+        fp.PlacementError,
+        r"fp\.devices\(n\)",
+        "device 0 is cuda:0",
+        "sees no CUDA device",
+    )
     refused(rig, lambda: rig.run_sequential(plan), fp.PlacementError, "device 2 is cuda:2")
     refused(rig, lambda: fp.place(plan, rig.params), fp.PlacementError, r"fp\.devices\(n\)")
     assert ("cpu",) * 3 == tuple(map(str, fp.devices(3)))
@@ -257,7 +287,9 @@ def test_parameters_of_every_kind(executor):
 def test_inference_tensors_everywhere(rig, executor):
     """Row 18: batch, parameters and state made under inference_mode; modules with buffers and in-place layers."""
     plan = rig.plan(SCHEDULES[0])
-    made = lambda tree: fp.core.tree.map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, tree)  # fmt: skip
+    made = lambda tree: fp.core.tree.map_leaves(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, tree
+    )
     with torch.inference_mode():
         options = {"params": made(rig.params), "state": made(rig.state), "batch": (rig.x.clone(), rig.target.clone())}
     assert all(leaf.is_inference() for leaf in fp.leaves(options["params"]))
@@ -283,7 +315,7 @@ def test_a_tie_that_nobody_declared(rig, executor):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
-@pytest.mark.parametrize("counts", [(0, 2), (2, 0), (-1, 2), (2, -3), (2.0, 2), ("2", 2), (None, 2)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("counts", [(0, 2), (2, 0), (-1, 2), (2, -3), (2.0, 2), ("2", 2), (None, 2)], ids=str)
 def test_counts_that_are_none(family, counts):
     """Row 21: no stages, no microbatches, no whole number: refused by name, in every family."""
     word = "num_stages" if (counts[1] == 2 and counts[0] != 2) or not isinstance(counts[0], int) else "num_microbatches"
@@ -291,15 +323,19 @@ def test_counts_that_are_none(family, counts):
         family(*counts)
 
 
-@pytest.mark.parametrize("build", [
-    lambda: fp.Schedule.parse("0F0 0F0\n1F0"),
-    lambda: fp.Schedule.parse("0B0 0F0"),
-    lambda: fp.Schedule.parse("0F0 2F0"),
-    lambda: fp.Schedule.parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0"),
-    lambda: fp.Schedule.parse("0F0 0W0"),
-    lambda: fp.Schedule.parse(""),
-    lambda: fp.Schedule(((),)),
-], ids=["duplicate", "backward first", "gap", "cycle", "W without I", "empty text", "empty device"])  # fmt: skip
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: fp.Schedule.parse("0F0 0F0\n1F0"),
+        lambda: fp.Schedule.parse("0B0 0F0"),
+        lambda: fp.Schedule.parse("0F0 2F0"),
+        lambda: fp.Schedule.parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0"),
+        lambda: fp.Schedule.parse("0F0 0W0"),
+        lambda: fp.Schedule.parse(""),
+        lambda: fp.Schedule(((),)),
+    ],
+    ids=["duplicate", "backward first", "gap", "cycle", "W without I", "empty text", "empty device"],
+)
 def test_no_wrong_schedule_gets_to_a_run(build):
     """Row 21: whatever is wrong is seen when the plan is made, at the latest; never a hang."""
     with pytest.raises(fp.ScheduleError):
@@ -327,4 +363,11 @@ def test_too_few_lanes_are_refused(rig, schedule):
     with fp.lanes(plan) as lanes:
         other = rig.plan(fp.schedules.fill_drain(S, M, num_devices=1 if plan.num_devices == S else S))
         go = functools.partial(rig.run, other, lanes)
-        refused(rig, go, fp.PlanError, f"these lanes are {plan.num_devices}", f"the plan has {other.num_devices}", r"fp\.lanes\(plan\)")  # fmt: skip
+        refused(
+            rig,
+            go,
+            fp.PlanError,
+            f"these lanes are {plan.num_devices}",
+            f"the plan has {other.num_devices}",
+            r"fp\.lanes\(plan\)",
+        )

@@ -334,7 +334,9 @@ def test_modes_without_autograd(rig, mode, executor):
     plan = rig.plan(SCHEDULES[0])
     forwards = rig.plan(SCHEDULES[0].forwards(), rig.fault(1, 1, "F"), loss=None)
     with mode():
-        assert_invariant(rig, lambda: rig.run(plan, executor(plan)), kind=fp.PlanError, words=(mode.__name__, "forwards"), kept=True)  # fmt: skip
+        assert_invariant(
+            rig, lambda: rig.run(plan, executor(plan)), kind=fp.PlanError, words=(mode.__name__, "forwards"), kept=True
+        )
         go = lambda: rig.run(forwards, executor(forwards))
         expected = rig.run_sequential(forwards)
         assert_invariant(rig, go, lambda: assert_same_result(expected, go()), at="1F1")

@@ -42,7 +42,9 @@ EVERYWHERE = [(stage, microbatch) for stage in (0, 1, S - 1) for microbatch in (
 # -- rows 1 and 2: F, R, B, I ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "schedule"), list(enumerate(schedules(S, M))), ids=lambda v: "" if isinstance(v, int) else ids(v))  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "schedule"), list(enumerate(schedules(S, M))), ids=lambda v: "" if isinstance(v, int) else ids(v)
+)
 def test_every_kind_of_action_in_every_schedule(rig, number, schedule):
     """Row 1, 2: F, R and B of two places in turn; every schedule, the executors in turn."""
     kinds = {action.kind for order in schedule.orders for action in order}
@@ -67,7 +69,13 @@ def test_first_middle_and_last(rig, schedule, kind, executor):
         go = lambda plan=plan: rig.run(plan, executor(plan))
         action = f"{stage}{letter(schedule, kind)}{microbatch}"
         started = []
-        assert_invariant(rig, lambda go=go, started=started: watching(go, rig, started), go, at=action, **place(plan, stage, microbatch))  # fmt: skip
+        assert_invariant(
+            rig,
+            lambda go=go, started=started: watching(go, rig, started),
+            go,
+            at=action,
+            **place(plan, stage, microbatch),
+        )
         begun = {a for a in started if a.stage == stage and a.kind is fp.Kind.F}
         if kind == "F":
             assert set(range(microbatch + 1)) == {a.microbatch for a in begun}
@@ -178,7 +186,10 @@ def commits(rig, make):
     counts = fp.stage(lambda p, x, *, state: fp.Out(x, stats=x.detach().sum()), name="counts", commit=commit)
     last = fp.compose(rig.stages[-1], counts)
     stages = (*rig.stages[:-1], last)
-    trees = {"params": (*rig.params[:-1], (rig.params[-1], ())), "state": (*rig.state[:-1], (rig.state[-1], torch.zeros(())))}  # fmt: skip
+    trees = {
+        "params": (*rig.params[:-1], (rig.params[-1], ())),
+        "state": (*rig.state[:-1], (rig.state[-1], torch.zeros(()))),
+    }
     return stages, trees
 
 
@@ -192,7 +203,18 @@ def test_the_merge_of_state_fails(rig, make, executor):
     if kept:
         fp.run(plan, **rig.given(plan, trees), executor=executor(plan))
     go = lambda: fp.run(plan, **rig.given(plan, trees), executor=executor(plan))
-    assert_invariant(rig, go, lambda: go().state, kind=make, at="commit", stage=S - 1, name=stages[-1].name, device=f"{S - 1} (cpu)", kept=True, whole=True)  # fmt: skip
+    assert_invariant(
+        rig,
+        go,
+        lambda: go().state,
+        kind=make,
+        at="commit",
+        stage=S - 1,
+        name=stages[-1].name,
+        device=f"{S - 1} (cpu)",
+        kept=True,
+        whole=True,
+    )
     assert torch.equal(before, trees["state"][-1][1])
 
 
@@ -240,7 +262,9 @@ def test_exits_leave_nothing_behind(rig, kind, make, executor):
 # -- row 6: two at once ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kinds", [(Boom, KeyboardInterrupt), (KeyboardInterrupt, Boom), (SystemExit, Quit), (Boom, Boom)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "kinds", [(Boom, KeyboardInterrupt), (KeyboardInterrupt, Boom), (SystemExit, Quit), (Boom, Boom)], ids=str
+)
 def test_two_lanes_fail_at_once(rig, kinds, monkeypatch):
     """Row 6: of an error and an exit in two lanes the earlier in plan order arrives, the other is a note of it."""
     # On a loaded machine the one that fails first would else have the other interrupted before that one fails.
@@ -363,7 +387,9 @@ def test_numbers_that_are_not_finite(rig, kind, word, schedule, executor):
     spoil = lambda tensor: tensor * float("nan") if rig.armed else None
     plan = rig.plan(schedule, FaultAt(1, 1, kind, error=spoil))
     go = functools.partial(rig.run, plan, executor(plan), check=word)
-    assert_invariant(rig, go, go, kind=fp.NotFiniteError, at=f"1{letter(schedule, kind)}1", words=("NaN",), **place(plan, 1, 1))  # fmt: skip
+    assert_invariant(
+        rig, go, go, kind=fp.NotFiniteError, at=f"1{letter(schedule, kind)}1", words=("NaN",), **place(plan, 1, 1)
+    )
 
 
 @pytest.mark.parametrize("kind", ["F", "B"])
@@ -378,7 +404,13 @@ def test_a_timeout_leaves_nothing_behind(rig, kind, executor):
     for schedule in SCHEDULES[:2]:
         plan = rig.plan(schedule, FaultAt(1, 1, kind, error=sleep))
         go = functools.partial(rig.run, plan, executor(plan), timeout=0.2)
-        assert_invariant(rig, go, functools.partial(rig.run, plan, executor(plan)), kind=fp.RunTimeout, words=(f"is in 1{kind}1 of stage 1", "in sleep"))  # fmt: skip
+        assert_invariant(
+            rig,
+            go,
+            functools.partial(rig.run, plan, executor(plan)),
+            kind=fp.RunTimeout,
+            words=(f"is in 1{kind}1 of stage 1", "in sleep"),
+        )
 
 
 # -- the two halves of a vjp -------------------------------------------------------------------------------------------------

@@ -96,7 +96,9 @@ def test_played_runs_have_the_same_bits(tapes, schedule, options):
                 for p, g in zip(fp.leaves(params), fp.leaves(result.grads), strict=True):
                     p.sub_(g, alpha=0.1)
             if number == 1:
-                params = tuple({k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in p.items()} for p in params)  # fmt: skip
+                params = tuple(
+                    {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in p.items()} for p in params
+                )
         assert graphs.count == 1
     [tape] = [one for one in tapes.made if one.plays]
     assert (tape.plays, tape.warm_runs, tape.turns) == (4, 3, 4)

@@ -12,9 +12,15 @@ pytest.importorskip("ortools")
 
 @pytest.mark.parametrize(
     ("case", "cap", "objective", "value"),
-    [((3, 6, 1, 1, 1, 0), 2, "makespan", 25), ((4, 8, 1, 1, 1, 0), 3, "makespan", 31), ((4, 8, 2, 2, 1, 0), 4, "makespan", 49),
-     ((3, 6, 5, 6, 4, 1), 3, "makespan", 112), ((4, 8, 5, 6, 4, 1), 4, "makespan", 153), ((2, 4, 1.5, 1.25, 0.5, 0.25), 1, "span", None)],
-)  # fmt: skip
+    [
+        ((3, 6, 1, 1, 1, 0), 2, "makespan", 25),
+        ((4, 8, 1, 1, 1, 0), 3, "makespan", 31),
+        ((4, 8, 2, 2, 1, 0), 4, "makespan", 49),
+        ((3, 6, 5, 6, 4, 1), 3, "makespan", 112),
+        ((4, 8, 5, 6, 4, 1), 4, "makespan", 153),
+        ((2, 4, 1.5, 1.25, 0.5, 0.25), 1, "span", None),
+    ],
+)
 def test_a_proof_closes_the_gap(case, cap, objective, value):
     """What the bounds leave open, the solver closes, with fractions too."""
     devices, microbatches, forward, inward, weight, hop = case

@@ -43,10 +43,16 @@ def searches(draw):
     simplest = fp.simulate(fp.schedules.one_f_one_b(devices * share, microbatches, num_devices=devices), cost)
     limit = draw(st.sampled_from([None, *(factor * max(simplest.peak) for factor in (1.0, 1.5))]))
     return {
-        "cost": cost, "num_devices": devices, "num_microbatches": microbatches, "memory_limit": limit,
-        "objective": draw(st.sampled_from(["makespan", "span"])), "remat": draw(st.booleans()),
-        "offload": draw(st.booleans()), "evaluations": 60, "seconds": 60,
-    }  # fmt: skip
+        "cost": cost,
+        "num_devices": devices,
+        "num_microbatches": microbatches,
+        "memory_limit": limit,
+        "objective": draw(st.sampled_from(["makespan", "span"])),
+        "remat": draw(st.booleans()),
+        "offload": draw(st.booleans()),
+        "evaluations": 60,
+        "seconds": 60,
+    }
 
 
 @settings(max_examples=60)
@@ -61,7 +67,10 @@ def test_what_is_found_is_legal_fits_and_says_the_truth(options):
     value = timeline.makespan if options["objective"] == "makespan" else timeline.span
     assert found.lower_bound <= value * (1 + 1e-9)
     assert (found.gap == 0) == (found.ended == "bound")
-    assert (options["num_devices"], options["num_microbatches"]) == (found.schedule.num_devices, found.schedule.num_microbatches)  # fmt: skip
+    assert (options["num_devices"], options["num_microbatches"]) == (
+        found.schedule.num_devices,
+        found.schedule.num_microbatches,
+    )
     kinds = {action.kind for order in found.schedule.orders for action in order}
     assert options["remat"] or fp.Kind.R not in kinds
     assert options["offload"] or fp.Kind.O not in kinds
@@ -78,7 +87,16 @@ def test_no_schedule_beats_the_bounds(data):
     )
     stages = devices * share
     cost = data.draw(costs(stages))
-    schedules = [family(stages, microbatches, num_devices=devices) for family in (fp.schedules.one_f_one_b, fp.schedules.zb_h2, fp.schedules.fill_drain, fp.schedules.interleaved, fp.schedules.zero_bubble)]  # fmt: skip
+    schedules = [
+        family(stages, microbatches, num_devices=devices)
+        for family in (
+            fp.schedules.one_f_one_b,
+            fp.schedules.zb_h2,
+            fp.schedules.fill_drain,
+            fp.schedules.interleaved,
+            fp.schedules.zero_bubble,
+        )
+    ]
     if share == 2:
         schedules += [
             family(stages, microbatches, num_devices=devices)
@@ -179,7 +197,9 @@ def test_an_action_moves_past_those_of_others_only():
     """Not past its own stage's of the same microbatch, nor past the same kind of its stage."""
     lane = [(CODE[a.kind], a.stage, a.microbatch) for a in fp.schedules.zb_h2(2, 3).orders[1]]
     assert "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2" == " ".join(map(str, fp.schedules.zb_h2(2, 3).orders[1]))
-    assert [(0, 0), (1, 2), (1, 2), (3, 4), (3, 4), (5, 7), (2, 6), (7, 7), (8, 8)] == [bounds_of(lane, at) for at in range(9)]  # fmt: skip
+    assert [(0, 0), (1, 2), (1, 2), (3, 4), (3, 4), (5, 7), (2, 6), (7, 7), (8, 8)] == [
+        bounds_of(lane, at) for at in range(9)
+    ]
 
 
 def test_the_same_seed_finds_the_same():
@@ -205,8 +225,15 @@ def test_stages_that_differ_and_torch_s_orders():
         cost = fp.Cost(*times, weight_residual=1.0)
         for family in (fp.schedules.interleaved, fp.schedules.zero_bubble, fp.schedules.zbv, fp.schedules.dualpipe_v):
             theirs = fp.simulate(family(16, 32, num_devices=8), cost)
-            found = fp.search(cost, num_devices=8, num_microbatches=32, num_stages=16, memory_limit=max(theirs.peak),
-                              evaluations=40, seconds=120)  # fmt: skip
+            found = fp.search(
+                cost,
+                num_devices=8,
+                num_microbatches=32,
+                num_stages=16,
+                memory_limit=max(theirs.peak),
+                evaluations=40,
+                seconds=120,
+            )
             assert max(found.peak) <= max(theirs.peak)
             assert found.makespan <= theirs.makespan
 
@@ -244,8 +271,9 @@ def test_a_found_schedule_runs():
     """Like any other: the same numbers as one after the other."""
     import torch
 
-    found = fp.search(fp.Cost(1, 2, 1), num_devices=2, num_microbatches=4, num_stages=4, memory_limit=5, remat=True,
-                      evaluations=200)  # fmt: skip
+    found = fp.search(
+        fp.Cost(1, 2, 1), num_devices=2, num_microbatches=4, num_stages=4, memory_limit=5, remat=True, evaluations=200
+    )
     stages = [fp.stage(lambda p, x: torch.tanh(x @ p), name=f"s{at}") for at in range(4)]
     generator = torch.Generator().manual_seed(0)
     params = tuple(torch.randn(3, 3, generator=generator, dtype=torch.float64) for _ in stages)
@@ -268,7 +296,10 @@ def test_a_found_schedule_runs():
         ({"num_stages": 1}, "num_devices is at most the number of stages"),
         ({"memory_limit": [1, 2, 3]}, "memory_limit is a positive number, or one for each of 2 devices"),
         ({"memory_limit": 0}, "memory_limit is a positive number"),
-        ({"memory_limit": 0.5}, "no schedule within a memory limit of 0.5 was found: the least that was found needs 0.5 more"),
+        (
+            {"memory_limit": 0.5},
+            "no schedule within a memory limit of 0.5 was found: the least that was found needs 0.5 more",
+        ),
         ({"placement": "v", "num_stages": 6}, "takes twice as many stages as devices; got 6 stages on 2"),
         ({"placement": "loop", "num_stages": 3}, "takes a multiple of the devices"),
         ({"placement": "zigzag"}, "placement is 'line', 'loop', 'v', or the device of each stage"),
@@ -277,7 +308,7 @@ def test_a_found_schedule_runs():
         ({"placement": [0, 0, 2]}, "every one of 0 to 1; got"),
         ({"cost": fp.Cost([1, 2, 3], [1, 2])}, "backward_input has 2 numbers"),
     ],
-)  # fmt: skip
+)
 def test_searches_that_are_refused(options, says):
     """Before any work, all at once."""
     given = {"cost": fp.Cost(), "num_devices": 2, "num_microbatches": 2, "evaluations": 20, **options}

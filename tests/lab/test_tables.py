@@ -63,8 +63,11 @@ def test_greedy_schedules_on_a_line_are_zb_1p_and_zb_2p(row, share):
     assert row[7 + share] == pytest.approx(best_of(problem, on_a_line(problem)).span_bubble, abs=5e-5)
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.slow if row[1] > 64 else ()) for row in VEE],
-                         ids=[f"{row[0]}x{row[1]}" for row in VEE])  # fmt: skip
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=pytest.mark.slow if row[1] > 64 else ()) for row in VEE],
+    ids=[f"{row[0]}x{row[1]}" for row in VEE],
+)
 def test_greedy_schedules_on_a_v_are_zb_v(row):
     """Table 8, to four digits."""
     problem = problem_of(row, 2 * row[0], placement=(*range(row[0]), *reversed(range(row[0]))))
@@ -85,8 +88,14 @@ def test_what_cannot_be_beaten_is_known_to_be(at):
     """Two rows of table 5 are optimal, and the search says so."""
     row = LINE[at]
     cost = cost_of(row)
-    found = fp.search(cost, num_devices=row[0], num_microbatches=row[1], memory_limit=2 * row[0] * cost.residual,
-                      objective="span", seconds=300)  # fmt: skip
+    found = fp.search(
+        cost,
+        num_devices=row[0],
+        num_microbatches=row[1],
+        memory_limit=2 * row[0] * cost.residual,
+        objective="span",
+        seconds=300,
+    )
     assert (0.0, "bound") == (found.gap, found.ended)
     assert row[9] == pytest.approx(found.timeline.span_bubble, abs=5e-5)
 
@@ -98,8 +107,15 @@ def test_a_search_beats_zb_2p(at, most):
     """At the memory of ZB-2p, with the default number of evaluations; about half its bubble."""
     row = LINE[at]
     cost = cost_of(row)
-    found = fp.search(cost, num_devices=row[0], num_microbatches=row[1], memory_limit=2 * row[0] * cost.residual,
-                      objective="span", evaluations=10_000 if at != 5 else 4_000, seconds=600)  # fmt: skip
+    found = fp.search(
+        cost,
+        num_devices=row[0],
+        num_microbatches=row[1],
+        memory_limit=2 * row[0] * cost.residual,
+        objective="span",
+        evaluations=10_000 if at != 5 else 4_000,
+        seconds=600,
+    )
     assert max(found.peak) <= 2 * row[0] * cost.residual
     assert found.timeline.span_bubble <= most
 
@@ -115,16 +131,27 @@ OPTIMA = {
     (4, 8, 5, 6, 4, 1): {4: (153, 153), 6: (138, 134), 8: (138, 131)},
     (4, 8, 10, 10, 10, 0): {3: (None, 310), 4: (270, 270)},
 }
-CASES = [(case, cap, *both) for case, caps in OPTIMA.items() for cap, values in caps.items()
-         for both in zip(("makespan", "span"), values, strict=True) if both[1] is not None]  # fmt: skip
+CASES = [
+    (case, cap, *both)
+    for case, caps in OPTIMA.items()
+    for cap, values in caps.items()
+    for both in zip(("makespan", "span"), values, strict=True)
+    if both[1] is not None
+]
 
 
 def optimum(case, cap, objective, **options):
     """Search one of the small cases."""
     devices, microbatches, forward, inward, weight, hop = case
     cost = fp.Cost(forward, inward, weight, comm=hop)
-    return fp.search(cost, num_devices=devices, num_microbatches=microbatches, memory_limit=cap, objective=objective,
-                     **{"evaluations": 3000, "seconds": 300, **options})  # fmt: skip
+    return fp.search(
+        cost,
+        num_devices=devices,
+        num_microbatches=microbatches,
+        memory_limit=cap,
+        objective=objective,
+        **{"evaluations": 3000, "seconds": 300, **options},
+    )
 
 
 @pytest.mark.parametrize(("case", "cap", "objective", "value"), CASES, ids=itertools.count())
@@ -136,13 +163,29 @@ def test_small_optima_are_found_without_a_solver(case, cap, objective, value):
 
 @pytest.mark.parametrize(
     ("placement", "devices", "microbatches", "cap", "value"),
-    [("v", 4, 8, 4, 59), ("v", 4, 8, 6, 53), ("v", 4, 8, 8, 51), ("v", 3, 6, 4, 41), ("v", 3, 6, 6, 38),
-     ("loop", 4, 8, 11, 51), ("loop", 4, 8, 16, 51), ("loop", 3, 6, 9, 38)],
-)  # fmt: skip
+    [
+        ("v", 4, 8, 4, 59),
+        ("v", 4, 8, 6, 53),
+        ("v", 4, 8, 8, 51),
+        ("v", 3, 6, 4, 41),
+        ("v", 3, 6, 6, 38),
+        ("loop", 4, 8, 11, 51),
+        ("loop", 4, 8, 16, 51),
+        ("loop", 3, 6, 9, 38),
+    ],
+)
 def test_small_optima_with_two_stages_a_device(placement, devices, microbatches, cap, value):
     """Makespans in units of a stage's F = I = W."""
-    found = fp.search(fp.Cost(), num_devices=devices, num_microbatches=microbatches, num_stages=2 * devices,
-                      memory_limit=cap, placement=placement, evaluations=3000, seconds=300)  # fmt: skip
+    found = fp.search(
+        fp.Cost(),
+        num_devices=devices,
+        num_microbatches=microbatches,
+        num_stages=2 * devices,
+        memory_limit=cap,
+        placement=placement,
+        evaluations=3000,
+        seconds=300,
+    )
     assert value == found.makespan
 
 
@@ -161,8 +204,17 @@ FRONTIER = {
 )
 def test_the_frontier_of_the_v_is_reached(devices, cap):
     """Bubble against memory, as span."""
-    found = fp.search(fp.Cost(), num_devices=devices, num_microbatches=2 * devices, num_stages=2 * devices, memory_limit=cap,
-                      placement="v", objective="span", evaluations=3000, seconds=300)  # fmt: skip
+    found = fp.search(
+        fp.Cost(),
+        num_devices=devices,
+        num_microbatches=2 * devices,
+        num_stages=2 * devices,
+        memory_limit=cap,
+        placement="v",
+        objective="span",
+        evaluations=3000,
+        seconds=300,
+    )
     assert max(found.peak) <= cap
     assert found.span - 12 * devices <= FRONTIER[devices][cap]
 

@@ -30,9 +30,15 @@ def model(seed=0):
         norm.running_mean.normal_()
         norm.running_var.uniform_(0.5, 2)
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3), norm, nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, momentum=0.3, eps=1e-3),
-        nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5, affine=False),
-    ).double()  # fmt: skip
+        nn.Conv2d(1, 4, 3),
+        norm,
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3),
+        nn.BatchNorm2d(4, momentum=0.3, eps=1e-3),
+        nn.Flatten(),
+        nn.Linear(64, 5),
+        nn.BatchNorm1d(5, affine=False),
+    ).double()
 
 
 def expected_state(make, parts):

@@ -58,7 +58,10 @@ def orders(draw):
 def data(stages, rows, dtype=torch.float32):
     g = torch.Generator().manual_seed(rows)
     make = lambda *shape: torch.randn(*shape, generator=g, dtype=dtype)
-    return tuple({"w": make(WIDTH, WIDTH), "b": make(WIDTH)} for _ in range(stages)), (make(rows, WIDTH), make(rows, WIDTH))  # fmt: skip
+    return tuple({"w": make(WIDTH, WIDTH), "b": make(WIDTH)} for _ in range(stages)), (
+        make(rows, WIDTH),
+        make(rows, WIDTH),
+    )
 
 
 @settings(max_examples=100, deadline=None)

@@ -113,7 +113,10 @@ def test_layers_by_hand():
 def test_half_the_types_half_the_bytes():
     """Types are those of the model and of the example."""
     model = nn.Sequential(nn.Linear(10, 20), nn.GELU())
-    whole, half = memory(model, torch.zeros(3, 10)), memory(model.to(torch.bfloat16), torch.zeros(3, 10, dtype=torch.bfloat16))  # fmt: skip
+    whole, half = (
+        memory(model, torch.zeros(3, 10)),
+        memory(model.to(torch.bfloat16), torch.zeros(3, 10, dtype=torch.bfloat16)),
+    )
     assert [layer.model for layer in whole] == [2 * layer.model for layer in half]
     assert whole.total.activations == 2 * half.total.activations
 
@@ -125,13 +128,19 @@ def test_frozen_parameters():
     rows = memory(model, torch.zeros(3, 10))
     assert (880, 0, 0, 0) == (rows[0].parameters, rows[0].gradients, rows[0].optimizer, rows[0].activations)
     assert 240 == rows[1].activations
-    assert (0, 0, 0) == (rows.total.gradients - 420, rows[0].backward, memory(model, torch.zeros(3, 10), trainable=False).total.gradients)  # fmt: skip
+    assert (0, 0, 0) == (
+        rows.total.gradients - 420,
+        rows[0].backward,
+        memory(model, torch.zeros(3, 10), trainable=False).total.gradients,
+    )
 
 
 def test_nothing_is_kept_in_evaluation():
     """train=False: parameters and what is alive in a forward, nothing else."""
     rows = memory(nn.Sequential(nn.Linear(10, 20), nn.Dropout()), torch.zeros(3, 10), train=False)
-    assert (880, 0, 0, 0, 0) == tuple(getattr(rows.total, key) for key in ("parameters", "gradients", "optimizer", "activations", "backward"))  # fmt: skip
+    assert (880, 0, 0, 0, 0) == tuple(
+        getattr(rows.total, key) for key in ("parameters", "gradients", "optimizer", "activations", "backward")
+    )
     assert (880 + 120 + 240,) == rows.group([2]).peak(fp.schedules.fill_drain(1, 3, backward=False))
     assert 240 == rows[0].forward
 
@@ -158,7 +167,10 @@ def test_nothing_is_touched():
         assert not torch.is_grad_enabled()
     with torch.inference_mode():
         assert str(expected) == str(memory(model, x))
-    assert all(torch.equal(a, b) for a, b in zip(before, snapshot((dict(model.state_dict()), x, torch.get_rng_state())), strict=True))  # fmt: skip
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(before, snapshot((dict(model.state_dict()), x, torch.get_rng_state())), strict=True)
+    )
     assert modes == [layer.training for layer in model.modules()]
     assert torch.equal(model[1].weight.grad, torch.ones(6, 6))
     assert model[1].bias.grad is None
@@ -177,7 +189,9 @@ def test_stages_with_skips_feeds_and_state():
         return (x + skips["early"]) * params * feeds["mask"] + state
 
     x, w = torch.zeros(4, 6), torch.ones(6)
-    rows = memory([first, second], x, params=(w, w), state=((), torch.zeros(6)), feeds={"mask": torch.ones(4, 1)}, optimizer=0)  # fmt: skip
+    rows = memory(
+        [first, second], x, params=(w, w), state=((), torch.zeros(6)), feeds={"mask": torch.ones(4, 1)}, optimizer=0
+    )
     assert ["first", "second"] == [layer.name for layer in rows]
     assert [0, 24] == [layer.buffers for layer in rows]
     # x, x * w (stashed), relu's output; then both of these, their sum, sum * w (for the mask has none, w needs it), y.
@@ -222,7 +236,9 @@ def test_what_a_layer_keeps_for_itself_is_its_own():
 
     plain = fp.stage(lambda params, x: x * params, name="plain")
     w = torch.ones(6)
-    alone, after = (memory(stages, torch.zeros(4, 6), params=(w,) * len(stages)) for stages in ([plain], [hoards, plain]))  # fmt: skip
+    alone, after = (
+        memory(stages, torch.zeros(4, 6), params=(w,) * len(stages)) for stages in ([plain], [hoards, plain])
+    )
     assert alone[0].activations == after[1].activations == 2 * 96
     assert 96 * 3 == after[0].activations
 
@@ -267,7 +283,11 @@ OPTIMIZERS = {
 def test_optimizer_table(name):
     """The table tells what each optimizer of torch really keeps, step counts aside."""
     kind, options = OPTIMIZERS[name]
-    params = [torch.ones(6, 4, requires_grad=True), torch.ones(5, requires_grad=True), torch.ones(3, 6, 4, requires_grad=True)]  # fmt: skip
+    params = [
+        torch.ones(6, 4, requires_grad=True),
+        torch.ones(5, requires_grad=True),
+        torch.ones(3, 6, 4, requires_grad=True),
+    ]
     optimizer = kind(params, lr=0.1, **options)
     for one in params:
         one.grad = torch.ones_like(one)
@@ -289,7 +309,11 @@ def test_refusals():
     assert (1, "1") == (found.value.funcpipe.stage, found.value.funcpipe.name)
     assert "it got x: float32 [3, 8]" in found.value.__notes__
     right = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    for optimizer, said in (("adamwx", "did you mean 'adamw'"), (torch.optim.LBFGS, "optimizer=2"), (-1, "the table has|The table has")):  # fmt: skip
+    for optimizer, said in (
+        ("adamwx", "did you mean 'adamw'"),
+        (torch.optim.LBFGS, "optimizer=2"),
+        (-1, "the table has|The table has"),
+    ):
         with pytest.raises(fp.PlanError, match=said):
             memory(right, x, optimizer=optimizer)
     rows = memory(right, x)
@@ -335,7 +359,10 @@ def test_amoebanet_parameters(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ratio"), [("baseline", 1.05), ("pipeline-1", 0.45), ("pipeline-2", 0.90), ("pipeline-4", 0.40), ("pipeline-8", 0.57)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [("baseline", 1.05), ("pipeline-1", 0.45), ("pipeline-2", 0.90), ("pipeline-4", 0.40), ("pipeline-8", 0.57)],
+)
 def test_unet_peaks(name, ratio):
     """What is alive, as a part of what was reserved; test_reserved.py comes to that."""
     row = unet.PUBLISHED[name]
@@ -350,7 +377,9 @@ def test_unet_peaks(name, ratio):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ratio"), [("pipeline-1", 0.72), ("pipeline-2", 0.50), ("pipeline-4", 0.54), ("pipeline-8", 0.64)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "ratio"), [("pipeline-1", 0.72), ("pipeline-2", 0.50), ("pipeline-4", 0.54), ("pipeline-8", 0.64)]
+)
 def test_amoebanet_peaks(name, ratio):
     """What is alive, as a part of what was reserved; test_reserved.py comes to that."""
     row = amoebanet.PUBLISHED[name]

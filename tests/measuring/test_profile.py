@@ -60,7 +60,12 @@ def test_forward_backward_input_weight(hand):
     stages = [slow(hand, 2, 3, 5), slow(hand, 7, 11, 13)]
     w = torch.ones(4)
     cost = profile(stages, torch.ones(3, 4), params=(w, w), comm=0.5)
-    assert ((2, 7), (0, 11), (5, 13), (5, 24)) == (cost.forward, cost.backward_input, cost.backward_weight, cost.backward)  # fmt: skip
+    assert ((2, 7), (0, 11), (5, 13), (5, 24)) == (
+        cost.forward,
+        cost.backward_input,
+        cost.backward_weight,
+        cost.backward,
+    )
     assert (0.5, None) == (cost.comm, cost.remat)
     assert (96, 96) == cost.residual  # of a stage: what it gets and gives
 
@@ -68,7 +73,12 @@ def test_forward_backward_input_weight(hand):
 def test_frozen_layers_have_no_weights_to_wait_for(hand):
     """B of a frozen layer is its I."""
     w = torch.ones(4)
-    cost = profile([slow(hand, 1, 2, 4), slow(hand, 1, 2, 4)], torch.ones(3, 4), params=(w, w), trainable=lambda name, leaf: name.startswith("0"))  # fmt: skip
+    cost = profile(
+        [slow(hand, 1, 2, 4), slow(hand, 1, 2, 4)],
+        torch.ones(3, 4),
+        params=(w, w),
+        trainable=lambda name, leaf: name.startswith("0"),
+    )
     assert ((0, 2), (4, 0)) == (cost.backward_input, cost.backward_weight)
 
 
@@ -77,7 +87,9 @@ def test_warmup_is_dropped_and_medians_taken(hand):
     w = torch.ones(4)
     for options in ({"warmup": 1, "repeats": 1}, {"warmup": 0, "repeats": 3}):
         assert (2,) == profile([slow(hand, 2, 3, 5, late=100)], torch.ones(3, 4), params=(w,), **options).forward
-    assert (102,) == profile([slow(hand, 2, 3, 5, late=100)], torch.ones(3, 4), params=(w,), warmup=0, repeats=1).forward  # fmt: skip
+    assert (102,) == profile(
+        [slow(hand, 2, 3, 5, late=100)], torch.ones(3, 4), params=(w,), warmup=0, repeats=1
+    ).forward
 
 
 def test_evaluation_has_forwards_alone(hand):
@@ -99,7 +111,15 @@ class Add(nn.Module):
 
 def test_nothing_is_touched():
     """The module, its gradients, mode, buffers, the example, generators, threads; in-place layers work, also the first."""
-    layers = [nn.ReLU(inplace=True), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), Pair(), Add(), nn.ReLU(inplace=True)]  # fmt: skip
+    layers = [
+        nn.ReLU(inplace=True),
+        nn.Linear(6, 6),
+        nn.BatchNorm1d(6),
+        nn.Dropout(0.5),
+        Pair(),
+        Add(),
+        nn.ReLU(inplace=True),
+    ]
     model = nn.Sequential(*layers).eval()
     model[2].train()
     model[1].weight.grad = torch.ones(6, 6)
@@ -166,7 +186,12 @@ def test_refusals():
     with pytest.raises(fp.PlanError, match=r"layer '0' is on the meta device.*fp\.models\.memory"):
         profile(model, x)
     right = nn.Sequential(nn.Linear(4, 4))
-    for options, said in (({"repeats": 0}, "repeats is an int from 1"), ({"warmup": -1}, "warmup"), ({"threads_per_lane": 10**6}, "cores"), ({"params": ()}, "own parameters")):  # fmt: skip
+    for options, said in (
+        ({"repeats": 0}, "repeats is an int from 1"),
+        ({"warmup": -1}, "warmup"),
+        ({"threads_per_lane": 10**6}, "cores"),
+        ({"params": ()}, "own parameters"),
+    ):
         with pytest.raises(fp.PlanError, match=said):
             profile(right, x, **options)
     if not torch.cuda.is_available():

@@ -73,7 +73,10 @@ def test_room_that_nobody_uses_goes_back_before_there_is_none():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ratio"), [("baseline", 1.07), ("pipeline-1", 1.16), ("pipeline-2", 1.02), ("pipeline-4", 1.10), ("pipeline-8", 1.13)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [("baseline", 1.07), ("pipeline-1", 1.16), ("pipeline-2", 1.02), ("pipeline-4", 1.10), ("pipeline-8", 1.13)],
+)
 def test_unet(name, ratio):
     """Within 15 % of what was published for two, four and eight devices; on one, 16 % more."""
     row = unet.PUBLISHED[name]
@@ -89,7 +92,9 @@ def test_unet(name, ratio):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ratio"), [("pipeline-1", 0.83), ("pipeline-2", 0.96), ("pipeline-4", 0.98), ("pipeline-8", 0.96)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "ratio"), [("pipeline-1", 0.83), ("pipeline-2", 0.96), ("pipeline-4", 0.98), ("pipeline-8", 0.96)]
+)
 def test_amoebanet(name, ratio):
     """Within 5 % of what was published for two, four and eight devices; on one, 17 % less."""
     row = amoebanet.PUBLISHED[name]

@@ -86,11 +86,21 @@ def test_never_worse_than_blockpartition(costs, num_parts, best, theirs):
     assert best == fp.models.balance(costs, num_parts).bottleneck <= theirs
 
 
-@pytest.mark.parametrize(("costs", "theirs"), [
-    ([42, 20, 51, 84, 7, 10, 69, 13, 47, 75, 8, 65, 28, 5, 12, 56, 54, 9, 31, 12, 71, 55, 8, 73], {4: 250, 8: 136}),
-    ([93, 97, 110, 110, 108, 91, 108, 108, 102, 91, 97, 91, 107, 94, 99, 103, 94, 107, 93, 108, 99, 107, 95, 93], {4: 609, 8: 381}),
-    ([30, 12, 4, 17, 26, 4, 32, 26, 7, 34, 20, 68, 55, 7, 30, 13, 86, 27, 53, 11, 27, 19, 34, 10], {4: 218, 8: 126}),
-], ids=["uniform", "near-equal", "lognormal"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("costs", "theirs"),
+    [
+        ([42, 20, 51, 84, 7, 10, 69, 13, 47, 75, 8, 65, 28, 5, 12, 56, 54, 9, 31, 12, 71, 55, 8, 73], {4: 250, 8: 136}),
+        (
+            [93, 97, 110, 110, 108, 91, 108, 108, 102, 91, 97, 91, 107, 94, 99, 103, 94, 107, 93, 108, 99, 107, 95, 93],
+            {4: 609, 8: 381},
+        ),
+        (
+            [30, 12, 4, 17, 26, 4, 32, 26, 7, 34, 20, 68, 55, 7, 30, 13, 86, 27, 53, 11, 27, 19, 34, 10],
+            {4: 218, 8: 126},
+        ),
+    ],
+    ids=["uniform", "near-equal", "lognormal"],
+)
 def test_random_vectors_against_blockpartition(costs, theirs):
     """Figures of torchgpipe 0.0.7; ours is the optimum of a plain dynamic program."""
     for num_parts, bottleneck in theirs.items():

@@ -104,7 +104,14 @@ def test_only_a_tuple_is_spread():
     """A named tuple, a list, a dict and a tensor are one argument; feeds arrive as keywords."""
     part, params, _ = fp.from_module(Echo(), feeds=["mask"])
     one = torch.ones(2)
-    for x, expected in (((one, one), (2, "Tensor", [])), ((one,), (1, "Tensor", [])), (Pair(one, one), (1, "Pair", [])), ([one, one], (1, "list", [])), ({"a": one}, (1, "dict", [])), (one, (1, "Tensor", []))):  # fmt: skip
+    for x, expected in (
+        ((one, one), (2, "Tensor", [])),
+        ((one,), (1, "Tensor", [])),
+        (Pair(one, one), (1, "Pair", [])),
+        ([one, one], (1, "list", [])),
+        ({"a": one}, (1, "dict", [])),
+        (one, (1, "Tensor", [])),
+    ):
         count, kind, _ = expected
         assert (count, kind, ["mask"]) == part(params, x, feeds={"mask": one})
         plan = fp.make_plan([part], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")

@@ -19,7 +19,9 @@ Two = namedtuple("Two", ["a", "b"])
 def nested():
     """Five units counted flat, three as layers; draws and statistics at every depth."""
     inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(inplace=True)))
-    return nn.Sequential(nn.Linear(4, 4), inner, nn.Sequential(OrderedDict(drop=nn.Dropout(0.3), head=nn.Linear(4, 2)))).double()  # fmt: skip
+    return nn.Sequential(
+        nn.Linear(4, 4), inner, nn.Sequential(OrderedDict(drop=nn.Dropout(0.3), head=nn.Linear(4, 2)))
+    ).double()
 
 
 def run(parts, batch, *, seed=0, executor="serial", chunks=3, loss=F.mse_loss, **options):
@@ -49,7 +51,15 @@ def test_the_place_of_the_cuts_does_not_matter(executor):
     batch = torch.randn(8, 4, dtype=DOUBLE), torch.randn(8, 2, dtype=DOUBLE)
     whole = run(cut_sequential(model, [3]), batch)
     assert whole.outputs.abs().sum() > 0
-    for sizes, flat in (([1, 2], False), ([2, 1], False), ([1, 1, 1], False), ([7], True), ([2, 5], True), ([1, 1, 1, 1, 1, 1, 1], True), ([4, 3], True)):  # fmt: skip
+    for sizes, flat in (
+        ([1, 2], False),
+        ([2, 1], False),
+        ([1, 1, 1], False),
+        ([7], True),
+        ([2, 5], True),
+        ([1, 1, 1, 1, 1, 1, 1], True),
+        ([4, 3], True),
+    ):
         result = run(cut_sequential(model, sizes, flat=flat), batch, executor=executor)
         assert same(whole.outputs, result.outputs)
         assert same(by_name(whole.grads), by_name(result.grads))
@@ -228,7 +238,10 @@ def test_statistics_per_microbatch():
     """deferred=False is handed on."""
     model = nn.Sequential(nn.BatchNorm1d(2), nn.ReLU())
     x = torch.randn(6, 2)
-    counts = [run(cut_sequential(model, [1, 1], deferred=deferred), (x, x)).state[0]["0.num_batches_tracked"].item() for deferred in (True, False)]  # fmt: skip
+    counts = [
+        run(cut_sequential(model, [1, 1], deferred=deferred), (x, x)).state[0]["0.num_batches_tracked"].item()
+        for deferred in (True, False)
+    ]
     assert [1, 3] == counts
 
 
@@ -267,13 +280,19 @@ SHARED = nn.BatchNorm1d(2)
 REFUSED = {
     "no Sequential": (nn.Linear(1, 1), r"got Linear: it is none\. Other models are cut by fp.split"),
     "its own forward": (OtherForward(nn.ReLU()), "got OtherForward: its forward is not that of nn.Sequential"),
-    "hooks": (hooked(), r"forward hooks, which would not run.*\n.*backward hooks, which would not run: put them on a layer"),
+    "hooks": (
+        hooked(),
+        r"forward hooks, which would not run.*\n.*backward hooks, which would not run: put them on a layer",
+    ),
     "None": (nn.Sequential(OrderedDict(a=None, b=nn.ReLU(), c=None)), r"layer 'a' is None\n.*layer 'c' is None"),
     "empty": (nn.Sequential(), "it has no layers; a stage has at least one"),
-    "lazy": (nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)), r"'0.weight', '0.bias', '1.running_mean'.*not initialised"),
+    "lazy": (
+        nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)),
+        r"'0.weight', '0.bias', '1.running_mean'.*not initialised",
+    ),
     "statistics": (nn.Sequential(SHARED, nn.Sequential(nn.ReLU(), SHARED)), "the batch norm layer at 0 and 1.1"),
     "a graph": (nn.Sequential(nn.ReLU(), One(torch.ones(1, requires_grad=True) * 2)), "cannot be copied"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", REFUSED)

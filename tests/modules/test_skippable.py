@@ -438,7 +438,11 @@ def test_draws_do_not_depend_on_the_cuts():
     """Law 4 inside of forwards that are generators or take skips."""
     model = nn.Sequential(nn.Linear(4, 4), Noisy(), nn.Linear(4, 4), Hears()).double()
     x = torch.randn(6, 4, dtype=DOUBLE)
-    losses = {run(cut_sequential(model, sizes), x, seed=3, executor=executor)[0].item() for sizes in ([4], [2, 2], [1, 1, 1, 1]) for executor in EXECUTORS}  # fmt: skip
+    losses = {
+        run(cut_sequential(model, sizes), x, seed=3, executor=executor)[0].item()
+        for sizes in ([4], [2, 2], [1, 1, 1, 1])
+        for executor in EXECUTORS
+    }
     assert 1 == len(losses)
     assert losses != {run([fp.from_module(model)], x, seed=4)[0].item()}
     assert losses == {run([fp.from_module(model)], x, seed=3)[0].item()}
@@ -690,7 +694,9 @@ def test_faults_in_a_forward(fault):
     with pytest.raises(fp.PlanError, match=message) as caught:
         nn.Sequential(nn.Identity(), layer)(torch.ones(2))
     lines = [entry.name for entry in caught.traceback]
-    assert (fault in ("stash", "pop", "yield")) == bool({"stashes_undeclared", "pops_undeclared", "yields_other"} & set(lines))  # fmt: skip
+    assert (fault in ("stash", "pop", "yield")) == bool(
+        {"stashes_undeclared", "pops_undeclared", "yields_other"} & set(lines)
+    )
     if fault == "too early":
         return  # the plan gives it
     stages = [fp.from_module(layer, name="odd")[0], fp.stage(lambda p, x, *, skips: x, name="end", pop=["a", "b"])]
@@ -736,7 +742,10 @@ def test_torch_checkpoint(sizes):
     linear, tanh = nn.Linear(4, 4), nn.Tanh()
     model = nn.Sequential(Checkpointed(linear, tanh, Stash(), tanh), nn.Sequential(nn.Linear(4, 4), Pop())).double()
     bare = nn.Sequential(nn.Sequential(linear, tanh, Stash(), tanh), model[1])
-    expected = {name.replace("0.", "0.layers.", 1) if name[0] == "0" else name: grad.clone() for name, grad in plain(bare, x)[1].items()}  # fmt: skip
+    expected = {
+        name.replace("0.", "0.layers.", 1) if name[0] == "0" else name: grad.clone()
+        for name, grad in plain(bare, x)[1].items()
+    }
     assert_same_gradients(expected, gradients(model))
     refused = nn.Sequential(nn.Sequential(linear, Stash()), Checkpointed(tanh, Pop(), nn.Linear(4, 4), tanh)).double()
     with pytest.raises(fp.PlanError, match=r"pops 'skip' in a backward.*fp.schedules.remat"):

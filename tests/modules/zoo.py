@@ -58,7 +58,10 @@ def reference(model: nn.Module, inputs: Inputs, parts: list[int]) -> tuple[torch
     twin = copy.deepcopy(model)
     rows, start, total = sum(parts), 0, torch.zeros((), dtype=torch.float64)
     for size in parts:
-        piece = {key: value[start : start + size] if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}  # fmt: skip
+        piece = {
+            key: value[start : start + size] if isinstance(value, torch.Tensor) else value
+            for key, value in inputs.items()
+        }
         loss = twin(**piece).loss * (size / rows)
         loss.backward()
         total += loss.detach()
@@ -157,7 +160,10 @@ def _pairs(rows: int) -> Inputs:
 
 def _images(size: int) -> Callable[[int], Inputs]:
     def make(rows: int) -> Inputs:
-        return {"pixel_values": torch.randn(rows, 3, size, size, dtype=torch.float64), "labels": torch.randint(0, 3, (rows,))}  # fmt: skip
+        return {
+            "pixel_values": torch.randn(rows, 3, size, size, dtype=torch.float64),
+            "labels": torch.randint(0, 3, (rows,)),
+        }
 
     return make
 

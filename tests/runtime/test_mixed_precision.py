@@ -45,7 +45,15 @@ def one_thread():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("make", [functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9), functools.partial(torch.optim.AdamW, lr=0.01), functools.partial(torch.optim.AdamW, lr=0.01, fused=True)], ids=["sgd", "adamw", "fused"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        functools.partial(torch.optim.AdamW, lr=0.01),
+        functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
+    ],
+    ids=["sgd", "adamw", "fused"],
+)
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.usefixtures("one_thread")
 def test_mixed_precision_is_the_plain_loop(dtype, make, executor):
@@ -105,7 +113,10 @@ def test_an_optimizer_for_each_stage_with_a_scaler():
     halves = [torch.optim.AdamW(fp.leaves(tree), lr=0.1) for tree in two.params]
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2) for _ in range(2)]
     for batch in one.batches():
-        grads = [fp.run(p.plan, p.params, batch, loss_scale=s.get_scale()).grads for p, s in zip((one, two), scalers, strict=True)]  # fmt: skip
+        grads = [
+            fp.run(p.plan, p.params, batch, loss_scale=s.get_scale()).grads
+            for p, s in zip((one, two), scalers, strict=True)
+        ]
         given = snapshot(grads)
         norm = fp.step(whole, one.params, grads[0], max_norm=0.1, scaler=scalers[0])
         norms = [fp.step(half, two.params, grads[1], max_norm=0.1, scaler=scalers[1]) for half in halves]

@@ -171,7 +171,9 @@ def test_a_vjp_waits_with_its_residuals_at_the_host(executor):
     found = []
     for schedule in (fp.schedules.fill_drain(S, M), offload(fp.schedules.fill_drain(S, M), ahead=0)):
         plan = fp.make_plan(stages, schedule, devices="cpu")
-        result, pullback = fp.vjp(plan, params, given[0], state=state, feeds=feeds, seed=3, executor=executor, threads_per_lane=1)  # fmt: skip
+        result, pullback = fp.vjp(
+            plan, params, given[0], state=state, feeds=feeds, seed=3, executor=executor, threads_per_lane=1
+        )
         execution = pullback._execution
         roles = [kind.role for lane in execution.lanes for kind in held(lane)]
         found.append((result.outputs, result.state, pullback(given[1])))
@@ -474,7 +476,12 @@ def test_the_bytes_that_a_residual_holds(monkeypatch):
         return event
 
     monkeypatch.setattr(EagerResidual, "move", move)
-    plan = fp.make_plan([fp.stage(lambda p, x: torch.tanh(x * p))], Schedule.parse("0F0 0O0 0F1 0L0 0B0 0B1"), loss=F.mse_loss, devices="cpu")  # fmt: skip
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: torch.tanh(x * p))],
+        Schedule.parse("0F0 0O0 0F1 0L0 0B0 0B1"),
+        loss=F.mse_loss,
+        devices="cpu",
+    )
     fp.run(plan, (torch.ones(N),), (torch.randn(8, N), torch.randn(8, N)), executor="serial")
     before, away, still, after = sizes
     assert before == 4 * N * 4

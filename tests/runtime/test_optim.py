@@ -306,7 +306,9 @@ def test_norms_of_mixed_precisions():
     assert 3.0 == float(fp.global_norm(grads))
     norm = fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, grads, max_norm=1.5)
     assert 3.0 == float(norm)
-    assert [-1.0, -0.5, -1.0j] == pytest.approx([params[0]["h"].item(), params[0]["d"].item(), params[1]["c"].item()], rel=1e-3)  # fmt: skip
+    assert [-1.0, -0.5, -1.0j] == pytest.approx(
+        [params[0]["h"].item(), params[0]["d"].item(), params[1]["c"].item()], rel=1e-3
+    )
 
 
 def test_place_keeps_what_is_there():

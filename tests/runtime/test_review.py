@@ -176,9 +176,11 @@ def test_numpys_integers_are_seeds():
     import numpy as np
 
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: torch.dropout(x * p, 0.5, True), name="d")], fp.schedules.fill_drain(1, 1),
-        loss=torch.nn.MSELoss(), devices="cpu",
-    )  # fmt: skip
+        [fp.stage(lambda p, x: torch.dropout(x * p, 0.5, True), name="d")],
+        fp.schedules.fill_drain(1, 1),
+        loss=torch.nn.MSELoss(),
+        devices="cpu",
+    )
     batch = (torch.ones(64), torch.ones(64))
     losses = [float(fp.run(plan, (torch.ones(1),), batch, seed=seed).loss) for seed in (7, np.int64(7))]
     assert losses[0] == losses[1]

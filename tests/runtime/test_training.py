@@ -183,7 +183,11 @@ def test_tied_weights_are_clipped_once(replicas):
 def test_two_optimizers_share_one_norm():
     """Muon for the matrices, AdamW for the rest: each step clips by the norm of everything, as the plain loop does."""
     pair = Pair()
-    split = [[leaf for leaf in found if (leaf.ndim == 2) == flat] for flat in (True, False) for found in (fp.leaves(pair.params), list(pair.plain.parameters()))]  # fmt: skip
+    split = [
+        [leaf for leaf in found if (leaf.ndim == 2) == flat]
+        for flat in (True, False)
+        for found in (fp.leaves(pair.params), list(pair.plain.parameters()))
+    ]
     mine = torch.optim.Muon(split[0], lr=0.02), torch.optim.AdamW(split[2], lr=0.02)
     theirs = torch.optim.Muon(split[1], lr=0.02), torch.optim.AdamW(split[3], lr=0.02)
     for x, t in pair.batches():
@@ -204,7 +208,9 @@ def test_loss_scales_may_differ():
     x, t = pair.batches(1)[0]
     once = fp.run(pair.plan, pair.params, (x, t))
     parts = [slice(0, 3), slice(3, 4), slice(4, 10)]
-    runs = [fp.run(pair.plan, pair.params, (x[a], t[a]), loss_scale=s) for a, s in zip(parts, (3.0, 1.0, 7.0), strict=True)]  # fmt: skip
+    runs = [
+        fp.run(pair.plan, pair.params, (x[a], t[a]), loss_scale=s) for a, s in zip(parts, (3.0, 1.0, 7.0), strict=True)
+    ]
     total = fp.accumulate(one for one in runs)
     assert 7.0 == total.loss_scale
     torch.testing.assert_close(total.loss, once.loss, rtol=1e-12, atol=0)

@@ -65,22 +65,34 @@ ONE_FAULT = {
     "L before O": ("0F0 0L0 0O0 0B0", ["0L0 on device 0 stands too early: L comes after O"]),
     "R after B": ("0F0 0B0 0R0", ["0R0 on device 0 stands too late: R comes before the backward"]),
     "R after I": ("0F0 0I0 0R0 0W0", ["0R0 on device 0 stands too late: R comes before the backward"]),
-    "W without I": ("0F0 0W0", [
-        "0B0 is missing (or 0I0 and 0W0)",
-        "0I0 is missing: I and W come in pairs",
-    ]),
+    "W without I": (
+        "0F0 0W0",
+        [
+            "0B0 is missing (or 0I0 and 0W0)",
+            "0I0 is missing: I and W come in pairs",
+        ],
+    ),
     "W beside B": ("0F0 0B0 0W0", ["0I0 is missing: I and W come in pairs"]),
-    "stage on two devices": ("0F0 1F0\n0F1 1F1", [
-        "0F0 on device 0: stage 0 lives on device 1 too; a stage lives on one device",
-        "1F0 on device 0: stage 1 lives on device 1 too; a stage lives on one device",
-    ]),
-    "microbatch gap": ("0F0 0F2", ["microbatch 1 is missing, but microbatch 2 stands; number them from 0, without gaps"]),
+    "stage on two devices": (
+        "0F0 1F0\n0F1 1F1",
+        [
+            "0F0 on device 0: stage 0 lives on device 1 too; a stage lives on one device",
+            "1F0 on device 0: stage 1 lives on device 1 too; a stage lives on one device",
+        ],
+    ),
+    "microbatch gap": (
+        "0F0 0F2",
+        ["microbatch 1 is missing, but microbatch 2 stands; number them from 0, without gaps"],
+    ),
     "stage gap": ("0F0\n2F0", ["stage 1 is missing, but stage 2 stands; number them from 0, without gaps"]),
-    "counted from 1": ("1F1 1B1 1F2 1B2\n2F1 2B1 2F2 2B2", [
-        "stage 0 is missing, but stage 2 stands; number them from 0, without gaps",
-        "microbatch 0 is missing, but microbatch 2 stands; number them from 0, without gaps",
-    ]),
-}  # fmt: skip
+    "counted from 1": (
+        "1F1 1B1 1F2 1B2\n2F1 2B1 2F2 2B2",
+        [
+            "stage 0 is missing, but stage 2 stands; number them from 0, without gaps",
+            "microbatch 0 is missing, but microbatch 2 stands; number them from 0, without gaps",
+        ],
+    ),
+}
 
 
 @pytest.mark.parametrize(("text", "expected"), ONE_FAULT.values(), ids=ONE_FAULT)

@@ -68,11 +68,23 @@ def test_a_timeline_comes_back_to_the_last_bit(comm):
     assert fp.Timeline((), 2) == fp.schedules.from_json(fp.schedules.to_json(fp.Timeline((), 2)))
 
 
-@given(st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
-                        ["funcpipe", "version", "orders", "name", "spans", "forward", "comm", "num_devices", "peak", "x"]),
-                        inner, max_size=4), max_leaves=12),
-       st.sampled_from(["schedule", "cost", "timeline"]))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(
+                    ["funcpipe", "version", "orders", "name", "spans", "forward", "comm", "num_devices", "peak", "x"]
+                ),
+                inner,
+                max_size=4,
+            )
+        ),
+        max_leaves=12,
+    ),
+    st.sampled_from(["schedule", "cost", "timeline"]),
+)
 @settings(max_examples=150, deadline=None)
 def test_any_json_is_read_or_refused(data, kind):
     """Nothing but a ScheduleError comes out, and what is read can be written."""

@@ -49,7 +49,9 @@ def test_it_moves_what_it_is_told_to() -> None:
 
 
 def test_a_split_backward_needs_the_residual_at_i() -> None:
-    assert "0F0 0O0 0F1 0L0 0I0 0W0 0I1 0W1" == str(offload(Schedule.parse("0F0 0F1 0I0 0W0 0I1 0W1"), ahead=0, move=lambda a: a.microbatch == 0))  # fmt: skip
+    assert "0F0 0O0 0F1 0L0 0I0 0W0 0I1 0W1" == str(
+        offload(Schedule.parse("0F0 0F1 0I0 0W0 0I1 0W1"), ahead=0, move=lambda a: a.microbatch == 0)
+    )
 
 
 def test_other_residuals_may_be_computed_again() -> None:

@@ -131,7 +131,9 @@ def test_all_faults_come_at_once():
         return fp.Out((x * p["w"] / 0, clock(p, x)), stash={"a": x})
 
     found = faults(fp.stage(fn, name="awful", stash=["b"]), TWO)
-    assert {"captured", "in-place", "params", "unused", "output", "finite", "gradient", "deterministic"} == {n for n, _ in found}  # fmt: skip
+    assert {"captured", "in-place", "params", "unused", "output", "finite", "gradient", "deterministic"} == {
+        n for n, _ in found
+    }
     texts = " ".join(text for _, text in found)
     assert "declares stash 'b' but does not return it" in texts
     assert "returns stash 'a' without declaring it" in texts
@@ -150,7 +152,9 @@ def test_state_that_is_written_is_named():
         return x * p["w"]
 
     for fn in (adds, binds):
-        assert (("state", "writes into state['n']; return statistics in Out(stats=...) and fold them in commit="),) == faults(fp.stage(fn), state=state)  # fmt: skip
+        assert (
+            ("state", "writes into state['n']; return statistics in Out(stats=...) and fold them in commit="),
+        ) == faults(fp.stage(fn), state=state)
     good = fp.stage(lambda p, x, *, state: fp.Out(x * p["w"] + state["n"], stats=x.sum(0)), commit=lambda s, t: s)
     assert () == faults(good, state=state)
     assert torch.equal(torch.zeros(3, dtype=torch.float64), state["n"])

@@ -31,7 +31,11 @@ def attempt(stages, params, state, schedule, executor="serial", **options):
 
 def composed():
     stages, params, state = net(4)
-    return [stages[0], fp.compose(stages[1], stages[2]), stages[3]], (params[0], params[1:3], params[3]), (state[0], ((), ()), state[3])  # fmt: skip
+    return (
+        [stages[0], fp.compose(stages[1], stages[2]), stages[3]],
+        (params[0], params[1:3], params[3]),
+        (state[0], ((), ()), state[3]),
+    )
 
 
 @pytest.mark.parametrize("schedule", schedules(3, 4), ids=ids)
@@ -158,7 +162,9 @@ def test_a_tensor_that_stands_twice_stays_one():
 
     def fn(p, x):
         h = x * p["w"]
-        return fp.Out({"h": h, "n": 3, "m": torch.ones(len(x), dtype=torch.bool), "c": torch.ones(len(x))}, stash={"s": h})  # fmt: skip
+        return fp.Out(
+            {"h": h, "n": 3, "m": torch.ones(len(x), dtype=torch.bool), "c": torch.ones(len(x))}, stash={"s": h}
+        )
 
     use = fp.stage(lambda p, x, *, skips: x["h"] + 2 * skips["s"] + x["c"][:, None], pop=["s"])
     stages, seen = [fp.stage(fn, stash=["s"]), use], []

@@ -47,7 +47,9 @@ def test_what_differs_is_named():
         assert_matches_sequential(plan, (P, Q), (X, X))
     title, *lines = str(error.value).splitlines()
     assert "fp.run(executor='threads') differs from fp.run_sequential in 6 of 9 leaves, first in losses[0]:" == title
-    assert ["losses[0]", "losses[1]", "loss", "outputs", "grads[0]['w']", "grads[1]['w']"] == [line[4:].split(": ")[0] for line in lines]  # fmt: skip
+    assert ["losses[0]", "losses[1]", "loss", "outputs", "grads[0]['w']", "grads[1]['w']"] == [
+        line[4:].split(": ")[0] for line in lines
+    ]
     assert "outputs: 12 of 12 numbers differ, by 0.000" in lines[3]
     assert "; first at [0, 0]: -0.46" in lines[3]
 
@@ -76,7 +78,10 @@ def test_differences_see_every_bit():
     for a, b in other:
         assert 1 == len(differences(a, b, "a")[0]), (a, b)
     [line], count = differences({"k": [t([[1.0, 2.0, 4.0]])]}, {"k": [t([[1.0, 3.0, 4.5]])]}, "grads[0]")
-    assert "grads[0]['k'][0]: 2 of 3 numbers differ, by 1 at most (relative 0.333); first at [0, 1]: 2.0 came, 3.0 expected" == line  # fmt: skip
+    assert (
+        "grads[0]['k'][0]: 2 of 3 numbers differ, by 1 at most (relative 0.333); first at [0, 1]: 2.0 came, 3.0 expected"
+        == line
+    )
     assert 1 == count
 
 

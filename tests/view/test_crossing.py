@@ -42,8 +42,18 @@ def cases(draw):
     skips = draw(st.lists(pairs, max_size=3)) if stages > 1 else []
     comm = draw(st.one_of(TIMES, st.lists(TIMES, min_size=stages - 1, max_size=stages - 1)))
     whole = draw(row)
-    cost = fp.Cost(draw(row), draw(row), draw(row), offload=draw(row), comm=comm, bandwidth=draw(st.none() | TIMES),
-                   output=draw(row), skips=skips, residual=whole, weight_residual=[one / 2 for one in whole])  # fmt: skip
+    cost = fp.Cost(
+        draw(row),
+        draw(row),
+        draw(row),
+        offload=draw(row),
+        comm=comm,
+        bandwidth=draw(st.none() | TIMES),
+        output=draw(row),
+        skips=skips,
+        residual=whole,
+        weight_residual=[one / 2 for one in whole],
+    )
     return schedule, cost
 
 

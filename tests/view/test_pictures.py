@@ -75,8 +75,13 @@ def test_a_measured_and_a_simulated_timeline_share_seconds_and_work() -> None:
     assert "scaled to the same work, 1 unit is 2 ms" in re.sub(r"\s+", " ", drawn.text(150))
     assert [">1F1B, measured<" in content, ">1F1B, simulated<" in content] == [True, True]
     first, second = panels(content)
-    long = [bars(panel[0])[name] for panel, name in (
-        (first, "0F1 forward, stage 0, microbatch 1: 2 to 4 ms"), (second, "0F1 forward, stage 0, microbatch 1: 2 to 4 ms"))]  # fmt: skip
+    long = [
+        bars(panel[0])[name]
+        for panel, name in (
+            (first, "0F1 forward, stage 0, microbatch 1: 2 to 4 ms"),
+            (second, "0F1 forward, stage 0, microbatch 1: 2 to 4 ms"),
+        )
+    ]
     assert long[0] == long[1]
     assert drawn.others == (simulate(one_f_one_b(4, 8)),)  # kept as given
 

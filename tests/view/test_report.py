@@ -36,7 +36,17 @@ def recorded(plan: fp.Plan, params: tuple[Any, ...], rows: int = 16, **options: 
 def pretended(plan: fp.Plan, cost: fp.Cost, **stats: Any) -> fp.Result:
     """A result whose timeline is simulated, in seconds: the same on every machine."""
     slots = tuple(pool.slots for pool in plan.program.pools)
-    known = RunStats(**{"executor": "threads", "reason": "asked for", "threads_per_lane": 1, "num_microbatches": plan.num_microbatches, "seconds": 0.025, "slots": slots} | stats)  # fmt: skip
+    known = RunStats(
+        **{
+            "executor": "threads",
+            "reason": "asked for",
+            "threads_per_lane": 1,
+            "num_microbatches": plan.num_microbatches,
+            "seconds": 0.025,
+            "slots": slots,
+        }
+        | stats
+    )
     timeline = replace(fp.simulate(plan.schedule.first(known.num_microbatches), cost), unit="s", comm=0.0)
     return fp.Result(torch.tensor(0.5), 1.0, (), (), None, (), (), None, timeline, known)
 
@@ -450,9 +460,13 @@ def test_a_page_needs_nothing_else_and_follows_dark_mode(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("schedule", "most"),
-    [(fp.schedules.one_f_one_b(2, 4), 40_000), (fp.schedules.interleaved(32, 64, num_devices=16), 2_000_000), (fp.schedules.zero_bubble(16, 64), 2_000_000)],
+    [
+        (fp.schedules.one_f_one_b(2, 4), 40_000),
+        (fp.schedules.interleaved(32, 64, num_devices=16), 2_000_000),
+        (fp.schedules.zero_bubble(16, 64), 2_000_000),
+    ],
     ids=["2x4", "32x64 on 16", "ZB 16x64"],
-)  # fmt: skip
+)
 def test_pages_stay_small(schedule: fp.Schedule, most: int) -> None:
     """Two rectangles for each action, and one for each level."""
     plan, params = plan_and_params(schedule)
