@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from funcpipe.core.errors import FuncpipeError
 from funcpipe.core.torch_names import TorchDispatchMode, clear_workspaces, copy_all, pytree, version
+from funcpipe.runtime.border import fills
 from funcpipe.runtime.plain_tensors import address, is_plain, materialized
 
 T = TypeVar("T")
@@ -158,10 +159,11 @@ class Recorded:
         for _ in range(_WARM):
             graph.warm(lambda: work(self._own))
         graph.rehearse(lambda: self._checked(work(self._own), device))
-        self._results = _record(graph, lambda: self._checked(work(self._own), device))
+        results = _record(graph, lambda: self._checked(work(self._own), device))
         self._places = [address(tensor) for tensor in self._own]
         numbers = {id(tensor): number for number, tensor in enumerate(self._own)}
-        self._passed = [numbers.get(id(tensor)) for tensor in self._results]
+        self._passed = [numbers.get(id(tensor)) for tensor in results]
+        self._made = [_Made.of(tensor) for tensor, number in zip(results, self._passed, strict=True) if number is None]
         self._before: list[tuple[ref[Tensor], int] | None] = [None] * len(self._own)
         self.nbytes = sum(tensor.untyped_storage().nbytes() for tensor in self._own)
 
@@ -180,23 +182,23 @@ class Recorded:
         with self._lock, torch.no_grad(), self._graph.turn(self._own):
             self._fill(tensors)
             self._graph.play()
-            return [
-                _copy(result, result.device) if number is None else tensors[number]
-                for result, number in zip(self._results, self._passed, strict=True)
-            ]
+            copies = [each.room() for each in self._made]
+            _copy_together(copies, [each.part for each in self._made])
+        made = map(_Made.whole, self._made, copies)
+        return [next(made) if number is None else tensors[number] for number in self._passed]
 
     def _fill(self, tensors: Sequence[Tensor]) -> None:
-        batched: tuple[list[Tensor], list[Tensor]] = [], []
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
         for number, (target, source) in enumerate(zip(self._own, tensors, strict=True)):
             if self._steady and self._is_there(number, source):
                 continue
             if target.device == source.device:
-                batched[0].append(target)
-                batched[1].append(source.detach())
+                targets.append(target)
+                sources.append(source.detach())
             else:
                 target.copy_(source.detach(), non_blocking=True)
-        if batched[0]:
-            copy_all(*batched)
+        _copy_together(targets, sources)
         if [address(tensor) for tensor in self._own] != self._places:
             raise FuncpipeError("internal error: the memory that a graph reads from has moved")
 
@@ -209,6 +211,55 @@ class Recorded:
             return True
         self._before[number] = ref(tensor), version(tensor)
         return False
+
+
+class _Made(NamedTuple):
+    """A result in the recording's memory.
+
+    Attributes:
+        size: its own.
+        part: what has memory of its own; all of it, if no axis is expanded.
+        dense: the part has no gaps.
+    """
+
+    size: torch.Size
+    part: Tensor
+    dense: bool
+
+    @classmethod
+    def of(cls, result: Tensor) -> _Made:
+        """That of a result."""
+        part = _written_once(result.detach())
+        return cls(result.size(), part, fills(part))
+
+    def room(self) -> Tensor:
+        """Memory for a copy of the part, with the same strides."""
+        part = self.part
+        if self.dense:
+            return torch.empty_like(part)
+        return torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=part.device)
+
+    def whole(self, copy: Tensor) -> Tensor:
+        """The result, of a copy of its part."""
+        return copy if copy.size() == self.size else copy.expand(self.size)
+
+
+def _written_once(tensor: Tensor) -> Tensor:
+    """The part of a tensor that holds each number once, where it is expanded."""
+    strides = tensor.stride()
+    return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)] if 0 in strides else tensor
+
+
+def _copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors of one device, those of each type in few kernels: torch does so where all are alike."""
+    alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        key = target.dtype, source.dtype, target.stride() == source.stride()
+        group = alike.setdefault(key, ([], []))
+        group[0].append(target)
+        group[1].append(source)
+    for group in alike.values():
+        copy_all(*group)
 
 
 def _record(graph: DeviceGraph, work: Callable[[], T]) -> T:
@@ -235,13 +286,8 @@ def _line(error: Exception) -> str:
 def _twin(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device; a leaf that requires gradients as the tensor does. What is expanded is written out."""
     detached = tensor.detach()
-    twin = detached.to(device, copy=True) if 0 in tensor.stride() else _copy(detached, device)
+    if 0 in tensor.stride():
+        twin = detached.to(device, copy=True)
+    else:
+        twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device).copy_(detached)
     return twin.requires_grad_(tensor.requires_grad)
-
-
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy with the strides of the original; what is expanded is copied once."""
-    tensor = tensor.detach()
-    part = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    copy = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=device)
-    return copy.copy_(part).expand(tensor.size())

@@ -653,11 +653,12 @@ def test_weights_are_copied_once_a_run(tapes, monkeypatch):
 
     w, x = torch.ones(2, 2), torch.ones(2, 2)
     found = device_graph.Recorded(tapes.graph(w.device), w.device, [w, x], lambda own: [own[0] @ own[1]], steady=True)
-    copied = []
+    copied, own = [], {*map(id, found._own)}
     real = device_graph.copy_all
 
     def counting(into, given):
-        copied.append(len(into))
+        if id(into[0]) in own:
+            copied.append(len(into))
         return real(into, given)
 
     monkeypatch.setattr(device_graph, "copy_all", counting)

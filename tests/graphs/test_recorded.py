@@ -244,6 +244,26 @@ def test_a_refusal_before_the_recording():
     assert module.now is module.default
 
 
+def test_results_of_many_forms_are_copied_out():
+    """Types, strides, gaps, expanded ones, views of one memory, and none at all: the numbers, and memory of their own."""
+
+    def work(own):
+        x = own[0] + 1
+        return [x, x.t(), x[:, ::2], x[:, :1].expand(3, 4), (x > 1).long(), x.double(), x.new_empty(0), x.sum(), x]
+
+    recorded = Recorded(Tape(), CPU, [torch.arange(12.0).view(3, 4)], work)
+    for factor in (1.0, 2.0):
+        given = torch.arange(12.0).view(3, 4) * factor
+        results, wanted = recorded([given]), work([given])
+        for one, other in zip(results, wanted, strict=True):
+            assert (one.dtype, one.size()) == (other.dtype, other.size())
+            assert torch.equal(one, other)
+        assert len({one.untyped_storage().data_ptr() for one in results if one.numel()}) == len(results) - 1
+        kept = [one.clone() for one in results]
+        recorded([given * 5])
+        assert all(map(torch.equal, kept, results))
+
+
 def test_results_that_cannot_be_given():
     with pytest.raises(Unrecordable, match="it gives a Tensor on meta"):
         Recorded(Tape(), CPU, [torch.ones(3)], lambda own: [torch.ones(3, device="meta")])
