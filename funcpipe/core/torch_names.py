@@ -59,6 +59,11 @@ storage_number: Callable[[torch.UntypedStorage], int] = attribute(
 )
 """One number for all tensors that share a memory, as long as it lives; ``data_ptr`` of fake tensors is none."""
 
+storage_users: Callable[[int], int] = private(
+    "torch._C._storage_Use_Count", instead=lambda _: 3, lost="the first gradient of each parameter is copied"
+)
+"""How many share the memory of a number, what was asked for that among them. Without it: as if others always did."""
+
 _HOOKED = "hooks on a gradient, which a run does not call, are not refused"
 _gradient_hooks: list[Callable[[Tensor], Any]] = [
     attribute(Tensor, name, instead=lambda _: None, lost=_HOOKED)
@@ -71,13 +76,9 @@ def has_gradient_hooks(leaf: Tensor) -> bool:
     return any(hooks(leaf) for hooks in _gradient_hooks)
 
 
-def _copy_one_by_one(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    _ = [*map(Tensor.copy_, targets, sources)]
-
-
 copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] = private(
     "torch._foreach_copy_",
-    instead=_copy_one_by_one,
+    instead=lambda targets, sources: [*map(Tensor.copy_, targets, sources)],
     lost="inputs of recorded runs are copied by a kernel each",
 )
 """Copy tensors of one device into others, many in a kernel. Without it: one by one."""

@@ -17,18 +17,13 @@ from funcpipe.runtime.plain_tensors import address
 
 
 def alias_of(leaf: Any, trainable: bool) -> Any:
-    """An alias of a parameter, for a stage to compute with: it shares memory and has a gradient sum of its own."""
+    """An alias of a parameter, for a stage to compute with: it shares memory and has a gradient of its own."""
     if not isinstance(leaf, Tensor):
         return leaf
     alias = leaf.detach()
     if leaf.is_inference() and not torch.is_inference_mode_enabled():
         alias = alias.clone()  # autograd takes no tensor made in inference mode
-    if trainable:
-        alias.requires_grad_()
-        # There from the start: autograd would make the first gradient itself the sum, and that may be a view of a
-        # value already handed on, into which the next microbatch would then be added. The lane fills it.
-        alias.grad = torch.empty_like(alias)
-    return alias
+    return alias.requires_grad_() if trainable else alias
 
 
 def guarded(leaf: Any) -> Any:

@@ -1,6 +1,7 @@
 """One stage for one run by plain autograd: forward on detached leaves, backward into sums of its own.
 
-Aliases of the parameters have their ``.grad`` from the start: sums grow in place, nothing of the caller's is touched.
+Aliases of the parameters have a ``.grad`` of their own: the first gradient, to which others are added in place where that
+is safe; nothing of the caller's is touched.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from funcpipe.core.gradient_graph import nodes_of
 from funcpipe.core.losses import read_loss
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import CARRY, Out, Stage, carried, side_loss
-from funcpipe.core.torch_names import run_backward, version
+from funcpipe.core.torch_names import run_backward
 from funcpipe.core.tree import (
     Tree,
     cow_clone_unchecked,
@@ -34,6 +35,7 @@ from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, d
 from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, Shares, StageArgs, StageOut
 from funcpipe.runtime.explain import explain
 from funcpipe.runtime.foreign import refuse_around, refuse_backward, refuse_foreign
+from funcpipe.runtime.gradient_sums import GradientSums
 from funcpipe.runtime.reported import detached, detached_side, is_empty, kept_statistics
 from funcpipe.runtime.residual import EagerResidual, GradientLeaves
 from funcpipe.runtime.rng import KeyedDraws, Keys
@@ -73,7 +75,7 @@ class EagerBound:
         self.versions = [versions(leaves) for leaves in self.watched]
         self.aliases = [alias_of(leaf, want) for leaf, want in zip(self.memory, trainable, strict=True)]
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
-        self.fresh: list[int] = []
+        self.sums = GradientSums(self.inputs)
         self.twins: list[EagerBound] = []
         state_leaves, self.state_spec = flatten(state)
         faults = refuse_hidden(params, f"params[{index}]", self.leaves, self.spec)
@@ -98,9 +100,10 @@ class EagerBound:
         """
         twin = copy(self)
         twin.twins = []
-        others = {id(alias): _like(alias) for alias in self.inputs}
+        others = {id(alias): alias.detach().requires_grad_() for alias in self.inputs}
         twin.aliases = [others.get(id(alias), alias) for alias in self.aliases]
         twin.inputs = [*others.values()]
+        self.sums.share(twin.inputs)
         twin._bind()
         self.twins.append(twin)
         return twin
@@ -138,7 +141,7 @@ class EagerBound:
             self.reentrant = seen.looked[key]
             return
         refuse_rebinding(self.params, self.spec, self.aliases)
-        if not self.fresh:
+        if not self.sums.begun:
             refuse_backward(alias.grad for alias in self.inputs)
         graphs = [residual.y, *residual.stash.values(), residual.side or ()]
         roots = [root for graph in graphs for root in graph if isinstance(root, Tensor) and root.requires_grad]
@@ -248,7 +251,7 @@ class EagerBound:
 
     def backward(self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
         """Plain autograd from the outputs into the leaves and the sums."""
-        self._begun()
+        self.sums.prepare()
         roots: list[Tensor | GradientEdge] = []
         cotangents: list[Tensor] = []
         if y is not None:
@@ -277,18 +280,9 @@ class EagerBound:
                     _walk(roots, cotangents, only)
             else:
                 _walk(roots, cotangents, only)
+        self.sums.adopt(residual.params)
         skips = [_gradients(count, leaves) for count, leaves in residual.skips]
         return Cotangents(_gradients(residual.x_count, residual.x), skips)
-
-    def _begun(self) -> list[int]:
-        """The versions of the sums when they were filled with zeros: once, on the lane that adds to them.
-
-        Memory is fast where it was first touched.
-        """
-        if not self.fresh:  # the list itself is the twins', too
-            with torch.no_grad():
-                self.fresh[:] = [version(alias.grad.zero_()) for alias in self.inputs if alias.grad is not None]
-        return self.fresh
 
     def loss_cotangents(self, residual: Any) -> dict[str, Tensor]:
         """Where gradients begin: at the loss ("loss") and the stage's auxiliary loss ("side"), each with its factor.
@@ -325,17 +319,12 @@ class EagerBound:
 
     def grads(self) -> list[Tensor | None]:
         """The sum of each leaf; None where it is not trainable."""
-        self._begun()
-        sums = {id(alias): alias.grad for alias in self.inputs}
+        sums = dict(zip(map(id, self.inputs), self.sums.all(), strict=True))
         return [sums.get(id(alias)) for alias in self.aliases]
 
     def unused(self) -> list[int]:
         """Trainable leaves (by number) that no backward added to."""
-        untouched = {
-            id(alias)
-            for alias, before in zip(self.inputs, self._begun(), strict=True)
-            if alias.grad is None or version(alias.grad) == before
-        }
+        untouched = {id(self.inputs[number]) for number in self.sums.untouched()}
         return [number for number, alias in enumerate(self.aliases) if id(alias) in untouched]
 
     def fixed(self) -> list[Any]:
@@ -361,18 +350,10 @@ class EagerBound:
         for twin in self.twins:
             twin.release()
         self.fn.release()
-        for alias in self.inputs:
-            alias.grad = None
+        self.sums.clear()
         self.inputs, self.aliases, self.leaves, self.memory, self.watched, self.state_leaves = [], [], [], [], [], []
         self.params = self.state = None
         self.stage.seen.kept.add(self.train)
-
-
-def _like(alias: Tensor) -> Tensor:
-    """An alias of an alias, with the same sum."""
-    other = alias.detach().requires_grad_()
-    other.grad = alias.grad
-    return other
 
 
 def _root(graph: list[Any], gradients: Sequence[Tensor | None], roots: list[Any], cotangents: list[Tensor]) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
-from funcpipe.core.torch_names import version
 from funcpipe.runtime.reached import Reached
 
 
@@ -46,9 +45,9 @@ def refuse_foreign(stage: Stage, foreign: Sequence[Tensor]) -> bool:
     return bool(earlier)
 
 
-def refuse_backward(sums: Iterable[Tensor | None]) -> None:
-    """Refuse a stage that calls backward itself: it adds to these sums before the run does. Raises PlanError."""
-    if any(version(gradient) for gradient in sums if gradient is not None):
+def refuse_backward(gradients: Iterable[Tensor | None]) -> None:
+    """Refuse a stage that calls backward itself: it leaves these gradients before the run does. Raises PlanError."""
+    if any(gradient is not None for gradient in gradients):
         raise PlanError(
             "the stage, or the loss, calls backward itself, and that is what the run does: return the output, or the "
             "loss, alone. A gradient that belongs to the forward is torch.autograd.grad(y, x, create_graph=True)"

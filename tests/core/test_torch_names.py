@@ -100,6 +100,25 @@ def shared_memory() -> None:
         assert names.storage_number(fake.untyped_storage()) != names.storage_number(other.untyped_storage())
 
 
+@probe("storage_users")
+def who_shares_memory() -> None:
+    """a gradient is added to while something else has its memory, or the first one is copied."""
+
+    def users(tensor):
+        storage = tensor.untyped_storage()
+        return names.storage_users(names.storage_number(storage)) - 1
+
+    one = torch.zeros(4)
+    assert 1 == users(one)
+    other = torch.zeros(0).set_(one)
+    assert 2 == users(one) == users(other)
+    del one
+    assert 1 == users(other)
+    leaf = torch.ones(3, requires_grad=True)
+    (leaf * 2).sum().backward()
+    assert 1 == users(leaf.grad)
+
+
 @probe("has_gradient_hooks")
 def hooks_on_gradients() -> None:
     """parameters with hooks on their gradients, which a run does not call, are taken as if they had none."""
@@ -607,9 +626,6 @@ def test_one_that_cannot_be_done_without_says_so_when_it_is_used(use):
 
 def test_the_slow_ways_give_the_same():
     """What takes the place of a name, where a run on another torch (below) does not come by."""
-    targets = [torch.zeros(2), torch.zeros(3)]
-    names._copy_one_by_one(targets, [torch.ones(2), torch.ones(3)])
-    assert all(bool(one.all()) for one in targets)
     assert () == names.gradient_shapes(object())
     assert () == names.saved_names(object)
 
@@ -646,6 +662,10 @@ with warnings.catch_warnings(record=True) as said:
             found = fp.run(plan, params, batch, executor=executor, seed=1)
             assert all(map(torch.equal, expected.grads, found.grads))
             assert torch.equal(expected.loss, found.loss)
+    from funcpipe.core.torch_names import copy_all
+    copied = [torch.zeros(2), torch.zeros(3)]
+    copy_all(copied, [torch.ones(2), torch.ones(3)])
+    assert all(bool(one.all()) for one in copied)
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     pipe = fp.Pipe(layers, balance=[2, 1], chunks=2, devices="cpu")
     pipe(batch[0]).sum().backward()
@@ -667,6 +687,7 @@ SURVIVED = [
     "torch._lazy_clone",
     "torch.ops.aten._lazy_clone.default",
     "torch._foreach_copy_",
+    "torch._C._storage_Use_Count",
     "torch.autograd.Variable._execution_engine.run_backward",
     "torch._C._current_graph_task_id",
     "torch._C._current_autograd_node",

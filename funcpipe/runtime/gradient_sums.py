@@ -1,0 +1,99 @@
+"""The sums of the gradients of a stage's parameters, over the microbatches of a run.
+
+Autograd adds to the ``.grad`` of the aliases that the stage computes with. The first gradient becomes the sum where nothing
+else has its memory; that saves a zero, an addition and a pass over memory for each parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.torch_names import is_shared_lazily, storage_number, storage_users, version
+from funcpipe.runtime.plain_tensors import is_plain
+
+
+class GradientSums:
+    """The sum of each alias of a parameter; other aliases of the same parameters share them.
+
+    Attributes:
+        lacking: the numbers of those that have none yet.
+    """
+
+    def __init__(self, aliases: Sequence[Tensor]) -> None:
+        self.lacking = [*range(len(aliases))]
+        self._rows: list[Sequence[Tensor]] = [aliases]
+        self._zeros: dict[int, int] = {}
+        """Of those that began as zeros their versions then."""
+
+    @property
+    def begun(self) -> bool:
+        """Is there any."""
+        return len(self.lacking) < len(self._rows[0])
+
+    def share(self, aliases: Sequence[Tensor]) -> None:
+        """Let other aliases have them, too."""
+        self._rows.append(aliases)
+        for alias, other in zip(self._rows[0], aliases, strict=True):
+            other.grad = alias.grad
+
+    def prepare(self) -> None:
+        """Before a backward: what is spread over processes, or odd otherwise, is added to zeros that are as the parameter is."""
+        if self.lacking:
+            self._begin_as_zeros(lambda alias: not is_plain(alias))
+
+    def adopt(self, aliases: Sequence[Tensor]) -> None:
+        """After a backward into these aliases: make sums of the first gradients."""
+        if not self.lacking:
+            return
+        with torch.no_grad():
+            for number in [*self.lacking]:
+                gradient = aliases[number].grad
+                if gradient is not None:
+                    alone = may_grow(gradient)
+                    self._begin(number, gradient if alone else torch.zeros_like(aliases[number]).add_(gradient))
+
+    def all(self) -> list[Tensor | None]:
+        """Every sum; zeros where no gradient has come."""
+        self._begin_as_zeros(lambda alias: True)
+        return [alias.grad for alias in self._rows[0]]
+
+    def untouched(self) -> list[int]:
+        """The numbers of those to which no backward added."""
+        return [
+            number
+            for number, alias in enumerate(self._rows[0])
+            if alias.grad is None or version(alias.grad) == self._zeros.get(number)
+        ]
+
+    def clear(self) -> None:
+        """Forget them."""
+        for row in self._rows:
+            for alias in row:
+                alias.grad = None
+        self._rows = [()]
+
+    def _begin_as_zeros(self, which: Callable[[Tensor], bool]) -> None:
+        with torch.no_grad():
+            for number in [number for number in self.lacking if which(self._rows[0][number])]:
+                total = torch.zeros_like(self._rows[0][number])
+                self._zeros[number] = version(total)
+                self._begin(number, total)
+
+    def _begin(self, number: int, total: Tensor) -> None:
+        for row in self._rows:
+            row[number].grad = total
+        self.lacking.remove(number)
+
+
+def may_grow(gradient: Tensor) -> bool:
+    """May others be added into a gradient that autograd has left: nothing else has its memory, and it needs all of that.
+
+    It may be a view of a value that was handed on, or of another parameter's gradient.
+    """
+    if not is_plain(gradient) or is_shared_lazily(gradient):
+        return False
+    storage = gradient.untyped_storage()
+    return gradient.nbytes == storage.nbytes() and storage_users(storage_number(storage)) == 2
