@@ -54,8 +54,11 @@ def _besides(sizes: Bytes, excluded: Bytes) -> int:
     return sum(size for value, size in sizes.items() if value not in excluded)
 
 
-def peaks(rows: Sequence[Measured], schedule: Schedule) -> list[int]:
-    """The most bytes of values that each device holds, going through the program of a schedule."""
+def peaks(rows: Sequence[Measured], gradients: Sequence[int], schedule: Schedule) -> list[int]:
+    """The most bytes that each device holds of values and of sums of gradients, going through the program of a schedule.
+
+    The first gradients of a stage become its sums.
+    """
     popped = {name for row in rows for name in row.pops}
     stages = [
         Stage(_nothing, f"{number}", stash=tuple(name for name in row.stash if name in popped), pop=tuple(row.pops))
@@ -63,6 +66,7 @@ def peaks(rows: Sequence[Measured], schedule: Schedule) -> list[int]:
     ]
     program = lower(stages, schedule, loss=schedule.has_backward, outputs=False)
     lanes = [_DeviceMemory() for _ in range(schedule.num_devices)]
+    lacking = {*range(len(rows))}
     for number, instruction, values in program.walk():
         lane, value_of = lanes[number], program.value
         match instruction:
@@ -74,6 +78,9 @@ def peaks(rows: Sequence[Measured], schedule: Schedule) -> list[int]:
                 row = rows[stage]
                 working = {Kind.F: row.forward, Kind.R: row.forward, Kind.B: row.backward, Kind.I: row.backward}
                 lane.most(working.get(kind, 0))
+                if kind in (Kind.B, Kind.I) and stage in lacking:
+                    lane.now += gradients[stage]
+                    lacking.remove(stage)
                 for slot in writes:
                     lane.add(value_of(values[slot]), rows)
             case Send(slot, to, _):

@@ -124,12 +124,13 @@ class Memory:
         """The most bytes that each device holds when it runs a schedule, each layer being a stage.
 
         The program that would run is gone through, value by value: model, residuals, inputs kept for remat, skips on
-        their way, gradients between stages, and what a forward or backward makes while it runs. Not in it: the batch,
-        targets and the loss, workspaces of kernels, and what the allocator keeps or splits.
+        their way, gradients between stages, sums of gradients from a stage's first backward on, and what a forward or
+        backward makes while it runs. Not in it: the batch, targets and the loss, workspaces of kernels, and what the
+        allocator keeps or splits.
 
         >>> made = fp.models.memory(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(4, 8), optimizer="sgd")
         >>> [made.peak(family(2, 4))[0] for family in (fp.schedules.fill_drain, fp.schedules.one_f_one_b)]
-        [2016, 1504]
+        [1760, 1504]
 
         Args:
             schedule: with as many stages as there are entries here; see `group`.
@@ -148,10 +149,10 @@ class Memory:
                 f"the schedule has {order.num_stages} stages, but here are {len(self)} layers; say which make which "
                 "stage: memory.group(sizes)"
             )
-        moving = peaks([layer.measured for layer in self.layers], order)
+        moving = peaks([layer.measured for layer in self.layers], [layer.gradients for layer in self.layers], order)
         model = [0] * order.num_devices
         for layer, device in zip(self.layers, order.device_of, strict=True):
-            model[device] += layer.model
+            model[device] += layer.model - layer.gradients
         return tuple(fixed + peak for fixed, peak in zip(model, moving, strict=True))
 
     def __str__(self) -> str:

@@ -250,7 +250,8 @@ def test_peaks_of_schedules():
     model_bytes = rows[0].model
     drain, steady = rows.peak(fp.schedules.fill_drain(4, 8)), rows.peak(fp.schedules.one_f_one_b(4, 8))
     per = rows.group([1, 1, 1, 1])[0].activations
-    assert drain[0] - steady[0] == 4 * per
+    # At its peak, the first backward, fill-drain has no sums of gradients yet.
+    assert drain[0] - steady[0] == 4 * per - rows[0].gradients
     assert steady[3] < steady[0]
     saved = rows.peak(fp.schedules.remat(fp.schedules.fill_drain(4, 8)))
     assert saved[0] - model_bytes < per + 9 * 16 * 8 * 4 + rows[0].backward + 1
