@@ -139,7 +139,10 @@ class EdgeOut(_Edge):
             post(parts)
         elif self.direct:
             post([])  # first: the other end then takes what follows
-            self._safely(partial(self.stream.send, parts))
+            try:
+                self.stream.send(parts)
+            except torch.distributed.DistBackendError as error:
+                self.lost(lost_by_device(self.peer, error))
         else:
             copies, wait = self.stream.to_host(parts)
             self.worker.give(partial(self._safely, partial(_then, wait, post, copies)))

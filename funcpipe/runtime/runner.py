@@ -42,7 +42,9 @@ class Runner:
         self.done = self.begun = self.first = self.stop = 0
         self.clock = LaneClock(place) if timed else None
         self._marks: list[tuple[Action, Any, Any]] = []
-        self.steps = steps if self.clock is None else [self._measured(step, self.clock) for step in steps]
+        if self.clock is not None:
+            steps = [_measured(step, program, self.clock, self._marks) for step in steps]
+        self.steps = steps
         self.thread = 0
         self.beside = Beside(program, place, coming) if program.pairs and place.asynchronous else None
 
@@ -85,18 +87,19 @@ class Runner:
             beside.leave()
         self.done = number + 1
 
-    def _measured(self, step: Step, clock: LaneClock) -> Step:
-        """A step that also notes when it ran."""
-
-        def measured(reads: list[Any], run: Run) -> Sequence[Any]:
-            start = clock.mark()
-            results = step(reads, run)
-            self._marks.append((self.program.action(run), start, clock.mark()))
-            return results
-
-        return measured
-
     def spans(self) -> list[tuple[Action, int, int]]:
         """(action, start, end) of all that is done, in nanoseconds; where nothing is measured none."""
         told = self.clock.nanoseconds if self.clock is not None else int
         return [(action, told(start), told(end)) for action, start, end in self._marks]
+
+
+def _measured(step: Step, program: LaneProgram, clock: LaneClock, marks: list[tuple[Action, Any, Any]]) -> Step:
+    """A step that also marks when it ran."""
+
+    def measured(reads: list[Any], run: Run) -> Sequence[Any]:
+        start = clock.mark()
+        results = step(reads, run)
+        marks.append((program.action(run), start, clock.mark()))
+        return results
+
+    return measured
