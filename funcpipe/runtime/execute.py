@@ -31,6 +31,7 @@ from funcpipe.runtime.part import PlanPart, whole
 from funcpipe.runtime.plain_tensors import addresses
 from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.ranges import ranged
+from funcpipe.runtime.replicas import here
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.sharded import holding
 from funcpipe.runtime.steps import make_step
@@ -86,6 +87,8 @@ class LaneExecutor(ABC):
         execution.go()
         reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
         execution.check_empty()
+        if plan.schedule.has_backward:
+            execution.hand_sums()
         timeline = execution.timeline() if options.record else None
         with intra_op_threads(ready.threads):
             result = finish(ready, reports, outputs, timeline, execution.stats(), backward=plan.schedule.has_backward)
@@ -268,6 +271,16 @@ class Execution:
                     out[stage, microbatch] = _handed(lane.slots[slot], lane.place)
                     lane.slots[slot] = None
         return out
+
+    def hand_sums(self) -> None:
+        """The sums of gradients, which lanes have made, are the caller's; of replicas other sums are made of them."""
+        if self.ready.part.replicas > 1:
+            return
+        for lane in self.lanes:
+            if lane.place.asynchronous:
+                for stage in {call.stage for call in lane.program.calls}:
+                    for gradient in self.ready.bounds[stage].grads():
+                        lane.place.hand(here(gradient))
 
     def settle(self) -> None:
         """The caller's stream has read what it wanted of the lanes' memory."""

@@ -81,8 +81,8 @@ class Replicas:
             if gradient is None:
                 return None
             out = self._sum(gradient, cut)
-            self._over([_here(gradient)])
-            _here(gradient).untyped_storage().resize_(0)
+            self._over([here(gradient)])
+            here(gradient).untyped_storage().resize_(0)
             return out
 
         def work() -> None:
@@ -96,7 +96,7 @@ class Replicas:
         """The sums that `begin` has put into its queue, for the caller's stream."""
         sums, event = answer
         if self.stream is not None:
-            self.stream.hand([_here(each) for each in sums if each is not None], event)
+            self.stream.hand([here(each) for each in sums if each is not None], event)
         return sums
 
     def _queued(self) -> AbstractContextManager[object]:
@@ -126,7 +126,7 @@ class Replicas:
 
     def _sum(self, gradient: Tensor, cut: Sharding | None) -> Tensor:
         """The sum over all replicas, in their order: the same bits for each. Of a DTensor each has the same part."""
-        own = _here(gradient)
+        own = here(gradient)
         if own is not gradient:
             return dtensor_of(self._sum(own, cut), gradient)
         if cut is None:
@@ -177,6 +177,6 @@ class Replicas:
             self.connection.finish([work], rank)
 
 
-def _here(tensor: Any) -> Tensor:
+def here(tensor: Any) -> Tensor:
     """What is here of a DTensor; any other tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -208,6 +208,7 @@ class Pullback:
         execution.go(_middle(ready.program))
         input_grads = execution.collect(Role.INPUT_GRAD)
         execution.check_empty()
+        execution.hand_sums()
         with intra_op_threads(ready.threads):
             unused = unused_keys(ready, unused_leaves(ready))
             grads = gradients(ready, gradient_sums(ready))
