@@ -55,7 +55,7 @@ def _besides(sizes: Bytes, excluded: Bytes) -> int:
 
 
 def peaks(rows: Sequence[Measured], gradients: Sequence[int], schedule: Schedule) -> list[int]:
-    """The most bytes that each device holds of values and of sums of gradients, going through the program of a schedule.
+    """The most bytes of values and sums of gradients that each device holds, going through the program of a schedule.
 
     The first gradients of a stage become its sums.
     """

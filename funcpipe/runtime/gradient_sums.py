@@ -40,7 +40,7 @@ class GradientSums:
             other.grad = alias.grad
 
     def prepare(self) -> None:
-        """Before a backward: what is spread over processes, or odd otherwise, is added to zeros that are as the parameter is."""
+        """Before a backward: zeros for what is spread over processes, or odd otherwise, so that sums are as parameters are."""
         if self.lacking:
             self._begin_as_zeros(lambda alias: not is_plain(alias))
 

@@ -19,8 +19,8 @@ _QUIET = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-"""Torch's threads beside a group would end the process when another one fails; here that is told, and raised. And what goes
-one way has a group of its own, so it is meant to be in line."""
+"""Torch's threads beside a group would end the process when another one fails; here that is told, and raised. The last is
+about what waits in line, as it is meant to: what goes one way has a group of its own."""
 
 _gate = threading.Lock()
 

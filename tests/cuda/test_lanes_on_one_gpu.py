@@ -22,19 +22,11 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(300),
+    pytest.mark.usefixtures("deterministic"),
 ]
 S, M = 4, 4
 SLEEP = 20_000_000
 """Cycles: about 10 ms."""
-
-
-@pytest.fixture(autouse=True)
-def deterministic():
-    before = torch.are_deterministic_algorithms_enabled()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def net(slow: int | None = None, width: int = 64):

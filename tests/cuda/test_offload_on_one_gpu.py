@@ -5,8 +5,6 @@ The order of copies and computations is proven without a GPU in tests/streams.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.nn as nn
@@ -22,6 +20,7 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(300),
+    pytest.mark.usefixtures("deterministic"),
 ]
 S, M, N = 4, 4, 64
 SLEEP = 20_000_000
@@ -32,15 +31,6 @@ FAMILIES = [
     fp.schedules.zero_bubble(S, M),
     fp.schedules.fill_drain(S, M),
 ]
-
-
-@pytest.fixture(autouse=True)
-def deterministic():
-    before = torch.are_deterministic_algorithms_enabled()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def ready(schedule):

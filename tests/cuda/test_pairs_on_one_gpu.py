@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.nn as nn
@@ -16,6 +14,7 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(300),
+    pytest.mark.usefixtures("deterministic"),
 ]
 S, M, N = 4, 6, 64
 SLEEP = 20_000_000
@@ -26,15 +25,6 @@ FAMILIES = [
     fp.schedules.pair(fp.schedules.remat(fp.schedules.interleaved(S, M, num_devices=2))),
     fp.schedules.offload(fp.schedules.dualpipe_v(S, M)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def deterministic():
-    before = torch.are_deterministic_algorithms_enabled()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def batch():

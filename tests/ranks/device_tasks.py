@@ -490,7 +490,7 @@ def on_gpus(rank, size, number, rows):
 def faults_on_gpus(rank, size, what):
     """A run that does not end on rank 1 of 2: (error, seconds) of each, and what differs in the run after it."""
     stages, params, state = everything()
-    failing = {"now": True}
+    failing = {"now": False}
 
     def third(p, x, *, skips):
         if failing["now"]:
@@ -507,7 +507,6 @@ def faults_on_gpus(rank, size, what):
     options = {"feeds": {"scale": scale}, "seed": 1}
     with fp.ranks(plan, timeout=5.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
-        failing["now"] = False
         go = partial(fp.run, plan, own, (x, target), state=at, executor=ranks, **options)
         go()
         failing["now"] = True

@@ -1288,22 +1288,22 @@ def memory_of_parts(rank, size):
 
 
 def memory_of_sums(rank, size, shard):
-    """How many stages have a whole sum of gradients while the first of four ends its backwards, and after the run."""
+    """How many stages have made a sum of gradients, and how many of these sums are whole: when the first of four is about
+    to end its backwards, last of all, and after the run."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    sums, seen = {}, []
+    made, seen = {}, []
 
     def whole():
-        totals = [alias.grad for alias in sums.values()]
-        return sum(total is not None and total.untyped_storage().nbytes() > 0 for total in totals)
+        return sum(total.untyped_storage().nbytes() > 0 for total in made.values())
 
     def look(gradient):
         end = time.monotonic() + 10
         while whole() and time.monotonic() < end:  # they are summed beside what the device does
             time.sleep(0.001)
-        seen.append(whole())
+        seen.append((len(made), whole()))
 
     def layer(p, x, stage):
-        sums[stage] = p["w"]
+        p["w"].register_post_accumulate_grad_hook(lambda leaf: made.update({stage: leaf.grad}))
         y = torch.relu(x @ p["w"])
         if stage == 0:
             y.register_hook(look)
@@ -1316,7 +1316,7 @@ def memory_of_sums(rank, size, shard):
     with fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks:
         params = tuple({"w": torch.eye(4, dtype=torch.float64)} for _ in range(4))
         fp.run(plan, fp.place(plan, params, ranks, shard=shard), (x, x), executor=ranks)
-    return [*seen, whole()]
+    return [*seen, (len(made), whole())]
 
 
 def memory_of_casts(rank, size):

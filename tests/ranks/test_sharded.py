@@ -41,7 +41,7 @@ def test_memory_of_whole_parameters(pools):
 @pytest.mark.parametrize("shard", [False, True])
 def test_memory_of_whole_sums(pools, shard):
     """The sums of a stage go as soon as they are summed over the replicas, not at the end of the run."""
-    assert [[0, 0]] * 2 == pools(2).all("memory_of_sums", shard)
+    assert [[(3, 0), (4, 0)]] * 2 == pools(2).all("memory_of_sums", shard)
 
 
 def test_memory_of_casts_of_whole_parameters(pools):
