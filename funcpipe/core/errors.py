@@ -9,7 +9,13 @@ from typing import Any, NamedTuple, NoReturn
 
 
 class FuncpipeError(Exception):
-    """The base of everything that funcpipe itself raises."""
+    """The base of everything that funcpipe itself raises.
+
+    Attributes:
+        everywhere: does every process of the plan raise it by itself, so that none has to be told.
+    """
+
+    everywhere: bool = False
 
 
 class ScheduleError(FuncpipeError, ValueError):
@@ -32,6 +38,8 @@ class TraceError(PlanError):
 
 class RanksError(PlanError):
     """The processes that run one plan together do not fit: every rank raises it, and says which differ in what."""
+
+    everywhere = True
 
 
 class BatchError(FuncpipeError, ValueError):

@@ -377,7 +377,7 @@ class Ranks(Lanes):
     def _failed(self, error: BaseException) -> None:
         """After an error: tell it to the others and break the link, or raise what one of theirs is here."""
         link = self._link
-        if link is None or (isinstance(error, FuncpipeError) and (self._over or isinstance(error, RanksError))):
+        if link is None or (isinstance(error, FuncpipeError) and (self._over or error.everywhere)):
             return
         self._link = None
         failure = self._tell(link, error)

@@ -45,9 +45,11 @@ def shares_of(
         return Shares(counts, None if summed else sum(counts), False, scale, parts, summed, first)
     total = sum(weights)
     if not total:
-        raise BatchError(
+        error = BatchError(
             f"{_word(plan)} is 0 for every microbatch, so the loss of this batch is not defined; leave it out"
         )
+        error.everywhere = True
+        raise error
     if plan.weight is not None:
         parts = tuple(weight / total for weight in weights)
     return Shares(tuple(weights), total, True, scale, parts, summed, first)

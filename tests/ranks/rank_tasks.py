@@ -456,8 +456,10 @@ def ignored(rank, size):
                 name for name in ("loss", "weight", "unused") if not same(getattr(want, name), getattr(got, name))
             ]
             wrong += [name for name in names if not torch.allclose(want.grads[0][name], got.grads[0][name], atol=1e-12)]
-        with pytest.raises(fp.BatchError, match="0 for every microbatch"):
+        before = {*threading.enumerate()}
+        with pytest.raises(fp.BatchError, match="0 for every microbatch"):  # on both; neither ends the connections
             fp.run(plan, params, (x[half], 0 * target[half]), executor=ranks)
+        wrong += [thread.name for thread in {*threading.enumerate()} ^ before]
         with pytest.raises(fp.PlanError, match="'never' of"):
             fp.run(plan, params, (x[half], target[half]), executor=ranks, check="used")
         params[0].pop("never")
