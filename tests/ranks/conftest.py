@@ -27,8 +27,12 @@ def pools():
     return pool
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(nextitem):
     """After the last test of this folder the processes end; each takes time from the others' tests, though it is idle."""
-    if nextitem is None or HERE not in nextitem.path.parents:
-        while MADE:
-            MADE.popitem()[1].end()
+    try:
+        return (yield)  # fixtures of the test still use them
+    finally:
+        if nextitem is None or HERE not in nextitem.path.parents:
+            while MADE:
+                MADE.popitem()[1].end()
