@@ -10,7 +10,7 @@ from funcpipe.core.program import Role as Role
 from funcpipe.core.program import Value as Value
 from funcpipe.core.progress import CallProgress as CallProgress
 from funcpipe.core.result import Span as Span
-from funcpipe.lab.search import Found as Found
+from funcpipe.lab.found import Found as Found
 from funcpipe.runtime.graphs import Graphs as Graphs
 from funcpipe.runtime.lanes import Lanes as Lanes
 from funcpipe.runtime.options import Executor as Executor

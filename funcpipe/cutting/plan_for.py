@@ -17,9 +17,10 @@ from funcpipe.core.progress import ProgressTo, Teller, telling
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.shown import guarded
+from funcpipe.lab.found import Found
 from funcpipe.lab.placement import placed, shapes_for
 from funcpipe.lab.problem import Objective, limits_of
-from funcpipe.lab.search import Found, search
+from funcpipe.lab.search import search
 from funcpipe.modules.balance import balance
 
 _FINALISTS = 3

@@ -16,7 +16,7 @@ _UNEVEN = 0.03
 
 
 def problems_of(
-    cost: Any,
+    cost: Cost,
     num_devices: Any,
     num_microbatches: Any,
     num_stages: Any,
@@ -32,8 +32,6 @@ def problems_of(
 ) -> list[Problem]:
     """One problem for each placement; all faults of the arguments in one message."""
     faults: list[str] = []
-    if not isinstance(cost, Cost):
-        raise ScheduleError(f"search takes a Cost (fp.models.profile measures one); got a {type(cost).__name__}")
     arguments: dict[str, Any] = {
         "num_devices": num_devices,
         "num_microbatches": num_microbatches,
