@@ -1,7 +1,7 @@
 """``fp.models``: what models are cut and measured with, and what their authors write into them.
 
-To cut: `split_point`, policies for `funcpipe.split`, `find_layers`, `balance`. To measure: `profile`, `memory`. To
-choose everything at once: `plan_for`. To write: `skippable` layers, `PipeSequential`, `batch_norm`.
+To cut: `split_point`, policies for `funcpipe.split`, `find_layers`, `balance`. To measure: `profile`, `profile_plan`,
+`memory`. To choose everything at once: `plan_for`. To write: `skippable` layers, `PipeSequential`, `batch_norm`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from funcpipe.measuring.memory import LayerMemory as LayerMemory
 from funcpipe.measuring.memory import Memory as Memory
 from funcpipe.measuring.memory import memory as memory
 from funcpipe.measuring.profile import profile as profile
+from funcpipe.measuring.profile_plan import profile_plan as profile_plan
 from funcpipe.modules.balance import Balance as Balance
 from funcpipe.modules.balance import balance as balance
 from funcpipe.modules.batchnorm import batch_norm as batch_norm

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from funcpipe.core.arrows import Arrow
 from funcpipe.core.cost import Cost, PerStage
 from funcpipe.core.exchange import Exchange, alone
-from funcpipe.core.kinds import ADDS, MOVES, Kind
+from funcpipe.core.kinds import MOVES, Kind
+from funcpipe.core.measured_cost import cost_of
 from funcpipe.core.notebook import page, picture, shown
-from funcpipe.core.overlapping import time_worked, without_pairs
+from funcpipe.core.overlapping import time_worked
 from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Action
 from funcpipe.core.shown import Facts, amount_of, guarded, line, named, number_of, shapes_of, some
@@ -175,7 +176,7 @@ class Timeline:
             out[span.action.kind, span.action.stage].append(span.end - span.start)
         return {key: tuple(values) for key, values in out.items()}
 
-    def cost(self) -> Cost:
+    def cost(self, *, handover: bool = False) -> Cost:
         """The mean time of each kind on each stage, to simulate with: what the actions took, without the waiting.
 
         Of what a stage did not run, B is I and W together, I and W are half of B each, R is F; O, L, G and U are nothing.
@@ -183,60 +184,21 @@ class Timeline:
         only what never stands alone counts.
 
         >>> first = fp.typing.Span(0, 0.0, 1.0, fp.Action.parse("0F0"))
-        >>> second = fp.typing.Span(0, 1.0, 4.0, fp.Action.parse("0F1"))
-        >>> fp.Timeline((first, second), 1).cost().forward
-        (2.0,)
+        >>> second = fp.typing.Span(0, 1.5, 4.5, fp.Action.parse("0F1"))
+        >>> timeline = fp.Timeline((first, second), 1)
+        >>> timeline.cost().forward, timeline.cost(handover=True).forward
+        ((2.0,), (2.5,))
+
+        Args:
+            handover: count what a measured timeline has between actions, too. What passes on a device between two of them,
+                though all was there, is time of the second (the median of its kind and stage): the host's. And ``comm`` is
+                the median of what passes from the end of an action to the start of the one on another device that waits for
+                it: the hop, with waking up.
 
         Returns:
-            A cost with one number per stage, in the timeline's unit; ``comm`` is the timeline's.
+            A cost with one number per stage, in the timeline's unit; ``comm`` is one number, or the timeline's.
         """
-        spans = without_pairs(self.spans)
-        if len(spans) < len(self.spans):
-            return replace(self, spans=spans).cost()
-        stages = range(1 + max((stage for _, stage in self.by_kind), default=-1))
-        slices = [0.0] * (1 + max((span.action.slice or 0 for span in self.spans), default=0))
-        for _, start, end, action in self.spans:
-            if action.slice is not None and action.kind in (Kind.F, *ADDS):  # what every slice runs
-                slices[action.slice] += end - start
-        pieces, whole = len(slices), sum(slices)
-        shares: dict[tuple[Kind, int], float] = defaultdict(float)
-        """Of each kind and stage, how many microbatches its slices are together."""
-        for span in self.spans:
-            if span.action.slice is not None and whole:
-                shares[span.action.kind, span.action.stage] += slices[span.action.slice] / whole
-
-        def average(times: Sequence[float], *keys: tuple[Kind, int]) -> float:
-            share = sum(shares[key] for key in keys) if pieces > 1 else 0.0
-            return sum(times) / share if share else fmean(times)
-
-        def mean(kind: Kind, otherwise: Sequence[float]) -> tuple[float, ...]:
-            durations = ((stage, self.by_kind.get((kind, stage))) for stage in stages)
-            return tuple(
-                average(times, (kind, stage)) if times else other
-                for (stage, times), other in zip(durations, otherwise, strict=True)
-            )
-
-        no_time = [0.0] * len(stages)
-        forward = mean(Kind.F, no_time)
-        half = [time / 2 for time in mean(Kind.B, no_time)]
-        first, second = mean(Kind.I, half), mean(Kind.W, half)
-        backward = mean(Kind.B, [a + b for a, b in zip(first, second, strict=True)])
-        moves = [(*self.by_kind.get((Kind.O, stage), ()), *self.by_kind.get((Kind.L, stage), ())) for stage in stages]
-        return Cost(
-            forward,
-            first,
-            second,
-            backward=backward,
-            remat=mean(Kind.R, forward),
-            offload=tuple(
-                average(times, (Kind.O, stage), (Kind.L, stage)) if times else 0.0
-                for stage, times in zip(stages, moves, strict=True)
-            ),
-            reduce=mean(Kind.G, no_time),
-            gather=mean(Kind.U, no_time),
-            comm=self.comm,
-            slices=tuple(slices) if pieces > 1 and min(slices) > 0 else (),
-        )
+        return cost_of(self, handover=handover)
 
     def to_chrome_trace(self, path: Any) -> None:
         """Write the timeline as a trace that Perfetto and chrome://tracing open.

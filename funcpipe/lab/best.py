@@ -84,7 +84,7 @@ class Best:
         budget = budget or self.budget
         for problem in problems:
             for source, schedule in starting_points(problem):
-                budget.told.phase("greedy" if source == "greedy" else "published")
+                self.budget.told.phase("greedy" if source == "greedy" else "published")
                 self.offer(problem, schedule, source)
                 self.cut |= budget.late
                 if self.done or budget.late:

@@ -205,23 +205,6 @@ def measure(case: Case, latencies: Sequence[float], repeats: int) -> dict[float,
     return found
 
 
-def cost_of(timeline: fp.Timeline) -> fp.Cost:
-    """The mean times of a run, and the hop between processes as ``comm``."""
-    return replace(timeline.cost(), comm=statistics.median(waited(timeline)))
-
-
-def waited(timeline: fp.Timeline) -> Iterator[float]:
-    """From the end of an action to the start of what waited for it on another device, longer than for its own device."""
-    ends = {span.action: span for span in timeline.spans}
-    own = [0.0] * timeline.num_devices
-    for span in timeline.spans:
-        others = [ends[need] for need in span.action.needs() if need in ends]
-        came = max((other.end for other in others if other.device != span.device), default=0.0)
-        if came > own[span.device]:
-            yield span.start - came
-        own[span.device] = span.end
-
-
 def serve(rank: int, size: int, given: argparse.Namespace, folder: str, pipe: Any) -> None:
     """One process: all cases; rank 0 says what was found."""
     torch.set_num_threads(1)
@@ -265,7 +248,7 @@ def rows(plan: fp.Plan, found: dict[float, list[Step]]) -> Iterator[Row]:
         clean = [one.clean and other.clean for one, other in zip(fast, steps, strict=True)]
         for one, other, good in zip(fast, steps, clean, strict=True):
             if good or sum(clean) < ENOUGH:
-                cost = cost_of(one.timeline)
+                cost = one.timeline.cost(handover=True)
                 slow = replace(cost, comm=cost.comm + latency)
                 clocks = [fp.simulate(what, slow).makespan for what in (plan.schedule, plan)]
                 actions = other.timeline.makespan

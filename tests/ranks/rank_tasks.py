@@ -363,7 +363,8 @@ def timed(rank, size):
         assert {span.device for span in result.timeline.spans} == {*ranks.lanes}
         with pytest.raises(fp.PlanError, match="record=True"):
             ranks.timeline(fp.run(plan, own, (x, target), **options))
-    return timeline
+        cost = fp.models.profile_plan(plan, own, (x, target), repeats=2, **options)
+    return timeline, cost
 
 
 def slow(rank, size, seconds, count):

@@ -42,9 +42,11 @@ def test_the_face_of_torchs_schedules(pools, size):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_timeline_of_all(pools, size):
-    """Each action once on its lane, and after those that it needs; every rank has the same."""
-    first, *others = pools(size).all("timed")
-    assert all(other == first for other in others)
+    """Each action once on its lane, and after those that it needs; every rank has the same, and the same costs."""
+    (first, cost), *others = pools(size).all("timed")
+    assert all(other == (first, cost) for other in others)
+    assert cost.num_stages == 4
+    assert min(*cost.forward, *cost.backward, cost.comm) > 0
     ends = {span.action: span.end for span in first.spans}
     assert len(ends) == len(first.spans) == 4 * 4 * 2
     assert 0 == min(span.start for span in first.spans)
