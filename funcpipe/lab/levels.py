@@ -26,7 +26,7 @@ def levels_of(cost: Any) -> tuple[Cost, ...]:
     if not levels or not all(isinstance(level, Cost) for level in levels):
         raise ScheduleError(
             "search takes a Cost (fp.models.profile measures one), or several, one for each level that stages offer; "
-            f"got {type(cost).__name__ if not levels else [type(level).__name__ for level in levels]}"
+            f"got {[type(level).__name__ for level in levels] if isinstance(cost, (list, tuple)) else type(cost).__name__}"
         )
     counts = {level.num_stages for level in levels} - {None}
     faults = [f"they have numbers of {sorted(map(str, counts))} stages"] if len(counts) > 1 else []

@@ -135,7 +135,7 @@ def test_descending():
         ([fp.Cost(), fp.Cost(comm=2)], r"not levels of the same stages:(.|\n)*comm is 0.0 and 2; it is of all stages"),
         ([fp.Cost([1, 2]), fp.Cost([1, 2, 3])], r"numbers of \['2', '3'\] stages"),
         ([fp.Cost(), 3], r"one for each level that stages offer; got \['Cost', 'int'\]"),
-        ([], "takes a Cost .* got list"),
+        ([], r"takes a Cost .* got \[\]"),
         ("cost", "takes a Cost .* got str"),
         (7, "takes a Cost .* got int"),
     ],
