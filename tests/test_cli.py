@@ -448,7 +448,7 @@ def test_a_mistake_is_one_message(words, says, capsys, monkeypatch):
     """And it comes before any work: no images are read, no search begins."""
     monkeypatch.setattr(demo, "digits", lambda seed: pytest.fail("the demo began"))
     if words.startswith("search") and "e-9" not in words:
-        monkeypatch.setattr("funcpipe.lab.search.simulate", lambda *_: pytest.fail("the search began"))
+        monkeypatch.setattr("funcpipe.lab.search._search", lambda *_: pytest.fail("the search began"))
     Path("a.json").write_text(fp.schedules.to_json(fp.schedules.one_f_one_b(2, 2)))
     Path("rematted.json").write_text(fp.schedules.to_json(fp.schedules.remat(fp.schedules.one_f_one_b(2, 2))))
     Path("stuck.json").write_text(fp.schedules.to_json(fp.Schedule.parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")))
