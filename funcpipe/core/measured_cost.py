@@ -33,8 +33,8 @@ class Handover(NamedTuple):
 def handover_of(spans: Iterable[Span]) -> Handover:
     """Medians of what lies between the actions of a timeline.
 
-    Of what overlaps with another action nothing is taken, nor of what waited for a link of its own device. A wait for a skip,
-    or for a slot, is not seen as one.
+    Of what overlaps with another action nothing is taken, nor of what waited for a link of its own device. A wait for a
+    skip, or for a slot, is not seen as one.
     """
     ordered = sorted(spans, key=lambda span: span.start)
     spans_of, joined = {span.action: span for span in ordered}, pairs_in(ordered)

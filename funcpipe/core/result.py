@@ -190,10 +190,10 @@ class Timeline:
         ((2.0,), (2.5,))
 
         Args:
-            handover: count what a measured timeline has between actions, too. What passes on a device between two of them,
-                though all was there, is time of the second (the median of its kind and stage): the host's. And ``comm`` is
-                the median of what passes from the end of an action to the start of the one on another device that waits for
-                it: the hop, with waking up.
+            handover: count what a measured timeline has between actions, too. What passes on a device between two of
+                them, though all was there, is time of the second (the median of its kind and stage): the host's. And
+                ``comm`` is the median of what passes from the end of an action to the start of the one on another
+                device that waits for it: the hop, with waking up.
 
         Returns:
             A cost with one number per stage, in the timeline's unit; ``comm`` is one number, or the timeline's.

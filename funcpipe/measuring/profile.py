@@ -22,7 +22,7 @@ from funcpipe.core.progress import ProgressTo, Teller, telling
 from funcpipe.core.tree import Tree, flatten, leaves, locations, map_tensors
 from funcpipe.cutting.example import unmarked
 from funcpipe.measuring.memory import memory
-from funcpipe.measuring.row import Layer, blame, known_device, layers_of
+from funcpipe.measuring.row import Layer, blame, known_device, layers_of, refuse_counts
 from funcpipe.runtime.border import Border, given
 from funcpipe.runtime.bound import Bound, Program, StageArgs
 from funcpipe.runtime.context import CallerContext, cores, intra_op_threads, no_autocast_cache, pin, refuse_transforms
@@ -305,14 +305,12 @@ def _ones(border: Border) -> list[Tensor | None]:
 
 
 def _check_counts(repeats: Any, warmup: Any, threads: Any, lanes: Any) -> None:
-    for name, value, least in (
+    refuse_counts(
         ("repeats", repeats, 1),
         ("warmup", warmup, 0),
         ("lanes", lanes, 1),
         ("threads_per_lane", 1 if threads is None else threads, 1),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise PlanError(f"{name} is an int from {least}; got {value!r}")
+    )
     if threads is not None and threads > len(cores()):
         raise PlanError(f"threads_per_lane is {threads}, but there are {len(cores())} cores")
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from funcpipe.core.cost import Cost
-from funcpipe.core.errors import PlanError
 from funcpipe.core.measured_cost import middle
 from funcpipe.core.plan import Plan
 from funcpipe.core.progress import ProgressTo, telling
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree
+from funcpipe.measuring.row import refuse_counts
 from funcpipe.runtime.context import checked_plan
 from funcpipe.runtime.executors import suiting
 from funcpipe.runtime.lanes import lanes
@@ -52,7 +52,7 @@ def profile_plan(
     What `profile` cannot see of a layer by itself is in these times: lanes that share caches and memory bandwidth,
     memory that is new in each run, and the host's own work. With them `simulate` tells how long other schedules of the
     same stages, or other numbers of microbatches, take on the same devices. Memory is not measured: take ``residual``
-    from `profile`, of `dataclasses.replace`.
+    from `profile`, by `dataclasses.replace`.
 
     >>> double = fp.stage(lambda w, x: x * w)
     >>> weights, x = (torch.tensor(2.0), torch.tensor(3.0)), torch.ones(4)
@@ -65,24 +65,23 @@ def profile_plan(
         plan: of any schedule; 1F1B of a few microbatches is a good one. Where stages are compiled one that splits
             backwards (`zero_bubble`), for I and W.
         params, batch, state, feeds, seed, trainable, threads_per_lane: as for `run`.
-        executor: as for `run`; None: threads that are kept between the runs, where `run` would take threads. With `ranks`
-            all of them make this call, and get the same cost.
+        executor: as for `run`; None: threads that are kept between the runs, where `run` would take threads. With
+            `ranks` all of them make this call, and get the same cost.
         repeats: runs whose medians are taken.
         warmup: runs before them.
         progress: True shows on stderr how many runs are done; or a function that is told a `CallProgress`.
 
     Returns:
-        A cost in seconds, with one number per stage: means over the microbatches of a run, medians over runs; ``comm`` is a
-        hop. Of eager stages that run B, I is all of it and W nothing, as in a run; of compiled ones half of it each.
+        A cost in seconds, with one number per stage: means over the microbatches of a run, medians over runs; ``comm``
+        is a hop. Of eager stages that run B, I is all of it and W nothing, as in a run; of compiled ones half of it
+        each.
 
     Raises:
         PlanError: repeats or warmup are not what they should be, or what `run` raises.
         BatchError, PlacementError, StageError: as `run`.
     """
     keeps = executor is None and suiting(checked_plan("profile_plan", plan)).threaded
-    for name, value, least in (("repeats", repeats, 1), ("warmup", warmup, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise PlanError(f"{name} is an int from {least}; got {value!r}")
+    refuse_counts(("repeats", repeats, 1), ("warmup", warmup, 0))
     options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
     kept: AbstractContextManager[ExecutorLike] = lanes(plan) if keeps else nullcontext(executor)
     timelines: list[Timeline] = []

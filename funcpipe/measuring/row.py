@@ -107,6 +107,13 @@ def _refuse_numbers(params: Any, state: Any) -> None:
         raise PlanError("modules have their own parameters; params= and state= go with stages")
 
 
+def refuse_counts(*counts: tuple[str, Any, int]) -> None:
+    """Raise PlanError for the first of (name, value, least) that is no int, or less."""
+    for name, value, least in counts:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise PlanError(f"{name} is an int from {least}; got {value!r}")
+
+
 def known_device(device: Any) -> torch.device:
     """A device whose kernels can be asked. Raises PlacementError."""
     resolved = torch.device(device)
