@@ -117,7 +117,7 @@ def test_pages_run_as_printed(page, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # a cell that hangs is told after 100
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_run(path):
+def test_notebooks_run(path, tmp_path):
     """A notebook runs from top to bottom, is short, and is committed without outputs."""
     import nbformat
     from nbclient import NotebookClient
@@ -126,7 +126,11 @@ def test_notebooks_run(path):
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert len(cells) < 15
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)
-    NotebookClient(notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    client = NotebookClient(notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}})
+    kernel = client.create_kernel_manager()
+    kernel.transport = "ipc"  # a port that is free now may be taken before the kernel starts
+    kernel.ip = str(tmp_path / "kernel")
+    client.execute()
 
 
 def public(module: object) -> set[str]:

@@ -8,8 +8,10 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import causal
@@ -860,7 +862,7 @@ def luck(rank, size, faults, seed):
     x, target, _ = batch(8)
     own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
     chance = random.Random(seed)
-    wrong, threads = [], len(os.listdir("/proc/self/task"))
+    wrong, before = [], threads_of_process()
     gc.disable()  # what a broken link had ends with it, not when the collector comes
     for number in range(faults):
         who, place = chance.randrange(size), chance.choice(["F", "B", "commit", "loss"])
@@ -884,8 +886,19 @@ def luck(rank, size, faults, seed):
         fault.act = None
         wrong += once(rank, size)
     gc.enable()
-    grown = len(os.listdir("/proc/self/task")) - threads
-    return wrong + ([f"{grown} threads more"] if grown > 0 else [])
+    deadline = time.monotonic() + 5
+    while (more := threads_of_process() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)  # the threads of the last link end beside it
+    return wrong + ([f"threads more: {dict(more)}"] if more.total() else [])
+
+
+def threads_of_process():
+    """How many threads of each name the system knows."""
+    names = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            names[(task / "comm").read_text().strip()] += 1
+    return names
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
