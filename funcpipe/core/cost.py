@@ -54,6 +54,7 @@ class Cost:
         reduce: time of G, on the link between the replicas of a stage; the device works on meanwhile.
         gather: time of U, on the link between the replicas of a stage, which G occupies too; the device works on
             meanwhile.
+        step: time of S.
         comm: latency of one hop between devices, from the end of an action to the start of what needs it: one number,
             or S - 1 of them, from each stage to the next and back.
         bandwidth: memory that crosses from one device to another in a unit of time, one number; None: no limit. Values
@@ -81,6 +82,7 @@ class Cost:
     offload: PerStage = field(default=1.0, kw_only=True)
     reduce: PerStage = field(default=0.0, kw_only=True)
     gather: PerStage = field(default=0.0, kw_only=True)
+    step: PerStage = field(default=0.0, kw_only=True)
     comm: PerStage = field(default=0.0, kw_only=True)
     bandwidth: float | None = field(default=None, kw_only=True)
     output: PerStage = field(default=0.0, kw_only=True)

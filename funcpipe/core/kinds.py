@@ -33,6 +33,8 @@ class Kind(Enum):
     """Reduce: begin to sum the gradients of a stage over its replicas; once a batch."""
     U = "U"
     """Unshard: begin to gather the parameters of a stage of which each replica holds a part; once or several times."""
+    S = "S"
+    """Step: the optimizer's step of a stage, once its gradients are whole; once a batch."""
 
     # Members are singletons: identity is hash enough, and ten times faster than hashing the name in Python.
     __hash__ = object.__hash__
@@ -161,7 +163,7 @@ KINDS: Mapping[Kind, KindRow] = {
         frees=Held.WEIGHT_RESIDUAL,
         adds=True,
         times=(("backward_weight",),),
-        colour=(40, 162, 108),
+        colour=(74, 153, 120),
         codes=(36, 79, 158),
     ),
     Kind.R: KindRow(
@@ -183,7 +185,7 @@ KINDS: Mapping[Kind, KindRow] = {
         times=(("offload",),),
         units=0,
         resource=Resource.TO_HOST,
-        colour=(203, 203, 219),
+        colour=(216, 211, 229),
         codes=(252, 254, 255),
     ),
     Kind.L: KindRow(
@@ -195,7 +197,7 @@ KINDS: Mapping[Kind, KindRow] = {
         times=(("offload",),),
         units=0,
         resource=Resource.FROM_HOST,
-        colour=(237, 199, 177),
+        colour=(244, 204, 185),
         codes=(180, 223, 230),
     ),
     Kind.G: KindRow(
@@ -205,7 +207,7 @@ KINDS: Mapping[Kind, KindRow] = {
         times=(("reduce",),),
         units=0,
         resource=Resource.NETWORK,
-        colour=(156, 129, 254),
+        colour=(129, 126, 239),
         codes=(99, 141, 183),
     ),
     Kind.U: KindRow(
@@ -215,8 +217,16 @@ KINDS: Mapping[Kind, KindRow] = {
         times=(("gather",),),
         units=0,
         resource=Resource.NETWORK,
-        colour=(152, 219, 116),
+        colour=(142, 177, 111),
         codes=(113, 150, 156),
+    ),
+    Kind.S: KindRow(
+        word="step",
+        once=True,
+        after=None,
+        times=(("step",),),
+        colour=(152, 229, 117),
+        codes=(119, 155, 157),
     ),
 }
 """A row for each kind."""
@@ -229,7 +239,7 @@ COUNTED = tuple(kind for kind, row in KINDS.items() if row.counted)
 
 SPELLING = (
     f"stage, one of {' '.join(kind.value for kind in Kind if kind not in ONCE)}, microbatch, as in 2F0 (2F0.1: its "
-    f"slice 1); or stage and {' '.join(kind.value for kind in ONCE)}, as in 2G"
+    f"slice 1); or stage and one of {' '.join(kind.value for kind in ONCE)}, as in 2G"
 )
 """How actions are written, in messages."""
 

@@ -101,6 +101,7 @@ def cost_of(timeline: Timeline, *, handover: bool) -> Cost:
         ),
         reduce=mean(Kind.G, no_time),
         gather=mean(Kind.U, no_time),
+        step=mean(Kind.S, no_time),
         comm=timeline.comm if hop is None else hop,
         slices=tuple(slices) if len(slices) > 1 and min(slices) > 0 else (),
     )

@@ -179,7 +179,7 @@ class Timeline:
     def cost(self, *, handover: bool = False) -> Cost:
         """The mean time of each kind on each stage, to simulate with: what the actions took, without the waiting.
 
-        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F; O, L, G and U are nothing.
+        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F; O, L, G, U and S are nothing.
         Slices are counted together as their microbatch, and are as long as they took. Of what overlaps with another action
         only what never stands alone counts.
 
@@ -324,6 +324,7 @@ class Result:
         loss_scale: what the gradients (not the loss) were multiplied by.
         ties: of the plan: groups of (stage, path) that are one parameter.
         exchange: what other processes have to say of the result, where it is of `ranks`.
+        norm: of the gradients of all stages before clipping, as `step` gives it; None where the run stepped nothing.
     """
 
     loss: Any
@@ -339,6 +340,7 @@ class Result:
     loss_scale: float = 1.0
     ties: tuple[tuple[tuple[int, Any], ...], ...] = ()
     exchange: Exchange = field(default=alone, repr=False)
+    norm: Any = None
 
     @property
     def facts(self) -> Facts:

@@ -249,6 +249,11 @@ class Schedule:
         return not kinds <= {Kind.F, *COUNTED}
 
     @cached_property
+    def steps(self) -> bool:
+        """Does it step parameters (S)."""
+        return any(action[0] is Kind.S for order in self.orders for action in order)
+
+    @cached_property
     def is_ascending(self) -> bool:
         """Do the gradients of every stage accumulate in ascending microbatch order (then such schedules agree).
 

@@ -135,12 +135,14 @@ class StageFacts:
         looked: for each kind of input whose first graph was looked at: does the stage use the reentrant checkpoint.
         kept: in which modes a whole run left its parameters as they were.
         foreign: weak references to leaves of its graph that are not of the run's making.
+        late: did the plan's loss behind it give weights that nobody knew before.
     """
 
     draws: set[bool] = field(default_factory=set)
     looked: dict[Hashable, bool] = field(default_factory=dict)
     kept: set[bool] = field(default_factory=set)
     foreign: list[Any] = field(default_factory=list)
+    late: bool = False
 
 
 @dataclass(frozen=True, eq=False)

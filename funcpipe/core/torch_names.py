@@ -276,9 +276,7 @@ FunctionalTensor: type[Any] = private(
 )
 """A tensor of a trace that writes nothing in place. Without it: nothing is one."""
 
-FakeTensorMode: type[Any] = private(
-    "torch._subclasses.fake_tensor.FakeTensorMode", lost="no stage is compiled or measured"
-)
+FakeTensorMode: type[Any] = private("torch._subclasses.fake_tensor.FakeTensorMode", lost="no compiling, no profile")
 """Where tensors have no numbers: public traces (torch.export) take modules, and no gradients."""
 
 FunctionalTensorMode: type[Any] = private(
@@ -300,15 +298,13 @@ NumbersWanted: type[Exception] = private(
 
 _UNSEEN = "a compiled stage that writes into the .data of a buffer is not refused"
 _sync: Callable[[Any], None] = private("torch._sync", instead=lambda _: None, lost=_UNSEEN)
-_written: Callable[[Any], bool] = private(
-    "torch._functionalize_has_data_mutation", instead=lambda _: False, lost=_UNSEEN
-)
+_wrote: Callable[[Any], bool] = private("torch._functionalize_has_data_mutation", instead=lambda _: False, lost=_UNSEEN)
 
 
 def was_written(tensor: Any) -> bool:
     """Was the memory of a `FunctionalTensor` written to; it has no count of versions for ``.data``. Without it: no."""
     _sync(tensor)
-    return _written(tensor.elem)
+    return _wrote(tensor.elem)
 
 
 pytree: Any = private("torch.utils._pytree", lost="containers that are registered with torch would not be known")
@@ -322,6 +318,9 @@ HOOK_FUNCTION = "torch.nn.modules._functions.BackwardHookFunction"
 
 TRACED_FUNCTION = "torch/_functorch/autograd_function.py"
 """In the stack of a node of a custom function in ``torch.cond``. Without it: such a function is not refused."""
+
+STEPPED = "_opt_called"
+"""What schedulers ask of an optimizer: was its step called before theirs. Without it: they warn, once."""
 
 
 def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:

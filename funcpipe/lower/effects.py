@@ -88,7 +88,7 @@ def effects(
             return [Wire(Role.OFFLOADED, stage)], [residual]
         case Kind.W:
             return [Wire(Role.WEIGHT_RESIDUAL, stage)], []
-        case Kind.G | Kind.U:
+        case Kind.G | Kind.U | Kind.S:
             return [], []  # the sums of gradients, and the parameters, are the stage's own
         case _:
             assert_never(kind)

@@ -34,6 +34,7 @@ from funcpipe.runtime.ranges import ranged
 from funcpipe.runtime.replicas import here
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.sharded import holding
+from funcpipe.runtime.stepping import Stepping
 from funcpipe.runtime.steps import make_step
 from funcpipe.runtime.stream import Channel, CopyEdge, HandOut, Place
 from funcpipe.runtime.transport import Inbox, Local, Mailbox, PoolLevel
@@ -83,15 +84,22 @@ class LaneExecutor(ABC):
     def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
         """A whole run: check, walk the lanes, fold what comes out."""
         ready = prepare("run", plan, params, batch, options, part=self.part(plan))
-        execution = Execution(ready, self)
-        execution.go()
-        reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
-        execution.check_empty()
-        if plan.schedule.has_backward:
-            execution.hand_sums()
-        timeline = execution.timeline() if options.record else None
-        with intra_op_threads(ready.threads):
-            result = finish(ready, reports, outputs, timeline, execution.stats(), backward=plan.schedule.has_backward)
+        stepping = Stepping(ready) if plan.schedule.steps else None
+        try:
+            execution = Execution(ready, self, stepping)
+            execution.go()
+            reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
+            execution.check_empty()
+            if plan.schedule.has_backward:
+                execution.hand_sums()
+            timeline = execution.timeline() if options.record else None
+            went, backward = execution.stats(), plan.schedule.has_backward
+            with intra_op_threads(ready.threads):
+                result = finish(ready, reports, outputs, timeline, went, backward=backward, stepping=stepping)
+        except BaseException:
+            if stepping is not None:
+                stepping.undo()
+            raise
         release(ready)
         execution.settle()
         return result
@@ -115,8 +123,9 @@ class Execution:
         began: the start of the first span, once there is a timeline.
     """
 
-    def __init__(self, ready: Prepared, executor: LaneExecutor) -> None:
+    def __init__(self, ready: Prepared, executor: LaneExecutor, stepping: Stepping | None = None) -> None:
         executor.check(ready.plan)
+        self.stepping = stepping
         decided(ready.plan, "%s runs by %s, because: %s", ready.plan.schedule.name, executor.word, executor.reason)
         self.ready, self.executor, self.context = ready, executor, CallerContext()
         program = ready.program
@@ -169,11 +178,13 @@ class Execution:
             host = HostLink(place, coming, fixed)
         stages, bounds = self.ready.plan.stages, self.ready.bounds
         reduce, spread = self.ready.reduce, self.ready.spread
-        steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], host, reduce) for call in lane.calls]
+        advance = _unstepped if self.stepping is None else self.stepping.step
+        also = host, reduce, advance
+        steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], *also) for call in lane.calls]
         if len(place.streams) > 1:
             twins = {stage: bounds[stage].twin() for stage in {call.stage for call in lane.calls if call.kind in MAKES}}
             steps = [
-                either(place, step, make_step(call, lane, stages[call.stage], twins[call.stage], host, reduce))
+                either(place, step, make_step(call, lane, stages[call.stage], twins[call.stage], *also))
                 if call.kind in MAKES
                 else step
                 for call, step in zip(lane.calls, steps, strict=True)
@@ -318,6 +329,10 @@ class Execution:
         most = tuple(level.most for level in self.levels)
         count = self.ready.batch.num_microbatches
         return RunStats(name, self.executor.reason, self.ready.threads, count, self.seconds, most, self.began)
+
+
+def _unstepped(stage: int) -> None:
+    """A run without an optimizer steps nothing; it has been refused where the schedule wants one."""
 
 
 def _given(ready: Prepared) -> dict[int, Border]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from funcpipe.runtime.border import caller_copy
 from funcpipe.runtime.bound import Shares
 from funcpipe.runtime.joining import merge
 from funcpipe.runtime.prepare import Prepared
+from funcpipe.runtime.stepping import Stepping
 from funcpipe.runtime.trainable import key_of
 
 ByPlace = Mapping[tuple[int, int], Any]
@@ -34,11 +35,13 @@ def finish(
     went: RunStats,
     *,
     backward: bool,
+    stepping: Stepping | None = None,
 ) -> Result:
     """The result of a run, from the reports of its forwards and, with ``backward``, the sums of its backwards."""
     plan, count = ready.plan, ready.batch.num_pieces
     last = plan.num_stages - 1
-    refuse_writes(ready, "a stage wrote into its parameters; a stage is pure, so compute with a copy:")
+    stepped = () if stepping is None else stepping.stepped
+    refuse_writes(ready, "a stage wrote into its parameters; a stage is pure, so compute with a copy:", but=stepped)
     sums = gradient_sums(ready) if backward else {}
     untouched = unused_leaves(ready) if backward else []
     # A list: a generator would make another error of a StopIteration.
@@ -55,7 +58,8 @@ def finish(
     if backward:  # last: any other error says more
         _refuse_untouched(ended)
     scale, exchange = ready.shares.loss_scale, ready.part.others
-    return Result(loss, weight, losses, aux, grads, unused, state, merged, timeline, went, scale, plan.ties, exchange)
+    result = Result(loss, weight, losses, aux, grads, unused, state, merged, timeline, went, scale, plan.ties, exchange)
+    return result if stepping is None else stepping.settle(result, late=late)
 
 
 _Leaf = tuple[int, int, str]
@@ -112,11 +116,12 @@ def release(ready: Prepared) -> None:
         bound.release()
 
 
-def refuse_writes(ready: Prepared, title: str) -> None:
-    """Refuse parameters that were written into since they were bound. Raises PlanError."""
+def refuse_writes(ready: Prepared, title: str, *, but: Collection[int] = ()) -> None:
+    """Refuse parameters that were written into since they were bound, but for some stages. Raises PlanError."""
     faults = [
         locations(ready.params[stage], f"params[{stage}]")[number]
         for stage, bound in ready.bounds.items()
+        if stage not in but
         for number in bound.written()
     ]
     raise_all(title, faults)

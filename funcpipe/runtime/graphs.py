@@ -223,6 +223,8 @@ def _obstacle(plan: Plan) -> str:
         return f"{device} has none"
     if any(action.kind is Kind.O for order in plan.schedule.orders for action in order):
         return "the host keeps step with what is offloaded"
+    if plan.schedule.steps:
+        return "its schedule steps, and what was a step too many is undone"
     if any(getattr(stage.program, "backend", None) == "cudagraphs" for stage in plan.stages):
         return "its programs are graphs themselves"
     return ""

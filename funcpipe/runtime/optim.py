@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from operator import itemgetter
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -15,10 +14,9 @@ from torch.nn.utils import clip_grads_with_norm_
 from funcpipe.core.errors import PlanError, bullets
 from funcpipe.core.exchange import Exchange, alone
 from funcpipe.core.result import Result
-from funcpipe.core.tree import Tree, at, flatten, leaves, locations, map_leaves, structure
+from funcpipe.core.tree import Tree, cow_clone, flatten, leaves, locations, map_leaves, structure
+from funcpipe.runtime.leaf_gradients import LeafGradient, Ties, by_leaf, counted_elsewhere, sums_of
 from funcpipe.runtime.norms import norm_of
-
-Ties = Sequence[Sequence[tuple[int, Any]]]
 
 
 def step(
@@ -57,13 +55,18 @@ def step(
         The norm before clipping, a 0-dim tensor; of the unscaled gradients, so not finite where the step is skipped.
 
     Raises:
-        PlanError: the result has no gradients, params and grads differ in structure, no leaf that the optimizer holds
-            has a gradient, it wants a closure (LBFGS), or an option is not what it should be.
+        PlanError: the result has no gradients, its run has stepped, params and grads differ in structure, no leaf that
+            the optimizer holds has a gradient, it wants a closure (LBFGS), or an option is not what it should be.
     """
-    _check_options(optimizer, max_norm, scaler, optional=isinstance(grads, Result) and grads.exchange != alone)
+    check_options(optimizer, max_norm, scaler, optional=isinstance(grads, Result) and grads.exchange != alone)
     scale, exchange = 1.0, alone
     if isinstance(grads, Result):
         exchange = grads.exchange
+        if grads.norm is not None:
+            raise PlanError(
+                "the run has stepped (its schedule has S), and its result is not stepped again: leave fp.step out, or run "
+                "a schedule without step_params"
+            )
         grads, ties, scale = _of_result(grads, ties, scaler)
     tensors = leaves(params)
     if structure(params) != structure(grads):
@@ -79,6 +82,8 @@ def step(
         for entry in stepped:
             if max_norm is not None or scaler is not None:  # clipping and unscaling write into them
                 entry.gradient = entry.gradient.clone()
+            elif may_write(optimizer):
+                entry.gradient = cow_clone(entry.gradient)
         if scale != 1.0:
             for entry in entries:
                 entry.gradient = entry.gradient / scale
@@ -126,8 +131,8 @@ def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
 
 def _distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
     """The gradients that are here with their stages, of each tie one; none where another process counts it."""
-    sums = _sums(grads, ties)
-    elsewhere = _counted_elsewhere(grads, ties)
+    sums = sums_of(grads, ties)
+    elsewhere = counted_elsewhere(grads, ties)
     distinct: dict[int, tuple[int, Tensor]] = {}
     for stage, tree in enumerate(grads if isinstance(grads, (tuple, list)) else [grads]):
         for gradient in leaves(tree):
@@ -158,7 +163,8 @@ def accumulate(results: Iterable[Result]) -> Result:
             are brought to the scale of the last.
 
     Raises:
-        PlanError: no results, some that are none, without a loss, or of other params; runs with and without backwards.
+        PlanError: no results, some that are none, without a loss, that stepped, or of other params; runs with and without
+            backwards.
     """
     runs = _results(results)
     last = runs[-1]
@@ -197,77 +203,15 @@ def accumulate(results: Iterable[Result]) -> Result:
     )
 
 
-@dataclass
-class LeafGradient:
-    """A leaf of the parameters with its gradient.
-
-    Attributes:
-        leaf: the tensor that the optimizer may hold.
-        gradient: the sum over all its places.
-        stage: the first that has the leaf.
-        sums: which gradients are in it already, see `_sums`.
-        counts: does it count in the norm; replicas of a tied parameter do not.
-    """
-
-    leaf: Tensor
-    gradient: Tensor
-    stage: int
-    sums: set[int]
-    counts: bool
-
-
-def by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[LeafGradient]:
-    """The leaves that have a gradient, each once.
-
-    One tensor at two places of a stage: its gradient is the sum. In two stages it is tied (a run refuses it otherwise),
-    and every place was given the whole sum already.
-    """
-    sums = _sums(grads, ties)
-    counted = _counted_elsewhere(grads, ties)
-    entries: dict[int, LeafGradient] = {}
-    per_stage = isinstance(params, (tuple, list))
-    for stage, (tree, grad_tree) in enumerate(zip(params, grads, strict=True) if per_stage else [(params, grads)]):
-        for leaf, gradient in zip(flatten(tree)[0], flatten(grad_tree)[0], strict=True):
-            if not isinstance(leaf, Tensor) or gradient is None:
-                continue
-            key = sums.get(id(gradient), id(gradient))
-            entry = entries.get(id(leaf))
-            if entry is None:
-                entries[id(leaf)] = LeafGradient(leaf, gradient, stage, {key}, key not in counted)
-            elif entry.stage == stage and key not in entry.sums:
-                entry.gradient = entry.gradient + gradient
-                entry.sums.add(key)
-            counted.add(key)
-    return list(entries.values())
-
-
-def _sums(grads: Tree, ties: Ties) -> dict[int, int]:
-    """For each tied gradient (by id) one number of its tie: tied gradients are the same sum."""
-    out: dict[int, int] = {}
-    for group in ties:
-        members: list[Any] = []
-        for stage, path in group:
-            try:
-                if grads[stage] is not None:  # else it is at another process
-                    members.append(at(grads[stage], path))
-            except (KeyError, IndexError, TypeError, AttributeError):
-                raise PlanError(
-                    f"ties name {path!r} of stage {stage}, where grads have no leaf; give the plan's: ties=plan.ties"
-                ) from None
-        out.update((id(member), id(members[0])) for member in members)
-    return out
-
-
-def _counted_elsewhere(grads: Tree, ties: Ties) -> set[int]:
-    """The ties (by the numbers of `_sums`) that count in the norm of another process: that of their first stage."""
-    sums = _sums(grads, ties)
-    out: set[int] = set()
-    for group in ties:
-        here = sorted(((s, path) for s, path in group if grads[s] is not None), key=itemgetter(0))
-        if here and here[0][0] > min(stage for stage, _ in group):
-            gradient = at(grads[here[0][0]], here[0][1])
-            out |= {sums[id(gradient)]} if id(gradient) in sums else set()
-    return out
+def may_write(optimizer: torch.optim.Optimizer | None) -> bool:
+    """May an optimizer write into gradients; of torch's own Adagrad does, and SGD with Nesterov's momentum (foreach)."""
+    if optimizer is None:
+        return False
+    nesterov = any(group.get("nesterov") for group in optimizer.param_groups)
+    known = type(optimizer).__module__.startswith("torch.optim.")
+    return (
+        not known or isinstance(optimizer, torch.optim.Adagrad) or (nesterov and isinstance(optimizer, torch.optim.SGD))
+    )
 
 
 def _held(optimizer: torch.optim.Optimizer | None, entries: list[LeafGradient]) -> list[LeafGradient]:
@@ -277,15 +221,30 @@ def _held(optimizer: torch.optim.Optimizer | None, entries: list[LeafGradient]) 
             "no leaf has a gradient, so there is nothing to step; run with trainable=True, or set requires_grad on "
             "leaves"
         )
-    groups = [] if optimizer is None else optimizer.param_groups
-    ids = {id(leaf) for group in groups for leaf in group["params"]}
+    ids = _ids(optimizer)
     stepped = [entry for entry in entries if id(entry.leaf) in ids]
     if not stepped:
-        raise PlanError(
-            "the optimizer holds none of the leaves that have a gradient; make it after fp.place, over the very "
-            "params that are run: torch.optim.AdamW(fp.leaves(params))"
-        )
+        raise PlanError(_HOLDS_NONE)
     return stepped
+
+
+def refuse_unheld(optimizer: torch.optim.Optimizer, tensors: Sequence[Any]) -> None:
+    """Raise PlanError where an optimizer holds none of some leaves."""
+    ids = _ids(optimizer)
+    if not any(id(leaf) in ids for leaf in tensors):
+        raise PlanError(_HOLDS_NONE)
+
+
+def _ids(optimizer: torch.optim.Optimizer | None) -> set[int]:
+    """What an optimizer holds, by identity."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {id(leaf) for group in groups for leaf in group["params"]}
+
+
+_HOLDS_NONE = (
+    "the optimizer holds none of the leaves that have a gradient; make it after fp.place, over the very "
+    "params that are run: torch.optim.AdamW(fp.leaves(params))"
+)
 
 
 def _unscale(
@@ -352,7 +311,8 @@ def _apart(params: Tree, grads: Tree) -> list[str]:
     return lines[:8] or [f"params is a {kinds[0]}, grads a {kinds[1]}, with the same leaves in other containers"]
 
 
-def _check_options(optimizer: torch.optim.Optimizer | None, max_norm: Any, scaler: Any, *, optional: bool) -> None:
+def check_options(optimizer: torch.optim.Optimizer | None, max_norm: Any, scaler: Any, *, optional: bool) -> None:
+    """Raise PlanError for what `step` cannot step by; an ``optional`` optimizer may be None."""
     if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm >= 0):
         raise PlanError(f"max_norm is a number from 0, or None; got {max_norm!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -389,6 +349,11 @@ def _results(results: Any) -> list[Result]:
         raise PlanError(f"accumulate takes results of fp.run; among them came: {', '.join(kinds)}")
     if not runs or any(run.loss is None for run in runs):
         raise PlanError("accumulate takes one or more results of plans with a loss; make_plan(loss=...)")
+    if any(run.norm is not None for run in runs):
+        raise PlanError(
+            "these runs stepped (their schedule has S), so their gradients are of other parameters each; accumulate runs "
+            "of a schedule without step_params"
+        )
     if len({run.weight is None for run in runs}) > 1:
         raise PlanError("accumulate takes results of one plan; among these are means and sums (reduction='sum')")
     trained = [[leaf is not None and leaf.shape for leaf in flatten(run.grads)[0]] for run in runs]

@@ -26,6 +26,8 @@ class RunOptions:
     record: bool = False
     ranges: bool = False
     timeout: float | None = None
+    optimizer: Any = None
+    max_norm: float | None = None
 
 
 @runtime_checkable

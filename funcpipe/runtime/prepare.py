@@ -32,6 +32,7 @@ from funcpipe.runtime.refusals import (
     refuse_frozen,
     refuse_meta,
     refuse_unsaid_axes,
+    refuse_unstepped,
     refuse_untrained,
 )
 from funcpipe.runtime.replicas import Sharding
@@ -134,6 +135,7 @@ def prepare(
         _check_modes(name, plan, backward)
     _check_options(options)
     part = part or whole(plan)
+    refuse_unstepped(name, plan, options, alone=part.replicas == 1 and len(part.stages) == plan.num_stages)
     here = part.stages
     seed, feeds, trainable = checked_seed(options.seed), options.feeds, options.trainable
     trees = _per_stage("params", params, plan, here)
@@ -160,7 +162,7 @@ def prepare(
     weights = weighed(cut, plan)
     marked = is_marked(leaves)
     lacks = _lacks(plan, here, inputs, target)
-    seeded = {"seed": seed, "loss_scale": float(options.loss_scale)}
+    seeded = {"seed": seed, "loss_scale": float(options.loss_scale), "max_norm": options.max_norm}
     tied = tied_members(plan, trees, parts, trainable, here) if len(here) < plan.num_stages else ()
     shapes = uncut.shapes() if len(here) < plan.num_stages else ""
     pattern = str(trainable_leaves(trees, trainable, marked=marked)) if part.replicas > 1 and backward else ""

@@ -13,7 +13,7 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, leaves
 from funcpipe.lower.plan import make_plan
-from funcpipe.runtime.optim import by_leaf
+from funcpipe.runtime.leaf_gradients import by_leaf
 from funcpipe.runtime.options import Executor
 from funcpipe.runtime.rng import fold_in
 from funcpipe.runtime.run import run

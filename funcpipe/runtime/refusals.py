@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import BatchError, PlanError, raise_all
+from funcpipe.core.plan import Plan
 from funcpipe.core.torch_names import has_gradient_hooks
 from funcpipe.core.tree import Leaves, Tree, flatten, locations
 from funcpipe.runtime import microbatch
 from funcpipe.runtime.marks import Axis, Microbatches, Replicate
+from funcpipe.runtime.optim import check_options
+from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.trainable import Trainable
 
 
@@ -123,3 +126,26 @@ def refuse_meta(trees: NamedTrees) -> None:
     missing = trees.found(lambda leaf: isinstance(leaf, Tensor) and leaf.is_meta)
     faults = [f"{place} is on the meta device and has no numbers" for place, _ in missing]
     raise_all("the batch cannot be run:", faults, BatchError)
+
+
+def refuse_unstepped(name: str, plan: Plan, options: RunOptions, *, alone: bool) -> None:
+    """Raise PlanError where a schedule's steps and the optimizer of a run do not fit."""
+    if not plan.schedule.steps:
+        if options.optimizer is not None or options.max_norm is not None:
+            raise PlanError(
+                f"schedule {plan.schedule.name!r} has no S, so nothing is stepped in it: "
+                "fp.schedules.step_params(schedule) puts it in; or leave optimizer= and max_norm= out and call fp.step "
+                "after the run"
+            )
+    elif name == "vjp":
+        raise PlanError(
+            f"schedule {plan.schedule.name!r} steps (S), and vjp gives gradients for a loss of your own; use a schedule "
+            "without step_params, and fp.step"
+        )
+    elif name == "run":
+        if options.optimizer is None and alone:
+            raise PlanError(
+                f"schedule {plan.schedule.name!r} steps (S), and the run was given no optimizer: fp.run(..., "
+                "optimizer=torch.optim.AdamW(fp.leaves(params))); for gradients alone use a schedule without step_params"
+            )
+        check_options(options.optimizer, options.max_norm, None, optional=not alone)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.optim import Optimizer
+
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree
@@ -30,6 +32,8 @@ def run(
     threads_per_lane: int | None = None,
     check: str | Sequence[str] = (),
     timeout: float | None = None,
+    optimizer: Optimizer | None = None,
+    max_norm: float | None = None,
 ) -> Result:
     """Run a plan on one batch: losses, gradients, new state, outputs. Nothing that you give is written to.
 
@@ -71,6 +75,11 @@ def run(
         timeout: seconds. When no lane begins an action for so long, RunTimeout says what each did last and waits for,
             with its Python stack. Code that cannot be interrupted is left behind in its thread. Python's one
             ``faulthandler.dump_traceback_later`` is taken for the length of the run.
+        optimizer: of a schedule that steps (`schedules.step_params`) what steps: parameters and its state are written to, as
+            by `step` after the run, with the same bits; each stage's on its lane, beside what others do. Where the run
+            fails, or `step` would not have stepped (inf or NaN under a loss scale), they are what they were. Its hooks are
+            called for each stage. With `ranks` each has one of its own leaves.
+        max_norm: of `step`, for such a schedule.
 
     Raises:
         PlanError, PlacementError, BatchError: something does not fit; nothing has run.
@@ -88,6 +97,8 @@ def run(
         record=record,
         ranges=ranges,
         timeout=timeout,
+        optimizer=optimizer,
+        max_norm=max_norm,
     )
     return outside_of_graphs(_run)(plan, params, batch, executor, options)
 

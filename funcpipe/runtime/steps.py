@@ -28,6 +28,7 @@ def make_step(
     bound: Bound,
     host: HostLink | None,
     reduce: Callable[[int, Sequence[Tensor | None]], None],
+    advance: Callable[[int], None],
 ) -> Step:
     """The step of a call; everything that is the same for all microbatches is worked out here, once a run."""
     wires = program.wires
@@ -56,6 +57,13 @@ def make_step(
                 return ()
 
             return sums
+        case Kind.S:
+
+            def stepped(reads: list[Any], run: Run) -> Sequence[Any]:
+                advance(call.stage)
+                return ()
+
+            return stepped
         case _:
             assert_never(call.kind)
 

@@ -29,6 +29,7 @@ from funcpipe.schedules.transforms import never as never
 from funcpipe.schedules.transforms import offload as offload
 from funcpipe.schedules.transforms import reduce_grads as reduce_grads
 from funcpipe.schedules.transforms import remat as remat
+from funcpipe.schedules.transforms import step_params as step_params
 from funcpipe.schedules.v_shape import dualpipe_v as dualpipe_v
 from funcpipe.schedules.v_shape import v_adaptive as v_adaptive
 from funcpipe.schedules.v_shape import v_half as v_half

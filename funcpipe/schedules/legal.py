@@ -39,10 +39,10 @@ def check(schedule: Schedule) -> None:
     microbatch) runs one F and, if the schedule has backwards, one B or one I and one W, in the order F B or F I W;
     between F and its backward stands at most one R, or one O and after it one L; where a microbatch is cut into
     slices, all are, each slice has its own actions, and at every stage F come in the order of the slices, B or I in the
-    reverse one; at most one G of a stage comes after all its backwards; the first U of a stage, if it has any, comes
-    before all else of it, they are numbered as they stand, and after each the stage computes before the next; all stages
-    have U, or none; what overlaps stands side by side on one device, computes, and neither waits for the other; and all
-    devices come to their end.
+    reverse one; at most one G of a stage, then at most one S, comes after all its backwards; the first U of a stage, if
+    it has any, comes before all else of it, they are numbered as they stand, and after each the stage computes before
+    the next; all stages have U, or none; what overlaps stands side by side on one device, computes, and neither waits
+    for the other; and all devices come to their end.
 
     Time is linear in the number of actions.
 
@@ -225,6 +225,9 @@ def _incomplete(
             if action.kind not in MOVES:
                 idle.pop(stage, None)
             if action.kind in ONCE:
+                before = once_done.get(stage)
+                if before is not None and ONCE.index(before.kind) > ONCE.index(action.kind):
+                    faults.append(f"{action} on device {device} stands after {before}, which is for all gradients")
                 once_done[stage] = action
                 if microbatch:
                     faults.append(

@@ -98,11 +98,12 @@ def _cell(group: Sequence[Action]) -> str:
 
 
 def _with_messages(schedule: Schedule) -> list[list[str]]:
-    """The cells of each rank with what torch puts in.
+    """The cells of each rank with what torch puts in; its optimizers are stepped outside of schedules, so S is left out.
 
     Ranks take turns; each does its next action if what that reads has come. A sender puts in the receiver's word too, so
     that what two ranks send each other has one order in both.
     """
+    schedule = schedule.reordered(select(schedule.orders, lambda action: action.kind is not Kind.S), schedule.name)
     device_of, last = schedule.device_of, schedule.num_stages - 1
     rows: list[list[str]] = [[] for _ in schedule.orders]
     come: set[tuple[Flow, int, int]] = set()

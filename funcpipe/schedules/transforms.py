@@ -147,13 +147,38 @@ def reduce_grads(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: this is no schedule, it has no backwards, or it has ``G`` already.
     """
-    refuse_unfit("reduce_grads", schedule, ONCE, because="there are no gradients to reduce", once="and last")
+    refuse_unfit("reduce_grads", schedule, (Kind.G,), because="there are no gradients to reduce", once="and last")
 
     def after(order: tuple[Action, ...]) -> dict[int, list[Action]]:
         last = {action.stage: at for at, action in enumerate(order) if action.kind in ADDS}
         return {at: [Action(Kind.G, stage)] for stage, at in last.items()}
 
     return _with(schedule, "reduce", [({}, after(order)) for order in schedule.orders])
+
+
+def step_params(schedule: Schedule) -> Schedule:
+    """Step the parameters of each stage once its gradients are whole: insert ``S`` after its last backward, or its ``G``.
+
+    `run` gets the optimizer; what turns out afterwards to be a step too many is undone. The zero-bubble paper calls that
+    post-validation (arXiv 2401.10241, section 4).
+
+    >>> print(fp.schedules.step_params(fp.schedules.one_f_one_b(2, 2)))
+    0F0 0F1 0B0 0B1 0S
+    1F0 1B0 1F1 1B1 1S
+
+    Args:
+        schedule: a schedule with backwards.
+
+    Raises:
+        ScheduleError: this is no schedule, it has no backwards, or it has ``S`` already.
+    """
+    refuse_unfit("step_params", schedule, (Kind.S,), because="there is nothing to step by", once="and last")
+
+    def after(order: tuple[Action, ...]) -> dict[int, list[Action]]:
+        last = {action.stage: at for at, action in enumerate(order) if action.kind in (*ADDS, Kind.G)}
+        return {at: [Action(Kind.S, stage)] for stage, at in last.items()}
+
+    return _with(schedule, "step", [({}, after(order)) for order in schedule.orders])
 
 
 def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 1) -> Schedule:

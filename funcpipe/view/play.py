@@ -183,7 +183,7 @@ class Play:
             lane.links[way] = Since(end, action)
             if run.writes:
                 lane.ready[run.writes[0]] = lane.links[way]
-            if kind in COUNTED:
+            if kind in WHOLE:
                 lane.whole[stage] = lane.links[way]
         elif beside is None:
             since = max(since, lane.whole.get(stage, BEGIN), key=_time)

@@ -51,13 +51,16 @@ def test_every_place_knows_every_kind(kind):
 
 def test_a_schedule_with_every_kind_runs_as_the_loop_does():
     """So no step is missing either."""
-    text = "0U0 0F0 0F1 0R0 0B0 0O1 0L1 0I1 0W1 0G"
+    text = "0U0 0F0 0F1 0R0 0B0 0O1 0L1 0I1 0W1 0G 0S"
     schedule = fp.Schedule.parse(text)
     assert {*re.findall("[A-Z]", text)} == {kind.value for kind in Kind}
     plan = fp.make_plan([fp.stage(lambda p, x: p * x)], schedule, loss=torch.nn.functional.mse_loss, devices="cpu")
     x, params = torch.ones(2, 3), (torch.tensor(2.0),)
     assert {call.kind for lane in plan.program.lanes for call in lane.calls} == {*Kind}
-    assert torch.equal(fp.run(plan, params, (x, x)).grads[0], fp.run_sequential(plan, params, (x, x)).grads[0])
+    want = fp.run_sequential(plan, params, (x, x)).grads[0]
+    optimizer = torch.optim.SGD(params, lr=0.5)
+    assert torch.equal(fp.run(plan, params, (x, x), optimizer=optimizer).grads[0], want)
+    assert torch.equal(params[0], 2.0 - 0.5 * want)
 
 
 def test_what_flows_flows_both_ways():

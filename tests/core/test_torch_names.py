@@ -433,6 +433,15 @@ def functions_in_graphs() -> None:
     assert (Path(torch.__file__).parent.parent / names.TRACED_FUNCTION).exists()
 
 
+@probe("STEPPED")
+def what_schedulers_ask() -> None:
+    """a scheduler warns that the optimizer was not stepped."""
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    setattr(optimizer, names.STEPPED, True)
+    scheduler.step()  # warnings are errors here
+
+
 @probe("inductor")
 def torchs_compiler() -> None:
     """compile(backend="inductor") cannot be had."""

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import same, schedules
+from common import same, schedules, snapshot
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -212,6 +212,35 @@ def training(rank, size, kind, compiled):
             if not same(*results):
                 wrong.append((number, [str(each) for each in results]))
         wrong += [stage for stage in ranks.stages if not same(alone[stage], ours[stage])]
+    return wrong
+
+
+def stepping(rank, size, kind):
+    """A schedule that steps in several processes against steps after runs in one; a tie, clipping, a scale, late weights."""
+    stages, start, ties = tied_model()
+    schedule = fp.schedules.one_f_one_b(4, 3)
+    loss = late_cross_entropy if kind == "late" else lambda out, t: F.cross_entropy(out.flatten(0, 1), t.flatten())
+    plain, plan = (
+        fp.make_plan(stages, one, loss=loss, ties=ties, devices="cpu")
+        for one in (schedule, fp.schedules.step_params(schedule))
+    )
+    x, y = (torch.randint(11, (7, 4), generator=torch.Generator().manual_seed(5)) for _ in range(2))
+    max_norm, scale = 0.5 if kind == "clips" else 100.0, 4.0 if kind == "scale" else 1.0
+    wrong = []
+    with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
+        alone, ours = fresh(start), fp.place(plan, fresh(start), ranks)
+        theirs, mine = (torch.optim.AdamW(fp.leaves(params), lr=0.05) for params in (alone, ours))
+        for number in range(4):
+            want = fp.run(plain, alone, (x, y), executor="serial", threads_per_lane=1, loss_scale=scale)
+            norm = fp.step(theirs, alone, want, max_norm=max_norm)
+            options = {"optimizer": mine, "max_norm": max_norm, "executor": ranks, "threads_per_lane": 1}
+            got = fp.run(plan, ours, (x, y), **options, loss_scale=scale)
+            wrong += [] if same(norm, got.norm) and same(want.loss, got.loss) else [(number, str(norm), str(got.norm))]
+            wrong += [(number, stage) for stage in ranks.stages if not same(alone[stage], ours[stage])]
+        before = snapshot([ours[stage] for stage in ranks.stages])
+        with pytest.raises(fp.RanksError, match="max_norm"):
+            fp.run(plan, ours, (x, y), optimizer=mine, max_norm=1.0 + rank, executor=ranks)
+        wrong += [] if same(before, snapshot([ours[stage] for stage in ranks.stages])) else ["a run that was refused"]
     return wrong
 
 

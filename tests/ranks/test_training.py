@@ -12,6 +12,13 @@ def test_steps_are_those_of_one_process(pools, kind, size):
         assert [] == wrong
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", ["plain", "clips", "scale", "late"])
+def test_steps_inside_of_runs_are_those_after_them(pools, kind, size):
+    for wrong in pools(size).all("stepping", kind):
+        assert [] == wrong
+
+
 def test_steps_of_compiled_stages(pools):
     for wrong in pools(2).all("training", "plain", True):
         assert [] == wrong

@@ -364,3 +364,21 @@ def test_devices():
     with pytest.raises(fp.PlacementError, match="device 0 is 'nonsense'") as caught:
         fp.run(plan, ((), ()), torch.ones(2))
     assert "device 1 is cuda:77" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
+        lambda p: torch.optim.Adagrad(p, 0.1, foreach=True),
+    ],
+    ids=["nesterov", "adagrad"],
+)
+def test_gradients_stay_what_they_are(make):
+    """These write into the gradients that they step by; those of the result are somebody else's."""
+    params = ({"w": torch.ones(3)},)
+    optimizer = make(fp.leaves(params))
+    for _ in range(2):
+        grads = ({"w": torch.tensor([1.0, 2.0, 3.0])},)
+        fp.step(optimizer, params, grads)
+        assert grads[0]["w"].tolist() == [1.0, 2.0, 3.0]

@@ -1,0 +1,88 @@
+"""The leaves of parameters with their gradients, each once, whatever ties them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.tree import Tree, at, flatten
+
+Ties = Sequence[Sequence[tuple[int, Any]]]
+
+
+@dataclass
+class LeafGradient:
+    """A leaf of the parameters with its gradient.
+
+    Attributes:
+        leaf: the tensor that the optimizer may hold.
+        gradient: the sum over all its places.
+        stage: the first that has the leaf.
+        sums: which gradients are in it already, see `sums_of`.
+        counts: does it count in the norm; replicas of a tied parameter do not.
+    """
+
+    leaf: Tensor
+    gradient: Tensor
+    stage: int
+    sums: set[int]
+    counts: bool
+
+
+def by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[LeafGradient]:
+    """The leaves that have a gradient, each once.
+
+    One tensor at two places of a stage: its gradient is the sum. In two stages it is tied (a run refuses it otherwise),
+    and every place was given the whole sum already.
+    """
+    sums = sums_of(grads, ties)
+    counted = counted_elsewhere(grads, ties)
+    entries: dict[int, LeafGradient] = {}
+    per_stage = isinstance(params, (tuple, list))
+    for stage, (tree, grad_tree) in enumerate(zip(params, grads, strict=True) if per_stage else [(params, grads)]):
+        for leaf, gradient in zip(flatten(tree)[0], flatten(grad_tree)[0], strict=True):
+            if not isinstance(leaf, Tensor) or gradient is None:
+                continue
+            key = sums.get(id(gradient), id(gradient))
+            entry = entries.get(id(leaf))
+            if entry is None:
+                entries[id(leaf)] = LeafGradient(leaf, gradient, stage, {key}, key not in counted)
+            elif entry.stage == stage and key not in entry.sums:
+                entry.gradient = entry.gradient + gradient
+                entry.sums.add(key)
+            counted.add(key)
+    return list(entries.values())
+
+
+def sums_of(grads: Tree, ties: Ties) -> dict[int, int]:
+    """For each tied gradient (by id) one number of its tie: tied gradients are the same sum."""
+    out: dict[int, int] = {}
+    for group in ties:
+        members: list[Any] = []
+        for stage, path in group:
+            try:
+                if grads[stage] is not None:  # else it is at another process
+                    members.append(at(grads[stage], path))
+            except (KeyError, IndexError, TypeError, AttributeError):
+                raise PlanError(
+                    f"ties name {path!r} of stage {stage}, where grads have no leaf; give the plan's: ties=plan.ties"
+                ) from None
+        out.update((id(member), id(members[0])) for member in members)
+    return out
+
+
+def counted_elsewhere(grads: Tree, ties: Ties) -> set[int]:
+    """The ties (by the numbers of `sums_of`) that count in the norm of another process: that of their first stage."""
+    sums = sums_of(grads, ties)
+    out: set[int] = set()
+    for group in ties:
+        here = sorted(((s, path) for s, path in group if grads[s] is not None), key=itemgetter(0))
+        if here and here[0][0] > min(stage for stage, _ in group):
+            gradient = at(grads[here[0][0]], here[0][1])
+            out |= {sums[id(gradient)]} if id(gradient) in sums else set()
+    return out

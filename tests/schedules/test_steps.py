@@ -1,0 +1,59 @@
+"""S in schedules: where it stands, what it costs, and which orders are none."""
+
+import pytest
+
+import funcpipe as fp
+
+
+def test_it_comes_after_all_that_adds_and_after_the_sum_over_replicas():
+    schedule = fp.schedules.step_params(fp.schedules.reduce_grads(fp.schedules.zero_bubble(2, 2)))
+    assert str(schedule).splitlines()[0].endswith("0W1 0G 0S")
+    assert fp.Schedule.parse(str(schedule)) == schedule
+    assert fp.schedules.from_json(fp.schedules.to_json(schedule)) == schedule
+    assert schedule.steps
+    assert not fp.schedules.zero_bubble(2, 2).steps
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0 0S 0B0", "0B0 on device 0 stands after 0S, which is for all gradients"),
+        ("0F0 0B0 0S 0S", "0S on device 0 stands twice"),
+        ("0F0 0B0 0S 0G", "0G on device 0 stands after 0S"),
+        ("0F0 0S", "0B0 is missing"),
+    ],
+)
+def test_orders_that_are_none(text, message):
+    with pytest.raises(fp.ScheduleError, match=message):
+        fp.schedules.check(fp.Schedule.parse(text))
+
+
+def test_it_takes_time_of_its_device_and_waits_for_the_sums():
+    cost = fp.Cost(1.0, backward=2.0, reduce=5.0, step=3.0)
+    plain = fp.simulate(fp.schedules.one_f_one_b(1, 2), cost).makespan
+    assert fp.simulate(fp.schedules.step_params(fp.schedules.one_f_one_b(1, 2)), cost).makespan == plain + 3
+    reduced = fp.schedules.step_params(fp.schedules.reduce_grads(fp.schedules.one_f_one_b(1, 2)))
+    timeline = fp.simulate(reduced, cost)
+    assert timeline.makespan == plain + 5 + 3
+    assert timeline.cost().step == (3.0,)
+
+
+def test_steps_beside_backwards_of_others_cost_nothing():
+    """Of four stages all but the first step while the others' backwards still run."""
+    cost = fp.Cost(1.0, backward=2.0, step=2.0)
+    schedule = fp.schedules.one_f_one_b(4, 8)
+    assert fp.simulate(fp.schedules.step_params(schedule), cost).makespan == fp.simulate(schedule, cost).makespan + 2
+
+
+def test_refusals():
+    with pytest.raises(fp.ScheduleError, match="no backwards, so there is nothing to step by"):
+        fp.schedules.step_params(fp.schedules.fill_drain(2, 2).forwards())
+    with pytest.raises(fp.ScheduleError, match="has S already"):
+        fp.schedules.step_params(fp.schedules.step_params(fp.schedules.fill_drain(2, 2)))
+
+
+def test_torch_has_no_such_action():
+    schedule = fp.schedules.one_f_one_b(2, 2)
+    for messages in (False, True):
+        text = fp.schedules.to_torch_csv(fp.schedules.step_params(schedule), messages=messages)
+        assert text == fp.schedules.to_torch_csv(schedule, messages=messages)
