@@ -96,13 +96,13 @@ class LaneExecutor(ABC):
             went, backward = execution.stats(), plan.schedule.has_backward
             with intra_op_threads(ready.threads):
                 result = finish(ready, reports, outputs, timeline, went, backward=backward, stepping=stepping)
+            release(ready)
+            execution.settle()
+            return result if stepping is None else stepping.settle(result)
         except BaseException:
             if stepping is not None:
-                stepping.undo()
+                stepping.restore()
             raise
-        release(ready)
-        execution.settle()
-        return result
 
 
 class Execution:

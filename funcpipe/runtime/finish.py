@@ -59,7 +59,9 @@ def finish(
         _refuse_untouched(ended)
     scale, exchange = ready.shares.loss_scale, ready.part.others
     result = Result(loss, weight, losses, aux, grads, unused, state, merged, timeline, went, scale, plan.ties, exchange)
-    return result if stepping is None else stepping.settle(result, late=late)
+    if stepping is not None:
+        stepping.late = late
+    return result
 
 
 _Leaf = tuple[int, int, str]

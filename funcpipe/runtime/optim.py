@@ -74,35 +74,72 @@ def step(
             bullets("params and grads differ in structure; give both of the same run:", _apart(params, grads))
         )
     entries = by_leaf(params, grads, ties)
-    stepped = _held(optimizer, entries) if entries or exchange == alone else []
+    stepped = held_of(optimizer, entries) if entries or exchange == alone else []
     optimizer = optimizer if stepped else None
     for leaf in tensors:
         leaf.grad = None  # what an earlier backward left there is not stepped
+    if scaler is not None:
+        return _scaler_step(scaler, optimizer, entries, stepped, max_norm, exchange)
+    if scale != 1.0:
+        for entry in entries:
+            entry.gradient = entry.gradient / scale
+    norm = norm_of([(entry.stage, entry.gradient) for entry in entries if entry.counts], exchange)
+    if optimizer is not None and (scale == 1.0 or bool(norm.isfinite())):
+        apply_gradients(optimizer, stepped, norm, max_norm)
+    return norm
+
+
+def apply_gradients(
+    optimizer: torch.optim.Optimizer,
+    entries: Sequence[LeafGradient],
+    norm: Tensor | None = None,
+    max_norm: float | None = None,
+) -> None:
+    """Step leaves by their gradients, which stay as they are, clipped where the norm of all is above ``max_norm``."""
+    try:
+        for entry in entries:
+            entry.leaf.grad = _writable(entry.gradient, optimizer, clips=max_norm is not None)
+        if norm is not None and max_norm is not None:
+            _clip(entries, norm, max_norm)
+        optimizer.step()
+    finally:
+        for entry in entries:
+            entry.leaf.grad = None
+
+
+def _scaler_step(
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer | None,
+    entries: list[LeafGradient],
+    stepped: list[LeafGradient],
+    max_norm: float | None,
+    exchange: Exchange,
+) -> Tensor:
+    """Likewise, by a scaler, which writes into gradients; the norm of all."""
     try:
         for entry in stepped:
-            if max_norm is not None or scaler is not None:  # clipping and unscaling write into them
-                entry.gradient = entry.gradient.clone()
-            elif may_write(optimizer):
-                entry.gradient = cow_clone(entry.gradient)
-        if scale != 1.0:
-            for entry in entries:
-                entry.gradient = entry.gradient / scale
-        for entry in stepped:
-            entry.leaf.grad = entry.gradient
-        if scaler is not None:
-            _unscale(scaler, optimizer, entries, stepped, exchange)
+            entry.leaf.grad = entry.gradient = entry.gradient.clone()
+        _unscale(scaler, optimizer, entries, stepped, exchange)
         norm = norm_of([(entry.stage, entry.gradient) for entry in entries if entry.counts], exchange)
         if max_norm is not None:
-            spread = any(hasattr(leaf, "device_mesh") for leaf in tensors)  # one call takes no two meshes
-            clip_grads_with_norm_(tensors, max_norm, norm, foreach=False if spread else None)
-        if optimizer is not None and scaler is not None:
+            _clip(stepped, norm, max_norm)
+        if optimizer is not None:
             scaler.step(optimizer)
-        elif optimizer is not None and (scale == 1.0 or bool(norm.isfinite())):
-            optimizer.step()
     finally:
-        for leaf in tensors:
-            leaf.grad = None
+        for entry in stepped:
+            entry.leaf.grad = None
     return norm
+
+
+def _writable(gradient: Tensor, optimizer: torch.optim.Optimizer, *, clips: bool) -> Tensor:
+    """A gradient that may be written into, if somebody does."""
+    return gradient.clone() if clips else cow_clone(gradient) if _may_write(optimizer) else gradient
+
+
+def _clip(entries: Sequence[LeafGradient], norm: Tensor, max_norm: float) -> None:
+    tensors = [entry.leaf for entry in entries]
+    spread = any(hasattr(leaf, "device_mesh") for leaf in tensors)  # one call takes no two meshes
+    clip_grads_with_norm_(tensors, max_norm, norm, foreach=False if spread else None)
 
 
 def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
@@ -203,18 +240,19 @@ def accumulate(results: Iterable[Result]) -> Result:
     )
 
 
-def may_write(optimizer: torch.optim.Optimizer | None) -> bool:
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Is this one of torch's own optimizers."""
+    return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+
+
+def _may_write(optimizer: torch.optim.Optimizer) -> bool:
     """May an optimizer write into gradients; of torch's own Adagrad does, and SGD with Nesterov's momentum (foreach)."""
-    if optimizer is None:
-        return False
     nesterov = any(group.get("nesterov") for group in optimizer.param_groups)
-    known = type(optimizer).__module__.startswith("torch.optim.")
-    return (
-        not known or isinstance(optimizer, torch.optim.Adagrad) or (nesterov and isinstance(optimizer, torch.optim.SGD))
-    )
+    writes = isinstance(optimizer, torch.optim.Adagrad) or (nesterov and isinstance(optimizer, torch.optim.SGD))
+    return writes or not is_torchs(optimizer)
 
 
-def _held(optimizer: torch.optim.Optimizer | None, entries: list[LeafGradient]) -> list[LeafGradient]:
+def held_of(optimizer: torch.optim.Optimizer | None, entries: list[LeafGradient]) -> list[LeafGradient]:
     """The entries whose leaves this optimizer holds. Raises PlanError where a step could change nothing."""
     if not entries:
         raise PlanError(

@@ -6,7 +6,9 @@ fail: what its parameters and the optimizer's state were is kept until then (pos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcpipe.core.exchange import alone
 from funcpipe.core.result import Result
-from funcpipe.core.torch_names import STEPPED
-from funcpipe.core.tree import cow_clone, flatten, unflatten
+from funcpipe.core.torch_names import STEPPED, storage_number
+from funcpipe.core.tree import flatten, leaves, unflatten
 from funcpipe.runtime.leaf_gradients import LeafGradient, by_leaf
 from funcpipe.runtime.norms import norm_of
-from funcpipe.runtime.optim import may_write, refuse_unheld, step
+from funcpipe.runtime.optim import apply_gradients, held_of, is_torchs, refuse_unheld
+from funcpipe.runtime.plain_tensors import is_plain
 from funcpipe.runtime.prepare import Prepared
 
 _CLIPPING = 1e-6
@@ -33,134 +37,147 @@ class _Kept:
     Attributes:
         leaf: what was stepped.
         numbers: of the leaf.
-        state: of the optimizer, tensors as copies; None: it had none.
+        state: of the optimizer, each value with a copy of it; None: it had none.
     """
 
     leaf: Tensor
     numbers: Tensor
-    state: Mapping[str, Any] | None
+    state: Mapping[str, tuple[Any, Any]] | None
 
     @classmethod
     def of(cls, leaf: Tensor, optimizer: torch.optim.Optimizer) -> _Kept:
         """What is now."""
         state = optimizer.state.get(leaf)
-        kept = None if state is None else {name: _copied(value) for name, value in state.items()}
+        kept = None if state is None else {name: (value, _copied(value)) for name, value in state.items()}
         return cls(leaf, leaf.detach().clone(), kept)
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make it so again; tensors stay the objects that they are."""
+        """Make it so again; tensors are the objects that they were."""
         self.leaf.detach().copy_(self.numbers)
         if self.state is None:
             optimizer.state.pop(self.leaf, None)
             return
         now = optimizer.state[self.leaf]
-        for name in [name for name in now if name not in self.state]:
-            del now[name]
-        for name, value in self.state.items():
-            if isinstance(value, Tensor) and isinstance(now.get(name), Tensor):
-                now[name].detach().copy_(value)
-            else:
-                now[name] = value
+        now.clear()
+        for name, (value, copy) in self.state.items():
+            now[name] = value if isinstance(value, Tensor) else copy
+            if isinstance(value, Tensor):
+                value.detach().copy_(copy)
 
 
 class Stepping:
     """The steps of one run.
 
     Attributes:
-        stepped: the stages that were, so far.
+        stepped: the stages that were, on their lanes.
+        late: did the loss give weights that nobody knew before.
     """
 
     def __init__(self, ready: Prepared) -> None:
         self.ready, self.optimizer, self.max_norm = ready, ready.options.optimizer, ready.options.max_norm
         self.stepped: set[int] = set()
-        self._kept: dict[int, list[_Kept]] = {}
-        trees = [tree for stage, tree in enumerate(ready.params) if stage in ready.bounds]
+        self.late = False
+        self._kept: dict[int, _Kept] = {}
+        self._early: frozenset[int] = frozenset()
         if self.optimizer is not None:
-            refuse_unheld(self.optimizer, [leaf for tree in trees for leaf in flatten(tree)[0]])
-        tied = {stage for group in ready.ties for stage, _ in group}
-        # Gradients of replicas and of ties are whole when all lanes are done; of losses that weigh late they are scaled then.
-        late = ready.part.replicas > 1 or ready.plan.stages[-1].seen.late
-        self._parts = {
-            stage: part_of(self.optimizer, flatten(ready.params[stage])[0])
-            for stage in ready.bounds
-            if not late and stage not in tied and self.optimizer is not None
-        }
+            mine = [leaf for stage in ready.bounds for leaf in leaves(ready.params[stage])]
+            refuse_unheld(self.optimizer, mine)
+            # Gradients of replicas are whole when all lanes are done; of losses that weigh late they are scaled then.
+            if ready.part.replicas == 1 and not ready.plan.stages[-1].seen.late and in_parts(self.optimizer, mine):
+                self._early = frozenset(ready.bounds) - _joined(ready)
 
     def step(self, stage: int) -> None:
         """Step a stage whose gradients are whole, on the lane that has it; not if others decide about these."""
-        part, bound = self._parts.get(stage), self.ready.bounds[stage]
-        if part is None or bound.written():  # what was written is told when the run ends
+        bound = self.ready.bounds[stage]
+        if stage not in self._early or bound.written():  # what was written is told when the run ends
             return
         tree = self.ready.params[stage]
         entries = self._scaled(by_leaf((tree,), (unflatten(flatten(tree)[1], bound.grads()),), ()))
-        self._step(stage, part, entries)
+        self.stepped.add(stage)
+        self._step(entries)
 
     def _scaled(self, entries: list[LeafGradient]) -> list[LeafGradient]:
         """The gradients without the loss scale."""
         scale = self.ready.shares.loss_scale
         return entries if scale == 1.0 else [replace(each, gradient=each.gradient / scale) for each in entries]
 
-    def _step(self, stage: int, part: torch.optim.Optimizer, entries: Sequence[LeafGradient]) -> None:
-        """Step what this part of the optimizer holds."""
-        ids = {id(leaf) for group in part.param_groups for leaf in group["params"]}
-        stepped = [entry for entry in entries if id(entry.leaf) in ids]
-        if not stepped:
-            return
-        self._kept[stage] = [_Kept.of(entry.leaf, part) for entry in stepped]
-        self.stepped.add(stage)
-        try:
-            for entry in stepped:
-                entry.leaf.grad = cow_clone(entry.gradient) if may_write(part) else entry.gradient
-            part.step()
-        finally:
-            for entry in stepped:
-                entry.leaf.grad = None
+    def _keep(self, entries: Iterable[LeafGradient]) -> None:
+        """Keep what is now, but for what is kept already."""
+        for entry in entries:
+            if id(entry.leaf) not in self._kept:
+                self._kept[id(entry.leaf)] = _Kept.of(entry.leaf, self.optimizer)
 
-    def settle(self, result: Result, *, late: bool) -> Result:
+    def _step(self, entries: Sequence[LeafGradient]) -> None:
+        """Step what the optimizer holds of these, as outside of the run: in no mode that stages compute in."""
+        part = part_of(self.optimizer, [entry.leaf for entry in entries])
+        if part is None:
+            return
+        held = {id(leaf) for group in part.param_groups for leaf in group["params"]}
+        stepped = [entry for entry in entries if id(entry.leaf) in held]
+        self._keep(stepped)
+        with _no_autocast(stepped):
+            apply_gradients(part, stepped)
+
+    def settle(self, result: Result) -> Result:
         """All is known: keep the steps, or undo them and make those that clipped, or late, gradients want."""
         assert result.grads is not None
         params, grads, scale = self.ready.params, result.grads, result.loss_scale
-        if late:
+        if self.late:
             self.ready.plan.stages[-1].seen.late = True
         entries = self._scaled(by_leaf(params, grads, result.ties))
         norm = norm_of([(entry.stage, entry.gradient) for entry in entries if entry.counts], result.exchange)
+        held = held_of(self.optimizer, entries) if entries or result.exchange == alone else []
         skips = scale != 1.0 and not bool(norm.isfinite())
         clips = self.max_norm is not None and not bool(self.max_norm / (norm + _CLIPPING) >= 1.0)
-        if late or skips or clips:
-            self.undo()
-        if clips and not skips:
-            step(self.optimizer, params, result, max_norm=self.max_norm)
-        elif not skips and self.optimizer is not None:
-            stages = {entry.stage for entry in entries} - self.stepped
-            rest = [entry for entry in entries if entry.stage in stages]
-            part = part_of(self.optimizer, [entry.leaf for entry in rest])
-            if part is not None:
-                self._step(-1, part, rest)
-        if self.optimizer is not None and not skips:
+        if self.late or skips or clips:
+            self.restore()
+        for leaf in leaves(params):
+            leaf.grad = None  # what an earlier backward left there is not stepped
+        if skips or not held:
+            return replace(result, norm=norm)
+        if self._early and not clips:
+            self._step([entry for entry in held if entry.stage not in self.stepped])
             setattr(self.optimizer, STEPPED, True)
-        self._kept.clear()
+        else:
+            if self._early:
+                self._keep(held)
+            with _no_autocast(held):
+                apply_gradients(self.optimizer, held, norm, self.max_norm)
+        if self._early:
+            _in_order(self.optimizer)
         return replace(result, norm=norm)
 
-    def undo(self) -> None:
-        """Make parameters and the optimizer's state what they were."""
+    def restore(self) -> None:
+        """Make parameters and the optimizer's state what they were; it stays known."""
         with torch.no_grad():
-            for rows in self._kept.values():
-                for kept in rows:
-                    kept.restore(self.optimizer)
-        self._kept.clear()
+            for kept in self._kept.values():
+                kept.restore(self.optimizer)
         self.stepped.clear()
 
 
-def part_of(optimizer: torch.optim.Optimizer, leaves: Sequence[Any]) -> torch.optim.Optimizer | None:
+def in_parts(optimizer: torch.optim.Optimizer, tensors: Iterable[Any]) -> bool:
+    """Is each leaf stepped by itself, so that parts of an optimizer can be stepped one by one: torch's own do so.
+
+    Others may count in their groups, look at all leaves, or hold another optimizer; hooks get the whole one. And a step is
+    of all that have a gradient, so there are to be no others than these ``tensors`` of the run.
+    """
+    patched = "step" in vars(optimizer) and getattr(optimizer.step, "__wrapped__", None) is not type(optimizer).step
+    hooked = any(value for name, value in vars(optimizer).items() if name.endswith("_hooks"))
+    return is_torchs(optimizer) and not (patched or hooked) and {*map(id, _held(optimizer))} <= {*map(id, tensors)}
+
+
+def part_of(optimizer: torch.optim.Optimizer, tensors: Sequence[Any]) -> torch.optim.Optimizer | None:
     """The optimizer for some of its parameters, with the same state; None: it holds none of them.
 
     Parts of different parameters can be stepped at the same time.
     """
-    ids = {id(leaf) for leaf in leaves}
-    groups = [
-        {**group, "params": [leaf for leaf in group["params"] if id(leaf) in ids]} for group in optimizer.param_groups
-    ]
-    groups = [group for group in groups if group["params"]]
+    ids = {id(leaf) for leaf in tensors}
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        kept = [at for at, leaf in enumerate(group["params"]) if id(leaf) in ids]
+        lists = {name: [group[name][at] for at in kept] for name in ("params", "param_names") if name in group}
+        if kept:
+            groups.append({**group, **lists})
     if not groups:
         return None
     part: torch.optim.Optimizer = object.__new__(type(optimizer))  # `copy` takes what is saved, so no hooks
@@ -168,6 +185,41 @@ def part_of(optimizer: torch.optim.Optimizer, leaves: Sequence[Any]) -> torch.op
     vars(part).pop("step", None)  # a scheduler has put one there, which steps all of it
     part.param_groups = groups
     return part
+
+
+@contextmanager
+def _no_autocast(entries: Iterable[LeafGradient]) -> Generator[None]:
+    """Inside, nothing is cast: a step of an optimizer is none of what autocast is for."""
+    with ExitStack() as modes:
+        for kind in {entry.leaf.device.type for entry in entries}:
+            if torch.is_autocast_enabled(kind):
+                modes.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [leaf for group in optimizer.param_groups for leaf in group["params"]]
+
+
+def _in_order(optimizer: torch.optim.Optimizer) -> None:
+    """Put the state of the leaves in their order, whichever was stepped first: so it is saved in it."""
+    state = optimizer.state
+    for leaf in _held(optimizer):
+        if leaf in state:
+            state[leaf] = state.pop(leaf)
+
+
+def _joined(ready: Prepared) -> set[int]:
+    """The stages whose leaves are tied to those of others, or share their memory: a write into one is seen in the other."""
+    tied = {stage for group in ready.ties for stage, _ in group}
+    memories = {stage: {*map(_memory, leaves(ready.params[stage]))} for stage in ready.bounds}
+    seen = Counter(number for numbers in memories.values() for number in numbers)
+    return tied | {stage for stage, numbers in memories.items() if any(seen[number] > 1 for number in numbers)}
+
+
+def _memory(leaf: Any) -> int:
+    """A number that leaves of the same memory share."""
+    return storage_number(leaf.untyped_storage()) if is_plain(leaf) else id(leaf)
 
 
 def _copied(value: Any) -> Any:

@@ -11,6 +11,7 @@ from common import ids, same, schedules, snapshot
 from torch import nn
 
 import funcpipe as fp
+from funcpipe.runtime.stepping import part_of
 
 STAGES, MICROBATCHES = 4, 4
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
@@ -104,7 +105,7 @@ def test_what_is_not_finite(scale):
         twins.run(loss_scale=scale)
 
 
-def test_a_run_that_fails_leaves_all_as_it_was():
+def test_a_run_that_fails_leaves_all_as_it_was(monkeypatch):
     """The last stage is stepped before the first one's backward raises, in each run but the first with state to restore."""
     seen = []
 
@@ -128,7 +129,8 @@ def test_a_run_that_fails_leaves_all_as_it_was():
     params = layers()[:3]
     stepped = []
     optimizer = MAKERS["adamw"](fp.leaves(params))
-    handle = optimizer.register_step_post_hook(lambda *_: stepped.append(1))
+    own = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *rest: (stepped.append(1), own(self, *rest)))
     for fails in (True, False, True):
         before, state = snapshot(params), copy.deepcopy(optimizer.state_dict())
         seen.clear()
@@ -143,7 +145,6 @@ def test_a_run_that_fails_leaves_all_as_it_was():
             fp.run(plan, params, (X, TARGET), optimizer=optimizer, executor="serial")
             assert len(stepped) == 3
             assert not same(before, snapshot(params))
-    handle.remove()
 
 
 def test_each_stage_steps_on_its_lane_as_soon_as_it_can():
@@ -300,3 +301,172 @@ def test_a_result_that_was_stepped_is_not_stepped_again():
         fp.accumulate([result, result])
     assert same(before, snapshot(params))
     assert same(result.norm, fp.global_norm(result))
+
+
+class Counts(torch.optim.Optimizer):
+    """Counts steps in its group and on itself, and looks at all leaves: not to be stepped in parts."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "k": 0})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            group["k"] += 1
+            total = sum(leaf.grad.abs().sum() for leaf in group["params"] if leaf.grad is not None)
+            for leaf in group["params"]:
+                if leaf.grad is not None:
+                    leaf.sub_(leaf.grad * (group["lr"] / group["k"] / total))
+
+
+class Holds(torch.optim.Optimizer):
+    """Holds another optimizer, with a state of its own."""
+
+    def __init__(self, params):
+        self.base = torch.optim.AdamW(params, lr=0.01)
+        super().__init__(self.base.param_groups, self.base.defaults)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure=None):
+        self.base.step()
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("make", [Counts, Holds])
+def test_an_optimizer_of_ones_own_is_stepped_as_a_whole(make, executor):
+    """Who knows what it looks at; under a loss scale with an inf it is not stepped at all."""
+    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), make)
+    broken = torch.where(torch.arange(12)[:, None] == 5, torch.inf, TARGET)
+    for target, max_norm in ((TARGET, None), (broken, None), (TARGET, 0.05), (TARGET, 1e6)):
+        twins.run(executor=executor, loss_scale=4.0, target=target, max_norm=max_norm)
+    if make is Counts:
+        assert 3 == twins.optimizer.count == twins.other.count
+    else:
+        assert same(twins.other.base.state_dict()["state"], twins.optimizer.base.state_dict()["state"])
+
+
+def test_hooks_get_the_optimizer_itself():
+    """Once a run, and what they write stays."""
+    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), MAKERS["sgd"])
+    seen = []
+
+    def halve(optimizer, *_):
+        seen.append(optimizer)
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    for optimizer in (twins.optimizer, twins.other):
+        optimizer.register_step_pre_hook(halve)
+    twins.run()
+    twins.run(max_norm=0.05)
+    assert [id(one) for one in seen] == [id(one) for one in (twins.other, twins.optimizer) * 2]
+    assert 0.025 == twins.optimizer.param_groups[0]["lr"]
+
+
+def test_a_step_that_was_put_on_an_optimizer_is_called():
+    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), MAKERS["sgd"])
+    calls = []
+    for optimizer in (twins.optimizer, twins.other):
+        own = optimizer.step
+        optimizer.step = functools.wraps(own)(lambda own=own: (calls.append(1), own()))
+    twins.run()
+    twins.run(max_norm=0.05)
+    assert 4 == len(calls)
+
+
+def test_a_frozen_leaf_with_an_old_gradient_stays():
+    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), MAKERS["adamw"])
+    for params in (twins.params, twins.wanted):
+        for leaf in fp.leaves(params):
+            leaf.requires_grad_()
+        params[0]["b"].requires_grad_(False)
+        params[0]["b"].grad = torch.ones(6, 6)
+    before = snapshot(twins.params[0]["b"])
+    twins.run()
+    twins.run(max_norm=0.05)
+    assert same(before, snapshot(twins.params[0]["b"]))
+
+
+def test_views_of_one_buffer_are_stepped_at_the_end():
+    """A write into one counts as a write into all."""
+    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), MAKERS["adamw"])
+    for name, maker in (("params", "optimizer"), ("wanted", "other")):
+        buffer = torch.randn(STAGES, 2, 6, 6, generator=torch.Generator().manual_seed(3)) * 0.3
+        setattr(twins, name, tuple({"a": both[0].detach(), "b": both[1].detach()} for both in buffer))
+        setattr(twins, maker, MAKERS["adamw"](fp.leaves(getattr(twins, name))))
+    for max_norm in NORMS:
+        twins.run(max_norm=max_norm)
+
+
+class Replaces(torch.optim.SGD):
+    """Its state gets other tensors at each step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for leaf in group["params"]:
+                state = self.state[leaf]
+                state["all"] = torch.cat([state.get("all", leaf.new_zeros(0, 6)), leaf])
+
+
+Replaces.__module__ = "torch.optim.replaces"  # so that it is stepped in parts
+
+
+def test_a_state_whose_tensors_are_replaced_comes_back():
+    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), functools.partial(Replaces, lr=0.1))
+    twins.run(loss_scale=4.0)
+    state = {id(leaf): twins.optimizer.state[leaf]["all"] for leaf in fp.leaves(twins.params)}
+    broken = torch.where(torch.arange(12)[:, None] == 5, torch.inf, TARGET)
+    twins.run(loss_scale=4.0, target=broken)
+    assert all(twins.optimizer.state[leaf]["all"] is state[id(leaf)] for leaf in fp.leaves(twins.params))
+    twins.run(loss_scale=4.0, max_norm=0.05)
+
+
+@pytest.mark.parametrize("call", [1, STAGES, STAGES + 1])
+def test_a_step_that_fails_leaves_all_as_it_was(monkeypatch, call):
+    """The first stage's, the last one's, or that of all with clipped gradients."""
+    plan = plan_of(fp.schedules.step_params(fp.schedules.one_f_one_b(STAGES, MICROBATCHES)))
+    params = layers()
+    optimizer = MAKERS["adamw"](fp.leaves(params))
+    fp.run(plan, params, (X, TARGET), optimizer=optimizer)
+    before, state = snapshot(params), copy.deepcopy(optimizer.state_dict()["state"])
+    own, calls = torch.optim.AdamW.step, []
+
+    def fails(self, *rest):
+        own(self, *rest)
+        calls.append(1)
+        if len(calls) == call:
+            raise ArithmeticError("planted")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", fails)
+    with pytest.raises(ArithmeticError, match="planted"):
+        fp.run(plan, params, (X, TARGET), optimizer=optimizer, max_norm=0.01, executor="serial")
+    assert same(before, snapshot(params))
+    assert same(state, optimizer.state_dict()["state"])
+    assert all(leaf.grad is None for leaf in fp.leaves(params))
+
+
+def test_autocast_is_of_the_stages():
+    """As around `fp.run` alone: Adafactor multiplies matrices."""
+    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), functools.partial(torch.optim.Adafactor, lr=0.01))
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            want = fp.run(twins.outside, twins.wanted, (X, TARGET))
+            fp.run(twins.inside, twins.params, (X, TARGET), optimizer=twins.optimizer)
+        fp.step(twins.other, twins.wanted, want)
+        twins.check()
+
+
+def test_names_of_parameters_and_the_order_of_the_state():
+    """Parts have the names of theirs; what is saved has the order of the leaves, whichever stage was first."""
+    params = layers()
+    named = [(f"{stage}.{name}", leaf) for stage, tree in enumerate(params) for name, leaf in tree.items()]
+    optimizer = torch.optim.AdamW(named, lr=0.01)
+    plan = plan_of(fp.schedules.step_params(fp.schedules.one_f_one_b(STAGES, MICROBATCHES)))
+    fp.run(plan, params, (X, TARGET), optimizer=optimizer, executor="serial")
+    assert [*optimizer.state] == fp.leaves(params)
+    assert [*range(2 * STAGES)] == [*optimizer.state_dict()["state"]]
+    part = part_of(optimizer, [params[1]["b"], params[2]["a"]])
+    assert ["1.b", "2.a"] == part.param_groups[0]["param_names"]
