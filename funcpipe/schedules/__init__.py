@@ -19,6 +19,7 @@ from funcpipe.schedules.formats import to_json as to_json
 from funcpipe.schedules.legal import check as check
 from funcpipe.schedules.pairing import pair as pair
 from funcpipe.schedules.pairing import unpair as unpair
+from funcpipe.schedules.periods import lengthen as lengthen
 from funcpipe.schedules.slices import balanced_slices as balanced_slices
 from funcpipe.schedules.torch_csv import from_torch_csv as from_torch_csv
 from funcpipe.schedules.torch_csv import to_torch_csv as to_torch_csv
