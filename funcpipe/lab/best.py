@@ -10,7 +10,7 @@ from random import Random
 from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.errors import FuncpipeError, ScheduleError
 from funcpipe.core.result import Timeline
-from funcpipe.core.schedule import Kind, Schedule
+from funcpipe.core.schedule import Schedule
 from funcpipe.lab.bounds import LowerBound, lower_bound
 from funcpipe.lab.exact import solve
 from funcpipe.lab.found import Found
@@ -194,13 +194,11 @@ class Best:
                 return
             self.budget.told.phase("proof")
             hint = self.timeline if self.problem is problem else None
-            if hint is not None and any(kind in (Kind.B, Kind.O) for _, _, _, (kind, *_) in hint.spans):
-                hint = None
-            seconds = max(1.0, self.budget.left / (len(problems) - number))
-            solved = solve(problem, hint, seconds=seconds, seed=seed)
-            self.cut = self.cut or (solved is not None and solved.late)
-            if solved is not None and solved.orders is not None:
-                self.offer(problem, Schedule(solved.orders, "search"), "exact")
+            seconds = self.budget.left / (len(problems) - number)
+            for solved in solve(problem, hint, seconds=seconds, seed=seed):
+                self.cut = self.cut or solved.late
+                if solved.orders is not None:
+                    self.offer(problem, Schedule(solved.orders, "search"), "exact")
                 if self.problem is problem and solved.bound > self.value * (1 + _WRONG):
                     raise FuncpipeError(
                         f"internal error: the solver's bound is {solved.bound}, above {self.value}, which was found; "
@@ -208,6 +206,8 @@ class Best:
                     )
                 if solved.bound > self.bounds[number].value:
                     self.bounds[number] = LowerBound(min(self.value, solved.bound), "a proof by the solver")
+                if self.done:
+                    return
 
     def take(self, other: Best, problems: Sequence[Problem]) -> None:
         """Offer what another search has found for these problems, which had them in its own way."""

@@ -2,19 +2,24 @@
 
 Each action is an interval; a device runs one at a time, values arrive before they are read, and what lies on a device
 never exceeds its limit: a residual from the start of its F (of its R, where it is computed again) to the end of its I,
-what that leaves to the end of W. Solved by OR-Tools' CP-SAT, the extra ``solve``.
+what that leaves to the end of W; one that moves to the host until its O ends, and again from when its L starts. Solved by
+OR-Tools' CP-SAT, the extra ``solve``.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from importlib import import_module
+from itertools import pairwise
 from math import ceil, floor, inf, lcm
-from operator import itemgetter
-from typing import Any, NamedTuple
+from time import perf_counter
+from typing import Any, NamedTuple, TypeAlias
 
 from funcpipe.core.cost import per_stage
 from funcpipe.core.errors import ScheduleError
+from funcpipe.core.kinds import MOVES
 from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Action, Kind
 from funcpipe.lab.problem import ROUNDING, Problem
@@ -25,10 +30,18 @@ _FINE = 10**6
 """What the largest memory limit is scaled to, for memory in whole numbers."""
 _MOST = 4_000
 """The most actions of a problem; with more the solver does not come to an end."""
+_CAUSES = 60
+"""The most computing actions of a device whose every start is given a cause; with more there are too many choices."""
+_TURNS = ((True, 0.2), (False, 0.35), (False, 0.6), (False, 1.0))
+"""Where it is not known that the shortest schedule keeps microbatches in order: do they in a turn, and when it ends, as a share
+of the seconds. Each turn begins anew with what was found: a proof takes seconds, or hours, as luck has it."""
+
+_Starts: TypeAlias = Mapping[Action, int]
+"""When actions start, in ticks; only of those that run."""
 
 
 class Solved(NamedTuple):
-    """The result of the solver.
+    """What the solver found.
 
     Attributes:
         orders: a schedule at least as short as the hint; None: it found none in its time.
@@ -41,11 +54,14 @@ class Solved(NamedTuple):
     late: bool
 
 
-def solve(problem: Problem, hint: Timeline | None, *, seconds: float, seed: int) -> Solved | None:
-    """Search until the shortest is proven, or the time is over. None where the problem is too large for it.
+def solve(problem: Problem, hint: Timeline | None, *, seconds: float, seed: int) -> Iterator[Solved]:
+    """Search until the shortest is proven, or the time is over; nothing where the problem is too large for it.
+
+    Microbatches are alike, so they keep their order without loss if each is held from its F to its backward. Where they
+    need not be, the orders that keep it are tried first, and what that finds begins the proof over all orders.
 
     Args:
-        problem: what to solve. Residuals that move to the host are left out.
+        problem: what to solve.
         hint: a schedule to begin with.
         seconds: the time.
         seed: of the solver; it runs on one thread, so the same seed gives the same answer unless the time ends it.
@@ -54,161 +70,303 @@ def solve(problem: Problem, hint: Timeline | None, *, seconds: float, seed: int)
         ScheduleError: OR-Tools is not installed.
     """
     if 3 * problem.num_stages * problem.num_microbatches > _MOST:
-        return None
+        return
     try:
         cp_model: Any = import_module("ortools.sat.python.cp_model")
     except ImportError:
         raise ScheduleError("exact=True solves with OR-Tools: pip install 'torch-funcpipe[solve]'") from None
-    model = _Model(problem, cp_model, hint)
-    solver: Any = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = seed
-    solver.parameters.catch_sigint_signal = (
-        False  # it would leave Ctrl-C to end the process without a word, from then on
-    )
-    status = solver.Solve(model.cp)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Solved(None, 0.0, status == cp_model.UNKNOWN)
-    bound = float(solver.BestObjectiveBound() * model.unit) if model.complete else 0.0
-    return Solved(model.orders(solver), bound, status != cp_model.OPTIMAL)
+    began = perf_counter()
+    unit, exact = unit_of(problem)
+    begun = _begun(problem, hint, unit)
+    moves = problem.remat or problem.offload
+    for turn, (ordered, share) in enumerate(_TURNS if moves else ((True, 1.0),)):
+        model = ConstraintProgram(problem, cp_model, begun, unit, exact=exact, ordered=ordered)
+        left = share * seconds - (perf_counter() - began)
+        if left <= 0:  # to make the model took as long
+            yield Solved(None, 0.0, late=True)
+            continue
+        solver: Any = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = left
+        solver.parameters.num_workers = 1
+        solver.parameters.interleave_search = moves  # else one strategy may stay with its first schedule
+        solver.parameters.random_seed = seed + turn
+        # It would leave Ctrl-C to end the process without a word, from then on.
+        solver.parameters.catch_sigint_signal = False
+        status = solver.Solve(model.cp)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            yield Solved(None, 0.0, status == cp_model.UNKNOWN)
+            continue
+        begun = model.solution(solver)
+        bound = float(solver.BestObjectiveBound() * unit) if model.complete else 0.0
+        yield Solved(_orders(problem, begun, model.times), bound, status != cp_model.OPTIMAL)
+        if status == cp_model.OPTIMAL and not (ordered and moves):
+            return
 
 
-class _Model:
+class ConstraintProgram:
     """The constraint program.
 
     Attributes:
-        unit: the time of one tick.
-        complete: is every schedule of the problem one of the model, so that its bound is the problem's. With remat it
-            is not known that microbatches may keep their order.
+        times: of each kind and stage, in ticks.
+        complete: is every schedule of the problem one of the model, so that its bound is the problem's.
     """
 
-    def __init__(self, problem: Problem, cp_model: Any, hint: Timeline | None) -> None:
+    def __init__(
+        self, problem: Problem, cp_model: Any, begun: _Starts, unit: Fraction, *, exact: bool, ordered: bool
+    ) -> None:
         self.problem, self.cp = problem, cp_model.CpModel()
-        self.unit, exact = _unit(problem)
         rows = zip(problem.whole_backward, problem.inward, problem.weight, strict=True)
         fused = any(whole < inward + weight for whole, inward, weight in rows)
         crossing = (
             problem.cost.bandwidth or problem.cost.skips or any(per_stage(problem.cost.output, problem.num_stages))
         )
-        self.complete = exact and not fused and not crossing and not problem.offload and not problem.remat
-        times = {Kind.F: problem.forward, Kind.I: problem.inward, Kind.W: problem.weight, Kind.R: problem.again}
-        self.times = {kind: [round(Fraction(time) / self.unit) for time in row] for kind, row in times.items()}
-        self.hops = [[round(Fraction(hop) / self.unit) for hop in row] for row in problem.waits]
-        work = sum(sum(row) for row in self.times.values()) + sum(map(sum, self.hops))
-        self.horizon = max(1, work * problem.num_microbatches)
-        if hint is not None:
-            self.horizon = min(self.horizon, ceil(Fraction(hint.makespan) / self.unit) * 2 + 1)
-        self.starts: dict[Action, Any] = {}
-        self.again: dict[tuple[int, int], Any] = {}
-        self._actions()
+        # What crosses, and lies on devices as an output or a skip, is left out: that lets more schedules in, none out.
+        self.complete = exact and not fused and not (ordered and (problem.remat or problem.offload))
+        kinds = (Kind.F, Kind.I, Kind.W, *[Kind.R] * problem.remat, *[Kind.O, Kind.L] * problem.offload)
+        stages, count = range(problem.num_stages), problem.num_microbatches
+        self.times = {
+            kind: [round(Fraction(problem.cost.of(kind, stage)) / unit) for stage in stages] for kind in kinds
+        }
+        self.hops = [[round(Fraction(hop) / unit) for hop in row] for row in problem.waits]
+        self.horizon = max(1, (sum(map(sum, self.times.values())) + sum(map(sum, self.hops))) * count)
+        # A shorter span may have a longer makespan; a schedule whose times were rounded may take longer here.
+        if begun and problem.objective == "makespan":
+            ends = max(start + self.times[action.kind][action.stage] for action, start in begun.items())
+            self.horizon = min(self.horizon, ends if exact and not crossing else 2 * ends + 1)
+        self.places = [(stage, microbatch) for stage in stages for microbatch in range(count)]
+        self.starts = {
+            Action(kind, *place): self.cp.NewIntVar(0, self.horizon, "") for kind in kinds for place in self.places
+        }
+        self.again = {place: self.cp.NewBoolVar("") for place in self.places if problem.remat}
+        self.away = {place: self.cp.NewBoolVar("") for place in self.places if problem.offload}
+        self._one_at_a_time()
+        for place in self.places:
+            self._waits(*place)
+        self._in_order(ordered)
         self._memory()
+        most = max(map(len, problem.local))
+        if problem.offload and not crossing and 3 * most * count <= _CAUSES:
+            self._causes()
         self._objective()
-        for span in hint.spans if hint is not None else ():
-            if span.action in self.starts:
-                self.cp.AddHint(self.starts[span.action], round(Fraction(span.start) / self.unit))
+        self._begin(begun)
 
-    def _actions(self) -> None:
-        cp, problem = self.cp, self.problem
-        busy: list[list[Any]] = [[] for _ in range(problem.num_devices)]
-        for stage in range(problem.num_stages):
-            for microbatch in range(problem.num_microbatches):
-                for kind in (Kind.F, Kind.I, Kind.W):
-                    action = Action(kind, stage, microbatch)
-                    start = self.starts[action] = cp.NewIntVar(0, self.horizon, str(action))
-                    length = self.times[kind][stage]
-                    busy[problem.device_of[stage]].append(cp.NewFixedSizeIntervalVar(start, length, ""))
-                    if microbatch:  # microbatches are alike, so their order is no loss
-                        cp.Add(start >= self._end(Action(kind, stage, microbatch - 1)))
-                self._waits(stage, microbatch)
-                if problem.remat:
-                    busy[problem.device_of[stage]].append(self._repeated(stage, microbatch))
-        for row in busy:
-            cp.AddNoOverlap(row)
-
-    def _waits(self, stage: int, microbatch: int) -> None:
-        cp, (forward_hops, backward_hops) = self.cp, self.hops
-        forward, inward = Action(Kind.F, stage, microbatch), Action(Kind.I, stage, microbatch)
-        cp.Add(self.starts[inward] >= self._end(forward))
-        cp.Add(self.starts[Action(Kind.W, stage, microbatch)] >= self._end(inward))
-        if stage:
-            previous = Action(Kind.I, stage - 1, microbatch)
-            cp.Add(self.starts[forward] >= self._end(Action(Kind.F, stage - 1, microbatch)) + forward_hops[stage - 1])
-            cp.Add(self.starts[previous] >= self._end(inward) + backward_hops[stage])
-
-    def _repeated(self, stage: int, microbatch: int) -> Any:
-        """The optional interval of an R between its F and its I."""
-        cp = self.cp
-        action = Action(Kind.R, stage, microbatch)
-        chosen = self.again[stage, microbatch] = cp.NewBoolVar("")
-        start = self.starts[action] = cp.NewIntVar(0, self.horizon, str(action))
-        cp.Add(start >= self._end(Action(Kind.F, stage, microbatch))).OnlyEnforceIf(chosen)
-        cp.Add(self._end(action) <= self.starts[Action(Kind.I, stage, microbatch)]).OnlyEnforceIf(chosen)
-        length = self.times[Kind.R][stage]
-        return cp.NewOptionalIntervalVar(start, length, start + length, chosen, "")
-
-    def _memory(self) -> None:
-        cp, problem = self.cp, self.problem
-        largest = max((limit for limit in problem.limits if limit < inf), default=1.0)
-        scale = _FINE / largest
-        for device, stages in enumerate(problem.local):
-            if problem.limits[device] == inf:
-                continue
-            intervals: list[Any] = []
-            demands: list[int] = []
-            for stage in stages:
-                # Rounded so that whatever fits the problem fits here; what only fits here is refused when it is timed.
-                rest = min(problem.rest[stage], problem.residual[stage])
-                shares = floor((problem.residual[stage] - rest) * scale), floor(rest * scale)
-                for microbatch in range(problem.num_microbatches):
-                    for kind, demand in zip((Kind.I, Kind.W), shares, strict=True):
-                        if demand:
-                            intervals.append(self._held(stage, microbatch, kind))
-                            demands.append(demand)
-            cp.AddCumulative(intervals, demands, ceil(problem.limits[device] * (1 + ROUNDING) * scale))
-
-    def _held(self, stage: int, microbatch: int, kind: Kind) -> Any:
-        """The interval from when a residual is there to the end of an action that frees it."""
-        cp = self.cp
-        begin = self.starts[Action(Kind.F, stage, microbatch)]
-        chosen = self.again.get((stage, microbatch))
-        if chosen is not None:
-            forward, begin = begin, cp.NewIntVar(0, self.horizon, "")
-            cp.Add(begin == forward).OnlyEnforceIf(chosen.Not())
-            cp.Add(begin == self.starts[Action(Kind.R, stage, microbatch)]).OnlyEnforceIf(chosen)
-        end = self._end(Action(kind, stage, microbatch))
-        return cp.NewIntervalVar(begin, cp.NewIntVar(0, self.horizon, ""), end, "")
-
-    def _objective(self) -> None:
-        cp, problem, last = self.cp, self.problem, self.problem.num_microbatches - 1
-        goal = cp.NewIntVar(0, self.horizon, "goal")
-        for stages in problem.local:
-            for stage in stages:
-                end = self._end(Action(Kind.W, stage, last))
-                begin = self.starts[Action(Kind.F, stages[0], 0)] if problem.objective == "span" else 0
-                cp.Add(goal >= end - begin)
-        cp.Minimize(goal)
+    def _chosen(self, action: Action) -> Any:
+        """Whether an action runs; None: it must."""
+        choices = self.again if action.kind is Kind.R else self.away if action.kind in MOVES else {}
+        return choices.get((action.stage, action.microbatch))
 
     def _end(self, action: Action) -> Any:
         return self.starts[action] + self.times[action.kind][action.stage]
 
-    def orders(self, solver: Any) -> tuple[tuple[Action, ...], ...]:
-        """The orders of the solution; actions of no length go before those that start at the same time."""
-        rank = {Kind.F: 0, Kind.R: 1, Kind.I: 2, Kind.W: 3}
-        rows: list[list[tuple[tuple[int, ...], Action]]] = [[] for _ in range(self.problem.num_devices)]
+    def _one_at_a_time(self) -> None:
+        """What computes on a device does so one after the other, and so does what moves to its host, or from it."""
+        busy: dict[tuple[int, Kind | None], list[Any]] = defaultdict(list)
+        for action, start in self.starts.items():
+            length, chosen = self.times[action.kind][action.stage], self._chosen(action)
+            interval = (
+                self.cp.NewFixedSizeIntervalVar(start, length, "")
+                if chosen is None
+                else self.cp.NewOptionalFixedSizeIntervalVar(start, length, chosen, "")
+            )
+            way = action.kind if action.kind in MOVES else None
+            busy[self.problem.device_of[action.stage], way].append(interval)
+        for row in busy.values():
+            self.cp.AddNoOverlap(row)
+
+    def _waits(self, stage: int, microbatch: int) -> None:
+        """What must end before something else of this stage and microbatch starts."""
+        forward_hops, backward_hops = self.hops
+        forward, inward, weight, again, off, back = (
+            Action(kind, stage, microbatch) for kind in (Kind.F, Kind.I, Kind.W, Kind.R, Kind.O, Kind.L)
+        )
+        self._after(inward, forward)
+        self._after(weight, inward)
+        if stage:
+            self._after(forward, Action(Kind.F, stage - 1, microbatch), forward_hops[stage - 1])
+            self._after(Action(Kind.I, stage - 1, microbatch), inward, backward_hops[stage])
+        for chain in ((forward, again, inward), (forward, off, back, inward)):
+            if all(action in self.starts for action in chain):
+                for earlier, later in pairwise(chain):
+                    self._after(later, earlier)
+        place = stage, microbatch
+        if place in self.again and place in self.away:
+            self.cp.AddBoolOr([self.again[place].Not(), self.away[place].Not()])
+
+    def _after(self, later: Action, earlier: Action, hop: int = 0) -> None:
+        constraint = self.cp.Add(self.starts[later] >= self._end(earlier) + hop)
+        chosen = [literal for action in (later, earlier) if (literal := self._chosen(action)) is not None]
+        if chosen:
+            constraint.OnlyEnforceIf(chosen)
+
+    def _in_order(self, ordered: bool) -> None:
+        """Microbatches keep their order; if not everywhere, then in the first forward, which gives them their numbers."""
+        kinds = (Kind.F, Kind.I, Kind.W) if ordered else (Kind.F,)
+        for stage, microbatch in self.places:
+            if microbatch and (ordered or stage == 0):
+                for kind in kinds:
+                    self._after(Action(kind, stage, microbatch), Action(kind, stage, microbatch - 1))
+
+    def _memory(self) -> None:
+        problem = self.problem
+        largest = max((limit for limit in problem.limits if limit < inf), default=1.0)
+        scale = _FINE / largest
+        held: dict[int, list[tuple[Any, int]]] = defaultdict(list)
+        for stage, microbatch in self.places:
+            device = problem.device_of[stage]
+            if problem.limits[device] == inf:
+                continue
+            # Rounded so that whatever fits the problem fits here; what only fits here is refused when it is timed.
+            rest = min(problem.rest[stage], problem.residual[stage])
+            shares = floor((problem.residual[stage] - rest) * scale), floor(rest * scale)
+            begin = self._made(stage, microbatch)
+            for kind, share in zip((Kind.I, Kind.W), shares, strict=True):
+                if share:
+                    held[device].append((self._held(begin, Action(kind, stage, microbatch)), share))
+            if (chosen := self.away.get((stage, microbatch))) is not None:
+                begin = self.starts[Action(Kind.F, stage, microbatch)]
+                held[device].append((self._held(begin, Action(Kind.O, stage, microbatch), chosen), sum(shares)))
+        for device, rows in held.items():
+            intervals, shares = zip(*rows, strict=True)
+            self.cp.AddCumulative(intervals, shares, ceil(problem.limits[device] * (1 + ROUNDING) * scale))
+
+    def _made(self, stage: int, microbatch: int) -> Any:
+        """When the residual that a backward reads is there: from its F, or from its R or L."""
+        begin = self.starts[Action(Kind.F, stage, microbatch)]
+        for choices, kind in ((self.again, Kind.R), (self.away, Kind.L)):
+            chosen = choices.get((stage, microbatch))
+            if chosen is not None:
+                before, begin = begin, self.cp.NewIntVar(0, self.horizon, "")
+                self.cp.Add(begin == before).OnlyEnforceIf(chosen.Not())
+                self.cp.Add(begin == self.starts[Action(kind, stage, microbatch)]).OnlyEnforceIf(chosen)
+        return begin
+
+    def _held(self, begin: Any, last: Action, chosen: Any = None) -> Any:
+        """The interval from a start to the end of an action, there if it is chosen."""
+        size, end = self.cp.NewIntVar(0, self.horizon, ""), self._end(last)
+        if chosen is None:
+            return self.cp.NewIntervalVar(begin, size, end, "")
+        return self.cp.NewOptionalIntervalVar(begin, size, end, chosen, "")
+
+    def _causes(self) -> None:
+        """Nothing starts later than the clock starts it: each start is the end of something that it waits for.
+
+        Without moves, whatever starts too late may as well start earlier. A residual that moved earlier, for nobody asks
+        the link to wait, would come back too early. What computes waits for what its device computed before, for its
+        value, for its residual; a move for what its device computed before, for the move before it, or the other half of it.
+        """
+        last = self.problem.num_stages - 1
+        forward_hops, backward_hops = self.hops
         for action, start in self.starts.items():
             kind, stage, microbatch, _ = action
-            if kind is Kind.R and not solver.Value(self.again[stage, microbatch]):
-                continue
-            begin = solver.Value(start)
-            key = begin, bool(self.times[kind][stage]), rank[kind], stage if kind is Kind.F else -stage, microbatch
-            rows[self.problem.device_of[stage]].append((key, action))
-        return tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in rows)
+            device = self.problem.device_of[stage]
+            causes: list[tuple[Any, Any]] = [(0, None)] if kind is Kind.F else []
+            causes += [
+                (self._end(other), self._chosen(other))
+                for other in self.starts
+                if other != action
+                and self.problem.device_of[other.stage] == device
+                and (other.kind not in MOVES or other.kind is kind)
+            ]
+            if kind is Kind.F and stage:
+                causes.append((self._end(Action(Kind.F, stage - 1, microbatch)) + forward_hops[stage - 1], None))
+            if kind is Kind.I and stage < last:
+                causes.append((self._end(Action(Kind.I, stage + 1, microbatch)) + backward_hops[stage + 1], None))
+            if kind in (Kind.I, Kind.L):
+                half = Action(Kind.L if kind is Kind.I else Kind.O, stage, microbatch)
+                causes.append((self._end(half), self._chosen(half)))
+            literals: list[Any] = []
+            for moment, condition in causes:
+                literal = self.cp.NewBoolVar("")
+                self.cp.Add(start == moment).OnlyEnforceIf(literal)
+                if condition is not None:
+                    self.cp.AddImplication(literal, condition)
+                literals.append(literal)
+            chosen = self._chosen(action)
+            self.cp.AddBoolOr(literals if chosen is None else [*literals, chosen.Not()])
+
+    def _objective(self) -> None:
+        cp, problem = self.cp, self.problem
+        goal = cp.NewIntVar(0, self.horizon, "goal")
+        for stages in problem.local:
+            begin: Any = 0
+            if problem.objective == "span" and stages:
+                begin = cp.NewIntVar(0, self.horizon, "")
+                for microbatch in range(problem.num_microbatches):
+                    cp.Add(begin <= self.starts[Action(Kind.F, stages[0], microbatch)])
+            for stage in stages:
+                for microbatch in range(problem.num_microbatches):
+                    cp.Add(goal >= self._end(Action(Kind.W, stage, microbatch)) - begin)
+        cp.Minimize(goal)
+
+    def _begin(self, begun: _Starts) -> None:
+        """Tell the solver a schedule."""
+        for action, start in self.starts.items():
+            if action in begun:
+                self.cp.AddHint(start, begun[action])
+        for choices, kind in ((self.again, Kind.R), (self.away, Kind.O)):
+            for place, chosen in choices.items():
+                if begun:
+                    self.cp.AddHint(chosen, Action(kind, *place) in begun)
+
+    def solution(self, solver: Any) -> dict[Action, int]:
+        """When what runs starts."""
+        chosen = {action: self._chosen(action) for action in self.starts}
+        return {
+            action: solver.Value(start)
+            for action, start in self.starts.items()
+            if chosen[action] is None or solver.Value(chosen[action])
+        }
 
 
-def _unit(problem: Problem) -> tuple[Fraction, bool]:
+def _begun(problem: Problem, hint: Timeline | None, unit: Fraction) -> dict[Action, int]:
+    """When the actions of a schedule start, B as I and W; nothing where that would not be the same."""
+    starts: dict[Action, int] = {}
+    for span in hint.spans if hint is not None else ():
+        kind, stage, microbatch, _ = span.action
+        start = Fraction(span.start)
+        if kind is Kind.B:
+            if problem.whole_backward[stage] < problem.inward[stage] + problem.weight[stage]:
+                return {}
+            starts[Action(Kind.I, stage, microbatch)] = round(start / unit)
+            starts[Action(Kind.W, stage, microbatch)] = round((start + Fraction(problem.inward[stage])) / unit)
+        else:
+            starts[span.action] = round(start / unit)
+    return starts
+
+
+def _orders(problem: Problem, starts: _Starts, times: Mapping[Kind, list[int]]) -> tuple[tuple[Action, ...], ...]:
+    """The orders of a solution.
+
+    What computes stands as it starts; a move before what its device computes while it starts, or starts next. Of actions that
+    start together those of no length go first, a microbatch's in their order.
+    """
+    rank = (Kind.F, Kind.R, Kind.O, Kind.L, Kind.I, Kind.W)
+    orders: list[tuple[Action, ...]] = []
+    for device in range(problem.num_devices):
+        mine = [action for action in starts if problem.device_of[action.stage] == device]
+        computes = [
+            (starts[action], starts[action] + times[action.kind][action.stage])
+            for action in mine
+            if action.kind not in MOVES
+        ]
+
+        def key(action: Action, computes: list[tuple[int, int]] = computes) -> tuple[int, ...]:
+            kind, stage, microbatch, _ = action
+            start = place = starts[action]
+            if kind in MOVES:
+                place = next((begin for begin, end in computes if begin < start < end), start)
+            after = 0 if place == start and not times[kind][stage] else 1 if kind in MOVES else 2
+            return place, after, start, rank.index(kind), stage if kind is Kind.F else -stage, microbatch
+
+        orders.append(tuple(sorted(mine, key=key)))
+    return tuple(orders)
+
+
+def unit_of(problem: Problem) -> tuple[Fraction, bool]:
     """The time of one tick, and whether every time is a whole number of ticks."""
-    rows = (problem.forward, problem.inward, problem.weight, problem.again, *problem.waits)
+    moving = [problem.cost.of(Kind.O, stage) for stage in range(problem.num_stages)] if problem.offload else []
+    again = problem.again if problem.remat else ()
+    rows = (problem.forward, problem.inward, problem.weight, again, *problem.waits, moving)
     times = [Fraction(time) for row in rows for time in row]
     rough = [time.limit_denominator(10**4) for time in times]
     unit = Fraction(1, lcm(*(time.denominator for time in rough)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
+from math import lcm
 from operator import itemgetter
 from random import Random
 
@@ -18,9 +20,12 @@ from funcpipe.lab.found import Found
 from funcpipe.lab.levels import descend, least, levels_of, mixed
 from funcpipe.lab.problem import Budget, Objective, Problem, as_schedule
 from funcpipe.lab.problems import problems_of
+from funcpipe.schedules.periods import TRIED, fitting, periods, repeated
 
 _BEGINS = 0.4
 """Of the seconds, how many go into published and greedy schedules at most."""
+_PERIODS = 0.4
+"""Likewise, of what is left, into schedules of fewer microbatches, whose periods are repeated."""
 _LEVELS = 0.3
 """Likewise, into the choice of levels."""
 _CHOICES = 128
@@ -74,7 +79,7 @@ def search(
             cost of one of many batches that follow each other.
         exact: at the end, let OR-Tools (extra ``solve``) look for the shortest of all and prove it, for what is left of
             the time; where everything is small (up to about 4 devices and 8 microbatches) that takes up to half a
-            minute. Of whole microbatches and one cost only.
+            minute. With ``remat`` and ``offload`` too; of whole microbatches and one cost only.
         evaluations: about how many schedules are timed; the same number and seed give the same schedule.
         seconds: cut the search short after so long.
         seed: of the random changes.
@@ -170,6 +175,9 @@ def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int, 
     begins = budget.part(_BEGINS)
     best.begin(problems, begins)
     best.sharpen(steps=min(1, steps))
+    periods = budget.part(_PERIODS)
+    for problem in problems:
+        by_period(problem, best, periods.part(1 / len(problems)), seed)
     for number, problem in enumerate(problems):
         if best.done or budget.late:
             break
@@ -189,3 +197,32 @@ def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int, 
     if exact:
         best.prove(problems, seed)
     return best
+
+
+def by_period(problem: Problem, best: Best, budget: Budget, seed: int) -> None:
+    """Where there are too many actions to move single ones, offer what is found for fewer microbatches, its period repeated."""
+    few, many = _fewer(problem), problem.num_microbatches // problem.num_slices
+    if not too_many(problem) or few == many or best.done or budget.late:
+        return
+    small = replace(problem, num_microbatches=few * problem.num_slices)
+    one = _search([small], Best([small], budget), exact=False, seed=seed, steps=0)
+    budget.told.look = best.look
+    if one.schedule is not None:
+        for period in fitting(periods(one.schedule, problem.cost), many - few)[:TRIED]:
+            best.offer(problem, repeated(one.schedule, period, many), "period")
+
+
+def _fewer(problem: Problem) -> int:
+    """For how many microbatches a schedule is found that is repeated; as many as there are where that saves little.
+
+    Devices fill and drain in about as many microbatches each as there are devices, and twice as many are left for the
+    period. What remains must be a number of periods: of 1, 2, 4 or as many microbatches as devices, as published ones have.
+    That of so few is the same, so a search begins another one only once.
+    """
+    many, least, step = (
+        problem.num_microbatches // problem.num_slices,
+        4 * problem.num_devices,
+        lcm(4, problem.num_devices),
+    )
+    few = least + (many - least) % step
+    return few if 4 * few <= 3 * many else many

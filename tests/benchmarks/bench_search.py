@@ -96,7 +96,9 @@ def against_torch(seconds: float) -> None:
             )
 
 
-def against_proofs(numbers: list[int], seconds: float, proof_seconds: float, known: Path | None) -> None:
+def against_proofs(
+    numbers: list[int], seconds: float, proof_seconds: float, known: Path | None, *, exact: bool
+) -> None:
     """The third table."""
     references = json.loads(known.read_text()) if known is not None and known.exists() else {}
     rows: list[tuple[int, float, float | None]] = []
@@ -106,7 +108,7 @@ def against_proofs(numbers: list[int], seconds: float, proof_seconds: float, kno
     for number in numbers:
         one = instance(number)
         start = problem.perf_counter()
-        found = searched(one, seconds)
+        found = searched(one, seconds, exact=exact)
         took = problem.perf_counter() - start
         makespan, bound = (found.makespan, found.lower_bound) if found is not None else (inf, 0.0)
         if str(number) not in references:
@@ -135,7 +137,7 @@ def against_proofs(numbers: list[int], seconds: float, proof_seconds: float, kno
     print(f"the optimum: {sum(share >= 1 - 1e-9 for share in shares)}; worst {min(shares, default=1.0):.4f}")
 
 
-def searched(one: Instance, seconds: float) -> fp.typing.Found | None:
+def searched(one: Instance, seconds: float, *, exact: bool) -> fp.typing.Found | None:
     """What the search finds for an instance; None: nothing."""
     try:
         return fp.search(
@@ -147,6 +149,7 @@ def searched(one: Instance, seconds: float) -> fp.typing.Found | None:
             memory_limit=one.limit,
             remat=one.remat,
             offload=one.offload,
+            exact=exact,
             evaluations=10**6,
             seconds=seconds,
         )
@@ -164,6 +167,9 @@ def main() -> None:
     parser.add_argument("--proof-seconds", type=float, default=60.0)
     parser.add_argument("--known", type=Path)
     parser.add_argument(
+        "--exact", action="store_true", help="the search may ask the solver too, for what is left of its time"
+    )
+    parser.add_argument(
         "--cpu", action="store_true", help="seconds of a search are those of the processor, not of the wall"
     )
     options = parser.parse_args()
@@ -171,7 +177,7 @@ def main() -> None:
         problem.perf_counter = process_time
     if options.random:
         numbers = options.only or list(range(options.random))
-        against_proofs(numbers, options.seconds, options.proof_seconds, options.known)
+        against_proofs(numbers, options.seconds, options.proof_seconds, options.known, exact=options.exact)
         return
     tables(options.rows, options.seconds)
     against_torch(options.seconds)

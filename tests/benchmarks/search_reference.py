@@ -77,6 +77,27 @@ def instance(number: int) -> Instance:
     return Instance(number, cost, tuple(placement), microbatches, limit, allowed == "remat", allowed == "offload")
 
 
+def small(seed: int, allowed: str = "") -> Instance:
+    """A small instance with memory that is short, stages anywhere."""
+    rng = Random(seed)
+    devices = rng.randint(1, 3)
+    stages = devices + rng.randint(0, 2)
+    microbatches = rng.randint(1, 4 if stages < 4 else 3)
+    placement = rng.sample([*range(devices), *(rng.randrange(devices) for _ in range(stages - devices))], stages)
+    rows = [[rng.randint(1, 6) for _ in range(stages)] for _ in range(4)]
+    residual = [rng.randint(0, 3) for _ in range(stages)]
+    cost = fp.Cost(
+        *rows[:3],
+        remat=rows[3],
+        residual=residual,
+        weight_residual=[size * rng.choice((0, 0.5, 1)) for size in residual],
+        comm=[rng.randint(0, 3) for _ in range(stages - 1)],
+    )
+    least = max(sum(residual[stage] for stage in range(stages) if placement[stage] == d) for d in range(devices))
+    limit = max(1, least + rng.choice((0, 0, 1, 2, 3)))
+    return Instance(seed, cost, tuple(placement), microbatches, limit, allowed == "remat", allowed == "offload")
+
+
 class Reference(NamedTuple):
     """What is known of an instance.
 
