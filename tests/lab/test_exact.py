@@ -90,8 +90,8 @@ def test_remat_is_a_choice_of_the_solver():
     [
         ("remat", range(6)),
         ("offload", range(4)),
-        pytest.param("remat", range(6, 60), marks=pytest.mark.slow),
-        pytest.param("offload", range(4, 40), marks=pytest.mark.slow),
+        pytest.param("remat", range(6, 40), marks=pytest.mark.slow),
+        pytest.param("offload", range(4, 20), marks=pytest.mark.slow),
     ],
 )
 def test_a_proof_where_residuals_need_not_stay(allowed, seeds):
