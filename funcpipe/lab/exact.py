@@ -45,7 +45,7 @@ class Solved(NamedTuple):
 
     Attributes:
         orders: a schedule at least as short as the hint; None: it found none in its time.
-        bound: no schedule takes less, in the unit of the cost; 0 where the model leaves something out.
+        bound: no schedule takes less, in the unit of the cost; 0 where it may be none of the model.
         late: whether the time ended it.
     """
 
@@ -80,9 +80,11 @@ def solve(problem: Problem, hint: Timeline | None, *, seconds: float, seed: int)
     begun = _begun(problem, hint, unit)
     moves = problem.remat or problem.offload
     for turn, (ordered, share) in enumerate(_TURNS if moves else ((True, 1.0),)):
-        model = ConstraintProgram(problem, cp_model, begun, unit, exact=exact, ordered=ordered)
-        left = share * seconds - (perf_counter() - began)
-        if left <= 0:  # to make the model took as long
+        ends = began + share * seconds
+        late = perf_counter() >= ends  # to make a model takes time, too
+        model = None if late else ConstraintProgram(problem, cp_model, begun, unit, exact=exact, ordered=ordered)
+        left = ends - perf_counter()
+        if model is None or left <= 0:
             yield Solved(None, 0.0, late=True)
             continue
         solver: Any = cp_model.CpSolver()

@@ -44,8 +44,8 @@ def problems_of(
         faults.append(f"placement is 'line', 'loop', 'v', or the device of each stage; got {placement!r}")
     if objective not in ("makespan", "span"):
         faults.append(f"objective is 'makespan' or 'span'; got {objective!r}")
-    flags = {"remat": remat, "offload": offload, "exact": exact}
-    faults += [f"{name} is True or False; got {flag!r}" for name, flag in flags.items() if not isinstance(flag, bool)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    flags: dict[str, Any] = {"remat": remat, "offload": offload, "exact": exact}
+    faults += [f"{name} is True or False; got {flag!r}" for name, flag in flags.items() if not isinstance(flag, bool)]
     if not isinstance(seconds, (int, float)) or not seconds > 0:
         faults.append(f"seconds is a positive number; got {seconds!r}")
     slices = counts.get("num_slices", 1)

@@ -175,9 +175,8 @@ def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int, 
     begins = budget.part(_BEGINS)
     best.begin(problems, begins)
     best.sharpen(steps=min(1, steps))
-    periods = budget.part(_PERIODS)
     for problem in problems:
-        by_period(problem, best, periods.part(1 / len(problems)), seed)
+        by_period(problem, best, budget.part(_PERIODS / len(problems)), seed)
     for number, problem in enumerate(problems):
         if best.done or budget.late:
             break
@@ -219,10 +218,7 @@ def _fewer(problem: Problem) -> int:
     period. What remains must be a number of periods: of 1, 2, 4 or as many microbatches as devices, as published ones have.
     That of so few is the same, so a search begins another one only once.
     """
-    many, least, step = (
-        problem.num_microbatches // problem.num_slices,
-        4 * problem.num_devices,
-        lcm(4, problem.num_devices),
-    )
+    many = problem.num_microbatches // problem.num_slices
+    least, step = 4 * problem.num_devices, lcm(4, problem.num_devices)
     few = least + (many - least) % step
     return few if 4 * few <= 3 * many else many

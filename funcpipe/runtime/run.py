@@ -77,8 +77,8 @@ def run(
             ``faulthandler.dump_traceback_later`` is taken for the length of the run.
         optimizer: of a schedule that steps (`schedules.step_params`) what steps: parameters and its state are written to, as
             by `step` after the run, with the same bits; each stage's on its lane, beside what others do. Where the run
-            fails, or `step` would not have stepped (inf or NaN under a loss scale), they are what they were. Its hooks are
-            called for each stage. With `ranks` each has one of its own leaves.
+            fails, or `step` would not have stepped (inf or NaN under a loss scale), they are what they were. One that is
+            not torch's own, or has hooks, is stepped as a whole when all is done. With `ranks` each has one of its own leaves.
         max_norm: of `step`, for such a schedule.
 
     Raises:

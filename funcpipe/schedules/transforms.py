@@ -149,11 +149,7 @@ def reduce_grads(schedule: Schedule) -> Schedule:
     """
     refuse_unfit("reduce_grads", schedule, (Kind.G,), because="there are no gradients to reduce", once="and last")
 
-    def after(order: tuple[Action, ...]) -> dict[int, list[Action]]:
-        last = {action.stage: at for at, action in enumerate(order) if action.kind in ADDS}
-        return {at: [Action(Kind.G, stage)] for stage, at in last.items()}
-
-    return _with(schedule, "reduce", [({}, after(order)) for order in schedule.orders])
+    return _with(schedule, "reduce", [({}, _behind(order, ADDS, Kind.G)) for order in schedule.orders])
 
 
 def step_params(schedule: Schedule) -> Schedule:
@@ -174,11 +170,13 @@ def step_params(schedule: Schedule) -> Schedule:
     """
     refuse_unfit("step_params", schedule, (Kind.S,), because="there is nothing to step by", once="and last")
 
-    def after(order: tuple[Action, ...]) -> dict[int, list[Action]]:
-        last = {action.stage: at for at, action in enumerate(order) if action.kind in (*ADDS, Kind.G)}
-        return {at: [Action(Kind.S, stage)] for stage, at in last.items()}
+    return _with(schedule, "step", [({}, _behind(order, (*ADDS, Kind.G), Kind.S)) for order in schedule.orders])
 
-    return _with(schedule, "step", [({}, after(order)) for order in schedule.orders])
+
+def _behind(order: Sequence[Action], kinds: Collection[Kind], kind: Kind) -> _Inserted:
+    """An action of a kind behind the last one of some kinds of each stage."""
+    last = {action.stage: at for at, action in enumerate(order) if action.kind in kinds}
+    return {at: [Action(kind, stage)] for stage, at in last.items()}
 
 
 def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 1) -> Schedule:
