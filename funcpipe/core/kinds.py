@@ -249,6 +249,9 @@ LINKS = tuple(resource for resource in Resource if resource is not Resource.DEVI
 MOVES = tuple(kind for kind, row in KINDS.items() if row.resource is not Resource.DEVICE)
 """The kinds that run on a device's links (to its host, to other replicas), while the device works."""
 
+COMPUTES = tuple(kind for kind, row in KINDS.items() if row.resource is Resource.DEVICE and not row.once)
+"""The kinds in which a stage computes with its parameters."""
+
 WHOLE = (*ONCE, *COUNTED)
 """The kinds that are for all microbatches, so that they have no slice of one."""
 

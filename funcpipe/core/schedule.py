@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from funcpipe.core.errors import ScheduleError, raise_all
-from funcpipe.core.kinds import ADDS, COUNTED, KINDS, MOVES, ONCE, SPELLING, WHOLE, Flow, flowing
+from funcpipe.core.kinds import ADDS, COMPUTES, COUNTED, KINDS, ONCE, SPELLING, WHOLE, Flow, flowing
 from funcpipe.core.kinds import Kind as Kind
 from funcpipe.core.notebook import picture, shown
 from funcpipe.core.remembered import declared_fields
@@ -330,7 +330,7 @@ def serving(order: Sequence[Action]) -> frozenset[Action]:
     found: set[Action] = set()
     waiting: set[int] = set()  # stages that compute before their next one
     for action in reversed(order):
-        if action.kind not in MOVES:
+        if action.kind in COMPUTES:
             waiting.add(action.stage)
         elif action.kind in COUNTED and action.stage in waiting:
             waiting.remove(action.stage)

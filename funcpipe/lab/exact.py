@@ -28,7 +28,7 @@ _LARGEST = 10**6
 """The most ticks that one action takes; the solver is slow with larger numbers."""
 _FINE = 10**6
 """What the largest memory limit is scaled to, for memory in whole numbers."""
-_MOST = 4_000
+MOST = 4_000
 """The most actions of a problem; with more the solver does not come to an end."""
 _CAUSES = 60
 """The most computing actions of a device whose every start is given a cause; with more there are too many choices."""
@@ -54,6 +54,11 @@ class Solved(NamedTuple):
     late: bool
 
 
+def num_actions(problem: Problem) -> int:
+    """How many actions it has that each schedule has, with split backwards."""
+    return 3 * problem.num_stages * problem.num_microbatches
+
+
 def solve(problem: Problem, hint: Timeline | None, *, seconds: float, seed: int) -> Iterator[Solved]:
     """Search until the shortest is proven, or the time is over; nothing where the problem is too large for it.
 
@@ -69,7 +74,7 @@ def solve(problem: Problem, hint: Timeline | None, *, seconds: float, seed: int)
     Raises:
         ScheduleError: OR-Tools is not installed.
     """
-    if 3 * problem.num_stages * problem.num_microbatches > _MOST:
+    if num_actions(problem) > MOST:
         return
     try:
         cp_model: Any = import_module("ortools.sat.python.cp_model")

@@ -15,6 +15,7 @@ from funcpipe.core.progress import ProgressTo, telling
 from funcpipe.lab.best import Best, too_many
 from funcpipe.lab.bounds import LowerBound, lower_bound
 from funcpipe.lab.climb import climb
+from funcpipe.lab.exact import MOST, num_actions
 from funcpipe.lab.forms import forms
 from funcpipe.lab.found import Found
 from funcpipe.lab.levels import descend, least, levels_of, mixed
@@ -28,6 +29,8 @@ _PERIODS = 0.4
 """Likewise, of what is left, into schedules of fewer microbatches, whose periods are repeated."""
 _LEVELS = 0.3
 """Likewise, into the choice of levels."""
+_BESIDE_PROOF = ((300, 0.3), (MOST, 0.5))
+"""What rules, and then moves, take of their time where the solver follows, by the number of actions: of few it proves most."""
 _CHOICES = 128
 """Of so many choices of levels each has a bound of its own."""
 _STEPS = 6
@@ -171,6 +174,8 @@ def _chosen(
 def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int, steps: int = _STEPS) -> Best:
     """Offer schedules for any of these problems; in so many steps the bounds are raised."""
     budget = best.budget
+    few = min(map(num_actions, problems))
+    beside = next((share for most, share in _BESIDE_PROOF if exact and few <= most), 1.0)
     budget.told.look = best.look
     begins = budget.part(_BEGINS)
     best.begin(problems, begins)
@@ -185,13 +190,13 @@ def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int, 
         for turn, (variant, lift) in enumerate(variants):
             left = (len(problems) - number) * len(variants) - turn
             share = 0.9 if too_many(problem) else 0.3 if problem.cost.hides else 0.5  # rules know no pairs
-            part = budget.part(share * (0.5 if exact else 1.0) / left)
+            part = budget.part(share * beside / left)
             like = best.schedule if best.problem is problem and variant.device_of == problem.device_of else None
             for listed in climb(variant, part, Random(seed), good=best.bound, like=like):
                 best.offer(problem, lift(as_schedule(listed.lanes, "search", problem.num_slices)), "rules")
                 if best.done:
                     break
-    best.polish(Random(seed), share=0.5 if exact else 1.0)
+    best.polish(Random(seed), share=beside)
     best.sharpen(steps=steps)
     if exact:
         best.prove(problems, seed)

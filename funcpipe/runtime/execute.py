@@ -177,8 +177,9 @@ class Execution:
             fixed = addresses([leaf for value in self.caller.values() for leaf in value.leaves])
             host = HostLink(place, coming, fixed)
         stages, bounds = self.ready.plan.stages, self.ready.bounds
-        reduce, spread = self.ready.reduce, self.ready.spread
-        advance = _unstepped if self.stepping is None else self.stepping.step
+        spread, box = self.ready.spread, self.boxes[lane.lane]
+        reduce = partial(self.ready.reduce, box=box)
+        advance = _unstepped if self.stepping is None else partial(self.stepping.step, box=box)
         also = host, reduce, advance
         steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], *also) for call in lane.calls]
         if len(place.streams) > 1:
@@ -194,7 +195,7 @@ class Execution:
             runner.steps = [ranged(step, lane, place.device) for step in runner.steps]
         if spread:
             runner.beside = None  # parts of parameters are gathered, and freed, for one stream
-            runner.steps = holding(lane, runner.steps, spread, bounds, self.boxes[lane.lane], place)
+            runner.steps = holding(lane, runner.steps, spread, bounds, box, place)
         return runner
 
     def go(self, start: int = 0, stop: int | None = None) -> None:

@@ -15,7 +15,7 @@ from funcpipe.core.program import LaneProgram
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.devices import plan_devices
-from funcpipe.runtime.replicas import Sharding
+from funcpipe.runtime.replicas import Sharding, Told, unheard
 
 
 class PlanPart(Protocol):
@@ -93,10 +93,16 @@ class PlanPart(Protocol):
         """
         ...
 
-    def reduce(self, stage: int, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding]) -> None:
-        """Begin to sum the gradients of a stage that is here over the replicas; once a run.
+    def reduce(
+        self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding], told: Told = unheard
+    ) -> None:
+        """Begin to sum the gradients of a stage that is here over the replicas; nothing where that has begun.
 
-        Of those that are cut this replica gets its part. The gradients themselves have no memory afterwards.
+        Args:
+            stage: whose.
+            gradients: of all its leaves; they have no memory afterwards.
+            cuts: of which this replica gets its part.
+            told: called, maybe from another thread, with what gives the sums.
         """
         ...
 
@@ -146,7 +152,9 @@ class WholePlan:
         """There is nothing to fetch."""
         done(None)
 
-    def reduce(self, stage: int, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding]) -> None:
+    def reduce(
+        self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding], told: Told = unheard
+    ) -> None:
         """There is nothing to add."""
 
     def reduced(self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding]) -> list[Tensor | None]:

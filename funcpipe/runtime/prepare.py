@@ -6,6 +6,7 @@ import hashlib
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -31,11 +32,12 @@ from funcpipe.runtime.refusals import (
     refuse_attached,
     refuse_frozen,
     refuse_meta,
+    refuse_options,
     refuse_unsaid_axes,
     refuse_unstepped,
     refuse_untrained,
 )
-from funcpipe.runtime.replicas import Sharding
+from funcpipe.runtime.replicas import Sharding, Summed
 from funcpipe.runtime.rng import Keys
 from funcpipe.runtime.sharded import ShardedParams
 from funcpipe.runtime.shares import Weighed, shares_of, weighed
@@ -46,6 +48,7 @@ from funcpipe.runtime.trainable import (
     tied_members,
     trainable_leaves,
 )
+from funcpipe.runtime.transport import Mailbox
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Prepared:
         layouts: of each member of each tie, where some are not here.
         spread: of the stages that are here, those with parameters of which each replica has a part.
         signature: equal for runs in which values between stages have the same shapes, unless these hang on numbers.
+        even: have all replicas as many microbatches.
         strict: is a trainable leaf that no backward reached an error.
         options: as the user gave them.
     """
@@ -84,6 +88,7 @@ class Prepared:
     layouts: tuple[tuple[Any, ...], ...]
     spread: Mapping[int, ShardedParams]
     signature: tuple[Any, ...]
+    even: bool
     strict: bool
     options: RunOptions
 
@@ -91,9 +96,13 @@ class Prepared:
         """How the replicas have those parameters of a stage that are cut, by leaf number."""
         return self.spread[stage].cuts if stage in self.spread else {}
 
-    def reduce(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
-        """Begin to sum the gradients of a stage over its replicas."""
-        self.part.reduce(stage, gradients, self.cuts_of(stage))
+    def reduce(self, stage: int, box: Mailbox) -> None:
+        """Begin to sum the gradients of a stage over its replicas; its lane gets the sums through the mailbox."""
+        told, gradients = partial(box.put, Summed(stage)), self.bounds[stage].grads()
+        if self.part.replicas > 1:
+            self.part.reduce(stage, gradients, self.cuts_of(stage), told)
+        else:
+            told(lambda: gradients)
 
     def device(self, stage: int) -> torch.device:
         """Where a stage computes."""
@@ -133,7 +142,7 @@ def prepare(
         _check_halves(plan, backward)
     else:
         _check_modes(name, plan, backward)
-    _check_options(options)
+    refuse_options(options)
     part = part or whole(plan)
     refuse_unstepped(name, plan, options, alone=part.replicas == 1 and len(part.stages) == plan.num_stages)
     here = part.stages
@@ -214,6 +223,7 @@ def prepare(
         agreed.layouts,
         spread,
         signature,
+        len({*map(len, agreed.parts)}) == 1,
         used,
         options,
     )
@@ -253,21 +263,6 @@ def _weighed_again(part: PlanPart, cut: microbatch.Batch, plan: Plan) -> tuple[t
     found: list[Weighed] = part.exchange("the weights of microbatches", weighed(cut, plan))
     size = len(found) // part.replicas
     return weights_of_all([found[first : first + size] for first in range(0, len(found), size)])
-
-
-def _check_options(options: RunOptions) -> None:
-    """Raise PlanError for options that are of a wrong type or out of range."""
-    feeds, scale, threads, timeout = options.feeds, options.loss_scale, options.threads_per_lane, options.timeout
-    if not isinstance(options.ranges, bool):
-        raise PlanError(f"ranges is True or False; got {options.ranges!r}")
-    if feeds is not None and not isinstance(feeds, Mapping):
-        raise PlanError(f"feeds is a dict with a tree for each name that stages feed on; got a {type(feeds).__name__}")
-    if not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
-        raise PlanError(f"loss_scale is a number above 0 (a scaler's get_scale()); got {scale!r}")
-    if threads is not None and (not isinstance(threads, int) or threads < 1):
-        raise PlanError(f"threads_per_lane is a positive int or None; got {threads!r}")
-    if timeout is not None and (isinstance(timeout, bool) or not (isinstance(timeout, (int, float)) and timeout > 0)):
-        raise PlanError(f"timeout is a number of seconds above 0, or None; got {timeout!r}")
 
 
 def checked_seed(seed: Any) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -37,7 +36,7 @@ from funcpipe.runtime.peer_errors import peer_error, table_of
 from funcpipe.runtime.rank_schedule import RankSchedule
 from funcpipe.runtime.rank_timeline import joined_timeline
 from funcpipe.runtime.rank_wires import Identities, begin, connect, end, identities_here, settle
-from funcpipe.runtime.replicas import Sharding
+from funcpipe.runtime.replicas import Sharding, Told, unheard
 from funcpipe.runtime.spread import cuts_of, whole_of
 from funcpipe.runtime.store import STALL, below, connections
 from funcpipe.runtime.surroundings import is_under_torchrun, link_name, refuse_devices, refuse_other_devices
@@ -96,7 +95,7 @@ class Ranks(Lanes):
         self._over = False
         """Are all at the end of the run, and know the same: what is refused then every rank refuses by itself, untold."""
         self._outboxes: dict[tuple[int, int], Outbox] = {}
-        self._reducing: dict[int, queue.SimpleQueue[Any]] = {}
+        self._reducing: dict[int, Any] = {}
         self._execution: Execution | None = None
         self._at = "outside of a run"
         self._did: tuple[bool, str] | None = None
@@ -293,11 +292,12 @@ class Ranks(Lanes):
                 tensor, self.copies, lambda part, room: self._open().gather({self.replica: part}, self._copies, room)
             )
 
-    def reduce(self, stage: int, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding]) -> None:
+    def reduce(
+        self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding], told: Told = unheard
+    ) -> None:
         """Begin to sum the gradients of a stage over the replicas."""
         if self.replicas > 1 and stage not in self._reducing:
-            self._reducing[stage] = queue.SimpleQueue()
-            self._open().replicas[stage].begin(gradients, cuts, self._reducing[stage])
+            self._reducing[stage] = self._open().replicas[stage].begin(gradients, cuts, told)
 
     def reduced(self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding]) -> list[Tensor | None]:
         """The sums of the gradients of a stage over the replicas. Raises PeerError."""
@@ -305,8 +305,7 @@ class Ranks(Lanes):
             return gradients
         with _Telling(self):
             self.reduce(stage, gradients, cuts)
-            link = self._open()
-            return link.replicas[stage].taken(link.take(self._reducing[stage]))
+            return self._open().take(self._reducing[stage])()
 
     def telling(self) -> AbstractContextManager[object]:
         """Inside, an error is told to the other ranks, which raise PeerError."""

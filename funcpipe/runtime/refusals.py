@@ -149,3 +149,18 @@ def refuse_unstepped(name: str, plan: Plan, options: RunOptions, *, alone: bool)
                 "optimizer=torch.optim.AdamW(fp.leaves(params))); for gradients alone use a schedule without step_params"
             )
         check_options(options.optimizer, options.max_norm, None, optional=not alone)
+
+
+def refuse_options(options: RunOptions) -> None:
+    """Raise PlanError for options that are of a wrong type or out of range."""
+    feeds, scale, threads, timeout = options.feeds, options.loss_scale, options.threads_per_lane, options.timeout
+    if not isinstance(options.ranges, bool):
+        raise PlanError(f"ranges is True or False; got {options.ranges!r}")
+    if feeds is not None and not isinstance(feeds, Mapping):
+        raise PlanError(f"feeds is a dict with a tree for each name that stages feed on; got a {type(feeds).__name__}")
+    if not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
+        raise PlanError(f"loss_scale is a number above 0 (a scaler's get_scale()); got {scale!r}")
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise PlanError(f"threads_per_lane is a positive int or None; got {threads!r}")
+    if timeout is not None and (isinstance(timeout, bool) or not (isinstance(timeout, (int, float)) and timeout > 0)):
+        raise PlanError(f"timeout is a number of seconds above 0, or None; got {timeout!r}")

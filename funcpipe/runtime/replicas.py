@@ -5,15 +5,34 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
+from dataclasses import dataclass
+from functools import partial, reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from funcpipe.runtime.connection import LostError, Way, lost_by_device
 from funcpipe.runtime.worker import Worker
+
+GiveSums: TypeAlias = Callable[[], list[Tensor | None]]
+"""Gives the sums of a stage's gradients over its replicas to the stream that the calling thread queues on."""
+
+
+Told: TypeAlias = Callable[[GiveSums], None]
+"""Who is told that they are there, from any thread."""
+
+
+def unheard(sums: GiveSums) -> None:
+    """Nobody is told of the sums."""
+
+
+@dataclass(frozen=True)
+class Summed:
+    """The key under which a lane is given the `GiveSums` of a stage. No tuple: those are the keys of free slots."""
+
+    stage: int
 
 
 class Sharding(NamedTuple):
@@ -69,12 +88,13 @@ class Replicas:
         self._give(work, "parameters cannot be gathered")
 
     def begin(
-        self, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding], answers: queue.SimpleQueue[Any]
-    ) -> None:
-        """Begin to sum; for `taken` the sums are put into the queue. Of what is cut this replica gets its part.
+        self, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding], told: Told
+    ) -> queue.SimpleQueue[Any]:
+        """Begin to sum. The `GiveSums` are told, and put into the queue that is returned, in a tuple.
 
-        What was given has no memory afterwards.
+        Of what is cut this replica gets its part. What was given has no memory afterwards.
         """
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         queued = self._queued()
 
         def total(gradient: Tensor | None, cut: Sharding | None) -> Tensor | None:
@@ -88,13 +108,15 @@ class Replicas:
         def work() -> None:
             with torch.no_grad(), queued:
                 sums = [total(gradient, cuts.get(number)) for number, gradient in enumerate(gradients)]
-            answers.put(((sums, self._over([])),))
+            ready = partial(self._taken, sums, self._over([]))
+            answers.put((ready,))
+            told(ready)
 
         self._give(work, "gradients cannot be summed")
+        return answers
 
-    def taken(self, answer: tuple[list[Tensor | None], Any]) -> list[Tensor | None]:
-        """The sums that `begin` has put into its queue, for the caller's stream."""
-        sums, event = answer
+    def _taken(self, sums: list[Tensor | None], event: Any) -> list[Tensor | None]:
+        """The sums, for the stream that the calling thread queues on."""
         if self.stream is not None:
             self.stream.hand([here(each) for each in sums if each is not None], event)
         return sums

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.kinds import COUNTED, MOVES
+from funcpipe.core.kinds import COMPUTES, COUNTED
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.program import LaneProgram, Run
 from funcpipe.core.remembered import Remembered
@@ -161,7 +161,7 @@ def holding(
         held = params.get(call.stage)
         if held is not None and call.kind in COUNTED:
             out[number] = _gathering(steps[number], held, box)
-        elif held is not None and call.kind not in MOVES:
+        elif held is not None and call.kind in COMPUTES:
             out[number] = _computing(steps[number], held, bounds[call.stage], box, place, _last_uses(program, held))
     return out
 
@@ -197,7 +197,7 @@ def _last_uses(program: LaneProgram, params: ShardedParams) -> set[tuple[int, in
         call = program.calls[run.call]
         if call.stage != params.stage:
             continue
-        if call.kind not in MOVES:
+        if call.kind in COMPUTES:
             use = (run.call, run.microbatch)
         elif call.kind in COUNTED and run.microbatch in params.counted and use is not None:
             last.add(use)

@@ -25,6 +25,8 @@ from funcpipe.runtime.norms import norm_of
 from funcpipe.runtime.optim import apply_gradients, held_of, is_torchs, refuse_unheld
 from funcpipe.runtime.plain_tensors import is_plain
 from funcpipe.runtime.prepare import Prepared
+from funcpipe.runtime.replicas import Summed
+from funcpipe.runtime.transport import Mailbox
 
 _CLIPPING = 1e-6
 """What torch's clipping adds to a norm before it divides."""
@@ -82,17 +84,26 @@ class Stepping:
         if self.optimizer is not None:
             mine = [leaf for stage in ready.bounds for leaf in leaves(ready.params[stage])]
             refuse_unheld(self.optimizer, mine)
-            # Gradients of replicas are whole when all lanes are done; of losses that weigh late they are scaled then.
-            if ready.part.replicas == 1 and not ready.plan.stages[-1].seen.late and in_parts(self.optimizer, mine):
+            # Gradients of losses that weigh late are scaled when all lanes are done. Replicas that do the same come to each
+            # S in one order, so that none waits there for one that waits for it.
+            if ready.even and not ready.plan.stages[-1].seen.late and in_parts(self.optimizer, mine):
                 self._early = frozenset(ready.bounds) - _joined(ready)
 
-    def step(self, stage: int) -> None:
-        """Step a stage whose gradients are whole, on the lane that has it; not if others decide about these."""
-        bound = self.ready.bounds[stage]
-        if stage not in self._early or bound.written():  # what was written is told when the run ends
+    def step(self, stage: int, box: Mailbox) -> None:
+        """Step a stage whose gradients are whole, on the lane that has it; not if others decide about these.
+
+        The lane waits, in its mailbox, for what other replicas have of them.
+        """
+        if stage not in self._early or self.ready.bounds[stage].written():  # what was written is told when the run ends
             return
+        key, spread = Summed(stage), self.ready.spread.get(stage)
+        self.ready.reduce(stage, box)
+        if key not in box.came:
+            box.wait(key)
+        sums = box.came[key]()
         tree = self.ready.params[stage]
-        entries = self._scaled(by_leaf((tree,), (unflatten(flatten(tree)[1], bound.grads()),), ()))
+        row = sums if spread is None else spread.as_given(sums)
+        entries = self._scaled(by_leaf((tree,), (unflatten(flatten(tree)[1], row),), ()))
         self.stepped.add(stage)
         self._step(entries)
 

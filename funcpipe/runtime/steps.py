@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias, assert_never
 
-from torch import Tensor
-
 from funcpipe.core.program import Call, LaneProgram, Role, Run, Wire
 from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import CARRY, Stage
@@ -27,7 +25,7 @@ def make_step(
     stage: Stage,
     bound: Bound,
     host: HostLink | None,
-    reduce: Callable[[int, Sequence[Tensor | None]], None],
+    reduce: Callable[[int], None],
     advance: Callable[[int], None],
 ) -> Step:
     """The step of a call; everything that is the same for all microbatches is worked out here, once a run."""
@@ -53,7 +51,7 @@ def make_step(
         case Kind.G:
 
             def sums(reads: list[Any], run: Run) -> Sequence[Any]:
-                reduce(call.stage, bound.grads())
+                reduce(call.stage)
                 return ()
 
             return sums

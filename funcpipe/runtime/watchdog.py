@@ -16,6 +16,7 @@ from typing import Self
 from funcpipe.core.errors import RunTimeout
 from funcpipe.core.program import Receive
 from funcpipe.runtime.execute import Execution
+from funcpipe.runtime.replicas import Summed
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.sharded import Gathered
 from funcpipe.runtime.transport import Stop
@@ -136,6 +137,8 @@ def _state(execution: Execution, lane: Runner, *, working: bool) -> str:
         return f"{last} and is in {current}"
     if isinstance(waits, Gathered):
         return f"{last} and waits, before {current}, for the parts of its parameters that other replicas have"
+    if isinstance(waits, Summed):
+        return f"{last} and waits, before {current}, for the gradients of other replicas"
     if isinstance(waits, tuple):
         role = execution.ready.program.lane(waits[0]).slots[waits[1]].role
         return f"did {current} and waits until device {waits[0]} frees a slot for {role.value}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcpipe.core.errors import ScheduleError, bullets, raise_all
-from funcpipe.core.kinds import ADDS, COUNTED, KINDS, MOVES, ONCE, WHOLE, Flow, Kind, flowing
+from funcpipe.core.kinds import ADDS, COMPUTES, COUNTED, KINDS, ONCE, WHOLE, Flow, Kind, flowing
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.schedule import Action, Schedule, action_of, select
 from funcpipe.schedules.clock import CODE, CODED, B, F, G, I, R, W, chain, clock, coded
@@ -222,7 +222,7 @@ def _incomplete(
                 idle[stage] = f"{action} on device {device} is for nothing: stage {stage} does not compute"
                 continue
             begun.setdefault(stage, action)
-            if action.kind not in MOVES:
+            if action.kind in COMPUTES:
                 idle.pop(stage, None)
             if action.kind in ONCE:
                 before = once_done.get(stage)

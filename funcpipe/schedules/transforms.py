@@ -8,7 +8,7 @@ from dataclasses import replace
 from operator import itemgetter
 
 from funcpipe.core.errors import ScheduleError, raise_all
-from funcpipe.core.kinds import ADDS, COUNTED, MOVES, ONCE
+from funcpipe.core.kinds import ADDS, COMPUTES, COUNTED, ONCE
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.legal import MOST_FAULTS
 
@@ -153,7 +153,9 @@ def reduce_grads(schedule: Schedule) -> Schedule:
 
 
 def step_params(schedule: Schedule) -> Schedule:
-    """Step the parameters of each stage once its gradients are whole: insert ``S`` after its last backward, or its ``G``.
+    """Step the parameters of each stage once its gradients are whole: insert ``S`` after its last backward.
+
+    That of a stage with ``G`` stands at the end of its device, which waits for the sums where it has nothing else to do.
 
     `run` gets the optimizer; what turns out afterwards to be a step too many is undone. The zero-bubble paper calls that
     post-validation (arXiv 2401.10241, section 4).
@@ -170,7 +172,15 @@ def step_params(schedule: Schedule) -> Schedule:
     """
     refuse_unfit("step_params", schedule, (Kind.S,), because="there is nothing to step by", once="and last")
 
-    return _with(schedule, "step", [({}, _behind(order, (*ADDS, Kind.G), Kind.S)) for order in schedule.orders])
+    return _with(schedule, "step", [({}, _steps(order)) for order in schedule.orders])
+
+
+def _steps(order: Sequence[Action]) -> _Inserted:
+    """The S of one device, by the position behind which they stand; those behind a G in the order of these."""
+    summed = [action.stage for action in order if action.kind is Kind.G]
+    after = {at: steps for at, steps in _behind(order, ADDS, Kind.S).items() if steps[0].stage not in summed}
+    after.setdefault(len(order) - 1, []).extend(Action(Kind.S, stage) for stage in summed)
+    return after
 
 
 def _behind(order: Sequence[Action], kinds: Collection[Kind], kind: Kind) -> _Inserted:
@@ -224,7 +234,7 @@ def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 
 
 def _gathers(order: tuple[Action, ...], whole: int | None, ahead: int) -> dict[int, list[Action]]:
     """The U of one device, by the position before which they stand."""
-    computing = [at for at, action in enumerate(order) if action.kind not in MOVES]
+    computing = [at for at, action in enumerate(order) if action.kind in COMPUTES]
     uses: dict[int, deque[int]] = defaultdict(deque)
     for place, at in enumerate(computing):
         uses[order[at].stage].append(place)

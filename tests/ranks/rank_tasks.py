@@ -9,10 +9,11 @@ import signal
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import causal
 import pytest
@@ -242,6 +243,94 @@ def stepping(rank, size, kind):
             fp.run(plan, ours, (x, y), optimizer=mine, max_norm=1.0 + rank, executor=ranks)
         wrong += [] if same(before, snapshot([ours[stage] for stage in ranks.stages])) else ["a run that was refused"]
     return wrong
+
+
+def stepping_replicas(rank, size, kind, rows):
+    """Replicas that step inside of runs, against steps after them: what differs, and how many steps lanes made."""
+    stages, params, state = everything()
+    params[3]["w"] = params[0]["w"].clone()
+    schedule, failing = fp.schedules.interleaved(4, 4, num_devices=2), FailsLate(rank == 2)
+    if kind == "fails":
+        stages = (replace(stages[0], fn=failing.inside(stages[0].fn)), *stages[1:])
+    if kind == "late":  # it knows no weights for side losses
+        stages = (*stages[:1], without_side(stages[1]), *stages[2:])
+    if kind == "compiled":
+        stages, schedule = tuple(map(fp.compile_stage, stages)), fp.schedules.zero_bubble(4, 4, num_devices=2)
+    if kind == "sharded":
+        schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(4, 4, num_devices=2), whole=1)
+    if kind != "plain":
+        schedule = fp.schedules.reduce_grads(schedule)
+    options = {"loss": counted if kind == "late" else loss_with_aux, "devices": "cpu"}
+    options["ties"] = [[(0, "w"), (3, "w")]] if kind == "tied" else []
+    plain, stepping = (fp.make_plan(stages, one, **options) for one in (schedule, fp.schedules.step_params(schedule)))
+    max_norm, scale = 0.01 if kind == "clips" else 1e6, 4.0 if kind == "scale" else 1.0
+    wrong, by_lanes = [], []
+    own_step = torch.optim.AdamW.step
+
+    def step(optimizer):
+        by_lanes.append(threading.current_thread() is not threading.main_thread())
+        return own_step(optimizer)
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    with fp.ranks(plain, mesh, dp="dp", timeout=20.0) as ranks:
+        x, target, feed = batch(rows[ranks.replica])
+        alone, ours = (fp.place(plain, fresh_floats(params), ranks, shard=kind == "sharded") for _ in range(2))
+        trained = ([leaf for leaf in fp.leaves(own) if leaf.requires_grad] for own in (alone, ours))
+        theirs, mine = (torch.optim.AdamW(leaves, lr=0.05) for leaves in trained)
+        given = {"state": fp.place(plain, state, ranks), "feeds": {"scale": feed}, "executor": ranks}
+        for number in range(4):
+            broken = (kind, number, rank) == ("scale", 1, 3)  # of one replica; none steps
+            to = torch.full_like(target, torch.inf) if broken else target
+            given |= {"seed": number, "loss_scale": scale}
+            want = fp.run(plain, alone, (x, to), **given)
+            norm = fp.step(theirs, alone, want, max_norm=max_norm)
+            with mock.patch.object(torch.optim.AdamW, "step", step):
+                within = {**given, "optimizer": mine, "max_norm": max_norm}
+                if kind == "fails" and number == 2:
+                    before = everything_of(ours, mine)
+                    with failing.armed(), pytest.raises((ArithmeticError, fp.PeerError), match="planted"):
+                        fp.run(stepping, ours, (x, to), **within)
+                    wrong += [] if same(before, everything_of(ours, mine)) else ["a failure left something"]
+                got = fp.run(stepping, ours, (x, to), **within)
+            wrong += [] if same((norm, want.loss), (got.norm, got.loss)) else [f"{number} norm {norm} {got.norm}"]
+            wrong += [] if (kind == "clips") == bool(norm > max_norm) or broken else [f"{number} the norm is {norm}"]
+            wrong += [] if same(everything_of(alone, theirs), everything_of(ours, mine)) else [f"{number} a leaf"]
+    return wrong, sum(by_lanes)
+
+
+def everything_of(params, optimizer):
+    """Copies of what is here of parameters, and of the optimizer's state of each."""
+    kept = [value for leaf in fp.leaves(params) for value in optimizer.state.get(leaf, {}).values()]
+    return [local(value).detach().clone() for value in (*fp.leaves(params), *kept)]
+
+
+class FailsLate:
+    """A stage whose fourth backward raises where it is armed, in one process, half a second later than it would come."""
+
+    def __init__(self, here):
+        self.here, self.left = here, 0
+
+    def inside(self, fn):
+        """The stage."""
+
+        def stage(p, x):
+            p["w"].register_hook(self._gone)
+            return fn(p, x)
+
+        return stage
+
+    @contextlib.contextmanager
+    def armed(self):
+        """Inside, it raises."""
+        self.left = 4 if self.here else 0
+        yield
+
+    def _gone(self, gradient):
+        if self.left:
+            self.left -= 1
+            if not self.left:
+                time.sleep(0.5)
+                raise ArithmeticError("planted")
 
 
 def late_cross_entropy(out, target):

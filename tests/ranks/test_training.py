@@ -79,6 +79,20 @@ def test_replicas(pools, kind, rows):
         assert by_rank.setdefault(rank, (grads, norm)) == (grads, norm)
 
 
+@pytest.mark.parametrize("kind", ["plain", "reduced", "clips", "scale", "late", "tied", "compiled", "sharded", "fails"])
+def test_replicas_that_step_inside_of_runs(pools, kind):
+    """The bits of steps after them; each rank has stepped its two stages on its lane, but for those that are tied."""
+    for wrong, by_lanes in pools(4).all("stepping_replicas", kind, (8, 9)):
+        assert [] == wrong
+        assert by_lanes >= (4 if kind == "tied" else 2 if kind == "late" else 8)
+
+
+def test_replicas_of_other_lengths_step_at_the_end(pools):
+    for wrong, by_lanes in pools(4).all("stepping_replicas", "reduced", (10, 3)):
+        assert [] == wrong
+        assert not by_lanes
+
+
 def test_a_rank_with_nothing_to_train(pools):
     first, second = pools(2).all("scaled_without_leaves")
     assert first == second

@@ -14,6 +14,30 @@ def test_it_comes_after_all_that_adds_and_after_the_sum_over_replicas():
     assert not fp.schedules.zero_bubble(2, 2).steps
 
 
+def test_sums_over_replicas_are_under_way_while_a_device_computes():
+    """Behind its G an S would wait for the sums, and with it the backwards of other stages."""
+    schedule = fp.schedules.reduce_grads(fp.schedules.interleaved(4, 2, num_devices=2))
+    assert [line.partition("B1 ")[2] for line in str(fp.schedules.step_params(schedule)).splitlines()] == [
+        "2G 0B0 0B1 0G 2S 0S",
+        "3G 1B0 1B1 1G 3S 1S",
+    ]
+    cost = fp.Cost(1.0, backward=2.0, reduce=3.0, step=0.5)
+    assert fp.simulate(fp.schedules.step_params(schedule), cost).makespan == fp.simulate(schedule, cost).makespan + 0.5
+    half = fp.Schedule.parse("0F0 1F0 1B0 1G 0B0")  # only one stage is summed
+    assert str(fp.schedules.step_params(half)) == "0F0 1F0 1B0 1G 0B0 0S 1S"
+
+
+def test_it_wants_no_parameters_of_other_replicas():
+    """A part is stepped by itself: no U is for an S, whichever was put in first."""
+    summed = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 4, num_devices=2))
+    schedule = fp.schedules.step_params(fp.schedules.gather_params(summed, whole=1))
+    assert schedule == fp.schedules.gather_params(fp.schedules.step_params(summed), whole=1)
+    fp.schedules.check(schedule)
+    fp.schedules.check(schedule.first(2))
+    with pytest.raises(fp.ScheduleError, match="0U1 on device 0 is for nothing"):
+        fp.schedules.check(fp.Schedule.parse("0U0 0F0 0B0 0U1 0S"))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
