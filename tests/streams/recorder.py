@@ -119,16 +119,21 @@ class Block:
     recorded: set[str] = field(default_factory=set)
 
 
+class Missed(Exception):
+    """What was left out is missed; the rest of the run would tell nothing more."""
+
+
 class Recorder(StreamBackend):
     """A backend for devices "cpu:0", "cpu:1", ...; "cpu" stays a device without streams.
 
     Attributes:
         points: every wait and every recording, in words, in order.
         faults: every broken rule, in words.
+        hasty: is the first one raised.
     """
 
-    def __init__(self, skip: int | None = None) -> None:
-        self.skip = skip
+    def __init__(self, skip: int | None = None, *, hasty: bool = False) -> None:
+        self.skip, self.hasty = skip, hasty
         self.points: list[Point] = []
         self.faults: list[str] = []
         self.blocks: dict[int, Block] = {}
@@ -153,6 +158,8 @@ class Recorder(StreamBackend):
     def fault(self, words: str) -> None:
         if words not in self.faults:
             self.faults.append(words)
+        if self.hasty:
+            raise Missed(words)
 
     # -- the backend -------------------------------------------------------------------------------------------------
 
