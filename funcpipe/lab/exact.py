@@ -1,9 +1,9 @@
 """The shortest schedule, proven: a constraint program over the starts of all actions, for small problems.
 
-Each action is an interval; a device runs one at a time, values arrive before they are read, and what lies on a device
-never exceeds its limit: a residual from the start of its F (of its R, where it is computed again) to the end of its I,
-what that leaves to the end of W; one that moves to the host until its O ends, and again from when its L starts. Solved by
-OR-Tools' CP-SAT, the extra ``solve``.
+Each action is an interval, a backward one or, split, two; a device runs one at a time, values arrive before they are read, and
+what lies on a device never exceeds its limit: a residual from the start of its F (of its R, where it is computed again) to
+the end of its backward, or of its I, what that leaves to the end of W; one that moves to the host until its O ends, and again
+from when its L starts. Solved by OR-Tools' CP-SAT, the extra ``solve``.
 """
 
 from __future__ import annotations
@@ -122,17 +122,16 @@ class ConstraintProgram:
         self, problem: Problem, cp_model: Any, begun: _Starts, unit: Fraction, *, exact: bool, ordered: bool
     ) -> None:
         self.problem, self.cp = problem, cp_model.CpModel()
-        rows = zip(problem.whole_backward, problem.inward, problem.weight, strict=True)
-        fused = any(whole < inward + weight for whole, inward, weight in rows)
         crossing = (
             problem.cost.bandwidth or problem.cost.skips or any(per_stage(problem.cost.output, problem.num_stages))
         )
         # What crosses, and lies on devices as an output or a skip, is left out: that lets more schedules in, none out.
-        self.complete = exact and not fused and not (ordered and (problem.remat or problem.offload))
+        self.complete = exact and not (ordered and (problem.remat or problem.offload))
         kinds = (Kind.F, Kind.I, Kind.W, *[Kind.R] * problem.remat, *[Kind.O, Kind.L] * problem.offload)
         stages, count = range(problem.num_stages), problem.num_microbatches
         self.times = {
-            kind: [round(Fraction(problem.cost.of(kind, stage)) / unit) for stage in stages] for kind in kinds
+            kind: [round(Fraction(problem.cost.of(kind, stage)) / unit) for stage in stages]
+            for kind in (*kinds, Kind.B)
         }
         self.hops = [[round(Fraction(hop) / unit) for hop in row] for row in problem.waits]
         self.horizon = max(1, (sum(map(sum, self.times.values())) + sum(map(sum, self.hops))) * count)
@@ -146,6 +145,10 @@ class ConstraintProgram:
         }
         self.again = {place: self.cp.NewBoolVar("") for place in self.places if problem.remat}
         self.away = {place: self.cp.NewBoolVar("") for place in self.places if problem.offload}
+        self.whole = {place: self.cp.NewBoolVar("") for place in self.places if problem.cheaper[place[0]]}
+        self.ends = {action: start + self.times[action.kind][action.stage] for action, start in self.starts.items()}
+        for place in self.whole:
+            self._may_be_one(*place)
         self._one_at_a_time()
         for place in self.places:
             self._waits(*place)
@@ -159,24 +162,38 @@ class ConstraintProgram:
 
     def _chosen(self, action: Action) -> Any:
         """Whether an action runs; None: it must."""
+        place = action.stage, action.microbatch
+        if action.kind is Kind.W:
+            return self.whole[place].Not() if place in self.whole else None
         choices = self.again if action.kind is Kind.R else self.away if action.kind in MOVES else {}
-        return choices.get((action.stage, action.microbatch))
+        return choices.get(place)
 
-    def _end(self, action: Action) -> Any:
-        return self.starts[action] + self.times[action.kind][action.stage]
+    def _may_be_one(self, stage: int, microbatch: int) -> None:
+        """Where the backward is whole it is I that takes its time; there is no W, which counts as ending with it."""
+        whole = self.whole[stage, microbatch]
+        inward, weight = Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)
+        end = self.starts[inward] + self.times[Kind.B][stage]
+        for action in (inward, weight):
+            apart, self.ends[action] = self.ends[action], self.cp.NewIntVar(0, self.horizon, "")
+            self.cp.Add(self.ends[action] == apart).OnlyEnforceIf(whole.Not())
+            self.cp.Add(self.ends[action] == end).OnlyEnforceIf(whole)
+        self.cp.Add(self.starts[weight] == self.starts[inward]).OnlyEnforceIf(whole)
 
     def _one_at_a_time(self) -> None:
         """What computes on a device does so one after the other, and so does what moves to its host, or from it."""
         busy: dict[tuple[int, Kind | None], list[Any]] = defaultdict(list)
         for action, start in self.starts.items():
-            length, chosen = self.times[action.kind][action.stage], self._chosen(action)
-            interval = (
-                self.cp.NewFixedSizeIntervalVar(start, length, "")
-                if chosen is None
-                else self.cp.NewOptionalFixedSizeIntervalVar(start, length, chosen, "")
-            )
-            way = action.kind if action.kind in MOVES else None
-            busy[self.problem.device_of[action.stage], way].append(interval)
+            kind, stage, microbatch, _ = action
+            row = busy[self.problem.device_of[stage], kind if kind in MOVES else None]
+            whole = self.whole.get((stage, microbatch)) if kind is Kind.I else None
+            chosen = self._chosen(action) if whole is None else whole.Not()
+            length = self.times[kind][stage]
+            if chosen is None:
+                row.append(self.cp.NewFixedSizeIntervalVar(start, length, ""))
+            else:
+                row.append(self.cp.NewOptionalFixedSizeIntervalVar(start, length, chosen, ""))
+            if whole is not None:
+                row.append(self.cp.NewOptionalFixedSizeIntervalVar(start, self.times[Kind.B][stage], whole, ""))
         for row in busy.values():
             self.cp.AddNoOverlap(row)
 
@@ -200,7 +217,7 @@ class ConstraintProgram:
             self.cp.AddBoolOr([self.again[place].Not(), self.away[place].Not()])
 
     def _after(self, later: Action, earlier: Action, hop: int = 0) -> None:
-        constraint = self.cp.Add(self.starts[later] >= self._end(earlier) + hop)
+        constraint = self.cp.Add(self.starts[later] >= self.ends[earlier] + hop)
         chosen = [literal for action in (later, earlier) if (literal := self._chosen(action)) is not None]
         if chosen:
             constraint.OnlyEnforceIf(chosen)
@@ -225,10 +242,14 @@ class ConstraintProgram:
             # Rounded so that whatever fits the problem fits here; what only fits here is refused when it is timed.
             rest = min(problem.rest[stage], problem.residual[stage])
             shares = floor((problem.residual[stage] - rest) * scale), floor(rest * scale)
+            more = floor((problem.rest[stage] - rest) * scale)
             begin = self._made(stage, microbatch)
-            for kind, share in zip((Kind.I, Kind.W), shares, strict=True):
+            inward, weight = Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)
+            for last, share in zip((inward, weight), shares, strict=True):
                 if share:
-                    held[device].append((self._held(begin, Action(kind, stage, microbatch)), share))
+                    held[device].append((self._held(begin, last), share))
+            if more:
+                held[device].append((self._held(self.ends[inward], weight, self._chosen(weight)), more))
             if (chosen := self.away.get((stage, microbatch))) is not None:
                 begin = self.starts[Action(Kind.F, stage, microbatch)]
                 held[device].append((self._held(begin, Action(Kind.O, stage, microbatch), chosen), sum(shares)))
@@ -249,7 +270,7 @@ class ConstraintProgram:
 
     def _held(self, begin: Any, last: Action, chosen: Any = None) -> Any:
         """The interval from a start to the end of an action, there if it is chosen."""
-        size, end = self.cp.NewIntVar(0, self.horizon, ""), self._end(last)
+        size, end = self.cp.NewIntVar(0, self.horizon, ""), self.ends[last]
         if chosen is None:
             return self.cp.NewIntervalVar(begin, size, end, "")
         return self.cp.NewOptionalIntervalVar(begin, size, end, chosen, "")
@@ -268,19 +289,19 @@ class ConstraintProgram:
             device = self.problem.device_of[stage]
             causes: list[tuple[Any, Any]] = [(0, None)] if kind is Kind.F else []
             causes += [
-                (self._end(other), self._chosen(other))
+                (self.ends[other], self._chosen(other))
                 for other in self.starts
                 if other != action
                 and self.problem.device_of[other.stage] == device
                 and (other.kind not in MOVES or other.kind is kind)
             ]
             if kind is Kind.F and stage:
-                causes.append((self._end(Action(Kind.F, stage - 1, microbatch)) + forward_hops[stage - 1], None))
+                causes.append((self.ends[Action(Kind.F, stage - 1, microbatch)] + forward_hops[stage - 1], None))
             if kind is Kind.I and stage < last:
-                causes.append((self._end(Action(Kind.I, stage + 1, microbatch)) + backward_hops[stage + 1], None))
+                causes.append((self.ends[Action(Kind.I, stage + 1, microbatch)] + backward_hops[stage + 1], None))
             if kind in (Kind.I, Kind.L):
                 half = Action(Kind.L if kind is Kind.I else Kind.O, stage, microbatch)
-                causes.append((self._end(half), self._chosen(half)))
+                causes.append((self.ends[half], self._chosen(half)))
             literals: list[Any] = []
             for moment, condition in causes:
                 literal = self.cp.NewBoolVar("")
@@ -302,7 +323,7 @@ class ConstraintProgram:
                     cp.Add(begin <= self.starts[Action(Kind.F, stages[0], microbatch)])
             for stage in stages:
                 for microbatch in range(problem.num_microbatches):
-                    cp.Add(goal >= self._end(Action(Kind.W, stage, microbatch)) - begin)
+                    cp.Add(goal >= self.ends[Action(Kind.W, stage, microbatch)] - begin)
         cp.Minimize(goal)
 
     def _begin(self, begun: _Starts) -> None:
@@ -310,7 +331,12 @@ class ConstraintProgram:
         for action, start in self.starts.items():
             if action in begun:
                 self.cp.AddHint(start, begun[action])
-        for choices, kind in ((self.again, Kind.R), (self.away, Kind.O)):
+            elif (whole := Action(Kind.B, action.stage, action.microbatch)) in begun and action.kind in (
+                Kind.I,
+                Kind.W,
+            ):
+                self.cp.AddHint(start, begun[whole])
+        for choices, kind in ((self.again, Kind.R), (self.away, Kind.O), (self.whole, Kind.B)):
             for place, chosen in choices.items():
                 if begun:
                     self.cp.AddHint(chosen, Action(kind, *place) in begun)
@@ -318,22 +344,24 @@ class ConstraintProgram:
     def solution(self, solver: Any) -> dict[Action, int]:
         """When what runs starts."""
         chosen = {action: self._chosen(action) for action in self.starts}
-        return {
+        found = {
             action: solver.Value(start)
             for action, start in self.starts.items()
             if chosen[action] is None or solver.Value(chosen[action])
         }
+        for place, whole in self.whole.items():
+            if solver.Value(whole):
+                found[Action(Kind.B, *place)] = found.pop(Action(Kind.I, *place))
+        return found
 
 
 def _begun(problem: Problem, hint: Timeline | None, unit: Fraction) -> dict[Action, int]:
-    """When the actions of a schedule start, B as I and W; nothing where that would not be the same."""
+    """When the actions of a schedule start; a B that saves nothing as I and W."""
     starts: dict[Action, int] = {}
     for span in hint.spans if hint is not None else ():
         kind, stage, microbatch, _ = span.action
         start = Fraction(span.start)
-        if kind is Kind.B:
-            if problem.whole_backward[stage] < problem.inward[stage] + problem.weight[stage]:
-                return {}
+        if kind is Kind.B and not problem.cheaper[stage]:
             starts[Action(Kind.I, stage, microbatch)] = round(start / unit)
             starts[Action(Kind.W, stage, microbatch)] = round((start + Fraction(problem.inward[stage])) / unit)
         else:
@@ -347,7 +375,7 @@ def _orders(problem: Problem, starts: _Starts, times: Mapping[Kind, list[int]]) 
     What computes stands as it starts; a move before what its device computes while it starts, or starts next. Of actions that
     start together those of no length go first, a microbatch's in their order.
     """
-    rank = (Kind.F, Kind.R, Kind.O, Kind.L, Kind.I, Kind.W)
+    rank = (Kind.F, Kind.R, Kind.O, Kind.L, Kind.B, Kind.I, Kind.W)
     orders: list[tuple[Action, ...]] = []
     for device in range(problem.num_devices):
         mine = [action for action in starts if problem.device_of[action.stage] == device]
@@ -373,7 +401,8 @@ def unit_of(problem: Problem) -> tuple[Fraction, bool]:
     """The time of one tick, and whether every time is a whole number of ticks."""
     moving = [problem.cost.of(Kind.O, stage) for stage in range(problem.num_stages)] if problem.offload else []
     again = problem.again if problem.remat else ()
-    rows = (problem.forward, problem.inward, problem.weight, again, *problem.waits, moving)
+    whole = [time for time, saves in zip(problem.whole_backward, problem.cheaper, strict=True) if saves]
+    rows = (problem.forward, problem.inward, problem.weight, whole, again, *problem.waits, moving)
     times = [Fraction(time) for row in rows for time in row]
     rough = [time.limit_denominator(10**4) for time in times]
     unit = Fraction(1, lcm(*(time.denominator for time in rough)))

@@ -15,7 +15,7 @@ from funcpipe.lab.problem import ROUNDING, Budget, CodedAction, Problem, Score
 from funcpipe.schedules.clock import CODED, B, F, I, L, O, R, W, clock, durations_of, edges_of
 from funcpipe.schedules.memory import residual_table, running_sum
 
-_CLASS = {F: 0, R: 1, B: 2, I: 2, W: 3, O: 4, L: 5}
+_CLASS = {F: {0}, R: {1}, B: {2, 3}, I: {2}, W: {3}, O: {4}, L: {5}}
 """Actions of one class and stage keep their order: microbatches ascend, backwards of slices descend."""
 
 _REACH = 6
@@ -29,6 +29,9 @@ _TURNS = 0.5
 are joined with their new neighbours, and those that they leave, too."""
 
 _OVERLAPPING = ({F, B}, {F, I})
+
+_HALVES = 0.3
+"""Where a backward takes less as a whole, how often it is parted, or its halves are joined, else an action moves."""
 
 
 class Bench:
@@ -175,6 +178,25 @@ class Lane(NamedTuple):
             return Lane(self.actions, self.pairs - {two})
         return Lane(self.actions, frozenset(pair for pair in self.pairs if {*pair}.isdisjoint(two)) | {two})
 
+    def halved(self, position: int, rng: Random) -> Lane | None:
+        """With a whole backward in halves, or halves as a whole; None where that would change the order of others."""
+        code, stage, microbatch = self.actions[position]
+        actions = [*self.actions]
+        if code == B:
+            actions[position : position + 1] = [(I, stage, microbatch), (W, stage, microbatch)]
+            latest = min(bounds_of(actions, position + 1)[1], position + 1 + _REACH)
+            return self.of(actions).moved(position + 1, rng.randint(position + 1, latest))
+        if code not in (I, W):
+            return None
+        first, last = (actions.index((half, stage, microbatch)) for half in (I, W))
+        places = [first] * (bounds_of(actions, last)[0] == first + 1) + [last] * (
+            bounds_of(actions, first)[1] == last - 1
+        )
+        if not places:
+            return None
+        actions[rng.choice(places)] = (B, stage, microbatch)
+        return self.of([action for action in actions if action not in ((I, stage, microbatch), (W, stage, microbatch))])
+
     def closed(self, *places: int) -> Lane:
         """With pairs at these places, where two that are in none can overlap."""
         lane = self
@@ -188,14 +210,16 @@ class Lane(NamedTuple):
 def bounds_of(lane: Sequence[CodedAction], position: int) -> tuple[int, int]:
     """The first and last position that an action can move to without crossing those that it must not cross."""
     code, stage, microbatch = lane[position]
-    kind = _CLASS[code]
+    kinds = _CLASS[code]
+
+    def apart(other: CodedAction) -> bool:
+        return other[1] != stage or (other[2] != microbatch and kinds.isdisjoint(_CLASS[other[0]]))
+
     low = position
-    while low and not ((other := lane[low - 1])[1] == stage and (other[2] == microbatch or _CLASS[other[0]] == kind)):
+    while low and apart(lane[low - 1]):
         low -= 1
     high, last = position, len(lane) - 1
-    while high < last and not (
-        (other := lane[high + 1])[1] == stage and (other[2] == microbatch or _CLASS[other[0]] == kind)
-    ):
+    while high < last and apart(lane[high + 1]):
         high += 1
     return low, high
 
@@ -242,6 +266,9 @@ def _changed(bench: Bench, device: int, lane: Lane, rng: Random) -> Lane | None:
     if bench.hides and rng.random() < _TURNS:
         changed = lane.turned(position)
         return changed if changed is not None and bench.fits(device, changed) else None
+    if bench.problem.cheaper[stage] and rng.random() < _HALVES:
+        changed = lane.halved(position, rng)
+        return None if changed is None else bench.relieved(device, changed, rng)
     if code in (R, O, L) and rng.random() < (0.5 if code == R else 0.1):
         kept = [action for action in lane.actions if action[1:] != (stage, microbatch) or action[0] not in (R, O, L)]
         changed = lane.of(kept)

@@ -3,7 +3,7 @@
 import random
 import subprocess
 import sys
-from fractions import Fraction
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcpipe as fp
-from funcpipe.lab.exact import ConstraintProgram, solve, unit_of
+from funcpipe.lab.exact import ConstraintProgram, _begun, solve, unit_of
 from funcpipe.lab.problem import Problem
 
 cp_model = pytest.importorskip("ortools.sat.python.cp_model")
@@ -117,6 +117,27 @@ def test_a_proof_where_residuals_need_not_stay(allowed, seeds):
         assert max(found.peak) <= one.limit
 
 
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 40), marks=pytest.mark.slow)])
+def test_a_proof_where_backwards_take_less_as_a_whole(seeds):
+    """Some of a stage are whole, others in halves; without the solver the search finds as much."""
+    from search_reference import small
+
+    kinds = set()
+    for seed in seeds:
+        one = small(seed)
+        halves = [one.cost.of(fp.Kind.I, stage) + one.cost.of(fp.Kind.W, stage) for stage in range(len(one.placement))]
+        rng = random.Random(seed)
+        cost = replace(one.cost, backward=[rng.randint(time // 2, time) for time in halves])
+        options = {"num_devices": one.devices, "num_microbatches": one.microbatches, "placement": one.placement}
+        options |= {"memory_limit": one.limit, "seconds": 60}
+        found = fp.search(cost, evaluations=3_000, **options)
+        proven = fp.search(cost, evaluations=200, exact=True, **options)
+        assert (0.0, "bound") == (proven.gap, proven.ended), one
+        assert found.lower_bound <= found.makespan == proven.makespan == fp.simulate(proven.schedule, cost).makespan
+        kinds |= {action.kind for order in found.schedule.orders for action in order}
+    assert {fp.Kind.B, fp.Kind.I, fp.Kind.W} <= kinds
+
+
 def test_microbatches_overtake_where_moves_are_slow():
     """Found where the other moves of a search find 199: number 36 of the benchmark. The proof, of 189, is a matter of luck."""
     from search_reference import instance
@@ -139,15 +160,25 @@ def test_microbatches_overtake_where_moves_are_slow():
 @settings(max_examples=60)
 @given(st.integers(0, 10**9))
 def test_every_schedule_is_a_solution_of_the_model(seed):
-    """So its bound is none too high: orders at random, with R, O and L, as the clock times them, in the memory that they take."""
+    """So its bound is none too high: orders at random, with R, O and L, as the clock times them, in the memory that they take.
+
+    Some stages' backwards take less time, or memory, whole than in halves.
+    """
     from search_reference import small
 
     rng = random.Random(seed)
     one = small(seed)
     stages, again, moved = len(one.placement), rng.random() < 0.6, rng.random() < 0.6
+    cost, saves = one.cost, set()
+    if rng.random() < 0.6:
+        both = [cost.of(fp.Kind.I, stage) + cost.of(fp.Kind.W, stage) for stage in range(stages)]
+        whole, rest = [rng.randint(time // 2, time) for time in both], [rng.randint(0, 4) for _ in both]
+        cost = replace(cost, backward=whole, weight_residual=rest)
+        saves = {s for s in range(stages) if whole[s] < both[s] or rest[s] > cost.residual[s]}
     extra = [(), *[(fp.Kind.R,)] * again, *[(fp.Kind.O, fp.Kind.L)] * moved]
+    backwards = [(fp.Kind.I, fp.Kind.W), (fp.Kind.B,)]
     chains = {
-        (stage, microbatch): [fp.Kind.F, *rng.choice(extra), fp.Kind.I, fp.Kind.W]
+        (stage, microbatch): [fp.Kind.F, *rng.choice(extra), *rng.choice(backwards[: 1 + (stage in saves)])]
         for stage in range(stages)
         for microbatch in range(one.microbatches)
     }
@@ -160,21 +191,24 @@ def test_every_schedule_is_a_solution_of_the_model(seed):
         ]
         action = rng.choice(ready)
         chains[action.stage, action.microbatch].pop(0)
-        ran.add(action)
+        ran |= {action, action._replace(kind=fp.Kind.I)} if action.kind is fp.Kind.B else {action}
         orders[one.placement[action.stage]].append(action)
-    timeline = fp.simulate(fp.Schedule(tuple(map(tuple, orders))), one.cost)
+    timeline = fp.simulate(fp.Schedule(tuple(map(tuple, orders))), cost)
     limits = tuple(max(peak, 1e-9) for peak in timeline.peak)
     for objective in ("makespan", "span"):
-        problem = Problem(one.cost, one.placement, one.microbatches, limits, objective, remat=again, offload=moved)
+        problem = Problem(cost, one.placement, one.microbatches, limits, objective, remat=again, offload=moved)
         unit, exact = unit_of(problem)
         model = ConstraintProgram(problem, cp_model, {}, unit, exact=exact, ordered=False)
         assert model.complete
-        starts = {span.action: round(Fraction(span.start) / unit) for span in timeline.spans}
+        starts = _begun(problem, timeline, unit)
         for action, start in model.starts.items():
             if action in starts:
                 model.cp.Add(start == starts[action])
             if (chosen := model._chosen(action)) is not None:
                 model.cp.Add(chosen == (action in starts))
+        for place in model.whole:
+            if (whole := fp.Action(fp.Kind.B, *place)) in starts:
+                model.cp.Add(model.starts[whole._replace(kind=fp.Kind.I)] == starts[whole])
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         assert solver.Solve(model.cp) == cp_model.OPTIMAL
@@ -189,8 +223,8 @@ def _before(kind, stage, microbatch, stages):
             yield fp.Action(kind, stage - 1, microbatch)
         elif microbatch:
             yield fp.Action(kind, stage, microbatch - 1)
-    if kind is fp.Kind.I and stage + 1 < stages:
-        yield fp.Action(kind, stage + 1, microbatch)
+    if kind in (fp.Kind.I, fp.Kind.B) and stage + 1 < stages:
+        yield fp.Action(fp.Kind.I, stage + 1, microbatch)
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,26 @@ def test_a_move_makes_room_for_itself(allowed):
     assert (fp.Kind.R if allowed == "remat" else fp.Kind.O) in kinds
 
 
+@pytest.mark.parametrize("start", [fp.schedules.one_f_one_b, fp.schedules.zero_bubble])
+def test_a_backward_is_parted_or_its_halves_are_joined_where_that_is_shorter(start):
+    """From wholes as from halves; gradients of weights are still added up in the order of the microbatches."""
+    cost = fp.Cost([2, 3, 2], [2, 2, 3], [3, 2, 2], backward=[4, 3, 4], comm=1)
+    for seed in range(4):
+        schedule = start(3, 5)
+        problem = Problem(cost, schedule.device_of, 5, (3.0, 3.0, 3.0))
+        lanes = [Lane(actions, frozenset()) for actions in coded(schedule.orders)]
+        kinds = {action.kind for order in schedule.orders for action in order}
+        value = fp.simulate(schedule, cost).makespan
+        for better in polish(Bench(problem), lanes, random.Random(seed), Budget(2_000, 60), good=0.0):
+            found = as_schedule([lane.actions for lane in better], "moved")
+            timeline = fp.simulate(found, cost)
+            assert timeline.makespan < value
+            assert problem.fits(timeline.peak)
+            assert found.is_ascending
+            value, kinds = timeline.makespan, kinds | {action.kind for order in found.orders for action in order}
+        assert {fp.Kind.B, fp.Kind.I, fp.Kind.W} <= kinds
+
+
 def test_the_host_takes_what_two_residuals_do_not_leave_room_for():
     """Moves find where it pays; no rule and no family does."""
     options = {"num_devices": 4, "num_microbatches": 8, "memory_limit": 2, "evaluations": 5_000, "seconds": 300}
