@@ -179,7 +179,7 @@ class Execution:
         stages, bounds = self.ready.plan.stages, self.ready.bounds
         spread, box = self.ready.spread, self.boxes[lane.lane]
         reduce = partial(self.ready.reduce, box=box)
-        advance = _unstepped if self.stepping is None else partial(self.stepping.step, box=box)
+        advance = _unstepped if self.stepping is None else self.stepping.step
         also = host, reduce, advance
         steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], *also) for call in lane.calls]
         if len(place.streams) > 1:
@@ -193,6 +193,8 @@ class Execution:
         runner = Runner(lane, steps, place, transport, coming, timed=self.ready.options.record)
         if self.ready.options.ranges:
             runner.steps = [ranged(step, lane, place.device) for step in runner.steps]
+        if self.stepping is not None:
+            runner.steps = self.stepping.waiting(lane, runner.steps, box)
         if spread:
             runner.beside = None  # parts of parameters are gathered, and freed, for one stream
             runner.steps = holding(lane, runner.steps, spread, bounds, box, place)

@@ -234,6 +234,8 @@ def unused_keys(ready: Prepared, unused: Sequence[_Leaf]) -> tuple[tuple[int, An
 
 def gradient_sums(ready: Prepared) -> dict[int, list[Tensor | None]]:
     """The gradients as the backwards summed them, over all replicas, by stage that is here."""
+    for stage, bound in ready.bounds.items():  # all begin before the first is waited for
+        ready.part.reduce(stage, bound.grads(), ready.cuts_of(stage))
     return {
         stage: ready.part.reduced(stage, bound.grads(), ready.cuts_of(stage)) for stage, bound in ready.bounds.items()
     }

@@ -304,6 +304,7 @@ class Ranks(Lanes):
         if self.replicas == 1:
             return gradients
         with _Telling(self):
+            self._at = f"at the sums of stage {stage} ({self._runs})"
             self.reduce(stage, gradients, cuts)
             return self._open().take(self._reducing[stage])()
 

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.exchange import alone
+from funcpipe.core.program import LaneProgram, Run
 from funcpipe.core.result import Result
+from funcpipe.core.schedule import Kind
 from funcpipe.core.torch_names import STEPPED, storage_number
 from funcpipe.core.tree import flatten, leaves, unflatten
 from funcpipe.runtime.leaf_gradients import LeafGradient, by_leaf
@@ -26,8 +28,23 @@ from funcpipe.runtime.optim import apply_gradients, held_of, is_torchs, refuse_u
 from funcpipe.runtime.plain_tensors import is_plain
 from funcpipe.runtime.prepare import Prepared
 from funcpipe.runtime.replicas import Summed
+from funcpipe.runtime.steps import Step
 from funcpipe.runtime.transport import Mailbox
 
+_BY_NUMBER = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+"""Those of torch's that step each number of a leaf by itself; Muon, say, multiplies whole matrices."""
 _CLIPPING = 1e-6
 """What torch's clipping adds to a norm before it divides."""
 
@@ -80,28 +97,43 @@ class Stepping:
         self.stepped: set[int] = set()
         self.late = False
         self._kept: dict[int, _Kept] = {}
+        self._sums: dict[int, list[Tensor | None]] = {}
         self._early: frozenset[int] = frozenset()
         if self.optimizer is not None:
             mine = [leaf for stage in ready.bounds for leaf in leaves(ready.params[stage])]
             refuse_unheld(self.optimizer, mine)
-            # Gradients of losses that weigh late are scaled when all lanes are done. Replicas that do the same come to each
-            # S in one order, so that none waits there for one that waits for it.
+            # Gradients of losses that weigh late are scaled when all lanes are done. Replicas with as many microbatches come to
+            # each S in one order, so that none waits there for one that waits for it.
             if ready.even and not ready.plan.stages[-1].seen.late and in_parts(self.optimizer, mine):
                 self._early = frozenset(ready.bounds) - _joined(ready)
 
-    def step(self, stage: int, box: Mailbox) -> None:
-        """Step a stage whose gradients are whole, on the lane that has it; not if others decide about these.
+    def waiting(self, program: LaneProgram, steps: Sequence[Step], box: Mailbox) -> list[Step]:
+        """The steps of a lane, where each S first waits, in the mailbox, for what other replicas have of its gradients."""
+        out = [*steps]
+        for number, call in enumerate(program.calls):
+            if call.kind is Kind.S:
+                out[number] = self._waiting(steps[number], call.stage, box)
+        return out
 
-        The lane waits, in its mailbox, for what other replicas have of them.
-        """
-        if stage not in self._early or self.ready.bounds[stage].written():  # what was written is told when the run ends
+    def _waiting(self, step: Step, stage: int, box: Mailbox) -> Step:
+        def waited(reads: list[Any], run: Run) -> Sequence[Any]:
+            if self.ready.even:
+                # In all replicas, also in one that does not step here: others may wait for it.
+                self.ready.reduce(stage, box)
+                if stage in self._early:
+                    if Summed(stage) not in box.came:
+                        box.wait(Summed(stage))
+                    self._sums[stage] = box.came[Summed(stage)]()
+            return step(reads, run)
+
+        return waited
+
+    def step(self, stage: int) -> None:
+        """Step a stage whose gradients are whole, on the lane that has it; not if others decide about these."""
+        sums = self._sums.pop(stage, None)
+        if sums is None or self.ready.bounds[stage].written():  # what was written is told when the run ends
             return
-        key, spread = Summed(stage), self.ready.spread.get(stage)
-        self.ready.reduce(stage, box)
-        if key not in box.came:
-            box.wait(key)
-        sums = box.came[key]()
-        tree = self.ready.params[stage]
+        tree, spread = self.ready.params[stage], self.ready.spread.get(stage)
         row = sums if spread is None else spread.as_given(sums)
         entries = self._scaled(by_leaf((tree,), (unflatten(flatten(tree)[1], row),), ()))
         self.stepped.add(stage)
@@ -170,11 +202,15 @@ def in_parts(optimizer: torch.optim.Optimizer, tensors: Iterable[Any]) -> bool:
     """Is each leaf stepped by itself, so that parts of an optimizer can be stepped one by one: torch's own do so.
 
     Others may count in their groups, look at all leaves, or hold another optimizer; hooks get the whole one. And a step is
-    of all that have a gradient, so there are to be no others than these ``tensors`` of the run.
+    of all that have a gradient, so there are to be no others than these ``tensors`` of the run. Of parts of tensors only what
+    goes number by number can: the rest asks other processes, one lane beside the other.
     """
+    held = _held(optimizer)
+    if type(optimizer) not in _BY_NUMBER and not all(map(is_plain, held)):
+        return False
     patched = "step" in vars(optimizer) and getattr(optimizer.step, "__wrapped__", None) is not type(optimizer).step
     hooked = any(value for name, value in vars(optimizer).items() if name.endswith("_hooks"))
-    return is_torchs(optimizer) and not (patched or hooked) and {*map(id, _held(optimizer))} <= {*map(id, tensors)}
+    return is_torchs(optimizer) and not (patched or hooked) and {*map(id, held)} <= {*map(id, tensors)}
 
 
 def part_of(optimizer: torch.optim.Optimizer, tensors: Sequence[Any]) -> torch.optim.Optimizer | None:

@@ -135,7 +135,7 @@ def reduce_grads(schedule: Schedule) -> Schedule:
     """Sum the gradients of each stage over its replicas once they are complete: insert ``G`` after its last backward.
 
     It runs on the link to the other replicas while the device goes on with other stages. Where there are no replicas,
-    nothing is left to do.
+    nothing is left to do. What steps (`step_params`) is put in after it.
 
     >>> print(fp.schedules.reduce_grads(fp.schedules.one_f_one_b(2, 2)))
     0F0 0F1 0B0 0B1 0G

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import same, schedules
-from rank_tasks import batch, differences, everything, loss_with_aux, owners, parts
+from rank_tasks import batch, differences, everything, everything_of, local, loss_with_aux, owners, parts
 from torch.distributed.device_mesh import init_device_mesh
 
 import funcpipe as fp
@@ -124,21 +124,29 @@ def recorded(way, skip=None):
 
         return come
 
-    def told(self, gradients, cuts, answers):
+    def begin(self, gradients, cuts, told):
         """Sums were made outside of the record: they lie on the device."""
-        for gradient in gradients:
-            if gradient is not None and self.stream is not None:
-                recorder.block(gradient).device = self.stream.device
-        summed(self, gradients, cuts, answers)
+        with recorder.lock:
+            for gradient in gradients:
+                if gradient is not None and self.stream is not None:
+                    recorder.block(gradient).device = self.stream.device
+        return summed(self, gradients, cuts, told)
 
-    before, summed = Place.backend, Replicas.begin
-    Place.backend, Replicas.begin = recorder, told
+    def done(self, tensors):
+        """After a gradient is summed its memory goes."""
+        event = over(self, tensors)
+        if self.stream is not None and len(tensors) == 1:
+            recorder.freed(tensors[0])
+        return event
+
+    before, summed, over = Place.backend, Replicas.begin, Replicas._over
+    Place.backend, Replicas.begin, Replicas._over = recorder, begin, done
     for name in real:
         setattr(DeviceStream, name, followed(name))
     try:
         yield recorder, freed
     finally:
-        Place.backend, Replicas.begin = before, summed
+        Place.backend, Replicas.begin, Replicas._over = before, summed, over
         for name, function in real.items():
             setattr(DeviceStream, name, function)
 
@@ -520,6 +528,49 @@ def faults_on_gpus(rank, size, what):
         want = fp.run_sequential(plain, fp.place(plain, params), (x, target), state=fp.place(plain, state), **options)
         got = go()
         return type(caught.value).__name__, seconds, differences(on_cpu(want), on_cpu(got), ranks.stages, last=False)
+
+
+def steps_on_devices(rank, size, way, kind):
+    """Two replicas of two lanes that step inside of runs, on devices of a recorder, and after runs, before the record."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+
+    @fp.stage
+    def layer(p, x):
+        return torch.tanh(x @ p["w"] + p["b"])
+
+    schedule = fp.schedules.interleaved(4, 4, num_devices=2)
+    if kind == "sharded":
+        schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(4, 4, num_devices=2), whole=1)
+    if kind != "plain":
+        schedule = fp.schedules.reduce_grads(schedule)
+    plain = fp.make_plan([layer] * 4, schedule, loss=F.mse_loss, devices="cpu")
+    stepping = fp.make_plan([layer] * 4, fp.schedules.step_params(schedule), loss=F.mse_loss, devices=on(way, 2))
+    generator = torch.Generator().manual_seed(1)
+    start = [torch.randn(7, 6, generator=generator, dtype=torch.float64) for _ in range(4)]
+    batches = torch.randn(2, 2, 8, 6, generator=generator, dtype=torch.float64)
+
+    def fresh(plan, ranks):
+        leaves = tuple({"w": w[:6].clone().requires_grad_(), "b": w[6].clone().requires_grad_()} for w in start)
+        params = fp.place(plan, leaves, ranks, shard=kind == "sharded")
+        return params, torch.optim.AdamW(fp.leaves(params), lr=0.05, foreach=False)
+
+    wants = []
+    with fp.ranks(plain, mesh, dp="dp", timeout=30.0) as ranks:
+        params, optimizer = fresh(plain, ranks)
+        for _ in range(3):
+            result = fp.run(plain, params, tuple(batches[ranks.replica]), executor=ranks)
+            norm = fp.step(optimizer, params, result)
+            wants.append((result.loss, norm, everything_of(params, optimizer)))
+    wrong = []
+    with recorded(way) as (recorder, _), fp.ranks(stepping, mesh, dp="dp", timeout=30.0) as ranks:
+        params, optimizer = fresh(stepping, ranks)
+        put(recorder, [tree and {key: local(leaf) for key, leaf in tree.items()} for tree in params], stepping)
+        for want in wants:
+            result = fp.run(stepping, params, tuple(batches[ranks.replica]), executor=ranks, optimizer=optimizer)
+            with plainly():
+                got = result.loss, result.norm, everything_of(params, optimizer)
+                wrong += [] if same(want, got) else ["bits"]
+    return wrong, recorder.finish()
 
 
 def replicas_on_gpus(rank, size, shard):

@@ -258,7 +258,7 @@ def stepping_replicas(rank, size, kind, rows):
         stages, schedule = tuple(map(fp.compile_stage, stages)), fp.schedules.zero_bubble(4, 4, num_devices=2)
     if kind == "sharded":
         schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(4, 4, num_devices=2), whole=1)
-    if kind != "plain":
+    if kind not in ("plain", "hooked"):
         schedule = fp.schedules.reduce_grads(schedule)
     options = {"loss": counted if kind == "late" else loss_with_aux, "devices": "cpu"}
     options["ties"] = [[(0, "w"), (3, "w")]] if kind == "tied" else []
@@ -277,6 +277,8 @@ def stepping_replicas(rank, size, kind, rows):
         alone, ours = (fp.place(plain, fresh_floats(params), ranks, shard=kind == "sharded") for _ in range(2))
         trained = ([leaf for leaf in fp.leaves(own) if leaf.requires_grad] for own in (alone, ours))
         theirs, mine = (torch.optim.AdamW(leaves, lr=0.05) for leaves in trained)
+        if kind == "hooked" and rank == 0:  # it waits for nobody's sums, and others wait for its
+            mine.register_step_post_hook(lambda *_: None)
         given = {"state": fp.place(plain, state, ranks), "feeds": {"scale": feed}, "executor": ranks}
         for number in range(4):
             broken = (kind, number, rank) == ("scale", 1, 3)  # of one replica; none steps
@@ -296,6 +298,49 @@ def stepping_replicas(rank, size, kind, rows):
             wrong += [] if (kind == "clips") == bool(norm > max_norm) or broken else [f"{number} the norm is {norm}"]
             wrong += [] if same(everything_of(alone, theirs), everything_of(ours, mine)) else [f"{number} a leaf"]
     return wrong, sum(by_lanes)
+
+
+def stepping_whole_matrices(rank, size):
+    """Two replicas of two lanes, with parts of matrices, and an optimizer that asks the other one for what it lacks."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    stages = [fp.stage(lambda p, x: x + torch.tanh(x @ p))] * 4
+    summed = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 4, num_devices=2))
+    schedule = fp.schedules.gather_params(summed, whole=1)
+    plain, stepping = (
+        fp.make_plan(stages, one, loss=F.mse_loss, devices="cpu")
+        for one in (schedule, fp.schedules.step_params(schedule))
+    )
+    generator = torch.Generator().manual_seed(4)
+    start = [torch.randn(6, 6, generator=generator) * 0.3 for _ in stages]
+    x, target = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(rank))
+    wrong = []
+    with fp.ranks(plain, mesh, dp="dp", lanes=[0, 0], timeout=20.0) as ranks:
+        fresh = [tuple(leaf.clone().requires_grad_() for leaf in start) for _ in range(2)]
+        alone, ours = (fp.place(plain, params, ranks, shard=True) for params in fresh)
+        theirs, mine = (torch.optim.Muon(fp.leaves(params), lr=0.05) for params in (alone, ours))
+        for number in range(3):
+            norm = fp.step(theirs, alone, fp.run(plain, alone, (x, target), executor=ranks))
+            got = fp.run(stepping, ours, (x, target), optimizer=mine, executor=ranks)
+            same_leaves = same(everything_of(alone, theirs), everything_of(ours, mine))
+            wrong += [] if same(norm, got.norm) and same_leaves else [number]
+    return wrong
+
+
+def late_sums(rank, size):
+    """How long the steps of a replica take whose sums wait for another replica, where a stage sleeps."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+
+    def stage(p, x):
+        time.sleep(0.5 * rank)
+        return x @ p
+
+    schedule = fp.schedules.step_params(fp.schedules.reduce_grads(fp.schedules.one_f_one_b(1, 2)))
+    plan = fp.make_plan([fp.stage(stage)], schedule, loss=F.mse_loss, devices="cpu")
+    with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
+        params = fp.place(plan, (torch.eye(4, requires_grad=True),), ranks)
+        optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
+        given = {"optimizer": optimizer, "executor": ranks, "record": True}
+        return fp.run(plan, params, (torch.ones(4, 4), torch.ones(4, 4)), **given).timeline.cost().step[0]
 
 
 def everything_of(params, optimizer):

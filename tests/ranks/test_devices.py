@@ -31,6 +31,16 @@ def test_replicas(pools, way, reduced):
     assert any(joined for _, _, joined in results) is (way != "host")
 
 
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [("joined", "plain"), ("joined", "sharded"), ("host", "reduced"), ("host", "sharded"), ("one device", "plain")],
+)
+def test_replicas_that_step_on_devices(pools, way, kind):
+    for wrong, faults in pools(4).all("steps_on_devices", way, kind):
+        assert [] == wrong
+        assert [] == faults
+
+
 def test_every_wait_is_needed(pools):
     """Without the wait for a value, for a slot, or the word to the allocator, the order is broken."""
     points = pools(2).all("without_a_wait", None)[1][0]

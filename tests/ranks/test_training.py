@@ -79,12 +79,26 @@ def test_replicas(pools, kind, rows):
         assert by_rank.setdefault(rank, (grads, norm)) == (grads, norm)
 
 
-@pytest.mark.parametrize("kind", ["plain", "reduced", "clips", "scale", "late", "tied", "compiled", "sharded", "fails"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "reduced", "clips", "scale", "late", "tied", "compiled", "sharded", "fails", "hooked"]
+)
 def test_replicas_that_step_inside_of_runs(pools, kind):
     """The bits of steps after them; each rank has stepped its two stages on its lane, but for those that are tied."""
-    for wrong, by_lanes in pools(4).all("stepping_replicas", kind, (8, 9)):
+    for rank, (wrong, by_lanes) in enumerate(pools(4).all("stepping_replicas", kind, (8, 9))):
         assert [] == wrong
-        assert by_lanes >= (4 if kind == "tied" else 2 if kind == "late" else 8)
+        hooked = kind == "hooked" and rank == 0
+        assert by_lanes >= (0 if hooked else 4 if kind == "tied" else 2 if kind == "late" else 8)
+
+
+def test_optimizers_that_ask_other_replicas_step_at_the_end(pools):
+    """On lanes of one process each would ask in an order of its own."""
+    for wrong in pools(2).all("stepping_whole_matrices"):
+        assert [] == wrong
+
+
+def test_a_step_takes_no_longer_than_it_takes(pools):
+    """What it waits for, half a second of another replica for each microbatch, is no time of its own."""
+    assert max(pools(2).all("late_sums")) < 0.3
 
 
 def test_replicas_of_other_lengths_step_at_the_end(pools):

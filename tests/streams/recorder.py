@@ -328,9 +328,19 @@ class Recorder(StreamBackend):
                 if ref.expired():
                     del block.storages[key]
             if not block.storages:
-                del self.blocks[at]
-                if block.home is not None:
-                    self.dead.setdefault(block.home.name, []).append(block)
+                self._free(at)
+
+    def freed(self, tensor: torch.Tensor) -> None:
+        """The memory of a tensor goes, though the tensor lives."""
+        with self.lock:
+            self.reap()
+            if address(tensor) in self.blocks:
+                self._free(address(tensor))
+
+    def _free(self, at: int) -> None:
+        block = self.blocks.pop(at)
+        if block.home is not None:
+            self.dead.setdefault(block.home.name, []).append(block)
 
     def allocate(self, tensor: torch.Tensor, stream: Stream, device: torch.device | None) -> None:
         """New memory, taken from the stream's dead blocks as far as the proof goes."""
