@@ -6,6 +6,8 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import COUNTED, KINDS, ONCE, Flow, Kind
 from funcpipe.core.schedule import Action, Pair, Schedule, select
@@ -16,10 +18,11 @@ _COMMS = re.compile(r"[0-9]+(?:(?:WAIT_SEND|SEND|RECV)_[FB][0-9]+|(?:UNSHARD|RES
 """The actions of torch 2.15 and older that say nothing to a plan, which derives messages."""
 _NEWER = re.compile(r"[0-9]+[A-Z]{2}[A-Z_]*[0-9]*")
 _SHARED = re.compile(r"([0-9]{1,9})(UNSHARD|REDUCE_GRAD)")
+_BACKWARD = re.compile(r"([0-9]+)[BI]([0-9]+)")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
-def to_torch_csv(schedule: Schedule, *, messages: bool = False) -> str:
+def to_torch_csv(schedule: Schedule, *, messages: bool = False, waits: bool | None = None) -> str:
     """The schedule in the format of torch.distributed.pipelining: a row for each rank, ``0F0,0F1,0B0,0B1``.
 
     torch loads it as a "compute_only" schedule, and adds its sends, receives, gathering and reductions (U and G are left
@@ -29,11 +32,14 @@ def to_torch_csv(schedule: Schedule, *, messages: bool = False) -> str:
     0F0,0F1,0I0,0W0,0I1,0W1
     1F0,1I0,1F1,1I1,1W0,1W1
 
-    With ``messages`` it is what torch makes of that, which it loads as "compute_comms":
+    With ``messages`` it is what torch makes of that, which it loads as "compute_comms"; from 2.15 on with ``waits``:
 
-    >>> print(fp.schedules.to_torch_csv(fp.schedules.fill_drain(2, 1), messages=True), end="")
+    >>> print(fp.schedules.to_torch_csv(fp.schedules.fill_drain(2, 1), messages=True, waits=False), end="")
     0F0,0SEND_F0,0RECV_B0,0B0
     1RECV_F0,1F0,1B0,1SEND_B0
+    >>> print(fp.schedules.to_torch_csv(fp.schedules.fill_drain(2, 1), messages=True, waits=True), end="")
+    0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0
+    1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0
 
     Args:
         schedule: a legal schedule of whole microbatches with backwards and without R, O and L; in its pairs are an F and
@@ -41,6 +47,8 @@ def to_torch_csv(schedule: Schedule, *, messages: bool = False) -> str:
         messages: write sends and receives, in the order in which torch puts them in; of U (`gather_params`) ``UNSHARD``,
             and ``RESHARD`` where the stage has computed for the last time before the next one; of G (`reduce_grads`)
             ``REDUCE_GRAD``.
+        waits: write with the messages where each send, and each reduction, is waited for, as torch 2.15 does and wants it;
+            older ones do not know these words. None: as it is with the torch that is installed.
 
     Raises:
         ScheduleError: torch could not run it.
@@ -74,7 +82,7 @@ def to_torch_csv(schedule: Schedule, *, messages: bool = False) -> str:
         )
     raise_all(f"torch.distributed.pipelining cannot run schedule {schedule.name!r}:", faults, ScheduleError)
     if messages:
-        rows = _with_messages(schedule)
+        rows = _with_messages(schedule, waits=torch.__version__ >= "2.15" if waits is None else waits)
     else:
         computing = schedule.reordered(
             select(schedule.orders, lambda action: action.kind not in (*ONCE, *COUNTED)), schedule.name
@@ -97,7 +105,7 @@ def _cell(group: Sequence[Action]) -> str:
     return f"{action.stage}{words[action.kind]}" if action.kind in words else str(action)
 
 
-def _with_messages(schedule: Schedule) -> list[list[str]]:
+def _with_messages(schedule: Schedule, *, waits: bool) -> list[list[str]]:
     """The cells of each rank with what torch puts in; its optimizers are stepped outside of schedules, so S is left out.
 
     Ranks take turns; each does its next action if what that reads has come. A sender puts in the receiver's word too, so
@@ -107,7 +115,7 @@ def _with_messages(schedule: Schedule) -> list[list[str]]:
     device_of, last = schedule.device_of, schedule.num_stages - 1
     rows: list[list[str]] = [[] for _ in schedule.orders]
     come: set[tuple[Flow, int, int]] = set()
-    left = [deque(_turns(schedule, order)) for order in schedule.orders]
+    left = [deque(_turns(schedule, order, waits=waits)) for order in schedule.orders]
 
     def reads(action: Action) -> bool:
         flow = KINDS[action.kind].flow
@@ -129,14 +137,31 @@ def _with_messages(schedule: Schedule) -> list[list[str]]:
                         letter = "F" if flow is Flow.FORWARD else "B"
                         rows[device].append(f"{action.stage}SEND_{letter}{action.microbatch}")
                         rows[device_of[to]].append(f"{to}RECV_{letter}{action.microbatch}")
-    return rows
+    return [*map(_with_waits, rows)] if waits else rows
 
 
-def _turns(schedule: Schedule, order: tuple[Action, ...]) -> Iterator[tuple[str, tuple[Action, ...]]]:
+def _with_waits(row: Sequence[str]) -> list[str]:
+    """The cells of a rank with a wait for each send: of F after its backward, which says that it has come, else at the end."""
+    out: list[str] = []
+    sent: dict[str, str] = {}
+    for cell in row:
+        out.append(cell)
+        if "SEND" in cell:
+            sent[cell] = cell.replace("SEND", "WAIT_SEND")
+        for stage, microbatch in _BACKWARD.findall(cell):
+            wait = sent.pop(f"{stage}SEND_F{microbatch}", None)
+            if wait is not None:
+                out.append(wait)
+    return [*out, *sent.values()]
+
+
+def _turns(schedule: Schedule, order: tuple[Action, ...], *, waits: bool) -> Iterator[tuple[str, tuple[Action, ...]]]:
     """What a rank does one after the other: the cells, and the actions in them."""
     resharded = _reshards(order)
     for group in _groups(schedule, order):
         yield _cell(group), group
+        if waits and group[0].kind is Kind.G:
+            yield f"{group[0].stage}WAIT_REDUCE_GRAD", ()
         yield from ((f"{action.stage}RESHARD", ()) for action in group if action in resharded)
 
 

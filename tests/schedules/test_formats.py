@@ -368,6 +368,25 @@ def test_what_torch_makes_of_a_schedule_goes_in_and_out_unchanged(schedule, tmp_
     assert fp.schedules.from_torch_csv(text) == schedule
 
 
+def test_waits_stand_where_torch_2_15_puts_them():
+    """What it wrote of 1F1B, and of an overlapped pair; older ones know no such words."""
+    replicated = fp.schedules.reduce_grads(fp.schedules.gather_params(fp.schedules.one_f_one_b(3, 4)))
+    first, second, _ = fp.schedules.to_torch_csv(replicated, messages=True, waits=True).splitlines()
+    assert first == (
+        "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0F2,0SEND_F2,0RECV_B0,0B0,0WAIT_SEND_F0,0F3,0SEND_F3,0RECV_B1,0B1,0WAIT_SEND_F1,"
+        "0RECV_B2,0B2,0WAIT_SEND_F2,0RECV_B3,0B3,0WAIT_SEND_F3,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD"
+    )
+    assert "1B0,1WAIT_SEND_F0,1SEND_B0" in second
+    assert second.endswith("1WAIT_SEND_B0,1WAIT_SEND_B1,1WAIT_SEND_B2,1WAIT_SEND_B3")
+    text = fp.schedules.to_torch_csv(replicated, messages=True, waits=False)
+    assert "WAIT" not in text
+    for waits in (False, True):
+        text = fp.schedules.to_torch_csv(replicated, messages=True, waits=waits)
+        assert replicated == fp.schedules.from_torch_csv(text, replicas=True)
+    pair = fp.Schedule.parse("0F0 (0F1 0B0) 0B1\n1F0 1B0 1F1 1B1")
+    assert "(0F1;0B0)OVERLAP_F_B,0WAIT_SEND_F0,0SEND_F1," in fp.schedules.to_torch_csv(pair, messages=True, waits=True)
+
+
 def test_our_messages_are_loaded_by_torch(tmp_path):
     """Also where U and G stand elsewhere than torch would put them, or not at all."""
     file = tmp_path / "ours.csv"
