@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-
-import torch
+from importlib.metadata import version
 
 from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import COUNTED, KINDS, ONCE, Flow, Kind
@@ -82,13 +81,19 @@ def to_torch_csv(schedule: Schedule, *, messages: bool = False, waits: bool | No
         )
     raise_all(f"torch.distributed.pipelining cannot run schedule {schedule.name!r}:", faults, ScheduleError)
     if messages:
-        rows = _with_messages(schedule, waits=torch.__version__ >= "2.15" if waits is None else waits)
+        rows = _with_messages(schedule, waits=_wants_waits() if waits is None else waits)
     else:
         computing = schedule.reordered(
             select(schedule.orders, lambda action: action.kind not in (*ONCE, *COUNTED)), schedule.name
         )
         rows = [[_cell(group) for group in _groups(computing, order)] for order in computing.orders]
     return "".join(",".join(row) + "\n" for row in rows)
+
+
+def _wants_waits() -> bool:
+    """Is the torch that is installed one that wants them."""
+    major, minor, *_ = version("torch").split(".")
+    return (int(major), int(minor)) >= (2, 15)
 
 
 def _groups(schedule: Schedule, order: tuple[Action, ...]) -> list[tuple[Action, ...]]:
