@@ -10,7 +10,7 @@ from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
 from funcpipe.schedules.legal import check
-from funcpipe.schedules.transforms import gather_params, reduce_grads, remat
+from funcpipe.schedules.transforms import gather_params, reduce_grads, remat, step_params
 
 Orders = list[list[Action]]
 
@@ -38,10 +38,12 @@ def is_ready(action: Action, done: set[Action], everything: Counter[Action]) -> 
     def has(what: Kind, where: int) -> bool:
         return Action(what, where, microbatch) in done
 
-    first, reduced = Action(Kind.U, stage), Action(Kind.G, stage)
+    first, reduced, stepped = Action(Kind.U, stage), Action(Kind.G, stage), Action(Kind.S, stage)
     if kind is Kind.U:
         early = not any(other.stage == stage and other.kind is not Kind.U for other in done)
-        return reduced not in done and (Action(Kind.U, stage, microbatch - 1) in done if microbatch else early)
+        return {reduced, stepped}.isdisjoint(done) and (
+            Action(Kind.U, stage, microbatch - 1) in done if microbatch else early
+        )
     if first in everything and first not in done:
         return False
     if kind is Kind.F:
@@ -50,8 +52,10 @@ def is_ready(action: Action, done: set[Action], everything: Counter[Action]) -> 
         return has(Kind.F, stage)
     if kind is Kind.W:
         return has(Kind.I, stage)
-    if kind is Kind.G:
+    if kind in (Kind.G, Kind.S):
         adding = (Kind.B, Kind.I, Kind.W)
+        if kind is Kind.G and stepped in done:
+            return False
         return all(other in done for other in everything if other.stage == stage and other.kind in adding)
     later = stage + 1 > max(action.stage for action in everything) or has(Kind.B, stage + 1) or has(Kind.I, stage + 1)
     again = Action(Kind.R, stage, microbatch)
@@ -81,15 +85,16 @@ def is_complete(orders: Orders) -> bool:
 
 def serves(order: list[Action], at: int) -> bool:
     """Does the stage of a U compute after it, before its next."""
-    after = [action.kind for action in order[at + 1 :] if action.stage == order[at].stage and action.kind is not Kind.G]
+    once = (Kind.G, Kind.S)
+    after = [action.kind for action in order[at + 1 :] if action.stage == order[at].stage and action.kind not in once]
     return bool(after) and after[0] is not Kind.U
 
 
 def is_whole(kinds: set[Kind], backward: bool, microbatch: int) -> bool:
-    """F alone, or F with B or I W, with or without R; of the first microbatch, which stands for all, with or without G."""
+    """F alone, or F with B or I W, with or without R; of the first microbatch, which stands for all, with or without G and S."""
     kinds = kinds - {Kind.U}  # its number is no microbatch's
     if backward and not microbatch:
-        kinds = kinds - {Kind.G}
+        kinds = kinds - {Kind.G, Kind.S}
     rest = kinds - {Kind.F, Kind.R}
     return Kind.F in kinds and (rest in ({Kind.B}, {Kind.I, Kind.W}) if backward else kinds == {Kind.F})
 
@@ -116,6 +121,8 @@ def legal(draw: st.DrawFn) -> Orders:
         schedule = reduce_grads(schedule)
     if draw(st.booleans()):
         schedule = gather_params(schedule, ahead=draw(st.integers(0, 2)))
+    if draw(st.booleans()):
+        schedule = step_params(schedule)
     return [list(order) for order in schedule.orders]
 
 
