@@ -256,7 +256,7 @@ class Best:
 
 def too_many(problem: Problem) -> bool:
     """Are there too many actions to move single ones."""
-    return 3 * problem.num_stages * problem.num_microbatches > _POLISHED
+    return problem.num_actions > _POLISHED
 
 
 def _handed(problem: Problem) -> bool:

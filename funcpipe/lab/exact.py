@@ -54,11 +54,6 @@ class Solved(NamedTuple):
     late: bool
 
 
-def num_actions(problem: Problem) -> int:
-    """How many actions it has that each schedule has, with split backwards."""
-    return 3 * problem.num_stages * problem.num_microbatches
-
-
 def solve(problem: Problem, hint: Timeline | None, *, seconds: float, seed: int) -> Iterator[Solved]:
     """Search until the shortest is proven, or the time is over; nothing where the problem is too large for it.
 
@@ -74,7 +69,7 @@ def solve(problem: Problem, hint: Timeline | None, *, seconds: float, seed: int)
     Raises:
         ScheduleError: OR-Tools is not installed.
     """
-    if num_actions(problem) > MOST:
+    if problem.num_actions > MOST:
         return
     try:
         cp_model: Any = import_module("ortools.sat.python.cp_model")

@@ -66,6 +66,11 @@ class Problem:
         return len(self.device_of)
 
     @property
+    def num_actions(self) -> int:
+        """How many actions each schedule has, with backwards in halves."""
+        return 3 * self.num_stages * self.num_microbatches
+
+    @property
     def num_devices(self) -> int:
         """How many devices."""
         return len(self.limits)

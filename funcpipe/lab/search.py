@@ -15,7 +15,7 @@ from funcpipe.core.progress import ProgressTo, telling
 from funcpipe.lab.best import Best, too_many
 from funcpipe.lab.bounds import LowerBound, lower_bound
 from funcpipe.lab.climb import climb
-from funcpipe.lab.exact import MOST, num_actions
+from funcpipe.lab.exact import MOST
 from funcpipe.lab.forms import forms
 from funcpipe.lab.found import Found
 from funcpipe.lab.levels import descend, least, levels_of, mixed
@@ -174,7 +174,7 @@ def _chosen(
 def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int, steps: int = _STEPS) -> Best:
     """Offer schedules for any of these problems; in so many steps the bounds are raised."""
     budget = best.budget
-    few = min(map(num_actions, problems))
+    few = min(problem.num_actions for problem in problems)
     beside = next((share for most, share in _BESIDE_PROOF if exact and few <= most), 1.0)
     budget.told.look = best.look
     begins = budget.part(_BEGINS)

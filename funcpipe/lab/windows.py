@@ -144,8 +144,7 @@ def _views(problem: Problem) -> Iterator[tuple[Rows, Sequence[int], Sequence[flo
     """
     everywhere = range(problem.num_devices)
     makespan = problem.objective == "makespan"
-    actions = 3 * problem.num_stages * problem.num_microbatches
-    if actions * actions > _MOST * (problem.num_devices if makespan else 1):
+    if problem.num_actions**2 > _MOST * (problem.num_devices if makespan else 1):
         return
     if makespan:
         yield rows_of(problem), everywhere, [0.0] * problem.num_devices

@@ -236,9 +236,7 @@ def gradient_sums(ready: Prepared) -> dict[int, list[Tensor | None]]:
     """The gradients as the backwards summed them, over all replicas, by stage that is here."""
     for stage, bound in ready.bounds.items():  # all begin before the first is waited for
         ready.part.reduce(stage, bound.grads(), ready.cuts_of(stage))
-    return {
-        stage: ready.part.reduced(stage, bound.grads(), ready.cuts_of(stage)) for stage, bound in ready.bounds.items()
-    }
+    return {stage: ready.part.reduced(stage, bound.grads()) for stage, bound in ready.bounds.items()}
 
 
 def gradients(ready: Prepared, sums: dict[int, list[Tensor | None]], scale: float = 1.0) -> tuple[Tree, ...]:

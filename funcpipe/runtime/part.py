@@ -106,8 +106,8 @@ class PlanPart(Protocol):
         """
         ...
 
-    def reduced(self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding]) -> list[Tensor | None]:
-        """The sums of the gradients of a stage over the replicas."""
+    def reduced(self, stage: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """The sums of the gradients of a stage over the replicas, which `reduce` has begun."""
         ...
 
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
@@ -157,7 +157,7 @@ class WholePlan:
     ) -> None:
         """There is nothing to add."""
 
-    def reduced(self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding]) -> list[Tensor | None]:
+    def reduced(self, stage: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """The gradients themselves."""
         return gradients
 

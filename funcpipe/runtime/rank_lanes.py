@@ -299,13 +299,12 @@ class Ranks(Lanes):
         if self.replicas > 1 and stage not in self._reducing:
             self._reducing[stage] = self._open().replicas[stage].begin(gradients, cuts, told)
 
-    def reduced(self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding]) -> list[Tensor | None]:
-        """The sums of the gradients of a stage over the replicas. Raises PeerError."""
+    def reduced(self, stage: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """The sums of the gradients of a stage over the replicas, which have begun. Raises PeerError."""
         if self.replicas == 1:
             return gradients
         with _Telling(self):
             self._at = f"at the sums of stage {stage} ({self._runs})"
-            self.reduce(stage, gradients, cuts)
             return self._open().take(self._reducing[stage])()
 
     def telling(self) -> AbstractContextManager[object]:
