@@ -28,6 +28,7 @@ from funcpipe.core.tree import map_tensors
 from funcpipe.runtime import lanes
 from funcpipe.runtime.device_stream import DeviceStream
 from funcpipe.runtime.replicas import Replicas
+from funcpipe.runtime.sharded import ShardedParams
 from funcpipe.runtime.stream import Place, StreamBackend
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
@@ -139,14 +140,20 @@ def recorded(way, skip=None):
             recorder.freed(tensors[0])
         return event
 
-    before, summed, over = Place.backend, Replicas.begin, Replicas._over
-    Place.backend, Replicas.begin, Replicas._over = recorder, begin, done
+    def dropped(self):
+        """So does that of parameters of which others have parts."""
+        for number in self.cuts:
+            recorder.freed(self.leaves[number])
+        drop(self)
+
+    before, summed, over, drop = Place.backend, Replicas.begin, Replicas._over, ShardedParams.drop
+    Place.backend, Replicas.begin, Replicas._over, ShardedParams.drop = recorder, begin, done, dropped
     for name in real:
         setattr(DeviceStream, name, followed(name))
     try:
         yield recorder, freed
     finally:
-        Place.backend, Replicas.begin, Replicas._over = before, summed, over
+        Place.backend, Replicas.begin, Replicas._over, ShardedParams.drop = before, summed, over, drop
         for name, function in real.items():
             setattr(DeviceStream, name, function)
 
