@@ -72,6 +72,7 @@ from funcpipe.runtime.place import place as place
 from funcpipe.runtime.ranks import ranks as ranks
 from funcpipe.runtime.rng import fold_in as fold_in
 from funcpipe.runtime.run import run as run
+from funcpipe.runtime.run_batches import run_batches as run_batches
 from funcpipe.runtime.sequential import run_sequential as run_sequential
 from funcpipe.runtime.vjp import vjp as vjp
 from funcpipe.view.draw import draw as draw

@@ -16,7 +16,7 @@ from funcpipe.compiled.residual import ProgramResidual
 from funcpipe.compiled.source import Code, laid_out
 from funcpipe.core.errors import TraceError
 from funcpipe.core.result import Loss
-from funcpipe.core.tree import unflatten
+from funcpipe.core.tree import Tree, unflatten
 from funcpipe.runtime.border import LEAF, Border, add_gradients, dense
 from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, StageArgs, StageOut
 from funcpipe.runtime.cache_key import border_key, border_key_or_none, leaf_key, switches_key
@@ -37,7 +37,7 @@ class CompiledBound(EagerBound):
     def __init__(self, compiled: Compiled, *bound: Any, **options: Any) -> None:
         super().__init__(*bound, **options)  # as `Program` says
         self.compiled = compiled
-        self._bare = [leaf.detach() for leaf in tensors(self.leaves, self.state_leaves)]
+        self._bare = self._all_bare()
         self._complete: dict[Programs, list[Tensor]] = {}
         self._sums: list[Tensor] = []
         self._ends: dict[tuple[Programs, float], dict[str, Tensor]] = {}
@@ -46,9 +46,26 @@ class CompiledBound(EagerBound):
         self._waiting: list[tuple[list[Tensor], list[Tensor]]] = []
         self._waiting_for: tuple[Programs, frozenset[int]] | None = None
 
+    def _all_bare(self) -> list[Tensor]:
+        return [leaf.detach() for leaf in tensors(self.leaves, self.state_leaves)]
+
+    def rebase(self, state: Tree | None) -> None:
+        """Take a state that another batch has left."""
+        super().rebase(state)
+        if state is not None:
+            self._bare = self._all_bare()
+            self.__dict__.pop("_words", None)  # it may have another structure
+            self._met, self._last = {}, ([], None)
+
     def forget(self) -> None:
         """Forget what C computed."""
         self._complete.clear()
+
+    def spend(self) -> None:
+        """Forget the gradient sums, and what C computed of parameters that are others now."""
+        super().spend()
+        self._sums = []
+        self.forget()
 
     def release(self) -> None:
         """Forget every tensor."""

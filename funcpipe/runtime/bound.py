@@ -132,6 +132,17 @@ class Bound(Protocol):
         """Forget what was computed of the parameters alone: their memory goes, and comes again before they are needed."""
         ...
 
+    def rebase(self, state: Tree | None) -> None:
+        """The parameters were stepped since they were bound: what they are now is what the run begins with.
+
+        So is a ``state`` that another batch has left; None: it is as it was.
+        """
+        ...
+
+    def spend(self) -> None:
+        """Forget the gradient sums: a step has used them."""
+        ...
+
     def grads(self) -> list[Tensor | None]:
         """The gradient sums, one for each leaf of the parameters."""
         ...

@@ -36,7 +36,7 @@ class FiniteBound:
         self.names, self.params = locations(params, f"params[{index}]"), flatten(params)[0]
         self.given: dict[int, StageArgs] = {}
         self.grads, self.unused, self.fixed, self.written = inner.grads, inner.unused, inner.fixed, inner.written
-        self.forget = inner.forget
+        self.forget, self.rebase, self.spend = inner.forget, inner.rebase, inner.spend
 
     def twin(self) -> FiniteBound:
         """The same around the inner stage's."""

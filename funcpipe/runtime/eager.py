@@ -77,16 +77,19 @@ class EagerBound:
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.sums = GradientSums(self.inputs)
         self.twins: list[EagerBound] = []
-        state_leaves, self.state_spec = flatten(state)
         faults = refuse_hidden(params, f"params[{index}]", self.leaves, self.spec)
-        faults += refuse_hidden(state, f"state[{index}]", state_leaves, self.state_spec)
-        raise_all("these are no trees of tensors:", faults)
-        self.state_leaves = share(state_leaves)
-        self.state = unflatten(self.state_spec, self.state_leaves)
+        raise_all("these are no trees of tensors:", faults + self._take(state))
         self._bind()
 
+    def _take(self, state: Tree) -> list[str]:
+        """Take copies of a state; what is wrong with it."""
+        leaves, self.state_spec = flatten(state)
+        self.state_leaves = share(leaves)
+        self.state = unflatten(self.state_spec, self.state_leaves)
+        return refuse_hidden(state, f"state[{self.index}]", leaves, self.state_spec)
+
     def _bind(self) -> None:
-        """Give the stage the aliases."""
+        """Give the stage the aliases, and the state."""
         self.params = unflatten(self.spec, self.aliases)
         self.fn = self.stage.bind(self.params, self.state)
         self.places = self.fn.places
@@ -316,6 +319,20 @@ class EagerBound:
 
     def forget(self) -> None:
         """Nothing is kept from one action to the next."""
+
+    def rebase(self, state: Tree | None) -> None:
+        """The parameters were stepped since they were bound; the aliases have their memory."""
+        self.versions = [versions(leaves) for leaves in self.watched]
+        if state is not None:
+            raise_all("this is no tree of tensors:", self._take(state))
+            self.fn.release()
+            self._bind()
+        for twin in self.twins:
+            twin.rebase(state)
+
+    def spend(self) -> None:
+        """Forget the gradient sums."""
+        self.sums.clear()
 
     def grads(self) -> list[Tensor | None]:
         """The sum of each leaf; None where it is not trainable."""

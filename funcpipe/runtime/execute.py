@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from threading import get_ident
 from time import perf_counter
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,12 +21,15 @@ from funcpipe.core.program import CALLER, LaneProgram, Role, Wire
 from funcpipe.core.result import Result, RunStats, Span, Timeline
 from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree, map_leaves
+from funcpipe.runtime.agreement import END
 from funcpipe.runtime.beside import MAKES, either
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import RUNNING, CallerContext, intra_op_threads, no_autocast_cache
 from funcpipe.runtime.drawing import CatchDraws
-from funcpipe.runtime.finish import finish, release
+from funcpipe.runtime.failures import add_note, in_batch, is_out_of_memory, position_of, too_much
+from funcpipe.runtime.finish import Ended, commit, commits, ending, release, statistics_of
 from funcpipe.runtime.host_link import HostLink
+from funcpipe.runtime.microbatch import given_by_caller, numbered
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, whole
 from funcpipe.runtime.plain_tensors import addresses
@@ -52,6 +56,8 @@ class LaneExecutor(ABC):
     threaded: ClassVar[bool]
     halves: ClassVar[bool] = True
     """Can it do each half of a `vjp`."""
+    runs = 0
+    """How many runs it has begun, where those of several processes must be the same."""
 
     def __init__(self, reason: str = "asked for") -> None:
         self.reason = reason
@@ -77,32 +83,42 @@ class LaneExecutor(ABC):
         """Of lanes that are not here, the mailboxes into which one that is puts what goes to them."""
         return {}
 
+    def running(self, options: RunOptions) -> AbstractContextManager[RunOptions]:
+        """What a run is inside of; inside, its options."""
+        return nullcontext(options)
+
+    def begin(self, execution: Execution, lane: Runner) -> None:
+        """A lane begins an execution, in its thread."""
+        lane.thread = get_ident()
+
     @abstractmethod
-    def walk(self, execution: Execution) -> None:
-        """Do the part that is aimed at, ``execution.part``; come back when it is done, or raise what failed."""
+    def walk(self, executions: Sequence[Execution]) -> None:
+        """Do the part that is aimed at, ``execution.part``, of each; come back when all are done, or raise what failed.
+
+        Each lane does one execution after the other; none waits for the others in between.
+        """
 
     def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
         """A whole run: check, walk the lanes, fold what comes out."""
+        with self.running(options) as options:
+            return self._run(plan, params, batch, options)
+
+    def _run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
         ready = prepare("run", plan, params, batch, options, part=self.part(plan))
         stepping = Stepping(ready) if plan.schedule.steps else None
         try:
             execution = Execution(ready, self, stepping)
             execution.go()
-            reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
-            execution.check_empty()
-            if plan.schedule.has_backward:
-                execution.hand_sums()
-            timeline = execution.timeline() if options.record else None
-            went, backward = execution.stats(), plan.schedule.has_backward
-            with intra_op_threads(ready.threads):
-                result = finish(ready, reports, outputs, timeline, went, backward=backward, stepping=stepping)
-            release(ready)
-            execution.settle()
+            ended, rest = execution.ending()
+            result = rest(ready.part.exchange(END, ended))
             return result if stepping is None else stepping.settle(result)
         except BaseException:
             if stepping is not None:
                 stepping.restore()
             raise
+        finally:
+            if stepping is not None:
+                stepping.undo.close()
 
 
 class Execution:
@@ -111,9 +127,13 @@ class Execution:
     Attributes:
         ready: what is run.
         executor: who walks the lanes.
+        number: the place of its batch among those that lanes do one after the other; None: it is alone.
+        before: the one that its lanes do first; None: there is none.
+        committed: where it is not alone, the states that it leaves, by stage.
         context: what the caller had switched on when it began.
         lanes: the runners.
         boxes: their mailboxes, by lane.
+        outboxes: of lanes that are not here, by (lane that is, lane that is not).
         level_of: how full the pool is that a slot belongs to, by (lane, slot).
         part: the positions of the plan order that are done next.
         turn: the lane whose turn it is, where all are on one thread.
@@ -123,9 +143,17 @@ class Execution:
         began: the start of the first span, once there is a timeline.
     """
 
-    def __init__(self, ready: Prepared, executor: LaneExecutor, stepping: Stepping | None = None) -> None:
+    def __init__(
+        self,
+        ready: Prepared,
+        executor: LaneExecutor,
+        stepping: Stepping | None = None,
+        number: int | None = None,
+        before: Execution | None = None,
+    ) -> None:
         executor.check(ready.plan)
-        self.stepping = stepping
+        self.stepping, self.number, self.before = stepping, number, before
+        self.committed: dict[int, Tree] = {}
         decided(ready.plan, "%s runs by %s, because: %s", ready.plan.schedule.name, executor.word, executor.reason)
         self.ready, self.executor, self.context = ready, executor, CallerContext()
         program = ready.program
@@ -133,7 +161,7 @@ class Execution:
         self.turn = 0
         self.stopped = self.settling = False
         self.seconds = self.began = 0.0
-        self.caller = _given(ready)
+        self.caller = given_by_caller(ready.batch, program)
         here = [ready.where[lane] for lane in ready.part.lanes]
         joined = {program.calls[code // program.num_pieces].lane for code in program.pairs}
         places = {
@@ -141,6 +169,7 @@ class Execution:
             for lane, device in zip(ready.part.lanes, here, strict=True)
         }
         self.boxes: dict[int, Mailbox] = {lane: Inbox() if executor.threaded else Mailbox() for lane in places}
+        self.outboxes: dict[tuple[int, int], Mailbox] = {}
         self.levels = [PoolLevel() for _ in program.pools]
         programs = ready.part.programs(program)
         self.lanes = [
@@ -165,10 +194,12 @@ class Execution:
             for pool, slots, level in zip(pools, slots_of(pools), self.levels, strict=True)
             for slot in slots
         }
-        return [
-            Local(lane, {**self.boxes, **self.executor.outboxes(lane)}, edges, self.caller, self.level_of)
-            for lane in programs
-        ]
+        transports: list[Local] = []
+        for lane in programs:
+            others = self.executor.outboxes(lane)
+            self.outboxes |= {(lane.lane, other): box for other, box in others.items()}
+            transports.append(Local(lane, {**self.boxes, **others}, edges, self.caller, self.level_of))
+        return transports
 
     def _runner(self, lane: LaneProgram, place: Place, transport: Local) -> Runner:
         coming: dict[int, Any] = {}
@@ -202,33 +233,39 @@ class Execution:
 
     def go(self, start: int = 0, stop: int | None = None) -> None:
         """Do the actions from one position of the plan order to another."""
+        self.aim(start, stop)
+        walk([self])
+
+    def aim(self, start: int = 0, stop: int | None = None) -> None:
+        """Say what is done next, from one position of the plan order to another."""
         program = self.ready.program
         self.part = (start, len(program.order) if stop is None else stop)
         before = [] if stop is None else program.lane_order[:stop]
         for lane in self.lanes:
             lane.first = lane.done
             lane.stop = len(lane.program.ends) if stop is None else before.count(lane.program.lane)
-        token = RUNNING.set(partial(self.where, self.lanes[0]))
-        began = perf_counter()
-        done = False
-        try:
-            for lane in self.lanes:
-                lane.place.fork()
-                if lane.clock is not None:
-                    lane.clock.start()
-            self.executor.walk(self)
-            done = True
-        finally:
-            RUNNING.reset(token)
-            # Streams that a failure has spoilt cannot wait for each other; what is said of that is not the failure.
-            for lane in self.lanes:
-                with nullcontext() if done else suppress(RuntimeError):
-                    lane.place.join()
-        self.seconds += perf_counter() - began
+
+    def begin(self, lane: Runner) -> None:
+        """A lane begins, in its thread; its stages are as the batch before has left them."""
+        if self.before is not None:
+            for stage in {call.stage for call in lane.program.calls}:
+                self.ready.bounds[stage].rebase(self.before.committed.get(stage))
+        self.executor.begin(self, lane)
+
+    def end(self, lane: Runner) -> None:
+        """A lane has come to its end; where others follow, with the states of its stages."""
+        if self.number is None:
+            return
+        reports = {(stage, m): lane.slots[slot] for stage, m, slot in lane.program.taken.get(Role.REPORT, ())}
+        for stage in {call.stage for call in lane.program.calls}:
+            if commits(self.ready.plan, stage):
+                known = {} if self.before is None else self.before.committed
+                state = known.get(stage, self.ready.state[stage])
+                self.committed[stage] = commit(self.ready, stage, state, statistics_of(self.ready, stage, reports))
 
     def give(self, wire: Wire, pieces: Sequence[Border]) -> None:
         """What the caller gives for the next part, one value per microbatch."""
-        self.caller.update(_numbered(self.ready.program.wires.index(wire), pieces))
+        self.caller.update(numbered(self.ready.program.wires.index(wire), pieces))
 
     @contextmanager
     def entered(self) -> Generator[None]:
@@ -248,30 +285,17 @@ class Execution:
         action = lane.program.action(run)
         return self.ready.at(action.stage, action.microbatch, str(action))
 
-    def position(self, lane: Runner) -> int:
-        """Where in the plan order the lane is."""
-        left = lane.begun
-        for position, number in enumerate(self.ready.program.lane_order):
-            left -= number == lane.program.lane
-            if left == 0:
-                return position
-        return -1
+    def position(self, lane: Runner) -> tuple[int, int]:
+        """The number of the batch, and where in the plan order the lane is."""
+        return self.number or 0, position_of(lane, self.ready.program)
 
     def failure(self, lane: Runner, error: BaseException) -> BaseException:
         """What the run raises for an error of a lane: it knows where, and (out of memory) what to do."""
         failure = located(error, self.where(lane))
-        if _out_of_memory(error):
-            kinds = zip(lane.program.slots, lane.slots, strict=True)
-            held = [value for kind, value in kinds if kind.role is Role.RESIDUAL and value is not None]
-            schedule = self.ready.plan.schedule.first(self.ready.program.num_microbatches)
-            most = residual_peak(schedule.orders[lane.program.lane], schedule) * schedule.num_slices
-            size = sum(value.nbytes for value in held) / 2**20
-            failure.__dict__.setdefault("__notes__", []).append(
-                f"device {lane.program.lane} holds {len(held)} residuals (the schedule's most is {most:g}) with "
-                f"{size:.1f} MiB at their borders{_free(lane.place.device)}; to hold less: more microbatches of fewer "
-                "rows, fp.schedules.remat(schedule) or fp.schedules.offload(schedule), or a schedule that holds "
-                "fewer (fp.schedules.one_f_one_b)"
-            )
+        if self.number is not None:
+            add_note(failure, in_batch(self.number))
+        if is_out_of_memory(error):
+            add_note(failure, too_much(lane, self.ready.plan.schedule.first(self.ready.program.num_microbatches)))
         return failure
 
     # -- after the run -----------------------------------------------------------------------------------------------
@@ -295,6 +319,30 @@ class Execution:
                 for stage in {call.stage for call in lane.program.calls}:
                     for gradient in self.ready.bounds[stage].grads():
                         lane.place.hand(here(gradient))
+
+    def ending(self) -> tuple[Ended, Callable[[Sequence[Ended]], Result]]:
+        """Fold what has come out, up to where others are asked; what is said to them, and what is done with what all say."""
+        ready, backward = self.ready, self.ready.plan.schedule.has_backward
+        reports, outputs = self.collect(Role.REPORT), self.collect(Role.OUTPUT)
+        self.check_empty()
+        if backward and (self.stepping is None or not self.stepping.spends):
+            self.hand_sums()
+        timeline = self.timeline() if ready.options.record else None
+        how = timeline, self.stats()
+        left = None if self.number is None else self.committed
+        with intra_op_threads(ready.threads):
+            ended, rest = ending(
+                ready, reports, outputs, *how, backward=backward, stepping=self.stepping, committed=left
+            )
+
+        def folded(everyone: Sequence[Ended]) -> Result:
+            with intra_op_threads(ready.threads):
+                result = rest(everyone)
+            release(ready)
+            self.settle()
+            return result
+
+        return ended, folded
 
     def settle(self) -> None:
         """The caller's stream has read what it wanted of the lanes' memory."""
@@ -334,23 +382,31 @@ class Execution:
         return RunStats(name, self.executor.reason, self.ready.threads, count, self.seconds, most, self.began)
 
 
+def walk(executions: Sequence[Execution]) -> None:
+    """Let the lanes do what is aimed at, of one execution after the other; each then knows its share of the time."""
+    outer, began, done = RUNNING.get(), perf_counter(), False
+    first, lanes = executions[0], [lane for execution in executions for lane in execution.lanes]
+    try:
+        RUNNING.set(partial(first.where, first.lanes[0]))
+        for lane in lanes:
+            lane.place.fork()
+            if lane.clock is not None:
+                lane.clock.start()
+        first.executor.walk(executions)
+        done = True
+    finally:
+        RUNNING.set(outer)
+        # Streams that a failure has spoilt cannot wait for each other; what is said of that is not the failure.
+        for lane in lanes:
+            with nullcontext() if done else suppress(RuntimeError):
+                lane.place.join()
+    seconds = perf_counter() - began
+    for execution in executions:
+        execution.seconds += seconds / len(executions)
+
+
 def _unstepped(stage: int) -> None:
     """A run without an optimizer steps nothing; it has been refused where the schedule wants one."""
-
-
-def _given(ready: Prepared) -> dict[int, Border]:
-    """What the caller gives, by value number."""
-    batch = ready.batch
-    pieces = {Role.INPUT: batch.inputs, Role.TARGET: batch.target or ()}
-    out: dict[int, Border] = {}
-    for number, (role, _, name, _) in enumerate(ready.program.wires):
-        out |= _numbered(number, batch.feeds.get(name, ()) if role is Role.FEED else pieces.get(role, ()))
-    return out
-
-
-def _numbered(wire: int, pieces: Sequence[Border]) -> Mapping[int, Border]:
-    """The values of a wire by number, one of each microbatch."""
-    return {wire * len(pieces) + microbatch: piece for microbatch, piece in enumerate(pieces)}
 
 
 def _handed(value: Any, place: Place) -> Any:
@@ -358,31 +414,3 @@ def _handed(value: Any, place: Place) -> Any:
     if not place.asynchronous:
         return value
     return value.mapped(place.hand) if isinstance(value, Border) else map_leaves(place.hand, value)
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    words = ("can't allocate memory", "out of memory")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
-
-
-def _free(device: torch.device) -> str:
-    if device.type != "cuda":
-        return ""
-    free, total = torch.cuda.mem_get_info(device)
-    return f", {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free"
-
-
-def raise_located(failures: list[tuple[int, BaseException]]) -> NoReturn:
-    """Raise the earliest in plan order; the others become notes of it."""
-    failures.sort(key=lambda failure: failure[0])
-    first = failures[0][1]
-    for _, other in failures[1:]:
-        notes = first.__dict__.setdefault("__notes__", [])
-        notes.append(f"also failed: {type(other).__name__}: {other} ({getattr(other, 'funcpipe', '')})")
-    failures.clear()
-    try:
-        raise first
-    finally:
-        del first  # the traceback's frames must not point back at the exception

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Sequence
 from itertools import islice
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
 from funcpipe.runtime.context import RUNNING, checked_plan, intra_op_threads
 from funcpipe.runtime.devices import plan_devices
-from funcpipe.runtime.execute import Execution, LaneExecutor, raise_located
+from funcpipe.runtime.execute import Execution, LaneExecutor
+from funcpipe.runtime.failures import raise_located
 from funcpipe.runtime.lanes import Lanes, refuse_uncarried, uncarried
 from funcpipe.runtime.options import Executor, ExecutorLike
 from funcpipe.runtime.watchdog import interrupting
@@ -23,11 +24,15 @@ class Serial(LaneExecutor):
     def check(self, plan: Plan) -> None:
         """Accepts every plan."""
 
-    def walk(self, execution: Execution) -> None:
+    def walk(self, executions: Sequence[Execution]) -> None:
         """Run the actions in ``execution.part``."""
+        for execution in executions:
+            self._walk(execution)
+
+    def _walk(self, execution: Execution) -> None:
         ready, lanes = execution.ready, execution.lanes
         for lane in lanes:
-            lane.thread = threading.get_ident()
+            execution.begin(lane)
         RUNNING.set(lambda: execution.where(lanes[execution.turn]))  # whoever began the run sets it back
         with interrupting(execution, ready.options.timeout), intra_op_threads(ready.threads), execution.entered():
             try:
@@ -40,7 +45,7 @@ class Serial(LaneExecutor):
                     else:
                         lane.advance()
             except BaseException as error:  # in here: context managers write to the exceptions that they see
-                raise_located([(0, execution.failure(lanes[execution.turn], error))])
+                raise_located([((0, 0), execution.failure(lanes[execution.turn], error))])
 
 
 class Threads(LaneExecutor):
@@ -52,10 +57,10 @@ class Threads(LaneExecutor):
         """Raises PlanError where something is switched on that other threads cannot take over."""
         refuse_uncarried(plan)
 
-    def walk(self, execution: Execution) -> None:
+    def walk(self, executions: Sequence[Execution]) -> None:
         """Run the actions in ``execution.part``."""
-        with Lanes(len(execution.lanes)) as fresh:
-            fresh.walk(execution)
+        with Lanes(len(executions[0].lanes)) as fresh:
+            fresh.walk(executions)
 
 
 _NAMED: dict[str, LaneExecutor] = {"serial": Serial(), "threads": Threads()}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -13,21 +12,26 @@ from torch import Tensor
 from funcpipe.core.errors import BatchError, PlanError, fail, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Loss, Result, RunStats, Timeline
-from funcpipe.core.stage import names_of
-from funcpipe.core.tree import Tree, flatten, locations, map_tensors, paths, unflatten
+from funcpipe.core.tree import Tree, flatten, locations, map_tensors, unflatten
 from funcpipe.runtime.agreement import END
 from funcpipe.runtime.border import caller_copy
 from funcpipe.runtime.bound import Shares
 from funcpipe.runtime.joining import merge
 from funcpipe.runtime.prepare import Prepared
 from funcpipe.runtime.stepping import Stepping
-from funcpipe.runtime.trainable import key_of
+from funcpipe.runtime.unused import UnusedLeaf, unused_in_all, unused_keys, unused_leaves
 
 ByPlace = Mapping[tuple[int, int], Any]
 """Values by (stage, microbatch)."""
 
 
-def finish(
+def finish(ready: Prepared, reports: ByPlace, outputs: ByPlace, went: RunStats, *, backward: bool) -> Result:
+    """The result of a run, from the reports of its forwards and, with ``backward``, the sums of its backwards."""
+    ended, rest = ending(ready, reports, outputs, None, went, backward=backward)
+    return rest(ready.part.exchange(END, ended))
+
+
+def ending(
     ready: Prepared,
     reports: ByPlace,
     outputs: ByPlace,
@@ -36,39 +40,48 @@ def finish(
     *,
     backward: bool,
     stepping: Stepping | None = None,
-) -> Result:
-    """The result of a run, from the reports of its forwards and, with ``backward``, the sums of its backwards."""
+    committed: Mapping[int, Tree] | None = None,
+) -> tuple[Ended, Callable[[Sequence[Ended]], Result]]:
+    """`finish` up to where others are asked: what is said to them, and what is done with what all say.
+
+    It has the ``timeline`` that was measured, and the steps that were made on lanes. The state of stages that lanes have ``committed`` is that; None: they do not.
+    """
     plan, count = ready.plan, ready.batch.num_pieces
     last = plan.num_stages - 1
     stepped = () if stepping is None else stepping.stepped
     refuse_writes(ready, "a stage wrote into its parameters; a stage is pure, so compute with a copy:", but=stepped)
-    sums = gradient_sums(ready) if backward else {}
-    untouched = unused_leaves(ready) if backward else []
+    if stepping is not None and stepping.spends:
+        sums, (trained, untouched) = None, stepping.reached
+    else:
+        sums = gradient_sums(ready) if backward else {}
+        untouched = unused_leaves(ready) if backward else []
+        trained = sum(gradient is not None for row in sums.values() for gradient in row)
     # A list: a generator would make another error of a StopIteration.
-    stats = _statistics(ready, reports)
-    state = tuple([_commit(ready, stage, stats) for stage in range(plan.num_stages)])
+    left = committed
+    if left is None:
+        stats = _statistics(ready, reports)
+        left = {stage: commit(ready, stage, ready.state[stage], each) for stage, each in stats.items()}
+    state = tuple([left.get(stage, ready.state[stage]) for stage in range(plan.num_stages)])
     merged = merge([outputs[last, m] for m in range(count)], ready.batch, plan.merge) if outputs else None
-    trained = sum(gradient is not None for row in sums.values() for gradient in row)
-    ended = ready.part.exchange(END, _ended(ready, reports, trained, untouched))
-    unused = unused_keys(ready, _in_all_replicas(ready, ended))
-    loss, weight, losses, aux, late = _fold_losses(ready, ended)
-    if loss is not None:
-        loss.backward = _no_backward
-    grads = gradients(ready, sums, 1.0 / weight if late and weight else 1.0) if backward else None
-    if backward:  # last: any other error says more
-        _refuse_untouched(ended)
-    scale, exchange = ready.shares.loss_scale, ready.part.others
-    result = Result(loss, weight, losses, aux, grads, unused, state, merged, timeline, went, scale, plan.ties, exchange)
-    if stepping is not None:
-        stepping.late = late
-    return result
+
+    def rest(ended: Sequence[Ended]) -> Result:
+        unused = unused_keys(ready, unused_in_all(ready, [each.unused for each in ended]))
+        loss, weight, losses, aux, late = _fold_losses(ready, ended)
+        if loss is not None:
+            loss.backward = _no_backward
+        factor = 1.0 / weight if late and weight else 1.0
+        grads = gradients(ready, sums, factor) if backward and sums is not None else None
+        if backward:  # last: any other error says more
+            _refuse_untouched(ended)
+        if stepping is not None:
+            stepping.late = late
+        facts = unused, state, merged, timeline, went, ready.shares.loss_scale, plan.ties, ready.part.others
+        return Result(loss, weight, losses, aux, grads, *facts)
+
+    return _ended(ready, reports, trained, untouched), rest
 
 
-_Leaf = tuple[int, int, str]
-"""Of parameters: (stage, number, name)."""
-
-
-class _Ended(NamedTuple):
+class Ended(NamedTuple):
     """What a process knows when its lanes are done.
 
     Attributes:
@@ -81,20 +94,20 @@ class _Ended(NamedTuple):
     losses: tuple[Loss, ...]
     sides: tuple[tuple[int, int, Any, Any], ...]
     trained: int
-    unused: tuple[_Leaf, ...]
+    unused: tuple[UnusedLeaf, ...]
 
 
-def _ended(ready: Prepared, reports: ByPlace, trained: int, unused: Sequence[_Leaf]) -> _Ended:
+def _ended(ready: Prepared, reports: ByPlace, trained: int, unused: Sequence[UnusedLeaf]) -> Ended:
     count, last = ready.batch.num_pieces, ready.plan.num_stages - 1
     losses: tuple[Loss, ...] = ()
     first = ready.shares.first
     if ready.plan.loss is not None and last in ready.bounds:
         losses = tuple([reports[last, m].loss for m in range(count)])
     sides = [(stage, first + m, *report.side) for (stage, m), report in reports.items() if report.side is not None]
-    return _Ended(losses, tuple(sides), trained, tuple(unused))
+    return Ended(losses, tuple(sides), trained, tuple(unused))
 
 
-def _refuse_untouched(ended: Sequence[_Ended]) -> None:
+def _refuse_untouched(ended: Sequence[Ended]) -> None:
     """Refuse a loss that hangs on no parameter, as torch's ``backward`` does. Raises PlanError."""
     if any(each.trained for each in ended) and not any(each.trained > len(each.unused) for each in ended):
         raise PlanError(
@@ -130,7 +143,7 @@ def refuse_writes(ready: Prepared, title: str, *, but: Collection[int] = ()) -> 
 
 
 def _fold_losses(
-    ready: Prepared, ended: Sequence[_Ended]
+    ready: Prepared, ended: Sequence[Ended]
 ) -> tuple[Any, float | None, tuple[Any, ...], tuple[Tree, ...], bool]:
     """Loss, weight, losses and aux of the batch, and whether the loss function returned the weights."""
     shares = ready.shares._replace(first=0)
@@ -179,7 +192,7 @@ def _mean(loss: Loss, shares: Shares, microbatch: int) -> Any:
     return total / weight if weight else torch.zeros_like(total)
 
 
-def _add_sides(ready: Prepared, ended: Sequence[_Ended], total: Any, late: bool) -> Any:
+def _add_sides(ready: Prepared, ended: Sequence[Ended], total: Any, late: bool) -> Any:
     """Add the auxiliary losses of all stages to the total: each a mean, multiplied by the microbatch's share."""
     by_place = {(stage, m): (side, weight) for each in ended for stage, m, side, weight in each.sides}
     for stage, m in sorted(by_place):
@@ -198,38 +211,6 @@ def _add_sides(ready: Prepared, ended: Sequence[_Ended], total: Any, late: bool)
             part = part.to(total.device).reshape(()) if isinstance(part, Tensor) else part
             total = total + part
     return total
-
-
-def unused_leaves(ready: Prepared) -> list[_Leaf]:
-    """The trainable leaves that no backward of this process reached."""
-    return [
-        (stage, number, repr(_key(ready, stage, number)))
-        for stage, bound in ready.bounds.items()
-        for number in bound.unused()
-    ]
-
-
-def _in_all_replicas(ready: Prepared, ended: Sequence[_Ended]) -> list[_Leaf]:
-    """The leaves that no backward of any replica reached."""
-    counts = Counter(leaf for each in ended for leaf in each.unused)
-    return [leaf for leaf, count in counts.items() if count == ready.part.replicas]
-
-
-def _key(ready: Prepared, stage: int, number: int) -> Any:
-    """A leaf as users write its place."""
-    return key_of(paths(ready.params[stage])[number])
-
-
-def unused_keys(ready: Prepared, unused: Sequence[_Leaf]) -> tuple[tuple[int, Any], ...]:
-    """(stage, path) of such leaves that are here. Raises PlanError where there must be none at all."""
-    if ready.strict:
-        faults = [f"{key} of {names_of(ready.plan.stages)[stage]}" for stage, _, key in unused]
-        raise_all(
-            'these trainable leaves got no gradient (check="used"); use them, freeze them (trainable=, '
-            "requires_grad), or leave the check out:",
-            faults,
-        )
-    return tuple([(stage, _key(ready, stage, number)) for stage, number, _ in unused if stage in ready.bounds])
 
 
 def gradient_sums(ready: Prepared) -> dict[int, list[Tensor | None]]:
@@ -279,15 +260,13 @@ def _tie(ready: Prepared, sums: dict[int, list[Tensor | None]], number: int) -> 
 
 def _statistics(ready: Prepared, reports: ByPlace) -> dict[int, tuple[Tree, ...]]:
     """For each stage that is here and keeps any, the statistics of all microbatches, those of all replicas."""
-    plan, count = ready.plan, ready.batch.num_pieces
-    keep = [stage for stage in ready.bounds if plan.stages[stage].commit is not None and plan.train]
-    stats = {stage: tuple([reports[stage, m].stats for m in range(count)]) for stage in keep}
+    stats = {stage: statistics_of(ready, stage, reports) for stage in ready.bounds if commits(ready.plan, stage)}
     if ready.part.replicas == 1:
         return stats
     everyone: list[dict[int, tuple[Tree, ...]]] = ready.part.exchange("the statistics of the replicas", stats)
     return {
         stage: tuple([_at(ready.device(stage), tree) for theirs in everyone for tree in theirs.get(stage, ())])
-        for stage in keep
+        for stage in stats
     }
 
 
@@ -296,14 +275,23 @@ def _at(device: torch.device, tree: Tree) -> Tree:
     return tree if device.type == "cpu" else map_tensors(lambda tensor: tensor.to(device), tree)
 
 
-def _commit(ready: Prepared, stage: int, stats: Mapping[int, tuple[Tree, ...]]) -> Tree:
-    plan: Plan = ready.plan
-    part, state = plan.stages[stage], ready.state[stage]
-    if part.commit is None or stage not in stats:
-        return state
+def commits(plan: Plan, stage: int) -> bool:
+    """Does a batch change the state of a stage."""
+    return plan.stages[stage].commit is not None and plan.train
+
+
+def statistics_of(ready: Prepared, stage: int, reports: ByPlace) -> tuple[Tree, ...]:
+    """The statistics of a stage, of all microbatches that are here."""
+    return tuple([reports[stage, m].stats for m in range(ready.batch.num_pieces)])
+
+
+def commit(ready: Prepared, stage: int, state: Tree, stats: tuple[Tree, ...]) -> Tree:
+    """The state of a stage after a batch."""
+    fold = ready.plan.stages[stage].commit
+    assert fold is not None
     try:
         with torch.no_grad():
             # A copy: a commit that updates in place must not reach the caller's state.
-            return part.commit(map_tensors(caller_copy, state), stats[stage])
+            return fold(map_tensors(caller_copy, state), stats)
     except BaseException as error:
         fail(error, ready.at(stage, None, "commit"))

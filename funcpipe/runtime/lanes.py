@@ -7,7 +7,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import monotonic, sleep
@@ -27,7 +27,8 @@ from funcpipe.runtime.context import (
     not_carried,
     pin,
 )
-from funcpipe.runtime.execute import Execution, LaneExecutor, raise_located
+from funcpipe.runtime.execute import Execution, LaneExecutor
+from funcpipe.runtime.failures import raise_located
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.transport import Stop
 from funcpipe.runtime.watchdog import Watchdog
@@ -87,14 +88,14 @@ class Lanes(LaneExecutor):
             )
         refuse_uncarried(plan)
 
-    def walk(self, execution: Execution) -> None:
-        """Run every lane of an execution in its thread; come back when all are done, or raise what failed.
+    def walk(self, executions: Sequence[Execution]) -> None:
+        """Run every lane of executions in its thread; come back when all are done, or raise what failed.
 
         With a timeout raise RunTimeout when no lane begins an action for so many seconds.
         """
-        if self.closed and execution.part[0]:  # between the two halves of a vjp
+        if self.closed and executions[0].part[0]:  # between the two halves of a vjp
             with Lanes(self.count) as fresh:
-                fresh.walk(execution)
+                fresh.walk(executions)
             return
         if self._process != os.getpid():  # a fork has none of the threads
             self._workers, self._busy, self._process = [], threading.Lock(), os.getpid()
@@ -105,28 +106,29 @@ class Lanes(LaneExecutor):
                 "these lanes are busy with another run; give each concurrent run its own fp.lanes(plan)"
             )
         try:
-            with intra_op_threads(execution.ready.threads):  # threads started later begin with the user's number again
-                self._run(execution)
+            # Threads started later begin with the user's number again.
+            with intra_op_threads(executions[0].ready.threads):
+                self._do_all(executions)
         finally:
             self._busy.release()
 
-    def _run(self, execution: Execution) -> None:
-        timeout = execution.ready.options.timeout
-        failures: list[tuple[int, BaseException]] = []
+    def _do_all(self, executions: Sequence[Execution]) -> None:
+        timeout = executions[0].ready.options.timeout
+        failures: list[tuple[tuple[int, int], BaseException]] = []
         done: queue.SimpleQueue[int] = queue.SimpleQueue()
         finished = False
-        leaving = partial(self._leave, execution, threading.get_ident())
+        leaving = partial(self._leave, executions, threading.get_ident())
         atexit.register(leaving)  # a lane that is in torch's code when Python ends would abort the process
-        watchdog = None if timeout is None else Watchdog(execution, timeout, partial(done.put, _ALARM))
+        watchdog = None if timeout is None else Watchdog(executions, timeout, partial(done.put, _ALARM))
         try:
             # Inside of try: Ctrl-C between two starts must stop the first.
             self._start()
-            for lane, worker in zip(execution.lanes, self._workers, strict=True):
-                worker.give(partial(self._work, execution, lane, failures, done))
+            for seat, worker in enumerate(self._workers):
+                worker.give(partial(self._work, executions, seat, failures, done))
             if watchdog is not None:
                 watchdog.start()
-            with self.watched(execution, partial(done.put, _ALARM)):
-                for _ in execution.lanes:
+            with self.watched(partial(done.put, _ALARM)):
+                for _ in executions[0].lanes:
                     if _take(done) == _ALARM or failures:
                         break
                 else:
@@ -138,7 +140,7 @@ class Lanes(LaneExecutor):
             if not finished:
                 self.ending(failures[0][1] if failures else sys.exception())
                 # With timeout= nobody waits longer than that, whatever a lane is stuck in.
-                self._halt(execution, wait=timeout if watchdog is None or not watchdog.report else _PATIENCE)
+                self._halt(executions, wait=timeout if watchdog is None or not watchdog.report else _PATIENCE)
         if watchdog is not None and watchdog.report and not finished:
             raise RunTimeout(watchdog.report)
         if failures:
@@ -146,7 +148,7 @@ class Lanes(LaneExecutor):
         if not finished:
             self.raise_alarm()
 
-    def watched(self, execution: Execution, alarm: Callable[[], None]) -> AbstractContextManager[object]:
+    def watched(self, alarm: Callable[[], None]) -> AbstractContextManager[object]:
         """Inside, the lanes run; whoever calls ``alarm`` ends them, and `raise_alarm` says why."""
         return nullcontext()
 
@@ -166,51 +168,57 @@ class Lanes(LaneExecutor):
             for worker in self._workers:
                 worker.start()
 
-    def _halt(self, execution: Execution, wait: float | None) -> None:
+    def _halt(self, executions: Sequence[Execution], wait: float | None) -> None:
         """End every lane: those that wait at once, those that compute after a short action or the operation in it.
 
         Threads that do not end within ``wait`` seconds (None: for ever) are left behind: Python cannot end them.
         """
-        execution.stopped = True
-        for box in execution.boxes.values():
-            box.stop()
+        for execution in executions:
+            execution.stopped = True
+            for box in execution.boxes.values():
+                box.stop()
         # Most end by themselves. An interruption may land in some object's __del__, where Python prints and drops it.
         end_all(self._workers, _PATIENCE)
         for worker in self._workers:
             worker.interrupt()
         self._end(wait)  # the next run starts new ones
 
-    def _leave(self, execution: Execution, caller: int) -> None:
+    def _leave(self, executions: Sequence[Execution], caller: int) -> None:
         """As Python ends: end every lane, and let the caller's thread leave the run, which is torch's code too."""
-        self._halt(execution, wait=1.0 + self.count)
+        self._halt(executions, wait=1.0 + self.count)
         deadline = monotonic() + 1.0
         while _is_inside(caller) and monotonic() < deadline:
             sleep(0.005)
 
     def _work(
         self,
-        execution: Execution,
-        lane: Runner,
-        failures: list[tuple[int, BaseException]],
+        executions: Sequence[Execution],
+        seat: int,
+        failures: list[tuple[tuple[int, int], BaseException]],
         done: queue.SimpleQueue[int],
     ) -> None:
-        """The work of one lane in one run."""
+        """The work of one lane, in one execution after the other."""
+        execution = executions[0]
+        runner = execution.lanes[seat]
         try:
-            lane.thread = threading.get_ident()
             compute_with(execution.ready.threads)
-            seat, seats = self.seat(lane.program.lane)
-            pin([seat], seats, self._cores)
-            lane.place.backend.use(lane.place.device)
-            RUNNING.set(partial(execution.where, lane))  # of the copied context, which ends with the job
-            with execution.entered(), lane.place.active():
-                _do(execution, lane, failures)
+            place, (own, seats) = runner.place, self.seat(runner.program.lane)
+            pin([own], seats, self._cores)
+            place.backend.use(place.device)
+            with execution.entered(), place.active():
+                for execution in executions:
+                    runner = execution.lanes[seat]
+                    RUNNING.set(partial(execution.where, runner))  # of the copied context, which ends with the job
+                    if not _do(execution, runner, executions, failures):
+                        break
+                    runner.thread = 0
         except Stop:
             pass
         except BaseException as error:
-            failures.append((execution.position(lane), execution.failure(lane, error)))
+            failures.append((execution.position(runner), execution.failure(runner, error)))
         finally:
-            lane.thread = 0
-            done.put(lane.program.lane)
+            runner.thread = 0
+            done.put(runner.program.lane)
 
 
 def _is_inside(thread: int) -> bool:
@@ -232,18 +240,31 @@ def _take(done: queue.SimpleQueue[int]) -> int:
             continue
 
 
-def _do(execution: Execution, lane: Runner, failures: list[tuple[int, BaseException]]) -> None:
-    """Do the lane's part of the order. Failures are taken here: context managers write to exceptions that they see."""
+def _do(
+    execution: Execution,
+    lane: Runner,
+    executions: Sequence[Execution],
+    failures: list[tuple[tuple[int, int], BaseException]],
+) -> bool:
+    """Do the lane's part of the order; did it come to its end.
+
+    Failures are taken here: context managers write to exceptions that they see.
+    """
     try:
+        execution.begin(lane)
         while lane.done < lane.stop:
             if execution.stopped:
                 raise Stop
             lane.advance()
+        execution.end(lane)
     except BaseException as error:
         if execution.stopped and _from_stop(error):
-            return
-        execution.stopped = True  # no lane begins another action, even before the caller wakes
+            return False
+        for each in executions:
+            each.stopped = True  # no lane begins another action, even before the caller wakes
         failures.append((execution.position(lane), execution.failure(lane, error)))
+        return False
+    return True
 
 
 def _from_stop(error: BaseException | None) -> bool:

@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from funcpipe.core.errors import BatchError, raise_all
+from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
+from funcpipe.core.program import Role
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.batch_tree import BatchTree
 from funcpipe.runtime.border import Border
@@ -260,3 +262,17 @@ def _length(trees: Sequence[BatchTree]) -> tuple[int | None, list[str]]:
 def _stage_that_feeds(plan: Plan, name: str) -> str:
     index = next(i for i, part in enumerate(plan.stages) if name in part.feeds)
     return f"stage {index} ({plan.stages[index].name!r})"
+
+
+def given_by_caller(batch: Batch, program: Lowered) -> dict[int, Border]:
+    """What the caller gives, by value number."""
+    pieces = {Role.INPUT: batch.inputs, Role.TARGET: batch.target or ()}
+    out: dict[int, Border] = {}
+    for number, (role, _, name, _) in enumerate(program.wires):
+        out |= numbered(number, batch.feeds.get(name, ()) if role is Role.FEED else pieces.get(role, ()))
+    return out
+
+
+def numbered(wire: int, pieces: Sequence[Border]) -> Mapping[int, Border]:
+    """The values of a wire by number, one of each microbatch."""
+    return {wire * len(pieces) + microbatch: piece for microbatch, piece in enumerate(pieces)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,13 +17,26 @@ def norm_of(gradients: list[tuple[int, Tensor]], exchange: Exchange) -> Tensor:
     """The 2-norm of the gradients of all processes, each with its stage."""
     if exchange == alone:
         return _total([gradient for _, gradient in gradients])
-    norms = [(stage, _is_part(each, exchange), _local_norm(each, exchange).cpu()) for stage, each in gradients]
-    everyone = exchange("the norm of the gradients", norms)
-    ranks = len(everyone) // len(exchange.copies)
-    norms = [_of_copies(row) for rank in range(ranks) for row in zip(*everyone[rank::ranks], strict=True)]
+    norms = [local_norm(stage, gradient, exchange) for stage, gradient in gradients]
+    return norm_of_norms(exchange("the norm of the gradients", norms), exchange)
+
+
+LocalNorm: TypeAlias = tuple[int, bool, Tensor]
+"""Of a gradient: its stage, has each copy of that another part of it, and the norm of what is here."""
+
+
+def local_norm(stage: int, gradient: Tensor, exchange: Exchange) -> LocalNorm:
+    """What others must know of a gradient for the norm of all."""
+    return stage, _is_part(gradient, exchange), _local_norm(gradient, exchange).cpu()
+
+
+def norm_of_norms(everyone: Sequence[Sequence[LocalNorm]], exchange: Exchange) -> Tensor:
+    """The 2-norm of gradients, by what every process has of each."""
+    ranks = len(everyone) // max(1, len(exchange.copies))
+    found = [_of_copies(row) for rank in range(ranks) for row in zip(*everyone[rank::ranks], strict=True)]
     # Together those of one type, in the order of the stages: as torch does it, for the same bits.
     by_type: dict[torch.dtype, list[Tensor]] = {}
-    for _, norm in sorted(norms, key=itemgetter(0)):
+    for _, norm in sorted(found, key=itemgetter(0)):
         by_type.setdefault(norm.dtype, []).append(norm)
     ordered = [norm for same in by_type.values() for norm in same]
     return torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.tensor(0.0)
@@ -39,7 +52,7 @@ def _local_norm(gradient: Tensor, exchange: Exchange) -> Tensor:
     return entire(torch.linalg.vector_norm(exchange.here(gradient)))
 
 
-def _of_copies(row: Sequence[tuple[int, bool, Tensor]]) -> tuple[int, Tensor]:
+def _of_copies(row: Sequence[LocalNorm]) -> tuple[int, Tensor]:
     """The stage and the norm of a gradient, by what each copy of the stage has of it."""
     stage, is_part, norm = row[0]
     if is_part:

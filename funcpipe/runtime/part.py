@@ -110,6 +110,10 @@ class PlanPart(Protocol):
         """The sums of the gradients of a stage over the replicas, which `reduce` has begun."""
         ...
 
+    def spend(self, stage: int) -> None:
+        """The sums of the gradients of a stage are used; those that `reduce` begins next are others."""
+        ...
+
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
         """Tensors that several processes hold, in order.
 
@@ -160,6 +164,9 @@ class WholePlan:
     def reduced(self, stage: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """The gradients themselves."""
         return gradients
+
+    def spend(self, stage: int) -> None:
+        """Nothing was begun."""
 
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
         """What is here, in order."""

@@ -1,11 +1,11 @@
-"""What a process raises for the failure of another one."""
+"""What a process tells others of its failure, and raises for that of another one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from funcpipe.core.errors import PeerError
-from funcpipe.runtime.alarms import Failure
+from funcpipe.core.errors import PeerError, RunTimeout, StageError
+from funcpipe.runtime.alarms import Alarm, Failure
 from funcpipe.runtime.link import Link
 
 _NO_STORE = "the store of the processes does not answer"
@@ -40,3 +40,16 @@ def table_of(table: Mapping[int, tuple[bool, str]], size: int) -> str:
     """What all ranks do, a line each."""
     lines = {rank: words for rank, (_, words) in table.items()}
     return "\n".join(f"  * rank {rank}: {lines.get(rank, 'does not answer')}" for rank in range(size))
+
+
+def tell(link: Link, error: BaseException, run: int) -> Failure:
+    """Break the link by an error in a run and tell it to the others, where nobody else does; what has broken it first."""
+    if not isinstance(error, Alarm):
+        where, text = getattr(error, "funcpipe", None), str(error)[:2000]
+        kind = type(error.__cause__ if isinstance(error, StageError) and error.__cause__ else error).__name__
+        link.fail(Failure(link.rank, kind, text, where, run, isinstance(error, RunTimeout)))
+    failure = link.failure
+    assert failure is not None
+    if failure.rank == link.rank or not failure.kind:
+        link.tell(failure)
+    return failure

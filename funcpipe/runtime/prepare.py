@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -29,9 +29,12 @@ from funcpipe.runtime.part import PlanPart, whole
 from funcpipe.runtime.place import misplaced, place
 from funcpipe.runtime.refusals import (
     NamedTrees,
+    checked_words,
     refuse_attached,
     refuse_frozen,
+    refuse_halves,
     refuse_meta,
+    refuse_modes,
     refuse_options,
     refuse_unsaid_axes,
     refuse_unstepped,
@@ -98,11 +101,11 @@ class Prepared:
 
     def reduce(self, stage: int, box: Mailbox) -> None:
         """Begin to sum the gradients of a stage over its replicas; its lane gets the sums through the mailbox."""
-        told, gradients = partial(box.put, Summed(stage)), self.bounds[stage].grads()
+        told, bound = partial(box.put, Summed(stage)), self.bounds[stage]
         if self.part.replicas > 1:
-            self.part.reduce(stage, gradients, self.cuts_of(stage), told)
+            self.part.reduce(stage, bound.grads(), self.cuts_of(stage), told)
         else:
-            told(lambda: gradients)
+            told(bound.grads)
 
     def device(self, stage: int) -> torch.device:
         """Where a stage computes."""
@@ -130,6 +133,21 @@ def prepare(
     Of a ``part`` of the plan what is here; it then agrees with the others. With ``halves`` the program is that of a
     `vjp`.
     """
+    word, rest = preparing(name, plan, params, batch, options, part=part, halves=halves)
+    return rest((part or whole(plan)).exchange(START, word))
+
+
+def preparing(
+    name: str,
+    plan: Plan,
+    params: Sequence[Tree],
+    batch: Any,
+    options: RunOptions,
+    *,
+    part: PlanPart | None = None,
+    halves: bool = False,
+) -> tuple[Word, Callable[[Sequence[Word]], Prepared]]:
+    """`prepare` up to where others are asked: what is said to them, and what is done with what all say."""
     checked_plan(name, plan)
     refuse_transforms(name)
     if RUNNING.get():
@@ -139,9 +157,9 @@ def prepare(
         )
     backward = plan.schedule.has_backward
     if halves:
-        _check_halves(plan, backward)
+        refuse_halves(plan, backward)
     else:
-        _check_modes(name, plan, backward)
+        refuse_modes(name, plan, backward)
     refuse_options(options)
     part = part or whole(plan)
     refuse_unstepped(name, plan, options, alone=part.replicas == 1 and len(part.stages) == plan.num_stages)
@@ -178,55 +196,59 @@ def prepare(
     copies = _copies(leaves, spread) if part.replicas > 1 else ""
     facts = (plan.fingerprint, seeded, uncut.rows, uncut.ready, lacks, uncut.merged, cut.rows, weights)
     word = Word(*facts, marked, tied, shapes, pattern, copies, uncut.length)
-    words = part.exchange(START, word)
-    agreed = agree(words, plan.num_microbatches, part.replicas, part.replica)
-    own = agreed.parts[part.replica]
-    slices = microbatch.slice_lengths(agreed.length, plan.schedule.num_slices, plan.slices)
-    if own != cut.rows or agreed.merged != cut.merged or slices != cut.slices:
-        cut = uncut.cut(own, slices, agreed.merged)
-    by_replica = agreed.weights if agreed.weighed else _weighed_again(part, cut, plan)
-    every_weight = None if by_replica is None else [weight for weights in by_replica for weight in weights]
-    every_size = [size * length for sizes in agreed.parts for size in sizes for length in slices or (1,)]
-    first = sum(map(len, agreed.parts[: part.replica])) * len(slices or (1,))
-    shares = shares_of(every_size, every_weight, plan, options.loss_scale, first)
-    unmarked = [[False] * len(row) for row in leaves]
-    trained = trainable_leaves(trees, trainable, marked=agreed.marked) if backward else unmarked
-    ties = resolve_ties(plan, trees, trained, here)
-    if backward:
-        refuse_undeclared_ties(trees, trained, ties)
-    if backward and not halves:
-        refuse_untrained(trees, leaves, states, trained)
-        refuse_frozen(leaves, trainable, marked=agreed.marked)
-    # A caller who set fewer threads than there are cores leaves the others to other work.
-    available = min(len(cores()), torch.get_num_threads())
-    threads = options.threads_per_lane or max(1, available // part.beside)
-    checks = _checks(options.check)
-    for params_of_stage in spread.values():
-        params_of_stage.count(program_for(plan, min(map(len, agreed.parts))))
-    bindable = [spread[stage].tree() if stage in spread else tree for stage, tree in enumerate(trees)]
-    bounds = _bind(plan, here, bindable, states, trained, Keys(seed, plan.stages, first), shares, checks)
-    program = program_for(plan, cut.num_microbatches, halves=halves)
-    signature = (plan.fingerprint, cut.rows, *(word.shapes for word in words))
-    used = "used" in checks
-    return Prepared(
-        plan,
-        part,
-        program,
-        cut,
-        shares,
-        trees,
-        states,
-        bounds,
-        tuple(devices),
-        threads,
-        ties,
-        agreed.layouts,
-        spread,
-        signature,
-        len({*map(len, agreed.parts)}) == 1,
-        used,
-        options,
-    )
+
+    def rest(words: Sequence[Word]) -> Prepared:
+        nonlocal cut
+        agreed = agree(words, plan.num_microbatches, part.replicas, part.replica)
+        own = agreed.parts[part.replica]
+        slices = microbatch.slice_lengths(agreed.length, plan.schedule.num_slices, plan.slices)
+        if own != cut.rows or agreed.merged != cut.merged or slices != cut.slices:
+            cut = uncut.cut(own, slices, agreed.merged)
+        by_replica = agreed.weights if agreed.weighed else _weighed_again(part, cut, plan)
+        every_weight = None if by_replica is None else [weight for weights in by_replica for weight in weights]
+        every_size = [size * length for sizes in agreed.parts for size in sizes for length in slices or (1,)]
+        first = sum(map(len, agreed.parts[: part.replica])) * len(slices or (1,))
+        shares = shares_of(every_size, every_weight, plan, options.loss_scale, first)
+        unmarked = [[False] * len(row) for row in leaves]
+        trained = trainable_leaves(trees, trainable, marked=agreed.marked) if backward else unmarked
+        ties = resolve_ties(plan, trees, trained, here)
+        if backward:
+            refuse_undeclared_ties(trees, trained, ties)
+        if backward and not halves:
+            refuse_untrained(trees, leaves, states, trained)
+            refuse_frozen(leaves, trainable, marked=agreed.marked)
+        # A caller who set fewer threads than there are cores leaves the others to other work.
+        available = min(len(cores()), torch.get_num_threads())
+        threads = options.threads_per_lane or max(1, available // part.beside)
+        checks = checked_words(options.check)
+        for params_of_stage in spread.values():
+            params_of_stage.count(program_for(plan, min(map(len, agreed.parts))))
+        bindable = [spread[stage].tree() if stage in spread else tree for stage, tree in enumerate(trees)]
+        bounds = _bind(plan, here, bindable, states, trained, Keys(seed, plan.stages, first), shares, checks)
+        program = program_for(plan, cut.num_microbatches, halves=halves)
+        signature = (plan.fingerprint, cut.rows, *(word.shapes for word in words))
+        used = "used" in checks
+        return Prepared(
+            plan,
+            part,
+            program,
+            cut,
+            shares,
+            trees,
+            states,
+            bounds,
+            tuple(devices),
+            threads,
+            ties,
+            agreed.layouts,
+            spread,
+            signature,
+            len({*map(len, agreed.parts)}) == 1,
+            used,
+            options,
+        )
+
+    return word, rest
 
 
 def _copies(leaves: Sequence[Sequence[Any]], spread: Mapping[int, ShardedParams]) -> str:
@@ -301,52 +323,6 @@ def _bind(
             bound = FiniteBound(bound, params, index, shares, operations="finite-op" in checks)
         bounds[index] = bound
     return bounds
-
-
-def _check_modes(name: str, plan: Plan, backward: bool) -> None:
-    if not backward:
-        return
-    if plan.loss is None:
-        raise PlanError(
-            f"the plan's schedule has backwards but the plan has no loss, so {name} does not know where gradients "
-            "begin: make_plan(..., loss=fn); for gradients of outputs use fp.vjp; for outputs alone a forward-only "
-            "schedule, fp.schedules.fill_drain(..., backward=False)"
-        )
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-        raise PlanError(
-            f"the plan has backwards, but {name} was called under torch.{mode}; evaluate with the forwards alone: "
-            "fp.make_plan(stages, schedule.forwards(), ...)"
-        )
-
-
-def _checks(check: Any) -> set[str]:
-    """The words of ``check=``. Raises PlanError."""
-    words = {check} if isinstance(check, str) else set(check) if isinstance(check, Iterable) else {repr(check)}
-    unknown = sorted(str(word) for word in words - {"finite", "finite-op", "used"})
-    if unknown:
-        raise PlanError(f"check is any of 'finite', 'finite-op', 'used'; got {', '.join(unknown)}")
-    return words
-
-
-def _check_halves(plan: Plan, backward: bool) -> None:
-    if plan.loss is not None:
-        raise PlanError(
-            "vjp is for plans without a loss, and this one has one: fp.run gives its gradients; or leave loss= out "
-            "of make_plan and give the cotangents of the outputs"
-        )
-    if plan.schedule.num_slices > 1:
-        raise PlanError(
-            f"vjp takes whole microbatches, and the plan's schedule {plan.schedule.name!r} cuts them into slices; use "
-            "one without num_slices="
-        )
-    if not backward:
-        raise PlanError(
-            "the plan's schedule has no backwards to pull cotangents through; use fp.schedules.fill_drain(num_stages, "
-            "num_microbatches), or fp.run for outputs alone"
-        )
-    if torch.is_inference_mode_enabled():
-        raise PlanError("vjp was called under torch.inference_mode, where autograd records nothing; call it outside")
 
 
 def _per_stage(name: str, trees: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from time import sleep
@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import FuncpipeError, PeerError, PlanError, RanksError, RunTimeout, StageError
+from funcpipe.core.errors import FuncpipeError, PeerError, PlanError, RanksError, RunTimeout
 from funcpipe.core.exchange import Exchange
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
@@ -23,7 +23,7 @@ from funcpipe.core.tree import Tree
 from funcpipe.lower.proof import proven
 from funcpipe.runtime.address import machine
 from funcpipe.runtime.agreement import END, alike, refuse_others
-from funcpipe.runtime.alarms import Alarm, Failure
+from funcpipe.runtime.alarms import Alarm
 from funcpipe.runtime.context import pin
 from funcpipe.runtime.devices import plan_devices
 from funcpipe.runtime.edge import Outbox
@@ -32,16 +32,18 @@ from funcpipe.runtime.lanes import Lanes, refuse_uncarried
 from funcpipe.runtime.link import Link
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, lane_program, stages_of
-from funcpipe.runtime.peer_errors import peer_error, table_of
+from funcpipe.runtime.peer_errors import peer_error, table_of, tell
 from funcpipe.runtime.rank_schedule import RankSchedule
 from funcpipe.runtime.rank_timeline import joined_timeline
 from funcpipe.runtime.rank_wires import Identities, begin, connect, end, identities_here, settle
+from funcpipe.runtime.refusals import refuse_options
 from funcpipe.runtime.replicas import Sharding, Told, unheard
+from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.spread import cuts_of, whole_of
 from funcpipe.runtime.store import STALL, below, connections
 from funcpipe.runtime.surroundings import is_under_torchrun, link_name, refuse_devices, refuse_other_devices
-from funcpipe.runtime.transport import Mailbox
-from funcpipe.runtime.watchdog import lane_states
+from funcpipe.runtime.transport import Mailbox, Stop
+from funcpipe.runtime.watchdog import begun, lane_states
 from funcpipe.runtime.wire_format import pack, unpack
 
 
@@ -87,16 +89,15 @@ class Ranks(Lanes):
         self.stages, self._own_devices = stages_of(plan, lanes), plan_devices(plan, lanes)
         self.device = self._own_devices[lanes[0]]
         self.beside, self._seats = len(lanes), {lane: seat for seat, lane in enumerate(lanes)}
-        self._store, self._limit, self._links, self._runs = store, timeout, 0, 0
+        self._store, self._limit, self._links = store, timeout, 0
         self._stores: list[Any] = []
         self._link: Link | None = None
         self._identities: Identities = {}
         self._turn = threading.Lock()
         self._over = False
         """Are all at the end of the run, and know the same: what is refused then every rank refuses by itself, untold."""
-        self._outboxes: dict[tuple[int, int], Outbox] = {}
         self._reducing: dict[int, Any] = {}
-        self._execution: Execution | None = None
+        self._executions: Sequence[Execution] = ()
         self._at = "outside of a run"
         self._did: tuple[bool, str] | None = None
         """What the lanes did when they were ended."""
@@ -121,22 +122,24 @@ class Ranks(Lanes):
 
     # -- as an executor ------------------------------------------------------------------------------------------------
 
-    def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
-        """A whole run, which every rank begins; see `ranks`."""
+    @contextmanager
+    def running(self, options: RunOptions) -> Generator[RunOptions]:
+        """Inside is a run, or several, which every rank begins; see `ranks`."""
         if self.closed:
             raise FuncpipeError("these ranks are closed; run inside of their with block")
         if not self._turn.acquire(blocking=False):
             raise FuncpipeError("these ranks are busy with another run; runs of one plan follow each other")
         try:
-            self._runs, self._over, self._did, self._reducing = self._runs + 1, False, None, {}
+            self.runs, self._over, self._did, self._reducing = self.runs + 1, False, None, {}
             with _Telling(self):
                 link = self._open()
-                link.run = self._runs
+                refuse_options(options)
+                link.run = self.runs
                 link.refuse_gone()
                 if options.timeout is None:
                     options = replace(options, timeout=self._limit)
                 link.limit(options.timeout or self._limit)
-                return super().run(plan, params, batch, options)
+                yield options
         finally:
             self._at, self._over = "outside of a run", False
             if self._link is not None:
@@ -185,24 +188,28 @@ class Ranks(Lanes):
     def outboxes(self, program: LaneProgram) -> Mapping[int, Mailbox]:
         """Of lanes that are not here, the mailboxes into which one that is puts what goes to them."""
         others = {lane for lane, _ in program.outgoing} | {slot.source for slot in program.slots}
-        boxes = {other: Outbox() for other in others - {*self.lanes, CALLER}}
-        self._outboxes |= {(program.lane, other): box for other, box in boxes.items()}
-        return boxes
+        return {other: Outbox() for other in others - {*self.lanes, CALLER}}
 
-    def walk(self, execution: Execution) -> None:
+    def walk(self, executions: Sequence[Execution]) -> None:
         """Run the lanes that are here; come back when they are done, or raise what failed, here or elsewhere."""
         link = self._open()
-        connect(link, self, execution, self._identities)
-        begin(link, execution, self._outboxes)
-        self._execution = execution
+        connect(link, self, executions[0], self._identities)
+        self._executions = executions
         try:
-            super().walk(execution)
-            settle(link, execution, partial(self.ending, None))
+            super().walk(executions)
+            settle(link, executions, partial(self.ending, None))
         finally:
-            end(self._outboxes)
-            self._execution, self._outboxes = None, {}
+            end(executions)
+            self._executions = ()
 
-    def watched(self, execution: Execution, alarm: Callable[[], None]) -> AbstractContextManager[object]:
+    def begin(self, execution: Execution, lane: Runner) -> None:
+        """Let the edges of a lane serve what it begins."""
+        super().begin(execution, lane)
+        if self._link is None:
+            raise Stop
+        begin(self._link, execution, lane)
+
+    def watched(self, alarm: Callable[[], None]) -> AbstractContextManager[object]:
         """Inside, the lanes run; whatever breaks the link ends them."""
         return self._open().alarming(alarm)
 
@@ -210,7 +217,7 @@ class Ranks(Lanes):
         """Tell the others first: to end the lanes may take as long as what they are in."""
         self._did = self._doing()
         if error is not None:
-            self._tell(self._open(), error)
+            tell(self._open(), error, self.runs)
         if self._link is not None:
             self._link.abort()  # a lane may stand in a device that waits for another process
 
@@ -228,12 +235,12 @@ class Ranks(Lanes):
             PeerError: a rank failed, or is lost.
         """
         with _Telling(self):
-            self._at = f"at {about} ({self._runs})"
-            known = [unpack(data) for data in self._open().exchange(pack((self._runs, about, mine)))]
+            self._at = f"at {about} ({self.runs})"
+            known = [unpack(data) for data in self._open().exchange(pack((self.runs, about, mine)))]
             self._over = about == END
-            self._at = f"after {about} ({self._runs})"
+            self._at = f"after {about} ({self.runs})"
         if len({(run, what) for run, what, _ in known}) > 1:
-            self._runs = max(run for run, *_ in known)
+            self.runs = max(run for run, *_ in known)
             where = "; ".join(f"rank {rank} is at {what} ({run})" for rank, (run, what, _) in enumerate(known))
             raise RanksError(f"the ranks do not do the same: {where}; let all call the same in the same order")
         return [given for *_, given in known]
@@ -304,8 +311,12 @@ class Ranks(Lanes):
         if self.replicas == 1:
             return gradients
         with _Telling(self):
-            self._at = f"at the sums of stage {stage} ({self._runs})"
+            self._at = f"at the sums of stage {stage} ({self.runs})"
             return self._open().take(self._reducing[stage])()
+
+    def spend(self, stage: int) -> None:
+        """The sums of the gradients of a stage are used; those that `reduce` begins next are others."""
+        self._reducing.pop(stage, None)
 
     def telling(self) -> AbstractContextManager[object]:
         """Inside, an error is told to the other ranks, which raise PeerError."""
@@ -331,7 +342,7 @@ class Ranks(Lanes):
             stores = [below(link_name(self._links), store) for store in self._stores]
             number, count = self.replica * self.size + self.rank, self.replicas * self.size
             link = self._link = Link(stores, number, count, limit, self._doing, self._marks)
-            link.run = self._runs
+            link.run = self.runs
             said = link.hear(self._hello())
             try:
                 refuse_others(said)
@@ -357,19 +368,18 @@ class Ranks(Lanes):
 
     def _doing(self) -> tuple[bool, str]:
         """Is a lane in an action, and what all of them do; for the tables of others."""
-        execution = self._execution
+        executions = self._executions
         if self._did is not None:
             return self._did
-        if execution is None:
+        if not executions:
             return False, self._at
-        states = lane_states(execution)
+        states = lane_states(executions)
         return any(busy for busy, _ in states), "; ".join(words for _, words in states)
 
     def _marks(self) -> tuple[Any, ...]:
         """Changes whenever this rank gets on."""
-        execution = self._execution
         moved = 0 if self._link is None else self._link.moved()
-        return (self._runs, self._at, moved, *(() if execution is None else (lane.begun for lane in execution.lanes)))
+        return (self.runs, self._at, moved, *begun(self._executions))
 
     # -- what goes wrong -----------------------------------------------------------------------------------------------
 
@@ -379,7 +389,7 @@ class Ranks(Lanes):
         if link is None or (isinstance(error, FuncpipeError) and (self._over or error.everywhere)):
             return
         self._link = None
-        failure = self._tell(link, error)
+        failure = tell(link, error, self.runs)
         table = link.table() if failure.timed else {}
         if not link.close(told=False):
             self._stores = []
@@ -391,18 +401,6 @@ class Ranks(Lanes):
         if is_under_torchrun():
             sleep(1.1)  # it blames who ends first, and counts in whole seconds
         raise peer_error(failure, table, link) from None
-
-    def _tell(self, link: Link, error: BaseException) -> Failure:
-        """Break the link by an error and tell it to the others, where nobody else does; what has broken it first."""
-        if not isinstance(error, Alarm):
-            where, text = getattr(error, "funcpipe", None), str(error)[:2000]
-            kind = type(error.__cause__ if isinstance(error, StageError) and error.__cause__ else error).__name__
-            link.fail(Failure(link.rank, kind, text, where, self._runs, isinstance(error, RunTimeout)))
-        failure = link.failure
-        assert failure is not None
-        if failure.rank == link.rank or not failure.kind:
-            link.tell(failure)
-        return failure
 
 
 class _Telling:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from funcpipe.core.program import CALLER, Send
@@ -12,6 +12,7 @@ from funcpipe.runtime.edge import EdgeIn, EdgeOut, Outbox
 from funcpipe.runtime.execute import Execution
 from funcpipe.runtime.link import Link
 from funcpipe.runtime.part import PlanPart, lane_program
+from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.stream import Place
 from funcpipe.runtime.transport import Inbox
 
@@ -51,11 +52,12 @@ def _add_way(ways: dict[Any, DeviceEnds], key: Any, execution: Execution, lane: 
         ways[key] = DeviceEnds(backend, device, "" not in ends and len({*ends}) == len(ends))
 
 
-def begin(link: Link, execution: Execution, outboxes: Mapping[tuple[int, int], Outbox]) -> None:
-    """Let the edges serve a run; ``outboxes`` are by (lane, lane that is not here)."""
-    places = {lane.program.lane: lane.place for lane in execution.lanes}
-    signature = execution.ready.signature
-    for (lane, other), box in outboxes.items():
+def begin(link: Link, execution: Execution, runner: Runner) -> None:
+    """Let the edges of a lane serve an execution, which it begins."""
+    signature, lane = execution.ready.signature, runner.program.lane
+    for (end, other), box in execution.outboxes.items():
+        if end != lane or not isinstance(box, Outbox):
+            continue
         out, back = link.edges.get((lane, other)), link.edges.get((other, lane))
         if isinstance(out, EdgeOut):
             own = execution.boxes[lane]
@@ -66,17 +68,18 @@ def begin(link: Link, execution: Execution, outboxes: Mapping[tuple[int, int], O
             theirs = lane_program(execution.ready.program, other).instructions
             sent = [each.into for each in theirs if type(each) is Send and each.to == lane]
             levels = {slot: execution.level_of[lane, slot] for slot in {*sent}}
-            back.begin(signature, sent, execution.boxes[lane], levels, places[lane])
+            back.begin(signature, sent, execution.boxes[lane], levels, runner.place)
             box.back = back
 
 
-def settle(link: Link, execution: Execution, ending: Callable[[], None]) -> None:
+def settle(link: Link, executions: Sequence[Execution], ending: Callable[[], None]) -> None:
     """Wait until devices have done what their lanes have queued, for no longer than for others.
 
     Raises:
         Alarm: they have not, or another rank failed; after ``ending``.
     """
-    events = [lane.place.event() for lane in execution.lanes if lane.place.asynchronous]
+    last = executions[-1]
+    events = [lane.place.event() for lane in last.lanes if lane.place.asynchronous]
 
     def synchronize() -> RuntimeError | None:
         try:
@@ -86,7 +89,7 @@ def settle(link: Link, execution: Execution, ending: Callable[[], None]) -> None
             return error
         return None
 
-    execution.settling = bool(events)
+    last.settling = bool(events)
     try:
         error = link.wait(synchronize) if events else None
     except Alarm:
@@ -96,8 +99,9 @@ def settle(link: Link, execution: Execution, ending: Callable[[], None]) -> None
         raise error
 
 
-def end(outboxes: Mapping[tuple[int, int], Outbox]) -> None:
+def end(executions: Sequence[Execution]) -> None:
     """Else what was sent last would stay until the next run."""
-    for box in outboxes.values():
-        if box.out is not None:
-            box.out.box = Inbox()
+    for execution in executions:
+        for box in execution.outboxes.values():
+            if isinstance(box, Outbox) and box.out is not None:
+                box.out.box = Inbox()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -142,10 +142,10 @@ def refuse_unstepped(name: str, plan: Plan, options: RunOptions, *, alone: bool)
             f"schedule {plan.schedule.name!r} steps (S), and vjp gives gradients for a loss of your own; use a schedule "
             "without step_params, and fp.step"
         )
-    elif name == "run":
+    elif name in ("run", "run_batches"):
         if options.optimizer is None and alone:
             raise PlanError(
-                f"schedule {plan.schedule.name!r} steps (S), and the run was given no optimizer: fp.run(..., "
+                f"schedule {plan.schedule.name!r} steps (S), and the run was given no optimizer: fp.{name}(..., "
                 "optimizer=torch.optim.AdamW(fp.leaves(params))); for gradients alone use a schedule without step_params"
             )
         check_options(options.optimizer, options.max_norm, None, optional=not alone)
@@ -164,3 +164,51 @@ def refuse_options(options: RunOptions) -> None:
         raise PlanError(f"threads_per_lane is a positive int or None; got {threads!r}")
     if timeout is not None and (isinstance(timeout, bool) or not (isinstance(timeout, (int, float)) and timeout > 0)):
         raise PlanError(f"timeout is a number of seconds above 0, or None; got {timeout!r}")
+
+
+def refuse_modes(name: str, plan: Plan, backward: bool) -> None:
+    """Raise PlanError where a plan with backwards has no loss, or autograd records nothing."""
+    if not backward:
+        return
+    if plan.loss is None:
+        raise PlanError(
+            f"the plan's schedule has backwards but the plan has no loss, so {name} does not know where gradients "
+            "begin: make_plan(..., loss=fn); for gradients of outputs use fp.vjp; for outputs alone a forward-only "
+            "schedule, fp.schedules.fill_drain(..., backward=False)"
+        )
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise PlanError(
+            f"the plan has backwards, but {name} was called under torch.{mode}; evaluate with the forwards alone: "
+            "fp.make_plan(stages, schedule.forwards(), ...)"
+        )
+
+
+def refuse_halves(plan: Plan, backward: bool) -> None:
+    """Raise PlanError for a plan that a `vjp` cannot run."""
+    if plan.loss is not None:
+        raise PlanError(
+            "vjp is for plans without a loss, and this one has one: fp.run gives its gradients; or leave loss= out "
+            "of make_plan and give the cotangents of the outputs"
+        )
+    if plan.schedule.num_slices > 1:
+        raise PlanError(
+            f"vjp takes whole microbatches, and the plan's schedule {plan.schedule.name!r} cuts them into slices; use "
+            "one without num_slices="
+        )
+    if not backward:
+        raise PlanError(
+            "the plan's schedule has no backwards to pull cotangents through; use fp.schedules.fill_drain(num_stages, "
+            "num_microbatches), or fp.run for outputs alone"
+        )
+    if torch.is_inference_mode_enabled():
+        raise PlanError("vjp was called under torch.inference_mode, where autograd records nothing; call it outside")
+
+
+def checked_words(check: Any) -> set[str]:
+    """The words of ``check=``. Raises PlanError."""
+    words = {check} if isinstance(check, str) else set(check) if isinstance(check, Iterable) else {repr(check)}
+    unknown = sorted(str(word) for word in words - {"finite", "finite-op", "used"})
+    if unknown:
+        raise PlanError(f"check is any of 'finite', 'finite-op', 'used'; got {', '.join(unknown)}")
+    return words

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,13 +22,15 @@ from funcpipe.core.schedule import Kind
 from funcpipe.core.torch_names import STEPPED, storage_number
 from funcpipe.core.tree import flatten, leaves, unflatten
 from funcpipe.runtime.leaf_gradients import LeafGradient, by_leaf
-from funcpipe.runtime.norms import norm_of
+from funcpipe.runtime.norms import LocalNorm, local_norm, norm_of, norm_of_norms
 from funcpipe.runtime.optim import apply_gradients, held_of, is_torchs, refuse_unheld
 from funcpipe.runtime.plain_tensors import is_plain
 from funcpipe.runtime.prepare import Prepared
 from funcpipe.runtime.replicas import Summed
 from funcpipe.runtime.steps import Step
 from funcpipe.runtime.transport import Mailbox
+from funcpipe.runtime.undo import Undo
+from funcpipe.runtime.unused import UnusedLeaf, unused_leaves
 
 _BY_NUMBER = (
     torch.optim.Adadelta,
@@ -50,62 +51,69 @@ _CLIPPING = 1e-6
 
 
 @dataclass
-class _Kept:
-    """What a leaf and the optimizer's state of it were before a step.
+class _Spent:
+    """What is left of the gradients of a stage that a step has used up.
 
     Attributes:
-        leaf: what was stepped.
-        numbers: of the leaf.
-        state: of the optimizer, each value with a copy of it; None: it had none.
+        norms: of each.
+        trained: how many they were.
+        unused: those of these that no backward reached.
     """
 
-    leaf: Tensor
-    numbers: Tensor
-    state: Mapping[str, tuple[Any, Any]] | None
+    norms: list[LocalNorm]
+    trained: int
+    unused: list[UnusedLeaf]
 
-    @classmethod
-    def of(cls, leaf: Tensor, optimizer: torch.optim.Optimizer) -> _Kept:
-        """What is now."""
-        state = optimizer.state.get(leaf)
-        kept = None if state is None else {name: (value, _copied(value)) for name, value in state.items()}
-        return cls(leaf, leaf.detach().clone(), kept)
 
-    def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make it so again; tensors are the objects that they were."""
-        self.leaf.detach().copy_(self.numbers)
-        if self.state is None:
-            optimizer.state.pop(self.leaf, None)
-            return
-        now = optimizer.state[self.leaf]
-        now.clear()
-        for name, (value, copy) in self.state.items():
-            now[name] = value if isinstance(value, Tensor) else copy
-            if isinstance(value, Tensor):
-                value.detach().copy_(copy)
+class Steps(NamedTuple):
+    """Of the steps of a process in one batch.
+
+    Attributes:
+        norms: of the gradients that they have used up.
+        stand: was every stage stepped.
+    """
+
+    norms: list[LocalNorm]
+    stand: bool
+
+
+Settings: TypeAlias = Sequence[Mapping[str, Any]]
+"""Of each group of an optimizer what it is stepped with."""
 
 
 class Stepping:
     """The steps of one run.
 
+    Args:
+        ready: the run.
+        undo: what knows how all was, of several runs before the first of them; None: of this one.
+        spends: are the gradients used up as they are stepped, so that only their norms are left.
+
     Attributes:
         stepped: the stages that were, on their lanes.
         late: did the loss give weights that nobody knew before.
+        early: the stages that can be stepped on their lanes.
+        settings: what the groups of the optimizer are stepped with, where it is not what they have.
     """
 
-    def __init__(self, ready: Prepared) -> None:
+    def __init__(self, ready: Prepared, undo: Undo | None = None, *, spends: bool = False) -> None:
         self.ready, self.optimizer, self.max_norm = ready, ready.options.optimizer, ready.options.max_norm
+        self.undo, self.spends = undo or Undo(self.optimizer), spends
+        self.settings: Settings | None = None
         self.stepped: set[int] = set()
         self.late = False
-        self._kept: dict[int, _Kept] = {}
+        self.early: frozenset[int] = frozenset()
         self._sums: dict[int, list[Tensor | None]] = {}
-        self._early: frozenset[int] = frozenset()
+        self._spent: dict[int, _Spent] = {}
+        self._moved = False
+        mine = [leaf for stage in ready.bounds for leaf in leaves(ready.params[stage])]
         if self.optimizer is not None:
-            mine = [leaf for stage in ready.bounds for leaf in leaves(ready.params[stage])]
             refuse_unheld(self.optimizer, mine)
-            # Gradients of losses that weigh late are scaled when all lanes are done. Replicas with as many microbatches come to
-            # each S in one order, so that none waits there for one that waits for it.
-            if ready.even and not ready.plan.stages[-1].seen.late and in_parts(self.optimizer, mine):
-                self._early = frozenset(ready.bounds) - _joined(ready)
+        # Gradients of losses that weigh late are scaled when all lanes are done. Replicas with as many microbatches come to
+        # each S in one order, so that none waits there for one that waits for it.
+        apart = spends if self.optimizer is None else in_parts(self.optimizer, mine)
+        if apart and ready.even and not ready.plan.stages[-1].seen.late:
+            self.early = frozenset(ready.bounds) - _joined(ready)
 
     def waiting(self, program: LaneProgram, steps: Sequence[Step], box: Mailbox) -> list[Step]:
         """The steps of a lane, where each S first waits, in the mailbox, for what other replicas have of its gradients."""
@@ -120,11 +128,15 @@ class Stepping:
             if self.ready.even:
                 # In all replicas, also in one that does not step here: others may wait for it.
                 self.ready.reduce(stage, box)
-                if stage in self._early:
+                if stage in self.early:
                     if Summed(stage) not in box.came:
                         box.wait(Summed(stage))
-                    self._sums[stage] = box.came[Summed(stage)]()
-            return step(reads, run)
+                    self._sums[stage] = box.came.pop(Summed(stage))()
+            try:
+                return step(reads, run)
+            finally:
+                if self.spends:
+                    self.ready.part.spend(stage)
 
         return waited
 
@@ -136,66 +148,110 @@ class Stepping:
         tree, spread = self.ready.params[stage], self.ready.spread.get(stage)
         row = sums if spread is None else spread.as_given(sums)
         entries = self._scaled(by_leaf((tree,), (unflatten(flatten(tree)[1], row),), ()))
-        self.stepped.add(stage)
         self._step(entries)
+        self.stepped.add(stage)
+        if self.spends:
+            norms = [local_norm(stage, entry.gradient, self.ready.part.others) for entry in entries]
+            trained = sum(gradient is not None for gradient in sums)
+            self._spent[stage] = _Spent(norms, trained, unused_leaves(self.ready, [stage]))
+            self.ready.bounds[stage].spend()
 
     def _scaled(self, entries: list[LeafGradient]) -> list[LeafGradient]:
         """The gradients without the loss scale."""
         scale = self.ready.shares.loss_scale
         return entries if scale == 1.0 else [replace(each, gradient=each.gradient / scale) for each in entries]
 
-    def _keep(self, entries: Iterable[LeafGradient]) -> None:
-        """Keep what is now, but for what is kept already."""
-        for entry in entries:
-            if id(entry.leaf) not in self._kept:
-                self._kept[id(entry.leaf)] = _Kept.of(entry.leaf, self.optimizer)
-
     def _step(self, entries: Sequence[LeafGradient]) -> None:
         """Step what the optimizer holds of these, as outside of the run: in no mode that stages compute in."""
-        part = part_of(self.optimizer, [entry.leaf for entry in entries])
+        if self.optimizer is None:
+            return
+        part = part_of(self.optimizer, [entry.leaf for entry in entries], self.settings)
         if part is None:
             return
+        self._moved = True
         held = {id(leaf) for group in part.param_groups for leaf in group["params"]}
         stepped = [entry for entry in entries if id(entry.leaf) in held]
-        self._keep(stepped)
+        self.undo.keep(entry.leaf for entry in stepped)
         with _no_autocast(stepped):
             apply_gradients(part, stepped)
 
     def settle(self, result: Result) -> Result:
         """All is known: keep the steps, or undo them and make those that clipped, or late, gradients want."""
         assert result.grads is not None
-        params, grads, scale = self.ready.params, result.grads, result.loss_scale
+        params, grads = self.ready.params, result.grads
         if self.late:
             self.ready.plan.stages[-1].seen.late = True
         entries = self._scaled(by_leaf(params, grads, result.ties))
         norm = norm_of([(entry.stage, entry.gradient) for entry in entries if entry.counts], result.exchange)
         held = held_of(self.optimizer, entries) if entries or result.exchange == alone else []
-        skips = scale != 1.0 and not bool(norm.isfinite())
-        clips = self.max_norm is not None and not bool(self.max_norm / (norm + _CLIPPING) >= 1.0)
+        skips, clips = self._skips(norm), self._clips(norm)
         if self.late or skips or clips:
             self.restore()
         for leaf in leaves(params):
             leaf.grad = None  # what an earlier backward left there is not stepped
         if skips or not held:
             return replace(result, norm=norm)
-        if self._early and not clips:
+        if self.early and not clips:
             self._step([entry for entry in held if entry.stage not in self.stepped])
             setattr(self.optimizer, STEPPED, True)
         else:
-            if self._early:
-                self._keep(held)
+            if self.early:
+                self.undo.keep(entry.leaf for entry in held)
             with _no_autocast(held):
                 apply_gradients(self.optimizer, held, norm, self.max_norm)
-        if self._early:
+        if self.early:
             _in_order(self.optimizer)
         return replace(result, norm=norm)
 
+    def _skips(self, norm: Tensor) -> bool:
+        """Is nothing stepped with gradients of this norm."""
+        return self.ready.shares.loss_scale != 1.0 and not bool(norm.isfinite())
+
+    def _clips(self, norm: Tensor) -> bool:
+        """Are gradients of this norm clipped."""
+        return self.max_norm is not None and not bool(self.max_norm / (norm + _CLIPPING) >= 1.0)
+
     def restore(self) -> None:
         """Make parameters and the optimizer's state what they were; it stays known."""
-        with torch.no_grad():
-            for kept in self._kept.values():
-                kept.restore(self.optimizer)
+        self.undo.restore()
         self.stepped.clear()
+
+    # -- where gradients are spent -----------------------------------------------------------------------------------
+
+    @property
+    def whole(self) -> bool:
+        """Can every stage that is here be stepped on its lane."""
+        return self.early == frozenset(self.ready.bounds)
+
+    @property
+    def reached(self) -> tuple[int, list[UnusedLeaf]]:
+        """How many leaves were trained, and those that no backward reached."""
+        spent = [self._spent[stage] for stage in self.ready.bounds if stage in self._spent]
+        return sum(each.trained for each in spent), [leaf for each in spent for leaf in each.unused]
+
+    @property
+    def steps(self) -> Steps:
+        """What all must know of the steps of this process."""
+        spent = [self._spent[stage] for stage in self.ready.bounds if stage in self._spent]
+        norms = [norm for each in spent for norm in each.norms]
+        return Steps(norms, self.stepped == {*self.ready.bounds} and (self._moved or not norms))
+
+    def settled(self, result: Result, everyone: Sequence[Steps]) -> Result | None:
+        """All is known: the result of the steps as they are; None where they are to be undone, for all processes alike."""
+        norm = norm_of_norms([each.norms for each in everyone], result.exchange)
+        if self.late:
+            self.ready.plan.stages[-1].seen.late = True
+        if self.late or not all(each.stand for each in everyone) or self._skips(norm) or self._clips(norm):
+            return None
+        return replace(result, norm=norm)
+
+    def done(self) -> None:
+        """After the last of several: let all be as `settle` leaves it."""
+        for leaf in leaves(self.ready.params):
+            leaf.grad = None
+        if self.optimizer is not None:
+            setattr(self.optimizer, STEPPED, True)
+            _in_order(self.optimizer)
 
 
 def in_parts(optimizer: torch.optim.Optimizer, tensors: Iterable[Any]) -> bool:
@@ -205,7 +261,7 @@ def in_parts(optimizer: torch.optim.Optimizer, tensors: Iterable[Any]) -> bool:
     of all that have a gradient, so there are to be no others than these ``tensors`` of the run. Of parts of tensors only what
     goes number by number can: the rest asks other processes, one lane beside the other.
     """
-    held = _held(optimizer)
+    held = held_by(optimizer)
     if type(optimizer) not in _BY_NUMBER and not all(map(is_plain, held)):
         return False
     patched = "step" in vars(optimizer) and getattr(optimizer.step, "__wrapped__", None) is not type(optimizer).step
@@ -213,18 +269,20 @@ def in_parts(optimizer: torch.optim.Optimizer, tensors: Iterable[Any]) -> bool:
     return is_torchs(optimizer) and not (patched or hooked) and {*map(id, held)} <= {*map(id, tensors)}
 
 
-def part_of(optimizer: torch.optim.Optimizer, tensors: Sequence[Any]) -> torch.optim.Optimizer | None:
+def part_of(
+    optimizer: torch.optim.Optimizer, tensors: Sequence[Any], settings: Settings | None = None
+) -> torch.optim.Optimizer | None:
     """The optimizer for some of its parameters, with the same state; None: it holds none of them.
 
-    Parts of different parameters can be stepped at the same time.
+    Parts of different parameters can be stepped at the same time. With ``settings`` its groups have others.
     """
     ids = {id(leaf) for leaf in tensors}
     groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
+    for group, own in zip(optimizer.param_groups, settings or [{}] * len(optimizer.param_groups), strict=True):
         kept = [at for at, leaf in enumerate(group["params"]) if id(leaf) in ids]
         lists = {name: [group[name][at] for at in kept] for name in ("params", "param_names") if name in group}
         if kept:
-            groups.append({**group, **lists})
+            groups.append({**group, **own, **lists})
     if not groups:
         return None
     part: torch.optim.Optimizer = object.__new__(type(optimizer))  # `copy` takes what is saved, so no hooks
@@ -244,14 +302,15 @@ def _no_autocast(entries: Iterable[LeafGradient]) -> Generator[None]:
         yield
 
 
-def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [leaf for group in optimizer.param_groups for leaf in group["params"]]
+def held_by(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+    """All leaves of an optimizer."""
+    return [leaf for group in (optimizer.param_groups if optimizer is not None else ()) for leaf in group["params"]]
 
 
 def _in_order(optimizer: torch.optim.Optimizer) -> None:
     """Put the state of the leaves in their order, whichever was stepped first: so it is saved in it."""
     state = optimizer.state
-    for leaf in _held(optimizer):
+    for leaf in held_by(optimizer):
         if leaf in state:
             state[leaf] = state.pop(leaf)
 
@@ -267,7 +326,3 @@ def _joined(ready: Prepared) -> set[int]:
 def _memory(leaf: Any) -> int:
     """A number that leaves of the same memory share."""
     return storage_number(leaf.untyped_storage()) if is_plain(leaf) else id(leaf)
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)

@@ -18,12 +18,13 @@ from funcpipe.runtime.border import Border, share
 from funcpipe.runtime.context import checked_plan, intra_op_threads, not_carried, refuse_transforms
 from funcpipe.runtime.execute import Execution, LaneExecutor
 from funcpipe.runtime.executors import executor_for
-from funcpipe.runtime.finish import finish, gradient_sums, gradients, refuse_writes, release, unused_keys, unused_leaves
+from funcpipe.runtime.finish import finish, gradient_sums, gradients, refuse_writes, release
 from funcpipe.runtime.joining import OutputJoin, join_input_grads
 from funcpipe.runtime.marks import Microbatches
 from funcpipe.runtime.options import ExecutorLike, RunOptions
 from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.trainable import Trainable
+from funcpipe.runtime.unused import unused_keys, unused_leaves
 
 
 def vjp(
@@ -127,7 +128,7 @@ def _forwards(ready: Prepared, execution: Execution) -> tuple[Result, Pullback]:
     last = ready.plan.num_stages - 1
     pieces: list[Border] = [outputs[last, m] for m in range(ready.batch.num_microbatches)]
     with intra_op_threads(ready.threads):
-        result = finish(ready, reports, outputs, None, execution.stats(), backward=False)
+        result = finish(ready, reports, outputs, execution.stats(), backward=False)
     execution.settle()
     return result, Pullback(execution, OutputJoin(pieces, ready.batch, ready.plan.merge))
 

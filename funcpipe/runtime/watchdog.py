@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Self
@@ -28,8 +28,8 @@ _GRACE = 1.0
 class Watchdog:
     """A thread that looks at the lanes while a run lasts; when none begins an action it reports, and bites once."""
 
-    def __init__(self, execution: Execution, timeout: float, bite: Callable[[], None]) -> None:
-        self.execution, self.timeout, self.bite = execution, timeout, bite
+    def __init__(self, executions: Sequence[Execution], timeout: float, bite: Callable[[], None]) -> None:
+        self.executions, self.timeout, self.bite = executions, timeout, bite
         self.report = ""
         self._over = threading.Event()
         self._gate = threading.Lock()
@@ -60,7 +60,7 @@ class Watchdog:
                 with self._gate:
                     if self._over.is_set():
                         return
-                    self.report = describe(self.execution, monotonic() - since)
+                    self.report = describe(self.executions, monotonic() - since)
                     self.bite()
                 if not self._over.wait(_GRACE):
                     with suppress(OSError, ValueError):  # nobody reads it: a closed pipe, a closed file
@@ -68,7 +68,7 @@ class Watchdog:
                 return
 
     def _marks(self) -> list[int]:
-        return [self.execution.executor.beats(), *(lane.begun for lane in self.execution.lanes)]
+        return [self.executions[0].executor.beats(), *begun(self.executions)]
 
     def _backstop(self) -> None:
         """Code that never lets go of the interpreter's lock stops this thread too; Python's own timer needs no lock."""
@@ -78,10 +78,30 @@ class Watchdog:
             pass
 
 
-def lane_states(execution: Execution) -> list[tuple[bool, str]]:
+def begun(executions: Sequence[Execution]) -> list[int]:
+    """How many actions each lane has begun in each execution."""
+    return [lane.begun for execution in executions for lane in execution.lanes]
+
+
+def _at_work(executions: Sequence[Execution]) -> list[tuple[Execution, Runner]]:
+    """Of every lane that is here the execution that it is in, or was last."""
+    rows = [
+        [(execution, execution.lanes[seat]) for execution in executions] for seat in range(len(executions[0].lanes))
+    ]
+    return [max(row, key=_lateness) for row in rows]
+
+
+def _lateness(at: tuple[Execution, Runner]) -> tuple[bool, int]:
+    """Sorts the executions of a lane: the one that it is in comes last, else the last that has begun, else the first."""
+    execution, lane = at
+    number = execution.number or 0
+    return lane.thread != 0, number if lane.begun else -1 - number
+
+
+def lane_states(executions: Sequence[Execution]) -> list[tuple[bool, str]]:
     """Of every lane that is here: is it in an action, and what it did last and waits for."""
     states: list[tuple[bool, str]] = []
-    for lane in execution.lanes:
+    for execution, lane in _at_work(executions):
         working = _is_working(execution, lane)
         number = lane.program.lane
         settling = execution.settling and lane.place.asynchronous
@@ -95,13 +115,13 @@ def _is_working(execution: Execution, lane: Runner) -> bool:
     return lane.thread != 0 and turn and lane.done < lane.stop
 
 
-def describe(execution: Execution, seconds: float) -> str:
+def describe(executions: Sequence[Execution], seconds: float) -> str:
     """What every lane did last and waits for, and where its Python is."""
     lines = [f"no action began in any lane for {seconds:.1f} s:"]
-    lines += [f"  * {words}" for _, words in lane_states(execution)]
+    lines += [f"  * {words}" for _, words in lane_states(executions)]
     frames = sys._current_frames()
     stacks: list[str] = []
-    for lane in execution.lanes:
+    for execution, lane in _at_work(executions):
         frame = frames.get(lane.thread)
         if frame is not None and _is_working(execution, lane):
             shown = [
@@ -115,9 +135,9 @@ def describe(execution: Execution, seconds: float) -> str:
                     f"  {line}" for text in traceback.format_list(shown[-12:]) for line in text.rstrip().split("\n")
                 ]
     del frames
+    lanes = [lane for execution in executions for lane in execution.lanes]
     done, total = (
-        sum(count)
-        for count in zip(*[(lane.done - lane.first, lane.stop - lane.first) for lane in execution.lanes], strict=True)
+        sum(count) for count in zip(*[(lane.done - lane.first, lane.stop - lane.first) for lane in lanes], strict=True)
     )
     lines.append(f"{done} of {total} actions are done")
     return "\n".join([*lines, *stacks])
@@ -156,7 +176,7 @@ class interrupting:
     """
 
     def __init__(self, execution: Execution, timeout: float | None) -> None:
-        self.dog = None if timeout is None else Watchdog(execution, timeout, self._bite)
+        self.dog = None if timeout is None else Watchdog([execution], timeout, self._bite)
         self._identity = threading.get_ident()
 
     def _bite(self) -> None:

@@ -19,7 +19,7 @@ from watch import num_tensors
 import funcpipe as fp
 from funcpipe.core.errors import Where
 from funcpipe.runtime.eager import EagerBound
-from funcpipe.runtime.execute import raise_located
+from funcpipe.runtime.failures import raise_located
 
 EXECUTORS = ("serial", "threads", "lanes")
 SCHEDULES = [

@@ -29,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import funcpipe as fp
 from funcpipe.compiled.programs import Programs
+from funcpipe.runtime.lanes import Lanes
 from funcpipe.runtime.replicas import Replicas
 
 
@@ -243,6 +244,207 @@ def stepping(rank, size, kind):
             fp.run(plan, ours, (x, y), optimizer=mine, max_norm=1.0 + rank, executor=ranks)
         wrong += [] if same(before, snapshot([ours[stage] for stage in ranks.stages])) else ["a run that was refused"]
     return wrong
+
+
+def several_batches(rank, size, kind):
+    """Several batches at once in several processes, against one run after the other in one."""
+    torch.manual_seed(1)
+    stages = [fp.stage(dropping, name=f"dropping {number}") for number in range(4)]
+    if kind == "norm":
+        stages[1] = fp.stage(normed, state=True, commit=committed)
+    if kind == "compiled":
+        stages = [fp.compile_stage(stage) for stage in stages]
+    start = tuple({name: torch.randn(6, 6) * 0.3 for name in "ab"} for _ in range(4))
+    ties = [[(0, "a"), (3, "a")]] if kind == "tied" else []
+    if kind == "tied":
+        start[3]["a"] = start[0]["a"].clone()
+    schedule = fp.schedules.step_params(fp.schedules.zero_bubble(4, 3))
+    loss = counted_squares if kind == "late" else F.mse_loss
+    plan = fp.make_plan(stages, schedule, loss=loss, ties=ties, devices="cpu")
+    batches = [(torch.randn(rows, 6), torch.randn(rows, 6)) for rows in (7, 6, 6, 9)]
+    if kind == "scale":
+        batches[2] = batches[2][0], torch.full_like(batches[2][1], torch.inf)
+    state = ((), torch.zeros(6), (), ()) if kind == "norm" else None
+    options = {"max_norm": 0.01 if kind == "clips" else 1e6, "loss_scale": 4.0 if kind == "scale" else 1.0}
+    options |= {"threads_per_lane": 1, "seed": 5}
+    wrong, walks, walk = [], [], Lanes.walk
+    with fp.ranks(plan, lanes=owners(4, size), timeout=20.0) as ranks:
+        alone, ours = fresh(start), fp.place(plan, fresh(start), ranks)
+        if kind == "tied":
+            alone[3]["a"] = alone[0]["a"]
+            if {0, 3} <= {*ranks.stages}:
+                ours[3]["a"] = ours[0]["a"]
+        theirs, mine = (torch.optim.AdamW([*dict.fromkeys(fp.leaves(own))], lr=0.05) for own in (alone, ours))
+        if kind in ("hooked", "last step") and rank == 0:
+            mine.register_step_post_hook(lambda *_: None)
+        rates = [None, None]
+        if kind == "scheduled":
+            rates = [torch.optim.lr_scheduler.StepLR(each, 1, 0.7) for each in (theirs, mine)]
+        held = [state, None if state is None else fp.place(plan, state, ranks)]
+        given = [batch if rank in (0, size - 1) else None for batch in batches]
+
+        def walked(self, executions):
+            walks.append(len(executions))
+            return walk(self, executions)
+
+        for number in range(3):
+            serial = {**options, "optimizer": theirs, "scheduler": rates[0], "executor": "serial", "state": held[0]}
+            want = fp.run_batches(plan, alone, batches, **serial)
+            more = {**options, "optimizer": mine, "scheduler": rates[1], "executor": ranks, "state": held[1]}
+            if kind == "refused" and number == 1:
+                before = everything_of(ours, mine)
+                with pytest.raises(
+                    fp.RanksError, match="as many batches on every rank: rank 0 was given 4; rank 1 was given 3"
+                ):
+                    fp.run_batches(plan, ours, given[: 4 - rank], **more)
+                with pytest.raises(fp.RanksError, match="max_norm"):
+                    fp.run_batches(plan, ours, given, **{**more, "max_norm": 1.0 + rank})
+                wrong += [] if same(before, everything_of(ours, mine)) else ["a refusal left something"]
+            if kind == "fails" and number == 1:
+                before = everything_of(ours, mine)
+                with (
+                    FAILS_IN_SECOND.on(rank == size - 1),
+                    pytest.raises((ArithmeticError, fp.PeerError), match="planted"),
+                ):
+                    fp.run_batches(plan, ours, given, **more)
+                wrong += [] if same(before, everything_of(ours, mine)) else ["a failure left something"]
+            if kind == "last step" and number == 1:
+                before, steps, own_step = everything_of(ours, mine), iter(range(8)), torch.optim.AdamW.step
+
+                def step(optimizer, steps=steps, own_step=own_step):  # of two stages here, of both at once at rank 0
+                    if next(steps) == 7:
+                        raise ArithmeticError("planted")
+                    return own_step(optimizer)
+
+                planted = pytest.raises((ArithmeticError, fp.PeerError), match="planted")
+                with mock.patch.object(torch.optim.AdamW, "step", step), planted:
+                    fp.run_batches(plan, ours, given, **more)
+                wrong += [] if same(before, everything_of(ours, mine)) else ["a last step left something"]
+            with mock.patch.object(Lanes, "walk", walked):
+                got = fp.run_batches(plan, ours, given, **more)
+            if state is not None:
+                held = [want[-1].state, got[-1].state]
+                wrong += [stage for stage in ranks.stages if not same(held[0][stage], held[1][stage])]
+            facts = [[(one.loss, one.losses, one.weight, one.norm) for one in results] for results in (want, got)]
+            wrong += [] if same(*facts) else [f"{number}: {facts}"]
+            wrong += [(number, stage) for stage in ranks.stages if not same(alone[stage], ours[stage])]
+    return wrong, walks
+
+
+def dropping(p, x):
+    FAILS_IN_SECOND.look()
+    return x + torch.tanh(F.dropout(x, 0.1) @ p["a"]) @ p["b"]
+
+
+def normed(p, x, *, state):
+    return fp.Out(dropping(p, x) - state, stats=x.mean(0))
+
+
+def committed(state, stats):
+    return 0.5 * state + 0.5 * torch.stack(stats).mean(0)
+
+
+def counted_squares(y, target):
+    """A sum, and how much it counts, which nobody knew before."""
+    return (y - target).square().sum(), target.numel()
+
+
+class _FailsInSecond:
+    """Raises in the second batch, at the process where it is on."""
+
+    def __init__(self):
+        self.left = None
+
+    @contextlib.contextmanager
+    def on(self, here):
+        self.left = 4 if here else None
+        try:
+            yield
+        finally:
+            self.left = None
+
+    def look(self):
+        if self.left is not None:
+            self.left -= 1
+            if self.left == 0:
+                raise ArithmeticError("planted")
+
+
+FAILS_IN_SECOND = _FailsInSecond()
+
+
+def several_batches_of_replicas(rank, size, kind):
+    """Several batches at once of replicas, against runs one after the other: what differs, and how the lanes walked."""
+    torch.manual_seed(1)
+    stages = [fp.stage(dropping, name=f"{kind} {number}") for number in range(4)]
+    start = tuple({name: torch.randn(6, 6) * 0.3 for name in "ab"} for _ in range(4))
+    schedule = fp.schedules.interleaved(4, 4, num_devices=2)
+    if kind == "sharded":
+        schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(4, 4, num_devices=2), whole=1)
+    if kind != "plain":
+        schedule = fp.schedules.reduce_grads(schedule)
+    plan = fp.make_plan(stages, fp.schedules.step_params(schedule), loss=F.mse_loss, devices="cpu")
+    wrong, walks, walk = [], [], Lanes.walk
+
+    def walked(self, executions):
+        walks.append(len(executions))
+        return walk(self, executions)
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
+        torch.manual_seed(2 + ranks.replica)
+        rows = [8, 9, 8, 2 if kind == "uneven" and ranks.replica else 8]
+        batches = [(torch.randn(count, 6), torch.randn(count, 6)) for count in rows]
+        alone, ours = (fp.place(plan, fresh(start), ranks, shard=kind == "sharded") for _ in range(2))
+        theirs, mine = (torch.optim.AdamW(fp.leaves(own), lr=0.05) for own in (alone, ours))
+        options = {"executor": ranks, "max_norm": 0.01 if kind == "clips" else 1e6}
+        for number in range(3):
+            seeds = [fp.fold_in(number, place) for place in range(len(batches))]
+            want = [
+                fp.run(plan, alone, one, optimizer=theirs, seed=seed, **options)
+                for one, seed in zip(batches, seeds, strict=True)
+            ]
+            if kind == "fails" and number == 1:
+                before = everything_of(ours, mine)
+                with FAILS_IN_SECOND.on(rank == 2), pytest.raises((ArithmeticError, fp.PeerError), match="planted"):
+                    fp.run_batches(plan, ours, batches, optimizer=mine, seed=number, **options)
+                wrong += [] if same(before, everything_of(ours, mine)) else ["a failure left something"]
+            with mock.patch.object(Lanes, "walk", walked):
+                got = fp.run_batches(plan, ours, batches, optimizer=mine, seed=number, **options)
+            facts = [[(one.loss, one.losses, one.weight, one.norm) for one in results] for results in (want, got)]
+            wrong += [] if same(*facts) else [f"{number}: {facts}"]
+            wrong += [] if same(everything_of(alone, theirs), everything_of(ours, mine)) else [f"{number} a leaf"]
+    return wrong, walks
+
+
+def goes_on(rank, size):
+    """When the first lane begins its second batch, and when the last one ends its step of the first."""
+    begun, ended = [], []
+    own_step = torch.optim.SGD.step
+
+    def first(p, x):
+        begun.append(time.monotonic())
+        return x * p
+
+    def step(optimizer):
+        if rank == size - 1 and not ended:
+            time.sleep(0.5)
+        own_step(optimizer)
+        ended.append(time.monotonic())
+
+    stages = [fp.stage(first), *[fp.stage(lambda p, x: x * p, name=str(number)) for number in range(1, size)]]
+    plan = fp.make_plan(
+        stages, fp.schedules.step_params(fp.schedules.one_f_one_b(size, 2)), loss=F.mse_loss, devices="cpu"
+    )
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        params = fp.place(plan, tuple(torch.tensor(1.5, requires_grad=True) for _ in range(size)), ranks)
+        optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
+        given = (torch.ones(4), torch.zeros(4))
+        fp.run(plan, params, given, optimizer=optimizer, executor=ranks)
+        begun.clear()
+        with mock.patch.object(torch.optim.SGD, "step", step):
+            fp.run_batches(plan, params, [given] * 3, optimizer=optimizer, executor=ranks)
+    return begun[2:3], ended[:1]
 
 
 def stepping_replicas(rank, size, kind, rows):

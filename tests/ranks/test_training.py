@@ -19,6 +19,39 @@ def test_steps_inside_of_runs_are_those_after_them(pools, kind, size):
         assert [] == wrong
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["plain", "scheduled", "refused", "fails", "clips", "scale"])
+def test_several_batches(pools, kind, size):
+    """All at once; after what clips or is skipped one by one."""
+    for wrong, walks in pools(size).all("several_batches", kind):
+        assert [] == wrong
+        again = [1] * 4 if kind in ("clips", "scale") else []
+        assert 3 * [4, *again] == walks
+
+
+@pytest.mark.parametrize("kind", ["tied", "norm", "late", "hooked", "last step", "compiled"])
+def test_several_batches_of_what_lanes_cannot_step(pools, kind):
+    """They go one by one on all ranks, whichever of them it is because of."""
+    for wrong, walks in pools(2).all("several_batches", kind):
+        assert [] == wrong
+        assert max(walks) == (4 if kind in ("norm", "compiled") else 1)
+
+
+@pytest.mark.parametrize("kind", ["plain", "reduced", "sharded", "fails", "clips", "uneven"])
+def test_several_batches_of_replicas(pools, kind):
+    """Each S waits for the sums of its batch alone; with other numbers of microbatches all go one by one."""
+    for wrong, walks in pools(4).all("several_batches_of_replicas", kind):
+        assert [] == wrong
+        assert 3 * {"clips": [4, 1, 1, 1, 1], "uneven": [1, 1, 1, 1]}.get(kind, [4]) == walks
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_rank_waits_for_all_between_batches(pools, size):
+    """The first lane begins the second batch while the last one still steps in the first."""
+    (((begun,), _), *_, (_, (ended,))) = pools(size).all("goes_on")
+    assert begun < ended
+
+
 def test_steps_of_compiled_stages(pools):
     for wrong in pools(2).all("training", "plain", True):
         assert [] == wrong

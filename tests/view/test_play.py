@@ -169,7 +169,8 @@ class InOrder(LaneExecutor):
     def check(self, plan):
         pass
 
-    def walk(self, execution):
+    def walk(self, executions):
+        (execution,) = executions
         actions = [lane.parts for lane in execution.lanes]
         for lane in execution.lanes:
             lane.parts = [(instruction,) for instruction in lane.program.instructions]

@@ -1,0 +1,143 @@
+"""Several batches at once: each lane does the program of one after that of the other, and waits for nobody in between.
+
+A lane begins a batch as soon as it has stepped its stages for the one before, and committed their state, while others still
+compute for that (arXiv 2401.10241, section 4). Whether all those steps were right is known when the lanes are done with all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from funcpipe.core.errors import RanksError
+from funcpipe.core.plan import Plan
+from funcpipe.core.result import Result
+from funcpipe.core.tree import Tree
+from funcpipe.runtime.agreement import END, START, Word
+from funcpipe.runtime.execute import Execution, LaneExecutor, walk
+from funcpipe.runtime.failures import add_note, in_batch
+from funcpipe.runtime.finish import commits
+from funcpipe.runtime.options import RunOptions
+from funcpipe.runtime.part import PlanPart
+from funcpipe.runtime.prepare import Prepared, preparing
+from funcpipe.runtime.stepping import Settings, Stepping
+from funcpipe.runtime.undo import Undo
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What lanes do together.
+
+    Attributes:
+        plan, params: what is run.
+        each: the batches, with the options of a run of each.
+        ahead: lets a scheduler go on to the end of all; what the groups of the optimizer are stepped with in each. None: what
+            they have.
+        first: the place of the first among those that the user gave.
+    """
+
+    plan: Plan
+    params: Sequence[Tree]
+    each: Sequence[tuple[Any, RunOptions]]
+    ahead: Callable[[], Sequence[Settings] | None]
+    first: int
+
+
+def run_together(
+    executor: LaneExecutor, options: RunOptions, given: Callable[[], Batches]
+) -> tuple[Result, ...] | None:
+    """The results of all batches; all processes come to the same.
+
+    Args:
+        executor: whose lanes have threads.
+        options: of all.
+        given: called when other processes hear of its errors.
+
+    Returns:
+        Nothing, (), where lanes cannot step every stage and go on; None where they did and it had to be undone: gradients
+        are clipped, say. Then the optimizer, and what it holds, is as it was, as it is after an error.
+    """
+    undo = Undo(options.optimizer)
+    try:
+        with executor.running(options) as running:
+            results = _run(executor, given(), undo, running.timeout)
+        if results is None:
+            undo.restore()
+    except BaseException:
+        undo.restore()
+        raise
+    finally:
+        undo.close()
+    return results
+
+
+def _run(executor: LaneExecutor, given: Batches, undo: Undo, timeout: float | None) -> tuple[Result, ...] | None:
+    plan, part = given.plan, executor.part(given.plan)
+    shared = part.replicas > 1 and any(commits(plan, stage) for stage in range(plan.num_stages))
+    if plan.ties or shared:
+        return ()
+    steppings = [Stepping(ready, undo, spends=True) for ready in _prepared(given, part, timeout)]
+    if not steppings or not all(part.exchange("steps on lanes", all(map(_can_go_on, steppings)))):
+        return ()
+    for stepping, settings in zip(steppings, given.ahead() or (), strict=False):
+        stepping.settings = settings
+    executions: list[Execution] = []
+    for number, stepping in enumerate(steppings, given.first):
+        before = executions[-1] if executions else None
+        executions.append(Execution(stepping.ready, executor, stepping, number, before))
+    for execution in executions:
+        execution.aim()
+    walk(executions)
+    endings = [execution.ending() for execution in executions]
+    mine = [(ended, stepping.steps) for (ended, _), stepping in zip(endings, steppings, strict=True)]
+    everyone = part.exchange(END, mine)
+    results: list[Result] = []
+    for number, ((_, rest), stepping) in enumerate(zip(endings, steppings, strict=True)):
+        ended, steps = zip(*[theirs[number] for theirs in everyone], strict=True)
+        result = stepping.settled(rest(ended), steps)
+        if result is None:
+            return None
+        results.append(result)
+    steppings[-1].done()
+    return tuple(results)
+
+
+def _prepared(given: Batches, part: PlanPart, timeout: float | None) -> list[Prepared]:
+    """The batches checked, cut and bound."""
+    halves: list[tuple[Word, Callable[[Sequence[Word]], Prepared]]] = []
+    for number, (batch, options) in enumerate(given.each, given.first):
+        with _noted(number):
+            timed = replace(options, timeout=timeout)
+            halves.append(preparing("run_batches", given.plan, given.params, batch, timed, part=part))
+    everyone = part.exchange(START, [word for word, _ in halves])
+    if len({*map(len, everyone)}) > 1:
+        said = "; ".join(f"rank {rank} was given {len(words)}" for rank, words in enumerate(everyone))
+        raise RanksError(f"run_batches takes as many batches on every rank: {said}")
+    readies: list[Prepared] = []
+    for number, (_, rest) in enumerate(halves):
+        with _noted(given.first + number):
+            readies.append(rest([words[number] for words in everyone]))
+    return readies
+
+
+@contextmanager
+def _noted(number: int) -> Generator[None]:
+    """Inside, an error is told to be of this batch."""
+    try:
+        yield
+    except BaseException as error:
+        add_note(error, in_batch(number))
+        raise
+
+
+def _can_go_on(stepping: Stepping) -> bool:
+    """Can the lanes of this process step all their stages, and go on with them.
+
+    A stage that runs for the first time has copies of its parameters, which show whether it writes into them.
+    """
+    ready: Prepared = stepping.ready
+    known = all(ready.plan.train in ready.plan.stages[stage].seen.kept for stage in ready.bounds)
+    at_once = all(ready.device(stage).type == "cpu" for stage in ready.bounds)
+    return known and at_once and stepping.whole

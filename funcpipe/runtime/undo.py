@@ -1,0 +1,127 @@
+"""What parameters, and the optimizer's state of them, were before steps, so that these can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from funcpipe.runtime.plain_tensors import is_plain
+
+_Rooms: TypeAlias = dict[Hashable, list[Tensor]]
+
+_rooms: WeakKeyDictionary[torch.optim.Optimizer, _Rooms] = WeakKeyDictionary()
+"""Memory of earlier copies, for each optimizer, by size. On the CPU to get as much from the system anew takes twice as long as to
+copy; where memory is given out by streams that costs nothing, and it is free between runs."""
+
+_WORTH = 1 << 16
+"""Bytes from which on it is kept."""
+
+
+@dataclass
+class _Kept:
+    """What a leaf and the optimizer's state of it were before a step.
+
+    Attributes:
+        leaf: what was stepped.
+        numbers: of the leaf.
+        state: of the optimizer, each value with a copy of it; None: it had none.
+    """
+
+    leaf: Tensor
+    numbers: Tensor
+    state: Mapping[str, tuple[Any, Any]] | None
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make it so again; tensors are the objects that they were."""
+        self.leaf.detach().copy_(self.numbers)
+        if self.state is None:
+            optimizer.state.pop(self.leaf, None)
+            return
+        now = optimizer.state[self.leaf]
+        now.clear()
+        for name, (value, copy) in self.state.items():
+            now[name] = value if isinstance(value, Tensor) else copy
+            if isinstance(value, Tensor):
+                value.detach().copy_(copy)
+
+
+class Undo:
+    """What leaves of an optimizer, and its state of them, were before the first step of them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self.optimizer = optimizer
+        self._kept: dict[int, _Kept] = {}
+        self._rooms: _Rooms = {} if optimizer is None else _rooms.setdefault(optimizer, {})
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Keep what is now, but for what is kept already."""
+        if self.optimizer is None:
+            return
+        for leaf in tensors:
+            if id(leaf) not in self._kept:
+                state = self.optimizer.state.get(leaf)
+                copies = (
+                    None if state is None else {name: (value, self._copied(value)) for name, value in state.items()}
+                )
+                self._kept[id(leaf)] = _Kept(leaf, self._copied(leaf), copies)
+
+    def restore(self) -> None:
+        """Make it so again; it stays known."""
+        to_the_end(self._restore)
+
+    def _restore(self) -> None:
+        if self.optimizer is None:
+            return
+        with torch.no_grad():
+            for kept in self._kept.values():
+                kept.restore(self.optimizer)
+
+    def close(self) -> None:
+        """Nothing will be undone any more: the memory of the copies is for the next ones."""
+        for kept in self._kept.values():
+            for copy in (kept.numbers, *[copy for _, copy in (kept.state or {}).values()]):
+                key = _key(copy)
+                if key is not None:
+                    self._rooms.setdefault(key, []).append(copy)
+        self._kept = {}
+
+    def _copied(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return deepcopy(value)
+        value = value.detach()
+        key = _key(value)
+        rooms = None if key is None else self._rooms.get(key)
+        if not rooms:
+            return value.clone()
+        try:
+            room = rooms.pop()
+        except IndexError:  # another lane was faster
+            return value.clone()
+        return room.copy_(value)
+
+
+def _key(value: Any) -> Hashable:
+    """Equal for tensors of which one is a room for the other; None: there is none."""
+    if not (is_plain(value) and value.device.type == "cpu" and value.is_contiguous() and value.nbytes >= _WORTH):
+        return None
+    return value.shape, value.dtype
+
+
+def to_the_end(work: Callable[[], None]) -> None:
+    """Do what may be done over again, and all of it: Ctrl-C on the way is raised when it is done."""
+    interrupt: KeyboardInterrupt | None = None
+    done = False
+    while not done:
+        try:
+            work()
+            done = True
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
