@@ -44,7 +44,8 @@ def ending(
 ) -> tuple[Ended, Callable[[Sequence[Ended]], Result]]:
     """`finish` up to where others are asked: what is said to them, and what is done with what all say.
 
-    It has the ``timeline`` that was measured, and the steps that were made on lanes. The state of stages that lanes have ``committed`` is that; None: they do not.
+    It has the ``timeline`` that was measured, and the steps that were made on lanes. The state of stages that lanes have
+    ``committed`` is that; None: they do not.
     """
     plan, count = ready.plan, ready.batch.num_pieces
     last = plan.num_stages - 1
