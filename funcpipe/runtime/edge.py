@@ -134,7 +134,9 @@ class EdgeOut(_Edge):
         expected, self.expected[self.place] = self.expected.get(self.place), number
         self.place += 1
         parts = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
-        post = partial(self._post, slot, expected, number, text, self.box)
+        asked = None if expected is None else self.forms[expected]  # now: the next run may forget forms
+        as_asked = number == expected
+        post = partial(self._post, slot, asked, number, text, self.box, as_asked=as_asked)
         if self.stream is None:
             post(parts)
         elif self.direct:
@@ -147,10 +149,21 @@ class EdgeOut(_Edge):
             copies, wait = self.stream.to_host(parts)
             self.worker.give(partial(self._safely, partial(_then, wait, post, copies)))
 
-    def _post(self, slot: int, expected: int | None, number: int, text: bytes, box: Inbox, parts: list[Tensor]) -> None:
-        """Begin to send what goes from host to host."""
-        first, more = self._head(expected, number, len(text), parts), list[Tensor]()
-        if number != expected:
+    def _post(
+        self,
+        slot: int,
+        asked: TreeForm | None,
+        number: int,
+        text: bytes,
+        box: Inbox,
+        parts: list[Tensor],
+        *,
+        as_asked: bool,
+    ) -> None:
+        """Begin to send what goes from host to host; the other end has asked for a form, which it has or has not."""
+        more = list[Tensor]()
+        first = self._head(asked, number, len(text), parts if as_asked else None)
+        if not as_asked:
             more = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *parts] if text else parts
         tensors = [*first, *more]
         try:
@@ -161,15 +174,14 @@ class EdgeOut(_Edge):
             return
         self.worker.give(partial(self._safely, partial(self._sent, slot, works, tensors, box)))
 
-    def _head(self, expected: int | None, number: int, length: int, parts: list[Tensor]) -> list[Tensor]:
-        """What the other end has asked for: the number of the form, then the tensors, or what fills their places."""
-        if expected is None or self.direct:
+    def _head(self, asked: TreeForm | None, number: int, length: int, parts: list[Tensor] | None) -> list[Tensor]:
+        """What the other end has asked for: the number of the form, then the tensors, or (None) what fills their places."""
+        if asked is None or self.direct:
             return [_head(number, length)]
-        if number != expected:
-            parts = _rooms(self.forms[expected])[1]
-        if self.forms[expected].is_small:
-            return [torch.cat([*map(memory, parts), _head(number, length)])]
-        return [_head(number, length), *parts]
+        filled = _rooms(asked)[1] if parts is None else parts
+        if asked.is_small:
+            return [torch.cat([*map(memory, filled), _head(number, length)])]
+        return [_head(number, length), *filled]
 
     def _sent(self, slot: int, works: list[Any], kept: list[Tensor], box: Inbox) -> None:
         self.connection.finish(works, self.peer)

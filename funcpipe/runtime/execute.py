@@ -329,7 +329,9 @@ class Execution:
             self.hand_sums()
         timeline = self.timeline() if ready.options.record else None
         how = timeline, self.stats()
-        left = None if self.number is None else self.committed
+        places = {call.stage: lane.place for lane in self.lanes for call in lane.program.calls}
+        given = {stage: _handed(tree, places[stage]) for stage, tree in self.committed.items()}
+        left = None if self.number is None else given
         with intra_op_threads(ready.threads):
             ended, rest = ending(
                 ready, reports, outputs, *how, backward=backward, stepping=self.stepping, committed=left

@@ -17,7 +17,7 @@ def norm_of(gradients: list[tuple[int, Tensor]], exchange: Exchange) -> Tensor:
     """The 2-norm of the gradients of all processes, each with its stage."""
     if exchange == alone:
         return _total([gradient for _, gradient in gradients])
-    norms = [local_norm(stage, gradient, exchange) for stage, gradient in gradients]
+    norms = on_host([local_norm(stage, gradient, exchange) for stage, gradient in gradients])
     return norm_of_norms(exchange("the norm of the gradients", norms), exchange)
 
 
@@ -27,7 +27,12 @@ LocalNorm: TypeAlias = tuple[int, bool, Tensor]
 
 def local_norm(stage: int, gradient: Tensor, exchange: Exchange) -> LocalNorm:
     """What others must know of a gradient for the norm of all."""
-    return stage, _is_part(gradient, exchange), _local_norm(gradient, exchange).cpu()
+    return stage, _is_part(gradient, exchange), _local_norm(gradient, exchange)
+
+
+def on_host(norms: Sequence[LocalNorm]) -> list[LocalNorm]:
+    """Norms that can be told to others."""
+    return [(stage, is_part, norm.cpu()) for stage, is_part, norm in norms]
 
 
 def norm_of_norms(everyone: Sequence[Sequence[LocalNorm]], exchange: Exchange) -> Tensor:

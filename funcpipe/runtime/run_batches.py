@@ -57,7 +57,7 @@ def run_batches(
 
     It is all batches or none: after an error parameters, the optimizer and the scheduler are what they were before the first.
 
-    Some batches go one by one all the same: of a plan with ties, on one thread or on CUDA devices, with an optimizer that has
+    Some batches go one by one all the same: of a plan with ties, on one thread (the default on CUDA), with an optimizer that has
     hooks or holds other leaves, of replicas that have state which a batch changes or other numbers of microbatches, and the
     first that a plan ever runs. Where gradients of one turn out to be clipped, or not finite under a loss scale, what was done
     is undone, and all are done again one by one. What undoes steps is a copy of parameters and the optimizer's state; one by

@@ -22,7 +22,7 @@ from funcpipe.core.schedule import Kind
 from funcpipe.core.torch_names import STEPPED, storage_number
 from funcpipe.core.tree import flatten, leaves, unflatten
 from funcpipe.runtime.leaf_gradients import LeafGradient, by_leaf
-from funcpipe.runtime.norms import LocalNorm, local_norm, norm_of, norm_of_norms
+from funcpipe.runtime.norms import LocalNorm, local_norm, norm_of, norm_of_norms, on_host
 from funcpipe.runtime.optim import apply_gradients, held_of, is_torchs, refuse_unheld
 from funcpipe.runtime.plain_tensors import is_plain
 from funcpipe.runtime.prepare import Prepared
@@ -233,7 +233,7 @@ class Stepping:
     def steps(self) -> Steps:
         """What all must know of the steps of this process."""
         spent = [self._spent[stage] for stage in self.ready.bounds if stage in self._spent]
-        norms = [norm for each in spent for norm in each.norms]
+        norms = on_host([norm for each in spent for norm in each.norms])
         return Steps(norms, self.stepped == {*self.ready.bounds} and (self._moved or not norms))
 
     def settled(self, result: Result, everyone: Sequence[Steps]) -> Result | None:

@@ -82,6 +82,28 @@ def poison(count: int = 64, size: int = 16 * 64) -> None:
     del blocks
 
 
+@pytest.mark.parametrize("slow", [None, 0, 3])
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_steps_in_runs_are_those_after_them(executor, slow):
+    """Whichever stage keeps its stream busy; and those of batches that follow each other without a pause."""
+    schedule = fp.schedules.one_f_one_b(S, M)
+    plain, wanted = ready(schedule, slow=slow)
+    stepping, params = ready(fp.schedules.step_params(schedule), slow=slow)
+    theirs, mine = (torch.optim.AdamW(fp.leaves(own), lr=0.05) for own in (wanted, params))
+    norms = []
+    for number in range(6):
+        norms.append(fp.step(theirs, wanted, fp.run(plain, wanted, batch(), executor=executor)))
+        if number < 3:
+            result = fp.run(stepping, params, batch(), optimizer=mine, executor=executor)
+            poison()
+            assert same(norms[-1], result.norm)
+            assert same(wanted, params)
+    results = fp.run_batches(stepping, params, [batch()] * 3, optimizer=mine, executor=executor)
+    poison()
+    torch.testing.assert_close([result.norm.cpu() for result in results], [norm.cpu() for norm in norms[3:]])
+    assert same(wanted, params)
+
+
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("schedule", schedules(S, M), ids=ids)
 def test_the_same_bits_as_the_oracle(schedule, executor):

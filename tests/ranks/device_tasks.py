@@ -337,14 +337,14 @@ def standing(recorder):
     """Inside, lanes stand in a call of C until the groups of their device are ended, as in ``.item()``."""
     do = lanes._do
 
-    def stands(execution, lane, failures):
+    def stands(*lane):
         over = threading.Lock()
         over.acquire()
         while not recorder.groups:
             time.sleep(0.01)
         threading.Thread(target=ended, args=(over,), daemon=True).start()
         over.acquire()
-        do(execution, lane, failures)
+        return do(*lane)
 
     def ended(over):
         while not all(group.aborted for group in recorder.groups):
@@ -537,8 +537,11 @@ def faults_on_gpus(rank, size, what):
         return type(caught.value).__name__, seconds, differences(on_cpu(want), on_cpu(got), ranks.stages, last=False)
 
 
-def steps_on_devices(rank, size, way, kind):
-    """Two replicas of two lanes that step inside of runs, on devices of a recorder, and after runs, before the record."""
+def steps_on_devices(rank, size, way, kind, together=False):
+    """Two replicas of two lanes that step inside of runs, on devices of a recorder, and after runs, before the record.
+
+    With ``together`` the runs are batches that follow each other without a pause.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
 
     @fp.stage
@@ -572,8 +575,15 @@ def steps_on_devices(rank, size, way, kind):
     with recorded(way) as (recorder, _), fp.ranks(stepping, mesh, dp="dp", timeout=30.0) as ranks:
         params, optimizer = fresh(stepping, ranks)
         put(recorder, [tree and {key: local(leaf) for key, leaf in tree.items()} for tree in params], stepping)
-        for want in wants:
-            result = fp.run(stepping, params, tuple(batches[ranks.replica]), executor=ranks, optimizer=optimizer)
+        given = {"executor": ranks, "optimizer": optimizer}
+        if together:
+            results = fp.run_batches(stepping, params, [tuple(batches[ranks.replica])] * len(wants), **given)
+            with plainly():
+                wrong += [] if same(wants[-1][-1], everything_of(params, optimizer)) else ["bits"]
+                told = [(result.loss, result.norm) for result in results]
+                wrong += [] if same([want[:2] for want in wants], told) else ["losses, norms"]
+        for want in [] if together else wants:
+            result = fp.run(stepping, params, tuple(batches[ranks.replica]), **given)
             with plainly():
                 got = result.loss, result.norm, everything_of(params, optimizer)
                 wrong += [] if same(want, got) else ["bits"]

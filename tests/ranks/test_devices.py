@@ -35,8 +35,9 @@ def test_replicas(pools, way, reduced):
     ("way", "kind"),
     [("joined", "plain"), ("joined", "sharded"), ("host", "reduced"), ("host", "sharded"), ("one device", "plain")],
 )
-def test_replicas_that_step_on_devices(pools, way, kind):
-    for wrong, faults in pools(4).all("steps_on_devices", way, kind):
+@pytest.mark.parametrize("together", [False, True])
+def test_replicas_that_step_on_devices(pools, way, kind, together):
+    for wrong, faults in pools(4).all("steps_on_devices", way, kind, together):
         assert [] == wrong
         assert [] == faults
 
