@@ -315,7 +315,8 @@ class Result:
         weight: what the loss was divided by; None: by nothing, it is the sum of the microbatches' sums.
         losses: of each microbatch, its mean (where the loss is a sum, its sum).
         aux: what the loss function handed back, one tree per microbatch.
-        grads: one tree per stage, as params: None where not trainable, zeros where unused. None without backwards.
+        grads: one tree per stage, as params: None where not trainable, zeros where unused. None without backwards,
+            and of `run_batches`, which spends them.
         unused: (stage, path) of trainable leaves that no backward reached.
         state: the new state, one tree per stage, always the full tuple.
         outputs: of the last stage, merged over microbatches; None unless the plan returns outputs.

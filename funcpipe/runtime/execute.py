@@ -95,7 +95,8 @@ class LaneExecutor(ABC):
     def walk(self, executions: Sequence[Execution]) -> None:
         """Do the part that is aimed at, ``execution.part``, of each; come back when all are done, or raise what failed.
 
-        Each lane does one execution after the other; none waits for the others in between.
+        There are several only where lanes have threads: each does one after the other, and none waits for the others in
+        between.
         """
 
     def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:

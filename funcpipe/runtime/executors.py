@@ -25,11 +25,8 @@ class Serial(LaneExecutor):
         """Accepts every plan."""
 
     def walk(self, executions: Sequence[Execution]) -> None:
-        """Run the actions in ``execution.part``."""
-        for execution in executions:
-            self._walk(execution)
-
-    def _walk(self, execution: Execution) -> None:
+        """Run the actions in ``execution.part``; on one thread there is one execution at a time."""
+        (execution,) = executions
         ready, lanes = execution.ready, execution.lanes
         for lane in lanes:
             execution.begin(lane)

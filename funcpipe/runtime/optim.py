@@ -326,6 +326,8 @@ def _unscale(
 
 def _of_result(result: Result, ties: Ties, scaler: Any) -> tuple[tuple[Tree, ...], Ties, float]:
     """The gradients of a result, its ties, and what is left to divide by."""
+    if result.grads is None and result.norm is not None:
+        raise PlanError("the gradients were spent as run_batches stepped with them; their norm is in result.norm")
     if result.grads is None:
         raise PlanError(
             "the result has no gradients: its schedule has no backwards; run a plan of a schedule that has them"

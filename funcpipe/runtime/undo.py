@@ -16,8 +16,8 @@ from funcpipe.runtime.plain_tensors import is_plain
 _Rooms: TypeAlias = dict[Hashable, list[Tensor]]
 
 _rooms: WeakKeyDictionary[torch.optim.Optimizer, _Rooms] = WeakKeyDictionary()
-"""Memory of earlier copies, for each optimizer, by size. On the CPU to get as much from the system anew takes twice as long as to
-copy; where memory is given out by streams that costs nothing, and it is free between runs."""
+"""Memory of earlier copies, for each optimizer, by size. On the CPU, in the thread of a lane, to get as much from the system anew
+takes longer than to copy; the allocator of a device with streams keeps it by itself."""
 
 _WORTH = 1 << 16
 """Bytes from which on it is kept."""

@@ -187,6 +187,8 @@ def test_what_is_not_finite(scale, walks):
     got = twins.run(broken, loss_scale=scale)
     assert [bool(result.norm.isfinite()) for result in got[:3]] == [True, True, False]
     assert bool(got[3].norm.isfinite()) == (scale != 1.0)
+    again = [1] * 4 if scale != 1.0 else []
+    assert walks[-1 - len(again) :] == [4, *again]
 
 
 def late(y, target):
@@ -235,7 +237,7 @@ class Raises(torch.autograd.Function):
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("place", range(STAGES))
 @pytest.mark.parametrize("at", ["F", "B"])
-def test_a_batch_that_fails_leaves_all_as_it_was(at, place, executor, walks):
+def test_a_batch_that_fails_leaves_all_as_it_was(at, place, executor):
     fails = Fails()
     stages = [fp.stage(fails if number == place else stage) for number in range(STAGES)]
     twins = Twins(plan=plan_of(stages=stages), scheduler=lambda each: lr_scheduler.StepLR(each, 1, 0.5))
@@ -595,6 +597,15 @@ def test_each_batch_is_recorded():
     results = twins.batches([BATCHES[0]] * 3, record=True)
     assert [len(result.timeline.spans) for result in results] == [7 * STAGES] * 3
     assert all(result.stats.num_microbatches == MICROBATCHES for result in results)
+
+
+def test_gradients_that_are_spent_are_not_asked_for():
+    twins = Twins()
+    result = twins.batches()[-1]
+    with pytest.raises(fp.PlanError, match=r"spent as run_batches stepped.*result\.norm"):
+        fp.global_norm(result)
+    with pytest.raises(fp.PlanError, match="the run has stepped"):
+        fp.step(twins.optimizers[0], twins.rows[0], result)
 
 
 def test_no_batches_and_a_generator_of_some():
