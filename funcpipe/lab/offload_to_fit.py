@@ -87,4 +87,4 @@ def _insert(problem: Problem, bare: Schedule, timeline: Timeline, away: set[Acti
             loads.setdefault(target, []).insert(0, action._replace(kind=Kind.L))
         leaves = {forwards[place]: [place._replace(kind=Kind.O)] for place in away if place in forwards}
         orders.append(inserted(order, loads, leaves))
-    return Schedule(tuple(orders), f"{bare.name}+offload")
+    return bare.reordered(orders, f"{bare.name}+offload")

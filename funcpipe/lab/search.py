@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
 from math import lcm
 from operator import itemgetter
 from random import Random
@@ -13,14 +12,15 @@ from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.progress import ProgressTo, telling
 from funcpipe.lab.best import Best, too_many
-from funcpipe.lab.bounds import LowerBound, lower_bound
+from funcpipe.lab.bounds import levels_bound
 from funcpipe.lab.climb import climb
 from funcpipe.lab.exact import MOST
 from funcpipe.lab.forms import forms
 from funcpipe.lab.found import Found
-from funcpipe.lab.levels import descend, least, levels_of, mixed
+from funcpipe.lab.levels import descend, least
 from funcpipe.lab.problem import Budget, Objective, Problem, as_schedule
 from funcpipe.lab.problems import problems_of
+from funcpipe.schedules.levels import levels_of, mixed
 from funcpipe.schedules.periods import TRIED, fitting, periods, repeated
 
 _BEGINS = 0.4
@@ -31,8 +31,10 @@ _LEVELS = 0.3
 """Likewise, into the choice of levels."""
 _BESIDE_PROOF = ((300, 0.3), (MOST, 0.5))
 """What rules, and then moves, take of their time where the solver follows, by the number of actions: of few it proves most."""
-_CHOICES = 128
-"""Of so many choices of levels each has a bound of its own."""
+_BY_STAGE = 0.3
+"""Of the time for rules and moves, what goes into stages of one level each; the rest lets microbatches have others."""
+_PATIENCE = 10.0
+"""So many tries for each action without a gain, and moves of actions and levels begin anew, elsewhere."""
 _STEPS = 6
 """How often the distance between the bound and what was found is halved."""
 
@@ -67,7 +69,8 @@ def search(
 
     Args:
         cost: times and memory; its sequences say how many stages there are. Of several, which are levels (of what a stage
-            keeps for its backward, and how much longer that takes), each stage gets one: `Found.levels`.
+            keeps for its backward, and how much longer that takes), each stage gets one for each microbatch:
+            `Schedule.levels`.
         num_devices: how many devices, D.
         num_microbatches: how many microbatches, M.
         num_stages: how many stages, where the cost does not say; D by default.
@@ -92,7 +95,7 @@ def search(
         PlanError: progress is no function, True or False.
         ScheduleError: the counts, limits or costs do not fit each other, or no schedule within the limit was found.
     """
-    levels = levels_of(cost)
+    levels = levels_of(cost, "search")
     if exact and not isinstance(cost, Cost):
         raise ScheduleError("exact=True proves schedules for one cost; leave it out, or give the cost of one level")
 
@@ -120,21 +123,15 @@ def search(
             best = Best(first, budget)
             return _search(first, best, exact=exact, seed=seed).found()
         best = Best(problems(least(levels, first[0].num_stages)), budget)
-        best.bounds = _bounds_of(levels, first[0].num_stages, problems) or best.bounds
+        best.bounds = [max(bound, levels_bound(problem, levels)) for bound, problem in zip(best.bounds, best.problems)]
         chosen, sketch = _chosen(levels, first[0].num_stages, problems, best, seed)
         last = problems(mixed(levels, chosen))
         best.take(sketch, last)
-        _search(last, best, exact=False, seed=seed)
-        return best.found(*best.better_levels(levels, chosen, problems))
-
-
-def _bounds_of(levels: Sequence[Cost], num_stages: int, problems: Callable[[Cost], list[Problem]]) -> list[LowerBound]:
-    """For each placement the lowest of the bounds of all choices of levels; [] where these are too many."""
-    if len(levels) ** num_stages > _CHOICES:
-        return []
-    choices = product(range(len(levels)), repeat=num_stages)
-    bounds = [[lower_bound(problem) for problem in problems(mixed(levels, choice))] for choice in choices]
-    return [min(row, key=lambda bound: bound.value) for row in zip(*bounds, strict=True)]
+        _search(last, best, exact=False, seed=seed, share=_BY_STAGE)
+        best.by_microbatch(levels, best.better_levels(levels, chosen, problems), first)
+        best.polish(Random(seed), share=1.0, patience=_PATIENCE)
+        best.sharpen(steps=_STEPS)
+        return best.found()
 
 
 def _chosen(
@@ -171,11 +168,16 @@ def _chosen(
     return chosen, tried[chosen]
 
 
-def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int, steps: int = _STEPS) -> Best:
-    """Offer schedules for any of these problems; in so many steps the bounds are raised."""
+def _search(
+    problems: Sequence[Problem], best: Best, *, exact: bool, seed: int, steps: int = _STEPS, share: float = 1.0
+) -> Best:
+    """Offer schedules for any of these problems; in so many steps the bounds are raised.
+
+    Rules, and then moves, take this share of what is left; where the solver follows, less.
+    """
     budget = best.budget
     few = min(problem.num_actions for problem in problems)
-    beside = next((share for most, share in _BESIDE_PROOF if exact and few <= most), 1.0)
+    beside = next((part for most, part in _BESIDE_PROOF if exact and few <= most), share)
     budget.told.look = best.look
     begins = budget.part(_BEGINS)
     best.begin(problems, begins)
@@ -189,8 +191,8 @@ def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int, 
         variants = [form for variant in best.variants(problem) for form in forms(variant)]
         for turn, (variant, lift) in enumerate(variants):
             left = (len(problems) - number) * len(variants) - turn
-            share = 0.9 if too_many(problem) else 0.3 if problem.cost.hides else 0.5  # rules know no pairs
-            part = budget.part(share * beside / left)
+            rules = 0.9 if too_many(problem) else 0.3 if problem.cost.hides else 0.5  # rules know no pairs
+            part = budget.part(rules * beside / left)
             like = best.schedule if best.problem is problem and variant.device_of == problem.device_of else None
             for listed in climb(variant, part, Random(seed), good=best.bound, like=like):
                 best.offer(problem, lift(as_schedule(listed.lanes, "search", problem.num_slices)), "rules")

@@ -107,10 +107,10 @@ def clock(
     Linear: a device that must wait is woken by the very value that it waits for.
 
     Args:
-        lanes: for each device its actions as (code, stage, microbatch).
+        lanes: for each device its actions as (code, stage, microbatch); at a level the stage is a column (`at_levels`).
         device_of: of each stage.
         microbatches: how many.
-        durations: by code and stage.
+        durations: by code and stage; or by column, of as many levels as it has columns for all stages.
         edges: what is handed from stage to stage; those of one stage are sent in this order.
         pairs: for each device, by the position of the first of two that overlap, the time that both take; () for none.
         loose: for each device, which of its pairs may be taken out of ``pairs``: one at which a device waits is, whenever
@@ -124,7 +124,12 @@ def clock(
         for code in map(CODE.__getitem__, flowing(flow)):
             receives[code][to].append((arrival, latency))
             sends[code][source].append((arrival, crossing, link))
-    steps = [list(zip(*columns, strict=True)) for columns in zip(durations, receives, sends, strict=True)]
+    stages = len(device_of)
+    levels = len(durations[0]) // stages if stages else 1
+    steps = [
+        list(zip(times, received * levels, sent * levels, strict=True))
+        for times, received, sent in zip(durations, receives, sends, strict=True)
+    ]
     ways = [LINKS.index(KINDS[kind].resource) if kind in MOVES else -1 for kind in CODED]
     counted = [kind in COUNTED for kind in CODED]
     busy: dict[int, float] = {}  # until when each link between devices is
@@ -168,7 +173,7 @@ def clock(
                     time = arrived + latency
             else:
                 if moved:
-                    time = max(time, moved.get((stage, microbatch), 0.0), moved.get((stage, -1), 0.0))
+                    time = max(time, moved.get((stage, microbatch), 0.0), moved.get((stage % stages, -1), 0.0))
                 row.append(time)
                 if joined:
                     if position in joined:

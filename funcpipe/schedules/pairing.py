@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Schedule
@@ -45,4 +46,4 @@ def unpair(schedule: Schedule) -> Schedule:
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"unpair takes a schedule; got a {type(schedule).__name__}")
-    return Schedule(schedule.orders, schedule.name) if schedule.pairs else schedule
+    return replace(schedule, pairs=frozenset()) if schedule.pairs else schedule

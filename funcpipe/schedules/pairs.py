@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from funcpipe.core.kinds import KINDS, MOVES, Kind
@@ -93,4 +94,4 @@ def together(schedule: Schedule, places: Sequence[Sequence[int]]) -> Schedule:
     ]
     clock(lanes, schedule.device_of, schedule.num_pieces, units, chain(stages), pairs, loose=loose)
     kept = [(order[at], order[at + 1]) for order, joined in zip(schedule.orders, pairs, strict=True) for at in joined]
-    return Schedule(schedule.orders, schedule.name, frozenset(kept))
+    return replace(schedule, pairs=frozenset(kept))

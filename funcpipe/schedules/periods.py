@@ -18,8 +18,9 @@ from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.kinds import COUNTED, MOVES, ONCE, Kind
 from funcpipe.core.schedule import Action, Schedule
-from funcpipe.schedules.clock import clock, coded, durations_of, edges_of
+from funcpipe.schedules.clock import CODED, clock, coded, durations_of, edges_of
 from funcpipe.schedules.legal import check
+from funcpipe.schedules.levels import Costs, at_levels, columns, levels_of
 
 
 class Moment(NamedTuple):
@@ -52,8 +53,8 @@ class Period(NamedTuple):
 
 
 _Kinds: TypeAlias = frozenset[Kind]
-_Standing: TypeAlias = tuple[tuple[int, _Kinds, _Kinds], ...]
-"""What is under way in a stage: by piece, counted from a microbatch, what has been done, and the way of its residual."""
+_Standing: TypeAlias = tuple[tuple[int, _Kinds, _Kinds, int], ...]
+"""What is under way in a stage: by piece, counted from a microbatch, what has been done, the way of its residual, its level."""
 
 _WAYS = (Kind.R, Kind.O, Kind.L)
 _ALL, _NONE, _GRADIENT = frozenset(Kind), frozenset[Kind](), frozenset({Kind.I})
@@ -63,7 +64,7 @@ TRIED = 4
 """So many periods are tried, those that take the least time first: how long they take when they are repeated shows then."""
 
 
-def lengthen(schedule: Schedule, num_microbatches: int, cost: Cost | None = None) -> Schedule:
+def lengthen(schedule: Schedule, num_microbatches: int, cost: Costs | None = None) -> Schedule:
     """The schedule for more microbatches, by repeating its period: what devices do between two moments that are alike.
 
     No device holds more residuals than before. So a schedule that took long to find serves for batches of any size. One of
@@ -76,8 +77,8 @@ def lengthen(schedule: Schedule, num_microbatches: int, cost: Cost | None = None
     Args:
         schedule: any schedule without ``U`` (`gather_params` comes after).
         num_microbatches: how many there are to be.
-        cost: the times by which moments are found and periods compared; all equal without one. Slices of a microbatch
-            count as equally long.
+        cost: the times by which moments are found and periods compared, of stages with levels those of each; all equal without
+            one. Slices of a microbatch count as equally long.
 
     Raises:
         ScheduleError: this is no schedule, or not a legal one, it has ``U``, or more microbatches; ``cost`` is no cost of
@@ -94,9 +95,8 @@ def lengthen(schedule: Schedule, num_microbatches: int, cost: Cost | None = None
     if any(action.kind in COUNTED for order in schedule.orders for action in order):
         raise ScheduleError(f"schedule {schedule.name!r} has U, which are numbered through: apply gather_params last")
     cost = Cost() if cost is None else cost
-    if not isinstance(cost, Cost):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ScheduleError(f"lengthen takes a Cost beside the schedule; got a {type(cost).__name__}")
-    cost.check_stages(schedule.num_stages)
+    for level in levels_of(cost, "lengthen"):
+        level.check_stages(schedule.num_stages)
     if num_microbatches == schedule.num_microbatches:
         return schedule
     every = [*periods(schedule, cost)]
@@ -132,6 +132,7 @@ def repeated(schedule: Schedule, period: Period, num_microbatches: int) -> Sched
     more = num_microbatches - schedule.num_microbatches
     orders: list[tuple[Action, ...]] = []
     pairs: set[tuple[Action, Action]] = set()
+    levels: list[tuple[Action, int]] = []
     for order, first, last in zip(schedule.orders, period.first.places, period.last.places, strict=True):
         row: list[Action] = []
         turns = [(first, last, by) for by in range(0, more, period.microbatches)]
@@ -139,15 +140,17 @@ def repeated(schedule: Schedule, period: Period, num_microbatches: int) -> Sched
             part = order[begin:end]
             pairs.update((_later(part[at], by), _later(part[at + 1], by)) for at in schedule.joined(part))
             row += [_later(action, by) for action in part]
+            if schedule.levels:
+                levels += [(_later(one, by), schedule.level(one)) for one in part if one.kind is Kind.F]
         orders.append(tuple(row))
-    return Schedule(tuple(orders), schedule.name, frozenset(pairs))
+    return Schedule(tuple(orders), schedule.name, frozenset(pairs), frozenset(levels))
 
 
 def _later(action: Action, by: int) -> Action:
     return action if action.kind in ONCE else action._replace(microbatch=action.microbatch + by)
 
 
-def periods(schedule: Schedule, cost: Cost) -> Iterator[Period]:
+def periods(schedule: Schedule, cost: Costs) -> Iterator[Period]:
     """From each moment to the next one of its sort that is like it."""
     starts, _ = _times(schedule, cost)
     for moments in _moments(schedule, starts):
@@ -193,7 +196,10 @@ def _states(schedule: Schedule, device: int, moments: Sequence[Moment]) -> Itera
         if kind in _WAYS:
             piece = microbatch * slices + (number or 0)
             ways[stage][piece] = ways[stage].get(piece, _NONE) | {kind}
-    progress = {stage: _Pieces(row, last) for stage, row in ways.items()}
+    levels: dict[int, dict[int, int]] = {stage: {} for stage in ways}
+    for (_, stage, microbatch, number), level in schedule.levels:
+        levels.get(stage, {})[microbatch * slices + (number or 0)] = level
+    progress = {stage: _Pieces(row, levels[stage], last) for stage, row in ways.items()}
     done = 0
     for moment in moments:
         for kind, stage, microbatch, number in order[done : moment.places[device]]:
@@ -202,25 +208,27 @@ def _states(schedule: Schedule, device: int, moments: Sequence[Moment]) -> Itera
         yield tuple([each.state(moment.microbatch * slices) for each in progress.values()])
 
 
-def _times(schedule: Schedule, cost: Cost) -> tuple[list[list[float]], float]:
+def _times(schedule: Schedule, cost: Costs) -> tuple[list[list[float]], float]:
     """When each device comes to each of its actions, and when all have ended; infinite where they never do."""
-    lanes = coded(schedule.orders, schedule.num_slices)
-    durations, edges = durations_of(cost, schedule.num_stages), edges_of(cost, schedule.device_of)
+    lanes = at_levels(coded(schedule.orders, schedule.num_slices), schedule)
+    levels = levels_of(cost, "lengthen")
+    own, width = columns(levels, schedule.num_stages, schedule.num_levels), max(len(levels), schedule.num_levels)
+    durations, edges = durations_of(own, width * schedule.num_stages), edges_of(levels[0], schedule.device_of)
     pairs = [
-        {at: cost.both((*order[at][:2], 1.0), (*order[at + 1][:2], 1.0)) for at in schedule.joined(order)}
-        for order in schedule.orders
+        {at: own.both(*((CODED[code], stage, 1.0) for code, stage, _ in lane[at : at + 2])) for at in places}
+        for lane, places in zip(lanes, map(schedule.joined, schedule.orders), strict=True)
     ]
     ticks = clock(lanes, schedule.device_of, schedule.num_pieces, durations, edges, pairs)
     if ticks.stuck:
         return [], inf
     rows: list[list[float]] = []
     ends = 0.0
-    for order, starts in zip(schedule.orders, ticks.starts, strict=True):
+    for order, lane, starts in zip(schedule.orders, lanes, ticks.starts, strict=True):
         # A move begins when its link is free; the device came to it before, and went on.
         row = [0.0 if action.kind in MOVES else start for action, start in zip(order, starts, strict=True)]
         rows.append([*accumulate(row, max)])
         ends = max(
-            ends, *(start + cost.of(kind, stage) for (kind, stage, *_), start in zip(order, starts, strict=True))
+            ends, *(start + durations[code][stage] for (code, stage, _), start in zip(lane, starts, strict=True))
         )
     return rows, ends
 
@@ -231,13 +239,14 @@ class _Pieces:
     Attributes:
         ways: what else happens to the residuals of some pieces: R; O and L. A microbatch that is computed again holds less
             from its F on.
+        levels: those of pieces that have one above 0.
         last: what ends a piece.
         low: all before this one are done.
         begun: of those from there on, what has been done, and what is the way of the residual, while that matters.
     """
 
-    def __init__(self, ways: Mapping[int, _Kinds], last: Collection[Kind]) -> None:
-        self.ways, self.last = ways, last
+    def __init__(self, ways: Mapping[int, _Kinds], levels: Mapping[int, int], last: Collection[Kind]) -> None:
+        self.ways, self.levels, self.last = ways, levels, last
         self.low, self.begun = 0, dict[int, tuple[_Kinds, _Kinds]]()
 
     def add(self, kind: Kind, piece: int) -> None:
@@ -255,5 +264,8 @@ class _Pieces:
 
     def state(self, base: int) -> _Standing:
         """What is under way, counted from a piece."""
-        rows = [(piece - base, *each) for piece, each in sorted(self.begun.items(), key=itemgetter(0))]
-        return ((self.low - base, _ALL, _NONE), *rows)
+        rows = [
+            (piece - base, done, way, 0 if done == _ALL else self.levels.get(piece, 0))
+            for piece, (done, way) in sorted(self.begun.items(), key=itemgetter(0))
+        ]
+        return ((self.low - base, _ALL, _NONE, 0), *rows)

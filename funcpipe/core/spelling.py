@@ -1,0 +1,46 @@
+"""How actions are written and read: stage, kind, microbatch (and slice); two together in parentheses; a level after ``@``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from funcpipe.core.kinds import ONCE, Kind
+
+
+def _letters(kinds: Iterable[Kind]) -> str:
+    return f"[{''.join(kind.value for kind in kinds)}]"
+
+
+ACTION = re.compile(
+    rf"([0-9]{{1,9}})(?:({_letters(kind for kind in Kind if kind not in ONCE)})([0-9]{{1,9}})(?:\.([0-9]{{1,9}}))?"
+    rf"|({_letters(ONCE)}))"
+)
+"""How an action is spelled: stage, then kind and microbatch (and slice), or a kind that has none."""
+
+_LEVEL = re.compile("[0-9]{1,3}")
+_WORDS = re.compile(r"\(\s*([^\s()]+)\s+([^\s()]+)\s*\)(?!\S)|(\([^()]*\)\S*|\S+)")
+
+
+def words_of(line: str) -> Iterator[tuple[str, ...]]:
+    """The words of a line, each alone, or two together where they stand as a pair: ``(0F3 1B1)``."""
+    for first, second, alone in _WORDS.findall(line):
+        yield (alone,) if alone else (first, second)
+
+
+def is_word(word: str) -> bool:
+    """Is it an action, or a forward with its level."""
+    action, at, level = word.partition("@")
+    match = ACTION.fullmatch(action)
+    return match is not None and (not at or (match[2] == Kind.F.value and _LEVEL.fullmatch(level) is not None))
+
+
+def unread(word: str) -> str:
+    """What is wrong with a word that is no action."""
+    if "@" in word and "(" not in word and ")" not in word:
+        return (
+            "is no forward at a level: F alone has one, after @, as in 0F3@1; all else of its microbatch has the same"
+        )
+    if "(" in word or ")" in word:
+        return "is no pair: in parentheses stand two actions, with a space between them, and around the parentheses"
+    return "is no action"
