@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from funcpipe.compiled.cut import is_view
 from funcpipe.compiled.joint import tracing
+from funcpipe.runtime.context import no_autocast
 from funcpipe.runtime.device_graph import Recorded, Unrecordable
-from funcpipe.runtime.eager import no_autocast
 from funcpipe.runtime.stream import Place
 
 Backend: TypeAlias = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]

@@ -20,7 +20,8 @@ from funcpipe.core.tree import Tree, unflatten
 from funcpipe.runtime.border import LEAF, Border, add_gradients, dense
 from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, StageArgs, StageOut
 from funcpipe.runtime.cache_key import border_key, border_key_or_none, leaf_key, switches_key
-from funcpipe.runtime.eager import EagerBound, no_autocast
+from funcpipe.runtime.context import no_autocast
+from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.residual import EagerResidual
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class CompiledBound(EagerBound):
 
     def forget(self) -> None:
         """Forget what C computed."""
+        super().forget()
         self._complete.clear()
 
     def spend(self) -> None:

@@ -212,6 +212,11 @@ def compile_stage(
             "fp.from_module(module), "
             "fp.split(model, ...)"
         )
+    if stage.ways:
+        raise PlanError(
+            f"stage {stage.name!r} has levels; compile each way: fp.levels(fp.compile_stage(way), fp.compile_stage(way, "
+            "recompute=True))"
+        )
     if not (isinstance(backend, str) and backend in _BACKENDS) and not callable(backend):
         raise PlanError(
             f"backend is one of {sorted(_BACKENDS)} or a function (graph, example inputs) -> function; got {backend!r}"

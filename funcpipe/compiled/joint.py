@@ -17,8 +17,8 @@ from funcpipe.core.torch_names import FakeTensorMode, FunctionalTensorMode, Numb
 from funcpipe.core.tree import Spec, flatten, unflatten
 from funcpipe.runtime.border import LEAF, Border
 from funcpipe.runtime.bound import StageArgs, StageOut
-from funcpipe.runtime.context import no_autocast_cache
-from funcpipe.runtime.eager import EagerBound, no_autocast
+from funcpipe.runtime.context import no_autocast, no_autocast_cache
+from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.rng import Keys
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from funcpipe.core.levels import way_at
 from funcpipe.core.losses import BY_ROWS, Counts
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.notebook import page, picture, shown, table
@@ -79,7 +80,8 @@ class Plan:
         parts = [str(self.schedule), str(self.train), str(self.outputs), str(self.loss is None), repr(self.ties)]
         parts.append(str((self.spare_slots, self.slices)))
         declared = [
-            (s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers, s.carry) for s in self.stages
+            (s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers, s.carry, len(s.ways))
+            for s in self.stages
         ]
         parts += map(repr, declared)
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
@@ -88,9 +90,10 @@ class Plan:
     def hints(self) -> tuple[str, ...]:
         """What about the plan is not as it could be."""
         stages = self.stages
-        split = [call.stage for call in self.program.calls if call.kind is Kind.W]
-        eager = sorted(stage for stage in split if stages[stage].program is None)
+        split = [(call.stage, call.level) for call in self.program.calls if call.kind is Kind.W]
+        eager = sorted({stage for stage, level in split if way_at(stages[stage], level).program is None})
         unsplit = f"eager stages {eager} do not split: I runs the whole backward, W nothing; fp.compile_stage(stage)"
+        unsplit += " (each way of one with levels)" * any(stages[stage].ways for stage in eager)
         evaluating = "stage {} stays in evaluation mode, as its module was: model.train() before it is made a stage"
         modes = [evaluating.format(number) for number, stage in enumerate(stages) if self.train and stage.evaluation]
         return (unsplit, *modes) if eager else tuple(modes)

@@ -51,6 +51,7 @@ def profile(
     seed: int = 0,
     comm: float = 0.0,
     measure_memory: bool = True,
+    level: int = 0,
     progress: ProgressTo = False,
 ) -> Cost:
     """What F, B, I and W of each layer take: medians, in seconds; and residuals in bytes.
@@ -88,6 +89,8 @@ def profile(
         comm: of one hop between devices, in seconds; it is not measured.
         measure_memory: also ask `memory` for the residuals: of a layer what it adds to a stage, of a stage all that it
             holds. False: those of ``Cost()``.
+        level: at which level stages that have several (`levels`) are measured; who has fewer, at its last. Costs of all
+            levels are what `search` and `simulate` take: ``[profile(stages, ..., level=level) for level in range(2)]``.
         progress: True shows on stderr how many layers of all sweeps are done; or a function that is told a
             `CallProgress`, between two measurements where there is one lane.
 
@@ -102,7 +105,7 @@ def profile(
     refuse_transforms("profile")
     example, feeds = unmarked(example), {name: unmarked(tree) for name, tree in (feeds or {}).items()}
     _check_counts(repeats, warmup, threads_per_lane, lanes)
-    row = layers_of(layers, params, state, feeds)
+    row = layers_of(layers, params, state, feeds, level)
     _check_numbers(row, example, feeds)
     flags = trainable_leaves([layer.params for layer in row], trainable if train else False)
     clock = _Clock(known_device(device))
@@ -139,7 +142,13 @@ def profile(
         residuals: dict[str, Any] = {}
         if measure_memory:
             told.phase("memory")
-            args: dict[str, Any] = {"params": params, "state": state, "feeds": feeds, "trainable": trainable}
+            args: dict[str, Any] = {
+                "params": params,
+                "state": state,
+                "feeds": feeds,
+                "trainable": trainable,
+                "level": level,
+            }
             kept = [
                 layer_times.kept or (layer.activations, layer.weight_residual)
                 for layer_times, layer in zip(

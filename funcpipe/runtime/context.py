@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -169,3 +169,16 @@ def pin(lanes: Iterable[int], num_lanes: int, available: list[int]) -> None:
     if count >= num_lanes > 1 and hasattr(os, "sched_setaffinity"):
         shares = [available[lane * count // num_lanes : (lane + 1) * count // num_lanes] for lane in lanes]
         os.sched_setaffinity(0, [core for share in shares for core in share])
+
+
+def autocasting() -> list[str]:
+    """The kinds of device with autocast on."""
+    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+
+def no_autocast() -> AbstractContextManager[Any]:
+    """Backwards run in the types that their forwards chose; what a stage did with autocast off must stay exact."""
+    stack = ExitStack()
+    for kind in autocasting():
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack

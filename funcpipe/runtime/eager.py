@@ -7,7 +7,7 @@ is safe; nothing of the caller's is touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from operator import is_
 from typing import Any
@@ -31,13 +31,14 @@ from funcpipe.core.tree import (
     unflatten,
 )
 from funcpipe.runtime.aliases import alias_of, differ, guarded, refuse_rebinding, versions
-from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, dense, open_border, share
+from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, open_border, share
 from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, Shares, StageArgs, StageOut
+from funcpipe.runtime.context import autocasting, no_autocast
 from funcpipe.runtime.explain import explain
 from funcpipe.runtime.foreign import refuse_around, refuse_backward, refuse_foreign
 from funcpipe.runtime.gradient_sums import GradientSums
 from funcpipe.runtime.reported import detached, detached_side, is_empty, kept_statistics
-from funcpipe.runtime.residual import EagerResidual, GradientLeaves
+from funcpipe.runtime.residual import EagerResidual, GradientLeaves, gradients_of
 from funcpipe.runtime.rng import KeyedDraws, Keys
 
 _NOTHING = ForwardReport((), None, None)
@@ -62,9 +63,9 @@ class EagerBound:
         shares: Shares | None = None,
     ) -> None:
         self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
-        self.trainable, self.loss, self.shares, self.phase = trainable, loss, shares, ""
+        self.trainable, self.loss, self.shares, self._phase = trainable, loss, shares, ""
         self.looked = self.reentrant = False  # at the first graph; does the stage use the reentrant checkpoint
-        self.autocast = bool(_autocasting())  # of the caller; it travels to the lane
+        self.autocast = bool(autocasting())  # of the caller; it travels to the lane
         self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train or stage.carry)
         self.leaves, self.spec = flatten(params)
         # Numbers may be written to without torch's count of versions (``.data``). The first run finds out, with copies
@@ -77,6 +78,7 @@ class EagerBound:
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.sums = GradientSums(self.inputs)
         self.twins: list[EagerBound] = []
+        self.ways: dict[int, EagerBound] = {}
         faults = refuse_hidden(params, f"params[{index}]", self.leaves, self.spec)
         raise_all("these are no trees of tensors:", faults + self._take(state))
         self._bind()
@@ -109,7 +111,24 @@ class EagerBound:
         self.sums.share(twin.inputs)
         twin._bind()
         self.twins.append(twin)
+        twin.ways = {level: way.twin() for level, way in self.ways.items()}
         return twin
+
+    def join(self, level: int, way: EagerBound) -> None:
+        """Let another way to run the stage have the same sums; it goes where this one goes."""
+        self.sums.share(way.inputs)
+        way.sums = self.sums
+        self.ways[level] = way
+        self.twins.append(way)
+
+    def at(self, level: int) -> EagerBound:
+        """The stage in the way of a level."""
+        return self.ways[level] if level else self
+
+    @property
+    def phase(self) -> str:
+        """Which part of a forward runs, in whichever way, where it is not the stage's own function."""
+        return self._phase or next((twin.phase for twin in self.twins if twin.phase), "")
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -219,7 +238,7 @@ class EagerBound:
     def _loss(self, fn: Callable[..., Any], target: Border | None, y: Border, graph: list[Any]) -> Loss:
         """The plan's loss of one microbatch, on the dense outputs."""
         assert target is not None
-        self.phase = "loss"
+        self._phase = "loss"
         # The output may be handed out as well, so an in-place loss gets its own.
         leaves = [cow_clone_unchecked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in graph]
         tree = leaves[0] if y.spec is LEAF else unflatten(y.spec, leaves)
@@ -228,7 +247,7 @@ class EagerBound:
         except Exception as error:
             explain(error, {"y": y.tree(), "target": target.tree()})
             raise
-        self.phase = ""
+        self._phase = ""
         return loss
 
     def _check_stash(self, stash: Any) -> None:
@@ -284,8 +303,8 @@ class EagerBound:
             else:
                 _walk(roots, cotangents, only)
         self.sums.adopt(residual.params)
-        skips = [_gradients(count, leaves) for count, leaves in residual.skips]
-        return Cotangents(_gradients(residual.x_count, residual.x), skips)
+        skips = [gradients_of(count, leaves) for count, leaves in residual.skips]
+        return Cotangents(gradients_of(residual.x_count, residual.x), skips)
 
     def loss_cotangents(self, residual: Any) -> dict[str, Tensor]:
         """Where gradients begin: at the loss ("loss") and the stage's auxiliary loss ("side"), each with its factor.
@@ -318,7 +337,9 @@ class EagerBound:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Nothing is kept from one action to the next."""
+        """Nothing is kept from one action to the next, but by other ways."""
+        for twin in self.twins:
+            twin.forget()
 
     def rebase(self, state: Tree | None) -> None:
         """The parameters were stepped since they were bound; the aliases have their memory."""
@@ -333,6 +354,8 @@ class EagerBound:
     def spend(self) -> None:
         """Forget the gradient sums."""
         self.sums.clear()
+        for twin in self.twins:
+            twin.spend()
 
     def grads(self) -> list[Tensor | None]:
         """The sum of each leaf; None where it is not trainable."""
@@ -390,23 +413,3 @@ def _walk(roots: list[Tensor | GradientEdge], cotangents: list[Tensor], inputs: 
     of a small stage.
     """
     run_backward(tuple(roots), tuple(cotangents), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
-
-
-def _autocasting() -> list[str]:
-    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-
-
-def no_autocast() -> AbstractContextManager[Any]:
-    """Backwards run in the types that their forwards chose; what a stage did with autocast off must stay exact."""
-    stack = ExitStack()
-    for kind in _autocasting():
-        stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack
-
-
-def _gradients(count: int, leaves: GradientLeaves) -> Gradients:
-    gradients: Gradients = [None] * count
-    for index, leaf in leaves.items():
-        if leaf.grad is not None:
-            gradients[index] = dense(leaf.grad)
-    return gradients

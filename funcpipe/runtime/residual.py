@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from funcpipe.core.result import Loss
+from funcpipe.runtime.border import dense
+from funcpipe.runtime.bound import Gradients
 from funcpipe.runtime.host_link import HostStream
 from funcpipe.runtime.plain_tensors import address, is_plain
 from funcpipe.runtime.saved_tensors import SavedPiece, saved_pieces, take_out
@@ -101,3 +103,12 @@ class EagerResidual:
 def _edges(leaves: Sequence[Any]) -> list[Any]:
     """The graph edges of the leaves; None for those that require no gradient."""
     return [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
+
+
+def gradients_of(count: int, leaves: GradientLeaves) -> Gradients:
+    """The gradients of so many values, some of which have leaves; None for the others."""
+    gradients: Gradients = [None] * count
+    for index, leaf in leaves.items():
+        if leaf.grad is not None:
+            gradients[index] = dense(leaf.grad)
+    return gradients

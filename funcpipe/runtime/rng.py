@@ -74,7 +74,7 @@ class Keys:
         Only where two stages have layers of the same path (they come from separate modules) the stage's name is put
         before it. A function stage draws by its name. The part of a composition is the one that runs, or as given.
         """
-        part = part or SCOPE.get() or self.stages[stage]
+        part = self._part(stage, part)
         return f"{part.name}.{layer}" if layer and id(part) in self._clashing else layer or part.name
 
     def number(self, path: str, nth: int, microbatch: int) -> int:
@@ -92,7 +92,7 @@ class Keys:
                 f"stage {stage} draws random numbers ({what}), but no seed was given: run(..., seed=step); a new seed "
                 "for each step, e.g. fp.fold_in(seed, step)"
             )
-        part = part or SCOPE.get() or self.stages[stage]
+        part = self._part(stage, part)
         path = self.path(stage, layer, part)
         if layer and not part.name and id(part) in self._clashing:
             raise DrawError(
@@ -107,6 +107,22 @@ class Keys:
                 f"two stages ({owner[0]} and {stage}) draw random numbers as {path!r} and would draw the same; give "
                 "each stage its own name (name=)"
             )
+
+    def _part(self, stage: int, part: Stage | None) -> Stage:
+        """The simple stage that draws: as given, or the part that runs; of another way that of level 0 in its place."""
+        part = part or SCOPE.get() or self.stages[stage]
+        return self._first_ways.get((stage, id(part)), part)
+
+    @cached_property
+    def _first_ways(self) -> dict[tuple[int, int], Stage]:
+        rows = [(at, stage.simple(), way.simple()) for at, stage in enumerate(self.stages) for way in stage.ways]
+        return {
+            (at, id(other)): part
+            for at, parts, others in rows
+            if len(parts) == len(others)
+            for part, other in zip(parts, others, strict=True)
+            if other not in parts
+        }
 
     @cached_property
     def _clashing(self) -> set[int]:
@@ -166,7 +182,7 @@ class KeyedDraws(CatchDraws):
     def _draw(self, generator: torch.Generator, func: Any, call: Callable[[], Any]) -> Any:
         """Run an operation with a generator seeded by its key. Attention without dropout could draw, but does not."""
         layer, region, depth = locate(self.places)
-        path = self.keys.path(self.stage, layer)
+        path = self._path(layer)
         nth = self.counts.get(path, 0)
         if self.replays is not None:  # a recomputation inside a backward
             nth %= self.replays.get(path, 1)
@@ -174,21 +190,31 @@ class KeyedDraws(CatchDraws):
         start = generator.get_state()
         result = call()
         if not torch.equal(generator.get_state(), start):
-            self._check(func, layer, region, depth)
+            self._check(func, layer, path, region, depth)
             self.counts[path] = self.counts.get(path, 0) + 1
         return result
 
-    def _check(self, func: Any, layer: str, region: Any, depth: int) -> None:
-        """Refuse a draw that has no key, or that a backward could not repeat."""
-        self.keys.claim(self.stage, layer, func)
+    def _path(self, layer: str) -> str:
+        """The path of a draw. A recomputation is outside of the part of a composition that asked for it: of all that may be
+        repeated it is the one that it can be."""
         path = self.keys.path(self.stage, layer)
+        if self.replays is None or path in self.replays:
+            return path
+        names = {part.name for part in self.keys.stages[self.stage].simple()}
+        like = [known for known in self.replays if (known.endswith(f".{layer}") if layer else known in names)]
+        return like[0] if len(like) == 1 else path
+
+    def _check(self, func: Any, layer: str, path: str, region: Any, depth: int) -> None:
+        """Refuse a draw that has no key, or that a backward could not repeat."""
         if self.replays is not None:
             if path not in self.replays:
                 raise DrawError(
                     f"{path!r} draws random numbers in the backward of stage {self.stage}; only what "
                     "torch.utils.checkpoint computes again may draw there"
                 )
-        elif depth > 1 or self.regions.setdefault(path, region) is not region:
+            return
+        self.keys.claim(self.stage, layer, func)
+        if depth > 1 or self.regions.setdefault(path, region) is not region:
             raise DrawError(
                 f"{path!r} draws random numbers both in a torch.utils.checkpoint region and outside of it, or in "
                 "several; the recomputation could not draw the same. Use fp.schedules.remat instead of checkpoint "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from funcpipe.core.stage import Bindable, BoundFn, Stage
@@ -40,6 +41,11 @@ class HookedFn(Bindable):
     def parts(self) -> Iterable[Stage]:
         """The parts of the stage."""
         return self.stage.fn.parts() if isinstance(self.stage.fn, Bindable) else ()
+
+
+def hooked(stage: Stage, hook: Hook) -> Stage:
+    """The stage with a hook around it, in each of its ways."""
+    return replace(stage, fn=HookedFn(stage, hook), ways=tuple(hooked(way, hook) for way in stage.ways))
 
 
 class _BoundAround:

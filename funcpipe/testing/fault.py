@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.schedule import Action, Kind
+from funcpipe.core.schedule import Action, Kind, read_word
 from funcpipe.core.stage import Out, Stage, normalise, side_loss
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, unflatten
 from funcpipe.runtime.context import RUNNING
-from funcpipe.testing.around import HookedFn, StageCall
+from funcpipe.testing.around import StageCall, hooked
 
 Strike: TypeAlias = BaseException | type[BaseException] | Callable[[Tensor], Tensor | None]
 
@@ -94,7 +94,7 @@ class FaultAt:
             raise PlanError(
                 f"FaultAt(stage={self.stage}) was given {len(sequence)} stages; the last is stage {len(sequence) - 1}"
             )
-        failing = replace(sequence[self.stage], fn=HookedFn(sequence[self.stage], self._around))
+        failing = hooked(sequence[self.stage], self._around)
         return (*sequence[: self.stage], failing, *sequence[self.stage + 1 :])
 
     def _around(self, call: StageCall, params: Tree, x: Tree, extras: dict[str, Any]) -> Any:
@@ -162,4 +162,4 @@ def _over(out: Any, selects: Callable[[Any], bool], change: Callable[[Sequence[T
 def running() -> Action | None:
     """The action that a run performs on this thread; None outside of a run."""
     position = RUNNING.get()
-    return None if position is None else Action.parse(position().action.split()[0])
+    return None if position is None else read_word(position().action.split()[0], [])

@@ -24,7 +24,7 @@ from funcpipe.core.tree import (
     map_tensors,
     refuse_hidden,
 )
-from funcpipe.testing.around import HookedFn, StageCall
+from funcpipe.testing.around import StageCall, hooked
 from funcpipe.testing.snapshot import Snapshot, named
 
 Fault = tuple[str, str]
@@ -63,7 +63,7 @@ class Observer:
 
     def watched(self) -> Stage:
         """The stage with this hook around it; what runs learn of the stage must not change."""
-        return replace(self.stage, fn=HookedFn(self.stage, self._observe))
+        return hooked(replace(self.stage, ways=()), self._observe)
 
     def _observe(self, call: StageCall, params: Tree, x: Tree, extras: dict[str, Any]) -> Out:
         """Call the stage, and note its side effects."""

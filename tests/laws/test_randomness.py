@@ -281,6 +281,47 @@ def test_compose_keeps_the_keys_of_the_inner_stages():
         assert same(fp.leaves(results[0].grads), fp.leaves(result.grads))
 
 
+class Masked(torch.nn.Module):
+    """A layer that draws, in a checkpoint or not."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.drop, self.wrap = torch.nn.Dropout(0.4), wrap
+
+    def forward(self, x):
+        body = lambda h: self.drop(torch.tanh(h))
+        return checkpoint(body, x, use_reentrant=False) if self.wrap else body(x)
+
+
+@pytest.mark.parametrize("kind", ["layer", "function", "both", "layers of one path"])
+def test_a_part_of_a_composition_replays_its_draws(kind):
+    """No part is around its recomputation, which finds its draws all the same."""
+
+    def whole(wrap):
+        masked = lambda p, x: F.dropout(x * p, 0.4)
+        fn = (lambda p, x: checkpoint(masked, p, x, use_reentrant=False)) if wrap else masked
+        function = (fp.stage(fn, name="noise"), torch.ones(3))
+        layers = [fp.from_module(Masked(wrap), name=name)[:2] for name in ("one", "other")]
+        plain = (fp.stage(lambda p, x: x * p, name="plain"), torch.ones(3))
+        rows = {
+            "layer": [plain, layers[0]],
+            "function": [function, plain],
+            "both": [function, layers[0]],
+            "layers of one path": [layers[0], plain],
+        }[kind]
+        stages, params = zip(*rows, strict=True)
+        first = [fp.compose(*stages)]
+        if kind == "layers of one path":  # the other one draws in a stage of its own
+            first, params = [*first, layers[1][0]], (params, layers[1][1])
+        else:
+            params = (params,)
+        plan = fp.make_plan(first, fp.schedules.one_f_one_b(len(first), 3), loss=F.mse_loss, devices="cpu")
+        x = torch.linspace(-1, 1, 18).reshape(6, 3)
+        return fp.run(plan, params, (x, x), seed=5)
+
+    assert same(whole(False).grads, whole(True).grads)
+
+
 def checkpointed(use_reentrant, wrap):
     """Three stages, the middle one with a checkpointed (or plain) region that draws."""
 
