@@ -39,7 +39,7 @@ class Compiled:
         backend: what builds the programs.
         fuse: are products added to their sums in one operation.
         merge: are those of adjacent W added as one.
-        recompute: is what is cheap to compute again not kept for the backward.
+        recompute: is what is cheap to compute again not kept for the backward; or how much of what is then kept may be.
         fallback: does a stage that cannot be traced run eagerly.
         max_programs: for how many signatures programs are kept.
         found: the outcome for each of these, the longest unused first: its programs, or why there are none.
@@ -47,7 +47,14 @@ class Compiled:
     """
 
     def __init__(
-        self, *, backend: Backend | str, fuse: bool, merge: bool, recompute: bool, fallback: bool, max_programs: int
+        self,
+        *,
+        backend: Backend | str,
+        fuse: bool,
+        merge: bool,
+        recompute: bool | float,
+        fallback: bool,
+        max_programs: int,
     ) -> None:
         self.backend, self.fuse, self.merge, self.recompute, self.fallback = backend, fuse, merge, recompute, fallback
         self.max_programs = max_programs
@@ -109,8 +116,8 @@ class Compiled:
             joint = trace(bound, args)
             with tracing:
                 hoist(joint)
-                if self.recompute:
-                    least_kept(joint)
+                if self.recompute is not False:
+                    least_kept(joint, float(self.recompute))
                 backend = _BACKENDS[self.backend] if isinstance(self.backend, str) else self.backend
                 programs = Programs(joint, fuse=self.fuse, backend=backend)
         except TraceError as error:
@@ -155,7 +162,7 @@ def compile_stage(
     backend: Backend | str = "graph",
     fuse: bool = True,
     merge: bool = False,
-    recompute: bool = False,
+    recompute: bool | float = False,
     fallback: bool = False,
     max_programs: int = 16,
 ) -> Stage:
@@ -192,7 +199,9 @@ def compile_stage(
             for the device (`delay` brings W together); bits then depend on the schedule.
         recompute: keep as few bytes for the backward as a cut through the forward can have: pointwise operations, norms
             and softmax are computed again where that is less (min-cut rematerialization); products and random draws are
-            not. The bits are the same. `Programs.residual_bytes` says what is kept; see `remat` for the coarse way.
+            not. A float from 0.0 to 1.0 is a budget: that much of what True keeps is kept at most (or as little as can be), and
+            products are computed again, too, those first that save the most bytes for their work. The bits are the same.
+            `Programs.residual_bytes` says what is kept; see `remat` for the coarse way, and `levels` for several of them.
         fallback: run eagerly what cannot be traced, instead of raising; `make_programs` says why it cannot.
         max_programs: for how many signatures programs are kept, each of them with F, B, I, W; of a few large layers
             that is some MiB, with "cudagraphs" it holds memory of the device. Another one takes the place of what is
@@ -203,7 +212,8 @@ def compile_stage(
         A stage for the same parameters and state.
 
     Raises:
-        PlanError: this is no stage, there is no such backend, merge without fuse, or max_programs is no number from 1.
+        PlanError: this is no stage, there is no such backend, merge without fuse, recompute is no share, or max_programs is no
+            number from 1.
             (A run raises it for a stage that cannot be traced.)
     """
     if not isinstance(stage, Stage):
@@ -224,6 +234,11 @@ def compile_stage(
     if merge and not fuse:
         raise PlanError(
             "merge=True adds one product for several W, and fuse=False asks for eager's rounding; leave one out"
+        )
+    if not isinstance(recompute, (bool, float)) or not 0 <= recompute <= 1:
+        raise PlanError(
+            "recompute is True, False, or how much of what True keeps may be kept, a float from 0.0 to 1.0; got "
+            f"{recompute!r}"
         )
     if not isinstance(max_programs, int) or isinstance(max_programs, bool) or max_programs < 1:
         raise PlanError(
