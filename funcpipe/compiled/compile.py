@@ -200,7 +200,8 @@ def compile_stage(
         recompute: keep as few bytes for the backward as a cut through the forward can have: pointwise operations, norms
             and softmax are computed again where that is less (min-cut rematerialization); products and random draws are
             not. A float from 0.0 to 1.0 is a budget: that much of what True keeps is kept at most (or as little as can be), and
-            products are computed again, too, those first that save the most bytes for their work. The bits are the same.
+            products and whatever else takes long are computed again, too, first what saves the most bytes for its work. The
+            bits are the same.
             `Programs.residual_bytes` says what is kept; see `remat` for the coarse way, and `levels` for several of them.
         fallback: run eagerly what cannot be traced, instead of raising; `make_programs` says why it cannot.
         max_programs: for how many signatures programs are kept, each of them with F, B, I, W; of a few large layers
@@ -212,9 +213,8 @@ def compile_stage(
         A stage for the same parameters and state.
 
     Raises:
-        PlanError: this is no stage, there is no such backend, merge without fuse, recompute is no share, or max_programs is no
-            number from 1.
-            (A run raises it for a stage that cannot be traced.)
+        PlanError: this is no stage, or one with levels, there is no such backend, merge without fuse, recompute is no share,
+            or max_programs is no number from 1. (A run raises it for a stage that cannot be traced.)
     """
     if not isinstance(stage, Stage):
         raise PlanError(

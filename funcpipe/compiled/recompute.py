@@ -3,7 +3,8 @@
 Keeping a value costs its bytes; computing it again is free where it is cheap (pointwise operations, norms, softmax,
 views) and needs what it is computed of. The least that must be kept is a minimum cut of that network between what
 cannot be computed again and what the backward reads (the idea of torch's own partitioner: min-cut rematerialization,
-functorch). Where less may be kept than that, products are computed again, too: those first that save the most for their work.
+functorch). Where less may be kept than that, products and whatever else takes long are computed again, too: first what saves
+the most for its work.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def recompute(joint: Joint, budget: float = 1.0) -> None:
 
 def _within(limit: float, values: set[fx.Node], needed: set[fx.Node]) -> set[fx.Node]:
     """What is computed again so that no more is kept than a limit; where that cannot be, so that the least is."""
-    costly = [node for node in values if not _repeats(node, _NONE) and _is_product(node)]
+    costly = [node for node in values if not _repeats(node, _NONE) and _is_exact(node)]
     costly.sort(key=lambda node: (-bytes_of(node) / _work(node), node))
     low, high = 1, len(costly)
     while low < high:  # the more may be computed again, the less is kept
@@ -147,8 +148,8 @@ def _repeats(node: fx.Node, costly: frozenset[fx.Node]) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
-def _is_product(node: fx.Node) -> bool:
-    """Is it an operation of torch's own, whose second computation gives the same bits."""
+def _is_exact(node: fx.Node) -> bool:
+    """Is it an operation of torch's own that does not draw or write: a second computation gives the same bits."""
     target: Any = node.target
     if node.op != "call_function" or "draw" in node.meta or not isinstance(target, OpOverload):
         return False

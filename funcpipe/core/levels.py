@@ -31,9 +31,9 @@ def levels(*ways: Stage) -> Stage:
 
     Args:
         ways: stages for the same parameters and state, level 0 first: such as an eager one, one with layers in a
-            ``torch.utils.checkpoint``, and those that `compile_stage` gives with and without ``recompute``. What is known of a
+            ``torch.utils.checkpoint``, and those that `compile_stage` gives with several ``recompute``. What is known of a
             stage is that of the first: its name, what it shares, how its state is committed; and what others draw at random is
-            keyed by its layers, or its parts where they have as many. `fp.testing.check_stage` finds what ways do not agree in.
+            keyed by its layers, or its parts where they have as many. `check_stage` finds what ways do not agree in.
 
     Returns:
         The first, with the others as its ``ways``.

@@ -79,7 +79,7 @@ def levels_bound(problem: Problem, levels: Sequence[Cost]) -> LowerBound:
         stages = problem.local[device]
         memory = inf if not stages or problem.remat or problem.offload else limit
         trips = {stage: _round_trip(problem, stage, stage) for stage in stages}
-        work = [[_work(way, stage) for way in ways] for stage in stages]
+        work = [[way.least[stage] for way in ways] for stage in stages]
         lying = [[_lying(way, stage, trips[stage]) / memory for way in ways] for stage in stages]
         for weight in [number / _WEIGHTS for number in range(_WEIGHTS + 1 if memory < inf else 1)]:
             least = [
@@ -101,9 +101,9 @@ def _warm_up_at_levels(problem: Problem, ways: Sequence[Problem], device: int, w
     What fits into its memory until then shortens the waiting by its forwards' time, and costs what its level works longer.
     """
     stages = problem.local[device]
-    least = [min(_work(way, stage) for way in ways) for stage in stages]
+    least = [min(way.least[stage] for way in ways) for stage in stages]
     rows = [
-        (weight * way.forward[stage] - (_work(way, stage) - work), way.residual[stage])
+        (weight * way.forward[stage] - (way.least[stage] - work), way.residual[stage])
         for stage, work in zip(stages, least, strict=True)
         for way in ways
     ]
@@ -111,12 +111,6 @@ def _warm_up_at_levels(problem: Problem, ways: Sequence[Problem], device: int, w
     worth = max([0.0, *(worth / size for worth, size in rows if size)]) * problem.limits[device]
     waiting = weight * _round_trip(problem, stages[0], stages[-1]) - free - worth
     return problem.num_microbatches * sum(least) + max(0.0, waiting)
-
-
-def _work(problem: Problem, stage: int) -> float:
-    """The least time that a microbatch of a stage takes its device."""
-    back = min(problem.whole_backward[stage], problem.inward[stage] + problem.weight[stage])
-    return problem.forward[stage] + back
 
 
 def _way(problem: Problem) -> float:

@@ -156,13 +156,15 @@ class Problem:
         return tuple(forward), tuple(backward)
 
     @cached_property
+    def least(self) -> tuple[float, ...]:
+        """The least time of a microbatch on its device, by stage."""
+        rows = zip(self.forward, self.whole_backward, self.inward, self.weight, strict=True)
+        return tuple(f + min(b, i + w) for f, b, i, w in rows)
+
+    @cached_property
     def work(self) -> tuple[float, ...]:
         """The least time that each device needs for its actions."""
-        least = [
-            f + min(b, i + w)
-            for f, b, i, w in zip(self.forward, self.whole_backward, self.inward, self.weight, strict=True)
-        ]
-        return tuple(self.num_microbatches * sum(least[stage] for stage in stages) for stages in self.local)
+        return tuple(self.num_microbatches * sum(self.least[stage] for stage in stages) for stages in self.local)
 
     @cached_property
     def is_line(self) -> bool:

@@ -272,10 +272,13 @@ def read_actions(
     for word in words:
         action = known.get(word)
         if action is None:
-            if not is_word(word) or (levels is None and "@" in word):
+            if not is_word(word):
                 fault(f"{place}: {shown(word)} {unread(word)}; write {SPELLING}")
                 continue
-            action = read_word(word, levels if levels is not None else [])
+            if levels is None and "@" in word:
+                fault(f"{place}: {shown(word)} has a level, which stands in schedules alone")
+                continue
+            action = read_word(word, [] if levels is None else levels)
             if not (_is_index(action.stage) and _is_index(action.microbatch)):
                 fault(f"{place}: {word}: stages and microbatches are below {_MOST}")
                 continue

@@ -4,10 +4,10 @@
     python tests/benchmarks/bench_levels.py --small 60
 
 Two lanes with a stage each, four residual layers (norm, product, GELU, product) and 8 microbatches. Level 0 is eager and keeps
-everything, level 1 has every layer in a ``torch.utils.checkpoint``. Both are profiled with both lanes at work. Then the limit goes from
-what fits all at level 0 to what fits level 1 alone, in residuals of level 0; for each, `fp.search` finds a schedule of one level for all
-stages (the shorter that fits), of one level for each stage, and of levels by microbatch. All are run in turn, and the medians
-compared with the schedule without a limit; "simulated" is the same ratio by the clock.
+everything, level 1 has every layer in a ``torch.utils.checkpoint``. Both are profiled with both lanes at work. Limits are in
+residuals of level 0; for each, `fp.search` finds a schedule of one level for all stages (the shorter that fits), of one level for
+each stage, and of levels by microbatch. All are run in turn, and the medians compared with the schedule without a limit;
+"simulated" is the same ratio by the clock.
 
 With ``--small``: so many small random instances, with a level that keeps half for a longer backward, against CP-SAT.
 """

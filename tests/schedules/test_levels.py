@@ -114,7 +114,7 @@ def test_what_is_no_level_in_a_text(text, says):
 def test_a_timeline_has_no_levels():
     page = fp.schedules.to_json(fp.simulate(fp.Schedule.parse("0F0@1 0B0")))
     assert "@" not in page
-    with pytest.raises(fp.ScheduleError, match="'0F0@1' is no forward at a level|0F0@1"):
+    with pytest.raises(fp.ScheduleError, match=r"spans\[0\]: '0F0@1' has a level, which stands in schedules alone"):
         fp.schedules.from_json(page.replace('"0F0"', '"0F0@1"'))
 
 
