@@ -186,7 +186,7 @@ class _TracedForward:
             options |= {"keys": Keys(None, [real.stage]), "loss": real.loss}
             bound = EagerBound(real.stage, 0, params, state, **options)
         self.bound = bound
-        self.watch = Watch(bound.places)
+        self.watch = Watch(bound.fn.places)
         with self.watch:
             out = bound.evaluate(traced, keep=True)
         if bound.written():

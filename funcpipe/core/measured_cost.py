@@ -6,6 +6,7 @@ from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,9 +35,11 @@ def handover_of(spans: Iterable[Span]) -> Handover:
     """Medians of what lies between the actions of a timeline.
 
     Of what overlaps with another action nothing is taken, nor of what waited for a link of its own device. A wait for a
-    skip, or for a slot, is not seen as one.
+    skip, or for a slot, is not seen as one. Where nothing at all overlaps one thread did everything: what it did for
+    another device is no time between two actions of this one.
     """
     ordered = sorted(spans, key=lambda span: span.start)
+    one_thread = all(first.end <= second.start for first, second in pairwise(ordered))
     spans_of, joined = {span.action: span for span in ordered}, pairs_in(ordered)
     moved: dict[tuple[int, int], list[float]] = defaultdict(list)
     for span in ordered:
@@ -48,17 +51,18 @@ def handover_of(spans: Iterable[Span]) -> Handover:
     for device, start, end, action in ordered:
         if action.kind in MOVES:
             continue
-        before, key = free.get(device, 0.0), (action.kind, action.stage)
+        thread = 0 if one_thread else device
+        before, key = free.get(thread, 0.0), (action.kind, action.stage)
         ends = moved.get((device, action.stage), [])
         links = bisect_right(ends, start) - bisect_right(ends, before)
         needs = [need for other in action.needs() if (need := spans_of.get(other)) is not None]
         sent = max((need.end for need in needs if need.device != device), default=0.0)
         if action not in joined and not links:
-            if sent > before:
+            if sent and sent >= before:
                 hops.append((key, start - sent))
-            elif device in free:
+            elif thread in free:
                 gaps[key].append(max(0.0, start - before))
-        free[device] = max(before, end)
+        free[thread] = max(before, end)
     host = {key: median(values) for key, values in gaps.items()}
     return Handover(host, median(max(0.0, hop - host.get(key, 0.0)) for key, hop in hops) if hops else None)
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, Self
 
 import torch
+import torch.utils.checkpoint
 
 from funcpipe.core.torch_names import (
     OpOverload,
@@ -81,7 +82,23 @@ def _register() -> _Kernels:
     with _registering:
         if _kernels is None:
             _kernels = _Kernels()
+            _leave_generators_alone()
         return _kernels
+
+
+def _leave_generators_alone() -> None:
+    """Let ``torch.utils.checkpoint`` keep no state of a device's generator where draws are caught, and set none.
+
+    What its regions draw there is keyed. A device's generator is the process's: set back by a region that one lane
+    computes again, it would be another one's in the middle of a draw.
+    """
+    states = torch.utils.checkpoint.get_device_states
+
+    @wraps(states)
+    def states_outside(*args: Any) -> Any:
+        return ([], []) if _thread.catcher is not None else states(*args)
+
+    torch.utils.checkpoint.get_device_states = states_outside
 
 
 class _Kernels:

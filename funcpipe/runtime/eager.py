@@ -7,7 +7,7 @@ is safe; nothing of the caller's is touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from operator import is_
 from typing import Any
@@ -94,8 +94,7 @@ class EagerBound:
         """Give the stage the aliases, and the state."""
         self.params = unflatten(self.spec, self.aliases)
         self.fn = self.stage.bind(self.params, self.state)
-        self.places = self.fn.places
-        self.drawing = KeyedDraws(self.keys, self.index, self.places, 0)  # of whichever microbatch runs
+        self.drawing = KeyedDraws(self.keys, self.index, self.fn.places, 0)  # of whichever microbatch runs
 
     def twin(self) -> EagerBound:
         """The same for the forwards on a stream beside the lane's own: other aliases, and the same sums.
@@ -149,7 +148,7 @@ class EagerBound:
         if drawing.counts:
             self.stage.seen.draws.add(self.train)
             if keep:
-                out.residual.draws = drawing.replayable
+                out.residual.replay = drawing.replay()
             drawing.forget()
         if keep and not self.looked:
             self._look(args, out.residual)
@@ -294,11 +293,8 @@ class EagerBound:
             # The reentrant torch.utils.checkpoint refuses a backward for some leaves only. Every leaf that requires a
             # gradient is one of ours, unless the stage holds parameters of its own; inputs= leaves those alone.
             only = () if self.reentrant else tuple(inputs)
-            if residual.draws or self.autocast:
-                replay: AbstractContextManager[Any] = nullcontext()
-                if residual.draws:
-                    replay = KeyedDraws(self.keys, self.index, self.places, residual.microbatch, residual.draws)
-                with replay, no_autocast():
+            if residual.replay or self.autocast:
+                with residual.replay or nullcontext(), no_autocast():
                     _walk(roots, cotangents, only)
             else:
                 _walk(roots, cotangents, only)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -34,7 +35,8 @@ class EagerResidual:
     x: GradientLeaves
     skips: list[tuple[int, GradientLeaves]]
     params: Sequence[Tensor]
-    draws: dict[str, int] = field(default_factory=dict[str, int])
+    replay: AbstractContextManager[Any] | None = None
+    """Inside of it the backward draws what the forward drew; None: it draws nothing."""
     _moved: int | None = None
     _pieces: Sequence[SavedPiece] = ()
     _event: Any = None

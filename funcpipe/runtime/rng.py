@@ -137,7 +137,8 @@ class KeyedDraws(CatchDraws):
 
     Attributes:
         counts: draws so far by path.
-        replayable: paths drawn inside a ``torch.utils.checkpoint`` region, with how many draws each made.
+        replays: in a recomputation the paths that drew inside a ``torch.utils.checkpoint`` region, with how many draws
+            each made.
     """
 
     __slots__ = ("counts", "keys", "microbatch", "places", "regions", "replays", "stage")
@@ -159,10 +160,10 @@ class KeyedDraws(CatchDraws):
         """Begin the next task: forget the draws of the last one."""
         self.counts, self.regions = {}, {}
 
-    @property
-    def replayable(self) -> dict[str, int]:
-        """Draws inside checkpoint regions, by path."""
-        return {path: self.counts[path] for path, region in self.regions.items() if region is not None}
+    def replay(self) -> KeyedDraws | None:
+        """What draws the same again in a backward; None: no checkpoint region drew."""
+        replays = {path: self.counts[path] for path, region in self.regions.items() if region is not None}
+        return KeyedDraws(self.keys, self.stage, self.places, self.microbatch, replays) if replays else None
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that may draw, with its key."""

@@ -21,6 +21,9 @@ funcpipe's lanes are, timed from the first rank's start to the last rank's end (
 looped and V schedules have two stages a rank, and so has funcpipe's interleaved one. "funcpipe, processes" is `fp.ranks`,
 two processes likewise, "inductor" with programs that torch's compiler built (their gradients to 1e-3); "--arms 'processes|torch'"
 compares these alone.
+
+"--device cuda:0" has everything on one GPU, lanes as its streams, processes joined by NCCL over sockets; a step's end is the
+device's, and memory is not measured.
 """
 
 from __future__ import annotations
@@ -108,9 +111,7 @@ def plain(work: Work) -> Iterator[Arm]:
 
 def _module(arm: Arm, model: nn.Module, work: Work, step: Callable[[], None]) -> Arm:
     """An arm whose gradients are where autograd puts them."""
-    return arm._replace(
-        step=here(step), error=lambda: work.error(gradients(model)), memory=partial(peak, step, model.zero_grad)
-    )
+    return _measured(arm, work, step, model.zero_grad)._replace(error=lambda: work.error(gradients(model)))
 
 
 def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
@@ -145,7 +146,7 @@ def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
             schedule = maker(count, work.microbatches, num_devices=LANES)
             for mode in modes:
                 plan = fp.make_plan(
-                    stages, fp.schedules.remat(schedule, keep=keeps[mode]), loss=F.mse_loss, devices="cpu"
+                    stages, fp.schedules.remat(schedule, keep=keeps[mode]), loss=F.mse_loss, devices=str(work.device)
                 )
                 lanes = opened.enter_context(fp.lanes(plan))
                 yield _planned(Arm(system, name, mode, *_NOTHING), plan, (params, state), work, lanes)
@@ -170,7 +171,19 @@ def _planned(arm: Arm, plan: fp.Plan, trees: tuple[Any, Any], work: Work, lanes:
         nonlocal grads
         grads = ()
 
-    return arm._replace(step=here(step), error=error, memory=partial(peak, step, clear))
+    return _measured(arm, work, step, clear)._replace(error=error)
+
+
+def _measured(arm: Arm, work: Work, step: Callable[[], object], clear: Callable[[], object]) -> Arm:
+    """The step of an arm of this process, to the end of the device's work; memory is measured on the CPU alone."""
+
+    def waited() -> None:
+        step()
+        work.wait()
+
+    return arm._replace(
+        step=here(waited), memory=partial(peak, step, clear) if work.device.type == "cpu" else lambda: float("nan")
+    )
 
 
 def limit(work: Work, compiled: bool) -> Arm:
@@ -229,22 +242,22 @@ def torchgpipe(work: Work) -> Iterator[Arm]:
 def torch_pipelining(work: Work, opened: ExitStack) -> Iterator[Arm]:
     """Every schedule of torch that the depth allows, each with two processes of its own."""
     folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-    work.save(folder / "work.pt")
+    work.to("cpu").save(folder / "work.pt")
     for name, each in SCHEDULES.items():
         if work.depth % (LANES * each):
             print(f"skipped: torch {name}; it takes a --depth that {LANES * each} divides")
             continue
-        ranks = opened.enter_context(Ranks(name, folder))
+        ranks = opened.enter_context(Ranks(name, folder, str(work.device)))
         yield Arm("torch pipelining", name, "never", ranks.step, ranks.error, ranks.memory)
 
 
 def processes(work: Work, opened: ExitStack) -> Iterator[Arm]:
     """`fp.ranks`, the processes pinned and timed as torch's are."""
     folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-    work.save(folder / "work.pt")
+    work.to("cpu").save(folder / "work.pt")
     for name, (_, each, _) in OWN.items():
         if work.depth % (LANES * each) == 0:
-            ranks = opened.enter_context(Ranks(name, folder))
+            ranks = opened.enter_context(Ranks(name, folder, str(work.device)))
             system, schedule = name.rsplit(", ", 1)
             yield Arm(system, schedule, "never", ranks.step, ranks.error, ranks.memory)
 
@@ -253,10 +266,10 @@ def installed(work: Work, opened: ExitStack) -> Iterator[Arm]:
     """All arms; for what is not installed, a line."""
     yield from plain(work)
     yield from funcpipe(work, opened)
-    if work.in_line:
+    if work.in_line and work.device.type == "cpu":
         yield from (limit(work, compiled) for compiled in (False, True))
-    if work.autocast:
-        print("skipped: torchgpipe; its threads do not see autocast")
+    if work.autocast or work.device.type != "cpu":
+        print("skipped: torchgpipe; its threads do not see autocast, and its partitions here are the CPU's")
     elif find_spec("torchgpipe"):
         yield from torchgpipe(work)
     else:
@@ -317,6 +330,7 @@ def main() -> None:
     for name, value in (("width", 1024), ("depth", 8), ("batch", 256), ("microbatches", 8), ("repeats", 15)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--autocast", action="store_true", help="every arm under torch.autocast to bfloat16")
+    parser.add_argument("--device", default="cpu", help="where everything runs; cuda:0: all on one GPU")
     parser.add_argument("--arms", default="", help="only those in whose name this regular expression is found")
     parser.add_argument("--seconds", type=float, default=240.0, help="how long to repeat disturbed samples")
     given = parser.parse_args()
@@ -324,6 +338,8 @@ def main() -> None:
         parser.error(f"{LANES} must divide --depth, and --microbatches must divide --batch, for the sake of the peers")
     torch.set_num_threads(1)
     work = Work.make(given.work, given.width, given.depth, given.batch, given.microbatches, given.autocast)
+    work = work.to(given.device)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     with ExitStack() as opened:
         arms = proven([arm for arm in installed(work, opened) if re.search(given.arms, str(arm))], work.limit)
         samples = take({str(arm): arm.step for arm in arms}, given.repeats, given.seconds)

@@ -1,4 +1,8 @@
-"""Arms of two processes over gloo, started once, one step at each signal: torch.distributed.pipelining and `fp.ranks`."""
+"""Arms of two processes, started once, one step at each signal: torch.distributed.pipelining and `fp.ranks`.
+
+Over gloo; on a GPU, which both share, by NCCL, which is told that they are on two machines: it refuses two processes on one
+device of one host.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +58,8 @@ class RankError(Exception):
 class Ranks:
     """The processes of one schedule. Leave the with block to end them."""
 
-    def __init__(self, schedule: str, folder: Path) -> None:
-        """Start them; ``folder`` has the work in ``work.pt``."""
+    def __init__(self, schedule: str, folder: Path, device: str = "cpu") -> None:
+        """Start them; ``folder`` has the work in ``work.pt``, to do on ``device``."""
         self.schedule = schedule
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed.pipelining"])  # imported once, not once a process
@@ -63,7 +67,7 @@ class Ranks:
         self._pipes: list[Connection] = []
         for rank in range(LANES):
             mine, its = context.Pipe()
-            process = context.Process(target=_main, args=(rank, schedule, folder, its), daemon=True)
+            process = context.Process(target=_main, args=(rank, schedule, folder, device, its), daemon=True)
             process.start()
             its.close()
             self._processes.append(process)
@@ -118,31 +122,45 @@ class Ranks:
         return reply
 
 
-def _main(rank: int, schedule: str, folder: Path, pipe: Connection) -> None:
+def _main(rank: int, schedule: str, folder: Path, device: str, pipe: Connection) -> None:
     """One rank, on its share of the cores: do what is asked until the end; what fails goes back as text."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     _pin(rank)
     try:
+        backend = "gloo" if device == "cpu" else "cuda:nccl,cpu:gloo"
+        if device != "cpu":
+            _share(rank, device)
         where = f"file://{folder / schedule.replace(' ', '_')}"
         patience = timedelta(seconds=_PATIENCE)
-        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=LANES, timeout=patience)
-        work = Work.load(folder / "work.pt")
+        dist.init_process_group(backend, init_method=where, rank=rank, world_size=LANES, timeout=patience)
+        work = Work.load(folder / "work.pt").to(device)
         step, grads, clear = (_own if schedule in OWN else _pipeline)(rank, schedule, work)
         while (request := pipe.recv()) != "end":
             if request == "step":
                 start, cpu = perf_counter(), process_time()
                 step()
+                work.wait()
                 pipe.send((start, perf_counter(), process_time() - cpu))
             elif request == "memory":
-                pipe.send(peak(step, clear))
+                pipe.send(peak(step, clear) if device == "cpu" else float("nan"))
             else:
                 pipe.send(max(work.error(found, layers=layers) for layers, found in grads()))
     except EOFError:
         pass  # the benchmark has ended
     except BaseException as error:
         pipe.send(f"rank {rank}: {type(error).__name__}: {error}")
+
+
+def _share(rank: int, device: str) -> None:
+    """One GPU for all ranks, joined by NCCL over sockets; funcpipe's ranks take each for one of its own likewise."""
+    from funcpipe.runtime.stream import StreamBackend
+
+    os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    StreamBackend.identity = lambda self, device: f"{rank} {device}"
+    torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 def _pin(rank: int) -> None:
@@ -169,7 +187,7 @@ def _own(rank: int, name: str, work: Work) -> Pipeline:
     stages, params, state = zip(*map(fp.from_module, parts), strict=True)
     stages = tuple([fp.compile_stage(stage, backend=backend) for stage in stages]) if backend else stages
     schedule = getattr(fp.schedules, family)(count, work.microbatches, num_devices=LANES)
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices=str(work.device))
     ranks = fp.ranks(plan, timeout=_PATIENCE).__enter__()
     params, state = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
     grads: Any = None
@@ -199,7 +217,7 @@ def _pipeline(rank: int, name: str, work: Work) -> Pipeline:
     per = work.depth // count
     second = count - 1 - rank if name in _V_SHAPED else rank + LANES
     parts: dict[int, nn.Module] = {i: model[i * per : (i + 1) * per] for i in (rank, second)[:each]}
-    stages = [PipelineStage(part, i, count, torch.device("cpu")) for i, part in parts.items()]
+    stages = [PipelineStage(part, i, count, work.device) for i, part in parts.items()]
     made: Any = get_schedule_class(name)
     schedule = made(stages[0] if each == 1 else stages, n_microbatches=work.microbatches, loss_fn=F.mse_loss)
     inputs = (work.x,) if 0 in parts else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,23 @@ class Work:
             kind, width, depth, microbatches, weights, x, target, [gradients(layer) for layer in model], autocast
         )  # pyright: ignore
 
+    @property
+    def device(self) -> torch.device:
+        """Where the batch is."""
+        return self.x.device
+
+    def to(self, device: str) -> Work:
+        """The same with the batch there; `model` gives models there, too."""
+        return replace(self, x=self.x.to(device), target=self.target.to(device))
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def casting(self) -> torch.autocast:
         """What a forward, or a step, runs in."""
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.autocast)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
 
     @property
     def rows_apart(self) -> bool:
@@ -111,7 +125,7 @@ class Work:
         with torch.no_grad():
             for own, value in zip(model.state_dict().values(), self.weights.values(), strict=True):
                 own.copy_(value)
-        return model
+        return model.to(self.device)
 
     def error(self, found: Sequence[Tensor | None], *, layers: slice = slice(None)) -> float:
         """How far some gradients of these layers are from the wanted ones; infinite where one is missing."""
@@ -120,7 +134,7 @@ class Work:
             return float("inf")
         # A bias before BatchNorm has no gradient but rounding.
         far = [
-            ((mine - its).abs().max() / its.abs().max().clamp(min=1e-6)).item()
+            ((mine.cpu() - its).abs().max() / its.abs().max().clamp(min=1e-6)).item()
             for mine, its in zip(found, wanted, strict=True)
         ]  # pyright: ignore
         return max(far)

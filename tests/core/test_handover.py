@@ -77,6 +77,13 @@ def test_actions_that_overlap_wait_for_each_other():
     assert timeline.cost(handover=True) == timeline.cost()
 
 
+def test_one_microbatch_overlaps_with_nothing_and_its_hops_are_hops():
+    timeline = fp.simulate(fp.schedules.one_f_one_b(3, 1), fp.Cost(2.0, 3.0, 1.0, comm=0.5))
+    found = timeline.cost(handover=True)
+    assert found.comm == pytest.approx(0.5)
+    assert replace(found, comm=0.5) == replace(timeline.cost(), comm=0.5)
+
+
 def test_nothing_and_one_action():
     assert fp.Timeline((), 0).cost(handover=True) == fp.Timeline((), 0).cost()
     one = fp.Timeline((fp.typing.Span(0, 1.0, 3.0, fp.Action.parse("0F0")),), 1, comm=0.5)

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import assert_same_result, ids, same, schedules
+from torch.utils.checkpoint import checkpoint
 
 import funcpipe as fp
 
@@ -82,14 +83,15 @@ def poison(count: int = 64, size: int = 16 * 64) -> None:
     del blocks
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("slow", [None, 0, 3])
 @pytest.mark.parametrize("executor", ["serial", "threads"])
-def test_steps_in_runs_are_those_after_them(executor, slow):
+def test_steps_in_runs_are_those_after_them(executor, slow, fused):
     """Whichever stage keeps its stream busy; and those of batches that follow each other without a pause."""
     schedule = fp.schedules.one_f_one_b(S, M)
     plain, wanted = ready(schedule, slow=slow)
     stepping, params = ready(fp.schedules.step_params(schedule), slow=slow)
-    theirs, mine = (torch.optim.AdamW(fp.leaves(own), lr=0.05) for own in (wanted, params))
+    theirs, mine = (torch.optim.AdamW(fp.leaves(own), lr=0.05, fused=fused) for own in (wanted, params))
     norms = []
     for number in range(6):
         norms.append(fp.step(theirs, wanted, fp.run(plain, wanted, batch(), executor=executor)))
@@ -201,6 +203,28 @@ def test_modules_with_batch_norm_and_dropout():
     expected = fp.run_sequential(plan, params, batch(), state=state, seed=3)
     for executor in ("serial", "threads"):
         assert_same_result(expected, fp.run(plan, params, batch(), state=state, seed=3, executor=executor))
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_layers_that_are_computed_again_drop_what_they_dropped(executor):
+    """The generator is the device's: what one lane computes again must not set it while another lane draws."""
+
+    class Again(nn.Sequential):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    nets = [
+        nn.Sequential(*(Again(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Dropout(0.5)) for _ in range(4)))
+        for _ in range(S)
+    ]
+    stages, params, state = zip(*(fp.from_module(one, name=str(i)) for i, one in enumerate(nets)), strict=True)
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(S, 8), loss=F.mse_loss, devices=["cuda:0"] * S)
+    params, state = fp.place(plan, params), fp.place(plan, state)
+    before = torch.cuda.get_rng_state()
+    expected = fp.run_sequential(plan, params, batch(32), state=state, seed=3)
+    for _ in range(10):
+        assert_same_result(expected, fp.run(plan, params, batch(32), state=state, seed=3, executor=executor))
+    assert torch.equal(before, torch.cuda.get_rng_state())
 
 
 def test_peak_memory_is_the_schedules():

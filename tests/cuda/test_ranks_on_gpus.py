@@ -52,10 +52,18 @@ def test_replicas(pool, shard):
         assert joined is pool.joined
 
 
+@pytest.mark.parametrize("kind", ["lanes", "replicas", "sharded"])
+def test_steps_in_runs(pool, kind):
+    """They are those after runs, one by one and in batches that follow each other without a pause."""
+    for wrong, joined in pool.all("steps_on_gpus", kind, seconds=200):
+        assert [] == wrong
+        assert joined is pool.joined
+
+
 def test_a_stage_that_raises(pool):
     """All raise within two seconds, and the next run is right."""
     (one, first, before), (other, second, after) = pool.all("faults_on_gpus", "raise", seconds=60)
-    assert ("PeerError", "ValueError") == (one, other)
+    assert ("PeerError", "StageError[ValueError]") == (one, other)
     assert max(first, second) < 2
     assert before == after == []
 

@@ -50,6 +50,14 @@ def test_compiled_stages_that_split():
     assert cost.backward == pytest.approx([first + second for first, second in halves])
 
 
+def test_what_one_thread_does_for_other_lanes_is_no_time_of_this_one():
+    cost = fp.models.profile_plan(
+        plan_of(slow, slow, slow), (*WEIGHTS, torch.eye(6)), (X, X), repeats=3, executor="serial"
+    )
+    assert all(0.004 <= seconds < 0.008 for seconds in cost.forward)
+    assert max(cost.backward) < 0.004
+
+
 def test_it_predicts_other_schedules_of_sleeping_stages():
     """Two stages of 4 ms: fill-drain of eight microbatches takes nine forwards, one stage after the other takes sixteen."""
     plan = plan_of(slow, slow)

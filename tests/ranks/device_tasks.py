@@ -624,3 +624,57 @@ def replicas_on_gpus(rank, size, shard):
                 wrong += [] if torch.allclose(one, other, rtol=1e-12, atol=1e-12) else ["gradients"]
             wrong += [] if torch.allclose(fp.global_norm(want).cpu(), fp.global_norm(got).cpu()) else ["norm"]
     return wrong, bool(JOINED)
+
+
+def steps_on_gpus(rank, size, kind):
+    """Steps in runs, and in batches without a pause, against those after runs: (what differs, whether they were joined).
+
+    Two lanes, or two replicas whose gradients are summed, or whose parameters are gathered.
+    """
+
+    @fp.stage
+    def layer(p, x):
+        return torch.tanh(x @ p["w"] + p["b"])
+
+    if kind == "lanes":
+        mesh, options = init_device_mesh("cuda", (2,), mesh_dim_names=("pp",)), {}
+        schedule = fp.schedules.interleaved(4, 4, num_devices=2)
+    else:
+        mesh, options = init_device_mesh("cuda", (2, 1), mesh_dim_names=("dp", "pp")), {"dp": "dp"}
+        schedule = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 4, num_devices=1))
+    if kind == "sharded":
+        schedule = fp.schedules.gather_params(schedule, whole=1)
+    generator = torch.Generator().manual_seed(1)
+    start = [torch.randn(7, 6, generator=generator, dtype=torch.float64) for _ in range(4)]
+    batches = torch.randn(2, 2, 8, 6, generator=generator, dtype=torch.float64)
+
+    def trained(steps, together):
+        """Losses, norms and parameters of three batches."""
+        own = fp.schedules.step_params(schedule) if steps else schedule
+        plan = fp.make_plan([layer] * 4, own, loss=F.mse_loss, devices="cuda")
+        with fp.ranks(plan, mesh, timeout=60.0, **options) as ranks:
+            leaves = tuple({"w": w[:6].clone().requires_grad_(), "b": w[6].clone().requires_grad_()} for w in start)
+            params = fp.place(plan, leaves, ranks, shard=kind == "sharded")
+            optimizer = torch.optim.AdamW(fp.leaves(params), lr=0.05, foreach=False)
+            batch = tuple(batches[ranks.replica])
+            if together:
+                results = fp.run_batches(plan, params, [batch] * 3, optimizer=optimizer, executor=ranks)
+                told = [(result.loss, result.norm) for result in results]
+            elif steps:
+                results = [fp.run(plan, params, batch, optimizer=optimizer, executor=ranks) for _ in range(3)]
+                told = [(result.loss, result.norm) for result in results]
+            else:
+                told = []
+                for _ in range(3):
+                    result = fp.run(plan, params, batch, executor=ranks)
+                    told.append((result.loss, fp.step(optimizer, params, result)))
+            return at_home((told, [local(leaf).detach() for leaf in fp.leaves(params)]))
+
+    JOINED.clear()
+    want = trained(steps=False, together=False)
+    wrong = [
+        name
+        for name, together in (("steps in runs", False), ("batches together", True))
+        if not same(want, trained(steps=True, together=together))
+    ]
+    return wrong, bool(JOINED)

@@ -6,9 +6,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from common import EXECUTORS, assert_same_result, same
 
 import funcpipe as fp
+from funcpipe.core.torch_names import FakeTensorMode
 from funcpipe.runtime.drawing import _DRAW_NOTHING
 
 
@@ -141,3 +143,22 @@ def test_what_is_said_to_draw_and_does_not(name):
             operation(q, q, q, 0.5, False)
         operation(q, q, q, 0.0, False)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_checkpoint_leaves_generators_of_devices_alone():
+    """Inside of a stage, whose draws are keyed, it asks for no state and sets none; outside it does as ever."""
+    asked = []
+
+    def region(x, w):
+        asked.append(torch.utils.checkpoint.get_device_states(elsewhere))
+        return F.dropout(x * w)
+
+    stage = fp.stage(lambda p, x: torch.utils.checkpoint.checkpoint(region, x, p, use_reentrant=False), name="drops")
+    with FakeTensorMode():
+        elsewhere = torch.empty(2, device="cuda:77")
+    plan = fp.make_plan([stage], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    x = torch.ones(4, 3)
+    fp.run(plan, ones(1), (x, x), seed=0)
+    assert [([], [])] * 4 == asked
+    with pytest.raises((AssertionError, AttributeError, RuntimeError)):
+        torch.utils.checkpoint.get_device_states(elsewhere)

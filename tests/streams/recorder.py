@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -388,7 +389,9 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
-    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor) and leaf.numel()]
+    """Those that have memory: not the fake ones with which programs are written."""
+    leaves = [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor) and leaf.numel()]
+    return [leaf for leaf in leaves if not isinstance(leaf, FakeTensor) and not leaf.is_meta]
 
 
 class _Mode(TorchDispatchMode):
