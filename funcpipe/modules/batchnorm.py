@@ -30,12 +30,12 @@ class Moments(NamedTuple):
 
     Attributes:
         size: how many values.
-        total: [C], their sum, float64 where the device has it.
+        mean: [C]; of few values float64, where the device has it.
         var: [C], unbiased.
     """
 
     size: int
-    total: Tensor
+    mean: Tensor
     var: Tensor
 
 
@@ -130,10 +130,24 @@ def _normalised(call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:
     sample_mean, sample_var = _zeros(x, mean), _zeros(x, var)
     cudnn = torch.backends.cudnn.enabled
     y = torch.batch_norm(x, weight, bias, sample_mean, sample_var, True, 1.0, eps, cudnn)
-    # Its float32 mean is too coarse to merge means of 1e4 that differ by 0.1. All else waits for the commit: small
-    # operations cost a lane more than they cost there, where one serves all microbatches.
-    total = x.detach().sum([0, *range(2, x.dim())], dtype=wide(x))
-    return y, (Moments(count, total, sample_var),)
+    # All else waits for the commit: small operations cost a lane more than they cost there, where one serves all.
+    return y, (Moments(count, _mean(x.detach(), count, sample_mean), sample_var),)
+
+
+_MANY = 256
+"""Of so many values torch's mean in float32 is good enough."""
+
+
+def _mean(x: Tensor, count: int, by_kernel: Tensor) -> Tensor:
+    """The mean of each channel, which merging needs finer than the running mean is.
+
+    Means of n values differ by their deviation over the root of n, and float32 rounds a mean to 6e-8 of itself. So for means that are
+    1e4 deviations large the variance of all is right to 1e-4 with many values, as that of the kernel is; with few the mean
+    is made anew in float64. With many that would take as long as batch norm itself: torch copies them all first.
+    """
+    if count >= _MANY and by_kernel.dtype.itemsize >= 4:
+        return by_kernel
+    return x.mean([0, *range(2, x.dim())], dtype=wide(x))
 
 
 def _zeros(x: Tensor, like: Tensor) -> Tensor:
@@ -152,13 +166,13 @@ def batch_norm_at(path: str, call: NormCall) -> tuple[Tensor, tuple[Moments, ...
 def merge(moments: Sequence[Moments]) -> tuple[int, Tensor, Tensor]:
     """How many values there are together, their mean, [C], and their unbiased variance, [C].
 
-    >>> parts = [Moments(2, torch.tensor([1.0]), torch.tensor([0.5])), Moments(1, torch.tensor([2.0]), torch.zeros(1))]
+    >>> parts = [Moments(2, torch.tensor([0.5]), torch.tensor([0.5])), Moments(1, torch.tensor([2.0]), torch.zeros(1))]
     >>> merge(parts)
-    (3, tensor([1.]), tensor([1.]))
+    (3, tensor([1.], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
     if len(moments) == 1:
-        size, total, var = moments[0]
-        return size, total / size, var.to(total.dtype)
+        size, mean, var = moments[0]
+        return size, mean.to(wide(mean)), var.to(wide(mean))
     by_size = groupby(sorted(moments, key=itemgetter(0)), itemgetter(0))
     count, mean, squares = reduce(_together, [_of_one_size(size, list(group)) for size, group in by_size])
     return count, mean, squares / (count - 1)
@@ -170,7 +184,8 @@ have to be copied to a device."""
 
 
 def _of_one_size(size: int, moments: Sequence[Moments]) -> _Sums:
-    means = torch.stack([call.total for call in moments]) / size
+    means = torch.stack([call.mean for call in moments])
+    means = means.to(wide(means))
     variances = torch.stack([call.var for call in moments]).to(means.dtype)
     mean = means.mean(0)
     return size * len(moments), mean, (size - 1) * variances.sum(0) + size * (means - mean).square().sum(0)

@@ -115,6 +115,21 @@ def test_a_large_mean_in_float32_keeps_its_variance(count):
     torch.testing.assert_close(new["running_var"].double(), x.double().var(0), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("size", [(8, 8), (2, 2), (6,)], ids=str)
+def test_large_means_that_move_from_image_to_image_make_a_variance(size, count):
+    """Mean 1e4, deviation .1 in and between images: what rounds in float32 is each sum of a position, not their mean."""
+    x = torch.randn(64, 3, *size) * 0.1 + torch.randn(64, 1, *[1 for _ in size]) * 0.1
+    x += torch.tensor([1e4, -1e4, 0.0]).reshape(3, *[1 for _ in size])
+    layer = (nn.BatchNorm1d if len(size) == 1 else nn.BatchNorm2d)(3, momentum=1.0)
+    part, params, state = fp.from_module(layer)
+    plan = fp.make_plan([part], fp.schedules.one_f_one_b(1, count), loss=lambda y, t: y.sum(), devices="cpu")
+    new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
+    wide = x.double().transpose(0, 1).flatten(1)
+    torch.testing.assert_close(new["running_mean"].double(), wide.mean(1), rtol=1e-7, atol=1e-5)
+    torch.testing.assert_close(new["running_var"].double(), wide.var(1), rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_run_counts_once_whatever_is_computed_again(executor):
     """num_batches_tracked rises by 1 per run: 1, 4 microbatches, remat of all, planning, a second run."""

@@ -171,7 +171,7 @@ def test_moments_merge_to_those_of_all_values():
     """Any split: count, mean and variance of everything."""
     x = torch.randn(23, 4, dtype=torch.float64) * 5 + 100
     for sizes in ([23], [1, 22], [5, 5, 5, 8], [1] * 23):
-        parts = [Moments(len(p), p.sum(0), p.var(0) if len(p) > 1 else p[0] * 0) for p in x.split(sizes)]
+        parts = [Moments(len(p), p.mean(0), p.var(0) if len(p) > 1 else p[0] * 0) for p in x.split(sizes)]
         count, mean, var = merge(parts)
         assert count == 23
         torch.testing.assert_close(mean, x.mean(0), rtol=1e-14, atol=0)
