@@ -141,9 +141,9 @@ _MANY = 256
 def _mean(x: Tensor, count: int, by_kernel: Tensor) -> Tensor:
     """The mean of each channel, which merging needs finer than the running mean is.
 
-    Means of n values differ by their deviation over the root of n, and float32 rounds a mean to 6e-8 of itself. So for means that are
-    1e4 deviations large the variance of all is right to 1e-4 with many values, as that of the kernel is; with few the mean
-    is made anew in float64. With many that would take as long as batch norm itself: torch copies them all first.
+    Means of n values differ by their deviation over the root of n, and float32 rounds a mean to 6e-8 of itself. So where a
+    mean is 1e4 deviations large the variance of all is right to 1e-4 with many values, as that of the kernel is. Of few the
+    mean is made anew in float64; of many that would take as long as batch norm itself, for torch copies them all first.
     """
     if count >= _MANY and by_kernel.dtype.itemsize >= 4:
         return by_kernel
