@@ -49,9 +49,11 @@ def handover_of(spans: Iterable[Span]) -> Handover:
     hops: list[tuple[tuple[Kind, int], float]] = []
     free: dict[int, float] = {}
     for device, start, end, action in ordered:
-        if action.kind in MOVES:
-            continue
         thread = 0 if one_thread else device
+        if action.kind in MOVES:
+            if one_thread:
+                free[thread] = end
+            continue
         before, key = free.get(thread, 0.0), (action.kind, action.stage)
         ends = moved.get((device, action.stage), [])
         links = bisect_right(ends, start) - bisect_right(ends, before)

@@ -30,7 +30,7 @@ class Moments(NamedTuple):
 
     Attributes:
         size: how many values.
-        mean: [C]; of few values float64, where the device has it.
+        mean: [C]; of few values, or where the layer keeps less than float32, float64 where the device has it.
         var: [C], unbiased.
     """
 
@@ -141,11 +141,13 @@ _MANY = 256
 def _mean(x: Tensor, count: int, by_kernel: Tensor) -> Tensor:
     """The mean of each channel, which merging needs finer than the running mean is.
 
-    Means of n values differ by their deviation over the root of n, and float32 rounds a mean to 6e-8 of itself. So where a
-    mean is 1e4 deviations large the variance of all is right to 1e-4 with many values, as that of the kernel is. Of few the
-    mean is made anew in float64; of many that would take as long as batch norm itself, for torch copies them all first.
+    Means of n values differ by their deviation over the root of n, and float32 rounds a mean to some 1e-7 of itself. So
+    where a mean is 1e4 deviations large the variance of all is right to some 1e-4 with many values. Of few the mean is made
+    anew in float64; of many that would take as long as batch norm itself, for torch copies them all first. Nor is the
+    kernel's of channels that lie next to each other on a CPU: it adds them one after the other in float32.
     """
-    if count >= _MANY and by_kernel.dtype.itemsize >= 4:
+    exact = type(count) is int and count >= _MANY and by_kernel.dtype.itemsize >= 4  # no int: a size that may change
+    if exact and (not x.is_cpu or under_transform() or x.is_contiguous()):
         return by_kernel
     return x.mean([0, *range(2, x.dim())], dtype=wide(x))
 

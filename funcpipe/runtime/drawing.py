@@ -65,10 +65,25 @@ class CatchDraws:
             self._asking.__exit__(None, None, None)
 
 
+class SharedDraws(CatchDraws):
+    """An outer catcher of one of several threads that draw at the same time, by the same generators of devices."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Self:
+        _thread.shared = True
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        _thread.shared = False
+
+
 class _Thread(threading.local):
-    """The catcher of this thread."""
+    """The catcher of this thread, and whether others catch draws of the same run meanwhile."""
 
     catcher: CatchDraws | None = None
+    shared = False
 
 
 _thread = _Thread()
@@ -87,7 +102,7 @@ def _register() -> _Kernels:
 
 
 def _leave_generators_alone() -> None:
-    """Let ``torch.utils.checkpoint`` keep no state of a device's generator where draws are caught, and set none.
+    """Let ``torch.utils.checkpoint`` keep no state of a device's generator inside of `SharedDraws`, and set none.
 
     What its regions draw there is keyed. A device's generator is the process's: set back by a region that one lane
     computes again, it would be another one's in the middle of a draw.
@@ -96,7 +111,7 @@ def _leave_generators_alone() -> None:
 
     @wraps(states)
     def states_outside(*args: Any) -> Any:
-        return ([], []) if _thread.catcher is not None else states(*args)
+        return ([], []) if _thread.shared else states(*args)
 
     torch.utils.checkpoint.get_device_states = states_outside
 

@@ -77,6 +77,20 @@ def test_actions_that_overlap_wait_for_each_other():
     assert timeline.cost(handover=True) == timeline.cost()
 
 
+def test_of_one_thread_no_action_of_another_lane_is_time_between_two():
+    """A move of another lane neither."""
+    rows = [
+        ("0F0", 0, 0, 1),
+        ("0O0", 0, 1, 3),
+        ("0F1", 0, 3, 4),
+        ("1F0", 1, 4, 5),
+        ("1O0", 1, 5, 8),
+        ("0F2", 0, 8.5, 9),
+    ]
+    spans = tuple(fp.typing.Span(lane, start, end, fp.Action.parse(word)) for word, lane, start, end in rows)
+    assert fp.Timeline(spans, 2).cost(handover=True).forward[0] == pytest.approx(1 - 0.5 / 3 + 0.25)
+
+
 def test_one_microbatch_overlaps_with_nothing_and_its_hops_are_hops():
     timeline = fp.simulate(fp.schedules.one_f_one_b(3, 1), fp.Cost(2.0, 3.0, 1.0, comm=0.5))
     found = timeline.cost(handover=True)

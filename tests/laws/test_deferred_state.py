@@ -116,18 +116,32 @@ def test_a_large_mean_in_float32_keeps_its_variance(count):
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
-@pytest.mark.parametrize("size", [(8, 8), (2, 2), (6,)], ids=str)
-def test_large_means_that_move_from_image_to_image_make_a_variance(size, count):
-    """Mean 1e4, deviation .1 in and between images: what rounds in float32 is each sum of a position, not their mean."""
-    x = torch.randn(64, 3, *size) * 0.1 + torch.randn(64, 1, *[1 for _ in size]) * 0.1
-    x += torch.tensor([1e4, -1e4, 0.0]).reshape(3, *[1 for _ in size])
-    layer = (nn.BatchNorm1d if len(size) == 1 else nn.BatchNorm2d)(3, momentum=1.0)
-    part, params, state = fp.from_module(layer)
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("size", [(2, 2), (8, 8), (48, 48)], ids=str)
+def test_large_means_that_move_from_image_to_image_make_a_variance(size, form, count):
+    """Mean 1e4, deviation .1 in and between images, few and many values; whole numbers too, whose float32 sums round."""
+    g = torch.Generator().manual_seed(count)
+    x = torch.randn(24, 3, *size, generator=g) * 0.1 + torch.randn(24, 1, 1, 1, generator=g) * 0.1
+    x += torch.tensor([1e4, -1e4, 0.0]).reshape(3, 1, 1)
+    x[:, 2] = torch.randint(0, 256, (24, *size), generator=g).float()
+    x = x.to(memory_format=form)
+    part, params, state = fp.from_module(nn.BatchNorm2d(3, momentum=1.0))
     plan = fp.make_plan([part], fp.schedules.one_f_one_b(1, count), loss=lambda y, t: y.sum(), devices="cpu")
     new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
     wide = x.double().transpose(0, 1).flatten(1)
-    torch.testing.assert_close(new["running_mean"].double(), wide.mean(1), rtol=1e-7, atol=1e-5)
-    torch.testing.assert_close(new["running_var"].double(), wide.var(1), rtol=1e-3, atol=0)
+    torch.testing.assert_close(new["running_mean"].double(), wide.mean(1), rtol=1e-6, atol=1e-5)
+    if form is torch.contiguous_format:  # else torch's own kernel makes noise of a variance
+        torch.testing.assert_close(new["running_var"].double(), wide.var(1), rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("rows", [3, 300])
+def test_half_precision_state_has_means_of_all_values(rows):
+    """A bfloat16 running mean of one microbatch is no mean to merge."""
+    x = (torch.randn(2 * rows, 3) + 10).bfloat16()
+    part, params, state = fp.from_module(nn.BatchNorm1d(3, momentum=1.0).bfloat16())
+    plan = fp.make_plan([part], fp.schedules.one_f_one_b(1, 2), loss=lambda y, t: y.float().sum(), devices="cpu")
+    new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
+    assert torch.equal(new["running_mean"], x.double().mean(0).bfloat16())
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
