@@ -153,6 +153,20 @@ def test_the_function_and_its_commit_are_the_layer(momentum):
         assert same(mine.grads, other.grads)
 
 
+def test_the_function_is_exported_with_a_number_of_rows_that_may_change():
+    """How many values are many enough for a mean in float32 makes no guard."""
+
+    class Norm(nn.Module):
+        def forward(self, x):
+            return fp.models.batch_norm(x, None, None, fp.models.batch_norm.init(3))[0]
+
+    rows = torch.export.Dim("rows", min=2, max=4000)
+    made = torch.export.export(Norm(), (torch.randn(8, 3),), dynamic_shapes=({0: rows},), strict=False).module()
+    for count in (4, 600):
+        x = torch.randn(count, 3)
+        torch.testing.assert_close(made(x), nn.BatchNorm1d(3)(x))
+
+
 def test_the_function_writes_nothing():
     """State and input are as before, and no graph hangs on the statistics."""
     state = fp.models.batch_norm.init(3)
