@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import funcpipe as fp
 from funcpipe.core.tree import flatten
@@ -87,3 +92,33 @@ def snapshot(tree):
     """A copy of every tensor, to see later that nobody wrote."""
     leaves, _ = flatten(tree)
     return [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def leveled(schedule: fp.Schedule, num_levels: int = 2) -> fp.Schedule:
+    """The schedule with levels that go from microbatch to microbatch, and from stage to stage."""
+    forwards = [action for order in schedule.orders for action in order if action.kind is fp.Kind.F]
+    return replace(schedule, levels={each: (each.stage + each.microbatch) % num_levels for each in forwards})
+
+
+class Again(nn.Sequential):
+    """Layers that torch computes again in their backward."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def poison(size: int) -> None:
+    """Take memory of the GPU that is free now and fill it with NaN: whoever reads freed memory sees it."""
+    blocks = [torch.full((size,), float("nan"), device="cuda:0") for _ in range(64)]
+    del blocks
+
+
+def device_peak(run: Callable[[], object]) -> int:
+    """The most bytes of the GPU that a run takes beyond what lay there, once it has run before."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

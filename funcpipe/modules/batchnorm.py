@@ -143,11 +143,11 @@ def _mean(x: Tensor, count: int, by_kernel: Tensor) -> Tensor:
 
     Means of n values differ by their deviation over the root of n, and float32 rounds a mean to some 1e-7 of itself. So
     where a mean is 1e4 deviations large the variance of all is right to some 1e-4 with many values. Of few the mean is made
-    anew in float64; of many that would take as long as batch norm itself, for torch copies them all first. Nor is the
-    kernel's of channels that lie next to each other on a CPU: it adds them one after the other in float32.
+    anew in float64; of many that would take as long as batch norm itself, for torch copies them all first. It is made anew
+    also on a CPU where channels lie next to each other (channels_last): the kernel's mean is much coarser there.
     """
-    exact = type(count) is int and count >= _MANY and by_kernel.dtype.itemsize >= 4  # no int: a size that may change
-    if exact and (not x.is_cpu or under_transform() or x.is_contiguous()):
+    many = type(count) is int and count >= _MANY  # in an export that is for any size it is no int
+    if many and by_kernel.dtype.itemsize >= 4 and (not x.is_cpu or under_transform() or x.is_contiguous()):
         return by_kernel
     return x.mean([0, *range(2, x.dim())], dtype=wide(x))
 

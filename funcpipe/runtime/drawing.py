@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from typing import Any, Self
 
@@ -65,25 +66,11 @@ class CatchDraws:
             self._asking.__exit__(None, None, None)
 
 
-class SharedDraws(CatchDraws):
-    """An outer catcher of one of several threads that draw at the same time, by the same generators of devices."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> Self:
-        _thread.shared = True
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        _thread.shared = False
-
-
 class _Thread(threading.local):
-    """The catcher of this thread, and whether others catch draws of the same run meanwhile."""
+    """The catcher of this thread, and whether it is `beside_others`."""
 
     catcher: CatchDraws | None = None
-    shared = False
+    beside = False
 
 
 _thread = _Thread()
@@ -101,8 +88,18 @@ def _register() -> _Kernels:
         return _kernels
 
 
+@contextmanager
+def beside_others(*, several: bool) -> Generator[None]:
+    """Inside, with ``several``, this thread is one of those that draw at the same time, by the same generators of devices."""
+    before, _thread.beside = _thread.beside, several
+    try:
+        yield
+    finally:
+        _thread.beside = before
+
+
 def _leave_generators_alone() -> None:
-    """Let ``torch.utils.checkpoint`` keep no state of a device's generator inside of `SharedDraws`, and set none.
+    """Let ``torch.utils.checkpoint`` keep no state of a device's generator inside of `beside_others`, and set none.
 
     What its regions draw there is keyed. A device's generator is the process's: set back by a region that one lane
     computes again, it would be another one's in the middle of a draw.
@@ -111,7 +108,7 @@ def _leave_generators_alone() -> None:
 
     @wraps(states)
     def states_outside(*args: Any) -> Any:
-        return ([], []) if _thread.shared else states(*args)
+        return ([], []) if _thread.beside else states(*args)
 
     torch.utils.checkpoint.get_device_states = states_outside
 

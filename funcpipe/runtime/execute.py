@@ -26,7 +26,7 @@ from funcpipe.runtime.agreement import END
 from funcpipe.runtime.beside import MAKES, either
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import RUNNING, CallerContext, intra_op_threads, no_autocast_cache
-from funcpipe.runtime.drawing import CatchDraws, SharedDraws
+from funcpipe.runtime.drawing import CatchDraws
 from funcpipe.runtime.failures import add_note, in_batch, is_out_of_memory, position_of, too_much
 from funcpipe.runtime.finish import Ended, commit, commits, ending, release, statistics_of
 from funcpipe.runtime.host_link import HostLink
@@ -271,10 +271,10 @@ class Execution:
 
     @contextmanager
     def entered(self) -> Generator[None]:
-        """What every thread of a walk is inside of: a catcher of draws, too, which each eager forward would else enter."""
+        """What every thread of a walk is inside of."""
+        # Eager stages catch their draws, and each forward would else ask for them anew.
         eager = any(way.program is None for way in ways_of(self.ready.plan.stages))
-        several = self.executor.threaded and len(self.lanes) > 1
-        draws = (SharedDraws() if several else CatchDraws()) if eager else nullcontext()
+        draws = CatchDraws() if eager else nullcontext()
         with self.context.entered(), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False), draws:
             yield
 

@@ -28,6 +28,7 @@ from funcpipe.runtime.context import (
     not_carried,
     pin,
 )
+from funcpipe.runtime.drawing import beside_others
 from funcpipe.runtime.execute import Execution, LaneExecutor
 from funcpipe.runtime.failures import raise_located
 from funcpipe.runtime.runner import Runner
@@ -206,7 +207,7 @@ class Lanes(LaneExecutor):
             place, (own, seats) = runner.place, self.seat(runner.program.lane)
             pin([own], seats, self._cores)
             place.backend.use(place.device)
-            with execution.entered(), place.active():
+            with execution.entered(), place.active(), beside_others(several=self.count > 1):
                 for execution in executions:
                     runner = execution.lanes[seat]
                     RUNNING.set(partial(execution.where, runner))  # of the copied context, which ends with the job

@@ -189,11 +189,12 @@ class KeyedDraws(CatchDraws):
             nth %= self.replays.get(path, 1)
         generator.manual_seed(self.keys.number(path, nth, self.microbatch))
         start = generator.get_state()
-        result = call()
-        if not torch.equal(generator.get_state(), start):
-            self._check(func, layer, path, region, depth)
-            self.counts[path] = self.counts.get(path, 0) + 1
-        return result
+        try:
+            return call()
+        finally:  # a region that is computed again leaves by an error as soon as it has what it wants
+            if not torch.equal(generator.get_state(), start):
+                self._check(func, layer, path, region, depth)
+                self.counts[path] = self.counts.get(path, 0) + 1
 
     def _path(self, layer: str) -> str:
         """The path of a draw. A recomputation is outside of the part of a composition that asked for it: of all that may be

@@ -58,7 +58,7 @@ class RankError(Exception):
 class Ranks:
     """The processes of one schedule. Leave the with block to end them."""
 
-    def __init__(self, schedule: str, folder: Path, device: str = "cpu") -> None:
+    def __init__(self, schedule: str, folder: Path, device: str) -> None:
         """Start them; ``folder`` has the work in ``work.pt``, to do on ``device``."""
         self.schedule = schedule
         context = multiprocessing.get_context("forkserver")

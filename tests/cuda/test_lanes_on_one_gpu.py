@@ -9,13 +9,13 @@ import os
 import subprocess
 import sys
 import textwrap
+from functools import partial
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import assert_same_result, ids, same, schedules
-from torch.utils.checkpoint import checkpoint
+from common import Again, assert_same_result, device_peak, ids, poison, same, schedules
 
 import funcpipe as fp
 
@@ -77,12 +77,6 @@ def ready(schedule, *, slow=None, devices=None, width=64, **options):
     return plan, fp.place(plan, params)
 
 
-def poison(count: int = 64, size: int = 16 * 64) -> None:
-    """Take memory that is free now and fill it with NaN: whoever reads freed memory sees it."""
-    blocks = [torch.full((size,), float("nan"), device="cuda:0") for _ in range(count)]
-    del blocks
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("slow", [None, 0, 3])
 @pytest.mark.parametrize("executor", ["serial", "threads"])
@@ -97,11 +91,11 @@ def test_steps_in_runs_are_those_after_them(executor, slow, fused):
         norms.append(fp.step(theirs, wanted, fp.run(plain, wanted, batch(), executor=executor)))
         if number < 3:
             result = fp.run(stepping, params, batch(), optimizer=mine, executor=executor)
-            poison()
+            poison(16 * 64)
             assert same(norms[-1], result.norm)
             assert same(wanted, params)
     results = fp.run_batches(stepping, params, [batch()] * 3, optimizer=mine, executor=executor)
-    poison()
+    poison(16 * 64)
     torch.testing.assert_close([result.norm.cpu() for result in results], [norm.cpu() for norm in norms[3:]])
     assert same(wanted, params)
 
@@ -125,9 +119,9 @@ def test_slow_producers(devices, slow, executor):
     expected = fp.run_sequential(plan, params, batch())
     slowed, _ = ready(schedule, slow=slow, devices=devices)
     for _ in range(10):
-        poison()
+        poison(16 * 64)
         result = fp.run(slowed, params, batch(), executor=executor)
-        poison()
+        poison(16 * 64)
         assert_same_result(expected, result)
 
 
@@ -142,7 +136,7 @@ def test_the_caller_may_go_on_at_once():
         result = fp.run(plan, params, (x * 2, target))
         got = result.outputs.sum(), result.loss * 3
         del result
-        poison()
+        poison(16 * 64)
         assert same(wanted, got)
 
 
@@ -209,10 +203,6 @@ def test_modules_with_batch_norm_and_dropout():
 def test_layers_that_are_computed_again_drop_what_they_dropped(executor):
     """The generator is the device's: what one lane computes again must not set it while another lane draws."""
 
-    class Again(nn.Sequential):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False)
-
     nets = [
         nn.Sequential(*(Again(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Dropout(0.5)) for _ in range(4)))
         for _ in range(S)
@@ -240,13 +230,7 @@ def test_peak_memory_is_the_schedules():
         fp.schedules.remat(fp.schedules.one_f_one_b(S, count)),
     ):
         plan = fp.make_plan([part] * S, schedule, loss=F.mse_loss, devices=["cuda:0"] * S)
-        fp.run(plan, params, (x, x), executor="serial")
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        fp.run(plan, params, (x, x), executor="serial")
-        torch.cuda.synchronize()
-        peaks[schedule.name] = torch.cuda.max_memory_allocated() - before
+        peaks[schedule.name] = device_peak(partial(fp.run, plan, params, (x, x), executor="serial"))
     fill, steady, rematted = peaks.values()
     held = sum(min(count, S - s) for s in range(S)) / (S * count)
     assert steady < (held + 0.25) * fill, peaks

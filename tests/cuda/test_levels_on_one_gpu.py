@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import assert_same_result, ids
+from common import Again, assert_same_result, device_peak, ids, leveled, poison
 from torch.utils.checkpoint import checkpoint
 
 import funcpipe as fp
@@ -22,28 +23,15 @@ pytestmark = [
 S, M, N = 4, 4, 64
 
 
-class Again(nn.Sequential):
-    """Layers that torch computes again in their backward."""
-
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-def leveled(schedule, num_levels):
-    """The schedule with levels that go from microbatch to microbatch, and from stage to stage."""
-    forwards = [action for order in schedule.orders for action in order if action.kind is fp.Kind.F]
-    return replace(schedule, levels={each: (each.stage + each.microbatch) % num_levels for each in forwards})
-
-
 FAMILIES = [
-    leveled(schedule, levels)
-    for schedule, levels in [
-        (fp.schedules.one_f_one_b(S, M), 4),
-        (fp.schedules.zero_bubble(S, M), 4),
-        (fp.schedules.remat(fp.schedules.fill_drain(S, M)), 4),
-        (fp.schedules.offload(fp.schedules.one_f_one_b(S, M)), 4),
-        (fp.schedules.pair(fp.schedules.interleaved(S, M, num_devices=2)), 4),
-        (fp.schedules.dualpipe_v(S, 6), 4),
+    leveled(schedule, 4)
+    for schedule in [
+        fp.schedules.one_f_one_b(S, M),
+        fp.schedules.zero_bubble(S, M),
+        fp.schedules.remat(fp.schedules.fill_drain(S, M)),
+        fp.schedules.offload(fp.schedules.one_f_one_b(S, M)),
+        fp.schedules.pair(fp.schedules.interleaved(S, M, num_devices=2)),
+        fp.schedules.dualpipe_v(S, 6),
     ]
 ]
 
@@ -69,19 +57,13 @@ def batch():
     return torch.randn(48, N, generator=g), torch.randn(48, N, generator=g)
 
 
-def poison() -> None:
-    """Take memory that is free now and fill it with NaN: whoever reads freed memory sees it."""
-    blocks = [torch.full((12 * N,), float("nan"), device="cuda:0") for _ in range(64)]
-    del blocks
-
-
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("schedule", FAMILIES, ids=ids)
 def test_the_same_bits_as_the_oracle(schedule, executor):
     plan, params, state = ready(schedule)
     expected = fp.run_sequential(plan, params, batch(), state=state, seed=3)
     for _ in range(4):
-        poison()
+        poison(12 * N)
         assert_same_result(expected, fp.run(plan, params, batch(), state=state, seed=3, executor=executor))
 
 
@@ -140,13 +122,7 @@ def test_a_level_keeps_less():
     for share in (0, 1, 2):
         levels = {each: int(each.microbatch % 2 < share) for each in forwards}
         plan = fp.make_plan([stage] * 2, replace(base, levels=levels), loss=F.mse_loss, devices=["cuda:0"] * 2)
-        fp.run(plan, params, (x, x), executor="serial")
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        fp.run(plan, params, (x, x), executor="serial")
-        torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated() - before)
+        peaks.append(device_peak(partial(fp.run, plan, params, (x, x), executor="serial")))
     none, half, every = peaks
     assert every < 0.65 * none, peaks
     assert every < half < 0.9 * none, peaks

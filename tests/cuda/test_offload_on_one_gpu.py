@@ -5,11 +5,13 @@ The order of copies and computations is proven without a GPU in tests/streams.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import assert_same_result, ids
+from common import assert_same_result, device_peak, ids, poison
 
 import funcpipe as fp
 from funcpipe.runtime.residual import EagerResidual
@@ -47,19 +49,13 @@ def batch():
     return torch.randn(16, N, generator=g), torch.randn(16, N, generator=g)
 
 
-def poison() -> None:
-    """Take memory that is free now and fill it with NaN: whoever reads freed memory sees it."""
-    blocks = [torch.full((4 * N,), float("nan"), device="cuda:0") for _ in range(64)]
-    del blocks
-
-
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("schedule", FAMILIES, ids=ids)
 def test_the_same_bits_as_the_oracle(schedule, executor):
     plan, params, options = ready(offload(schedule))
     expected = fp.run_sequential(plan, params, batch(), **options)
     for _ in range(5):
-        poison()
+        poison(4 * N)
         assert_same_result(expected, fp.run(plan, params, batch(), executor=executor, **options))
 
 
@@ -78,7 +74,7 @@ def test_slow_copies(out, executor, monkeypatch):
 
     monkeypatch.setattr(StreamBackend, "fill", fill)
     for _ in range(5):
-        poison()
+        poison(4 * N)
         assert_same_result(expected, fp.run(plan, params, batch(), executor=executor, **options))
 
 
@@ -121,13 +117,7 @@ def test_the_peak_is_lower():
     peaks = {}
     for schedule in (fp.schedules.fill_drain(2, count), offload(fp.schedules.fill_drain(2, count))):
         plan = fp.make_plan([part] * 2, schedule, loss=F.mse_loss, devices=["cuda:0"] * 2)
-        fp.run(plan, params, (x, x), executor="serial")
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        fp.run(plan, params, (x, x), executor="serial")
-        torch.cuda.synchronize()
-        peaks[schedule.name] = torch.cuda.max_memory_allocated() - before
+        peaks[schedule.name] = device_peak(partial(fp.run, plan, params, (x, x), executor="serial"))
     kept, away = peaks.values()
     assert away < 0.6 * kept, peaks
 
@@ -161,5 +151,5 @@ def test_a_run_that_fails_on_its_way_leaves_a_clean_next_one(monkeypatch):
             patch.setattr(EagerResidual, "move", fails)
             with pytest.raises(OSError, match="planted"):
                 fp.run(plan, params, batch(), **options)
-        poison()
+        poison(4 * N)
         assert_same_result(expected, fp.run(plan, params, batch(), **options))

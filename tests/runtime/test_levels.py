@@ -7,7 +7,7 @@ import causal
 import pytest
 import torch
 import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, ids, same, schedules, snapshot
+from common import EXECUTORS, assert_same_result, ids, leveled, same, schedules, snapshot
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,12 +35,6 @@ RECOMPUTED = fp.compile_stage(EAGER, fuse=False, recompute=True)
 def layers(count=STAGES):
     generator = torch.Generator().manual_seed(3)
     return tuple({name: torch.randn(6, 6, generator=generator) * 0.3 for name in "ab"} for _ in range(count))
-
-
-def leveled(schedule, num_levels=2):
-    """The schedule with levels that go from microbatch to microbatch, and from stage to stage."""
-    forwards = [action for order in schedule.orders for action in order if action.kind is fp.Kind.F]
-    return replace(schedule, levels={each: (each.stage + each.microbatch) % num_levels for each in forwards})
 
 
 def plan_of(stages, schedule, **options):

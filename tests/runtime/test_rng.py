@@ -12,6 +12,7 @@ from common import EXECUTORS, assert_same_result, same
 import funcpipe as fp
 from funcpipe.core.torch_names import FakeTensorMode
 from funcpipe.runtime.drawing import _DRAW_NOTHING
+from funcpipe.runtime.rng import KeyedDraws, Keys
 
 
 def ones(count):
@@ -143,6 +144,22 @@ def test_what_is_said_to_draw_and_does_not(name):
             operation(q, q, q, 0.5, False)
         operation(q, q, q, 0.0, False)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_draw_that_ends_a_region_is_checked_all_the_same():
+    """The dropout kernel saves what it drew while it is called, and with that a region has all that it wanted."""
+    keys = Keys(0, [fp.stage(lambda p, x: x, name="other")])
+
+    def enough(_):
+        raise StopIteration
+
+    x = torch.ones(4, requires_grad=True)
+    with (
+        pytest.raises(fp.DrawError, match="'other' draws random numbers in the backward"),
+        KeyedDraws(keys, 0, {}, 0, {"part": 1}),
+        torch.autograd.graph.saved_tensors_hooks(enough, enough),
+    ):
+        torch.native_dropout(x, 0.5, True)
 
 
 def test_checkpoint_leaves_generators_of_devices_alone(monkeypatch):

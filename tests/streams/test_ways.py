@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import assert_same_result, ids
-from torch.utils.checkpoint import checkpoint
+from common import Again, assert_same_result, ids, leveled
 
 import funcpipe as fp
 
 S, M = 4, 4
-
-
-class Again(nn.Sequential):
-    """Layers that torch computes again in their backward."""
-
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def in_ways():
@@ -53,9 +44,7 @@ def test_they_are_in_order(chosen, schedule, devices, executor, backend):
     """Whichever stream a forward was on, its backward finds what it drew."""
     ways, params, state = in_ways()
     stages = [fp.levels(*(own[level] for level in chosen)) if len(chosen) > 1 else own[chosen[0]] for own in ways]
-    forwards = [action for order in schedule.orders for action in order if action.kind is fp.Kind.F]
-    levels = {each: (each.stage + each.microbatch) % len(chosen) for each in forwards}
-    schedule = replace(schedule, levels=levels)
+    schedule = leveled(schedule, len(chosen))
     generator = torch.Generator().manual_seed(1)
     batch = tuple(torch.randn(8, 4, generator=generator) for _ in "xy")
     options = {"state": state, "seed": 1, "threads_per_lane": 1}
