@@ -170,15 +170,19 @@ def cow_clone_unchecked(tensor: Tensor) -> Tensor:
     On devices with streams the copy is made at once. Torch makes a late one on the legacy default stream, which lanes
     do not wait for; its allocator forgets streams recorded on shared memory; and no graph of the device has it.
     """
+    lazy = cow_clone_or_none(tensor)
+    return tensor.clone() if lazy is None else lazy
+
+
+def cow_clone_or_none(tensor: Tensor) -> Tensor | None:
+    """`cow_clone_unchecked` where the copy takes no memory yet; None: it would be made at once."""
     if not (tensor.is_cpu or tensor.is_meta or isinstance(tensor, (FakeTensor, FunctionalTensor))):
-        return tensor.clone()
+        return None
     try:
         # Memory that ``torch.load`` read has no allocator, which torch sees only when somebody writes: it crashes then.
-        if tensor.untyped_storage().resizable():
-            return lazy_clone(tensor)
+        return lazy_clone(tensor) if tensor.untyped_storage().resizable() else None
     except RuntimeError:  # memory that torch did not allocate (numpy, shared), odd layouts
-        pass
-    return tensor.clone()
+        return None
 
 
 def is_differentiable(leaf: Any) -> bool:

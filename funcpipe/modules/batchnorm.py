@@ -231,6 +231,9 @@ class NormStats(NamedTuple):
         counted: is the batch counted.
     """
 
+    IS_APART = True
+    """Nothing here has a graph, and the layer keeps none of it."""
+
     moments: tuple[Moments, ...]
     momentum: float | None
     counted: bool = True

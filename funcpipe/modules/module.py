@@ -299,6 +299,9 @@ class ModuleFn(PartFn):
 class ModuleCopy:
     """A private copy of the module with tensors in the places of its parameters."""
 
+    guards_state = True
+    """A run need not look for writes into the state: calls refuse them."""
+
     def __init__(self, owner: ModuleFn) -> None:
         self.owner = owner
         with without_modes():  # a stage may be traced on fake tensors; its skeleton has none
@@ -351,9 +354,7 @@ class ModuleCopy:
         self._refuse_writes(before)
         if not collects and not stash:
             return y
-        stats: dict[str, Any] = {}
-        for layer in self.norms if collects else ():
-            stats[layer.deferral.path] = layer.deferral.take()
+        stats = {layer.deferral.path: layer.deferral.take() for layer in self.norms} if collects else {}
         out = normalise(y)
         return out._replace(stash={**out.stash, **stash}, stats=stats or out.stats)
 

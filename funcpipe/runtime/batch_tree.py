@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.tree import Path, Tree, at, flatten, locations, map_leaves, paths, refuse_hidden, unflatten
-from funcpipe.runtime.border import LEAF, Border, given, share
+from funcpipe.runtime.border import LEAF, Border, given, mark_shared
 from funcpipe.runtime.cache_key import border_key_or_none
 from funcpipe.runtime.marks import Axis, Microbatches, Replicate
 
@@ -192,4 +192,4 @@ def _marks_at_leaves(tree: Tree) -> Tree:
 
 def _marked(leaves: Iterable[Any]) -> list[Any]:
     """Handles that mark the caller's memory as shared; where there are streams every stage gets a copy instead."""
-    return share(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cpu)
+    return mark_shared(leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cpu)

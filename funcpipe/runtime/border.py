@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import raise_all
-from funcpipe.core.tree import Spec, Tree, cow_clone, cow_clone_unchecked, flatten, refuse_hidden, unflatten
+from funcpipe.core.tree import (
+    Spec,
+    Tree,
+    cow_clone,
+    cow_clone_or_none,
+    cow_clone_unchecked,
+    flatten,
+    refuse_hidden,
+    under_transform,
+    unflatten,
+)
 
 LEAF: Spec = flatten(None)[1]
 """The structure of a tree that is one leaf."""
@@ -74,6 +84,14 @@ def share(leaves: Iterable[Any]) -> list[Any]:
     """
     with _sharing:
         return [caller_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def mark_shared(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Handles like those of `share` for memory that can be shared; other memory every `cow_clone` copies at once."""
+    if under_transform():
+        return []
+    with _sharing:
+        return [handle for tensor in tensors if (handle := cow_clone_or_none(tensor)) is not None]
 
 
 def caller_copy(tensor: Tensor) -> Tensor:

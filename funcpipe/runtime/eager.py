@@ -228,9 +228,10 @@ class EagerBound:
             skip_leaves.append((len(border.leaves), leaves))
         carry = skips.pop(CARRY, None)
         feeds = {name: open_border(b, grad=False)[0] for name, b in zip(stage.feeds, args.feeds, strict=True)}
-        before = versions(self.state_leaves)
+        looks = bool(self.state_leaves) and not getattr(self.fn, "guards_state", False)
+        before = versions(self.state_leaves) if looks else []
         returned = self.fn(x, **stage.extras(skips, feeds, self.state, self.train, carry))
-        if self.state_leaves:
+        if looks:
             self._refuse_state_writes(before)
         return returned
 

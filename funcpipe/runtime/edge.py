@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from torch import Tensor
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.cache_key import border_key_or_none
 from funcpipe.runtime.connection import LostError, Way, lost_by_device
+from funcpipe.runtime.message import HEAD, Message, head_of, number_of, rooms, unpacked
 from funcpipe.runtime.plain_tensors import materialized
 from funcpipe.runtime.stream import Place, Ticket
 from funcpipe.runtime.transport import Inbox, Mailbox, PoolLevel
@@ -38,9 +40,6 @@ from funcpipe.runtime.wire_format import (
 )
 from funcpipe.runtime.worker import Worker
 
-_HEAD = 16
-"""Bytes of what goes before a value: the number of its form, and how long the form is that follows."""
-
 _MORE = 2
 """The tag of what follows a form that the other end did not expect; 0 is that of what it has asked for, maybe long before
 (and 1 of what cuts a connection)."""
@@ -50,6 +49,9 @@ _FORMS = 4096
 
 _SIGNATURES = 64
 """... for batches of so many kinds which form each value has."""
+
+_SPARE = 8
+"""So many messages whose values have come are kept to be filled again: new memory of their size costs more than the copy."""
 
 
 class _Edge:
@@ -110,10 +112,12 @@ class EdgeOut(_Edge):
         self.numbers: dict[Any, int] = {}
         self.box = Inbox()
         self.to = self.place = 0
+        self.spare: deque[Message] = deque(maxlen=_SPARE)
 
     def _forget(self) -> None:
         super()._forget()
         self.numbers.clear()
+        self.spare = deque(maxlen=_SPARE)  # not cleared: another thread may look through it
 
     def begin(self, signature: Any, to: int, box: Inbox) -> None:
         """A run begins: a slot of lane ``to`` that is free again is put into the box."""
@@ -161,8 +165,14 @@ class EdgeOut(_Edge):
         as_asked: bool,
     ) -> None:
         """Begin to send what goes from host to host; the other end has asked for a form, which it has or has not."""
-        more = list[Tensor]()
-        first = self._head(asked, number, len(text), parts if as_asked else None)
+        more, message = list[Tensor](), None
+        if asked is None or self.direct:
+            first = [head_of(number, len(text))]
+        elif asked.is_small:
+            message = self._message(asked, number, parts) if as_asked else Message.of(asked, number, len(text))
+            first = [message.whole]
+        else:
+            first = [head_of(number, len(text)), *(parts if as_asked else rooms(asked)[1])]
         if not as_asked:
             more = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *parts] if text else parts
         tensors = [*first, *more]
@@ -172,19 +182,31 @@ class EdgeOut(_Edge):
         except LostError as error:
             self.lost(error)
             return
-        self.worker.give(partial(self._safely, partial(self._sent, slot, works, tensors, box)))
+        self.worker.give(
+            partial(self._safely, partial(self._sent, slot, works, tensors, box, message if as_asked else None))
+        )
 
-    def _head(self, asked: TreeForm | None, number: int, length: int, parts: list[Tensor] | None) -> list[Tensor]:
-        """What the other end has asked for: the number of the form, then the tensors, or (None) what fills their places."""
-        if asked is None or self.direct:
-            return [_head(number, length)]
-        filled = _rooms(asked)[1] if parts is None else parts
-        if asked.is_small:
-            return [torch.cat([*map(memory, filled), _head(number, length)])]
-        return [_head(number, length), *filled]
+    def _message(self, form: TreeForm, number: int, parts: list[Tensor]) -> Message:
+        """A message with these tensors."""
+        message = self._spare(form) or Message.of(form, number)
+        for place, part in zip(message.places, parts, strict=True):
+            place.copy_(memory(part))
+        return message
 
-    def _sent(self, slot: int, works: list[Any], kept: list[Tensor], box: Inbox) -> None:
+    def _spare(self, form: TreeForm) -> Message | None:
+        """A message for values of a form that has come; None: there is none."""
+        spare = self.spare
+        for _ in range(len(spare)):  # the worker adds to it meanwhile
+            message = spare.popleft()
+            if message.form is form:
+                return message
+            spare.append(message)
+        return None
+
+    def _sent(self, slot: int, works: list[Any], kept: list[Tensor], box: Inbox, message: Message | None) -> None:
         self.connection.finish(works, self.peer)
+        if message is not None:
+            self.spare.append(message)
         box.put_quietly((self.to, slot), (works, kept))
 
 
@@ -269,10 +291,10 @@ class EdgeIn(_Edge):
         expected = self.expected.get(place)
         form = None if expected is None or self.direct else self.forms[expected]
         if form is not None and form.is_small:
-            packed = torch.empty(form.nbytes + _HEAD, dtype=torch.uint8)
+            packed = torch.empty(form.nbytes + HEAD, dtype=torch.uint8)
             return _Asked(slot, free, [ask(packed)], packed, expected, None)
-        head = torch.empty(_HEAD, dtype=torch.uint8)
-        leaves, tensors = ([], []) if form is None else _rooms(form, self._room)
+        head = torch.empty(HEAD, dtype=torch.uint8)
+        leaves, tensors = ([], []) if form is None else rooms(form, self._room)
         return _Asked(slot, free, [ask(head), *map(ask, tensors)], head, expected, leaves)
 
     def _receive_all(
@@ -296,7 +318,7 @@ class EdgeIn(_Edge):
         more = partial(self.connection.receive, source=self.peer, tag=_MORE)
         finish = partial(self.connection.finish, rank=self.peer)
         finish(asked.works)
-        kind, length = asked.head[-_HEAD:].clone().view(torch.int64).tolist()
+        kind, length = number_of(asked.head)
         if length:
             text = torch.empty(length, dtype=torch.uint8)
             finish([more(text)])
@@ -306,10 +328,10 @@ class EdgeIn(_Edge):
             assert self.stream is not None
             leaves, event = self.stream.receive(form.leaves, asked.free, place.streams)
         elif kind != asked.expected:
-            leaves, tensors = _rooms(form, self._room)
+            leaves, tensors = rooms(form, self._room)
             finish([*map(more, tensors)])
         elif asked.leaves is None:
-            leaves = _unpacked(asked.head, form, None if self.stream is None else self._room)
+            leaves = unpacked(asked.head, form, None if self.stream is None else self._room)
         self.expected[number] = kind
         if self.stream is not None and not self.direct:
             leaves, event = self.stream.from_host(leaves, asked.free, place.streams)
@@ -347,36 +369,3 @@ def _then(wait: Callable[[], None], post: Callable[[list[Tensor]], None], tensor
 def _at_host(tensor: Tensor) -> Tensor:
     """A tensor in memory of the host that nobody shares lazily."""
     return materialized(tensor.cpu())
-
-
-def _head(number: int, length: int) -> Tensor:
-    """What goes with a value: the number of its form, and how long the form is that follows."""
-    return torch.tensor([number, length]).view(torch.uint8)
-
-
-def _unpacked(packed: Tensor, form: TreeForm, room: Callable[[TensorLayout], Tensor] | None) -> list[Any]:
-    """The leaves of a form whose tensors are in one message.
-
-    With no ``room`` of a special kind the first stays where it came: its memory begins where that of the message does,
-    as kernels round differently by alignment.
-    """
-    leaves, start = list[Any](), 0
-    for leaf in form.leaves:
-        if isinstance(leaf, TensorLayout):
-            piece = packed[start : start + leaf.nbytes]
-            start += leaf.nbytes
-            if room is None and piece.storage_offset() == 0:
-                leaf = piece.view(leaf.dtype).as_strided(leaf.size, leaf.strides)
-            else:
-                leaf = (room or TensorLayout.room)(leaf)
-                memory(leaf).copy_(piece)
-        leaves.append(leaf)
-    return leaves
-
-
-def _rooms(
-    form: TreeForm, room: Callable[[TensorLayout], Tensor] = TensorLayout.room
-) -> tuple[list[Any], list[Tensor]]:
-    """Leaves of a form with new memory, and those of them that travel."""
-    leaves = [room(leaf) if isinstance(leaf, TensorLayout) else leaf for leaf in form.leaves]
-    return leaves, [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]

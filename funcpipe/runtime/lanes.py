@@ -33,11 +33,11 @@ from funcpipe.runtime.execute import Execution, LaneExecutor
 from funcpipe.runtime.failures import raise_located
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.transport import Stop
-from funcpipe.runtime.watchdog import Watchdog
+from funcpipe.runtime.watchdog import LaneWatch
 from funcpipe.runtime.worker import Worker, compute_with, end_all
 
 _ALARM = -1
-"""What the watchdog, or another alarm, puts into the queue of lanes that are done."""
+"""What an alarm puts into the queue of lanes that are done."""
 
 _PATIENCE = 0.05
 """Seconds that lanes get to end by themselves before they are interrupted."""
@@ -121,30 +121,30 @@ class Lanes(LaneExecutor):
         finished = False
         leaving = partial(self._leave, executions, threading.get_ident())
         atexit.register(leaving)  # a lane that is in torch's code when Python ends would abort the process
-        watchdog = None if timeout is None else Watchdog(executions, timeout, partial(done.put, _ALARM))
+        watch = None if timeout is None else LaneWatch(executions, timeout)
         try:
             # Inside of try: Ctrl-C between two starts must stop the first.
             self._start()
             for seat, worker in enumerate(self._workers):
                 worker.give(partial(self._work, executions, seat, failures, done))
-            if watchdog is not None:
-                watchdog.start()
+            if watch is not None:
+                watch.start()
             with self.watched(partial(done.put, _ALARM)):
                 for _ in executions[0].lanes:
-                    if _take(done) == _ALARM or failures:
+                    if _take(done, watch) == _ALARM or failures:
                         break
                 else:
                     finished = True
         finally:
             atexit.unregister(leaving)
-            if watchdog is not None:  # here: Ctrl-C may come as it starts
-                watchdog.end()
+            if watch is not None:  # here: Ctrl-C may come as it starts
+                watch.end()
             if not finished:
                 self.ending(failures[0][1] if failures else sys.exception())
                 # With timeout= nobody waits longer than that, whatever a lane is stuck in.
-                self._halt(executions, wait=timeout if watchdog is None or not watchdog.report else _PATIENCE)
-        if watchdog is not None and watchdog.report and not finished:
-            raise RunTimeout(watchdog.report)
+                self._halt(executions, wait=timeout if watch is None or not watch.report else _PATIENCE)
+        if watch is not None and watch.report and not finished:
+            raise RunTimeout(watch.report)
         if failures:
             raise_located(failures)
         if not finished:
@@ -233,13 +233,17 @@ def _is_inside(thread: int) -> bool:
     return False
 
 
-def _take(done: queue.SimpleQueue[int]) -> int:
-    """The next number in the queue. Waits in C, where Ctrl-C wakes it unless it comes just as the wait begins."""
+def _take(done: queue.SimpleQueue[int], watch: LaneWatch | None) -> int:
+    """The next number in the queue; an alarm when the watch has a report.
+
+    Waits in C, where Ctrl-C wakes it unless it comes just as the wait begins.
+    """
     while True:
         try:
-            return done.get(timeout=0.5)
+            return done.get(timeout=0.5 if watch is None else min(0.5, watch.pause))
         except queue.Empty:
-            continue
+            if watch is not None and watch.look():
+                return _ALARM
 
 
 def _do(

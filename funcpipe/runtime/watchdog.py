@@ -25,47 +25,37 @@ _GRACE = 1.0
 """Seconds that a thread gets to react before its stack is printed, whatever holds it."""
 
 
-class Watchdog:
-    """A thread that looks at the lanes while a run lasts; when none begins an action it reports, and bites once."""
+class LaneWatch:
+    """What a thread that waits for the lanes looks at now and then: whether any has begun an action.
 
-    def __init__(self, executions: Sequence[Execution], timeout: float, bite: Callable[[], None]) -> None:
-        self.executions, self.timeout, self.bite = executions, timeout, bite
+    Attributes:
+        pause: seconds from one look to the next.
+        report: what every lane did, once none had begun an action for the timeout.
+    """
+
+    def __init__(self, executions: Sequence[Execution], timeout: float) -> None:
+        self.executions, self.timeout, self.pause = executions, timeout, min(1.0, timeout / 20)
         self.report = ""
-        self._over = threading.Event()
-        self._gate = threading.Lock()
-        self._thread = threading.Thread(target=self._watch, name="funcpipe watchdog", daemon=True)
+        self._seen, self._since = list[int](), 0.0
 
     def start(self) -> None:
         """Begin to look."""
+        self._seen, self._since = self._marks(), monotonic()
         self._backstop()
-        self._thread.start()
 
     def end(self) -> None:
         """Look no more. It may be called again, and after a start that was interrupted."""
-        with self._gate:
-            self._over.set()
         faulthandler.cancel_dump_traceback_later()
-        if self._thread.is_alive():
-            self._thread.join()
 
-    def _watch(self) -> None:
-        marks, since = self._marks(), monotonic()
-        pause = min(1.0, self.timeout / 20)
-        while not self._over.wait(pause):
-            current = self._marks()
-            if current != marks:
-                marks, since = current, monotonic()
-                self._backstop()
-            elif monotonic() - since >= self.timeout:
-                with self._gate:
-                    if self._over.is_set():
-                        return
-                    self.report = describe(self.executions, monotonic() - since)
-                    self.bite()
-                if not self._over.wait(_GRACE):
-                    with suppress(OSError, ValueError):  # nobody reads it: a closed pipe, a closed file
-                        print(f"funcpipe: {self.report}", file=sys.stderr, flush=True)
-                return
+    def look(self) -> bool:
+        """Look; has no lane begun an action for the timeout. Then there is a report."""
+        marks, now = self._marks(), monotonic()
+        if marks != self._seen:
+            self._seen, self._since = marks, now
+            self._backstop()
+        elif now - self._since >= self.timeout:
+            self.report = describe(self.executions, now - self._since)
+        return bool(self.report)
 
     def _marks(self) -> list[int]:
         return [self.executions[0].executor.beats(), *begun(self.executions)]
@@ -76,6 +66,42 @@ class Watchdog:
             faulthandler.dump_traceback_later(self.timeout + _GRACE)
         except (AttributeError, ValueError, OSError, RuntimeError, OverflowError):  # stderr is no file (notebooks)
             pass
+
+
+class Watchdog(LaneWatch):
+    """A thread that looks at the lanes while another runs them; when none begins an action it reports, and bites once."""
+
+    def __init__(self, executions: Sequence[Execution], timeout: float, bite: Callable[[], None]) -> None:
+        super().__init__(executions, timeout)
+        self.bite = bite
+        self._over = threading.Event()
+        self._gate = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="funcpipe watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        super().start()
+        self._thread.start()
+
+    def end(self) -> None:
+        """Look no more. It may be called again, and after a start that was interrupted."""
+        with self._gate:
+            self._over.set()
+        super().end()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self.pause):
+            with self._gate:
+                if self._over.is_set():
+                    return
+                if self.look():
+                    self.bite()
+                    break
+        if not self._over.wait(_GRACE):
+            with suppress(OSError, ValueError):  # nobody reads it: a closed pipe, a closed file
+                print(f"funcpipe: {self.report}", file=sys.stderr, flush=True)
 
 
 def begun(executions: Sequence[Execution]) -> list[int]:
@@ -163,10 +189,10 @@ def _state(execution: Execution, lane: Runner, *, working: bool) -> str:
         role = execution.ready.program.lane(waits[0]).slots[waits[1]].role
         return f"did {current} and waits until device {waits[0]} frees a slot for {role.value}"
     part = program.parts[lane.done]
-    value = next(
-        instruction.value for instruction in part if type(instruction) is Receive and instruction.slot == waits
-    )
-    return f"{last} and waits, before {current}, for {program.value(value)}"
+    received = [each.value for each in part if type(each) is Receive and each.slot == waits]
+    if not received:  # it has gone on meanwhile
+        return f"{last} and is in {current}"
+    return f"{last} and waits, before {current}, for {program.value(received[0])}"
 
 
 class interrupting:

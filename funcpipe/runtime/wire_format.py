@@ -10,7 +10,9 @@ import json
 import struct
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -45,7 +47,8 @@ class TensorLayout(NamedTuple):
         return torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=device or "cpu")
 
 
-class TreeForm(NamedTuple):
+@dataclass(frozen=True)
+class TreeForm:
     """What some leaves and their structure are, without the numbers of tensors.
 
     Attributes:
@@ -58,7 +61,7 @@ class TreeForm(NamedTuple):
     leaves: tuple[Any, ...]
     flags: tuple[bool, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The size of its tensors."""
         return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, TensorLayout))
@@ -71,6 +74,8 @@ class TreeForm(NamedTuple):
 
 def memory(tensor: Tensor) -> Tensor:
     """The bytes of a dense tensor in the order in which they lie."""
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1:
+        return tensor
     flat = tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(-1).view(torch.uint8)
 
@@ -121,10 +126,14 @@ def pack_form(form: TreeForm) -> bytes:
 
 def unpack_form(data: bytes) -> TreeForm:
     """The form that was packed. Raises PlanError for what was not."""
+    return _unpacked_form(data, _class, _DECODERS)
+
+
+def _unpacked_form(data: bytes, find: Callable[[str], Any], decoders: Mapping[str, Callable[[Any], Any]]) -> TreeForm:
     try:
         structure, leaves, flags = json.loads(data)
-        values = [_decoded(leaf) for leaf in leaves]
-        numbers, spec = ([*range(len(values))], LEAF) if structure is None else flatten(_built(structure, _Number))
+        values = [_decoded(leaf, decoders) for leaf in leaves]
+        numbers, spec = ([*range(len(values))], LEAF) if structure is None else flatten(_built(structure, find))
         if [*map(int, numbers)] != [*range(len(values))] or not all(isinstance(flag, bool) for flag in flags):
             raise ValueError("its leaves are out of order")
     except PlanError:
@@ -134,12 +143,35 @@ def unpack_form(data: bytes) -> TreeForm:
     return TreeForm(spec, tuple(values), tuple(flags))
 
 
+_KNOWN = 64
+"""So many forms of whole trees are remembered: processes say the same to each other in every run, with other numbers."""
+
+
+class NumberLayout(NamedTuple):
+    """What stands in the form of a whole tree for a number, which goes with the memory of tensors.
+
+    Attributes:
+        code: how `struct` writes it: "q" an int, "d" a float.
+    """
+
+    code: str
+
+
+_BY_CODE = {"q": NumberLayout("q"), "d": NumberLayout("d")}
+
+
 def pack(tree: Tree) -> bytes:
-    """A whole tree as bytes: the length of its form, the form, the memory of its tensors."""
+    """A whole tree as bytes: the length of its form, the form, its numbers and the memory of its tensors."""
     leaves, spec = flatten(tree)
-    leaves = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in map(sendable, leaves)]
-    head = pack_form(form_of(leaves, spec, ()))
-    parts = [memory(leaf).numpy().tobytes() for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
+    layouts, parts = list[Any](), list[bytes]()
+    for leaf in map(sendable, leaves):
+        code = "d" if type(leaf) is float else "q" if type(leaf) is int and -(2**63) <= leaf < 2**63 else ""
+        if code:
+            parts.append(struct.pack(f"<{code}", leaf))
+        elif isinstance(leaf, Tensor):
+            parts.append(memory(leaf.cpu()).numpy().tobytes())
+        layouts.append(_BY_CODE[code] if code else leaf)
+    head = pack_form(form_of(layouts, spec, ()))
     return b"".join([struct.pack("<q", len(head)), head, *parts])
 
 
@@ -148,19 +180,47 @@ def unpack(data: bytes) -> Tree:
     end = 8 + struct.unpack("<q", data[:8])[0] if len(data) >= 8 else -1
     if not 8 <= end <= len(data):
         raise PlanError(f"what came from another process is damaged: {len(data)} bytes, and a head of {end - 8}")
-    form = unpack_form(data[8:end])
+    form = _form_of(data[8:end])
     leaves: list[Any] = []
     for leaf in form.leaves:
-        if isinstance(leaf, TensorLayout):
-            leaf = leaf.room()
-            if leaf.numel():
-                start, end = end, end + leaf.numel() * leaf.element_size()
-                piece = bytearray(data[start:end])
-                if len(piece) < end - start:
-                    raise PlanError("what came from another process is damaged: numbers of a tensor are missing")
-                memory(leaf).copy_(torch.frombuffer(piece, dtype=torch.uint8))
+        if isinstance(leaf, (TensorLayout, NumberLayout)):
+            start, end = end, end + (leaf.nbytes if isinstance(leaf, TensorLayout) else 8)
+            if end > len(data):
+                raise PlanError("what came from another process is damaged: numbers are missing at its end")
+            leaf = _read(leaf, data[start:end])
         leaves.append(leaf)
     return unflatten(form.spec, leaves)
+
+
+def _read(layout: TensorLayout | NumberLayout, data: bytes) -> Any:
+    """The number, or the tensor, that these bytes are."""
+    if isinstance(layout, NumberLayout):
+        return struct.unpack(f"<{layout.code}", data)[0]
+    tensor = layout.room()
+    if data:
+        memory(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return tensor
+
+
+@lru_cache(_KNOWN)
+def _known(data: bytes) -> tuple[TreeForm, dict[str, type]]:
+    """The form of a whole tree, and the classes in it by name."""
+    classes: dict[str, type] = {}
+
+    def find(name: str) -> type:
+        classes[name] = found = _class(name)
+        return found
+
+    return _unpacked_form(data, find, {**_DECODERS, "number": _BY_CODE.__getitem__}), classes
+
+
+def _form_of(data: bytes) -> TreeForm:
+    """`unpack_form` for a whole tree; known where the same came before, and its classes are what they were."""
+    form, classes = _known(data)
+    if any(_looked_up(name) is not kind for name, kind in classes.items()):  # a cell of a notebook ran again
+        _known.cache_clear()
+        form, _ = _known(data)
+    return form
 
 
 # -- leaves ------------------------------------------------------------------------------------------------------------
@@ -195,6 +255,8 @@ def _coded(leaf: Any) -> Any:
         return leaf
     if isinstance(leaf, TensorLayout):
         return {"tensor": [list(leaf.size), list(leaf.strides), str(leaf.dtype)]}
+    if isinstance(leaf, NumberLayout):
+        return {"number": leaf.code}
     for name, (kind, write, _) in _CODES.items():
         if type(leaf) is kind:
             return {name: write(leaf)}
@@ -204,13 +266,7 @@ def _coded(leaf: Any) -> Any:
     )
 
 
-def _decoded(leaf: Any) -> Any:
-    """The leaf that was coded."""
-    if type(leaf) in _AS_THEY_ARE:
-        return leaf
-    ((name, value),) = leaf.items()
-    if name != "tensor":
-        return _CODES[name][2](value)
+def _layout(value: Any) -> TensorLayout:
     size, strides = (tuple(map(int, numbers)) for numbers in value[:2])
     if len(size) != len(strides) or min((*size, *strides), default=0) < 0:
         raise ValueError(f"no tensor has size {size} and strides {strides}")
@@ -218,6 +274,20 @@ def _decoded(leaf: Any) -> Any:
     if not fills(torch.empty_strided(size, strides, dtype=layout.dtype, device="meta")):
         raise ValueError(f"a tensor of size {size} and strides {strides} has gaps")
     return layout
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "tensor": _layout,
+    **{name: read for name, (_, _, read) in _CODES.items()},
+}
+
+
+def _decoded(leaf: Any, decoders: Mapping[str, Callable[[Any], Any]] = _DECODERS) -> Any:
+    """The leaf that was coded."""
+    if type(leaf) in _AS_THEY_ARE:
+        return leaf
+    ((name, value),) = leaf.items()
+    return decoders[name](value)
 
 
 # -- containers --------------------------------------------------------------------------------------------------------
@@ -246,31 +316,31 @@ def _structure(node: Any) -> Any:
     return ["class", _name_of(kind), [_structure(child) for child in children], _plain(kept)]
 
 
-def _built(code: Any, number: Callable[[int], Any]) -> Any:
+def _built(code: Any, find: Callable[[str], Any]) -> Any:
     """The container of a code."""
     if isinstance(code, int):
-        return number(code)
+        return _Number(code)
     kind, *rest = code
     match kind:
         case "list":
-            return [_built(child, number) for child in rest[0]]
+            return [_built(child, find) for child in rest[0]]
         case "tuple":
-            return tuple([_built(child, number) for child in rest[0]])
+            return tuple([_built(child, find) for child in rest[0]])
         case "deque":
-            return deque([_built(child, number) for child in rest[0]], rest[1])
+            return deque([_built(child, find) for child in rest[0]], rest[1])
         case "dict" | "OrderedDict":
-            pairs = [(_decoded(key), _built(child, number)) for key, child in rest[0]]
+            pairs = [(_decoded(key), _built(child, find)) for key, child in rest[0]]
             return dict(pairs) if kind == "dict" else OrderedDict(pairs)
         case "named":
-            made = _class(rest[0])
+            made = find(rest[0])
             if not (issubclass(made, tuple) and hasattr(made, "_fields")):
                 raise ValueError(f"{rest[0]} is no named tuple here")
-            return made(*[_built(child, number) for child in rest[1]])
+            return made(*[_built(child, find) for child in rest[1]])
         case "class":
-            put_together = put_together_by(_class(rest[0]))
+            put_together = put_together_by(find(rest[0]))
             if put_together is None:
                 raise ValueError(f"{rest[0]} is no container here")
-            return put_together(_unplain(rest[2]), [_built(child, number) for child in rest[1]])
+            return put_together(_unplain(rest[2], find), [_built(child, find) for child in rest[1]])
         case _:
             raise ValueError(f"{kind!r} is no container")
 
@@ -286,17 +356,17 @@ def _plain(kept: Any) -> Any:
     return ["leaf", _coded(str(kept) if isinstance(kept, str) else kept)]
 
 
-def _unplain(code: Any) -> Any:
+def _unplain(code: Any, find: Callable[[str], Any]) -> Any:
     kind, value = code
     match kind:
         case "list":
-            return [_unplain(part) for part in value]
+            return [_unplain(part, find) for part in value]
         case "tuple":
-            return tuple([_unplain(part) for part in value])
+            return tuple([_unplain(part, find) for part in value])
         case "dict":
-            return {_unplain(key): _unplain(part) for key, part in value}
+            return {_unplain(key, find): _unplain(part, find) for key, part in value}
         case "type":
-            return _class(value)
+            return find(value)
         case "leaf":
             return _decoded(value)
         case _:

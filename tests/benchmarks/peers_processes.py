@@ -36,6 +36,7 @@ SCHEDULES = {
 OWN = {
     "funcpipe, processes, 1F1B": ("one_f_one_b", 1, ""),
     "funcpipe, processes, fill-drain": ("fill_drain", 1, ""),
+    "funcpipe, processes, eager 1F1B": ("eager_one_f_one_b", 1, ""),
     "funcpipe, processes, interleaved": ("interleaved", 2, ""),
     "funcpipe, compiled, processes, 1F1B": ("one_f_one_b", 1, "graph"),
     "funcpipe, compiled, processes, zero-bubble": ("zero_bubble", 1, "graph"),
@@ -59,15 +60,18 @@ class Ranks:
     """The processes of one schedule. Leave the with block to end them."""
 
     def __init__(self, schedule: str, folder: Path, device: str) -> None:
-        """Start them; ``folder`` has the work in ``work.pt``, to do on ``device``."""
-        self.schedule = schedule
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.pipelining"])  # imported once, not once a process
+        """They start with the first step; ``folder`` has the work in ``work.pt``, to do on ``device``."""
+        self.schedule, self._folder, self._device = schedule, folder, device
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.pipelining"])  # imported once, not once a process
         for rank in range(LANES):
             mine, its = context.Pipe()
-            process = context.Process(target=_main, args=(rank, schedule, folder, device, its), daemon=True)
+            task = rank, self.schedule, self._folder, self._device, its
+            process = context.Process(target=_main, args=task, daemon=True)
             process.start()
             its.close()
             self._processes.append(process)
@@ -100,6 +104,8 @@ class Ranks:
         return max(self._ask("error"))
 
     def _ask(self, request: str) -> list[Any]:
+        if not self._pipes:
+            self._start()
         for pipe in self._pipes:
             with suppress(BrokenPipeError):  # why, it has said before
                 pipe.send(request)

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 import funcpipe as fp
 from funcpipe.core.tree import flatten
+from funcpipe.runtime.border import LEAF
+from funcpipe.runtime.message import Message, number_of, unpacked
 from funcpipe.runtime.wire_format import TensorLayout, form_of, memory, pack, pack_form, sendable, unpack, unpack_form
 
 numbers = st.one_of(
@@ -153,3 +156,54 @@ def test_damaged_bytes_are_refused(data):
         unpack(whole[:place] + other + whole[place + 1 :])
     except fp.PlanError:
         pass
+
+
+def test_trees_that_differ_in_numbers_alone_have_one_form():
+    """So the form that all said in the run before is not read again."""
+    one = pack((3, 0.5, True, "word", torch.tensor([1, 2])))
+    other = pack((-4, float("inf"), True, "word", torch.tensor([3, 4])))
+    end = 8 + struct.unpack("<q", one[:8])[0]
+    assert one[:end] == other[:end]
+    assert one[end:] != other[end:]
+    assert same(unpack(other), (-4, float("inf"), True, "word", torch.tensor([3, 4])))
+    kinds = [pack(leaf) for leaf in (1, 1.0, True, 2**70, torch.tensor(1))]
+    assert len({data[8 : 8 + struct.unpack("<q", data[:8])[0]] for data in kinds}) == len(kinds)
+    assert [type(unpack(data)) for data in kinds] == [int, float, bool, int, torch.Tensor]
+
+
+def test_a_message_carries_what_is_put_into_it_and_ends_with_its_number():
+    """It is filled again: what it carried before is gone, and no inference mode of a run before is in its way."""
+    form = form_of([torch.empty(2, 3).T, None, torch.empty(0), torch.empty(5, dtype=torch.int8)], LEAF, ())
+    with torch.inference_mode():
+        message = Message.of(form, 7)
+    for start in (0, 10):
+        tensors = [torch.arange(start, start + 6.0).view(2, 3).T, torch.arange(start, start + 5, dtype=torch.int8)]
+        for place, tensor in zip(message.places, tensors, strict=True):
+            place.copy_(memory(tensor))
+        assert number_of(message.whole) == (7, 0)
+        first, nothing, empty, last = unpacked(message.whole.clone(), form, None)
+        assert torch.equal(first, tensors[0])
+        assert first.stride() == (1, 3)
+        assert nothing is None
+        assert empty.shape == (0,)
+        assert torch.equal(last, tensors[1])
+
+
+def test_a_class_that_was_made_anew_is_the_new_one(monkeypatch):
+    """As where a cell of a notebook runs again: what was read by the old one before is read by the new one."""
+    data = pack(Point(torch.tensor(1.0), 2))
+    assert type(unpack(data)) is Point
+
+    class Other(NamedTuple):
+        x: torch.Tensor
+        y: int
+
+    monkeypatch.setattr(sys.modules[__name__], "Point", Other)
+    assert type(unpack(data)) is Other
+
+
+def test_a_number_stands_nowhere_but_in_a_whole_tree():
+    """At an edge a form has its numbers: one that has none is damaged."""
+    text = json.dumps([0, [{"number": "q"}], []]).encode()
+    with pytest.raises(fp.PlanError, match="damaged"):
+        unpack_form(text)

@@ -7,7 +7,7 @@ import torch
 from common import EXECUTORS, same
 
 import funcpipe as fp
-from funcpipe.runtime.microbatch import sizes
+from funcpipe.runtime.microbatch import cut, sizes
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -230,3 +230,13 @@ def test_outputs_are_not_the_callers_memory(executor):
         _, result = look(count, x, executor=executor)
         result.outputs.add_(1)
         assert 0.0 == float(x.sum())
+
+
+def test_memory_that_cannot_be_shared_lazily_is_not_copied_as_a_whole():
+    """Of a DataLoader's workers, say: each microbatch is copied as a stage gets it, so a handle would only cost a copy."""
+    schedule = fp.schedules.fill_drain(1, 4, backward=False)
+    plan = fp.make_plan([fp.stage(lambda p, x: p * x)], schedule, devices="cpu")
+    own, foreign = torch.ones(8, 3), torch.frombuffer(bytearray(96), dtype=torch.float32).view(8, 3)
+    shared = torch.ones(8, 3).share_memory_()
+    assert len(cut(plan, {"own": own}, None, None).handles) == 1
+    assert cut(plan, {"foreign": foreign, "shared": shared}, None, None).handles == []
