@@ -188,12 +188,12 @@ class EdgeOut(_Edge):
 
     def _message(self, form: TreeForm, number: int, parts: list[Tensor]) -> Message:
         """A message with these tensors."""
-        message = self._spare(form) or Message.of(form, number)
+        message = self._take_spare(form) or Message.of(form, number)
         for place, part in zip(message.places, parts, strict=True):
             place.copy_(memory(part))
         return message
 
-    def _spare(self, form: TreeForm) -> Message | None:
+    def _take_spare(self, form: TreeForm) -> Message | None:
         """A message for values of a form that has come; None: there is none."""
         spare = self.spare
         for _ in range(len(spare)):  # the worker adds to it meanwhile
