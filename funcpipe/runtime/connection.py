@@ -53,25 +53,6 @@ class Connection:
         except RuntimeError as error:
             raise _lost(rank, error) from None
 
-    def send_bytes(self, data: bytes, to: int, chunk: int) -> list[Any]:
-        """Begin to send bytes of any length: a first message of ``chunk`` bytes tells it."""
-        data = len(data).to_bytes(8, "little") + data
-        first = torch.frombuffer(bytearray(data[:chunk].ljust(chunk, b"\0")), dtype=torch.uint8)
-        rest = [torch.frombuffer(bytearray(data[chunk:]), dtype=torch.uint8)] if len(data) > chunk else []
-        return [self.send(part, to) for part in (first, *rest)]
-
-    def receive_bytes(self, source: int, chunk: int) -> bytes:
-        """The bytes that a rank sends."""
-        first = torch.empty(chunk, dtype=torch.uint8)
-        self.finish([self.receive(first, source)], source)
-        data = first.numpy().tobytes()
-        length = 8 + int.from_bytes(data[:8], "little")
-        if length > chunk:
-            rest = torch.empty(length - chunk, dtype=torch.uint8)
-            self.finish([self.receive(rest, source)], source)
-            data += rest.numpy().tobytes()
-        return data[8:length]
-
     def cut(self, rank: int) -> None:
         """Close it, so that whoever waits at any end is woken.
 

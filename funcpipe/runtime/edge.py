@@ -1,9 +1,9 @@
 """The two ends of an edge between lanes of different processes.
 
-An edge has a connection of its own, on which its values travel in the order in which their lane sends them. Before each
+An edge has a connection of its own, on which its values travel in the order in which their lane sends them. With each
 goes a number, that of its form; a form that is new follows it once, as checked data. Who receives knows the order from
 the plan, so it asks for each value as soon as its slot is free, and with equal batches it knows the form beforehand
-and asks for the memory at the same time.
+and asks for the memory at the same time: then the number comes behind the tensors.
 
 Where both lanes compute on devices that are joined, tensors go straight from one to the other, after the message that
 tells their form; where only one end is on a device, or both on the same, it copies from or to the memory of its host.
@@ -172,7 +172,7 @@ class EdgeOut(_Edge):
             message = self._message(asked, number, parts) if as_asked else Message.of(asked, number, len(text))
             first = [message.whole]
         else:
-            first = [head_of(number, len(text)), *(parts if as_asked else rooms(asked)[1])]
+            first = [*(parts if as_asked else rooms(asked)[1]), head_of(number, len(text))]
         if not as_asked:
             more = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *parts] if text else parts
         tensors = [*first, *more]
@@ -216,9 +216,8 @@ class _Asked(NamedTuple):
     Attributes:
         slot: where it will lie.
         free: the event after which that is free; None: it is.
-        works: of the message that tells its form, and of what is expected to follow.
-        head: the number of its form, and how long the form is that follows; behind all tensors where they are in one
-            message.
+        works: of what is expected, and of the message behind it that tells its form.
+        head: the number of its form, and how long the form is that follows; where all is in one message, its end.
         expected: the number of the form that it had in the last such run; None: there was none.
         leaves: memory for a value of that form; None: it is in the message.
     """
@@ -295,7 +294,7 @@ class EdgeIn(_Edge):
             return _Asked(slot, free, [ask(packed)], packed, expected, None)
         head = torch.empty(HEAD, dtype=torch.uint8)
         leaves, tensors = ([], []) if form is None else rooms(form, self._room)
-        return _Asked(slot, free, [ask(head), *map(ask, tensors)], head, expected, leaves)
+        return _Asked(slot, free, [*map(ask, tensors), ask(head)], head, expected, leaves)
 
     def _receive_all(
         self,
@@ -317,7 +316,7 @@ class EdgeIn(_Edge):
         """The next value of a run."""
         more = partial(self.connection.receive, source=self.peer, tag=_MORE)
         finish = partial(self.connection.finish, rank=self.peer)
-        finish(asked.works)
+        finish(asked.works[::-1])  # the small one first: who waits for one that has come in part is not woken (gloo)
         kind, length = number_of(asked.head)
         if length:
             text = torch.empty(length, dtype=torch.uint8)

@@ -24,19 +24,14 @@ from funcpipe.runtime.alarms import Alarm, Alarming, Failure
 from funcpipe.runtime.connection import Connection, LostError, Way
 from funcpipe.runtime.device_stream import DeviceEnds, DeviceStream
 from funcpipe.runtime.edge import EdgeIn, EdgeOut
-from funcpipe.runtime.exchanges import exchange_all, gather_all
+from funcpipe.runtime.exchanges import Everyone
 from funcpipe.runtime.nccl import abort
 from funcpipe.runtime.pulse import Pulse
 from funcpipe.runtime.replicas import Replicas
-from funcpipe.runtime.store import AskedStore, below
+from funcpipe.runtime.store import AskedStore, below, hello
 from funcpipe.runtime.worker import Worker, end_all
 
 _FOREVER = timedelta(days=365)
-
-
-def hello(rank: int, mine: Mapping[str, Any]) -> tuple[str, str]:
-    """What a rank says before there is a connection: key and value in the store of a link."""
-    return f"hello/{rank}", json.dumps(mine)
 
 
 class Link:
@@ -45,6 +40,7 @@ class Link:
     Attributes:
         rank, size: which it is, of how many.
         failure: what has broken the link, once something has.
+        heard: was that told by another, who tells all.
         timeout: seconds after which a wait ends in an error, when no rank gets on any more.
         pulse: tells whether one does.
         store: where failures are told and heard.
@@ -64,7 +60,7 @@ class Link:
         self.store, self.pulse = AskedStore(store), Pulse(store, marks)
         self.limit(timeout)
         self.failure: Failure | None = None
-        self.run = 0
+        self.heard, self.run = False, 0
         self.edges: dict[tuple[int, int], EdgeOut | EdgeIn] = {}
         self.replicas: dict[int, Replicas] = {}
         self._connections: list[Connection] = []
@@ -74,13 +70,14 @@ class Link:
         """Of ranks that have closed, the number of their last run."""
         self._alarms: list[Callable[[], None]] = []
         self._gate = threading.Lock()
-        self._everyone: Connection | None = None
+        self._everyone: Everyone | None = None
         self._where: dict[str, str] = {}
         self._events = 0
         self._told = False
         self._suspect: LostError | None = None
         self._worker = self._started("exchange", self.cut)
         self._watcher = self._started("watcher", self._wake_watcher)
+        self._guard = self._started("guard", self.cut)
 
     def _started(self, name: str, stop: Callable[[], None]) -> Worker:
         worker = Worker(f"funcpipe {name}", stop, patience=1.0)
@@ -106,9 +103,17 @@ class Link:
 
         def connect() -> None:
             settle()
-            self._everyone = self._connection("all", self.rank, range(self.size))
+            self._everyone = Everyone(self._connection("all", self.rank, range(self.size)), self.rank, self.size)
+            self._guard.give(partial(self._watch_next, self._everyone))
 
         self.wait(connect)
+
+    def _watch_next(self, everyone: Everyone) -> None:
+        """Wait until the next rank leaves; break the link where it is lost."""
+        try:
+            everyone.guard()
+        except LostError as error:
+            self.lost(error)
 
     def _hear(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
         store = self._waits
@@ -264,19 +269,19 @@ class Link:
                 return answer[0]
 
     @property
-    def everyone(self) -> Connection:
-        """The connection of all ranks."""
+    def everyone(self) -> Everyone:
+        """The connection of all ranks. Raises LostError: there is none."""
         if self._everyone is None:
             raise LostError(-1, "the ranks are not connected")
         return self._everyone
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """What every rank gives, by rank, in log2(size) rounds (Bruck, 1997). Raises Alarm."""
-        return self.wait(lambda: exchange_all(self.everyone, self.rank, self.size, data))
+        """What every rank gives, by rank. Raises Alarm."""
+        return self.wait(lambda: self.everyone.exchange(data))
 
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], room: Callable[[int], Tensor]) -> list[Tensor]:
         """Tensors that several ranks hold, in order; see `PlanPart.gather`. Raises Alarm."""
-        return self.wait(lambda: gather_all(self.everyone, self.rank, mine, holders, room))
+        return self.wait(lambda: self.everyone.gather(mine, holders, room))
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -284,12 +289,12 @@ class Link:
         """Inside, ``alarm`` is called, from any thread, as soon as the link breaks."""
         return Alarming(self._alarms, self._gate, alarm, lambda: self.failure is not None)
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: Failure, *, heard: bool = False) -> None:
         """Break the link; the first failure counts."""
         with self._gate:
             if self.failure is not None:
                 return
-            self.failure = failure
+            self.failure, self.heard = failure, heard
             alarms = [*self._alarms]
         for alarm in alarms:
             alarm()
@@ -346,7 +351,7 @@ class Link:
                 if failure.timed:
                     with suppress(Exception):  # lanes go on while they are looked at
                         self._say(store)
-                self.fail(failure)
+                self.fail(failure, heard=True)
 
     def refuse_gone(self) -> None:
         """Break the link where a rank has closed its ranks and this one runs on."""
@@ -396,12 +401,14 @@ class Link:
         """
         if told:
             self._post("closed", [self.rank, self.run], {*range(self.size)} - {self.rank})
+            if self._everyone is not None:
+                self._everyone.say_farewell()
         self.cut()
         self._wake_watcher()
         patience = 0.1 if self.store.silent else 1.0  # those that wait for the store end when it comes back
         self.pulse.end(patience)
         others = [each.worker for each in (*self.edges.values(), *self.replicas.values())]
-        end_all([*others, self._worker, self._watcher], patience)
+        end_all([*others, self._worker, self._watcher, self._guard], patience)
         # Each connection has a thread of gloo's, which ends with it, not when the collector comes upon this link.
         self._everyone = None
         self.edges.clear()

@@ -50,6 +50,6 @@ def tell(link: Link, error: BaseException, run: int) -> Failure:
         link.fail(Failure(link.rank, kind, text, where, run, isinstance(error, RunTimeout)))
     failure = link.failure
     assert failure is not None
-    if failure.rank == link.rank or not failure.kind:
+    if not link.heard:
         link.tell(failure)
     return failure

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +20,11 @@ def below(name: str, store: Any) -> Any:
     import torch.distributed as dist
 
     return dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def hello(rank: int, mine: Mapping[str, Any]) -> tuple[str, str]:
+    """What a rank says before there is a connection: key and value in the store of a link."""
+    return f"hello/{rank}", json.dumps(mine)
 
 
 class AskedStore:

@@ -10,8 +10,7 @@ import torch
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
 from funcpipe.runtime.devices import plan_devices
-from funcpipe.runtime.link import hello
-from funcpipe.runtime.store import AskedStore, below
+from funcpipe.runtime.store import AskedStore, below, hello
 
 
 def link_name(number: int) -> str:

@@ -1079,6 +1079,36 @@ def fails(rank, size, who, place, act):
         fault.act = None
 
 
+def dies_in_between(rank, size, who, number, path):
+    """Runs with values of 160 MB, in one of which a process ends while the first goes from rank 0 to rank 1."""
+
+    def die():
+        while not Path(path).exists():
+            time.sleep(0.001)
+        time.sleep(0.02)  # of the 100 ms that it takes
+        ACTS["kill"]()
+
+    def widen(p, x):
+        y = (x @ p["w"]).expand(-1, 40_000_000).contiguous()
+        if runs == number:
+            Path(path).touch()
+        return y
+
+    def narrow(p, x):
+        return x.mean(1, keepdim=True) @ p["w"]
+
+    params = tuple({"w": torch.ones(1, 1)} for _ in range(size))
+    plan = fp.make_plan(
+        [fp.stage(widen), fp.stage(narrow)], fp.schedules.one_f_one_b(size, 2), loss=F.mse_loss, devices="cpu"
+    )
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        own = fp.place(plan, params, ranks)
+        for runs in range(1, number + 1):
+            if rank == who and runs == number:
+                threading.Thread(target=die, daemon=True).start()
+            fp.run(plan, own, (torch.ones(2, 1), torch.ones(2, 1)), executor=ranks)
+
+
 def stop(rank, size):
     """Leave the ranks; the names of funcpipe's threads that are left."""
     KEPT.pop("ranks").close()

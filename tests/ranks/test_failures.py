@@ -63,6 +63,18 @@ def test_a_process_that_ends_is_named(pools, act):
         assert 2 == results[rank].rank, results[rank].trace
 
 
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_ends_in_the_middle_of_a_value_is_named(pools, tmp_path, who, number):
+    """gloo does not wake who waits for the rest of a message."""
+    results = pools(2).run("dies_in_between", who, number, str(tmp_path / "sent"), seconds=15)
+    assert results[who] is None
+    assert results[1 - who] is not None
+    assert results[1 - who].is_a(fp.PeerError), results[1 - who].trace
+    assert who == results[1 - who].rank, results[1 - who].trace
+    assert results[1 - who].seconds < within(6)  # with what it takes to make and to send the values
+
+
 @pytest.mark.parametrize("act", ["stop", "forever"])
 def test_a_process_that_hangs_is_named_with_what_all_do(pools, act):
     pool = pools(SIZE)
