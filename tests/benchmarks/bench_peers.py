@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from peers_processes import OWN, SCHEDULES, RankError, Ranks
+from peers_processes import ALONE, OWN, SCHEDULES, RankError, Ranks
 from peers_samples import Spent, Summary, here, peak, summary, take
 from peers_work import KINDS, LANES, Work, gradients
 from torch import Tensor
@@ -255,7 +255,8 @@ def processes(work: Work, opened: ExitStack) -> Iterator[Arm]:
     """`fp.ranks`, the processes pinned and timed as torch's are."""
     folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
     work.to("cpu").save(folder / "work.pt")
-    for name, (_, each, _) in OWN.items():
+    each_of = {name: each for name, (_, each, _) in OWN.items()} | dict.fromkeys(ALONE if work.in_line else (), 1)
+    for name, each in each_of.items():
         if work.depth % (LANES * each) == 0:
             ranks = opened.enter_context(Ranks(name, folder, str(work.device)))
             system, schedule = name.rsplit(", ", 1)

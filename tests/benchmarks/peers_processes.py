@@ -45,6 +45,9 @@ OWN = {
 }
 """Our arms: the family, the stages that each rank holds, the backend of compiled ones."""
 
+ALONE = {"limit, processes, eager": "", "limit, processes, compiled": "graph", "limit, processes, inductor": "inductor"}
+"""Each rank does its half of the model by itself: what no schedule of these programs goes below. Their backends."""
+
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its workers would be children of daemons
 
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
@@ -142,7 +145,8 @@ def _main(rank: int, schedule: str, folder: Path, device: str, pipe: Connection)
         patience = timedelta(seconds=_PATIENCE)
         dist.init_process_group(backend, init_method=where, rank=rank, world_size=LANES, timeout=patience)
         work = Work.load(folder / "work.pt").to(device)
-        step, grads, clear = (_own if schedule in OWN else _pipeline)(rank, schedule, work)
+        make = _own if schedule in OWN else _alone if schedule in ALONE else _pipeline
+        step, grads, clear = make(rank, schedule, work)
         while (request := pipe.recv()) != "end":
             if request == "step":
                 start, cpu = perf_counter(), process_time()
@@ -152,7 +156,7 @@ def _main(rank: int, schedule: str, folder: Path, device: str, pipe: Connection)
             elif request == "memory":
                 pipe.send(peak(step, clear) if device == "cpu" else float("nan"))
             else:
-                pipe.send(max(work.error(found, layers=layers) for layers, found in grads()))
+                pipe.send(max((work.error(found, layers=layers) for layers, found in grads()), default=0.0))
     except EOFError:
         pass  # the benchmark has ended
     except BaseException as error:
@@ -211,6 +215,27 @@ def _own(rank: int, name: str, work: Work) -> Pipeline:
         grads = None
 
     return step, found, clear
+
+
+def _alone(rank: int, name: str, work: Work) -> Pipeline:
+    """A rank that does its part of the model with inputs that lie ready; what it gives has no gradients to compare."""
+    import funcpipe as fp
+
+    model, per = work.model(fp), work.depth // LANES
+    with torch.no_grad(), work.casting():
+        chunks = work.x.chunk(work.microbatches)
+        x = torch.cat([model[: rank * per](chunk) for chunk in chunks]) if rank else work.x
+        target = work.target if rank == LANES - 1 else torch.cat([model[:per](chunk) for chunk in chunks])
+    stage, params, state = fp.from_module(model[rank * per : (rank + 1) * per])
+    stage = fp.compile_stage(stage, backend=ALONE[name]) if ALONE[name] else stage
+    schedule = fp.schedules.one_f_one_b(1, work.microbatches)
+    plan = fp.make_plan([stage], schedule, loss=F.mse_loss, devices=str(work.device))
+
+    def step() -> None:
+        with work.casting():
+            fp.run(plan, (params,), (x, target), state=(state,), executor="serial", threads_per_lane=1)
+
+    return step, list, lambda: None
 
 
 def _pipeline(rank: int, name: str, work: Work) -> Pipeline:
