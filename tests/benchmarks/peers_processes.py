@@ -65,15 +65,19 @@ class Ranks:
     def __init__(self, schedule: str, folder: Path, device: str) -> None:
         """They start with the first step; ``folder`` has the work in ``work.pt``, to do on ``device``."""
         self.schedule, self._folder, self._device = schedule, folder, device
+        self._store: Any = None
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
     def _start(self) -> None:
+        self._store = torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )  # as torchrun's
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed.pipelining"])  # imported once, not once a process
         for rank in range(LANES):
             mine, its = context.Pipe()
-            task = rank, self.schedule, self._folder, self._device, its
+            task = rank, self.schedule, self._folder, self._device, self._store.port, its
             process = context.Process(target=_main, args=task, daemon=True)
             process.start()
             its.close()
@@ -131,7 +135,7 @@ class Ranks:
         return reply
 
 
-def _main(rank: int, schedule: str, folder: Path, device: str, pipe: Connection) -> None:
+def _main(rank: int, schedule: str, folder: Path, device: str, port: int, pipe: Connection) -> None:
     """One rank, on its share of the cores: do what is asked until the end; what fails goes back as text."""
     import torch.distributed as dist
 
@@ -141,9 +145,9 @@ def _main(rank: int, schedule: str, folder: Path, device: str, pipe: Connection)
         backend = "gloo" if device == "cpu" else "cuda:nccl,cpu:gloo"
         if device != "cpu":
             _share(rank, device)
-        where = f"file://{folder / schedule.replace(' ', '_')}"
         patience = timedelta(seconds=_PATIENCE)
-        dist.init_process_group(backend, init_method=where, rank=rank, world_size=LANES, timeout=patience)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=LANES, timeout=patience)
         work = Work.load(folder / "work.pt").to(device)
         make = _own if schedule in OWN else _alone if schedule in ALONE else _pipeline
         step, grads, clear = make(rank, schedule, work)
