@@ -1,4 +1,4 @@
-"""Connections between processes over gloo: tensors in the memory of the host, and bytes."""
+"""Connections between processes over gloo, of tensors in the memory of the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from funcpipe.runtime.device_stream import DeviceStream
 from funcpipe.runtime.wire_format import memory
 
-_LONG = timedelta(days=30)
+_LONG = timedelta(days=36500)
 """How long gloo may wait; whoever needs what comes waits for less, and cuts the connection."""
 
 

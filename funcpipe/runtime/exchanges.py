@@ -23,15 +23,15 @@ class Everyone:
 
     Where a rank sends before the other asks, and the other's end is closed just when it has asked, gloo never wakes
     who waits for the end of that send. So the first messages of each exchange are asked for as soon as the one before
-    is over: then they are sent at once.
+    is over, and mostly sent at once. A rank that has left by then is missed by who needs it in another exchange.
     """
 
     def __init__(self, connection: Connection, me: int, size: int) -> None:
         self.connection, self.me, self.size = connection, me, size
-        self._first = {1 << k: torch.zeros(_CHUNK, dtype=torch.uint8) for k in range((size - 1).bit_length())}
+        self._first = {1 << k: _room(_CHUNK) for k in range((size - 1).bit_length())}
         """By round (how far it sends), where the first message comes."""
         self._asked: dict[int, Any] = {}
-        self._farewell = [] if size == 1 else [self._receive(torch.zeros(1), self.next, _FAREWELL)]
+        self._farewell = [] if size == 1 else [self._receive(_room(1), self.next, _FAREWELL)]
         self._ask()
         self.exchange(b"")  # nobody leaves before all await the farewell of the next
 
@@ -76,14 +76,18 @@ class Everyone:
         """Tell the rank before that this one ends its connections in order."""
         if self.size > 1:
             with suppress(LostError):
-                self.connection.send(torch.zeros(1), (self.me - 1) % self.size, _FAREWELL)
+                self.connection.send(_room(1), (self.me - 1) % self.size, _FAREWELL)
 
     def _receive(self, into: Tensor, source: int, tag: int = _EXCHANGE) -> Any:
         return self.connection.receive(into, source, tag)
 
     def _ask(self) -> None:
-        """Ask for the first messages of the next exchange."""
-        self._asked = {step: self._receive(into, (self.me + step) % self.size) for step, into in self._first.items()}
+        """Ask for the first messages of the next exchange, or keep why they cannot come: there may be none."""
+        for step, into in self._first.items():
+            try:
+                self._asked[step] = self._receive(into, (self.me + step) % self.size)
+            except LostError as error:
+                self._asked[step] = error
 
     def _send_bytes(self, data: bytes, to: int) -> list[Any]:
         """Begin to send bytes of any length."""
@@ -94,15 +98,22 @@ class Everyone:
 
     def _received_bytes(self, step: int) -> bytes:
         """The bytes that come in a round."""
-        source = (self.me + step) % self.size
-        self.connection.finish([self._asked[step]], source)
+        source, asked = (self.me + step) % self.size, self._asked[step]
+        if isinstance(asked, LostError):
+            raise asked
+        self.connection.finish([asked], source)
         data = self._first[step].numpy().tobytes()
         length = 8 + int.from_bytes(data[:8], "little")
         if length > _CHUNK:
-            rest = torch.empty(length - _CHUNK, dtype=torch.uint8)
+            rest = _room(length - _CHUNK)
             self.connection.finish([self._receive(rest, source)], source)
             data += rest.numpy().tobytes()
         return data[8:length]
+
+
+def _room(count: int) -> Tensor:
+    """Memory for bytes, of the host whatever the default device is."""
+    return torch.zeros(count, dtype=torch.uint8, device="cpu")
 
 
 def _joined(blocks: Sequence[bytes]) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +32,8 @@ from funcpipe.runtime.store import AskedStore, below, hello
 from funcpipe.runtime.worker import Worker, end_all
 
 _FOREVER = timedelta(days=365)
+_WHY = 0.5
+"""Seconds for which a rank that has lost another waits to be told why: others may leave for that before all are told."""
 
 
 class Link:
@@ -75,14 +77,11 @@ class Link:
         self._events = 0
         self._told = False
         self._suspect: LostError | None = None
-        self._worker = self._started("exchange", self.cut)
-        self._watcher = self._started("watcher", self._wake_watcher)
-        self._guard = self._started("guard", self.cut)
-
-    def _started(self, name: str, stop: Callable[[], None]) -> Worker:
-        worker = Worker(f"funcpipe {name}", stop, patience=1.0)
-        worker.start()
-        return worker
+        self._worker = Worker("funcpipe exchange", self.cut, patience=1.0)
+        self._watcher = Worker("funcpipe watcher", self._wake_watcher, patience=1.0)
+        self._guard = Worker("funcpipe guard", self.cut, patience=1.0)
+        for worker in (self._worker, self._watcher, self._guard):
+            worker.start()
 
     def limit(self, timeout: float) -> None:
         """Let waits end so many seconds after the last rank got on."""
@@ -306,8 +305,13 @@ class Link:
         number = self._events
         told = self.store.ask(lambda store: store.check([f"event/{self.rank}/{number}"]))
         self._suspect = error
-        if not told or self._events > number:  # else the watcher is about to say more, or comes back to it
-            self._fail_by_suspect()
+        if told and self._events == number:  # the watcher is about to say more, or comes back to it
+            return
+        if not self.store.silent:
+            broken = threading.Event()
+            with self.alarming(broken.set):
+                broken.wait(_WHY)
+        self._fail_by_suspect()
 
     def _fail_by_suspect(self) -> None:
         if self._suspect is not None:
@@ -350,7 +354,7 @@ class Link:
                 failure = Failure(*what)
                 if failure.timed:
                     with suppress(Exception):  # lanes go on while they are looked at
-                        self._say(store)
+                        self.say(store)
                 self.fail(failure, heard=True)
 
     def refuse_gone(self) -> None:
@@ -360,30 +364,16 @@ class Link:
                 text = f"has left its `with fp.ranks(...)` after {run} runs, and this is run {self.run}"
                 self.fail(Failure(rank, "FuncpipeError", text, None, self.run))
 
-    def _say(self, store: Any) -> None:
+    def say(self, store: Any) -> None:
+        """Say in the store what this rank does."""
         store.set(f"doing/{self.rank}", json.dumps(self.doing()))
-
-    def table(self, seconds: float = 1.0) -> dict[int, tuple[bool, str]]:
-        """What every rank does, by rank: (is it in an action, in words); others that do not answer are left out."""
-        said = {self.rank: self.doing()}
-        deadline = monotonic() + seconds
-
-        def ask(store: Any) -> None:
-            self._say(store)
-            while len(said) < self.size and monotonic() < deadline:
-                for rank in range(self.size):
-                    if rank not in said and store.check([f"doing/{rank}"]):
-                        busy, words = json.loads(store.get(f"doing/{rank}"))
-                        said[rank] = (busy, words)
-                sleep(0.02)
-
-        self.store.ask(ask, seconds + 0.3)
-        return {**said}
 
     # -- its end -------------------------------------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """Close all connections, which ends what waits for them at both ends."""
+        """Close all connections, which ends what waits for them at both ends; in order where nothing has failed."""
+        if self.failure is None and self._everyone is not None:
+            self._everyone.say_farewell()
         self.fail(Failure(self.rank, "", "its connections were closed", None, self.run))
         with self._gate:
             connections, self._connections = self._connections, []
@@ -401,8 +391,6 @@ class Link:
         """
         if told:
             self._post("closed", [self.rank, self.run], {*range(self.size)} - {self.rank})
-            if self._everyone is not None:
-                self._everyone.say_farewell()
         self.cut()
         self._wake_watcher()
         patience = 0.1 if self.store.silent else 1.0  # those that wait for the store end when it comes back

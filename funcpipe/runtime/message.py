@@ -12,11 +12,11 @@ from torch import Tensor
 from funcpipe.runtime.wire_format import TensorLayout, TreeForm, memory
 
 HEAD = 16
-"""Bytes of what goes before a value: the number of its form, and how long the form is that follows."""
+"""Bytes of what goes with a value: the number of its form, and how long the form is that follows."""
 
 
 class Message(NamedTuple):
-    """All tensors of a small value in one piece of memory, with what goes before a value behind them.
+    """All tensors of a small value in one piece of memory, with the number of its form behind them.
 
     Attributes:
         form: of the value.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from time import monotonic, sleep
+from typing import Any
 
 from funcpipe.core.errors import PeerError, RunTimeout, StageError
 from funcpipe.runtime.alarms import Alarm, Failure
@@ -34,6 +37,24 @@ def peer_error(failure: Failure, table: Mapping[int, tuple[bool, str]], link: Li
     error = PeerError(text)
     error.rank, error.funcpipe = (None if rank < 0 else rank), place
     return error
+
+
+def asked(link: Link, seconds: float = 1.0) -> dict[int, tuple[bool, str]]:
+    """What every rank does, by rank: (is it in an action, in words); others that do not answer are left out."""
+    said = {link.rank: link.doing()}
+    deadline = monotonic() + seconds
+
+    def ask(store: Any) -> None:
+        link.say(store)
+        while len(said) < link.size and monotonic() < deadline:
+            for rank in range(link.size):
+                if rank not in said and store.check([f"doing/{rank}"]):
+                    busy, words = json.loads(store.get(f"doing/{rank}"))
+                    said[rank] = (busy, words)
+            sleep(0.02)
+
+    link.store.ask(ask, seconds + 0.3)
+    return {**said}
 
 
 def table_of(table: Mapping[int, tuple[bool, str]], size: int) -> str:

@@ -32,7 +32,7 @@ from funcpipe.runtime.lanes import Lanes, refuse_uncarried
 from funcpipe.runtime.link import Link
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, lane_program, stages_of
-from funcpipe.runtime.peer_errors import peer_error, table_of, tell
+from funcpipe.runtime.peer_errors import asked, peer_error, table_of, tell
 from funcpipe.runtime.rank_schedule import RankSchedule
 from funcpipe.runtime.rank_timeline import joined_timeline
 from funcpipe.runtime.rank_wires import Identities, begin, connect, end, identities_here, settle
@@ -390,7 +390,7 @@ class Ranks(Lanes):
             return
         self._link = None
         failure = tell(link, error, self.runs)
-        table = link.table() if failure.timed else {}
+        table = asked(link) if failure.timed else {}
         if not link.close(told=False):
             self._stores = []
         if not (isinstance(error, Alarm) or failure.timed):

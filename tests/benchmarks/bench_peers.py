@@ -10,7 +10,7 @@ autograd to 1e-5 (the U-Net to 1e-4, with ``--autocast`` to 2e-2) before it is t
 processes used more than 0.15 cores is taken again, up to four times and while --seconds last; "clean" counts those that were not disturbed, and figures are of the
 clean samples (of all, with a star, where fewer than five are clean: such rows have no ratio). "1F1B / this" and
 "fill-drain / this" are funcpipe's median with the same remat over this row's: below 1 funcpipe is faster; "compiled 1F1B /
-this" is the same with compiled stages. "cores" is CPU time over wall time, of all processes of the arm. "limit" is what two
+this" is the same with compiled stages; "this / torch's fastest" is the median of the ratios round by round, which a machine that gets slower changes less. "cores" is CPU time over wall time, of all processes of the arm. "limit" is what two
 lanes take that each do their half of the model on inputs that lie ready, waiting for nobody, times (M + 1) / M for the fill
 and drain of 1F1B. "MiB" is by how much the processes of the arm grow at most in a step, once what is
 left of earlier steps went back to the system (the median of three steps of their own, not timed); of two processes the sum.
@@ -49,7 +49,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from peers_processes import ALONE, OWN, SCHEDULES, RankError, Ranks
-from peers_samples import Spent, Summary, here, peak, summary, take
+from peers_samples import Sample, Spent, Summary, here, peak, summary, take
 from peers_work import KINDS, LANES, Work, gradients
 from torch import Tensor
 
@@ -300,12 +300,15 @@ def proven(arms: list[Arm], limit: float) -> list[Arm]:
     return running
 
 
-def table(arms: list[Arm], found: dict[str, Summary], needs: dict[str, float]) -> Iterator[str]:
+def table(arms: list[Arm], samples: dict[str, list[Sample]], needs: dict[str, float]) -> Iterator[str]:
     """The rows in markdown."""
+    found = {name: summary(own) for name, own in samples.items()}
+    theirs = [str(arm) for arm in arms if arm.system == "torch pipelining"]
+    fastest = min(theirs, key=lambda name: found[name].median, default="")
     own = {(arm.system, arm.name, arm.remat): found[str(arm)] for arm in arms}
     bases = (("funcpipe", "1F1B"), ("funcpipe", "fill-drain"), ("funcpipe, compiled", "1F1B"))
-    yield "| system | schedule | remat | median ms (quartiles) | cores | 1F1B / this | fill-drain / this | compiled 1F1B / this | MiB | clean |"
-    yield "|---|---|---|---:|---:|---:|---:|---:|---:|---:|"
+    yield "| system | schedule | remat | median ms (quartiles) | cores | 1F1B / this | fill-drain / this | compiled 1F1B / this | this / torch's fastest | MiB | clean |"
+    yield "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     for arm in arms:
         this = found[str(arm)]
         low, middle, high = (f"{seconds * 1e3:.1f}" for seconds in this.quartiles)
@@ -315,7 +318,9 @@ def table(arms: list[Arm], found: dict[str, Summary], needs: dict[str, float]) -
         )
         need = needs[str(arm)]
         memory = f"{need:.1f}" if need == need else "-"
-        yield f"| {first} | {ratios} | {memory} | {this.clean}/{this.count} |"
+        over = [own.wall / base.wall for own, base in zip(samples[str(arm)], samples.get(fastest, ()), strict=False)]
+        by_round = f"{statistics.median(over):.2f}" if over else "-"
+        yield f"| {first} | {ratios} | {by_round} | {memory} | {this.clean}/{this.count} |"
 
 
 def _ratio(ours: Summary | None, this: Summary) -> str:
@@ -348,7 +353,7 @@ def main() -> None:
     print(
         f"{given.depth} x {KINDS[given.work].format(width=given.width)}, {given.batch} rows{', autocast to bfloat16' * given.autocast}, M = {given.microbatches}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n"
     )
-    for line in table(arms, {name: summary(own) for name, own in samples.items()}, needs):
+    for line in table(arms, samples, needs):
         print(line)
 
 

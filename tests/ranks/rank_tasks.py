@@ -1109,6 +1109,20 @@ def dies_in_between(rank, size, who, number, path):
             fp.run(plan, own, (torch.ones(2, 1), torch.ones(2, 1)), executor=ranks)
 
 
+def late_at_the_end(rank, size):
+    """A run of which rank 0 hears the end later than the others, who leave meanwhile; the loss."""
+    plan, params, state, _ = faulty(rank, size)
+    x, target, _ = batch(8)
+    with fp.ranks(plan, timeout=10.0) as ranks:
+        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+        fp.run(plan, own, (x, target), state=at, executor=ranks)
+        everyone = ranks._link.everyone
+        received = everyone._received_bytes
+        if rank == 0:
+            everyone._received_bytes = lambda step: (received(step), time.sleep(0.1))[0]
+        return float(fp.run(plan, own, (x, target), state=at, executor=ranks).loss)
+
+
 def stop(rank, size):
     """Leave the ranks; the names of funcpipe's threads that are left."""
     KEPT.pop("ranks").close()

@@ -107,6 +107,10 @@ def test_a_rank_that_does_not_come_is_named(pool):
     assert "left" in results[3]
 
 
+def test_a_rank_may_leave_before_all_know_of_the_end(pools):
+    assert 1 == len({*pools(3).all("late_at_the_end")})
+
+
 def test_other_calls_are_refused(pool):
     """One rank asks for the norm while the others begin a run."""
     for result in pool.run("other_calls"):
