@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from funcpipe.runtime.connection import Connection, LostError
 _CHUNK = 4096
 """Bytes of the first message of each round of an exchange, which tells how many follow."""
 
+_FLUSH = timedelta(seconds=1)
+"""How long who leaves in order waits until others have asked for what it has sent them."""
+
 _EXCHANGE, _FAREWELL = 2, 3
 """Tags; 0 is that of tensors (and 1 of what cuts a connection)."""
 
@@ -21,9 +25,10 @@ _EXCHANGE, _FAREWELL = 2, 3
 class Everyone:
     """What goes over one connection of all ranks.
 
-    Where a rank sends before the other asks, and the other's end is closed just when it has asked, gloo never wakes
-    who waits for the end of that send. So the first messages of each exchange are asked for as soon as the one before
-    is over, and mostly sent at once. A rank that has left by then is missed by who needs it in another exchange.
+    Where the other end is closed just when something is sent, gloo never wakes who waits for the end of that send. So
+    nobody does: what is sent is kept until the next exchange is over, which proves that all have it, or until the end.
+    The first messages of each exchange are asked for as soon as the one before is over, and so mostly sent at once; a
+    rank that has left by then is missed by who needs it in another exchange.
     """
 
     def __init__(self, connection: Connection, me: int, size: int) -> None:
@@ -31,6 +36,7 @@ class Everyone:
         self._first = {1 << k: _room(_CHUNK) for k in range((size - 1).bit_length())}
         """By round (how far it sends), where the first message comes."""
         self._asked: dict[int, Any] = {}
+        self._sent: list[Any] = []
         self._farewell = [] if size == 1 else [self._receive(_room(1), self.next, _FAREWELL)]
         self._ask()
         self.exchange(b"")  # nobody leaves before all await the farewell of the next
@@ -42,12 +48,12 @@ class Everyone:
 
     def exchange(self, data: bytes) -> list[bytes]:
         """What every rank gives, by rank, in log2(size) rounds (Bruck and others, 1997). Raises LostError."""
-        blocks = [data]  # blocks[i] is that of rank me + i
+        blocks, before, self._sent = [data], self._sent, []  # blocks[i] is that of rank me + i
         for step in self._first:
             to = (self.me - step) % self.size
-            works = self._send_bytes(_joined(blocks[: min(step, self.size - step)]), to)
+            self._sent += self._send_bytes(_joined(blocks[: min(step, self.size - step)]), to)
             blocks += _parted(self._received_bytes(step))
-            self.connection.finish(works, to)
+        del before  # whoever has come to this exchange has all of it
         self._ask()
         return [blocks[(rank - self.me) % self.size] for rank in range(self.size)]
 
@@ -73,9 +79,11 @@ class Everyone:
         self.connection.finish(self._farewell, self.next)
 
     def say_farewell(self) -> None:
-        """Tell the rank before that this one ends its connections in order."""
-        if self.size > 1:
-            with suppress(LostError):
+        """Tell the rank before that this one ends its connections in order, when all has been sent."""
+        with suppress(LostError, RuntimeError):
+            for work in self._sent:
+                work.wait(_FLUSH)  # a wait that is over closes the connection, but that is to come now
+            if self.size > 1:
                 self.connection.send(_room(1), (self.me - 1) % self.size, _FAREWELL)
 
     def _receive(self, into: Tensor, source: int, tag: int = _EXCHANGE) -> Any:
