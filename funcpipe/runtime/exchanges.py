@@ -15,7 +15,7 @@ from funcpipe.runtime.connection import Connection, LostError
 _CHUNK = 4096
 """Bytes of the first message of each round of an exchange, which tells how many follow."""
 
-_FLUSH = timedelta(seconds=1)
+_FLUSH = timedelta(seconds=5)
 """How long who leaves in order waits until others have asked for what it has sent them."""
 
 _EXCHANGE, _FAREWELL = 2, 3

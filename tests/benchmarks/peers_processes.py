@@ -74,9 +74,8 @@ class Ranks:
         self._pipes: list[Connection] = []
 
     def _start(self) -> None:
-        self._store = torch.distributed.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )  # as torchrun's
+        # A store as torchrun's: who waits at one of a file asks it a hundred times a second.
+        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed.pipelining"])  # imported once, not once a process
         for rank in range(LANES):
