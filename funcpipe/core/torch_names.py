@@ -410,10 +410,9 @@ def rename(node: fx.Node, name: str) -> None:
     node._rename(name)
 
 
-def gloo(store: Any, rank: int, size: int, timeout: timedelta, **where: str) -> Any:
-    """A backend of gloo for who makes it, on an ``interface=`` or a ``hostname=``; the public constructor takes none."""
+def gloo(store: Any, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
+    """A backend of gloo for who makes it, on one of its devices; the public constructor takes none."""
     backend: Any = torch.distributed.ProcessGroupGloo  # pyright: ignore
     options = backend._Options()
-    options._devices = [backend.create_device(**where) if where else backend.create_default_device()]
-    options._timeout, options._threads = timeout, 1
+    options._devices, options._timeout, options._threads = [device], timeout, 1
     return backend(store, rank, size, options)

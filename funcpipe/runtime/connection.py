@@ -64,6 +64,12 @@ class Connection:
                     self.group.recv([torch.empty(1)], seat, 1).wait(timedelta(milliseconds=1))
 
 
+def gloo_device(**where: str) -> Any:
+    """What connections of gloo share, with a thread of its own: on an ``interface=`` or a ``hostname=``."""
+    backend: Any = torch.distributed.ProcessGroupGloo  # pyright: ignore
+    return backend.create_device(**where) if where else backend.create_default_device()
+
+
 class Way(NamedTuple):
     """How values get from some ranks to others.
 

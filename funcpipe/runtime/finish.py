@@ -16,6 +16,7 @@ from funcpipe.core.tree import Tree, flatten, locations, map_tensors, unflatten
 from funcpipe.runtime.agreement import END
 from funcpipe.runtime.border import caller_copy
 from funcpipe.runtime.bound import Shares
+from funcpipe.runtime.columns import Columns, apart, joined
 from funcpipe.runtime.joining import merge
 from funcpipe.runtime.prepare import Prepared
 from funcpipe.runtime.stepping import Stepping
@@ -86,13 +87,13 @@ class Ended(NamedTuple):
     """What a process knows when its lanes are done.
 
     Attributes:
-        losses: of each microbatch, where the last stage is here.
+        losses: of each microbatch, where the last stage is here; for other processes in one piece where they can be.
         sides: auxiliary losses: (stage, microbatch among those of all replicas, sum, weight).
         trained: how many leaves have a gradient.
         unused: those of these that no backward reached.
     """
 
-    losses: tuple[Loss, ...]
+    losses: tuple[Loss, ...] | Columns
     sides: tuple[tuple[int, int, Any, Any], ...]
     trained: int
     unused: tuple[UnusedLeaf, ...]
@@ -100,10 +101,12 @@ class Ended(NamedTuple):
 
 def _ended(ready: Prepared, reports: ByPlace, trained: int, unused: Sequence[UnusedLeaf]) -> Ended:
     count, last = ready.batch.num_pieces, ready.plan.num_stages - 1
-    losses: tuple[Loss, ...] = ()
-    first = ready.shares.first
+    losses: tuple[Loss, ...] | Columns = ()
+    first, part = ready.shares.first, ready.part
     if ready.plan.loss is not None and last in ready.bounds:
         losses = tuple([reports[last, m].loss for m in range(count)])
+        if part.replicas > 1 or len(part.stages) < ready.plan.num_stages:
+            losses = joined(losses)
     sides = [(stage, first + m, *report.side) for (stage, m), report in reports.items() if report.side is not None]
     return Ended(losses, tuple(sides), trained, tuple(unused))
 
@@ -150,7 +153,7 @@ def _fold_losses(
     shares = ready.shares._replace(first=0)
     if ready.plan.loss is None:
         return None, None, (), (), False
-    reported = [loss for each in ended for loss in each.losses]
+    reported = [loss for each in ended for loss in apart(each.losses)]
     weighted = [loss.weight is not None for loss in reported]
     if any(weighted) and not all(weighted):
         raise BatchError(

@@ -21,7 +21,7 @@ from torch import Tensor
 from funcpipe.core.torch_names import gloo
 from funcpipe.runtime.address import connect_at, host_of, own_address
 from funcpipe.runtime.alarms import Alarm, Alarming, Failure
-from funcpipe.runtime.connection import Connection, LostError, Way
+from funcpipe.runtime.connection import Connection, LostError, Way, gloo_device
 from funcpipe.runtime.device_stream import DeviceEnds, DeviceStream
 from funcpipe.runtime.edge import EdgeIn, EdgeOut
 from funcpipe.runtime.exchanges import Everyone
@@ -74,6 +74,8 @@ class Link:
         self._gate = threading.Lock()
         self._everyone: Everyone | None = None
         self._where: dict[str, str] = {}
+        self._loops: dict[bool, Any] = {}
+        """Devices of gloo: False of connections for values, True of those between replicas, where gradients take long."""
         self._events = 0
         self._told = False
         self._suspect: LostError | None = None
@@ -131,14 +133,16 @@ class Link:
         self._where = connect_at([host, *(each.get("address", "") for each in said)])
         return said
 
-    def _connection(self, name: str, seat: int, ranks: Sequence[int]) -> Connection:
-        """A connection of some ranks, which all of them make."""
+    def _connection(self, name: str, seat: int, ranks: Sequence[int], *, copies: bool = False) -> Connection:
+        """A connection of some ranks, which all of them make; are they ``copies`` of each other."""
         store, limit = below(name, self._waits), timedelta(seconds=self.timeout)
         with self._gate:
             if self.failure is not None:
                 raise Alarm
         try:
-            connection = Connection(gloo(store, seat, len(ranks), limit, **self._where), ranks)
+            # Not one each: the thread of every device wakes a hundred times a second, beside the lane on its core.
+            device = self._loops[copies] = self._loops.get(copies) or gloo_device(**self._where)
+            connection = Connection(gloo(store, seat, len(ranks), limit, device), ranks)
         except RuntimeError as error:
             others = [rank for rank in ranks if rank != self.rank]
             raise LostError(others[0] if len(others) == 1 else -1, f"could not be connected: {error}") from None
@@ -186,14 +190,14 @@ class Link:
                 edge.greet()
         for stage, ranks in replicas.items():
             with self._joining(ranks):
-                way = self._way(f"stage {stage}", ranks, ways.get(stage))
+                way = self._way(f"stage {stage}", ranks, ways.get(stage), copies=True)
                 self.replicas[stage] = copies = Replicas(way, self.rank)
                 copies.greet()
 
-    def _way(self, name: str, ranks: Sequence[int], ends: DeviceEnds | None) -> Way:
+    def _way(self, name: str, ranks: Sequence[int], ends: DeviceEnds | None, *, copies: bool = False) -> Way:
         """A way between some ranks, which all of them make; on a device with streams, one that may join the devices."""
         seat = ranks.index(self.rank)
-        connection, group = self._connection(name, seat, ranks), None
+        connection, group = self._connection(name, seat, ranks, copies=copies), None
         if ends is None:
             return Way(connection, name, self.lost)
         if ends.joined:
@@ -397,8 +401,9 @@ class Link:
         self.pulse.end(patience)
         others = [each.worker for each in (*self.edges.values(), *self.replicas.values())]
         end_all([*others, self._worker, self._watcher, self._guard], patience)
-        # Each connection has a thread of gloo's, which ends with it, not when the collector comes upon this link.
+        # gloo's threads end with their last connections, not when the collector comes upon this link.
         self._everyone = None
+        self._loops.clear()
         self.edges.clear()
         self.replicas.clear()
         return not (self._worker.alive or self._watcher.alive)

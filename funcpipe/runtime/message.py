@@ -46,7 +46,8 @@ def head_of(number: int, length: int) -> Tensor:
 
 def number_of(message: Tensor) -> tuple[int, int]:
     """The number of the form, and how long the form is that follows, which a message ends with."""
-    number, length = struct.unpack("<qq", message[-HEAD:].numpy().tobytes())
+    head = bytes(message[-HEAD:].tolist())  # not by numpy: torch takes memory that it has seen for no memory of its own
+    number, length = struct.unpack("<qq", head)
     return number, length
 
 

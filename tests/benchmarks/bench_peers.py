@@ -18,7 +18,7 @@ left of earlier steps went back to the system (the median of three steps of thei
 torchgpipe is measured if it is installed, as published: its two CPU partitions share one worker thread.
 torch.distributed.pipelining runs as two processes over gloo, kept between steps, each pinned to its share of the cores as
 funcpipe's lanes are, timed from the first rank's start to the last rank's end (the signal to start is not counted); its
-looped and V schedules have two stages a rank, and so has funcpipe's interleaved one. "funcpipe, processes" is `fp.ranks`,
+looped and V schedules have two stages a rank, and so have funcpipe's. "funcpipe, processes" is `fp.ranks`,
 two processes likewise, "inductor" with programs that torch's compiler built (their gradients to 1e-3); "--arms 'processes|torch'"
 compares these alone.
 

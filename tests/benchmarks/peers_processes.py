@@ -38,14 +38,17 @@ OWN = {
     "funcpipe, processes, fill-drain": ("fill_drain", 1, ""),
     "funcpipe, processes, eager 1F1B": ("eager_one_f_one_b", 1, ""),
     "funcpipe, processes, interleaved": ("interleaved", 2, ""),
+    "funcpipe, processes, looped BFS": ("looped_bfs", 2, ""),
     "funcpipe, compiled, processes, 1F1B": ("one_f_one_b", 1, "graph"),
     "funcpipe, compiled, processes, zero-bubble": ("zero_bubble", 1, "graph"),
     "funcpipe, compiled, processes, eager 1F1B": ("eager_one_f_one_b", 1, "graph"),
     "funcpipe, compiled, processes, ZB-H2": ("zb_h2", 1, "graph"),
+    "funcpipe, compiled, processes, ZB-V": ("zbv", 2, "graph"),
     "funcpipe, inductor, processes, 1F1B": ("one_f_one_b", 1, "inductor"),
     "funcpipe, inductor, processes, zero-bubble": ("zero_bubble", 1, "inductor"),
     "funcpipe, inductor, processes, eager 1F1B": ("eager_one_f_one_b", 1, "inductor"),
     "funcpipe, inductor, processes, ZB-H2": ("zb_h2", 1, "inductor"),
+    "funcpipe, inductor, processes, ZB-V": ("zbv", 2, "inductor"),
 }
 """Our arms: the family, the stages that each rank holds, the backend of compiled ones."""
 

@@ -20,6 +20,7 @@ import funcpipe
 from funcpipe.core import torch_lookup
 from funcpipe.core import torch_names as names
 from funcpipe.core.torch_lookup import MissingName, attribute, private
+from funcpipe.runtime.connection import gloo_device
 
 PACKAGE = Path(funcpipe.__file__).parent
 PROBES: dict[str, Callable[[], None]] = {}
@@ -552,9 +553,9 @@ def two_ends_of_a_connection() -> None:
     """fp.ranks cannot connect processes."""
     from concurrent.futures import ThreadPoolExecutor
 
-    store, limit = torch.distributed.HashStore(), timedelta(seconds=10)
+    store, limit, device = torch.distributed.HashStore(), timedelta(seconds=10), gloo_device()
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda rank: names.gloo(store, rank, 2, limit), range(2))
+        first, second = pool.map(lambda rank: names.gloo(store, rank, 2, limit, device), range(2))
     sent, came = torch.arange(3.0), torch.zeros(3)
     works = [second.recv([came], 0, 0), first.send([sent], 1, 0)]
     for work in works:

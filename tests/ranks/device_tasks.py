@@ -26,6 +26,7 @@ import funcpipe as fp
 from funcpipe.core.torch_names import gloo
 from funcpipe.core.tree import map_tensors
 from funcpipe.runtime import lanes
+from funcpipe.runtime.connection import gloo_device
 from funcpipe.runtime.device_stream import DeviceStream
 from funcpipe.runtime.replicas import Replicas
 from funcpipe.runtime.sharded import ShardedParams
@@ -105,7 +106,7 @@ class JoinedRecorder(Recorder):
         return "one" if self.way == "one device" else f"{os.getpid()} {device}"
 
     def joined(self, store, rank, size, device):
-        self.groups.append(RecordedGroup(gloo(store, rank, size, timedelta(seconds=30)), self, device))
+        self.groups.append(RecordedGroup(gloo(store, rank, size, timedelta(seconds=30), gloo_device()), self, device))
         return self.groups[-1]
 
 

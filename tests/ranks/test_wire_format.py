@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import funcpipe as fp
 from funcpipe.core.tree import flatten
 from funcpipe.runtime.border import LEAF
+from funcpipe.runtime.columns import Columns, apart, joined
 from funcpipe.runtime.message import Message, number_of, unpacked
 from funcpipe.runtime.wire_format import TensorLayout, form_of, memory, pack, pack_form, sendable, unpack, unpack_form
 
@@ -187,6 +188,54 @@ def test_a_message_carries_what_is_put_into_it_and_ends_with_its_number():
         assert nothing is None
         assert empty.shape == (0,)
         assert torch.equal(last, tensors[1])
+
+
+def test_memory_of_a_message_can_be_shared_until_somebody_writes():
+    """A stage gets a copy of what came; torch makes it at once of memory that numpy has seen."""
+    packed = Message.of(form_of([torch.empty(2, 3)], LEAF, ()), 7).whole.clone()
+    assert number_of(packed) == (7, 0)
+    assert packed.untyped_storage().resizable()
+
+
+def test_trees_that_are_alike_travel_as_one():
+    """Losses of microbatches: one tensor for each of their leaves, and what comes out shares no memory."""
+    losses = tuple([fp.Loss(torch.tensor(m / 3), None, {"right": torch.arange(m, m + 3), "rows": 4}) for m in range(5)])
+    together = joined(losses)
+    assert isinstance(together, Columns)
+    assert len(flatten(together)[0]) == 1 + len(flatten(losses[0])[0])
+    back = apart(unpack(pack(together)))
+    assert same(losses, back)
+    assert [type(loss) for loss in back] == [fp.Loss] * 5
+    back[0].sum.zero_()
+    assert same(losses[1:], back[1:])
+
+
+@given(st.lists(trees, max_size=4))
+def test_trees_travel_as_one_or_as_they_are(several):
+    several = (*several, *several[:1])
+    back = apart(unpack(pack(joined(several))))
+    assert len(back) == len(several)
+    for one, other in zip(flatten(several)[0], flatten(back)[0], strict=True):
+        assert type(one) is type(other)
+    assert same(several, back)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (torch.tensor(1.0), torch.tensor(1)),
+        (torch.ones(2), torch.ones(3)),
+        (torch.ones(2), None),
+        (torch.ones(2), torch.nn.Parameter(torch.ones(2))),
+        (torch.ones(65), torch.ones(65)),
+        (torch.ones(2, 3).T, torch.ones(2, 3).T),
+        (0.0, -0.0),
+        (1, True),
+        ([torch.ones(2)], (torch.ones(2),)),
+    ],
+)
+def test_trees_that_are_not_alike_stay_as_they_are(pair):
+    assert joined(pair) is pair
 
 
 def test_a_class_that_was_made_anew_is_the_new_one(monkeypatch):
