@@ -127,19 +127,24 @@ def _normalised(call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:
             f"{tuple(x.shape)}; use fewer microbatches, or a larger batch"
         )
     # torch's own kernel fills these: momentum 1 makes the running statistics those of the microbatch.
-    sample_mean, sample_var = _zeros(x, mean), _zeros(x, var)
-    cudnn = torch.backends.cudnn.enabled
-    y = torch.batch_norm(x, weight, bias, sample_mean, sample_var, True, 1.0, eps, cudnn)
+    lifted = under_transform()
+    if lifted:  # made from x, so that vmap batches them where it batches x
+        sample_mean, sample_var = [x.new_zeros(like.shape, dtype=like.dtype) for like in (mean, var)]
+    else:
+        sample_mean, sample_var = torch.zeros_like(mean), torch.zeros_like(var)
+    y = torch.batch_norm(x, weight, bias, sample_mean, sample_var, True, 1.0, eps, torch.backends.cudnn.enabled)
     # All else waits for the commit: small operations cost a lane more than they cost there, where one serves all.
-    return y, (Moments(count, _mean(x.detach(), count, sample_mean), sample_var),)
+    if not _is_fine(x, count, sample_mean, lifted=lifted):
+        sample_mean = x.detach().mean([0, *range(2, x.dim())], dtype=wide(x))
+    return y, (Moments(count, sample_mean, sample_var),)
 
 
 _MANY = 256
 """Of so many values torch's mean in float32 is good enough."""
 
 
-def _mean(x: Tensor, count: int, by_kernel: Tensor) -> Tensor:
-    """The mean of each channel, which merging needs finer than the running mean is.
+def _is_fine(x: Tensor, count: int, by_kernel: Tensor, *, lifted: bool) -> bool:
+    """Is the mean of each channel by torch's kernel good enough for merging, which needs it finer than running means are.
 
     Means of n values differ by their deviation over the root of n, and float32 rounds a mean to some 1e-7 of itself. So
     where a mean is 1e4 deviations large the variance of all is right to some 1e-4 with many values. Of few the mean is made
@@ -147,14 +152,7 @@ def _mean(x: Tensor, count: int, by_kernel: Tensor) -> Tensor:
     also on a CPU where channels lie next to each other (channels_last): the kernel's mean is much coarser there.
     """
     many = type(count) is int and count >= _MANY  # in an export that is for any size it is no int
-    if many and by_kernel.dtype.itemsize >= 4 and (not x.is_cpu or under_transform() or x.is_contiguous()):
-        return by_kernel
-    return x.mean([0, *range(2, x.dim())], dtype=wide(x))
-
-
-def _zeros(x: Tensor, like: Tensor) -> Tensor:
-    """Zeros for running statistics; made from x under a transform, so that vmap batches them where it batches x."""
-    return x.new_zeros(like.shape, dtype=like.dtype) if under_transform() else torch.zeros_like(like)
+    return many and by_kernel.dtype.itemsize >= 4 and (not x.is_cpu or lifted or x.is_contiguous())
 
 
 def batch_norm_at(path: str, call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:

@@ -323,7 +323,6 @@ class ModuleCopy:
                     elif tensor is not None:
                         self.absent.append((table, local, tensor))
         self.buffers: list[tuple[tuple[dict[str, Any], str, str], Tensor]] = []
-        self.numbers = True
 
     def install(self, params: Params, state: State) -> Self:
         """Put tensors in the places of parameters and buffers."""
@@ -335,6 +334,7 @@ class ModuleCopy:
             list_weights(layer)
         self.buffers = [(slot, tensors[slot[2]]) for slot in self.slots if slot[2] in self.owner.buffer_shapes]
         self.numbers = all(has_numbers(buffer) for _, buffer in self.buffers)
+        self.versions = [version(buffer) for _, buffer in self.buffers]
         return self
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
@@ -346,7 +346,7 @@ class ModuleCopy:
         collects = asked and bool(self.norms)  # a norm in evaluation mode may insist on statistics of the batch
         for layer in self.norms:
             layer.deferral.collected = [] if collects else None
-        before = [version(buffer) for _, buffer in self.buffers]
+        before = self.versions if self.numbers else [version(buffer) for _, buffer in self.buffers]
         if not self.buffers or (self.numbers and train in self.owner.looked):
             y, stash = self._run(x, extras)
         else:
