@@ -207,7 +207,7 @@ def _own(rank: int, name: str, work: Work) -> Pipeline:
     stages, params, state = zip(*map(fp.from_module, parts), strict=True)
     stages = tuple([fp.compile_stage(stage, backend=backend) for stage in stages]) if backend else stages
     schedule = getattr(fp.schedules, family)(count, work.microbatches, num_devices=LANES)
-    # torch's ranks hold as many values that came early as there are.
+    # torch's stages have memory to receive in for each microbatch.
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices=str(work.device), spare_slots=1)
     ranks = fp.ranks(plan, timeout=_PATIENCE).__enter__()
     params, state = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
