@@ -8,21 +8,16 @@ batch the statistics of all microbatches are merged (Chan, Golub, LeVeque 1979) 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial, reduce
-from itertools import groupby
-from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from functools import reduce
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from funcpipe.core.errors import BatchError, PlanError
-from funcpipe.core.torch_names import BatchNorm as AnyBatchNorm
-from funcpipe.core.torch_names import buffers_of, check_dimensions
-from funcpipe.core.tree import Tree, under_transform
-from funcpipe.modules.written_buffers import BATCH_NORMS, Hearing, NormCall, refuse_writes, version
+from funcpipe.core.tree import under_transform
+from funcpipe.modules.written_buffers import NormCall
 
 
 class Moments(NamedTuple):
@@ -98,17 +93,7 @@ class BatchNorm:
         if not moments:
             return state
         _, mean, var = merge(moments)
-        tracked = state.get("num_batches_tracked")
-        new = dict(state)
-        if tracked is not None:
-            tracked = new["num_batches_tracked"] = tracked + 1
-        if momentum is None and tracked is None:
-            raise PlanError("momentum=None averages over all batches and needs num_batches_tracked in the state")
-        share = momentum if momentum is not None else 1.0 / float(tracked or 1)
-        for name, value in (("running_mean", mean), ("running_var", var)):
-            old = state[name]
-            new[name] = ((1.0 - share) * old.to(value.dtype) + share * value).to(old.dtype)
-        return new
+        return updated(state, mean, var, momentum)
 
 
 batch_norm = BatchNorm()
@@ -163,6 +148,21 @@ def batch_norm_at(path: str, call: NormCall) -> tuple[Tensor, tuple[Moments, ...
         raise BatchError(f"layer {path!r}: {error}") from None
 
 
+def updated(state: Mapping[str, Tensor], mean: Tensor, var: Tensor, momentum: float | None) -> dict[str, Tensor]:
+    """The state after one update by this mean and variance, each [C]."""
+    tracked = state.get("num_batches_tracked")
+    new = dict(state)
+    if tracked is not None:
+        tracked = new["num_batches_tracked"] = tracked + 1
+    if momentum is None and tracked is None:
+        raise PlanError("momentum=None averages over all batches and needs num_batches_tracked in the state")
+    share = momentum if momentum is not None else 1.0 / float(tracked or 1)
+    for name, value in (("running_mean", mean), ("running_var", var)):
+        old = state[name]
+        new[name] = ((1.0 - share) * old.to(value.dtype) + share * value).to(old.dtype)
+    return new
+
+
 def merge(moments: Sequence[Moments]) -> tuple[int, Tensor, Tensor]:
     """How many values there are together, their mean, [C], and their unbiased variance, [C].
 
@@ -170,11 +170,21 @@ def merge(moments: Sequence[Moments]) -> tuple[int, Tensor, Tensor]:
     >>> merge(parts)
     (3, tensor([1.], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
-    if len(moments) == 1:
-        size, mean, var = moments[0]
-        return size, mean.to(wide(mean)), var.to(wide(mean))
-    by_size = groupby(sorted(moments, key=itemgetter(0)), itemgetter(0))
-    count, mean, squares = reduce(_together, [_of_one_size(size, list(group)) for size, group in by_size])
+    sizes, means, variances = zip(*moments, strict=True)
+    return merge_rows(sizes, torch.stack(means), torch.stack(variances))
+
+
+def merge_rows(sizes: Sequence[int], means: Tensor, variances: Tensor) -> tuple[int, Tensor, Tensor]:
+    """`merge` of statistics whose means, and whose variances, are the rows of one matrix."""
+    means, variances = means.to(wide(means)), variances.to(wide(means))
+    if len(sizes) == 1:
+        return sizes[0], means[0], variances[0]
+    if len({*sizes}) == 1:
+        sums = _of_one_size(sizes[0], means, variances)
+    else:
+        places = {size: [place for place, other in enumerate(sizes) if other == size] for size in sorted({*sizes})}
+        sums = reduce(_together, [_of_one_size(size, means[at], variances[at]) for size, at in places.items()])
+    count, mean, squares = sums
     return count, mean, squares / (count - 1)
 
 
@@ -183,12 +193,9 @@ _Sums: TypeAlias = tuple[int, Tensor, Tensor]
 have to be copied to a device."""
 
 
-def _of_one_size(size: int, moments: Sequence[Moments]) -> _Sums:
-    means = torch.stack([call.mean for call in moments])
-    means = means.to(wide(means))
-    variances = torch.stack([call.var for call in moments]).to(means.dtype)
+def _of_one_size(size: int, means: Tensor, variances: Tensor) -> _Sums:
     mean = means.mean(0)
-    return size * len(moments), mean, (size - 1) * variances.sum(0) + size * (means - mean).square().sum(0)
+    return size * len(means), mean, (size - 1) * variances.sum(0) + size * (means - mean).square().sum(0)
 
 
 def _together(first: _Sums, second: _Sums) -> _Sums:
@@ -198,207 +205,6 @@ def _together(first: _Sums, second: _Sums) -> _Sums:
     mean = first[1] + delta * (other / total)
     mean = torch.where(delta.isfinite(), mean, first[1] + second[1])  # inf and nan as a sum of all has them
     return total, mean, first[2] + second[2] + delta * delta * (count * other / total)
-
-
-class Running(NamedTuple):
-    """The names of the buffers that one batch norm updates.
-
-    Attributes:
-        mean, var: of the running statistics.
-        tracked: of the number of batches; None: it is not counted.
-    """
-
-    mean: str
-    var: str
-    tracked: str | None
-
-    @classmethod
-    def of(cls, layer: AnyBatchNorm, path: str) -> Running:
-        """The names for a layer at this path."""
-        start = f"{path}." if path else ""
-        tracked = None if layer.num_batches_tracked is None else f"{start}num_batches_tracked"
-        return cls(f"{start}running_mean", f"{start}running_var", tracked)
-
-
-class NormStats(NamedTuple):
-    """The statistics of one batch norm layer over one microbatch, and how they are committed.
-
-    Attributes:
-        moments: of each of its calls.
-        momentum: of the running averages; None: the plain average of all batches.
-        counted: is the batch counted.
-    """
-
-    IS_APART = True
-    """Nothing here has a graph, and the layer keeps none of it."""
-
-    moments: tuple[Moments, ...]
-    momentum: float | None
-    counted: bool = True
-
-
-@dataclass
-class Deferral:
-    """What a deferred layer has besides its own attributes; one attribute, so that it hides none of them.
-
-    Attributes:
-        path: of the layer.
-        kind: its class.
-        momentum: of its running averages.
-        counted: does it count batches.
-        collected: the statistics of this microbatch; None: they do not count.
-    """
-
-    path: str
-    kind: type[AnyBatchNorm]
-    momentum: float | None
-    counted: bool = True
-    collected: list[Moments] | None = None
-
-    def take(self) -> NormStats:
-        """Take out the statistics of one microbatch; what comes later, in a backward, does not count."""
-        moments, self.collected = tuple(self.collected or ()), None
-        return NormStats(moments, self.momentum, self.counted)
-
-
-class DeferredBatchNorm(AnyBatchNorm):
-    """A batch norm layer of a stage's private copy: collects statistics instead of writing its buffers.
-
-    Its class is this one before the layer's own, so that what a user's subclass brings stays.
-    """
-
-    deferral: Deferral
-
-    @classmethod
-    def convert(cls, layer: AnyBatchNorm, path: str) -> None:
-        """Turn a layer of a private copy into a deferred one, in place."""
-        vars(layer)["deferral"] = Deferral(path, type(layer), layer.momentum)
-        layer.__class__ = _deferred(type(layer))
-
-    @staticmethod
-    def converts(layer: nn.Module) -> TypeGuard[AnyBatchNorm]:
-        """Is this a layer whose running statistics can be deferred."""
-        return isinstance(layer, AnyBatchNorm) and layer.track_running_stats and layer.running_mean is not None
-
-    @staticmethod
-    def has_own_forward(kind: type[nn.Module]) -> bool:
-        """Whether a class has another forward than torch's."""
-        return kind.forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # A class made at run time cannot be found by pickle: it is made again.
-        return (_blank, (self.deferral.kind,), self.__dict__)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """As ``nn.BatchNorm`` does, without touching a buffer."""
-        check_dimensions(self, input)
-        if self.training and isinstance(self, nn.SyncBatchNorm):
-            refuse_processes(self)
-        mean, var = self.running_mean, self.running_var
-        return _normalise(self, NormCall(input, mean, var, self.weight, self.bias, self.training, eps=self.eps))
-
-
-class _OwnForward(DeferredBatchNorm):
-    """A deferred layer whose class has a forward of its own: its calls of torch's batch norm are deferred.
-
-    The forward counts batches on a copy of the counter that is dropped.
-    """
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The layer's own forward; its calls of torch's batch norm go to `_hear`."""
-        counter = buffers_of(self).get("num_batches_tracked")
-        scratch = buffers_of(self)["num_batches_tracked"] = None if counter is None else counter.clone()
-        start = version(scratch)
-        try:
-            with Hearing({id(self.running_mean), id(self.running_var)}, BATCH_NORMS, partial(_hear, self)):
-                y = self.deferral.kind.forward(self, *args, **kwargs)
-            left = buffers_of(self)["num_batches_tracked"]
-            self.deferral.counted = left is not scratch or version(left) != start or _moved(left, counter)
-        finally:
-            buffers_of(self)["num_batches_tracked"] = counter
-        return y
-
-
-def _hear(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
-    """Defer a call of torch's batch norm in training. Raises PlanError where its buffers are not the layer's."""
-    deferral = layer.deferral
-    if call.running_mean is not layer.running_mean or call.running_var is not layer.running_var:
-        refuse_writes(deferral.kind.__name__, [f"{deferral.path}.running_mean", f"{deferral.path}.running_var"])
-    if layer.momentum is not None:  # else the call's momentum comes from the counter
-        deferral.momentum = call.momentum
-    return _normalise(layer, call)
-
-
-def _normalise(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
-    deferral = layer.deferral
-    y, stats = batch_norm_at(deferral.path, call)
-    if deferral.collected is not None:
-        deferral.collected += stats
-    return y
-
-
-def _moved(after: Tensor | None, before: Tensor | None) -> bool:
-    """Was a counter written to under inference mode, where torch counts no versions."""
-    return after is not None and before is not None and after.is_inference() and not torch.equal(after, before)
-
-
-def refuse_processes(layer: nn.SyncBatchNorm) -> None:
-    """Raises PlanError where statistics would be shared with other processes."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and torch.distributed.get_world_size(layer.process_group) > 1:
-        raise PlanError(
-            "SyncBatchNorm shares the statistics of each microbatch with other processes, whose lanes may be "
-            "elsewhere in their schedules; use nn.BatchNorm"
-        )
-
-
-@lru_cache(maxsize=256)
-def _deferred(kind: type[AnyBatchNorm]) -> type[DeferredBatchNorm]:
-    base = _OwnForward if DeferredBatchNorm.has_own_forward(kind) else DeferredBatchNorm
-    subclass: Any = type(f"Deferred{kind.__name__}", (base, kind), {})
-    return subclass
-
-
-def _blank(kind: type[AnyBatchNorm]) -> DeferredBatchNorm:
-    subclass = _deferred(kind)
-    return subclass.__new__(subclass)
-
-
-class CommitLayers:
-    """The commit of a module stage: updates the buffers of each batch norm layer by the layer's momentum.
-
-    State is the flat dict of the module's buffers; statistics are ``{path: NormStats}`` per microbatch. With
-    ``deferred`` those of all microbatches make one update; without, every call of a layer makes its own, in their
-    order, as plain batch norm does.
-    """
-
-    def __init__(self, norms: Mapping[str, Running], *, deferred: bool = True) -> None:
-        self.norms, self.deferred = dict(norms), deferred
-
-    def written(self) -> list[str]:
-        """The names of the buffers that it may change."""
-        return [name for names in self.norms.values() for name in names if name is not None]
-
-    def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
-        """The module's buffers after one batch."""
-        new = dict(state)
-        for path, names in self.norms.items():
-            layer_stats: list[NormStats] = [
-                microbatch[path] for microbatch in stats if path in microbatch and microbatch[path].moments
-            ]
-            if not layer_stats:
-                continue
-            last = layer_stats[-1]
-            tracked = names.tracked if last.counted else None
-            keys = {"running_mean": names.mean, "running_var": names.var, "num_batches_tracked": tracked}
-            layer_state = {name: state[key] for name, key in keys.items() if key in state}
-            microbatches = [norm.moments for norm in layer_stats]
-            for update in (
-                [microbatches] if self.deferred else [[(moments,)] for calls in microbatches for moments in calls]
-            ):
-                layer_state = batch_norm.commit(layer_state, update, momentum=last.momentum)
-            new.update({str(keys[name]): value for name, value in layer_state.items()})
-        return new
 
 
 def wide(x: Tensor) -> torch.dtype:

@@ -11,13 +11,13 @@ from torch import nn
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.modules.balance import checked_sizes
-from funcpipe.modules.batchnorm import CommitLayers
 from funcpipe.modules.configs import configs, without_cache
 from funcpipe.modules.layers_find import TRACED, Layers, find_layers
 from funcpipe.modules.layers_look import asks
 from funcpipe.modules.layers_slices import SliceCaches
 from funcpipe.modules.layers_stage import INPUTS, LayersFn
 from funcpipe.modules.module import Skeleton, devices_fault, named_tensors, refuse_lazy
+from funcpipe.modules.norm_commit import CommitLayers
 from funcpipe.modules.skippable import skips_of
 
 

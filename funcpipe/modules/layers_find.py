@@ -13,8 +13,8 @@ from funcpipe.core.errors import PlanError, bullets, raise_all
 from funcpipe.core.shown import guarded, line, some
 from funcpipe.core.torch_names import children_of
 from funcpipe.core.words import similar
-from funcpipe.modules.batchnorm import DeferredBatchNorm
 from funcpipe.modules.module import syntax_of
+from funcpipe.modules.norm_layers import DeferredBatchNorm
 
 TRACED = "trace it instead: fp.split(model, ..., example=...)"
 """What messages advise for a model that a layer cut cannot cut."""

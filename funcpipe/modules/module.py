@@ -18,8 +18,9 @@ from funcpipe.core.stage import Bindable, Stage, checked_names, normalise
 from funcpipe.core.torch_names import FLAT_WEIGHTS, buffers_of, list_weights, parameters_of, without_modes
 from funcpipe.core.tree import Tree
 from funcpipe.core.words import similar
-from funcpipe.modules.batchnorm import CommitLayers, DeferredBatchNorm, Running
 from funcpipe.modules.module_carry import carry_apart, check_carry
+from funcpipe.modules.norm_commit import CommitLayers, Running
+from funcpipe.modules.norm_layers import DeferredBatchNorm
 from funcpipe.modules.skip_scope import carrying
 from funcpipe.modules.skippable import Skips, skips_of
 from funcpipe.modules.written_buffers import has_numbers, looked_at, refuse_writes, version

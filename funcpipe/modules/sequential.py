@@ -13,8 +13,8 @@ from funcpipe.core.stage import Stage
 from funcpipe.core.torch_names import children_of, hooks_of
 from funcpipe.core.tree import Tree
 from funcpipe.modules.balance import checked_sizes
-from funcpipe.modules.batchnorm import DeferredBatchNorm
 from funcpipe.modules.module import Params, State, copied, refuse_lazy, stage_of
+from funcpipe.modules.norm_layers import DeferredBatchNorm
 from funcpipe.modules.skippable import Skips, skips_of
 
 

@@ -16,9 +16,10 @@ from funcpipe.core.errors import PlanError
 from funcpipe.core.stage import Out
 from funcpipe.core.torch_names import OpOverload, schema
 from funcpipe.core.tree import Tree, flatten
-from funcpipe.modules.batchnorm import CommitLayers, NormStats, Running, batch_norm_at, wide
+from funcpipe.modules.batchnorm import batch_norm_at, wide
 from funcpipe.modules.module import PartFn
 from funcpipe.modules.nodes import layer_of, regions_of
+from funcpipe.modules.norm_commit import CommitLayers, NormStats, Running
 from funcpipe.modules.signature import Signature
 from funcpipe.modules.written_buffers import NormCall
 

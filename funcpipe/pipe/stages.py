@@ -16,7 +16,7 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.torch_names import TABLES, buffers_of, parameters_of, version
 from funcpipe.core.tree import Tree
 from funcpipe.lower.plan import make_plan
-from funcpipe.modules.batchnorm import CommitLayers
+from funcpipe.modules.norm_commit import CommitLayers
 from funcpipe.modules.sequential import cut_sequential
 from funcpipe.modules.ties import groups
 from funcpipe.pipe.layout import Layout

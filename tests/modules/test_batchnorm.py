@@ -201,6 +201,17 @@ def test_the_average_of_all_batches_needs_their_number():
     assert state.keys() == fp.models.batch_norm.commit(state, (stats,)).keys()
 
 
+class Cast(nn.Module):
+    """Gives its input in another precision."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype)
+
+
 class Scaled(nn.BatchNorm1d):
     """A user's subclass with torch's forward."""
 
@@ -253,3 +264,32 @@ def test_under_torch_func_and_inference_mode():
         assert torch.equal(
             expected, fp.run(plan, (params,), x[0] + 0, state=({k: v + 0 for k, v in state.items()},)).outputs
         )
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_layers_of_one_kind_are_committed_together_as_each_alone(deferred):
+    """What one operation does for several layers is what `batch_norm.commit` does for each; other kinds stay apart."""
+    twice, uncounted, seldom = nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None)
+    layers = [nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, momentum=0.5), seldom]
+    double = nn.BatchNorm1d(4, dtype=torch.float64)
+    layers += [twice, twice, Cast(torch.float64), double, Cast(torch.float32), uncounted, nn.Linear(4, 300)]
+    layers += [nn.BatchNorm1d(300), nn.BatchNorm1d(300)]
+    uncounted.num_batches_tracked = None
+    stage, params, state = fp.from_module(nn.Sequential(*layers), deferred=deferred)
+    rows = [(3, 5), (0, 2), (2, 600)]
+    stats = tuple(
+        [stage.fn(params, torch.randn(stop - start, 4) * 3 + 1, state=state, train=True).stats for start, stop in rows]
+    )
+    new = stage.commit(state, stats)
+    assert new.keys() == state.keys()
+    for path in stats[0]:
+        names = [name for name in state if name.startswith(f"{path}.")]
+        calls = [call for each in stats for call in each[path].moments]
+        alone = {name.removeprefix(f"{path}."): state[name] for name in names}
+        for update in [[calls]] if deferred else [[[call]] for call in calls]:
+            alone = fp.models.batch_norm.commit(alone, update, momentum=stats[0][path].momentum)
+        for name in names:
+            torch.testing.assert_close(new[name], alone[name.removeprefix(f"{path}.")], rtol=1e-7, atol=0, msg=name)
+            assert new[name] is not state[name], name
+    memory = [tensor.untyped_storage().data_ptr() for tensor in (*new.values(), *state.values())]
+    assert len({*memory}) == len(memory)  # none is a view: writing into one must not count as writing into another

@@ -1,0 +1,133 @@
+"""What the batch norm layers of a module stage hand back of a microbatch, and how it is committed once per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.torch_names import BatchNorm as AnyBatchNorm
+from funcpipe.core.tree import Tree
+from funcpipe.modules.batchnorm import Moments, merge_rows, updated
+
+_RUNNING = ("running_mean", "running_var")
+_TRACKED = "num_batches_tracked"
+"""What the state of a layer has, by torch's names."""
+
+
+class Running(NamedTuple):
+    """The names of the buffers that one batch norm updates.
+
+    Attributes:
+        mean, var: of the running statistics.
+        tracked: of the number of batches; None: it is not counted.
+    """
+
+    mean: str
+    var: str
+    tracked: str | None
+
+    @classmethod
+    def of(cls, layer: AnyBatchNorm, path: str) -> Running:
+        """The names for a layer at this path."""
+        start = f"{path}." if path else ""
+        tracked = None if layer.num_batches_tracked is None else f"{start}num_batches_tracked"
+        return cls(f"{start}running_mean", f"{start}running_var", tracked)
+
+
+class NormStats(NamedTuple):
+    """The statistics of one batch norm layer over one microbatch, and how they are committed.
+
+    Attributes:
+        moments: of each of its calls.
+        momentum: of the running averages; None: the plain average of all batches.
+        counted: is the batch counted.
+    """
+
+    IS_APART = True
+    """Nothing here has a graph, and the layer keeps none of it."""
+
+    moments: tuple[Moments, ...]
+    momentum: float | None
+    counted: bool = True
+
+
+class CommitLayers:
+    """The commit of a module stage: updates the buffers of each batch norm layer by the layer's momentum.
+
+    State is the flat dict of the module's buffers; statistics are ``{path: NormStats}`` per microbatch. With
+    ``deferred`` those of all microbatches make one update; without, every call of a layer makes its own, in their
+    order, as plain batch norm does.
+    """
+
+    def __init__(self, norms: Mapping[str, Running], *, deferred: bool = True) -> None:
+        self.norms, self.deferred = dict(norms), deferred
+
+    def written(self) -> list[str]:
+        """The names of the buffers that it may change."""
+        return [name for names in self.norms.values() for name in names if name is not None]
+
+    def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
+        """The module's buffers after one batch."""
+        new, alike = dict(state), dict[Any, list[_Seen]]()
+        for path, names in self.norms.items():
+            norms: list[NormStats] = [each[path] for each in stats if path in each and each[path].moments]
+            if norms:
+                seen = _Seen.of(norms, names, state)
+                alike.setdefault(path if seen.momentum is None else seen.kind(), []).append(seen)
+        for layers in alike.values():
+            new.update(_committed(layers, deferred=self.deferred))
+        return new
+
+
+class _Seen(NamedTuple):
+    """What one layer saw in a batch.
+
+    Attributes:
+        calls: the statistics of its calls, in their order.
+        momentum: of the running averages; None: the plain average of all batches.
+        state: of the layer, before the batch.
+        keys: for each name in it that of the buffer.
+    """
+
+    calls: list[Moments]
+    momentum: float | None
+    state: dict[str, Tensor]
+    keys: dict[str, str]
+
+    @classmethod
+    def of(cls, norms: Sequence[NormStats], names: Running, state: Mapping[str, Tensor]) -> _Seen:
+        """What the layer saw whose buffers have these names."""
+        tracked = names.tracked if norms[-1].counted else None
+        named = {**dict(zip(_RUNNING, (names.mean, names.var), strict=True)), _TRACKED: tracked}
+        keys = {name: key for name, key in named.items() if key is not None and key in state}
+        calls = [call for norm in norms for call in norm.moments]
+        return cls(calls, norms[-1].momentum, {name: state[key] for name, key in keys.items()}, keys)
+
+    def kind(self) -> Any:
+        """Layers for which this is equal are committed together: all but their numbers is the same."""
+        calls = [(size, mean.dtype, var.dtype) for size, mean, var in self.calls]
+        return self.momentum, *calls, *[(name, value.dtype, value.device) for name, value in self.state.items()]
+
+
+def _committed(layers: Sequence[_Seen], *, deferred: bool) -> dict[str, Tensor]:
+    """The buffers of layers of one kind after a batch, as if they were one: what is small costs by the operation."""
+    first = layers[0]
+    sizes, count = [call.size for call in first.calls], len(first.calls)
+    calls = [layer.calls[place] for place in range(count) for layer in layers]
+    means = torch.cat([call.mean for call in calls]).view(count, -1)
+    variances = torch.cat([call.var for call in calls]).view(count, -1)
+    joined = {name: torch.cat([layer.state[name] for layer in layers]) for name in _RUNNING}
+    state = {**first.state, **joined}  # with how often the first was updated: who asks for that has no other beside it
+    updates = [slice(None)] if deferred else [slice(place, place + 1) for place in range(count)]
+    for update in updates:
+        _, mean, var = merge_rows(sizes[update], means[update], variances[update])
+        state = updated(state, mean, var, first.momentum)
+    new = {layer.keys[_TRACKED]: layer.state[_TRACKED] + len(updates) for layer in layers if _TRACKED in layer.keys}
+    widths = [len(layer.state[_RUNNING[0]]) for layer in layers]
+    for name in _RUNNING:
+        parts: Any = torch.split_with_sizes_copy(state[name], widths)  # views would share a version
+        new.update(zip([layer.keys[name] for layer in layers], parts, strict=True))
+    return new
