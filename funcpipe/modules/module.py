@@ -197,8 +197,7 @@ class Skeleton:
         self.norms: dict[str, Running] = {}
         for path, layer in self.module.named_modules():
             if DeferredBatchNorm.converts(layer):
-                self.norms[path] = Running.of(layer, path)
-                DeferredBatchNorm.convert(layer, path)
+                self.norms[path] = DeferredBatchNorm.convert(layer, path)
         self.frozen = [path for path, layer in self.module.named_modules() if not layer.training]
         self.evaluation = all(not layer.training for layer in self.module.modules())
 

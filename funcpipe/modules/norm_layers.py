@@ -13,7 +13,7 @@ from funcpipe.core.errors import PlanError
 from funcpipe.core.torch_names import BatchNorm as AnyBatchNorm
 from funcpipe.core.torch_names import buffers_of, check_dimensions
 from funcpipe.modules.batchnorm import Moments, batch_norm_at
-from funcpipe.modules.norm_commit import NormStats
+from funcpipe.modules.norm_commit import NormStats, Running
 from funcpipe.modules.written_buffers import BATCH_NORMS, Hearing, NormCall, refuse_writes, version
 
 
@@ -50,10 +50,11 @@ class DeferredBatchNorm(AnyBatchNorm):
     deferral: Deferral
 
     @classmethod
-    def convert(cls, layer: AnyBatchNorm, path: str) -> None:
-        """Turn a layer of a private copy into a deferred one, in place."""
+    def convert(cls, layer: AnyBatchNorm, path: str) -> Running:
+        """Turn a layer of a private copy into a deferred one, in place; the names of its buffers."""
         vars(layer)["deferral"] = Deferral(path, type(layer), layer.momentum)
         layer.__class__ = _deferred(type(layer))
+        return Running.of(layer, path)
 
     @staticmethod
     def converts(layer: nn.Module) -> TypeGuard[AnyBatchNorm]:
