@@ -36,3 +36,4 @@ from funcpipe.schedules.v_shape import v_adaptive as v_adaptive
 from funcpipe.schedules.v_shape import v_half as v_half
 from funcpipe.schedules.v_shape import v_min as v_min
 from funcpipe.schedules.v_shape import zbv as zbv
+from funcpipe.schedules.whole import unsplit as unsplit

@@ -103,7 +103,7 @@ def lengthen(schedule: Schedule, num_microbatches: int, cost: Costs | None = Non
     more = num_microbatches - schedule.num_microbatches
     found = fitting(every, more)[:TRIED]
     tried = dict.fromkeys(repeated(schedule, period, num_microbatches) for period in found)
-    times = {one: ends for one in tried if (ends := _times(one, cost)[1]) < inf}
+    times = {one: ends for one in tried if (ends := ends_of(one, cost)) < inf}
     if times:
         return min(times, key=times.__getitem__)
     least = min((period.microbatches for period in every), default=0)
@@ -206,6 +206,11 @@ def _states(schedule: Schedule, device: int, moments: Sequence[Moment]) -> Itera
             progress[stage].add(kind, microbatch * slices + (number or 0))
         done = moment.places[device]
         yield tuple([each.state(moment.microbatch * slices) for each in progress.values()])
+
+
+def ends_of(schedule: Schedule, cost: Costs) -> float:
+    """When all of a schedule has ended, by a cost; infinite where it never does."""
+    return _times(schedule, cost)[1]
 
 
 def _times(schedule: Schedule, cost: Costs) -> tuple[list[list[float]], float]:
