@@ -101,7 +101,7 @@ class _Seen(NamedTuple):
     def of(cls, norms: Sequence[NormStats], names: Running, state: Mapping[str, Tensor]) -> _Seen:
         """What the layer saw whose buffers have these names."""
         tracked = names.tracked if norms[-1].counted else None
-        named = {**dict(zip(_RUNNING, (names.mean, names.var), strict=True)), _TRACKED: tracked}
+        named = dict(zip((*_RUNNING, _TRACKED), (names.mean, names.var, tracked), strict=True))
         keys = {name: key for name, key in named.items() if key is not None and key in state}
         calls = [call for norm in norms for call in norm.moments]
         return cls(calls, norms[-1].momentum, {name: state[key] for name, key in keys.items()}, keys)

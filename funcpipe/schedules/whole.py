@@ -1,9 +1,11 @@
-"""Schedules made from schedules: backwards whole again where nothing is gained by splitting them."""
+"""Schedules made from schedules: backwards whole again, as far as nothing is gained by splitting them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from bisect import bisect_left
+from collections.abc import Sequence, Set
 from dataclasses import replace
+from functools import partial
 
 from funcpipe.core.cost import Cost
 from funcpipe.core.kinds import Kind
@@ -18,12 +20,12 @@ _ROUNDING = 1e-9
 
 
 def unsplit(schedule: Schedule, *, cost: Costs | None = None) -> Schedule:
-    """Make I and W one backward again, B, wherever the schedule takes no longer for it.
+    """Make I and W one backward again, B, in the middle of each device's order, as far as the schedule takes no longer for it.
 
-    Schedules of the zero-bubble family (arXiv 2401.10241) split every backward, but in most places nobody waits for I: only
-    while the pipeline fills or drains must a gradient go back before W. A whole backward of a compiled stage reads
-    everything once and holds nothing for a W. On each device those in the middle become whole, as many as may: B stands
-    where I did, so no device holds more than before.
+    Schedules of the zero-bubble family (arXiv 2401.10241) split every backward. Where enough microbatches are under way, as in
+    ZB-H2 and ZB-V, a gradient must go back before W only while the pipeline fills or drains. ZB-H1 holds fewer, and stays
+    split but for its first device. B stands where I did and leaves nothing for a W, so no device holds more than before.
+    Takes as many runs of the clock as there are devices, times twice the logarithm of the microbatches.
 
     >>> print(fp.schedules.unsplit(fp.schedules.zb_h2(2, 4)))
     0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
@@ -61,23 +63,14 @@ def unsplit(schedule: Schedule, *, cost: Costs | None = None) -> Schedule:
     # First all devices alike, as what one has no more to spare another cannot have; then each what is left.
     starts, ends = range(len(rows)), range(len(rows), 2 * len(rows))
     for places in (starts, ends, *([place] for place in range(len(split)))):
-        tried = [_shared(split, places, number, most) for number in range(most + 1)]
-        split = tried[_least(most, lambda number, tried=tried: fits(tried[number]))]
+        part = partial(_shared, split, places, most)
+        split = part(bisect_left(range(most), True, key=lambda number, part=part: fits(part(number))))
     return without(split)
 
 
-def _shared(counts: Sequence[int], places: Sequence[int], number: int, steps: int) -> list[int]:
+def _shared(counts: Sequence[int], places: Sequence[int], steps: int, number: int) -> list[int]:
     """With such a part, ``number / steps``, of the counts at some places."""
     return [count * number // steps if place in places else count for place, count in enumerate(counts)]
-
-
-def _least(count: int, holds: Callable[[int], bool]) -> int:
-    """The least number up to a count for which something holds that holds for all greater ones; for the count it does."""
-    low, high = 0, count
-    while low < high:
-        tried = (low + high) // 2
-        low, high = (low, tried) if holds(tried) else (tried + 1, high)
-    return low
 
 
 def _whole(schedule: Schedule, inputs: Set[Action]) -> Schedule:

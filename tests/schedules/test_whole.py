@@ -40,7 +40,7 @@ def test_every_schedule_takes_no_longer_and_holds_no_more(schedule):
 
 @given(st.data())
 def test_by_any_cost(data):
-    """By the cost that it is given; of families on a line, which have stages of other times then."""
+    """By the cost that it is given, also where stages take different times."""
     stages, microbatches = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
     family = data.draw(st.sampled_from([fp.schedules.zb_h2, fp.schedules.zero_bubble, fp.schedules.one_f_one_b]))
     times = st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=stages, max_size=stages)
@@ -81,8 +81,8 @@ def test_nothing_to_make_whole_is_the_schedule_itself():
     [
         ("1F1B", {}, "unsplit takes a schedule"),
         (fp.schedules.fill_drain(2, 2, backward=False), {}, "no backwards"),
-        (fp.schedules.zb_h2(2, 2), {"cost": fp.Cost(forward=(1.0, 1.0, 1.0))}, "3"),
-        (fp.schedules.zb_h2(2, 2), {"cost": 3}, "unsplit"),
+        (fp.schedules.zb_h2(2, 2), {"cost": fp.Cost(forward=(1.0, 1.0, 1.0))}, "forward has 3 numbers"),
+        (fp.schedules.zb_h2(2, 2), {"cost": 3}, "unsplit takes a Cost"),
         (fp.Schedule.parse("0F0 0W0 0I0"), {}, "0W0"),
     ],
 )
