@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: a fixed seed, and threads that must not outlive a test."""
+"""Fixtures of the whole suite: a fixed seed; threads that must not outlive a test, and Ctrl-C, which must."""
 
 import os
 import re
@@ -37,6 +37,17 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_stays_python_s():
+    """A solver in C may leave SIGINT to its default, unseen by Python; then the next Ctrl-C of a test ends the worker."""
+    yield
+    status = Path("/proc/self/status")
+    if status.exists():
+        (caught,) = re.findall(r"^SigCgt:\t([0-9a-f]+)$", status.read_text(), re.MULTILINE)
+        signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))  # for the next test
+        assert int(caught, 16) >> (signal.SIGINT - 1) & 1, "the handler of SIGINT is gone"
 
 
 @pytest.fixture(autouse=True)

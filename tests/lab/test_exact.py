@@ -211,6 +211,7 @@ def test_every_schedule_is_a_solution_of_the_model(seed):
                 model.cp.Add(model.starts[whole._replace(kind=fp.Kind.I)] == starts[whole])
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
+        solver.parameters.catch_sigint_signal = False  # afterwards Ctrl-C would end Python without a word
         assert solver.Solve(model.cp) == cp_model.OPTIMAL
         assert solver.ObjectiveValue() * unit == problem.value(timeline)
         assert starts == model.solution(solver)
