@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from importlib import import_module
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from uuid import getnode
+
+_ADDRESS = 0x8915
+"""What Linux is asked for an interface's address by (SIOCGIFADDR)."""
 
 
 def machine() -> str:
@@ -36,6 +41,36 @@ def connect_at(hosts: Iterable[str]) -> dict[str, str]:
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     address = "" if name else own_address(hosts)
     return {"interface": name} if name else {"hostname": address} if address else {}
+
+
+def addresses_at(where: Mapping[str, str]) -> list[str]:
+    """What `connect_at` says, as addresses of this machine: those of an interface, else the machine's by its name.
+
+    Raises:
+        OSError: there is no such interface.
+    """
+    if "hostname" in where:
+        return [where["hostname"]]
+    return addresses_of(where["interface"]) if where else [socket.gethostname(), "localhost"]
+
+
+def addresses_of(interface: str) -> list[str]:
+    """The addresses of one of this machine's interfaces, as Linux tells them. Raises OSError: there is none."""
+    socket.if_nametoindex(interface)
+    found: list[str] = []
+    with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        answer = import_module("fcntl").ioctl(asked, _ADDRESS, struct.pack("256s", interface.encode()[:15]))
+        found.append(socket.inet_ntoa(answer[20:24]))
+    with suppress(OSError):
+        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        found += [
+            str(ip_address(bytes.fromhex(line[0]))) + (f"%{interface}" if line[3] == "20" else "")  # of this link alone
+            for line in lines
+            if line[-1] == interface
+        ]
+    if not found:
+        raise OSError(f"the interface {interface} has no address")
+    return found
 
 
 def own_address(hosts: Iterable[str]) -> str:

@@ -35,7 +35,6 @@ class Word(NamedTuple):
         marked: does a leaf of its params require a gradient.
         ties: for each tie, for each member that it holds: (place, layout, is it trained where some leaves are marked,
             and where none is).
-        shapes: of its part of the batch, and what else decides about the shapes of what stages hand on.
         trained: the leaves that it trains, where there are replicas.
         copies: what its parameters are, without their numbers, where there are replicas.
         length: of the sequences that it has and slices are cut of; None: it has none.
@@ -51,7 +50,6 @@ class Word(NamedTuple):
     weighed: Weighed
     marked: bool
     ties: tuple[tuple[tuple[int, Any, bool, bool], ...], ...]
-    shapes: str
     trained: str = ""
     copies: str = ""
     length: int | None = None

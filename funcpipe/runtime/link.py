@@ -19,11 +19,12 @@ from typing import Any
 from torch import Tensor
 
 from funcpipe.core.torch_names import gloo
-from funcpipe.runtime.address import connect_at, host_of, own_address
+from funcpipe.runtime.address import addresses_at, connect_at, host_of, own_address
 from funcpipe.runtime.alarms import Alarm, Alarming, Failure
+from funcpipe.runtime.cable import Cable, connected
 from funcpipe.runtime.connection import Connection, LostError, Way, gloo_device
 from funcpipe.runtime.device_stream import DeviceEnds, DeviceStream
-from funcpipe.runtime.edge import EdgeIn, EdgeOut
+from funcpipe.runtime.edge import EdgeIn, EdgeOut, EdgeWay
 from funcpipe.runtime.exchanges import Everyone
 from funcpipe.runtime.nccl import abort
 from funcpipe.runtime.pulse import Pulse
@@ -65,7 +66,9 @@ class Link:
         self.heard, self.run = False, 0
         self.edges: dict[tuple[int, int], EdgeOut | EdgeIn] = {}
         self.replicas: dict[int, Replicas] = {}
-        self._connections: list[Connection] = []
+        self._cut: list[Callable[[], None]] = []
+        """Cut the connections."""
+        self._cables: list[Cable] = []
         self._groups: list[Any] = []
         self._joins: Any = None
         self._gone: dict[int, int] = {}
@@ -146,13 +149,7 @@ class Link:
         except RuntimeError as error:
             others = [rank for rank in ranks if rank != self.rank]
             raise LostError(others[0] if len(others) == 1 else -1, f"could not be connected: {error}") from None
-        with self._gate:
-            late = self.failure is not None
-            if not late:
-                self._connections.append(connection)
-        if late:
-            connection.cut(self.rank)
-            raise Alarm
+        self._cuts(partial(connection.cut, self.rank))
         return connection
 
     def connect(
@@ -185,21 +182,41 @@ class Link:
         for (source, to), ranks in edges.items():
             end = EdgeOut if ranks[0] == self.rank else EdgeIn
             with self._joining(ranks):
-                way = self._way(f"{ranks[0]}:{source}-{to}", ranks, ways.get((source, to)))
-                self.edges[source, to] = edge = end(way)
+                name = f"{ranks[0]}:{source}-{to}"
+                cable, stream = self._cable(name, ranks), self._stream(name, ranks, ways.get((source, to)))
+                self.edges[source, to] = edge = end(EdgeWay(cable, name, self.rank, self.lost, stream))
                 edge.greet()
         for stage, ranks in replicas.items():
             with self._joining(ranks):
-                way = self._way(f"stage {stage}", ranks, ways.get(stage), copies=True)
+                name = f"stage {stage}"
+                connection = self._connection(name, ranks.index(self.rank), ranks, copies=True)
+                way = Way(connection, name, self.lost, self._stream(name, ranks, ways.get(stage)))
                 self.replicas[stage] = copies = Replicas(way, self.rank)
                 copies.greet()
 
-    def _way(self, name: str, ranks: Sequence[int], ends: DeviceEnds | None, *, copies: bool = False) -> Way:
-        """A way between some ranks, which all of them make; on a device with streams, one that may join the devices."""
-        seat = ranks.index(self.rank)
-        connection, group = self._connection(name, seat, ranks, copies=copies), None
+    def _cable(self, name: str, ranks: Sequence[int]) -> Cable:
+        """A cable between two ranks, which both make."""
+        store, goes_on = below(name, self._waits), lambda: self.failure is None
+        cable = connected(store, self.rank, ranks, addresses_at(self._where), self.timeout, goes_on)
+        self._cuts(cable.cut)
+        self._cables.append(cable)
+        return cable
+
+    def _cuts(self, cut: Callable[[], None]) -> None:
+        """Cut a new connection with the others, or now. Raises Alarm: now."""
+        with self._gate:
+            late = self.failure is not None
+            if not late:
+                self._cut.append(cut)
+        if late:
+            cut()
+            raise Alarm
+
+    def _stream(self, name: str, ranks: Sequence[int], ends: DeviceEnds | None) -> DeviceStream | None:
+        """The stream of a way between some ranks on this one's device, which may be joined with those of the others."""
         if ends is None:
-            return Way(connection, name, self.lost)
+            return None
+        group, seat = None, ranks.index(self.rank)
         if ends.joined:
             if self._joins is None:  # who joins devices waits in the store, maybe long
                 self._joins = self._waits.clone()
@@ -210,7 +227,7 @@ class Link:
             if self.failure is not None:
                 self.abort()
                 raise Alarm
-        return Way(connection, name, self.lost, DeviceStream(name, ends.backend, ends.device, group, seat))
+        return DeviceStream(name, ends.backend, ends.device, group, seat)
 
     @contextmanager
     def _joining(self, ranks: Sequence[int]) -> Generator[None]:
@@ -380,12 +397,10 @@ class Link:
             self._everyone.say_farewell()
         self.fail(Failure(self.rank, "", "its connections were closed", None, self.run))
         with self._gate:
-            connections, self._connections = self._connections, []
+            cuts, self._cut = self._cut, []
         self.abort()
-        for connection in connections:
-            connection.cut(self.rank)
-        for edge in [*self.edges.values()]:
-            edge.stop()
+        for cut in cuts:
+            cut()
 
     def close(self, *, told: bool) -> bool:
         """End all threads and connections; with ``told`` the others get to know that this one runs no more.
@@ -399,8 +414,11 @@ class Link:
         self._wake_watcher()
         patience = 0.1 if self.store.silent else 1.0  # those that wait for the store end when it comes back
         self.pulse.end(patience)
-        others = [each.worker for each in (*self.edges.values(), *self.replicas.values())]
-        end_all([*others, self._worker, self._watcher, self._guard], patience)
+        edges = [worker for edge in self.edges.values() for worker in edge.workers]
+        others = [each.worker for each in self.replicas.values()]
+        end_all([*edges, *others, self._worker, self._watcher, self._guard], patience)
+        for cable in self._cables:
+            cable.close()
         # gloo's threads end with their last connections, not when the collector comes upon this link.
         self._everyone = None
         self._loops.clear()

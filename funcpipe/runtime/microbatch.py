@@ -6,8 +6,6 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from funcpipe.core.errors import BatchError, raise_all
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
@@ -206,13 +204,6 @@ class Uncut:
         """Are inputs cut here, so that outputs are merged; None: they are not here."""
         return self.trees["inputs"].ready is None if "inputs" in self.trees else None
 
-    def shapes(self) -> str:
-        """What its trees are, without the numbers of tensors; equal for batches that are cut alike."""
-        known = [
-            (name, tree.spec, tree.axes, tree.sequences, *map(_shape, tree.leaves)) for name, tree in self.trees.items()
-        ]
-        return str((self.ready, known))
-
     def cut(self, parts: Sequence[int], slices: Sequence[int] = (), merged: bool | None = None) -> Batch:
         """Cut into microbatches of so many rows, and these into slices of such lengths.
 
@@ -225,10 +216,6 @@ class Uncut:
         merged = self.merged is not False if merged is None else merged
         values = pieces.get("inputs", []), pieces.get("target"), by_feed
         return Batch(*values, tuple(parts), merged, axes, handles, tuple(slices))
-
-
-def _shape(leaf: Any) -> Any:
-    return (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
 
 
 def _rows(trees: Sequence[BatchTree]) -> tuple[int | None, list[str]]:

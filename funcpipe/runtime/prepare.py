@@ -72,7 +72,6 @@ class Prepared:
         ties: groups of (stage, leaf number); -1 for a leaf that is not here.
         layouts: of each member of each tie, where some are not here.
         spread: of the stages that are here, those with parameters of which each replica has a part.
-        signature: equal for runs in which values between stages have the same shapes, unless these hang on numbers.
         even: have all replicas as many microbatches.
         strict: is a trainable leaf that no backward reached an error.
         options: as the user gave them.
@@ -91,7 +90,6 @@ class Prepared:
     ties: tuple[tuple[tuple[int, int], ...], ...]
     layouts: tuple[tuple[Any, ...], ...]
     spread: Mapping[int, ShardedParams]
-    signature: tuple[Any, ...]
     even: bool
     strict: bool
     options: RunOptions
@@ -192,11 +190,10 @@ def preparing(
     lacks = _lacks(plan, here, inputs, target)
     seeded = {"seed": seed, "loss_scale": float(options.loss_scale), "max_norm": options.max_norm}
     tied = tied_members(plan, trees, parts, trainable, here) if len(here) < plan.num_stages else ()
-    shapes = uncut.shapes() if len(here) < plan.num_stages else ""
     pattern = str(trainable_leaves(trees, trainable, marked=marked)) if part.replicas > 1 and backward else ""
     copies = _copies(leaves, spread) if part.replicas > 1 else ""
     facts = (plan.fingerprint, seeded, uncut.rows, uncut.ready, lacks, uncut.merged, cut.rows, weights)
-    word = Word(*facts, marked, tied, shapes, pattern, copies, uncut.length)
+    word = Word(*facts, marked, tied, pattern, copies, uncut.length)
 
     def rest(words: Sequence[Word]) -> Prepared:
         nonlocal cut
@@ -227,7 +224,6 @@ def preparing(
         bindable = [spread[stage].tree() if stage in spread else tree for stage, tree in enumerate(trees)]
         bounds = _bind(plan, here, bindable, states, trained, Keys(seed, plan.stages, first), shares, checks)
         program = program_for(plan, cut.num_microbatches, halves=halves)
-        signature = (plan.fingerprint, cut.rows, *(word.shapes for word in words))
         used = "used" in checks
         return Prepared(
             plan,
@@ -243,7 +239,6 @@ def preparing(
             ties,
             agreed.layouts,
             spread,
-            signature,
             len({*map(len, agreed.parts)}) == 1,
             used,
             options,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from funcpipe.core.program import CALLER, Send
+from funcpipe.core.program import CALLER, LaneProgram, Send
 from funcpipe.runtime.alarms import Alarm
 from funcpipe.runtime.device_stream import DeviceEnds
 from funcpipe.runtime.edge import EdgeIn, EdgeOut, Outbox
@@ -54,7 +54,7 @@ def _add_way(ways: dict[Any, DeviceEnds], key: Any, execution: Execution, lane: 
 
 def begin(link: Link, execution: Execution, runner: Runner) -> None:
     """Let the edges of a lane serve an execution, which it begins."""
-    signature, lane = execution.ready.signature, runner.program.lane
+    lane = runner.program.lane
     for (end, other), box in execution.outboxes.items():
         if end != lane or not isinstance(box, Outbox):
             continue
@@ -62,14 +62,18 @@ def begin(link: Link, execution: Execution, runner: Runner) -> None:
         if isinstance(out, EdgeOut):
             own = execution.boxes[lane]
             assert isinstance(own, Inbox)
-            out.begin(signature, other, own)
+            out.begin(other, own, len(_sent(runner.program, other)))
             box.out = out
         if isinstance(back, EdgeIn):
-            theirs = lane_program(execution.ready.program, other).instructions
-            sent = [each.into for each in theirs if type(each) is Send and each.to == lane]
+            sent = _sent(lane_program(execution.ready.program, other), lane)
             levels = {slot: execution.level_of[lane, slot] for slot in {*sent}}
-            back.begin(signature, sent, execution.boxes[lane], levels, runner.place)
+            back.begin(sent, execution.boxes[lane], levels, runner.place)
             box.back = back
+
+
+def _sent(program: LaneProgram, to: int) -> list[int]:
+    """The slots into which a lane sends what goes to another one, in order."""
+    return [each.into for each in program.instructions if type(each) is Send and each.to == to]
 
 
 def settle(link: Link, executions: Sequence[Execution], ending: Callable[[], None]) -> None:

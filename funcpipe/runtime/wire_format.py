@@ -12,7 +12,7 @@ import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -60,16 +60,6 @@ class TreeForm:
     spec: Spec
     leaves: tuple[Any, ...]
     flags: tuple[bool, ...]
-
-    @cached_property
-    def nbytes(self) -> int:
-        """The size of its tensors."""
-        return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, TensorLayout))
-
-    @property
-    def is_small(self) -> bool:
-        """Is it cheaper to copy its tensors into one message than to send several."""
-        return self.nbytes <= 2**18
 
 
 def memory(tensor: Tensor) -> Tensor:

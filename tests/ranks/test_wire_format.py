@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 
 import funcpipe as fp
 from funcpipe.core.tree import flatten
-from funcpipe.runtime.border import LEAF
 from funcpipe.runtime.columns import Columns, apart, joined
-from funcpipe.runtime.message import Message, number_of, unpacked
 from funcpipe.runtime.wire_format import TensorLayout, form_of, memory, pack, pack_form, sendable, unpack, unpack_form
 
 numbers = st.one_of(
@@ -170,31 +168,6 @@ def test_trees_that_differ_in_numbers_alone_have_one_form():
     kinds = [pack(leaf) for leaf in (1, 1.0, True, 2**70, torch.tensor(1))]
     assert len({data[8 : 8 + struct.unpack("<q", data[:8])[0]] for data in kinds}) == len(kinds)
     assert [type(unpack(data)) for data in kinds] == [int, float, bool, int, torch.Tensor]
-
-
-def test_a_message_carries_what_is_put_into_it_and_ends_with_its_number():
-    """It is filled again: what it carried before is gone, and no inference mode of a run before is in its way."""
-    form = form_of([torch.empty(2, 3).T, None, torch.empty(0), torch.empty(5, dtype=torch.int8)], LEAF, ())
-    with torch.inference_mode():
-        message = Message.of(form, 7)
-    for start in (0, 10):
-        tensors = [torch.arange(start, start + 6.0).view(2, 3).T, torch.arange(start, start + 5, dtype=torch.int8)]
-        for place, tensor in zip(message.places, tensors, strict=True):
-            place.copy_(memory(tensor))
-        assert number_of(message.whole) == (7, 0)
-        first, nothing, empty, last = unpacked(message.whole.clone(), form, None)
-        assert torch.equal(first, tensors[0])
-        assert first.stride() == (1, 3)
-        assert nothing is None
-        assert empty.shape == (0,)
-        assert torch.equal(last, tensors[1])
-
-
-def test_memory_of_a_message_can_be_shared_until_somebody_writes():
-    """A stage gets a copy of what came; torch makes it at once of memory that numpy has seen."""
-    packed = Message.of(form_of([torch.empty(2, 3)], LEAF, ()), 7).whole.clone()
-    assert number_of(packed) == (7, 0)
-    assert packed.untyped_storage().resizable()
 
 
 def test_trees_that_are_alike_travel_as_one():

@@ -1,0 +1,179 @@
+"""A socket between two processes: one end writes values in order, the other one reads them and asks for more."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+from torch import Tensor
+
+from funcpipe.runtime.connection import LostError
+
+_MOST = 512
+"""So many pieces of memory go to the system at once; it takes 1024."""
+
+_LOOK = 0.2
+"""Seconds after which who waits for the other end looks whether it still should."""
+
+
+_memory: Any = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory.restype = ctypes.py_object
+_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_WRITABLE = 0x200
+
+
+def memory_view(tensor: Tensor) -> memoryview:
+    """The bytes of a dense tensor's memory, to be read or written to while the tensor is kept.
+
+    Not by numpy: torch takes memory that it has seen for no memory of its own.
+    """
+    return _memory(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
+
+
+class Cable:
+    """A connected socket, and the rank at its other end."""
+
+    def __init__(self, connected: socket.socket, rank: int) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.settimeout(None)
+        self._socket, self.rank = connected, rank
+
+    def write(self, pieces: Sequence[Any], *, wait: bool) -> list[Any]:
+        """Write pieces of memory; what is left of them, where the system takes no more and this does not ``wait``.
+
+        Raises:
+            LostError: the connection has ended.
+        """
+        left, flags = [*pieces], 0 if wait else socket.MSG_DONTWAIT
+        while left:
+            try:
+                count = self._socket.sendmsg(left[:_MOST], (), flags)
+            except BlockingIOError:
+                return left
+            except OSError as error:
+                raise self._lost(error) from None
+            left = _after(left, count)
+        return left
+
+    def read(self, pieces: Sequence[Any]) -> None:
+        """Wait for bytes, and fill pieces of memory with them. Raises LostError: the connection has ended."""
+        left = [*pieces]
+        while left:
+            try:
+                count, *_ = self._socket.recvmsg_into(left[:_MOST], 0, socket.MSG_WAITALL)
+            except OSError as error:
+                raise self._lost(error) from None
+            if not count:
+                raise self._lost("its end is closed")
+            left = _after(left, count)
+
+    def read_some(self, most: int) -> int:
+        """Wait for bytes without a meaning; how many came, at most ``most``. Raises LostError: the connection has ended."""
+        try:
+            count = len(self._socket.recv(most))
+        except OSError as error:
+            raise self._lost(error) from None
+        if not count:
+            raise self._lost("its end is closed")
+        return count
+
+    def cut(self) -> None:
+        """End the connection, which wakes whoever waits at either end."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the socket back, when nobody uses it any more."""
+        self._socket.close()
+
+    def _lost(self, why: object) -> LostError:
+        return LostError(self.rank, f"the connection to its process has ended: {why}")
+
+
+def _after(pieces: list[Any], count: int) -> list[Any]:
+    """What is left of pieces of memory after so many bytes."""
+    for number, piece in enumerate(pieces):
+        if count < len(piece):
+            return [memoryview(piece)[count:], *pieces[number + 1 :]] if count else pieces[number:]
+        count -= len(piece)
+    return []
+
+
+def _listen(hosts: Sequence[str]) -> socket.socket:
+    """A socket that listens at the first of these addresses that is one of this machine's. Raises OSError: none is."""
+    failure: OSError | None = None
+    for host in hosts:
+        try:
+            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except OSError as error:
+            failure = error
+            continue
+        for family, kind, protocol, _, address in found:
+            listener = socket.socket(family, kind, protocol)
+            try:
+                listener.bind(address)
+                listener.listen(8)
+            except OSError as error:
+                failure = error
+                listener.close()
+            else:
+                return listener
+    raise failure or OSError("this machine has no address")
+
+
+def connected(
+    store: Any, me: int, ranks: Sequence[int], hosts: Sequence[str], seconds: float, goes_on: Callable[[], bool]
+) -> Cable:
+    """A cable between two ranks, which both make, over a store: the first is called, at one of its ``hosts``.
+
+    Raises:
+        LostError: the other one does not come within so many seconds, or cannot be reached.
+    """
+    seat = ranks.index(me)
+    try:
+        return Cable(_called(store, seconds) if seat else _answered(store, hosts, seconds, goes_on), ranks[1 - seat])
+    except (OSError, RuntimeError) as error:
+        raise LostError(ranks[1 - seat], f"could not be connected: {error}") from None
+
+
+def _answered(store: Any, hosts: Sequence[str], seconds: float, goes_on: Callable[[], bool]) -> socket.socket:
+    """The end of a connection that says in a store where it is, and waits for the other one.
+
+    Raises:
+        OSError: nobody came for so many seconds, or this waits no longer.
+    """
+    with closing(_listen(hosts)) as listener:
+        token, deadline = secrets.token_bytes(16), monotonic() + seconds
+        host, port, *_ = listener.getsockname()
+        store.set("cable", json.dumps([host, port, token.hex()]))
+        listener.settimeout(_LOOK)
+        while goes_on() and monotonic() < deadline:
+            with suppress(TimeoutError):
+                end, _ = listener.accept()
+                with suppress(OSError):  # whoever else knocks
+                    end.settimeout(5.0)
+                    if secrets.compare_digest(end.recv(len(token), socket.MSG_WAITALL), token):
+                        return end
+                end.close()
+    raise TimeoutError(f"nobody came for {seconds:g} s")
+
+
+def _called(store: Any, seconds: float) -> socket.socket:
+    """The end of a connection that goes where the other one says. Raises OSError, RuntimeError: it cannot."""
+    deadline = monotonic() + seconds
+    store.wait(["cable"], timedelta(seconds=seconds))
+    host, port, token = json.loads(store.get("cable"))
+    end = socket.create_connection((host, port), max(0.001, deadline - monotonic()))
+    try:
+        end.sendall(bytes.fromhex(token))
+    except OSError:
+        end.close()
+        raise
+    return end
