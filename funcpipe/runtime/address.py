@@ -64,9 +64,9 @@ def addresses_of(interface: str) -> list[str]:
     with suppress(OSError):
         lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
         found += [
-            str(ip_address(bytes.fromhex(line[0]))) + (f"%{interface}" if line[3] == "20" else "")  # of this link alone
+            str(ip_address(bytes.fromhex(line[0])))
             for line in lines
-            if line[-1] == interface
+            if line[-1] == interface and line[3] != "20"  # those of the link alone mean another one elsewhere
         ]
     if not found:
         raise OSError(f"the interface {interface} has no address")

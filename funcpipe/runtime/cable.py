@@ -74,10 +74,16 @@ class Cable:
                 raise self._lost("its end is closed")
             left = _after(left, count)
 
-    def read_some(self, most: int) -> int:
-        """Wait for bytes without a meaning; how many came, at most ``most``. Raises LostError: the connection has ended."""
+    def read_some(self, most: int, *, wait: bool) -> int:
+        """Read bytes without a meaning; how many came, at most ``most``. With ``wait`` there is at least one.
+
+        Raises:
+            LostError: the connection has ended.
+        """
         try:
-            count = len(self._socket.recv(most))
+            count = len(self._socket.recv(most, 0 if wait else socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return 0
         except OSError as error:
             raise self._lost(error) from None
         if not count:

@@ -14,6 +14,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +37,9 @@ _HEAD = struct.Struct("<QQ")
 
 _FORMS = 4096
 """So many forms an edge remembers."""
+
+_ASKS = 4096
+"""So many bytes with which values are asked for are read at once, at most."""
 
 
 class EdgeWay(NamedTuple):
@@ -69,11 +73,6 @@ class _Edge:
         self.worker = Worker(f"funcpipe edge {way.name}", self.cable.cut, patience=1.0)
         self.worker.start()
 
-    @property
-    def workers(self) -> list[Worker]:
-        """Its threads."""
-        return [self.worker]
-
     def greet(self) -> None:
         """Connect the devices of both ends, where they are joined."""
         if self.stream is not None:
@@ -94,51 +93,48 @@ class _Edge:
             self.lost(LostError(self.cable.rank, f"what it sent cannot be read: {type(error).__name__}: {error}"))
 
 
-class _Parcel(NamedTuple):
+@dataclass
+class _Parcel:
     """A value under way.
 
     Attributes:
-        pieces: of memory, what is left to be written.
+        left: pieces of memory that are to be written.
         kept: the tensors whose memory that is.
         key: of the slot that it lies in, once it is written.
         box: the mailbox of the lane that sends.
+        is_asked: has it been asked for.
     """
 
-    pieces: list[Any]
+    left: list[Any]
     kept: list[Tensor]
     key: tuple[int, int]
     box: Inbox
+    is_asked: bool = False
 
 
 class EdgeOut(_Edge):
-    """The end that sends: a lane writes what the system takes at once, threads the rest and what is asked for later."""
+    """The end that sends: a lane writes what is asked for and the system takes at once, a worker what is to be waited for."""
 
     greeting = "out"
 
     def __init__(self, way: EdgeWay) -> None:
         super().__init__(way)
-        self._writer = Worker(f"funcpipe edge {way.name} rest", self.cable.cut, patience=1.0)
-        self._writer.start()
         self.numbers: dict[Any, int] = {}
         self.box = Inbox()
         self.to = 0
         self._gate = threading.Lock()
         self._parcels: deque[_Parcel] = deque()
-        self._asked = 0
         self._writing = False
+        """Does a thread write parcels, or the worker soon."""
+        self._asked = 0
+        """So many values are asked for beyond those that are written; of the thread that writes."""
 
-    @property
-    def workers(self) -> list[Worker]:
-        """Its threads."""
-        return [self.worker, self._writer]
-
-    def begin(self, to: int, box: Inbox, count: int) -> None:
-        """A run begins, with so many values; a slot of lane ``to`` that is free again is put into the box."""
+    def begin(self, to: int, box: Inbox) -> None:
+        """A run begins; a slot of lane ``to`` that is free again is put into the box."""
         if len(self.forms) > _FORMS:
             self.forms.clear()
             self.numbers.clear()
         self.to, self.box = to, box
-        self.worker.give(partial(self._safely, partial(self._hear, count)))
 
     def send(self, slot: int, value: Border) -> None:
         """Begin to send a value into a slot; of a device, once it is there. Raises PlanError for what cannot travel."""
@@ -155,7 +151,7 @@ class EdgeOut(_Edge):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
         if self.stream is not None and not self.direct:
             copies, wait = self.stream.to_host(tensors)
-            self._writer.give(partial(self._safely, partial(_then, wait, post, copies)))
+            self.worker.give(partial(self._safely, partial(_then, wait, post, copies)))
             return
         try:
             post([] if self.direct else tensors)
@@ -176,38 +172,25 @@ class EdgeOut(_Edge):
             self._writing = True
         self._write(wait=False)
 
-    def _hear(self, count: int) -> None:
-        """Hear, so many times in a run, that a value is asked for."""
-        while count:
-            more = self.cable.read_some(count)
-            count -= more
-            with self._gate:
-                self._asked += more
-                if self._writing:
-                    continue
-                self._writing = True
-            self._write(wait=True)
-
     def _write(self, *, wait: bool) -> None:
-        """Write what is asked for, by one thread at a time."""
+        """Write what waits, by one thread at a time: as far as it goes at once, else the worker goes on."""
         while True:
             with self._gate:
-                self._writing = bool(self._parcels) and self._asked > 0
+                self._writing = bool(self._parcels)
                 if not self._writing:
                     return
-                self._asked -= 1
-                parcel = self._parcels.popleft()
-            left = self.cable.write(parcel.pieces, wait=wait)
-            if left:
-                self._writer.give(partial(self._safely, partial(self._write_rest, parcel._replace(pieces=left))))
+                parcel = self._parcels[0]
+            if not parcel.is_asked:
+                self._asked = self._asked or self.cable.read_some(_ASKS, wait=wait)
+                parcel.is_asked = self._asked > 0
+                self._asked -= parcel.is_asked
+            if parcel.is_asked:
+                parcel.left = self.cable.write(parcel.left, wait=wait)
+            if parcel.left:
+                self.worker.give(partial(self._safely, partial(self._write, wait=True)))
                 return
+            self._parcels.popleft()
             parcel.box.put_quietly(parcel.key, None)
-
-    def _write_rest(self, parcel: _Parcel) -> None:
-        """Write what the system did not take at once, and what has come meanwhile."""
-        self.cable.write(parcel.pieces, wait=True)
-        parcel.box.put_quietly(parcel.key, None)
-        self._write(wait=True)
 
 
 class EdgeIn(_Edge):
@@ -250,11 +233,15 @@ class EdgeIn(_Edge):
         """Ask for the next values, up to the first whose slot is taken."""
         first = self._next
         while self._next < len(self._slots) and (slot := self._slots[self._next]) not in self._taken:
-            self._taken.add(slot)
-            self._asked.append((slot, self._freed.pop(slot, None)))
+            self._will_come(slot)
             self._next += 1
         if self._next > first:  # of these bytes as many are under way as there are slots at most, so this never waits
             self.cable.write([bytes(self._next - first)], wait=True)
+
+    def _will_come(self, slot: int) -> None:
+        """A value is about to be asked for."""
+        self._taken.add(slot)
+        self._asked.append((slot, self._freed.pop(slot, None)))
 
     def _receive_all(self, count: int, box: Mailbox, levels: Mapping[int, PoolLevel], place: Place) -> None:
         for _ in range(count):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from time import monotonic
@@ -18,18 +18,16 @@ from typing import Any
 
 from torch import Tensor
 
-from funcpipe.core.torch_names import gloo
-from funcpipe.runtime.address import addresses_at, connect_at, host_of, own_address
+from funcpipe.runtime.address import connect_at, host_of, own_address
 from funcpipe.runtime.alarms import Alarm, Alarming, Failure
-from funcpipe.runtime.cable import Cable, connected
-from funcpipe.runtime.connection import Connection, LostError, Way, gloo_device
-from funcpipe.runtime.device_stream import DeviceEnds, DeviceStream
+from funcpipe.runtime.connection import LostError, Way
+from funcpipe.runtime.connector import Connector
+from funcpipe.runtime.device_stream import DeviceEnds
 from funcpipe.runtime.edge import EdgeIn, EdgeOut, EdgeWay
 from funcpipe.runtime.exchanges import Everyone
-from funcpipe.runtime.nccl import abort
 from funcpipe.runtime.pulse import Pulse
 from funcpipe.runtime.replicas import Replicas
-from funcpipe.runtime.store import AskedStore, below, hello
+from funcpipe.runtime.store import AskedStore, hello
 from funcpipe.runtime.worker import Worker, end_all
 
 _FOREVER = timedelta(days=365)
@@ -61,24 +59,17 @@ class Link:
         store, self._waits, self._watches = stores  # while one waits nobody else can use it
         self.rank, self.size, self.doing = rank, size, doing
         self.store, self.pulse = AskedStore(store), Pulse(store, marks)
+        self._connector = Connector(self._waits, rank, lambda: self.failure is not None)
         self.limit(timeout)
         self.failure: Failure | None = None
         self.heard, self.run = False, 0
         self.edges: dict[tuple[int, int], EdgeOut | EdgeIn] = {}
         self.replicas: dict[int, Replicas] = {}
-        self._cut: list[Callable[[], None]] = []
-        """Cut the connections."""
-        self._cables: list[Cable] = []
-        self._groups: list[Any] = []
-        self._joins: Any = None
         self._gone: dict[int, int] = {}
         """Of ranks that have closed, the number of their last run."""
         self._alarms: list[Callable[[], None]] = []
         self._gate = threading.Lock()
         self._everyone: Everyone | None = None
-        self._where: dict[str, str] = {}
-        self._loops: dict[bool, Any] = {}
-        """Devices of gloo: False of connections for values, True of those between replicas, where gradients take long."""
         self._events = 0
         self._told = False
         self._suspect: LostError | None = None
@@ -90,7 +81,7 @@ class Link:
 
     def limit(self, timeout: float) -> None:
         """Let waits end so many seconds after the last rank got on."""
-        self.timeout = timeout
+        self.timeout = self._connector.timeout = timeout
         self.pulse.serve(timeout)
 
     # -- making it -----------------------------------------------------------------------------------------------------
@@ -107,7 +98,7 @@ class Link:
 
         def connect() -> None:
             settle()
-            self._everyone = Everyone(self._connection("all", self.rank, range(self.size)), self.rank, self.size)
+            self._everyone = Everyone(self._connector.connection("all", range(self.size)), self.rank, self.size)
             self._guard.give(partial(self._watch_next, self._everyone))
 
         self.wait(connect)
@@ -133,24 +124,8 @@ class Link:
                 raise LostError(missing[0] if missing else -1, text) from None
             said.append(json.loads(store.get(f"hello/{other}")))
         # Where the store is kept its host may be a name of this machine for itself; others then say where they are.
-        self._where = connect_at([host, *(each.get("address", "") for each in said)])
+        self._connector.where = connect_at([host, *(each.get("address", "") for each in said)])
         return said
-
-    def _connection(self, name: str, seat: int, ranks: Sequence[int], *, copies: bool = False) -> Connection:
-        """A connection of some ranks, which all of them make; are they ``copies`` of each other."""
-        store, limit = below(name, self._waits), timedelta(seconds=self.timeout)
-        with self._gate:
-            if self.failure is not None:
-                raise Alarm
-        try:
-            # Not one each: the thread of every device wakes a hundred times a second, beside the lane on its core.
-            device = self._loops[copies] = self._loops.get(copies) or gloo_device(**self._where)
-            connection = Connection(gloo(store, seat, len(ranks), limit, device), ranks)
-        except RuntimeError as error:
-            others = [rank for rank in ranks if rank != self.rank]
-            raise LostError(others[0] if len(others) == 1 else -1, f"could not be connected: {error}") from None
-        self._cuts(partial(connection.cut, self.rank))
-        return connection
 
     def connect(
         self,
@@ -179,71 +154,26 @@ class Link:
         replicas: Mapping[int, Sequence[int]],
         ways: Mapping[Any, DeviceEnds],
     ) -> None:
+        connector = self._connector
         for (source, to), ranks in edges.items():
             end = EdgeOut if ranks[0] == self.rank else EdgeIn
-            with self._joining(ranks):
+            with connector.joining(ranks):
                 name = f"{ranks[0]}:{source}-{to}"
-                cable, stream = self._cable(name, ranks), self._stream(name, ranks, ways.get((source, to)))
+                cable = connector.cable(name, ranks)
+                stream = connector.stream(name, ranks, ways.get((source, to)))
                 self.edges[source, to] = edge = end(EdgeWay(cable, name, self.rank, self.lost, stream))
                 edge.greet()
         for stage, ranks in replicas.items():
-            with self._joining(ranks):
+            with connector.joining(ranks):
                 name = f"stage {stage}"
-                connection = self._connection(name, ranks.index(self.rank), ranks, copies=True)
-                way = Way(connection, name, self.lost, self._stream(name, ranks, ways.get(stage)))
+                connection = connector.connection(name, ranks, copies=True)
+                way = Way(connection, name, self.lost, connector.stream(name, ranks, ways.get(stage)))
                 self.replicas[stage] = copies = Replicas(way, self.rank)
                 copies.greet()
 
-    def _cable(self, name: str, ranks: Sequence[int]) -> Cable:
-        """A cable between two ranks, which both make."""
-        store, goes_on = below(name, self._waits), lambda: self.failure is None
-        cable = connected(store, self.rank, ranks, addresses_at(self._where), self.timeout, goes_on)
-        self._cuts(cable.cut)
-        self._cables.append(cable)
-        return cable
-
-    def _cuts(self, cut: Callable[[], None]) -> None:
-        """Cut a new connection with the others, or now. Raises Alarm: now."""
-        with self._gate:
-            late = self.failure is not None
-            if not late:
-                self._cut.append(cut)
-        if late:
-            cut()
-            raise Alarm
-
-    def _stream(self, name: str, ranks: Sequence[int], ends: DeviceEnds | None) -> DeviceStream | None:
-        """The stream of a way between some ranks on this one's device, which may be joined with those of the others."""
-        if ends is None:
-            return None
-        group, seat = None, ranks.index(self.rank)
-        if ends.joined:
-            if self._joins is None:  # who joins devices waits in the store, maybe long
-                self._joins = self._waits.clone()
-                self._joins.set_timeout(timedelta(seconds=self.timeout))
-            group = ends.backend.joined(below(f"{name}, devices", self._joins), seat, len(ranks), ends.device)
-            with self._gate:
-                self._groups.append(group)
-            if self.failure is not None:
-                self.abort()
-                raise Alarm
-        return DeviceStream(name, ends.backend, ends.device, group, seat)
-
-    @contextmanager
-    def _joining(self, ranks: Sequence[int]) -> Generator[None]:
-        """Inside, devices are joined; raises LostError where they cannot be."""
-        try:
-            yield
-        except RuntimeError as error:
-            others = ", ".join(str(rank) for rank in ranks if rank != self.rank)
-            text = f"its device cannot be joined with that of rank {others} (NCCL_DEBUG=INFO says more): {error}"
-            raise LostError(self.rank, text.split("\n")[0]) from None
-
     def abort(self) -> None:
         """End all that devices wait for of other processes."""
-        with self._gate:
-            groups, self._groups = self._groups, []
-        abort(groups, 1.0)
+        self._connector.abort()
 
     def moved(self) -> int:
         """Changes whenever a device here gets on with what goes between processes."""
@@ -396,11 +326,7 @@ class Link:
         if self.failure is None and self._everyone is not None:
             self._everyone.say_farewell()
         self.fail(Failure(self.rank, "", "its connections were closed", None, self.run))
-        with self._gate:
-            cuts, self._cut = self._cut, []
-        self.abort()
-        for cut in cuts:
-            cut()
+        self._connector.cut()
 
     def close(self, *, told: bool) -> bool:
         """End all threads and connections; with ``told`` the others get to know that this one runs no more.
@@ -414,14 +340,11 @@ class Link:
         self._wake_watcher()
         patience = 0.1 if self.store.silent else 1.0  # those that wait for the store end when it comes back
         self.pulse.end(patience)
-        edges = [worker for edge in self.edges.values() for worker in edge.workers]
-        others = [each.worker for each in self.replicas.values()]
-        end_all([*edges, *others, self._worker, self._watcher, self._guard], patience)
-        for cable in self._cables:
-            cable.close()
+        others = [each.worker for each in (*self.edges.values(), *self.replicas.values())]
+        end_all([*others, self._worker, self._watcher, self._guard], patience)
         # gloo's threads end with their last connections, not when the collector comes upon this link.
         self._everyone = None
-        self._loops.clear()
+        self._connector.close()
         self.edges.clear()
         self.replicas.clear()
         return not (self._worker.alive or self._watcher.alive)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from funcpipe.core.program import CALLER, LaneProgram, Send
+from funcpipe.core.program import CALLER, Send
 from funcpipe.runtime.alarms import Alarm
 from funcpipe.runtime.device_stream import DeviceEnds
 from funcpipe.runtime.edge import EdgeIn, EdgeOut, Outbox
@@ -62,18 +62,14 @@ def begin(link: Link, execution: Execution, runner: Runner) -> None:
         if isinstance(out, EdgeOut):
             own = execution.boxes[lane]
             assert isinstance(own, Inbox)
-            out.begin(other, own, len(_sent(runner.program, other)))
+            out.begin(other, own)
             box.out = out
         if isinstance(back, EdgeIn):
-            sent = _sent(lane_program(execution.ready.program, other), lane)
+            theirs = lane_program(execution.ready.program, other).instructions
+            sent = [each.into for each in theirs if type(each) is Send and each.to == lane]
             levels = {slot: execution.level_of[lane, slot] for slot in {*sent}}
             back.begin(sent, execution.boxes[lane], levels, runner.place)
             box.back = back
-
-
-def _sent(program: LaneProgram, to: int) -> list[int]:
-    """The slots into which a lane sends what goes to another one, in order."""
-    return [each.into for each in program.instructions if type(each) is Send and each.to == to]
 
 
 def settle(link: Link, executions: Sequence[Execution], ending: Callable[[], None]) -> None:

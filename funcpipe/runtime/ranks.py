@@ -38,7 +38,7 @@ def ranks(
     declared. Loss, losses, weight and aux are on every rank, outputs on the last stage's; the bits are those of one
     process.
 
-    Values travel over gloo, each edge between two lanes on a connection of its own; between two CUDA devices by NCCL,
+    Values travel over sockets, each edge between two lanes on one of its own; between two CUDA devices by NCCL,
     likewise, else over the memory of the host. A lane whose device has no number (``devices="cuda"``, or none) is on the
     one that is current in its process. When a process fails, all others
     raise PeerError at once; the next run connects anew.

@@ -2,10 +2,10 @@
 
     python tests/benchmarks/bench_ranks.py [--work pauses] [--processes 2 4] [--latency 0 .1 1 10] [--spare 0 2] [--repeats 9]
 
-`fp.ranks` over gloo on one machine, against `fp.simulate`. Stages either compute (``--work chain``: Linear and GELU; as many
+`fp.ranks` on one machine, against `fp.simulate`. Stages either compute (``--work chain``: Linear and GELU; as many
 processes as there are cores) or do next to nothing and sleep (``--work pauses``: F, I and W of ``--forward`` ms a
 device, so any number of processes). The latency is made at the end that receives, on every edge between processes: over a
-network gloo moves a value once it has heard that the other end asks for its memory, so what has come is put into the
+network a value is sent once the other end has asked for it, so what has come is put into the
 lane's mailbox one latency later, and no earlier than two after it was asked for. ``--spare`` are spare slots of the plan.
 
 Exchanges (what all processes tell each other before and after the actions) have no latency. Each schedule goes through
@@ -47,8 +47,7 @@ from torch import Tensor
 
 import funcpipe as fp
 from funcpipe.runtime import link
-from funcpipe.runtime.connection import Way
-from funcpipe.runtime.edge import EdgeIn
+from funcpipe.runtime.edge import EdgeIn, EdgeWay
 from funcpipe.runtime.stream import Place, Ticket
 from funcpipe.runtime.transport import Mailbox
 
@@ -83,15 +82,15 @@ class LateEdge(EdgeIn):
 
     latency = 0.0
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: EdgeWay) -> None:
         super().__init__(way)
         self.later: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.when: dict[int, float] = {}
+        self.when: queue.SimpleQueue[float] = queue.SimpleQueue()
         self.due = 0.0
         threading.Thread(target=self._hand_on, daemon=True).start()
 
-    def begin(self, signature: Any, slots: Sequence[int], box: Mailbox, levels: Any, place: Place) -> None:
-        super().begin(signature, slots, Late(box, self) if self.latency else box, levels, place)
+    def begin(self, slots: Sequence[int], box: Mailbox, levels: Any, place: Place) -> None:
+        super().begin(slots, Late(box, self) if self.latency else box, levels, place)
 
     def _hand_on(self) -> None:
         while True:
@@ -99,14 +98,14 @@ class LateEdge(EdgeIn):
             sleep_until(due)
             box.put(key, item)
 
-    def _ask_for(self, place: int, slot: int) -> Any:
-        self.when[place] = perf_counter()
-        return super()._ask_for(place, slot)
+    def _will_come(self, slot: int) -> None:
+        self.when.put(perf_counter())
+        super()._will_come(slot)
 
-    def _receive(self, number: int, asked: Any, place: Place) -> Ticket:
-        ticket = super()._receive(number, asked, place)
-        self.due = max(perf_counter(), self.when[number] + self.latency) + self.latency
-        return ticket
+    def _receive(self, place: Place) -> tuple[int, Ticket]:
+        found = super()._receive(place)
+        self.due = max(perf_counter(), self.when.get() + self.latency) + self.latency
+        return found
 
 
 @torch.library.custom_op("bench_ranks::pause", mutates_args=())
