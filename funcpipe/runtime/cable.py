@@ -51,7 +51,7 @@ class Cable:
         Raises:
             LostError: the connection has ended.
         """
-        left, flags = [*pieces], 0 if wait else socket.MSG_DONTWAIT
+        left, flags = [*filter(len, pieces)], 0 if wait else socket.MSG_DONTWAIT
         while left:
             try:
                 count = self._socket.sendmsg(left[:_MOST], (), flags)
@@ -64,7 +64,7 @@ class Cable:
 
     def read(self, pieces: Sequence[Any]) -> None:
         """Wait for bytes, and fill pieces of memory with them. Raises LostError: the connection has ended."""
-        left = [*pieces]
+        left = [*filter(len, pieces)]
         while left:
             try:
                 count, *_ = self._socket.recvmsg_into(left[:_MOST], 0, socket.MSG_WAITALL)

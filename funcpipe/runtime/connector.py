@@ -39,11 +39,11 @@ class Connector:
         self._cables: list[Cable] = []
         self._groups: list[Any] = []
         self._joins: Any = None
-        self._loops: dict[bool, Any] = {}
-        """Devices of gloo: True of connections between replicas, where gradients take long, False of the others."""
+        self._loop: Any = None
+        """What connections of gloo share."""
 
-    def connection(self, name: str, ranks: Sequence[int], *, copies: bool = False) -> Connection:
-        """A connection of some ranks; are they ``copies`` of each other.
+    def connection(self, name: str, ranks: Sequence[int]) -> Connection:
+        """A connection of some ranks over gloo.
 
         Raises:
             LostError: the others did not come; Alarm: what is connected is cut.
@@ -53,8 +53,8 @@ class Connector:
             raise Alarm
         try:
             # Not one each: the thread of every device wakes a hundred times a second, beside the lane on its core.
-            device = self._loops[copies] = self._loops.get(copies) or gloo_device(**self.where)
-            connection = Connection(gloo(store, ranks.index(self.rank), len(ranks), limit, device), ranks)
+            self._loop = self._loop or gloo_device(**self.where)
+            connection = Connection(gloo(store, ranks.index(self.rank), len(ranks), limit, self._loop), ranks)
         except RuntimeError as error:
             others = [rank for rank in ranks if rank != self.rank]
             raise LostError(others[0] if len(others) == 1 else -1, f"could not be connected: {error}") from None
@@ -127,4 +127,4 @@ class Connector:
         """Give all back, when nobody uses it any more."""
         for cable in self._cables:
             cable.close()
-        self._loops.clear()
+        self._loop = None

@@ -98,7 +98,7 @@ class Link:
 
         def connect() -> None:
             settle()
-            self._everyone = Everyone(self._connector.connection("all", range(self.size)), self.rank, self.size)
+            self._everyone = Everyone(self._connector, self.size)
             self._guard.give(partial(self._watch_next, self._everyone))
 
         self.wait(connect)
@@ -166,7 +166,7 @@ class Link:
         for stage, ranks in replicas.items():
             with connector.joining(ranks):
                 name = f"stage {stage}"
-                connection = connector.connection(name, ranks, copies=True)
+                connection = connector.connection(name, ranks)
                 way = Way(connection, name, self.lost, connector.stream(name, ranks, ways.get(stage)))
                 self.replicas[stage] = copies = Replicas(way, self.rank)
                 copies.greet()

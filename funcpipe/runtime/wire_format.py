@@ -134,7 +134,7 @@ def _unpacked_form(data: bytes, find: Callable[[str], Any], decoders: Mapping[st
 
 
 _KNOWN = 64
-"""So many forms of whole trees are remembered: processes say the same to each other in every run, with other numbers."""
+"""So many forms of whole trees are remembered, each way: processes say the same to each other in every run, with other numbers."""
 
 
 class NumberLayout(NamedTuple):
@@ -146,6 +146,9 @@ class NumberLayout(NamedTuple):
 
     code: str
 
+
+_heads: dict[Any, bytes] = {}
+"""By `form_key`, forms of whole trees as bytes."""
 
 _BY_CODE = {"q": NumberLayout("q"), "d": NumberLayout("d")}
 
@@ -161,7 +164,13 @@ def pack(tree: Tree) -> bytes:
         elif isinstance(leaf, Tensor):
             parts.append(memory(leaf.cpu()).numpy().tobytes())
         layouts.append(_BY_CODE[code] if code else leaf)
-    head = pack_form(form_of(layouts, spec, ()))
+    key = form_key(layouts, spec, ())
+    head = _heads.get(key)
+    if head is None:
+        head = pack_form(form_of(layouts, spec, ()))
+        if len(_heads) >= _KNOWN:
+            _heads.clear()
+        _heads[key] = head
     return b"".join([struct.pack("<q", len(head)), head, *parts])
 
 
