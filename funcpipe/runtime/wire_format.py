@@ -134,7 +134,7 @@ def _unpacked_form(data: bytes, find: Callable[[str], Any], decoders: Mapping[st
 
 
 _KNOWN = 64
-"""So many forms of whole trees are remembered, each way: processes say the same to each other in every run, with other numbers."""
+"""So many forms of whole trees are remembered, each way: processes say the same to each other, with other numbers."""
 
 
 class NumberLayout(NamedTuple):

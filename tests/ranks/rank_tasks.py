@@ -29,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import funcpipe as fp
 from funcpipe.compiled.programs import Programs
+from funcpipe.runtime import exchanges
 from funcpipe.runtime.lanes import Lanes
 from funcpipe.runtime.replicas import Replicas
 
@@ -1116,11 +1117,11 @@ def late_at_the_end(rank, size):
     with fp.ranks(plan, timeout=10.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
         fp.run(plan, own, (x, target), state=at, executor=ranks)
-        everyone = ranks._link.everyone
-        received = everyone._received_bytes
-        if rank == 0:
-            everyone._received_bytes = lambda step: (received(step), time.sleep(0.1))[0]
-        return float(fp.run(plan, own, (x, target), state=at, executor=ranks).loss)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                swapped = exchanges._swapped
+                patch.setattr(exchanges, "_swapped", lambda *args: (swapped(*args), time.sleep(0.1))[0])
+            return float(fp.run(plan, own, (x, target), state=at, executor=ranks).loss)
 
 
 def stop(rank, size):
