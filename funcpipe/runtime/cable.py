@@ -22,6 +22,9 @@ _MOST = 512
 _LOOK = 0.2
 """Seconds after which who waits for the other end looks whether it still should."""
 
+_PATIENCE = 5.0
+"""Seconds that who knocks has for each part of the word by which it is let in."""
+
 
 _memory: Any = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory.restype = ctypes.py_object
@@ -164,8 +167,11 @@ def _answered(store: Any, hosts: Sequence[str], seconds: float, goes_on: Callabl
             with suppress(TimeoutError):
                 end, _ = listener.accept()
                 with suppress(OSError):  # whoever else knocks
-                    end.settimeout(5.0)
-                    if secrets.compare_digest(end.recv(len(token), socket.MSG_WAITALL), token):
+                    end.settimeout(_PATIENCE)
+                    said = b""
+                    while len(said) < len(token) and (more := end.recv(len(token) - len(said))):
+                        said += more
+                    if secrets.compare_digest(said, token):
                         return end
                 end.close()
     raise TimeoutError(f"nobody came for {seconds:g} s")

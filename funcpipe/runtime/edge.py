@@ -182,8 +182,8 @@ class EdgeOut(_Edge):
                 parcel = self._parcels[0]
             if not parcel.is_asked:
                 self._asked = self._asked or self.cable.read_some(_ASKS, wait=wait)
-                parcel.is_asked = self._asked > 0
-                self._asked -= parcel.is_asked
+                if self._asked:
+                    self._asked, parcel.is_asked = self._asked - 1, True
             if parcel.is_asked:
                 parcel.left = self.cable.write(parcel.left, wait=wait)
             if parcel.left:
