@@ -19,6 +19,9 @@ from funcpipe.runtime.connection import LostError
 _MOST = 512
 """So many pieces of memory go to the system at once; it takes 1024."""
 
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+"""Programs may let SIGPIPE end them, as those whose output is piped."""
+
 _LOOK = 0.2
 """Seconds after which who waits for the other end looks whether it still should."""
 
@@ -54,7 +57,7 @@ class Cable:
         Raises:
             LostError: the connection has ended.
         """
-        left, flags = [*filter(len, pieces)], 0 if wait else socket.MSG_DONTWAIT
+        left, flags = [*filter(len, pieces)], _NO_SIGNAL | (0 if wait else socket.MSG_DONTWAIT)
         while left:
             try:
                 count = self._socket.sendmsg(left[:_MOST], (), flags)

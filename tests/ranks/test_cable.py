@@ -1,6 +1,7 @@
 """The socket of an edge, and the two ends of an edge on one: what arrives, in which order, and what ends it."""
 
 import json
+import signal
 import socket
 import struct
 import threading
@@ -320,6 +321,19 @@ def test_what_is_no_value_is_told(ends, data, what):
     while not any(what in error.text for error in ends.lost):
         assert time.monotonic() < deadline, [error.text for error in ends.lost]
         time.sleep(0.01)
+
+
+def test_a_program_that_is_to_end_with_its_pipe_does_not_end_with_its_peer(cables):
+    one, other = cables
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        other.close()
+        one.write([b"the other end answers that it is closed"], wait=True)
+        time.sleep(0.1)
+        with pytest.raises(LostError, match="has ended"):
+            one.write([b"x"], wait=True)
+    finally:
+        signal.signal(signal.SIGPIPE, before)
 
 
 def test_a_cable_is_given_back(cables):
