@@ -97,7 +97,7 @@ class Cable:
         return count
 
     def cut(self) -> None:
-        """End the connection, which wakes whoever waits at either end."""
+        """End the connection, which wakes whoever waits at this end, and who reads at the other one."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -167,7 +167,7 @@ def _answered(store: Any, hosts: Sequence[str], seconds: float, goes_on: Callabl
         store.set("cable", json.dumps([host, port, token.hex()]))
         listener.settimeout(_LOOK)
         while goes_on() and monotonic() < deadline:
-            with suppress(TimeoutError):
+            with suppress(TimeoutError, ConnectionAbortedError):
                 end, _ = listener.accept()
                 with suppress(OSError):  # whoever else knocks
                     end.settimeout(_PATIENCE)

@@ -31,17 +31,17 @@ class Connection:
     def __init__(self, group: Any, ranks: Sequence[int]) -> None:
         self.group, self.seats = group, {rank: seat for seat, rank in enumerate(ranks)}
 
-    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Any:
+    def send(self, tensor: Tensor, to: int) -> Any:
         """Begin to send a dense tensor's memory, which must not change before the end."""
         try:
-            return self.group.send([memory(tensor)], self.seats[to], tag)
+            return self.group.send([memory(tensor)], self.seats[to], 0)
         except RuntimeError as error:
             raise _lost(to, error) from None
 
-    def receive(self, into: Tensor, source: int, tag: int = 0) -> Any:
+    def receive(self, into: Tensor, source: int) -> Any:
         """Begin to receive into a dense tensor's memory."""
         try:
-            return self.group.recv([memory(into)], self.seats[source], tag)
+            return self.group.recv([memory(into)], self.seats[source], 0)
         except RuntimeError as error:
             raise _lost(source, error) from None
 

@@ -65,8 +65,12 @@ class Connector:
         """A cable between two ranks. Raises what `connection` does."""
         hosts, goes_on = addresses_at(self.where), lambda: not self.failed()
         cable = connected(below(name, self._store), self.rank, ranks, hosts, self.timeout, goes_on)
+        try:
+            self._made(cable.cut)
+        except Alarm:
+            cable.close()  # whoever closes the others may have done so
+            raise
         self._cables.append(cable)
-        self._made(cable.cut)
         return cable
 
     def _made(self, cut: Callable[[], None]) -> None:
@@ -116,7 +120,7 @@ class Connector:
         abort(groups, 1.0)
 
     def cut(self) -> None:
-        """Cut all connections, which wakes whoever waits for them, at both ends."""
+        """Cut all connections, which wakes whoever waits for them."""
         with self._gate:
             cuts, self._cuts, self._is_cut = self._cuts, [], True
         self.abort()

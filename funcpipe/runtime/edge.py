@@ -61,7 +61,7 @@ class EdgeWay(NamedTuple):
 
 
 class _Edge:
-    """What both ends of an edge have: they learn the same forms in the same order."""
+    """What both ends of an edge have. They number the same forms in the same order."""
 
     greeting = ""
     """Which of the two it is."""
@@ -69,7 +69,6 @@ class _Edge:
     def __init__(self, way: EdgeWay) -> None:
         self.cable, self.me, self.lost, self.stream = way.cable, way.me, way.lost, way.stream
         self.direct = way.stream is not None and way.stream.group is not None
-        self.forms: list[TreeForm] = []
         self.worker = Worker(f"funcpipe edge {way.name}", self.cable.cut, patience=1.0)
         self.worker.start()
 
@@ -131,8 +130,7 @@ class EdgeOut(_Edge):
 
     def begin(self, to: int, box: Inbox) -> None:
         """A run begins; a slot of lane ``to`` that is free again is put into the box."""
-        if len(self.forms) > _FORMS:
-            self.forms.clear()
+        if len(self.numbers) > _FORMS:
             self.numbers.clear()
         self.to, self.box = to, box
 
@@ -143,10 +141,8 @@ class EdgeOut(_Edge):
         key = form_key(leaves, value.spec, value.flags)
         number, text = self.numbers.get(key), b""
         if number is None:
-            form = form_of(leaves, value.spec, value.flags)
-            text = pack_form(form)
-            number = self.numbers[key] = len(self.forms)
-            self.forms.append(form)
+            text = pack_form(form_of(leaves, value.spec, value.flags))
+            number = self.numbers[key] = len(self.numbers)
         post = partial(self._post, _HEAD.pack(number, len(text)) + text, (self.to, slot), self.box)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
         if self.stream is not None and not self.direct:
@@ -204,6 +200,7 @@ class EdgeIn(_Edge):
     def __init__(self, way: EdgeWay) -> None:
         super().__init__(way)
         self._room = TensorLayout.room if way.stream is None else way.stream.host_room
+        self.forms: list[TreeForm] = []
         self.words: dict[int, Any] = {}
         self._asked: deque[tuple[int, Any]] = deque()
         """The slots of what is asked for and has not come, with the events after which they are free (None: now)."""

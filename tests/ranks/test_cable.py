@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from datetime import timedelta
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from funcpipe.core.tree import flatten
 from funcpipe.runtime.address import addresses_at, addresses_of
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.cable import Cable, connected, memory_view
+from funcpipe.runtime.cable import connected, memory_view
 from funcpipe.runtime.connection import LostError
 from funcpipe.runtime.edge import EdgeIn, EdgeOut, EdgeWay
 from funcpipe.runtime.stream import Place
@@ -235,7 +235,7 @@ def test_values_come_whole_and_in_order_into_their_slots(ends):
         thread.join()
         for slot in (0, 1):
             ends.written(slot)
-    assert len(ends.out.forms) == len(ends.into.forms) == 3
+    assert len(ends.out.numbers) == len(ends.into.forms) == 3
     assert [level.sent for level in ends.levels.values()] == [12, 12, 0, 0]
     assert ends.lost == []
 
@@ -278,7 +278,6 @@ def test_many_values_at_random_times(ends):
     generator = torch.Generator().manual_seed(0)
     slots = torch.randint(0, 4, (400,), generator=generator).tolist()
     ends.begin(slots)
-    free = {slot: threading.Semaphore(1) for slot in range(4)}
 
     def send():
         for number, slot in enumerate(slots):
@@ -291,13 +290,11 @@ def test_many_values_at_random_times(ends):
     seen = []
     for slot in slots:
         seen.append(float(ends.came(slot)[0][0]))
-        free[slot].release()
         if slot % 2:
             time.sleep(0.0005)
         ends.into.free(slot, None)
     thread.join()
     assert seen == [*map(float, range(len(slots)))]
-    assert all(one < other for one, other in pairwise(seen))
 
 
 @pytest.mark.parametrize(
@@ -340,4 +337,4 @@ def test_a_cable_is_given_back(cables):
     one, _ = cables
     one.close()
     with pytest.raises(LostError):
-        Cable.write(one, [b"x"], wait=False)
+        one.write([b"x"], wait=False)
