@@ -12,14 +12,15 @@ from typing import Any
 from funcpipe.compiled.advice import advice
 from funcpipe.compiled.backend import Backend, cudagraphs
 from funcpipe.compiled.bound import CompiledBound
+from funcpipe.compiled.channels_last import channels_last
 from funcpipe.compiled.hoist import hoist
+from funcpipe.compiled.inductor import inductor
 from funcpipe.compiled.joint import trace, tracing
 from funcpipe.compiled.programs import Programs
 from funcpipe.compiled.recompute import recompute as least_kept
 from funcpipe.core.errors import PlanError, TraceError
 from funcpipe.core.log import log
 from funcpipe.core.stage import Stage
-from funcpipe.core.torch_names import inductor
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.core.words import size_of
 from funcpipe.runtime.border import Border
@@ -115,6 +116,7 @@ class Compiled:
         try:
             joint = trace(bound, args)
             with tracing:
+                joint = channels_last(joint) if self.backend == "inductor" else joint
                 hoist(joint)
                 if self.recompute is not False:
                     least_kept(joint, float(self.recompute))
@@ -190,7 +192,7 @@ def compile_stage(
         stage: any stage; of a composition, the whole.
         backend: "graph": Python that calls torch's kernels, one by one. "inductor": each program is built by torch's
             compiler, which fuses operations and rounds differently; it takes seconds to minutes, at the first call or
-            in `warmup`. "cudagraphs": each program is recorded as a CUDA graph, with copies of what it reads and gives
+            in `warmup`, and on the CPU convolutions have channels last. "cudagraphs": each program is recorded as a CUDA graph, with copies of what it reads and gives
             (`graphs` does it to whole runs on one device). Or a function ``(graph, example inputs) -> function of the
             inputs``, as for ``torch.compile``. Programs that draw random numbers are "graph" always.
         fuse: see above.

@@ -323,10 +323,10 @@ STEPPED = "_opt_called"
 """What schedulers ask of an optimizer: was its step called before theirs. Without it: they warn, once."""
 
 
-def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+def inductor(graph: fx.GraphModule, examples: list[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
     """A graph as torch's compiler makes it, with a C++ compiler or Triton; ``torch.compile`` would trace it again."""
     build = private("torch._inductor.compile", lost='compile_stage(backend="inductor") cannot be had; the others can')
-    return build(graph, examples)
+    return build(graph, examples, options=options)
 
 
 def clear_workspaces() -> None:

@@ -19,7 +19,7 @@ torchgpipe is measured if it is installed, as published: its two CPU partitions 
 torch.distributed.pipelining runs as two processes over gloo, kept between steps, each pinned to its share of the cores as
 funcpipe's lanes are, timed from the first rank's start to the last rank's end (the signal to start is not counted); its
 looped and V schedules have two stages a rank, and so have funcpipe's. "funcpipe, processes" is `fp.ranks`,
-two processes likewise, "inductor" with programs that torch's compiler built (their gradients to 1e-3); "--arms 'processes|torch'"
+two processes likewise, "inductor" with programs that torch's compiler built (their gradients to 2e-2); "--arms 'processes|torch'"
 compares these alone.
 
 "--device cuda:0" has everything on one GPU, lanes as its streams, processes joined by NCCL over sockets; a step's end is the
@@ -56,9 +56,9 @@ from torch import Tensor
 import funcpipe as fp
 
 REMAT = ("never", "except_last", "always")
-FUSED = 1e-3
+FUSED = 2e-2
 """How far gradients of stages that torch's compiler built may be from the wanted ones: a value that it rounds to the other side
-of a relu's 0 changes a whole sum (in float64 they are 1e-14 away)."""
+of a relu's 0 changes a whole sum. Those of residual blocks are .002 to .015 away, with four seeds; in float64 1e-14."""
 WARMUP = 3
 
 

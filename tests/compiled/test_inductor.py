@@ -1,0 +1,223 @@
+"""What torch's compiler is given: convolutions with channels last, a shorter GELU, C++ where it can be. It builds nothing here."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import funcpipe as fp
+from funcpipe.compiled import channels_last as module
+from funcpipe.compiled.channels_last import channels_last
+from funcpipe.core import torch_names
+
+_aten = torch.ops.aten
+CONVOLUTIONS = {_aten.convolution.default: 2, _aten.convolution_backward.default: 3}
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The graphs and options that the compiler gets; what it gives runs them as they are."""
+    calls = []
+
+    def build(graph, examples, options):
+        calls.append((graph, options))
+        return graph.forward
+
+    monkeypatch.setattr(torch_names, "inductor", build)
+    return calls
+
+
+@torch.library.custom_op("funcpipe_tests::by_memory", mutates_args=())
+def by_memory(x: torch.Tensor) -> torch.Tensor:
+    """Doubles what lies first in memory."""
+    y = x.clone()
+    y.as_strided((1,), (1,)).mul_(2.0)
+    return y
+
+
+by_memory.register_fake(lambda x: torch.empty_like(x))
+by_memory.register_autograd(lambda ctx, g: g.clone().index_put((*[torch.tensor([0])] * 4,), 2.0 * g[0, 0, 0, 0][None]))
+
+
+class Through(nn.Module):
+    """Layers with something between them."""
+
+    def __init__(self, between, *layers):
+        super().__init__()
+        self.between, self.layers = between, nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        return self.layers[-1](self.between(x))
+
+
+class Skips(nn.Module):
+    """A residual block: its input is read by a convolution and added."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return F.relu(x + self.norm(self.two(F.relu(self.one(x)))))
+
+
+def flat(x):
+    return x.view(x.size(0), -1)
+
+
+def strided(x):
+    return x.contiguous().as_strided((x.size(0), 4), (x[0].numel(), 3))
+
+
+MODELS = {
+    "norm": lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, stride=2)),
+    "skips": lambda: nn.Sequential(Skips(), Skips()),
+    "view": lambda: Through(flat, nn.Conv2d(4, 3, 3), nn.ReLU(), nn.Linear(108, 5)),
+    "as_strided": lambda: Through(strided, nn.Conv2d(4, 3, 3), nn.Linear(4, 5)),
+    "custom operation": lambda: Through(lambda x: by_memory(x), nn.Conv2d(4, 3, 3), nn.Conv2d(3, 2, 3)),
+    "constant": lambda: Through(
+        lambda x: x + torch.tensor([1.0, -1.0, 1.0, 0.5, 2.0]), nn.Conv2d(4, 3, 4), nn.Conv2d(3, 2, 3)
+    ),
+    "two orders": lambda: Through(
+        lambda x: torch.cat([x, x.view(x.size(0), -1, 3, 3).repeat(1, 1, 2, 2)], 1),
+        nn.Conv2d(4, 3, 3),
+        nn.Conv2d(15, 2, 3),
+    ),
+    "groups": lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.GELU(), nn.Conv2d(8, 8, 3, groups=8)),
+    "transposed": lambda: nn.Sequential(nn.ConvTranspose2d(4, 6, 3, stride=2), nn.GroupNorm(2, 6), nn.MaxPool2d(2)),
+    "shuffled": lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.PixelShuffle(2), nn.Upsample(scale_factor=2)),
+    "patches": lambda: Through(lambda x: x.flatten(2).transpose(1, 2), nn.Conv2d(4, 6, 2, stride=2), nn.LayerNorm(6)),
+    "one dimension": lambda: Through(lambda x: x, nn.Flatten(2), nn.Conv1d(4, 3, 3), nn.Conv1d(3, 2, 3)),
+    "three dimensions": lambda: Through(
+        lambda x: x, nn.Unflatten(3, (2, 4)), nn.Conv3d(4, 3, (2, 1, 2)), nn.ReLU(), nn.Conv3d(3, 2, 2)
+    ),
+}
+
+
+def steps(make, backend, schedule, count=1, **options):
+    """A step of stages with equal weights, each between functions that have none."""
+    torch.manual_seed(0)
+    stages, params, state = zip(*[fp.from_module(make()) for _ in range(count)], strict=True)
+    x = torch.randn(8, 4, 8, 8)
+    like = stages[0](params[0], x, state=state[0])
+    target = torch.randn_like(getattr(like, "y", like))
+    first = fp.stage(lambda p, x: x * p)
+    stages = [first, *(fp.compile_stage(stage, backend=backend) if backend else stage for stage in stages)]
+    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu", outputs=True)
+    return fp.run(
+        plan,
+        (torch.ones(8, requires_grad=True), *params),
+        (x, target),
+        state=((), *state),
+        threads_per_lane=1,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("family", [fp.schedules.one_f_one_b, fp.schedules.zero_bubble])
+@pytest.mark.parametrize("kind", MODELS)
+def test_channels_last(kind, family, built):
+    """Every convolution reads them last; numbers are eager's to rounding, and what comes out lies as eager's does."""
+    schedule = family(2, 4)
+    eager, ours = (steps(MODELS[kind], backend, schedule) for backend in (None, "inductor"))
+    torch.testing.assert_close(eager.loss, ours.loss, rtol=1e-5, atol=0)
+    for a, b in zip(fp.leaves((eager.grads, eager.outputs)), fp.leaves((ours.grads, ours.outputs)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert a.stride() == b.stride()
+    for a, b in zip(fp.leaves(eager.state), fp.leaves(ours.state), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    read = [
+        node.args[number].meta["val"]
+        for graph, _ in built
+        for node in graph.graph.nodes
+        for number in range(CONVOLUTIONS.get(node.target, 0))
+    ]
+    assert read
+    formats = {3: torch.contiguous_format, 4: torch.channels_last, 5: torch.channels_last_3d}
+    assert all(value.is_contiguous(memory_format=formats[value.dim()]) for value in read)
+
+
+def test_little_is_turned(built):
+    """What comes in and what goes out, once a microbatch; weights once a run, and what lies between is made so."""
+    steps(MODELS["skips"], "inductor", fp.schedules.one_f_one_b(3, 2), count=2)
+    clones = [sum(node.target is _aten.clone.default for node in graph.graph.nodes) for graph, _ in built]
+    assert [2, 2, 1, 2] == clones  # F, F, B from the loss, B
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (nn.Linear(3, 3), torch.ones(2, 3)),
+        (nn.Sequential(nn.Conv2d(2, 2, 3), nn.Dropout(0.5)), torch.ones(2, 2, 5, 5)),
+        (nn.Conv2d(2, 2, 3).double(), torch.ones(2, 2, 5, 5, dtype=torch.float64)),
+        (nn.Conv2d(2, 2, 3).to("meta"), torch.ones(2, 2, 5, 5, device="meta")),
+    ],
+    ids=["no convolution", "draws", "float64", "another device"],
+)
+def test_left_as_it_is(model, x):
+    stage, params, state = fp.from_module(model)
+    joint = fp.make_programs(fp.compile_stage(stage), params, x, state=state).joint
+    assert channels_last(joint) is joint
+
+
+def test_what_cannot_be_turned_is_left(monkeypatch, built, caplog):
+    """An operation that refuses the other order: channels stay first, and the log says why."""
+
+    def refuses(self, target, *args, **kwargs):
+        raise RuntimeError("not in this order")
+
+    monkeypatch.setattr(module._Turned, "_value", refuses)
+    with caplog.at_level(logging.INFO, "funcpipe"):
+        steps(MODELS["norm"], "inductor", fp.schedules.one_f_one_b(2, 2))
+    assert "channels first, because: not in this order" in caplog.text
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_gelu(approximate, built):
+    """Its approximation has no tanh, and is as near to the truth as torch's own; the other one is left as it is."""
+    stage = fp.stage(lambda p, x: F.gelu(x * p, approximate=approximate))
+    params, x = torch.ones(1), torch.linspace(-12.0, 12.0, 4001).repeat(2, 1).requires_grad_()
+    results = []
+    for backend, dtype in (("graph", torch.float64), ("graph", torch.float32), ("inductor", torch.float32)):
+        made = fp.compile_stage(stage, backend=backend)
+        plan = fp.make_plan(
+            [fp.stage(lambda p, x: x * p), made],
+            fp.schedules.one_f_one_b(2, 2),
+            loss=lambda y, target: (y * target).mean(),
+            outputs=True,
+            devices="cpu",
+        )
+        inputs, weights = x.detach().to(dtype), torch.cos(x.detach()).to(dtype)
+        result = fp.run(plan, (torch.ones_like(inputs[0]), params.to(dtype)), (inputs, weights))
+        results.append([result.outputs.double(), *(gradient.double() for gradient in result.grads)])
+    truth, torchs, ours = results
+    for true, own, other in zip(truth, ours, torchs, strict=True):
+        assert float((true - own).abs().max()) <= 2 * float((true - other).abs().max()) + 1e-9
+    targets = {node.target for graph, _ in built for node in graph.graph.nodes}
+    assert (approximate == "none") is (_aten.gelu.default in targets)
+    assert (approximate == "none") is (_aten.gelu_backward.default in targets)
+
+
+def test_in_cpp_where_it_can_be(monkeypatch, caplog):
+    """Without the interpreter on the CPU; what the compiler cannot put into C++ it builds with it."""
+    asked = []
+
+    def build(graph, examples, options):
+        asked.append(options)
+        if options and refuses:
+            raise NotImplementedError("no such operation in C++")
+        return graph.forward
+
+    monkeypatch.setattr(torch_names, "inductor", build)
+    for refuses, expected in ((False, [{"cpp_wrapper": True}] * 2), (True, [{"cpp_wrapper": True}, {}] * 2)):
+        asked.clear()
+        with caplog.at_level(logging.INFO, "funcpipe"):
+            steps(MODELS["norm"], "inductor", fp.schedules.one_f_one_b(2, 2))
+        assert expected == asked
+        assert refuses is ("because: no such operation in C++" in caplog.text)
