@@ -192,9 +192,10 @@ def compile_stage(
         stage: any stage; of a composition, the whole.
         backend: "graph": Python that calls torch's kernels, one by one. "inductor": each program is built by torch's
             compiler, which fuses operations and rounds differently; it takes seconds to minutes, at the first call or
-            in `warmup`, and on the CPU convolutions have channels last. "cudagraphs": each program is recorded as a CUDA graph, with copies of what it reads and gives
-            (`graphs` does it to whole runs on one device). Or a function ``(graph, example inputs) -> function of the
-            inputs``, as for ``torch.compile``. Programs that draw random numbers are "graph" always.
+            in `warmup`, and on the CPU convolutions have channels last. "cudagraphs": each program is recorded as a CUDA
+            graph, with copies of what it reads and gives (`graphs` does it to whole runs on one device). Or a function
+            ``(graph, example inputs) -> function of the inputs``, as for ``torch.compile``. Programs that
+            draw random numbers are "graph" always.
         fuse: see above.
         merge: where the plan has several W of the stage next to each other, make one larger product of their weight
             gradients. It reads and writes the sum once, which can pay where the product of one microbatch is too small
