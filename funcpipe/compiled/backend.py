@@ -69,6 +69,8 @@ class Kernel:
         graph.output(tuple(new[node] for node in outs))
         self.graph, self.backend = fx.GraphModule(module, graph), backend
         self._likes = [node.meta["val"] for node in reads]
+        self._gives = [node.meta["val"] for node in outs]
+        self._odd: list[int] | None = None
         self._function: Callable[..., Any] | None = None
 
     def build(self) -> Callable[..., Any]:
@@ -85,5 +87,25 @@ class Kernel:
             return self._function
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        """Run it, built first if it is not."""
-        return (self._function or self.build())(*inputs)
+        """Run it, built first if it is not; what it lays out in another way than was traced is copied."""
+        outs = (self._function or self.build())(*inputs)
+        if self._odd is None:
+            self._odd = [number for number, out in enumerate(outs) if not lies_as(out, self._gives[number])]
+        if self._odd:
+            outs = list(outs)
+            for number in self._odd:
+                outs[number] = laid_out(outs[number], self._gives[number].stride())
+        return outs
+
+
+def lies_as(value: Any, traced: Any) -> bool:
+    """Has a value the layout that it was traced with, as far as that matters."""
+    if not isinstance(value, Tensor) or not value.numel():
+        return True
+    rows = zip(value.shape, value.stride(), traced.stride(), strict=True)
+    return all(stride == expected for size, stride, expected in rows if size > 1)
+
+
+def laid_out(value: Tensor, stride: Sequence[int]) -> Tensor:
+    """A copy with these strides."""
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)

@@ -16,22 +16,41 @@ from torch import Tensor, fx
 from funcpipe.compiled.joint import Joint
 from funcpipe.compiled.recompute import tensors_of
 from funcpipe.core.log import log
-from funcpipe.core.torch_names import OpOverload
 
 _aten = torch.ops.aten
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _READ: dict[Any, int] = {_aten.convolution.default: 2, _aten.convolution_backward.default: 3}
 """Convolutions, and how many arguments are tensors with channels, from the first."""
 
-_ORDERED: set[Any] = {_aten.view.default, _aten.view.dtype, _aten._unsafe_view.default, _aten.as_strided.default}
-"""Views by the order of memory."""
+_FOLLOW: set[Any] = {
+    operator.getitem,
+    *_READ,
+    _aten._native_batch_norm_legit_functional.default,
+    _aten.native_batch_norm_backward.default,
+    _aten.max_pool2d_with_indices.default,
+    _aten.max_pool2d_with_indices_backward.default,
+    _aten.avg_pool2d.default,
+    _aten.avg_pool2d_backward.default,
+    _aten.upsample_nearest2d.vec,
+    _aten.upsample_nearest2d.default,
+    _aten.upsample_nearest2d_backward.default,
+    _aten._to_copy.default,
+    _aten.hardtanh_backward.default,
+    _aten.leaky_relu_backward.default,
+    _aten.elu_backward.default,
+    _aten.hardswish_backward.default,
+    _aten.mse_loss.default,
+    _aten.mse_loss_backward.default,
+}
+"""Operations besides pointwise ones that mean the same in any order of memory, and keep that of their argument."""
 
 
 def channels_last(joint: Joint) -> Joint:
     """The same graph with convolutions that read channels last; its inputs and what it gives lie as before.
 
-    What follows a convolution comes out so, too, and is read, kept and handed on so. A weight is turned round once a run.
-    The graph is returned as it is where nothing would be gained, or where random draws fill memory in its order.
+    What follows a convolution comes out so, too, and is read, kept and handed on so, until an operation may mind the order. A
+    weight is turned round once a run, in which it lies in both orders. The graph is returned as it is where there is no
+    convolution that is known to be faster so, and where random draws fill memory in its order.
     """
     nodes = list(joint.module.graph.nodes)
     convolutions = [node for node in nodes if node.target in _READ]
@@ -55,7 +74,8 @@ class _Turned:
     def __init__(self, old: Joint, nodes: Sequence[fx.Node]) -> None:
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}  # which node has the value of an old one, from here on
-        self._before: dict[fx.Node, fx.Node] = {}  # for new ones the same values as they lay in the old graph
+        self._before: dict[fx.Node, fx.Node] = {}  # those that lie as in the old graph
+        self._turned: dict[fx.Node, fx.Node] = {}  # those with channels last
         self._mode: Any = next(tensor for node in nodes for tensor in tensors_of(node)).fake_mode  # pyright: ignore
         given = [node for node in nodes if node.op in ("placeholder", "get_attr")]
         self._new.update((node, self._graph.node_copy(node)) for node in given)
@@ -77,7 +97,7 @@ class _Turned:
         """Write an operation anew; a convolution's arguments are turned before."""
         for argument in node.args[: _READ.get(node.target, 0)]:
             self._turn(argument)  # pyright: ignore[reportArgumentType]
-        self._new[node] = self._add(node, self._as_before if _minds(node) else self._new.__getitem__)
+        self._new[node] = self._add(node, self._new.__getitem__ if _follows(node) else self._as_before)
 
     def _add(self, node: fx.Node, argument: Callable[[fx.Node], fx.Node]) -> fx.Node:
         """Copy a node with what its arguments are now; its value says how it lies then."""
@@ -104,31 +124,30 @@ class _Turned:
         new = self._new[node]
         val = new.meta["val"]
         format = _FORMATS.get(val.dim())
-        if format is not None and not val.is_contiguous(memory_format=format):
-            self._new[node] = turned = self._operation(_aten.clone.default, new, memory_format=format)
-            if val.stride() == node.meta["val"].stride():
-                self._before[turned] = new
+        if format is None or val.is_contiguous(memory_format=format):
+            return
+        if node not in self._turned:
+            self._before.setdefault(node, new)
+            self._turned[node] = self._operation(_aten.clone.default, new, memory_format=format)
+        self._new[node] = self._turned[node]
 
     def _as_before(self, node: fx.Node) -> fx.Node:
-        """A node with the value laid out as in the old graph."""
+        """From here on the value lies as in the old graph."""
         new = self._new[node]
         was, now = node.meta["val"], new.meta["val"]
         if not isinstance(was, Tensor) or was.stride() == now.stride():
             return new
-        if new not in self._before:
-            self._before[new] = self._copy(new, was)
-        return self._before[new]
+        if node not in self._before:
+            self._turned.setdefault(node, new)
+            order = sorted(range(was.dim()), key=lambda dim: -was.stride(dim))  # pyright: ignore
+            ordered = self._operation(_aten.permute.default, new, order)
+            copied = self._operation(_aten.clone.default, ordered, memory_format=torch.contiguous_format)
+            back = [order.index(dim) for dim in range(was.dim())]
+            self._before[node] = self._operation(_aten.permute.default, copied, back)
+        self._new[node] = self._before[node]
+        return self._new[node]
 
-    def _copy(self, new: fx.Node, was: Tensor) -> fx.Node:
-        order = sorted(range(was.dim()), key=lambda dim: -was.stride(dim))  # pyright: ignore
-        ordered = self._operation(_aten.permute.default, new, order)
-        copied = self._operation(_aten.clone.default, ordered, memory_format=torch.contiguous_format)
-        return self._operation(_aten.permute.default, copied, [order.index(dim) for dim in range(was.dim())])
 
-
-def _minds(node: fx.Node) -> bool:
-    """Might an operation mean something else where its arguments lie in another order."""
-    if node.target is operator.getitem:
-        return False
-    known = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
-    return not known or node.target in _ORDERED
+def _follows(node: fx.Node) -> bool:
+    """Does an operation take its arguments in any order of memory. All others get them as they lay."""
+    return node.target in _FOLLOW or torch.Tag.pointwise in getattr(node.target, "tags", ())

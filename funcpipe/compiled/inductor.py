@@ -18,10 +18,10 @@ _aten = torch.ops.aten
 
 
 def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    """A graph as torch's compiler makes it; on the CPU in C++ throughout, where it can be.
+    """A graph as torch's compiler makes it; on the CPU its kernels are called from C++, where that can be.
 
-    What calls the kernels one by one is Python otherwise, which takes its time where they are short and keeps the
-    interpreter from other lanes. What the compiler cannot put into C++ is built with that.
+    Python takes its time where they are short, and keeps the interpreter from other lanes. Where the compiler cannot write
+    the C++, they are called from Python.
     """
     devices = {tensor.device.type for node in graph.graph.nodes if "val" in node.meta for tensor in tensors_of(node)}
     if devices != {"cpu"}:
@@ -57,7 +57,7 @@ def _gelu(x: Tensor) -> Tensor:
 def _gelu_backward(gradient: Tensor, x: Tensor) -> Tensor:
     gate = torch.sigmoid(_SCALE * (x + _CUBE * x * x * x))
     slope = _SCALE * (1 + 3 * _CUBE * x * x)
-    return gradient * gate * (1 + x * (1 - gate) * slope)
+    return gradient * (gate + x * gate * (1 - gate) * slope)  # in this order: of a large x the slope meets a 0
 
 
 _SHORT: dict[Any, Callable[..., Tensor]] = {_aten.gelu.default: _gelu, _aten.gelu_backward.default: _gelu_backward}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from funcpipe.compiled.backend import Backend, Kernel
+from funcpipe.compiled.backend import Backend, Kernel, laid_out, lies_as
 from funcpipe.compiled.binding import binding, path_of
 from funcpipe.compiled.cut import Part, gather, is_product, is_view, nodes_in, product
 from funcpipe.compiled.joint import NOT_GIVEN, tracing
@@ -271,16 +271,10 @@ class Code:
 def _look(odd: dict[fx.Node, None], node: fx.Node, value: Any) -> Any:
     """The value in the layout that it was traced with; adds a node whose value has another to ``odd``."""
     traced = node.meta["val"]
-    rows = zip(value.shape, value.stride(), traced.stride(), strict=True)
-    if not value.numel() or all(stride == expected for size, stride, expected in rows if size > 1):
+    if lies_as(value, traced):
         return value
     odd[node] = None
     return laid_out(value, traced.stride())
-
-
-def laid_out(value: Tensor, stride: Sequence[int]) -> Tensor:
-    """A copy with these strides."""
-    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 @lru_cache(maxsize=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import torch.nn.functional as F
 
 import funcpipe as fp
 from funcpipe.compiled import channels_last as module
+from funcpipe.compiled.backend import lies_as
 from funcpipe.compiled.channels_last import channels_last
+from funcpipe.compiled.inductor import _gelu, _gelu_backward
 from funcpipe.core import torch_names
 
 _aten = torch.ops.aten
@@ -20,12 +23,17 @@ CONVOLUTIONS = {_aten.convolution.default: 2, _aten.convolution_backward.default
 
 @pytest.fixture
 def built(monkeypatch):
-    """The graphs and options that the compiler gets; what it gives runs them as they are."""
+    """The graphs and options that the compiler gets; what it gives runs them as they are, on inputs of the layouts that it was told."""
     calls = []
 
     def build(graph, examples, options):
         calls.append((graph, options))
-        return graph.forward
+
+        def run(*inputs):
+            assert all(lies_as(value, example) for value, example in zip(inputs, examples, strict=True))
+            return graph.forward(*inputs)
+
+        return run
 
     monkeypatch.setattr(torch_names, "inductor", build)
     return calls
@@ -75,6 +83,12 @@ def strided(x):
     return x.contiguous().as_strided((x.size(0), 4), (x[0].numel(), 3))
 
 
+def scattered(x):
+    z = x * 1.0
+    z.as_strided((2, 4), (108, 1)).add_(1.0)
+    return z
+
+
 MODELS = {
     "norm": lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, stride=2)),
     "skips": lambda: nn.Sequential(Skips(), Skips()),
@@ -89,6 +103,13 @@ MODELS = {
         nn.Conv2d(4, 3, 3),
         nn.Conv2d(15, 2, 3),
     ),
+    "as_strided of a slice": lambda: Through(
+        lambda x: x[:, 1].as_strided((x.size(0), 6), (108, 1), 36), nn.Conv2d(4, 3, 3), nn.Linear(6, 5)
+    ),
+    "written by memory": lambda: Through(scattered, nn.Conv2d(4, 3, 3), nn.Conv2d(3, 2, 3)),
+    "rolled": lambda: Through(lambda x: x.roll(1, 2), nn.Conv2d(4, 3, 3), nn.ReLU()),
+    "joined": lambda: Through(lambda x: torch.cat([x, x], 1), nn.Conv2d(4, 3, 3), nn.Conv2d(6, 2, 3)),
+    "padded": lambda: Through(lambda x: F.pad(x, (1,) * 4, mode="replicate"), nn.Conv2d(4, 3, 3), nn.Conv2d(3, 2, 3)),
     "groups": lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.GELU(), nn.Conv2d(8, 8, 3, groups=8)),
     "transposed": lambda: nn.Sequential(nn.ConvTranspose2d(4, 6, 3, stride=2), nn.GroupNorm(2, 6), nn.MaxPool2d(2)),
     "shuffled": lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.PixelShuffle(2), nn.Upsample(scale_factor=2)),
@@ -141,6 +162,64 @@ def test_channels_last(kind, family, built):
     assert read
     formats = {3: torch.contiguous_format, 4: torch.channels_last, 5: torch.channels_last_3d}
     assert all(value.is_contiguous(memory_format=formats[value.dim()]) for value in read)
+
+
+def test_a_root_without_gradient(built):
+    """Of what is pruned from a backward the layouts are what they would be with all of it."""
+
+    def middle(p, x):
+        h = torch.tanh(torch.relu(x * p["s"]) * p["u"])
+        return F.conv2d(h, p["w"]), h.flatten(1) * 2.0
+
+    params = {"s": torch.rand(8), "u": torch.rand(8), "w": torch.randn(2, 4, 3, 3)}
+    batch = torch.randn(4, 4, 8, 8), torch.randn(4, 72)
+    results = []
+    for backend in (None, "inductor"):
+        stage = fp.stage(middle)
+        stages = [
+            fp.stage(lambda p, x: x * p),
+            fp.compile_stage(stage, backend=backend) if backend else stage,
+            fp.stage(lambda p, y: (y[0] * p).flatten(1)),
+        ]
+        plan = fp.make_plan(stages, fp.schedules.zero_bubble(3, 2), loss=F.mse_loss, devices="cpu")
+        results.append(fp.run(plan, (torch.ones(8), params, torch.ones(6)), batch))
+    for a, b in zip(fp.leaves(results[0].grads), fp.leaves(results[1].grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiler_with_layouts_of_its_own(monkeypatch):
+    """What it gives is copied into the layout that the next program was built for, and that users get."""
+
+    def other(value):
+        turned = value.dim() == 4 and not value.is_contiguous(memory_format=torch.channels_last)
+        return value.contiguous(memory_format=torch.channels_last) if turned else value.contiguous()
+
+    def build(graph, examples, options):
+        def run(*inputs):
+            assert all(lies_as(value, example) for value, example in zip(inputs, examples, strict=True))
+            return [other(value) for value in graph.forward(*inputs)]
+
+        return run
+
+    monkeypatch.setattr(torch_names, "inductor", build)
+    eager, ours = (steps(MODELS["skips"], own, fp.schedules.zero_bubble(2, 4)) for own in (None, "inductor"))
+    for a, b in zip(fp.leaves((eager.grads, eager.outputs)), fp.leaves((ours.grads, ours.outputs)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert a.stride() == b.stride()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor's CPU code needs a C++ compiler")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["skips", "view", "rolled", "joined", "padded", "three dimensions", "transposed"])
+def test_with_the_compiler(kind):
+    """Its programs take what they get from each other, and give eager's numbers to rounding."""
+    eager, ours = (steps(MODELS[kind], own, fp.schedules.zero_bubble(2, 2)) for own in (None, "inductor"))
+    largest = max(float(leaf.abs().max()) for leaf in fp.leaves(eager.grads))
+    for a, b in zip(fp.leaves((eager.grads, eager.outputs)), fp.leaves((ours.grads, ours.outputs)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * largest)
+        assert a.stride() == b.stride()
 
 
 def test_little_is_turned(built):
@@ -202,6 +281,14 @@ def test_gelu(approximate, built):
     targets = {node.target for graph, _ in built for node in graph.graph.nodes}
     assert (approximate == "none") is (_aten.gelu.default in targets)
     assert (approximate == "none") is (_aten.gelu_backward.default in targets)
+
+
+def test_gelu_of_large_values():
+    """Its gradient is 0 or 1 where torch's is."""
+    x = torch.tensor([-1e18, -2e13, -1e4, 1e4, 2e13, 1e18])
+    want = _aten.gelu_backward(torch.ones(6), x, approximate="tanh")
+    assert torch.equal(want, _gelu_backward(torch.ones(6), x))
+    assert torch.equal(F.gelu(x, approximate="tanh"), _gelu(x))
 
 
 def test_in_cpp_where_it_can_be(monkeypatch, caplog):
