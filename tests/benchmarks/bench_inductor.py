@@ -2,10 +2,10 @@
 
     python tests/benchmarks/bench_inductor.py [--repeats 40]
 
-The second half of each model of ``bench_peers.py``, on inputs that lie ready, in one thread: all microbatches forward and
+The second half of each model of ``bench_peers.py`` (the whole U-Net, whose halves need each other), on inputs that lie ready, in one thread: all microbatches forward and
 backward in turn. "compiler" is torch's compiler given each program as it is, "inductor" our backend, which gives it
-convolutions with channels last and a shorter GELU, and has it write C++ throughout. Arms take turns; milliseconds of the thread's own time (of two
-threads that take turns on a core, the other's is not counted), medians, and medians of the ratios round by round.
+convolutions with channels last and a shorter GELU, and has it call kernels from C++. Arms take turns; milliseconds of the
+thread's own time, medians, and medians of the ratios round by round.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def main() -> None:
             statistics.median(a / b for a, b in zip(times["inductor"], times[base], strict=True))
             for base in ("compiler", "eager")
         ]
-        title = f"{DEPTH} x {KINDS[kind].format(width=width)}, {rows} rows; M = {microbatches}"
+        depth = DEPTH if kind == "unet" else DEPTH // 2
+        title = f"{depth} x {KINDS[kind].format(width=width)}, {rows} rows; M = {microbatches}"
         print(f"| {title} | {' | '.join(found)} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |", flush=True)
 
 
