@@ -23,6 +23,7 @@ from funcpipe.runtime.cache_key import border_key, border_key_or_none, leaf_key,
 from funcpipe.runtime.context import no_autocast
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.residual import EagerResidual
+from funcpipe.runtime.split_backward import EagerWeights
 
 if TYPE_CHECKING:
     from funcpipe.compiled.compile import Compiled
@@ -161,7 +162,8 @@ class CompiledBound(EagerBound):
 
     def backward_weight(self, residual: Any, *, more: bool = False) -> None:
         """W: adds the gradients of the parameters into their sums; with ``merge`` the products of several at once."""
-        if residual is None:
+        if residual is None or isinstance(residual, EagerWeights):
+            super().backward_weight(residual, more=more)
             return
         programs, sums = residual.programs, self._totals()
         half = programs.half(residual.missing)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+
+from funcpipe.core.torch_names import run_backward
 
 
 def nodes_of(roots: Iterable[Any], visited: set[Any] | None = None) -> Iterator[Any]:
@@ -22,3 +24,19 @@ def nodes_of(roots: Iterable[Any], visited: set[Any] | None = None) -> Iterator[
             seen.add(node)
             yield node
             todo += [successor for successor, _ in node.next_functions]
+
+
+def walk_back(
+    roots: Sequence[Tensor | GradientEdge],
+    gradients: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    *,
+    keep_graph: bool = False,
+) -> None:
+    """``torch.autograd.backward`` from its second half on: gradients have the shapes of their roots here.
+
+    The first half looks at every pair for nested tensors, symbolic shapes and more, and costs as much as the backward
+    of a small stage. Without ``leaves`` it goes to all that require a gradient.
+    """
+    found = tuple(roots), tuple(gradients), keep_graph, False, tuple(leaves)
+    run_backward(*found, allow_unreachable=True, accumulate_grad=True)

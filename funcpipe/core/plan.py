@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from funcpipe.core.levels import way_at
 from funcpipe.core.losses import BY_ROWS, Counts
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.notebook import page, picture, shown, table
 from funcpipe.core.remembered import declared_fields
-from funcpipe.core.schedule import Kind, Schedule
+from funcpipe.core.schedule import Schedule
 from funcpipe.core.shown import Facts, function_words, guarded, line, named, some, stages_words, tied_words
 from funcpipe.core.stage import Stage
 
@@ -89,14 +88,10 @@ class Plan:
     @cached_property
     def hints(self) -> tuple[str, ...]:
         """What about the plan is not as it could be."""
-        stages = self.stages
-        split = [(call.stage, call.level) for call in self.program.calls if call.kind is Kind.W]
-        eager = sorted({stage for stage, level in split if way_at(stages[stage], level).program is None})
-        unsplit = f"eager stages {eager} do not split: I runs the whole backward, W nothing; fp.compile_stage(stage)"
-        unsplit += " (each way of one with levels)" * any(stages[stage].ways for stage in eager)
         evaluating = "stage {} stays in evaluation mode, as its module was: model.train() before it is made a stage"
-        modes = [evaluating.format(number) for number, stage in enumerate(stages) if self.train and stage.evaluation]
-        return (unsplit, *modes) if eager else tuple(modes)
+        return tuple(
+            [evaluating.format(number) for number, stage in enumerate(self.stages) if self.train and stage.evaluation]
+        )
 
     @property
     def facts(self) -> Facts:

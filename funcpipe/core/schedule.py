@@ -293,7 +293,7 @@ class Schedule:
     def backward_order(self, stage: int) -> tuple[Action, ...]:
         """The backwards of a stage (B, I, W) as its device runs them: the order in which its weight gradients accumulate.
 
-        They are added at B and, of a split one, at W; by a stage that does not split (eager ones do not), at I.
+        They are added at B and, of a split one, at W; by an eager stage those that do not wait for W at I.
 
         >>> print(*fp.Schedule.parse("0F0 0F1 0I0 0I1 0W1 0W0").backward_order(0))
         0I0 0I1 0W1 0W0

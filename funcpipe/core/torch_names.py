@@ -87,7 +87,9 @@ copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] = private(
 
 run_backward: Callable[..., Any] = private(
     "torch.autograd.Variable._execution_engine.run_backward",
-    instead=lambda roots, cotangents, _, __, inputs, **___: torch.autograd.backward(roots, cotangents, inputs=inputs),
+    instead=lambda roots, cotangents, keep_graph, _, inputs, **__: torch.autograd.backward(
+        roots, cotangents, keep_graph, inputs=inputs
+    ),
     lost="backwards of small stages take longer",
 )
 """``torch.autograd.backward`` without its checks of arguments, which slow a small stage. Without it: that function."""

@@ -27,6 +27,7 @@ from funcpipe.runtime.border import Border, given
 from funcpipe.runtime.bound import Bound, Program, StageArgs
 from funcpipe.runtime.context import CallerContext, cores, intra_op_threads, no_autocast_cache, pin, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
+from funcpipe.runtime.residual import EagerResidual
 from funcpipe.runtime.rng import Keys
 from funcpipe.runtime.trainable import Trainable, trainable_leaves
 
@@ -60,10 +61,9 @@ def profile(
     module, its gradients, mode and buffers, the example and the random generators are untouched, and layers that write
     into their input do so in memory of their own.
 
-    B is the whole backward. Of a compiled stage I and W are measured, and its residuals are what its programs keep. An
-    eager one does not split: in a run its I is the whole backward and its W nothing, so B is what counts, and what is
-    given as I and W tells what compiling it can gain: I is the backward of a forward in which no parameter is trained,
-    W what B takes longer. Where the input needs no gradient that I is 0.
+    B is the whole backward, I and W are its halves as the stage runs them; together they may take longer. Where an
+    eager stage has nothing that waits for W, I is B. The residuals of a compiled stage are what its programs keep; an
+    eager one keeps all of it until W, with the gradients that wait.
 
     >>> cost = fp.models.profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(4, 8))
     >>> len(cost.forward), cost.backward_input[0], cost.backward_weight[1], cost.residual
@@ -149,34 +149,40 @@ def profile(
                 "trainable": trainable,
                 "level": level,
             }
-            kept = [
-                layer_times.kept or (layer.activations, layer.weight_residual)
-                for layer_times, layer in zip(
-                    times, memory(layers, example, train=train, device=device, **args), strict=True
-                )
-            ]
+            held = memory(layers, example, train=train, device=device, **args)
+            kept = [found.kept(layer.activations) for found, layer in zip(times, held, strict=True)]
             residuals = {"residual": tuple(a for a, _ in kept), "weight_residual": tuple(b for _, b in kept)}
-    forward, whole, inputs, weights, _ = (tuple(column) for column in zip(*times, strict=True))
+    forward, whole, inputs, weights, *_ = (tuple(column) for column in zip(*times, strict=True))
     return Cost(forward, inputs, weights, backward=whole, comm=comm, **residuals)
 
 
 class _Times(NamedTuple):
-    """Seconds of F, B, I and W of one layer; bytes between F and its backward and between I and W, if programs know."""
+    """What was measured of one layer.
+
+    Attributes:
+        forward, whole, inputs, weights: seconds of F, B, I and W.
+        program: bytes between F and its backward; None: what autograd keeps.
+        left: bytes between I and W; without programs, on top of what F keeps; None: nothing waits for W.
+    """
 
     forward: float
     whole: float
     inputs: float
     weights: float
-    kept: tuple[int, int] | None = None
+    program: int | None = None
+    left: int | None = None
+
+    def kept(self, activations: int) -> tuple[int, int]:
+        """Bytes between F and its backward, and between I and W, where autograd would keep so many."""
+        if self.program is not None:
+            return self.program, self.left or 0
+        return activations, 0 if self.left is None else activations + self.left
 
 
 def _middle(times: Sequence[_Times]) -> _Times:
-    """Medians; where one program does both, I is part of B, whatever the clock says."""
+    """Medians."""
     forward, whole, inputs, weights = (median(column) for column in zip(*(sweep[:4] for sweep in times), strict=True))
-    if times[0].kept is None:
-        inputs = min(inputs, whole)
-        weights = whole - inputs
-    return _Times(forward, whole, inputs, weights, times[0].kept)
+    return times[0]._replace(forward=forward, whole=whole, inputs=inputs, weights=weights)
 
 
 class _Clock:
@@ -243,30 +249,24 @@ class _Sweep:
         flags = self.flags[number]
         forward, whole, y, stash = self._calls(number, args, flags)
         skips |= stash
-        if self.train and self.layers[number].stage.program is not None:
-            split = self._split(number, args, flags)
-            if split is not None:
-                return _Times(forward, whole, *split), y
-        flows = any(any(border.flags) for border in (args.x, *args.skips))
-        inputs = 0.0
-        if flows and self.train:
-            inputs = self._calls(number, args, [False] * len(flags))[1] if any(flags) else whole
-        return _Times(forward, whole, inputs, whole - inputs), y
+        halves = self._halves(number, args, flags) if self.train else None
+        return _Times(forward, whole, *(halves or (whole, 0.0, None, None))), y
 
-    def _split(
+    def _halves(
         self, number: int, args: StageArgs, flags: Sequence[bool]
-    ) -> tuple[float, float, tuple[int, int]] | None:
-        """I, W, and the bytes that wait for them; None where the stage runs eagerly all the same."""
+    ) -> tuple[float, float, int | None, int] | None:
+        """I, W, and the bytes that wait for them as in `_Times`; None where I is the whole backward."""
         bound = self._bound(number, args, flags)
         out = bound.forward(args, keep=True)
-        kept, stash = out.residual.nbytes, {name: [_ones(border)] for name, border in out.stash.items()}
+        stash = {name: [_ones(border)] for name, border in out.stash.items()}
+        program = None if isinstance(out.residual, EagerResidual) else out.residual.nbytes
         inputs, (_, weight_residual) = self.clock.time(lambda: bound.backward_input(out.residual, _ones(out.y), stash))
         if weight_residual is None:
             return None
         left = weight_residual.nbytes
         weights, _ = self.clock.time(lambda: bound.backward_weight(weight_residual))
         bound.release()
-        return inputs, weights, (kept, left)
+        return inputs, weights, program, left
 
     def _bound(self, number: int, args: StageArgs, flags: Sequence[bool]) -> Bound:
         """The stage of a layer, bound, after what it does once a run."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from funcpipe.core.cost import Cost
@@ -12,7 +11,6 @@ from funcpipe.core.measured_cost import middle
 from funcpipe.core.plan import Plan
 from funcpipe.core.progress import ProgressTo, telling
 from funcpipe.core.result import Result, Timeline
-from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree
 from funcpipe.measuring.row import refuse_counts
 from funcpipe.runtime.context import checked_plan
@@ -102,16 +100,4 @@ def profile_plan(
             if number >= warmup:
                 timelines.append(timeline)
             told.to(number + 1)
-    return _as_run(plan, timelines)
-
-
-def _as_run(plan: Plan, timelines: Sequence[Timeline]) -> Cost:
-    """The medians of the costs of several runs; an eager stage does not split what it ran as B."""
-    cost = middle([timeline.cost(handover=True) for timeline in timelines])
-    whole = [
-        stage.program is None and (Kind.B, number) in timelines[0].by_kind for number, stage in enumerate(plan.stages)
-    ]
-    rows = zip(whole, cost.backward, cost.backward_input, cost.backward_weight, strict=True)  # pyright: ignore
-    halves = [(b, 0.0) if is_whole else (i, w) for is_whole, b, i, w in rows]
-    inputs, weights = (tuple(column) for column in zip(*halves, strict=True))
-    return replace(cost, backward_input=inputs, backward_weight=weights)
+    return middle([timeline.cost(handover=True) for timeline in timelines])

@@ -94,12 +94,13 @@ class FiniteBound:
         args = self.given.pop(residual.microbatch, None)
         cotangents, weight_residual = self.inner.backward_input(residual, y, stash)
         self._check_gradients(cotangents, args, y, stash)
-        return cotangents, weight_residual
+        return cotangents, (weight_residual, args, y, stash)
 
     def backward_weight(self, residual: Any, *, more: bool = False) -> None:
         """W of the inner stage. Raises NotFiniteError where gradients have NaN or Inf."""
-        self.inner.backward_weight(residual, more=more)
-        self._check_gradients(Cotangents([], []), None, None, {})
+        weight_residual, *begun = residual
+        self.inner.backward_weight(weight_residual, more=more)
+        self._check_gradients(Cotangents([], []), *begun)
 
     def release(self) -> None:
         """Release the inner stage, and forget what its actions were given."""

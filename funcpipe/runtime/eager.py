@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.gradient_graph import nodes_of
+from funcpipe.core.gradient_graph import nodes_of, walk_back
 from funcpipe.core.losses import read_loss
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import CARRY, Out, Stage, carried, side_loss
-from funcpipe.core.torch_names import run_backward
 from funcpipe.core.tree import (
     Tree,
     cow_clone_unchecked,
@@ -31,15 +29,16 @@ from funcpipe.core.tree import (
     unflatten,
 )
 from funcpipe.runtime.aliases import alias_of, differ, guarded, refuse_rebinding, versions
-from funcpipe.runtime.border import LEAF, Border, add_gradients, close_border, open_border, share
+from funcpipe.runtime.border import LEAF, Border, close_border, open_border, share
 from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, Shares, StageArgs, StageOut
 from funcpipe.runtime.context import autocasting, no_autocast
 from funcpipe.runtime.explain import explain
 from funcpipe.runtime.foreign import refuse_around, refuse_backward, refuse_foreign
 from funcpipe.runtime.gradient_sums import GradientSums
 from funcpipe.runtime.reported import detached, detached_side, is_empty, kept_statistics
-from funcpipe.runtime.residual import EagerResidual, GradientLeaves, gradients_of
+from funcpipe.runtime.residual import EagerResidual, GradientLeaves
 from funcpipe.runtime.rng import KeyedDraws, Keys
+from funcpipe.runtime.split_backward import EagerWeights, Waiting, walk_to_inputs
 
 _NOTHING = ForwardReport((), None, None)
 """What most forwards have to report."""
@@ -273,35 +272,48 @@ class EagerBound:
 
     def backward(self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
         """Plain autograd from the outputs into the leaves and the sums."""
-        self.sums.prepare()
-        roots: list[Tensor | GradientEdge] = []
-        cotangents: list[Tensor] = []
-        if y is not None:
-            _root(residual.y, y, roots, cotangents)
-        for name, parts in stash.items():
-            _root(residual.stash[name], add_gradients(None, *parts) or (), roots, cotangents)
-        if residual.loss is not None or residual.side is not None:
-            totals = {"loss": residual.loss and residual.loss.sum, "side": residual.side and residual.side[0]}
-            for name, cotangent in self.loss_cotangents(residual).items():
-                total = totals[name]
-                if isinstance(total, Tensor) and total.requires_grad:
-                    roots.append(total)
-                    cotangents.append(cotangent)
-        inputs = [*residual.params, *residual.x.values()]
-        for _, leaves in residual.skips:
-            inputs += leaves.values()
-        if roots and inputs:
+        roots, gradients = residual.outset(y, stash, self.loss_cotangents(residual))
+        leaves = [*residual.params, *residual.inputs]
+        if roots and leaves:
             # The reentrant torch.utils.checkpoint refuses a backward for some leaves only. Every leaf that requires a
-            # gradient is one of ours, unless the stage holds parameters of its own; inputs= leaves those alone.
-            only = () if self.reentrant else tuple(inputs)
-            if residual.replay or self.autocast:
-                with residual.replay or nullcontext(), no_autocast():
-                    _walk(roots, cotangents, only)
-            else:
-                _walk(roots, cotangents, only)
+            # gradient is one of ours, unless the stage holds parameters of its own; naming ours leaves those alone.
+            self._walk(residual, lambda: walk_back(roots, gradients, () if self.reentrant else leaves))
+        return residual.cotangents()
+
+    def backward_input(
+        self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]
+    ) -> tuple[Cotangents, EagerWeights | None]:
+        """To the inputs, and to the parameters that cannot wait.
+
+        All of it where draws are to be repeated on the way; and where the first slice of a sequence has no input that
+        needs a gradient, but others have: what is on the way to an input would differ, and so the order of sums.
+        """
+        whole = self.reentrant or (residual.replay and residual.inputs) or (self.stage.carry and not residual.x)
+        if whole or not residual.params:
+            return self.backward(residual, y, stash), None
+        roots, gradients = residual.outset(y, stash, self.loss_cotangents(residual))
+        waiting: list[Waiting] = []
+        if roots:
+            self._walk(
+                residual, lambda: waiting.extend(walk_to_inputs(roots, gradients, residual.inputs, residual.params))
+            )
+        weights = EagerWeights(waiting, residual.params, residual.replay) if waiting else None
+        return residual.cotangents(), weights
+
+    def backward_weight(self, residual: EagerWeights | None, *, more: bool = False) -> None:
+        """To the parameters that wait."""
+        if residual is not None:
+            self._walk(residual, lambda: [walk_back(*waiting) for waiting in residual.waiting])
+
+    def _walk(self, residual: EagerResidual | EagerWeights, walk: Callable[[], Any]) -> None:
+        """Walk back, and add what comes to the sums."""
+        self.sums.prepare()
+        if residual.replay or self.autocast:
+            with residual.replay or nullcontext(), no_autocast():
+                walk()
+        else:
+            walk()
         self.sums.adopt(residual.params)
-        skips = [gradients_of(count, leaves) for count, leaves in residual.skips]
-        return Cotangents(gradients_of(residual.x_count, residual.x), skips)
 
     def loss_cotangents(self, residual: Any) -> dict[str, Tensor]:
         """Where gradients begin: at the loss ("loss") and the stage's auxiliary loss ("side"), each with its factor.
@@ -321,15 +333,6 @@ class EagerBound:
             for name, total, factor in ends
             if factor and isinstance(total, Tensor)
         }
-
-    def backward_input(
-        self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]
-    ) -> tuple[Cotangents, None]:
-        """The whole backward: splitting an autograd graph costs more than it gains (compiled stages do split)."""
-        return self.backward(residual, y, stash), None
-
-    def backward_weight(self, residual: None, *, more: bool = False) -> None:
-        """Nothing is left to do."""
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -391,22 +394,3 @@ class EagerBound:
         self.inputs, self.aliases, self.leaves, self.memory, self.watched, self.state_leaves = [], [], [], [], [], []
         self.params = self.state = None
         self.stage.seen.kept.add(self.train)
-
-
-def _root(graph: list[Any], gradients: Sequence[Tensor | None], roots: list[Any], cotangents: list[Tensor]) -> None:
-    """Add the tensors (or what is left of moved ones: edges) that have a gradient to the roots of a backward."""
-    for tensor, gradient in zip(graph, gradients, strict=True):
-        if gradient is None:
-            continue
-        if (isinstance(tensor, Tensor) and tensor.requires_grad) or isinstance(tensor, GradientEdge):
-            roots.append(tensor)
-            cotangents.append(gradient)
-
-
-def _walk(roots: list[Tensor | GradientEdge], cotangents: list[Tensor], inputs: tuple[Tensor, ...]) -> None:
-    """``torch.autograd.backward`` from its second half on: cotangents have the shapes of their roots here.
-
-    The first half looks at every pair for nested tensors, symbolic shapes and more, and costs as much as the backward
-    of a small stage.
-    """
-    run_backward(tuple(roots), tuple(cotangents), False, False, inputs, allow_unreachable=True, accumulate_grad=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from funcpipe.core.result import Loss
-from funcpipe.runtime.border import dense
-from funcpipe.runtime.bound import Gradients
+from funcpipe.runtime.border import add_gradients, dense
+from funcpipe.runtime.bound import Cotangents, Gradients
 from funcpipe.runtime.host_link import HostStream
 from funcpipe.runtime.plain_tensors import address, is_plain
 from funcpipe.runtime.saved_tensors import SavedPiece, saved_pieces, take_out
@@ -49,6 +49,33 @@ class EagerResidual:
         named = [*self.y, *(leaf for leaves in self.stash.values() for leaf in leaves), *self.x.values()]
         named += [leaf for _, leaves in self.skips for leaf in leaves.values()]
         return sum(leaf.nbytes for leaf in named if isinstance(leaf, Tensor))
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The leaves of its input and its skips that have a gradient."""
+        return [*self.x.values(), *(leaf for _, leaves in self.skips for leaf in leaves.values())]
+
+    def outset(
+        self, y: Gradients | None, stash: dict[str, list[Gradients]], losses: dict[str, Tensor]
+    ) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:
+        """Where a backward begins, and with which gradients: of the output, of what was stashed, and of the losses."""
+        roots: list[Tensor | GradientEdge] = []
+        gradients: list[Tensor] = []
+        if y is not None:
+            _root(self.y, y, roots, gradients)
+        for name, parts in stash.items():
+            _root(self.stash[name], add_gradients(None, *parts) or (), roots, gradients)
+        totals = {"loss": self.loss and self.loss.sum, "side": self.side and self.side[0]}
+        for name, gradient in losses.items():
+            total = totals[name]
+            if isinstance(total, Tensor) and total.requires_grad:
+                roots.append(total)
+                gradients.append(gradient)
+        return roots, gradients
+
+    def cotangents(self) -> Cotangents:
+        """What a backward has left at its inputs."""
+        return Cotangents(_gradients_of(self.x_count, self.x), [_gradients_of(*skip) for skip in self.skips])
 
     def kept(self) -> list[Tensor]:
         """None: autograd frees what it saved on the stream on which that was made."""
@@ -107,10 +134,20 @@ def _edges(leaves: Sequence[Any]) -> list[Any]:
     return [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
 
 
-def gradients_of(count: int, leaves: GradientLeaves) -> Gradients:
+def _gradients_of(count: int, leaves: GradientLeaves) -> Gradients:
     """The gradients of so many values, some of which have leaves; None for the others."""
     gradients: Gradients = [None] * count
     for index, leaf in leaves.items():
         if leaf.grad is not None:
             gradients[index] = dense(leaf.grad)
     return gradients
+
+
+def _root(graph: list[Any], gradients: Sequence[Tensor | None], roots: list[Any], cotangents: list[Tensor]) -> None:
+    """Add the tensors (or what is left of moved ones: edges) that have a gradient to the roots of a backward."""
+    for tensor, gradient in zip(graph, gradients, strict=True):
+        if gradient is None:
+            continue
+        if (isinstance(tensor, Tensor) and tensor.requires_grad) or isinstance(tensor, GradientEdge):
+            roots.append(tensor)
+            cotangents.append(gradient)

@@ -87,6 +87,12 @@ def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
             yield from inputs_of_region(hook)
 
 
+def is_packed(node: Any) -> bool:
+    """Did another hook pack what a node saved, as ``torch.utils.checkpoint`` does."""
+    handles = [handle for hidden, _ in _names_of(type(node)) for handle in _many(getattr(node, hidden))]
+    return any(handle.unpack_hook not in (None, _unpack) for handle in handles)
+
+
 def _many(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else (value,)  # pyright: ignore[reportUnknownVariableType]
 

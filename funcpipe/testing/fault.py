@@ -47,7 +47,8 @@ class FaultAt:
         stage: index of the stage in what it is called on.
         microbatch: index of the microbatch.
         kind: F; R (the forward that remat repeats; a plan without remat has none); B (the backward, also where the
-            schedule splits it and it is I); I (only where it is split). A `Kind` or its letter.
+            schedule splits it and it is I); I (only where it is split). The backward of an eager stage whose input needs
+            no gradient is all in W, and so are these then. A `Kind` or its letter.
         error: what ``raise`` takes, raised once the forward is done, or where the gradients of the outputs arrive. An
             instance is raised itself, and its traceback then keeps the run's frames as long as the plan has it; a type
             does not. Or a function: it gets every floating tensor that the forward hands out, or every gradient
@@ -55,7 +56,7 @@ class FaultAt:
             ``lambda t: t * float("nan")``, ``lambda t: time.sleep(60)``.
 
     Raises:
-        PlanError: no such stage or kind. W is refused: no code of the stage runs in it, its I does all the work.
+        PlanError: no such stage or kind. W is refused: it goes on with what I has left of a backward.
     """
 
     stage: int
@@ -76,8 +77,8 @@ class FaultAt:
             faults.append(f"kind is F, B, I or R; got {self.kind!r}")
         if self.kind is Kind.W:
             faults.append(
-                "kind is W, in which no code of the stage runs: autograd does not split its backward, and I does all "
-                "the work; use 'I'"
+                "kind is W, which goes on with what I has left: the gradients of the outputs, where faults of a backward "
+                "strike, have arrived; use 'I'"
             )
         if not isinstance(self.error, BaseException) and not callable(self.error):
             faults.append(f"error is an exception, its type, or a function of a tensor; got {self.error!r}")
@@ -140,7 +141,7 @@ class _FailingBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         fault: FaultAt = ctx.fault
         action = running()
-        if fault.kind is Kind.I and (action is None or action.kind is not Kind.I):
+        if fault.kind is Kind.I and (action is None or action.kind not in (Kind.I, Kind.W)):
             return (None, *gradients)
         return (None, *fault._strike(gradients))
 

@@ -241,7 +241,7 @@ def _remarks(plan: Plan, result: Result, measured: Timeline, simulated: Timeline
 def _short_actions(measured: Timeline) -> Iterable[str]:
     """Remarks on actions about as short as handing over, and on W that takes no time."""
     mean = {key: fmean(times) for key, times in measured.by_kind.items()}
-    # Eager stages do their whole backward in I; their W is no work that anyone could make longer.
+    # Where nothing waits, W is no work that anyone could make longer.
     unsplit = {stage for kind, stage in mean if kind is Kind.W and mean[Kind.W, stage] < 0.05 * mean[Kind.I, stage]}
     short: dict[Kind, set[int]] = {}
     for kind, stage in mean:
@@ -257,8 +257,8 @@ def _short_actions(measured: Timeline) -> Iterable[str]:
     if unsplit:
         yield (
             f"W takes no time: {_stage_numbers(unsplit)} {'do' if len(unsplit) > 1 else 'does'} the whole backward in "
-            "I, so W fills no bubble. A schedule with whole backwards (1F1B, interleaved) is as fast; "
-            "fp.compile_stage(stage) splits them."
+            "I, for only weights of matrix products and convolutions wait for W. So it fills no bubble, and a schedule "
+            "with whole backwards (1F1B, interleaved) is as fast; fp.compile_stage(stage) splits at all weights."
         )
 
 

@@ -1,7 +1,7 @@
 """What splitting a backward costs the host. ``python tests/benchmarks/bench_split_backward.py [--repeats 30]``.
 
-One stage, eight microbatches, one thread. "whole" is eager autograd's backward into the parameters' gradients; "I + W" the
-two programs of a compiled stage, "B" their whole one, "inductor" I + W where torch's compiler built them; all as the recorded
+One stage, eight microbatches, one thread. "whole" is eager autograd's backward into the parameters' gradients, "eager I + W" its
+halves; "I + W" the two programs of a compiled stage, "B" their whole one, "inductor" I + W where torch's compiler built them; all as the recorded
 times of a run's actions. torch's split
 backward (``stage_backward_input``, ``stage_backward_weight``) stands beside its own ``stage_backward``, on the same module with
 the same microbatches. Arms take turns; figures are medians, microseconds a microbatch, and ratios of these.
@@ -47,7 +47,7 @@ def works() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
 
 
 def ours(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Arms that give microseconds a microbatch: eager B, compiled B, compiled I + W, also by torch's compiler."""
+    """Arms that give microseconds a microbatch: B, I + W, of the compiled stage B and I + W, also by torch's compiler."""
     stage, params, state = fp.from_module(model)
     batch = torch.randn(COUNT * shape[0], *shape[1:]), torch.randn(COUNT * shape[0], *shape[1:])
     whole = fp.schedules.one_f_one_b(2, COUNT, num_devices=2)
@@ -70,6 +70,7 @@ def ours(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
     compiled, built = fp.compile_stage(stage), fp.compile_stage(stage, backend="inductor")
     return {
         "whole": arm(stage, whole),
+        "eager I + W": arm(stage, halves),
         "B": arm(compiled, whole),
         "I + W": arm(compiled, halves),
         "inductor": arm(built, halves),
@@ -109,9 +110,10 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    names = ["whole", "B", "I + W", "inductor", "torch whole", "torch I + W"]
+    names = ["whole", "eager I + W", "B", "I + W", "inductor", "torch whole", "torch I + W"]
     print(
-        f"| stage | {' | '.join(names)} | B / whole | I + W / whole | inductor / whole | torch's |\n|---|{'---:|' * 10}"
+        f"| stage | {' | '.join(names)} | eager I + W / whole | B / whole | I + W / whole | inductor / whole | torch's |\n"
+        f"|---|{'---:|' * 12}"
     )
     for title, (model, shape) in works().items():
         arms = {**ours(model, shape), **torchs(model, shape)}
@@ -122,7 +124,7 @@ def main() -> None:
                 if repeat >= 3:
                     times[name].append(spent)
         found = {name: median(samples) for name, samples in times.items()}
-        ratios = [found[name] / found["whole"] for name in names[1:4]] + [found["torch I + W"] / found["torch whole"]]
+        ratios = [found[name] / found["whole"] for name in names[1:5]] + [found["torch I + W"] / found["torch whole"]]
         print(
             f"| {title} | {' | '.join(f'{found[name]:.0f}' for name in names)} | {' | '.join(f'{one:.2f}' for one in ratios)} |"
         )

@@ -916,16 +916,6 @@ def test_warmup_says_what_cannot_be_compiled():
         fp.warmup(None, (), ())
 
 
-def test_a_plan_hints_at_compile():
-    """Where W of an eager stage would do nothing."""
-    eager, made = fp.stage(lambda p, x: x * p), fp.compile_stage(fp.stage(lambda p, x: x * p))
-    mixed = fp.make_plan([eager, made], fp.schedules.zero_bubble(2, 2), loss=F.mse_loss)
-    assert "eager stages [0] do not split" in mixed.hints[0]
-    assert mixed.hints[0] in str(mixed)
-    assert not fp.make_plan([made, made], fp.schedules.zero_bubble(2, 2), loss=F.mse_loss).hints
-    assert not fp.make_plan([eager, eager], fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss).hints
-
-
 @pytest.mark.parametrize("kind", ["linear", "conv, batch norm"])
 def test_a_stage_is_copied_while_it_is_traced(kind):
     """Other threads may have taken every copy of its module that lay ready."""

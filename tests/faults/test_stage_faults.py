@@ -30,10 +30,11 @@ def place(plan, stage, microbatch):
     return {"stage": stage, "name": plan.stages[stage].name, "microbatch": microbatch, "device": device}
 
 
-def letter(schedule, kind):
-    """How the schedule calls an action: its backward may be I."""
+def letter(schedule, kind, stage=1):
+    """How the schedule calls an action: its backward may be I, and of the first stage, with an input that needs no
+    gradient, W."""
     split = any(action.kind is fp.Kind.I for order in schedule.orders for action in order)
-    return "I" if kind == "B" and split else kind
+    return ("I" if stage else "W") if kind == "B" and split else kind
 
 
 EVERYWHERE = [(stage, microbatch) for stage in (0, 1, S - 1) for microbatch in (0, M - 1)]
@@ -51,9 +52,10 @@ def test_every_kind_of_action_in_every_schedule(rig, number, schedule):
     letters = ["F", "B", *(["R"] if fp.Kind.R in kinds else [])]
     executor = Executors(EXECUTORS[number % 3])
     for nth, kind in enumerate(letters):
-        shown = letter(schedule, kind)
-        found = [(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind.value == shown]
+        one = letter(schedule, kind)
+        found = [(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind.value == one]
         stage, microbatch = found[(number + nth) % len(found)]
+        shown = letter(schedule, kind, stage)
         plan = rig.plan(schedule, rig.fault(stage, microbatch, kind))
         go = lambda plan=plan: rig.run(plan, executor(plan))
         assert_invariant(rig, go, go, at=f"{stage}{shown}{microbatch}", **place(plan, stage, microbatch))
@@ -67,7 +69,7 @@ def test_first_middle_and_last(rig, schedule, kind, executor):
     for stage, microbatch in EVERYWHERE:
         plan = rig.plan(schedule, rig.fault(stage, microbatch, kind))
         go = lambda plan=plan: rig.run(plan, executor(plan))
-        action = f"{stage}{letter(schedule, kind)}{microbatch}"
+        action = f"{stage}{letter(schedule, kind, stage)}{microbatch}"
         started = []
         assert_invariant(
             rig,

@@ -62,7 +62,8 @@ def test_every_action_fails_with_its_coordinates(schedule, executor):
         original = Boom("boom", letter)
         faults.at, faults.make, faults.calls = f"{s}{letter}{m}", lambda original=original: original, []
         error = caught(lambda: go(plan, executor(plan)))
-        shown = f"{s}F{m} (loss)" if letter == "L" else f"{s}{backward if letter == 'B' else letter}{m}"
+        at = "W" if backward == "I" and s == 0 else backward  # the first stage has no input that waits for it
+        shown = f"{s}F{m} (loss)" if letter == "L" else f"{s}{at if letter == 'B' else letter}{m}"
         assert isinstance(error, Boom)
         assert isinstance(error, fp.StageError)
         assert original is error.__cause__

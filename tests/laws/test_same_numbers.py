@@ -181,8 +181,11 @@ def test_batch_norm_and_dropout_do_not_see_the_cuts(cuts, rows):
             result = fp.run(plan, params, (x, target), state=state, seed=5, executor=executor, threads_per_lane=1)
             assert_same_result(expected, result)
         assert same(whole_.loss, result.loss)
-        assert same(flat(whole_.grads), flat(result.grads))
         assert same(flat(whole_.state), flat(result.state))
+        if schedule.is_ascending:  # else sums are added in another order
+            assert same(flat(whole_.grads), flat(result.grads))
+        else:
+            torch.testing.assert_close(flat(whole_.grads), flat(result.grads))
 
 
 @pytest.mark.parametrize("schedule", schedules(4, 4, backward=False), ids=ids)

@@ -56,11 +56,11 @@ def slow(hand: Hand, forward: float, inputs: float, weights: float, late: float 
 
 
 def test_forward_backward_input_weight(hand):
-    """Each part is what the layer spends on it; where the input needs no gradient I is nothing."""
+    """Each part is what the layer spends on it: I all of it where nothing can wait, W where nobody waits for I."""
     stages = [slow(hand, 2, 3, 5), slow(hand, 7, 11, 13)]
     w = torch.ones(4)
     cost = profile(stages, torch.ones(3, 4), params=(w, w), comm=0.5)
-    assert ((2, 7), (0, 11), (5, 13), (5, 24)) == (
+    assert ((2, 7), (0, 24), (5, 0), (5, 24)) == (
         cost.forward,
         cost.backward_input,
         cost.backward_weight,
@@ -136,18 +136,20 @@ def test_nothing_is_touched():
 
 
 def test_cost_of_layers_goes_on():
-    """One number per layer; I and W make B; residuals are those of `memory`; stages are made of it and simulated."""
+    """One number per layer; I and W make up B; residuals are those of `memory`; stages are made of it and simulated."""
     model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 9))
     x = torch.randint(9, (4, 3))
     cost = profile(model, x, repeats=2)
     cost.check_stages(4)
-    for whole, first, second in zip(cost.backward, cost.backward_input, cost.backward_weight, strict=True):
-        assert 0 <= first <= whole
-        assert second == whole - first
-    assert 0 == cost.backward_input[0] == cost.backward_weight[2]
+    assert 0 < cost.backward_weight[0]
+    assert cost.backward_input[2] == cost.backward[2]  # of Tanh nothing waits
+    assert 0 == cost.backward_weight[2]
+    assert 0 < min(cost.backward_input[3], cost.backward_weight[3])
     rows = memory(model, x)
     assert tuple(layer.activations for layer in rows) == cost.residual
-    assert tuple(layer.weight_residual for layer in rows) == cost.weight_residual
+    # All of it stays until W, with what arrives there: at the first layer 4 x 3 x 8 numbers, at the last 4 x 3 x 9.
+    own = tuple(layer.activations for layer in rows)
+    assert (own[0] + 384, 0, own[3] + 432) == (*cost.weight_residual[:1], *cost.weight_residual[2:])
     assert fp.simulate(fp.schedules.one_f_one_b(4, 8), cost).makespan > 0
     stages = profile(fp.split(model, balance=[3, 1]), x, repeats=1)
     assert tuple(layer.activations for layer in rows.group([3, 1])) == stages.residual

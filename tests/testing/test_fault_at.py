@@ -63,7 +63,9 @@ def test_faults_strike_at_their_action(schedule):
                     failing = FaultAt(action.stage, action.microbatch, kind, error=Boom)(stages)
                     with pytest.raises(Boom) as error:
                         attempt(failing, params, state, schedule, executor)
-                    assert str(action) == error.value.funcpipe.action
+                    # All of the first stage's backward is in W: nobody waits for what I gives.
+                    late = kind == "I" and action.stage == 0
+                    assert str(action._replace(kind=fp.Kind.W) if late else action) == error.value.funcpipe.action
     for kind in "FRBI":
         never = FaultAt(1, 99, kind)(FaultAt(0, 99, kind)(stages))
         assert_same_result(expected, attempt(never, params, state, schedule))
@@ -190,7 +192,7 @@ def test_a_tensor_that_stands_twice_stays_one():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: FaultAt(0, 0, "W"), "its I|all the work; use 'I'"),
+        (lambda: FaultAt(0, 0, "W"), "goes on with what I has left(.|\n)*use 'I'"),
         (lambda: FaultAt(0, 0, "X"), "kind is F, B, I or R; got 'X'"),
         (lambda: FaultAt(-1, "a", "F", error=3), "stage is an index from 0; got -1(.|\n)*microbatch(.|\n)*error is an"),
         (lambda: FaultAt(3, 0, "F")([fp.stage(plain)]), "was given 1 stages; the last is stage 0"),

@@ -226,7 +226,7 @@ def test_what_is_simulated_can_be_run(data):
     count = schedule.num_stages
     cost = data.draw(costs(count, least=1))
     residual = float(schedule.num_slices)  # each slice counts as one
-    cost = replace(cost, output=0.0, residual=residual, weight_residual=0.0)  # eager stages do not split
+    cost = replace(cost, output=0.0, residual=residual, weight_residual=0.0)  # nothing waits in these stages
     stages = computing(count, [(skip.stash, skip.pop) for skip in cost.skips])
     cost = replace(cost, skips=())
     loss = torch.nn.functional.mse_loss if schedule.has_backward else None

@@ -358,7 +358,7 @@ def test_what_balance_would_win_is_simulated() -> None:
 
 
 def test_a_backward_that_is_not_split_is_told_and_its_w_is_not_called_short() -> None:
-    """Eager stages do the whole backward in I; more rows would not make their W longer."""
+    """Where nothing waits, I is the whole backward; more rows would not make W longer."""
     plan, _ = plan_and_params(fp.schedules.zero_bubble(2, 3))
     (remark,) = fp.report(plan, pretended(plan, fp.Cost(0.001, 0.002, 1e-6))).findings.remarks
     assert remark.startswith("W takes no time: stages 0-1 do the whole backward in I")
