@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.torch_names import BatchNorm as AnyBatchNorm
-from funcpipe.core.torch_names import buffers_of, check_dimensions
+from funcpipe.core.torch_names import buffers_of, check_dimensions, parameters_of
 from funcpipe.modules.batchnorm import Moments, batch_norm_at
 from funcpipe.modules.norm_commit import NormStats, Running
 from funcpipe.modules.written_buffers import BATCH_NORMS, Hearing, NormCall, refuse_writes, version
@@ -75,8 +75,13 @@ class DeferredBatchNorm(AnyBatchNorm):
         check_dimensions(self, input)
         if self.training and isinstance(self, nn.SyncBatchNorm):
             refuse_processes(self)
-        mean, var = self.running_mean, self.running_var
-        return _normalise(self, NormCall(input, mean, var, self.weight, self.bias, self.training, eps=self.eps))
+        tensors = {**parameters_of(self), **buffers_of(self)}  # a layer takes long to find its attributes
+        mean, var, weight, bias = [tensors[name] if name in tensors else getattr(self, name) for name in _TENSORS]
+        return _normalise(self, NormCall(input, mean, var, weight, bias, self.training, eps=self.eps))
+
+
+_TENSORS = ("running_mean", "running_var", "weight", "bias")
+"""What a call of batch norm gets of a layer, in this order."""
 
 
 class _OwnForward(DeferredBatchNorm):

@@ -199,7 +199,8 @@ class EagerBound:
             returned = carried(self.stage, returned)
             side = side_loss(returned)
             returned, stashed, stats, _, carry = returned
-            self._check_stash(stashed)
+            if stashed or self.stage.stash:
+                self._check_stash(stashed)
             for name in stashed:
                 stash[name], graphs[name] = close_border(stashed[name], f"stash[{name!r}]")
             if self.stage.carry:

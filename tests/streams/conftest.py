@@ -21,7 +21,8 @@ def backend(monkeypatch):
     def install(skip: int | None = None) -> Recorder:
         recorder = Recorder(skip, hasty=skip is not None)
         monkeypatch.setattr(Place, "backend", recorder)
-        freed: dict[tuple[int, int, int], object] = {}
+        freed: dict[tuple[int, int, int], list] = {}
+        filled: dict[tuple[int, int, int], int] = {}
         numbers = count()
 
         def place_of(transport, lane, slot):
@@ -30,12 +31,17 @@ def backend(monkeypatch):
             return number, lane, slot
 
         def free(self, slot, source, event):
-            freed[place_of(self, self.lane, slot)] = event
+            freed.setdefault(place_of(self, self.lane, slot), []).append(event)
             real_free(self, slot, source, event)  # last: it wakes the sender, who looks
 
         def follow(self, lane, slot, edge):
-            """The slot that was filled just now: the stream that filled it knows that it was freed."""
-            event = freed.pop(place_of(self, lane, slot), None)
+            """The slot that was filled just now: the stream that filled it knows that it was freed before.
+
+            By now it may have been freed once more.
+            """
+            place = place_of(self, lane, slot)
+            times = filled[place] = filled.get(place, 0) + 1
+            event = freed[place][times - 2] if times > 1 else None
             stream = edge._streams.get(edge.target.device) or getattr(edge.source, "stream", None)
             if None not in (event, stream) and stream.clock.get(event.stream, 0) < event.clock.get(event.stream, 0):
                 recorder.fault(
