@@ -66,8 +66,8 @@ def profile(
     eager one keeps all of it until W, with the gradients that wait.
 
     >>> cost = fp.models.profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(4, 8))
-    >>> len(cost.forward), cost.backward_input[0], cost.backward_weight[1], cost.residual
-    (3, 0.0, 0.0, (128, 128, 0))
+    >>> len(cost.forward), cost.backward_weight[1], cost.residual
+    (3, 0.0, (128, 128, 0))
 
     Args:
         layers: an ``nn.Sequential`` (its children are the layers, as for ``balance`` and ``split(balance=)``), a list
