@@ -64,6 +64,8 @@ class EagerBound:
         self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
         self.trainable, self.loss, self.shares, self._phase = trainable, loss, shares, ""
         self.looked = self.reentrant = False  # at the first graph; does the stage use the reentrant checkpoint
+        # What waits for W is the same for all microbatches, slices and levels, else sums would be added in another order.
+        self.whole = stage.carry  # I is the whole backward
         self.autocast = bool(autocasting())  # of the caller; it travels to the lane
         self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train or stage.carry)
         self.leaves, self.spec = flatten(params)
@@ -116,6 +118,7 @@ class EagerBound:
         """Let another way to run the stage have the same sums; it goes where this one goes."""
         self.sums.share(way.inputs)
         way.sums = self.sums
+        way.whole = self.whole = True
         self.ways[level] = way
         self.twins.append(way)
 
@@ -284,13 +287,8 @@ class EagerBound:
     def backward_input(
         self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]
     ) -> tuple[Cotangents, EagerWeights | None]:
-        """To the inputs, and to the parameters that cannot wait.
-
-        All of it where draws are to be repeated on the way; and where the first slice of a sequence has no input that
-        needs a gradient, but others have: what is on the way to an input would differ, and so the order of sums.
-        """
-        whole = self.reentrant or (residual.replay and residual.inputs) or (self.stage.carry and not residual.x)
-        if whole or not residual.params:
+        """To the inputs, and to the parameters that do not wait; all of it where draws are to be repeated on the way."""
+        if self.whole or self.reentrant or (residual.replay and residual.inputs) or not residual.params:
             return self.backward(residual, y, stash), None
         roots, gradients = residual.outset(y, stash, self.loss_cotangents(residual))
         waiting: list[Waiting] = []
@@ -304,7 +302,7 @@ class EagerBound:
     def backward_weight(self, residual: EagerWeights | None, *, more: bool = False) -> None:
         """To the parameters that wait."""
         if residual is not None:
-            self._walk(residual, lambda: [walk_back(*waiting) for waiting in residual.waiting])
+            self._walk(residual, lambda: [waiting.walk() for waiting in residual.waiting])
 
     def _walk(self, residual: EagerResidual | EagerWeights, walk: Callable[[], Any]) -> None:
         """Walk back, and add what comes to the sums."""

@@ -44,7 +44,8 @@ def position_of(lane: Runner, program: Lowered) -> int:
 def too_much(lane: Runner, schedule: Schedule) -> str:
     """What a lane holds, of how much the schedule does at most, and how it would be less."""
     kinds = zip(lane.program.slots, lane.slots, strict=True)
-    held = [value.nbytes for kind, value in kinds if kind.role is Role.RESIDUAL and value is not None]
+    roles = Role.RESIDUAL, Role.WEIGHT_RESIDUAL
+    held = [getattr(value, "nbytes", 0) for kind, value in kinds if kind.role in roles and value is not None]
     number = lane.program.lane
     most = residual_peak(schedule.orders[number], schedule) * schedule.num_slices
     return (

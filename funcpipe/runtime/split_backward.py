@@ -8,32 +8,64 @@ every operation, after Qi et al. 2024, Zero Bubble, section 3.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Sequence, Set
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from funcpipe.core.errors import PlanError
 from funcpipe.core.gradient_graph import walk_back
+from funcpipe.runtime.aliases import versions
 from funcpipe.runtime.saved_tensors import is_packed
 
-_HEAVY = frozenset(
-    f"{name}Backward0"
-    for name in ("Addbmm", "Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "CudnnConvolution", "Linear", "Mm", "Mv")
-)
-"""Operations that compute each gradient by itself, and only those that are asked for."""
+_ADDED = {"Addbmm": 0, "Addmm": 0, "Addmv": 0, "Baddbmm": 0, "Convolution": 2, "Linear": 2}
+_HEAVY = {f"{name}Backward0": _ADDED.get(name) for name in (*_ADDED, "Bmm", "CudnnConvolution", "Mm", "Mv")}
+"""Operations that compute each gradient by itself, and only those that are asked for.
+
+Each with the place of what it adds, None for nothing. A bias does not wait, so that it is all the same whether a layer adds
+it in its product or after it, which torch decides by how the input lies in memory.
+"""
 
 _WHOLE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
 """What can be walked only once, and to all its leaves: regions of the reentrant checkpoint, and of ``torch.compile``."""
 
 
 class Waiting(NamedTuple):
-    """A walk that waits: where it begins, with which gradients, and the leaves to which it goes."""
+    """A walk that waits.
+
+    Attributes:
+        roots: where it begins.
+        gradients: with which gradients.
+        leaves: to which it goes.
+        node: the heavy operation with which it begins; None: it is a whole backward.
+        versions: how often each gradient had been written to.
+    """
 
     roots: Sequence[Tensor | GradientEdge]
     gradients: Sequence[Tensor]
     leaves: Sequence[Tensor]
+    node: Any = None
+    versions: Sequence[int] = ()
+
+    def walk(self) -> None:
+        """Do it. Raises PlanError where the gradients that it begins with have been written to."""
+        if self.node is None:
+            walk_back(self.roots, self.gradients, self.leaves)
+            return
+        if versions(self.gradients) != self.versions:
+            raise PlanError(
+                "a backward in the stage (of an autograd.Function, or a hook) writes into the gradient that it gets, which "
+                "others get as well; return a new one: grad * 2, not grad.mul_(2)"
+            )
+        # Hooks that the stage has put on what the operation gave were called in I, and are here once more.
+        again = self.node.register_prehook(lambda _: tuple(self.gradients))
+        try:
+            walk_back(self.roots, self.gradients, self.leaves)
+        finally:
+            again.remove()
 
 
 class EagerWeights(NamedTuple):
@@ -64,67 +96,74 @@ def walk_to_inputs(
     """Walk back to the inputs, and to the parameters that do not wait. Returns the walks to the others."""
     if not inputs:  # nobody waits for anything
         return [Waiting(roots, gradients, params)]
-    heavy = _heavy_operations([root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots], inputs)
+    nodes = [(root if isinstance(root, GradientEdge) else get_gradient_edge(root)).node for root in roots]
+    heavy = _heavy_operations(nodes, set(map(id, inputs)), set(map(id, params)))
     later = {id(weight) for weights in heavy.values() for weight in weights}
-    arrived: dict[Any, Sequence[Tensor | None]] = {}
-    with ExitStack() as hooks:
-        for node in heavy:
-            hooks.callback(node.register_prehook(_keeper(arrived, node)).remove)
-        now = [*inputs, *(param for param in params if id(param) not in later)]
+    arrived: list[tuple[Any, Tensor, Sequence[int]]] = []
+
+    def keep(node: Any, gradients: Sequence[Tensor | None]) -> None:
+        (gradient,) = gradients  # these operations give one value
+        if gradient is not None:
+            arrived.append((node, gradient, versions([gradient])))
+
+    hooks = [node.register_prehook(partial(keep, node)) for node in heavy]
+    now = [*inputs, *(param for param in params if id(param) not in later)]
+    try:
         walk_back(roots, gradients, now, keep_graph=bool(heavy))
-    return [Waiting(*_given(node, arrived[node]), weights) for node, weights in heavy.items() if node in arrived]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [Waiting([GradientEdge(node, 0)], [found], heavy[node], node, count) for node, found, count in arrived]
 
 
-def _keeper(arrived: dict[Any, Sequence[Tensor | None]], node: Any) -> Any:
-    def keep(gradients: Sequence[Tensor | None]) -> None:
-        arrived[node] = gradients
-
-    return keep
-
-
-def _given(node: Any, gradients: Sequence[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
-    there = [(GradientEdge(node, number), each) for number, each in enumerate(gradients) if each is not None]
-    return [edge for edge, _ in there], [each for _, each in there]
-
-
-def _heavy_operations(roots: Sequence[Any], inputs: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
-    """The heavy operations between these nodes and inputs, and the leaves that are reached through each of them alone."""
-    ends, seen = set(map(id, inputs)), set[Any]()
+def _heavy_operations(roots: Sequence[Any], inputs: Set[int], params: Set[int]) -> dict[Any, list[Tensor]]:
+    """The heavy operations between these nodes and inputs (ids), and the parameters that are reached through each alone."""
+    behind: dict[Any, Sequence[tuple[Any, int]]] = {}  # every node, and what follows it on the way back
     passing: dict[Any, None] = {}  # what leads to an input
-    todo: list[tuple[Any, Any]] = [(root, None) for root in roots]
+    todo: list[tuple[Any, bool]] = [(root, False) for root in roots]
     while todo:
-        node, followed = todo.pop()
-        if followed is not None:  # all that is behind it is known
-            if any(following in passing for following, _ in followed):
+        node, is_known = todo.pop()
+        if is_known:  # all that is behind it has been seen
+            if any(following in passing for following, _ in behind[node]):
                 passing[node] = None
-        elif node is not None and node not in seen:
-            seen.add(node)
-            followed = node.next_functions
-            if id(getattr(node, "variable", None)) in ends:
+        elif node is not None and node not in behind:
+            behind[node] = following = node.next_functions
+            if following:
+                todo.append((node, True))
+                todo += [(each, False) for each, _ in following]
+            elif id(_leaf(node)) in inputs:
                 passing[node] = None
-            todo.append((node, followed))
-            todo += [(following, None) for following, _ in followed]
-    if any(type(node).__name__ in _WHOLE for node in seen):
+    if any(type(node).__name__ in _WHOLE for node in behind):
         return {}
+    # Every other node belongs to the heavy operation that leads to it, or to None: what I does.
+    branches: list[tuple[Any, Any]] = [(None, root) for root in roots]
+    for node in passing:
+        name = node.name()
+        is_heavy, added = name in _HEAVY and not is_packed(node), _HEAVY.get(name)
+        branches += [
+            (node if is_heavy and place != added else None, following)
+            for place, (following, _) in enumerate(behind[node])
+        ]
     owners: dict[Any, Any] = {}
-    several: set[Any] = set()
-    leaves: dict[Any, list[Tensor]] = {}
-    for owner in (None, *passing):
-        branch = list(roots) if owner is None else [following for following, _ in owner.next_functions]
-        while branch:
-            node = branch.pop()
-            if node is None or node in passing:
-                continue
-            if node in owners:
-                several |= {owner, owners[node]} if owners[node] is not owner else set()
-                continue
-            owners[node] = owner
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                leaves.setdefault(owner, []).append(leaf)
-            branch += [following for following, _ in node.next_functions]
-    return {
-        node: weights
-        for node, weights in leaves.items()
-        if node is not None and node not in several and node.name() in _HEAVY and not is_packed(node)
-    }
+    not_alone: set[Any] = set()
+    weights: dict[Any, list[Tensor]] = {}
+    while branches:
+        owner, node = branches.pop()
+        if node is None or node in passing:
+            continue
+        if node in owners:
+            not_alone |= {owner, owners[node]} if owners[node] is not owner else set()
+            continue
+        owners[node] = owner
+        branches += [(owner, following) for following, _ in behind[node]]
+        leaf = None if behind[node] else _leaf(node)
+        if is_packed(node):
+            not_alone.add(owner)
+        elif leaf is not None and id(leaf) in params:
+            weights.setdefault(owner, []).append(leaf)
+    return {node: found for node, found in weights.items() if node is not None and node not in not_alone}
+
+
+def _leaf(node: Any) -> Tensor | None:
+    """The leaf whose gradient a last node adds to."""
+    return getattr(node, "variable", None)

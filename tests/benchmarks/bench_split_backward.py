@@ -60,7 +60,8 @@ def ours(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
         trees = (torch.zeros(()), params), ((), state)
 
         def once() -> float:
-            result = fp.run(plan, trees[0], batch, state=trees[1], executor="serial", threads_per_lane=1, record=True)
+            given = {"state": trees[1], "trainable": True, "record": True}
+            result = fp.run(plan, trees[0], batch, executor="serial", threads_per_lane=1, **given)
             assert result.timeline is not None
             spans = [one for one in result.timeline.spans if one.action.stage == 1 and one.action.kind is not fp.Kind.F]
             return sum(one.end - one.start for one in spans) / COUNT * 1e6
