@@ -19,8 +19,8 @@ torchgpipe is measured if it is installed, as published: its two CPU partitions 
 torch.distributed.pipelining runs as two processes over gloo, kept between steps, each pinned to its share of the cores as
 funcpipe's lanes are, timed from the first rank's start to the last rank's end (the signal to start is not counted); its
 looped and V schedules have two stages a rank, and so have funcpipe's. "funcpipe, processes" is `fp.ranks`,
-two processes likewise, "inductor" with programs that torch's compiler built (their gradients to 2e-2); "--arms 'processes|torch'"
-compares these alone.
+two processes likewise; "inductor", there and in lanes, has programs that torch's compiler built (their gradients to 2e-2); "--arms 'processes|torch'"
+compares processes alone.
 
 "--device cuda:0" has everything on one GPU, lanes as its streams, processes joined by NCCL over sockets; a step's end is the
 device's, and memory is not measured.
@@ -133,7 +133,16 @@ def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
         "zero-bubble": (fp.schedules.zero_bubble, 1, REMAT[:1]),
         "interleaved": (fp.schedules.interleaved, 2, REMAT[:1]),
     }
-    for system, makers in (("funcpipe", eager), ("funcpipe, compiled", split)):
+    fused = {
+        "1F1B": (fp.schedules.one_f_one_b, 1, REMAT[:1]),
+        "zero-bubble": (fp.schedules.zero_bubble, 1, REMAT[:1]),
+    }
+    systems = {
+        "funcpipe": (eager, ""),
+        "funcpipe, compiled": (split, "graph"),
+        "funcpipe, inductor": (fused, "inductor"),
+    }
+    for system, (makers, backend) in systems.items():
         for name, (maker, each, modes) in makers.items():
             count = LANES * each
             if work.depth % count:
@@ -141,8 +150,8 @@ def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
             per, model = work.depth // count, work.model(fp)
             parts: list[nn.Sequential] = [model[i * per : (i + 1) * per] for i in range(count)]
             stages, params, state = zip(*map(fp.from_module, parts), strict=True)
-            if system != "funcpipe":
-                stages = tuple(map(fp.compile_stage, stages))
+            if backend:
+                stages = tuple([fp.compile_stage(stage, backend=backend) for stage in stages])
             schedule = maker(count, work.microbatches, num_devices=LANES)
             for mode in modes:
                 plan = fp.make_plan(
