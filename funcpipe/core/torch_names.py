@@ -88,7 +88,7 @@ copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] = private(
 run_backward: Callable[..., Any] = private(
     "torch.autograd.Variable._execution_engine.run_backward",
     instead=lambda roots, cotangents, keep_graph, _, inputs, **__: torch.autograd.backward(
-        roots, cotangents, keep_graph, inputs=inputs
+        roots, cotangents, keep_graph, inputs=inputs or None
     ),
     lost="backwards of small stages take longer",
 )

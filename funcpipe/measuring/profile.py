@@ -261,12 +261,10 @@ class _Sweep:
         stash = {name: [_ones(border)] for name, border in out.stash.items()}
         program = None if isinstance(out.residual, EagerResidual) else out.residual.nbytes
         inputs, (_, weight_residual) = self.clock.time(lambda: bound.backward_input(out.residual, _ones(out.y), stash))
-        if weight_residual is None:
-            return None
-        left = weight_residual.nbytes
+        left = None if weight_residual is None else weight_residual.nbytes  # W lets go of it
         weights, _ = self.clock.time(lambda: bound.backward_weight(weight_residual))
         bound.release()
-        return inputs, weights, program, left
+        return None if left is None else (inputs, weights, program, left)
 
     def _bound(self, number: int, args: StageArgs, flags: Sequence[bool]) -> Bound:
         """The stage of a layer, bound, after what it does once a run."""

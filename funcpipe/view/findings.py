@@ -257,8 +257,9 @@ def _short_actions(measured: Timeline) -> Iterable[str]:
     if unsplit:
         yield (
             f"W takes no time: {_stage_numbers(unsplit)} {'do' if len(unsplit) > 1 else 'does'} the whole backward in "
-            "I, for only weights of matrix products and convolutions wait for W. So it fills no bubble, and a schedule "
-            "with whole backwards (1F1B, interleaved) is as fast; fp.compile_stage(stage) splits at all weights."
+            "I, so W fills no bubble: of an eager stage only weights of matrix products and convolutions wait, and none "
+            "with slices or levels. A schedule with whole backwards (1F1B, interleaved) is as fast; "
+            "fp.compile_stage(stage) splits them."
         )
 
 

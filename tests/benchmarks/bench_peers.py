@@ -115,7 +115,10 @@ def _module(arm: Arm, model: nn.Module, work: Work, step: Callable[[], None]) ->
 
 
 def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
-    """1F1B and fill-drain with every remat, interleaved, zero-bubble, eager and compiled; lanes are kept."""
+    """1F1B and fill-drain with every remat, interleaved, zero-bubble, eager and compiled; lanes are kept.
+
+    By torch's compiler 1F1B and zero-bubble, without remat.
+    """
     last = work.microbatches - 1
     keeps = {
         "never": lambda _: True,

@@ -101,17 +101,22 @@ def test_the_operation_is_named(executor):
         fp.run(plan, params()[:1], batch(), executor=executor, check="finite-op")
 
 
+@pytest.mark.parametrize(
+    ("schedule", "action"),
+    [(fp.schedules.fill_drain(1, 2), "0B0"), (fp.schedules.zero_bubble(1, 2), "0W0")],  # all of the first stage waits
+    ids=["whole", "split"],
+)
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_the_operation_of_a_backward_is_named(executor):
+def test_the_operation_of_a_backward_is_named(executor, schedule, action):
     def fn(p, x):
         return (x * p["w"][0] * 0).abs().sqrt()  # finite, its derivative is not
 
-    plan = fp.make_plan([fp.stage(fn)], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([fp.stage(fn)], schedule, loss=F.mse_loss, devices="cpu")
     with pytest.raises(
         fp.NotFiniteError, match=r'in the backward of \w+Backward0: made by "?.*test_finite\.py'
     ) as caught:
         fp.run(plan, params()[:1], batch(), executor=executor, check="finite-op")
-    assert caught.value.funcpipe.action == "0B0"
+    assert caught.value.funcpipe.action == action
 
 
 def test_the_loss_is_looked_at():
