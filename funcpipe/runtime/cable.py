@@ -19,8 +19,11 @@ from funcpipe.runtime.connection import LostError
 _MOST = 512
 """So many pieces of memory go to the system at once; it takes 1024."""
 
-_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+_WAIT = int(getattr(socket, "MSG_NOSIGNAL", 0))
 """Programs may let SIGPIPE end them, as those whose output is piped."""
+
+_AT_ONCE = int(socket.MSG_DONTWAIT)
+_ALL = int(socket.MSG_WAITALL)
 
 _LOOK = 0.2
 """Seconds after which who waits for the other end looks whether it still should."""
@@ -57,7 +60,7 @@ class Cable:
         Raises:
             LostError: the connection has ended.
         """
-        left, flags = [*filter(len, pieces)], _NO_SIGNAL | (0 if wait else socket.MSG_DONTWAIT)
+        left, flags = [*filter(len, pieces)], _WAIT if wait else _WAIT | _AT_ONCE
         while left:
             try:
                 count = self._socket.sendmsg(left[:_MOST], (), flags)
@@ -73,7 +76,7 @@ class Cable:
         left = [*filter(len, pieces)]
         while left:
             try:
-                count, *_ = self._socket.recvmsg_into(left[:_MOST], 0, socket.MSG_WAITALL)
+                count, *_ = self._socket.recvmsg_into(left[:_MOST], 0, _ALL)
             except OSError as error:
                 raise self._lost(error) from None
             if not count:
@@ -87,7 +90,7 @@ class Cable:
             LostError: the connection has ended.
         """
         try:
-            count = len(self._socket.recv(most, 0 if wait else socket.MSG_DONTWAIT))
+            count = len(self._socket.recv(most, 0 if wait else _AT_ONCE))
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -95,6 +98,11 @@ class Cable:
         if not count:
             raise self._lost("its end is closed")
         return count
+
+    def deafen(self) -> None:
+        """Let whoever reads at this end find its end, of which the other end hears nothing."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
 
     def cut(self) -> None:
         """End the connection, which wakes whoever waits at this end, and who reads at the other one."""

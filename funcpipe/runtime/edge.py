@@ -41,6 +41,9 @@ _FORMS = 4096
 _ASKS = 4096
 """So many bytes with which values are asked for are read at once, at most."""
 
+_SMALL = 1 << 18
+"""Values of so many bytes at most are read by their lane: a thread that reads them beside it gains less than it costs."""
+
 
 class EdgeWay(NamedTuple):
     """How the values of an edge get from one process to another.
@@ -192,7 +195,8 @@ class EdgeOut(_Edge):
 class EdgeIn(_Edge):
     """The end that receives: each value is asked for, in the order of the plan, as soon as its slot is free.
 
-    So the other end knows that it may send before it has the value, and a worker hands over what has come.
+    So the other end knows that it may send before it has the value. What has come is read by a worker, beside what the lane
+    does; where it is small by the lane itself, when it needs it: to wake a thread and be woken by it takes longer.
     """
 
     greeting = "in"
@@ -208,6 +212,10 @@ class EdgeIn(_Edge):
         self._taken: set[int] = set()
         self._freed: dict[int, Any] = {}
         self._next = 0
+        self._bytes = 0
+        """Of the last value."""
+        self._take: Callable[[], tuple[int, Ticket]] | None = None
+        """Where the lane reads, what does."""
 
     def begin(self, slots: Sequence[int], box: Mailbox, levels: Mapping[int, PoolLevel], place: Place) -> None:
         """A run begins: its values come into these slots of the lane at ``place``, in this order, told to its box."""
@@ -218,7 +226,31 @@ class EdgeIn(_Edge):
         if self.stream is not None:
             place.beside.append(self.stream.stream)
         self._safely(self._ask)
-        self.worker.give(partial(self._safely, partial(self._receive_all, len(slots), box, levels, place)))
+        take = partial(self._counted, levels, place)
+        self._take = take if self._lane_reads() else None
+        if self._take is None:
+            self.worker.give(partial(self._safely, partial(self._receive_all, len(slots), box, take)))
+
+    def _lane_reads(self) -> bool:
+        """Does the lane read the values of a run that begins, by the last one of that before."""
+        return self.stream is None and self._bytes <= _SMALL
+
+    def bring(self, slot: int, box: Mailbox) -> None:
+        """Read, where the lane of this box does, what comes up to the value of a slot, or until the box is stopped."""
+        if self._take is None:
+            return
+        box.waits, box.wake = slot, self.cable.deafen
+        try:
+            while slot not in box.came and not box.stopped:
+                at, ticket = self._take()
+                box.came[at] = ticket
+        except Exception as error:
+            if not box.stopped:  # the worker finds out if others have told why; this lane may be ended meanwhile
+                self.worker.give(partial(self._safely, partial(_raise, error)))
+        else:
+            box.waits = None
+        finally:
+            box.wake = None
 
     def free(self, slot: int, event: Any) -> None:
         """A slot is free again, after an event (None: now)."""
@@ -240,12 +272,17 @@ class EdgeIn(_Edge):
         self._taken.add(slot)
         self._asked.append((slot, self._freed.pop(slot, None)))
 
-    def _receive_all(self, count: int, box: Mailbox, levels: Mapping[int, PoolLevel], place: Place) -> None:
+    def _receive_all(self, count: int, box: Mailbox, take: Callable[[], tuple[int, Ticket]]) -> None:
         for _ in range(count):
-            slot, ticket = self._receive(place)
-            levels[slot].add()
+            slot, ticket = take()
             box.put(slot, ticket)
             del ticket
+
+    def _counted(self, levels: Mapping[int, PoolLevel], place: Place) -> tuple[int, Ticket]:
+        """The next value of a run, which now lies in its slot."""
+        slot, ticket = self._receive(place)
+        levels[slot].add()
+        return slot, ticket
 
     def _receive(self, place: Place) -> tuple[int, Ticket]:
         """The next value of a run, and its slot."""
@@ -262,7 +299,9 @@ class EdgeIn(_Edge):
             leaves, event = self.stream.receive(form.leaves, free, place.streams)
         else:
             leaves = [self._room(leaf) if isinstance(leaf, TensorLayout) else leaf for leaf in form.leaves]
-            self.cable.read([memory_view(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()])
+            views = [memory_view(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
+            self.cable.read(views)
+            self._bytes = sum(map(len, views))
             if self.stream is not None:
                 leaves, event = self.stream.from_host(leaves, free, place.streams)
         value = Border(leaves, form.spec, form.flags)
@@ -289,11 +328,20 @@ class Outbox(Mailbox):
             assert self.back is not None
             self.back.free(key[1], item)
 
+    def bring(self, slot: int, box: Mailbox) -> None:
+        """Read what comes from there up to the value of a slot, if the lane of the box does that."""
+        assert self.back is not None
+        self.back.bring(slot, box)
+
 
 def _then(wait: Callable[[], None], post: Callable[[list[Tensor]], None], tensors: list[Tensor]) -> None:
     """Post tensors, once they are there."""
     wait()
     post(tensors)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _at_host(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
 from funcpipe.core.errors import FuncpipeError
@@ -45,6 +45,10 @@ class Mailbox:
         self.came: dict[Hashable, Any] = {}
         self.waits: Hashable = None
         """The key that the lane waits for; None: it does not wait."""
+        self.stopped = False
+        """Does the lane wait no longer."""
+        self.wake: Callable[[], None] | None = None
+        """While the lane waits for what it reads itself, what ends that."""
 
     def put(self, key: Hashable, item: Any) -> None:
         """Hand something to the lane."""
@@ -53,6 +57,9 @@ class Mailbox:
     def wait(self, key: Hashable) -> None:
         """Wait until something has come under a key."""
         raise FuncpipeError(f"internal error: lanes in plan order, and {key} has not come yet")
+
+    def bring(self, slot: int, box: Mailbox) -> None:
+        """Before the lane of another box waits for what comes from this lane into a slot: what it has to do itself."""
 
     def stop(self) -> None:
         """The lane waits no longer: it ends."""
@@ -93,6 +100,10 @@ class Inbox(Mailbox):
 
     def stop(self) -> None:
         """The lane waits no longer: it ends."""
+        self.stopped = True  # first: a lane looks at it after it has said how it is woken
+        wake = self.wake
+        if wake is not None:
+            wake()
         self.messages.put(None)
 
 
@@ -137,6 +148,8 @@ class Local:
         """The value that comes into a slot; from the caller it is fetched."""
         value, source, slot = instruction
         if source != CALLER:
+            if slot not in self.came:
+                self.boxes[source].bring(slot, self.box)
             if slot not in self.came:
                 self.box.wait(slot)
             return self.came.pop(slot)

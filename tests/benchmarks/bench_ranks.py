@@ -92,6 +92,9 @@ class LateEdge(EdgeIn):
     def begin(self, slots: Sequence[int], box: Mailbox, levels: Any, place: Place) -> None:
         super().begin(slots, Late(box, self) if self.latency else box, levels, place)
 
+    def _lane_reads(self) -> bool:
+        return False  # it would have what has come at once
+
     def _hand_on(self) -> None:
         while True:
             due, box, key, item = self.later.get()

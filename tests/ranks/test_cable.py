@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from funcpipe.core.tree import flatten
+from funcpipe.runtime import edge
 from funcpipe.runtime.address import addresses_at, addresses_of
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.cable import connected, memory_view
 from funcpipe.runtime.connection import LostError
 from funcpipe.runtime.edge import EdgeIn, EdgeOut, EdgeWay
 from funcpipe.runtime.stream import Place
-from funcpipe.runtime.transport import Inbox, PoolLevel
+from funcpipe.runtime.transport import Inbox, PoolLevel, Stop
 from funcpipe.runtime.worker import end_all
 
 HOSTS = ["127.0.0.1"]
@@ -183,6 +184,8 @@ class Ends:
         self.into.begin(slots, self.receiver, self.levels, Place(torch.device("cpu"), alone=True, lane=1))
 
     def came(self, slot):
+        if slot not in self.receiver.came:
+            self.into.bring(slot, self.receiver)
         self.receiver.wait(slot)
         return self.receiver.came.pop(slot).value.leaves
 
@@ -191,8 +194,9 @@ class Ends:
         del self.sender.came[1, slot]
 
 
-@pytest.fixture
-def ends(cables):
+@pytest.fixture(params=["read by the lane", "read by a worker"])
+def ends(cables, request, monkeypatch):
+    monkeypatch.setattr(edge, "_SMALL", 1 << 40 if request.param == "read by the lane" else -1)
     both = Ends(cables)
     yield both
     for cable in cables:
@@ -266,9 +270,9 @@ def test_a_lane_does_not_wait_for_a_large_value(ends):
         began = time.monotonic()
         ends.out.send(slot, border(value))
         seconds.append(time.monotonic() - began)
+    assert [torch.equal(ends.came(slot)[0], value) for slot, value in ((0, large), (1, torch.ones(3)))] == [True] * 2
     for slot in range(3):
         ends.written(slot)
-    assert [torch.equal(ends.came(slot)[0], value) for slot, value in ((0, large), (1, torch.ones(3)))] == [True] * 2
     assert max(seconds[1:]) < 0.05
     assert ends.came(2)[0].tolist() == [0.0] * 3
 
@@ -314,10 +318,62 @@ def test_what_is_no_value_is_told(ends, data, what):
     ends.out.cable.write([data], wait=True)
     if not data:
         ends.out.cable.cut()
+    lane = threading.Thread(target=stopped, args=(ends,))
+    lane.start()
     deadline = time.monotonic() + 5
     while not any(what in error.text for error in ends.lost):
         assert time.monotonic() < deadline, [error.text for error in ends.lost]
         time.sleep(0.01)
+    ends.receiver.stop()
+    lane.join(5)
+    assert not lane.is_alive()
+
+
+def stopped(ends):
+    """What a lane does whose value never comes."""
+    with pytest.raises(Stop):
+        ends.came(0)
+
+
+def test_a_lane_that_waits_for_a_value_ends_when_it_is_stopped(ends):
+    """And the other end hears nothing of it: it may go on to send, and nobody is said to be lost."""
+    ends.begin([0])
+    lane = threading.Thread(target=stopped, args=(ends,))
+    lane.start()
+    deadline = time.monotonic() + 5
+    while ends.receiver.waits != 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ends.receiver.stop()
+    lane.join(5)
+    assert not lane.is_alive()
+    ends.out.send(0, border(torch.ones(2)))
+    ends.written(0)
+    time.sleep(0.1)
+    assert ends.lost == []
+
+
+def test_a_lane_that_was_stopped_before_does_not_begin_to_read(ends):
+    ends.begin([0])
+    ends.receiver.stop()
+    stopped(ends)
+    assert ends.receiver.wake is None
+    assert ends.lost == []
+
+
+def test_who_reads_goes_by_the_size_of_the_last_value(ends, monkeypatch):
+    """Of the run before: its worker reads large ones beside what the lane does, the lane itself small ones."""
+    monkeypatch.setattr(edge, "_SMALL", 400)
+    readers = []
+    for count in (100, 101, 100, 3):
+        ends.begin([0, 1])
+        for slot in (0, 1):
+            ends.out.send(slot, border(torch.ones(count)))
+        assert [ends.came(slot)[0].numel() for slot in (0, 1)] == [count] * 2
+        ends.written(0)
+        ends.written(1)
+        readers.append("the worker" if ends.into._take is None else "the lane")
+    assert readers == ["the lane", "the lane", "the worker", "the lane"]
 
 
 def test_a_program_that_is_to_end_with_its_pipe_does_not_end_with_its_peer(cables):
