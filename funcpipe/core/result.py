@@ -285,7 +285,7 @@ class RunStats:
         num_microbatches: how many microbatches had rows.
         seconds: from the first action to the last, by the wall clock.
         slots: the most values that lay in each pool at a time, in the order of the program's pools; of `ranks` in those
-            of this process, and 0 in others.
+            of this process, once they are read, and 0 in others.
         began: when the timeline's first action began, in seconds of ``time.perf_counter``; 0 where none was measured.
     """
 

@@ -22,8 +22,8 @@ _MOST = 512
 _WAIT = int(getattr(socket, "MSG_NOSIGNAL", 0))
 """Programs may let SIGPIPE end them, as those whose output is piped."""
 
-_AT_ONCE = int(socket.MSG_DONTWAIT)
-_ALL = int(socket.MSG_WAITALL)
+_AT_ONCE = int(getattr(socket, "MSG_DONTWAIT", 0))
+_ALL = int(getattr(socket, "MSG_WAITALL", 0))
 
 _LOOK = 0.2
 """Seconds after which who waits for the other end looks whether it still should."""

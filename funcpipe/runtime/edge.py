@@ -212,8 +212,8 @@ class EdgeIn(_Edge):
         self._taken: set[int] = set()
         self._freed: dict[int, Any] = {}
         self._next = 0
-        self._bytes = 0
-        """Of the last value."""
+        self._most = 0
+        """Bytes of the largest value since the run began."""
         self._take: Callable[[], tuple[int, Ticket]] | None = None
         """Where the lane reads, what does."""
 
@@ -228,12 +228,13 @@ class EdgeIn(_Edge):
         self._safely(self._ask)
         take = partial(self._counted, levels, place)
         self._take = take if self._lane_reads() else None
+        self._most = 0
         if self._take is None:
             self.worker.give(partial(self._safely, partial(self._receive_all, len(slots), box, take)))
 
     def _lane_reads(self) -> bool:
-        """Does the lane read the values of a run that begins, by the last one of that before."""
-        return self.stream is None and self._bytes <= _SMALL
+        """Does the lane read the values of a run that begins: were all of the one before small."""
+        return self.stream is None and self._most <= _SMALL
 
     def bring(self, slot: int, box: Mailbox) -> None:
         """Read, where the lane of this box does, what comes up to the value of a slot, or until the box is stopped."""
@@ -246,6 +247,7 @@ class EdgeIn(_Edge):
                 box.came[at] = ticket
         except Exception as error:
             if not box.stopped:  # the worker finds out if others have told why; this lane may be ended meanwhile
+                error.__traceback__ = error.__context__ = None  # their frames have all values of this lane
                 self.worker.give(partial(self._safely, partial(_raise, error)))
         else:
             box.waits = None
@@ -301,7 +303,7 @@ class EdgeIn(_Edge):
             leaves = [self._room(leaf) if isinstance(leaf, TensorLayout) else leaf for leaf in form.leaves]
             views = [memory_view(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
             self.cable.read(views)
-            self._bytes = sum(map(len, views))
+            self._most = max(self._most, sum(map(len, views)))
             if self.stream is not None:
                 leaves, event = self.stream.from_host(leaves, free, place.streams)
         value = Border(leaves, form.spec, form.flags)

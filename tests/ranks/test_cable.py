@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+import traceback
 from datetime import timedelta
 from itertools import product
 
@@ -324,6 +325,8 @@ def test_what_is_no_value_is_told(ends, data, what):
     while not any(what in error.text for error in ends.lost):
         assert time.monotonic() < deadline, [error.text for error in ends.lost]
         time.sleep(0.01)
+    frames = [entry.name for error in ends.lost for entry in traceback.extract_tb(error.__traceback__)]
+    assert "came" not in frames  # nor any other of the lane's, with its values
     ends.receiver.stop()
     lane.join(5)
     assert not lane.is_alive()
@@ -361,15 +364,15 @@ def test_a_lane_that_was_stopped_before_does_not_begin_to_read(ends):
     assert ends.lost == []
 
 
-def test_who_reads_goes_by_the_size_of_the_last_value(ends, monkeypatch):
-    """Of the run before: its worker reads large ones beside what the lane does, the lane itself small ones."""
+def test_who_reads_goes_by_the_largest_value_of_the_run_before(ends, monkeypatch):
+    """A worker reads large ones beside what the lane does, the lane itself small ones; the first run knows none."""
     monkeypatch.setattr(edge, "_SMALL", 400)
     readers = []
-    for count in (100, 101, 100, 3):
+    for counts in ((100, 99), (101, 3), (3, 100), (3, 3)):
         ends.begin([0, 1])
-        for slot in (0, 1):
+        for slot, count in enumerate(counts):
             ends.out.send(slot, border(torch.ones(count)))
-        assert [ends.came(slot)[0].numel() for slot in (0, 1)] == [count] * 2
+        assert tuple(ends.came(slot)[0].numel() for slot in (0, 1)) == counts
         ends.written(0)
         ends.written(1)
         readers.append("the worker" if ends.into._take is None else "the lane")
