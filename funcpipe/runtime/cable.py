@@ -19,7 +19,7 @@ from funcpipe.runtime.connection import LostError
 _MOST = 512
 """So many pieces of memory go to the system at once; it takes 1024."""
 
-_WAIT = int(getattr(socket, "MSG_NOSIGNAL", 0))
+_NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 """Programs may let SIGPIPE end them, as those whose output is piped."""
 
 _AT_ONCE = int(getattr(socket, "MSG_DONTWAIT", 0))
@@ -60,7 +60,7 @@ class Cable:
         Raises:
             LostError: the connection has ended.
         """
-        left, flags = [*filter(len, pieces)], _WAIT if wait else _WAIT | _AT_ONCE
+        left, flags = [*filter(len, pieces)], _NO_SIGNAL if wait else _NO_SIGNAL | _AT_ONCE
         while left:
             try:
                 count = self._socket.sendmsg(left[:_MOST], (), flags)

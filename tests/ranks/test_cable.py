@@ -326,7 +326,7 @@ def test_what_is_no_value_is_told(ends, data, what):
         assert time.monotonic() < deadline, [error.text for error in ends.lost]
         time.sleep(0.01)
     frames = [entry.name for error in ends.lost for entry in traceback.extract_tb(error.__traceback__)]
-    assert "came" not in frames  # nor any other of the lane's, with its values
+    assert "bring" not in frames  # which is of the lane: it leads to all of its values
     ends.receiver.stop()
     lane.join(5)
     assert not lane.is_alive()
