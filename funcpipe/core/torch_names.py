@@ -54,6 +54,14 @@ lazy_clone_operation: Any = private(
 )
 """`lazy_clone` as dispatch modes and graphs see it. Without it: None, which is no operation."""
 
+wrapper_tensor: Callable[..., Any] = private(
+    "torch.Tensor._make_wrapper_subclass", lost="models cannot be cut at their blocks without a trace"
+)
+"""A tensor of a subclass without memory of its own; torch's pages on extending it name it so."""
+
+plain_function: Any = private("torch._C._disabled_torch_function_impl", lost="models cannot be cut at their blocks")
+"""What a subclass puts in the place of ``__torch_function__`` to see operations alone, as ``nn.Parameter`` does."""
+
 storage_number: Callable[[torch.UntypedStorage], int] = attribute(
     torch.UntypedStorage, "_cdata", lost="tensors that share memory would not be known"
 )
@@ -220,6 +228,20 @@ transforms: Callable[[], Any] = private(
 )
 """The innermost transform of torch.func that this call is in, or None; asked for every value. Without it: None."""
 
+_FUNC = "models cut at their blocks do not run under torch.func"
+_is_wrapped: Callable[[Tensor], bool] = private(
+    "torch._C._functorch.is_functorch_wrapped_tensor", instead=lambda _: False, lost=_FUNC
+)
+_unwrapped: Callable[[Tensor], Tensor] = private("torch._C._functorch.get_unwrapped", instead=lambda t: t, lost=_FUNC)
+
+
+def innermost_tensor(tensor: Tensor) -> Tensor:
+    """The tensor inside of all wrappers of torch.func's transforms. Without it: the tensor itself."""
+    while _is_wrapped(tensor):
+        tensor = _unwrapped(tensor)
+    return tensor
+
+
 if not TYPE_CHECKING:
     OpOverload = type(torch.ops.aten.alias.default)
 """The class of operations, ``torch._ops.OpOverload``, by a public way."""
@@ -361,6 +383,11 @@ _HOOKS = {
 def hooks_of(module: nn.Module) -> list[str]:
     """The kinds of hooks that a module has; they can be put on and taken off, not asked for. Without it: none."""
     return [kind for kind, names in _HOOKS.items() if any(vars(module).get(name) for name in names)]
+
+
+def forward_hooks_of(module: nn.Module) -> dict[int, Any]:
+    """A module's forward hooks, to be taken off; public are the handles of who put them on. Without it: none."""
+    return vars(module).get("_forward_hooks", {})
 
 
 def drop_hooks(module: nn.Module) -> None:

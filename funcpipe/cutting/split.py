@@ -57,6 +57,7 @@ def split(
     with ``example=`` is traced by ``torch.export`` and cut anywhere: values that far stages need become skips, and the
     stages are compared with the model on two inputs. Any other is cut without tracing at the entries of its list of
     blocks (transformers' decoders, encoders): each stage runs the model's own forward with the other layers left out.
+    A forward that needs a value of another stage there, besides what the block before returned, raises PlanError.
 
     >>> made = fp.split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), 2)
     >>> [list(params) for params in made.params]
@@ -72,8 +73,9 @@ def split(
             whichever the sum fits), blocks of a list, or what a trace counts.
         policy: chooses the cuts: `by_parameters` (default), `by_time`, ``by_memory(limit)``, or a function
             ``(Units, num_stages) -> sizes``.
-        example: an input; asks for a trace. A tensor or a tuple goes to forward by position, a mapping by keyword; so
-            do the inputs of the stages.
+        example: an input; asks for a trace. With ``layers=`` nothing is traced, and the stages are only compared with
+            the model on it. A tensor or a tuple goes to forward by position, a mapping by keyword; so do the inputs of
+            the stages.
         any_rows: trace for any number of rows (the first dimension of every tensor that has as many as the first one;
             `Axis` marks those of another dimension, `Replicate` what has none, as in the batch of a run); False: the
             stages run with just the rows of the example, which is then one microbatch.
@@ -86,7 +88,7 @@ def split(
             is known how many labels of a microbatch it counts (-100 is not counted), and the batch's loss is that of
             the model in one piece; of other models it is not, and microbatches count by their rows: for padded labels
             give ``make_plan(loss=)`` a loss with a method ``weigh(inputs, target)``.
-        check: compare traced stages with the model (two forwards and backwards of each on the example).
+        check: with an example, compare the stages with the model (two forwards and backwards of each on the example).
         slices: let the stages run slices of a sequence, for schedules with ``num_slices``: each hands the keys and values of
             its blocks on, through the cache that the model has for generating. For models of transformers without a
             trace whose blocks attend to all that came before (Llama, GPT-2); stages of functions have a ``carry`` of
@@ -108,7 +110,7 @@ def split(
             "slices=True cuts models of transformers between their blocks, without a trace: leave out example=; of a "
             "Sequential, or a model of your own, write the stages as functions with a carry (fp.stage)"
         )
-    if example is not None:
+    if example is not None and layers is None:
         with _tracing, telling("split", progress, unit="steps", total=4) as told:
             return _told(model, "traced", _traced(model, cuts, example, ties, loss, any_rows, check, told))
     if cuts.open and policy is None and (marked := callers(model)):
@@ -118,7 +120,10 @@ def split(
         )
     if isinstance(model, nn.Sequential) and layers is None:
         return _told(model, "between its layers", _sequential(model, cuts, ties, loss))
-    return _told(model, "at its blocks, not traced", _layered(model, cuts, layers, ties, loss, slices))
+    made = _layered(model, cuts, layers, ties, loss, slices)
+    if example is not None and check:
+        verify(model, made, unmarked(example), train=True)
+    return _told(model, "at its blocks, not traced", made)
 
 
 def _told(model: nn.Module, way: str, made: Split) -> Split:

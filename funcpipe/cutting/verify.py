@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.tree import flatten, locations, map_tensors, unflatten
+from funcpipe.cutting.example import row_axes
 from funcpipe.modules.export import shell
 from funcpipe.modules.losses import ModelLoss
 from funcpipe.modules.module import all_tensors, clones, first_names
-from funcpipe.modules.signature import Signature, as_call, as_input
+from funcpipe.modules.signature import as_call, as_input
 from funcpipe.modules.split import Split
 from funcpipe.modules.ties import innermost
 from funcpipe.modules.traced import GraphFn, Norm
@@ -43,7 +44,9 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers() if canonical[name] == name}
     params = {name: param.detach().requires_grad_(param.requires_grad) for name, param in model.named_parameters()}
     state: Any = split.state
-    for number, x in enumerate((inputs,) if once else (inputs, other_inputs(inputs, functions(split)[0].signature))):
+    traced = functions(split)
+    axes = [guard.rows for guard in traced[0].signature.guards] if traced else row_axes(inputs)
+    for number, x in enumerate((inputs,) if once else (inputs, other_inputs(inputs, axes))):
         before = {name: buffer.clone() for name, buffer in buffers.items()}
         try:
             expected = _eager(module, params, buffers, x, split.loss)
@@ -54,16 +57,20 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
             expected = _eager(module, params, buffers, x, split.loss)
         actual, state = _staged(split, x, state, train=train)
         faults = _faults(split, expected, actual, buffers, state, before)
-        others = (
-            "inputs other than the example (the trace took something for a constant: a counter, a random number of "
-            "Python, a number read from a tensor)"
+        where = "inputs other than the example" if number else "the example"
+        if number and traced:
+            where += (
+                " (the trace took something for a constant: a counter, a random number of Python, a number read from "
+            )
+            where += "a tensor)"
+        kind, other = (
+            ("traced stages", "cut without tracing (split without example=)") if traced else ("stages", "trace it")
         )
         raise_all(
-            f"the traced stages do not compute what the model computes, on {others if number else 'the example'}; cut "
-            "without tracing (split without example=), or write the stages yourself:",
+            f"the {kind} do not compute what the model computes, on {where}; {other}, or write the stages yourself:",
             faults[:12],
         )
-    if not once:
+    if not once and traced:
         _try_one_row(model, split, inputs, train=train)
 
 
@@ -161,7 +168,7 @@ def _faults(
     return faults
 
 
-def other_inputs(inputs: Any, signature: Signature) -> Any:
+def other_inputs(inputs: Any, axes: Sequence[int | None]) -> Any:
     """Inputs of the same kind with other numbers: rows turned by one, floating numbers scaled."""
 
     def changed(leaf: Any, axis: int | None) -> Any:
@@ -172,7 +179,7 @@ def other_inputs(inputs: Any, signature: Signature) -> Any:
         return turned * 0.75 if leaf.is_floating_point() else turned
 
     leaves, spec = flatten(as_call(inputs))
-    others = [changed(leaf, guard.rows) for leaf, guard in zip(leaves, signature.guards, strict=True)]
+    others = [changed(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
     return as_input(*unflatten(spec, others))
 
 
@@ -210,8 +217,7 @@ def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any
     ]
     if writes:
         raise PlanError(
-            f"the forward writes into its buffers {writes} by an operation that does not say so; cut without tracing "
-            "(split without example=), or write the stage yourself"
+            f"the forward writes into its buffers {writes} by an operation that does not say so; write the stage yourself"
         )
     after = tuple(
         part.commit(tree, (stats,)) if part.commit is not None and train else tree

@@ -1,4 +1,4 @@
-"""The configurations that models of transformers carry, read as their code does: by attribute, through wrappers too."""
+"""What models of transformers carry beside their layers: configurations, and hooks that collect outputs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from funcpipe.core.torch_names import forward_hooks_of
+
 
 def configs(model: nn.Module) -> list[Any]:
-    """The configurations of a model and of its parts, each once."""
+    """The configurations of a model and of its parts, each once; by attribute, as their code reads them."""
     by_id: dict[int, Any] = {}
 
     def visit(config: Any) -> None:
@@ -29,3 +31,20 @@ def without_cache(copy: nn.Module, model: nn.Module) -> None:
     for config in configs(copy):
         if id(config) not in shared and getattr(config, "use_cache", False):
             config.use_cache = False
+
+
+def without_capture_hooks(copy: nn.Module) -> None:
+    """Take off the hooks by which the library collects outputs; a forward of the copy that needs them puts them on.
+
+    The library puts them on in the first call that needs them. So a model is cut alike, called before or not.
+    """
+    for module in copy.modules():
+        if vars(module).pop("_output_capturing_hooks_installed", False):
+            for layer in module.modules():
+                hooks = forward_hooks_of(layer)
+                for key in [key for key, hook in hooks.items() if _captures(hook)]:
+                    del hooks[key]
+
+
+def _captures(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"

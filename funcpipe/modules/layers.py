@@ -11,7 +11,7 @@ from torch import nn
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.modules.balance import checked_sizes
-from funcpipe.modules.configs import configs, without_cache
+from funcpipe.modules.configs import configs, without_cache, without_capture_hooks
 from funcpipe.modules.layers_find import TRACED, Layers, find_layers
 from funcpipe.modules.layers_look import asks
 from funcpipe.modules.layers_slices import SliceCaches
@@ -67,6 +67,7 @@ def cut_layers(
     caches = SliceCaches(model, len(stack)) if slices else None
     skeleton = Skeleton(model)
     without_cache(skeleton.module, model)
+    without_capture_hooks(skeleton.module)
     tensors = named_tensors(model)
     out: list[tuple[Stage, dict[str, Any], Any]] = []
     for first, last in pairwise(accumulate(counts, initial=0)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -197,18 +197,36 @@ def _sides(
 
 
 def _uses(kind: type[nn.Module], step: str, names: Sequence[str]) -> dict[str, tuple[bool, bool]]:
-    """Which children the source of a forward names before, and which after it first names the one with the stack.
+    """Which children the source of a forward uses before, and which after it first uses the one with the stack.
 
     Empty where there is no source, or where it does not name that child: the order of registration must do then.
     """
-    places: dict[str, list[tuple[int, int]]] = {}
-    for node in syntax_of(kind.forward):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            places.setdefault(node.attr, []).append((node.lineno, node.col_offset))
-    if step not in places:
+    source = next((node for node in syntax_of(kind.forward) if isinstance(node, ast.FunctionDef)), None)
+    order = [] if source is None else list(_used(source))
+    if step not in order:
         return {}
-    stack = min(places[step])
-    return {name: (min(places[name]) < stack, max(places[name]) > stack) for name in names if name in places}
+    stack = order.index(step)
+    places = {name: [place for place, used in enumerate(order) if used == name] for name in names if name in order}
+    return {name: (min(found) < stack, max(found) > stack) for name, found in places.items()}
+
+
+def _used(node: ast.AST) -> Iterator[str]:
+    """The attributes of ``self`` that some source uses, in the order in which Python comes to them.
+
+    A module that is called is used when its arguments are there: in ``self.head(self.body(x))`` the body comes first.
+    """
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        yield node.attr
+        return
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Call):
+        children = [*children[1:], node.func]
+    elif isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
+        children.sort(key=lambda child: child is not node.value)
+    elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
+        children.sort(key=lambda child: not isinstance(child, ast.comprehension))
+    for child in children:
+        yield from _used(child)
 
 
 def _owns_numbers(module: nn.Module) -> bool:
@@ -227,11 +245,11 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _has(model: nn.Module, path: str) -> bool:
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
+    """Is there a module at a path, by children alone: wrappers forward attributes of what they wrap."""
+    module: nn.Module | None = model
+    for step in path.split(".") if path else ():
+        module = None if module is None else children_of(module).get(step)
+    return module is not None
 
 
 def _unknown(model: nn.Module, path: str) -> str:

@@ -2,23 +2,23 @@
 
 A stage sees its own blocks only, so what a model collects over all of them would come out incomplete. Asked for by name
 it is refused before anything runs; what blocks hand out beside their output (a list that they append to, an attribute
-that the end of the model sums up) shows in the last stage, which is the one that would return it.
+that the end of the model sums up) is followed in the last stage, which is the one that would return it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.gradient_graph import nodes_of
-from funcpipe.core.torch_names import without_modes
-from funcpipe.core.tree import Tree, flatten, is_differentiable, locations, map_leaves, under_transform
-from funcpipe.modules.layers_find import TRACED
+from funcpipe.core.torch_names import WatchingMode, storage_number, without_modes
+from funcpipe.core.tree import Tree, map_tensors
+from funcpipe.modules.unknown import Unknown, is_write, tensors_in
 
 _BY_NUMBER = ("output_hidden_states", "output_attentions")
 """Flags that take numbers of layers as well as True."""
@@ -43,51 +43,74 @@ def asked(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return [name for name, value in arguments.items() if asks(name, value) or (name == "use_cache" and value is True)]
 
 
-def nans(tree: Tree) -> list[Tensor] | None:
-    """Masks of NaN of the floating tensors of a tree; None if they are no plain tensors with numbers."""
-    leaves = [leaf for leaf in flatten(tree)[0] if is_differentiable(leaf)]
-    known = not under_transform() and all(type(leaf) in (Tensor, nn.Parameter) and not leaf.is_meta for leaf in leaves)
-    return [leaf.detach().isnan() for leaf in leaves] if known else None
+class SideOutputs(WatchingMode):
+    """A dispatch mode that follows what blocks hand out beside what they return, through all operations outside.
 
-
-def marked(out: Tree) -> tuple[Tree, list[Any]]:
-    """What a block returned, as other tensors of the same numbers, and the operations of autograd that made these.
-
-    What comes out of the block by another way comes from before these operations.
+    A tensor is followed if a block made it or was given it, or if an operation outside computed it from a followed one.
+    Not followed is what a block returned: outside, a copy takes its place. Numbers that a block reads from a tensor
+    (``item``) and keeps cannot be followed.
     """
-    with without_modes():  # so that it does not count as an operation of the model
-        out = map_leaves(lambda leaf: leaf.view_as(leaf) if _has_graph(leaf) else leaf, out)
-    return out, [leaf.grad_fn for leaf in flatten(out)[0] if _has_graph(leaf)]
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inside = False
+        self._memory: dict[int, StorageWeakRef] = {}  # of followed tensors; a weak reference keeps its number in use
+        self._views: dict[int, Tensor] = {}  # followed by themselves: their memory is used outside, too
+
+    def block(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Tree:
+        """What a call of a block returned, as copies."""
+        outer, self._inside = self._inside, True
+        try:
+            with without_modes():
+                args, kwargs = map_tensors(self._view, args), map_tensors(self._view, kwargs)
+            out = call(*args, **kwargs)
+        finally:
+            self._inside = outer
+        with without_modes():  # the copies are no operations of the model
+            return map_tensors(lambda tensor: tensor.clone() if _memory(tensor) else tensor, out)
+
+    def follows(self, tensor: Any) -> bool:
+        """Whether a tensor depends on what a block handed out beside its output."""
+        if not isinstance(tensor, Tensor):
+            return False
+        return id(tensor) in self._views or (_memory(tensor) or 0) in self._memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Follow the results of an operation, if it is inside of a block or takes a followed tensor."""
+        out = func(*args, **(kwargs or {}))
+        given = list(tensors_in([*args, *(kwargs or {}).values()]))
+        followed = any(map(self.follows, given))
+        if not (self._inside or followed):
+            return out
+        if func is torch.ops.aten._local_scalar_dense.default and not self._inside:
+            raise PlanError("a number is read from what blocks hand out beside their output")
+        known = {_memory(tensor) for tensor in given}
+        writes = is_write(func)
+        for tensor in tensors_in(out):
+            memory = _memory(tensor)
+            if memory is None:
+                continue
+            if memory not in known or (writes and followed):
+                self._memory[memory] = StorageWeakRef(tensor.untyped_storage())
+            elif followed:
+                self._views[id(tensor)] = tensor
+        return out
+
+    def _view(self, tensor: Tensor) -> Tensor:
+        if _memory(tensor) is None:
+            return tensor
+        view = tensor.view_as(tensor)
+        self._views[id(view)] = view
+        return view
 
 
-def _has_graph(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.grad_fn is not None
-
-
-def beside(y: Tree, ends: Iterable[Any], tensor_ids: Collection[int]) -> str:
-    """The first leaf of an output that depends on tensors of the blocks by another way than what the blocks returned.
-
-    ``ends`` are the operations that made what the blocks returned, ``tensor_ids`` the ids of the tensors that the
-    blocks alone have.
-    """
-    passed = set(ends)
-    for place, leaf in zip(locations(y, "output"), flatten(y)[0], strict=True):
-        nodes = nodes_of([leaf], passed) if _has_graph(leaf) else ()
-        if any(id(getattr(node, "variable", None)) in tensor_ids for node in nodes):
-            return place
-    return ""
-
-
-def differs(y: Tree, other: Tree) -> str:
-    """The first place of an output that another output lacks; "" for none."""
-    places, others = locations(y, "output"), set(locations(other, "output"))
-    return next((place for place in places if place not in others), "")
-
-
-def incomplete(place: str) -> PlanError:
-    """The error of an output that depends on what blocks hand out beside what they return."""
-    return PlanError(
-        f"{place} is made of what blocks hand out beside their output (collected by hooks or in a list, or kept as "
-        "attributes), and the last stage has its own blocks only, so it would be incomplete; do without it, or "
-        f"{TRACED}"
-    )
+def _memory(tensor: Tensor) -> int | None:
+    """The number of a tensor's memory; None where it has none of its own."""
+    if tensor.layout is not torch.strided or isinstance(tensor, Unknown):
+        return None
+    try:
+        return storage_number(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None

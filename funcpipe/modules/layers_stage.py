@@ -1,7 +1,7 @@
-"""One stage of a layer cut: the model's own forward on a private copy in which other stages' modules are stubs.
+"""One stage of a layer cut: the model's own forward on a private copy that has the stage's tensors only.
 
-Values that only another stage has are NaN here: an output that depends on them is NaN too, and is refused. Their
-shapes, types and devices are right, which is all that masks and rotary tables are made from.
+The copy's own blocks run. Blocks of other stages hand on what arrived, and the tensors of other stages are `Unknown`:
+an output that depends on one is refused, in every call.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Self, cast
 
@@ -18,15 +19,25 @@ from torch import Tensor
 from funcpipe.core.errors import PlanError
 from funcpipe.core.frames import REGIONS, frames
 from funcpipe.core.stage import Out
-from funcpipe.core.torch_names import without_modes
-from funcpipe.core.tree import Tree, cow_clone, flatten, is_differentiable, map_leaves, map_tensors, under_transform
+from funcpipe.core.torch_names import hooks_of
+from funcpipe.core.tree import (
+    Tree,
+    cow_clone,
+    flatten,
+    is_differentiable,
+    locations,
+    map_leaves,
+    map_tensors,
+    under_transform,
+)
 from funcpipe.modules.layers_find import TRACED, Layers, within
-from funcpipe.modules.layers_look import asked, beside, differs, incomplete, marked, nans
+from funcpipe.modules.layers_look import SideOutputs, asked
 from funcpipe.modules.layers_slices import SliceCaches
-from funcpipe.modules.layers_stub import Blank, Leave, outer_paths, outline, real, stub
+from funcpipe.modules.layers_stub import Leave, intercept, outer_paths, stub
 from funcpipe.modules.module import ModuleCopy, ModuleFn, Params, Skeleton, State
 from funcpipe.modules.signature import as_call
 from funcpipe.modules.skippable import Skips
+from funcpipe.modules.unknown import UnknownValueError, first_unknown, is_unknown, unknown, unknown_like
 
 INPUTS = "inputs"
 """The skip in which the model's inputs travel from the first stage to all others."""
@@ -92,7 +103,7 @@ class LayersFn(ModuleFn):
 
 
 class LayersCopy(ModuleCopy):
-    """A private copy of the model in which other stages' modules are stubs."""
+    """A private copy of the model that runs the blocks of one stage."""
 
     owner: LayersFn
 
@@ -102,84 +113,93 @@ class LayersCopy(ModuleCopy):
         self.cut, self.first, self.last, self.caches = cut, owner.first, owner.last, owner.caches
         self.carried: Tree = None  # what the slice before handed on
         self.arguments: dict[str, Any] = {}  # of the model's forward, where slices may run
-        self.filled: torch.device | None = None
-        self.looks = self.passing = False  # is this call verified; do its blocks return what arrived
-        self.ends: list[Any] = []  # nodes of autograd that made what the blocks returned, in such a call
+        self.device: torch.device | None = None  # where the tensors of other stages seem to lie
+        self.is_first_call = False  # in a mode, of all copies
+        self.side_outputs: SideOutputs | None = None  # what blocks hand out in this call, where it is looked at
         self.outer = {path: self.module.get_submodule(path) for path in outer_paths(cut.path)}
-        modules = [
-            (path, layer) for path, layer in self.module.named_modules() if path not in self.outer and path != cut.path
+        around = [
+            layer
+            for path, layer in self.module.named_modules()
+            if path != cut.path and not any(within(path, name) for name in cut.names)
         ]
-        around = [*cut.names, *cut.entry, *cut.exit]
-        helpers = [layer for path, layer in modules if not any(within(path, root) for root in around)]
-        self.sleepers = [*self.outer.values(), *helpers] if self.first else []
+        self.sleepers = around if self.first else []
+        self.unhooked: list[str] = []  # blocks of other stages whose hooks do not run here
         self._reset()
         self._put_stubs()
         self.attributes = [(vars(layer), dict(vars(layer))) for layer in self.module.modules()]
         self._set_train(self.train)
 
     def install(self, params: Params, state: State) -> Self:
-        """Put tensors in the places of the stage's parameters and buffers, NaN in those of other stages."""
+        """Put tensors in the places of the stage's parameters and buffers, `Unknown` in those of other stages."""
         super().install(params, state)
         tensor = next(iter([*params.values(), *(state or {}).values()]), None)
         device = tensor.device if tensor is not None else torch.device("cpu")
-        if device != self.filled:
-            self._fill(float("nan"), device)
+        if device != self.device:
+            self.device = device
+            for table, local, outline, name in self.absent:
+                table[local] = unknown(outline.shape, outline.dtype, device, name)
         return self
-
-    def _fill(self, value: float, device: torch.device) -> None:
-        """Put stand-ins in the places of other stages' tensors: of their type and shape, but without memory."""
-        self.filled, self.unknown = device, value
-        for table, local, tensor in self.absent:
-            table[local] = self._unknown(tensor) if is_differentiable(tensor) else None
 
     # -- one call --------------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
         """Clear the state of a call."""
-        self.running = self.begun = self.inside = False
+        self.running = self.begun = False
         self.at = 0  # the next block that should run
         self.x: Tree = None  # what the stage before returned
-        self.nothing: Tree = None  # the same without numbers
-        self.calls: list[tuple[str, Tree]] = []  # of entries, in order: path, what it returned
+        self.earlier: Tree = None  # what blocks before that returned: the same without numbers
+        self.travelling: list[tuple[str, Tree]] = []  # of calls of entries, in order: which, and what it returned
 
     def _run(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
         """The stage's output on one microbatch, and the skip for later stages."""
-        inputs, calls = extras["skips"][INPUTS] if self.first else (x, ())
+        inputs, travelling = extras["skips"][INPUTS] if self.first else (x, ())
         travels = self.first == 0 and self.last < len(self.cut)
         # What a forward writes in place into its inputs, the forwards of later stages write again.
         kept = map_tensors(cow_clone, inputs) if travels else None
         mode = self.train, torch.is_grad_enabled()
-        self.looks, self.ends = mode not in self.owner.verified, []
+        self.is_first_call = mode not in self.owner.verified and not under_transform()
+        self.side_outputs = SideOutputs() if self.is_first_call and self._gives_output() else None
         self.carried = extras.get("carry")
         try:
-            y, returned = self._forward(x, inputs, calls)
+            with self.side_outputs or nullcontext():
+                y, returned = self._forward(x, inputs, travelling)
             carry = self.caches.carry(self.arguments, self.first, self.last) if self.caches else ()
-            if self.looks:
-                self._verify(y, x, inputs, calls)
+            self._refuse_unknown((y, carry))
+            if self.side_outputs is not None:
+                self._refuse_incomplete(y, self.side_outputs)
+            if self.is_first_call:
                 self.owner.verified.add(mode)
-                self.looks, self.ends = False, []
         finally:
-            self.carried, self.arguments = None, {}
+            self.carried, self.arguments, self.side_outputs = None, {}, None
         return Out(y, carry=carry) if self.caches else y, {INPUTS: (kept, returned)} if travels else {}
 
-    def _forward(self, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> tuple[Tree, tuple[Any, ...]]:
-        """The output of the stage's last block, or of the model; in the first stage also what the entries returned."""
+    def _forward(self, x: Tree, inputs: Tree, travelling: tuple[Any, ...]) -> tuple[Tree, tuple[Any, ...]]:
+        """The output of the stage's last block, or of the model; in the first stage also what of entries travels."""
         args, kwargs = as_call(inputs)
         self._refuse_collecting(args, kwargs)
         if self.caches is not None:
-            args, kwargs = (), self.caches.given(args, kwargs, self.carried, self.first, self._unknown)
+            blank = partial(unknown_like, source="keys and values of other blocks")
+            args, kwargs = (), self.caches.given(args, kwargs, self.carried, self.first, blank)
             self.arguments = kwargs
         for path, layer in self.outer.items():
             self.places[id(layer)] = path or "forward"
         for table in self.asleep:
             table["training"] = False
-        self.running, self.x, self.calls = True, x, list(reversed(calls))
-        self.entered = [path for path, _ in calls]
+        self.running, self.x, self.travelling = True, x, list(travelling)
         try:
             y = self.module(*args, **kwargs)
             reached = self.at
         except Leave as leave:
-            return leave.out, tuple(self.calls) if self.first == 0 else ()
+            return leave.out, tuple(self.travelling) if self.first == 0 else ()
+        except UnknownValueError as error:
+            raise self._refusal(str(error), error.source) from error
+        except Exception as error:
+            if self.unhooked and not isinstance(error, PlanError):
+                error.add_note(
+                    f"In this stage the blocks {', '.join(self.unhooked)} hand on what arrived, and their hooks do not "
+                    f"run. A model that collects what its blocks return cannot be cut so; {TRACED}"
+                )
+            raise
         finally:
             self._begin()
             self._reset()
@@ -202,31 +222,28 @@ class LayersCopy(ModuleCopy):
         # Before the stack, later stages repeat what the first one did: for shapes and masks, without drawing.
         self.asleep = [vars(layer) for layer in self.sleepers if layer.training]
 
-    # -- stubs -----------------------------------------------------------------------------------------------------
+    # -- blocks, and entries that travel ---------------------------------------------------------------------------
 
     def _put_stubs(self) -> None:
-        """Replace the forwards of modules of the copy; their attributes stay."""
+        """Have this object called in the places of the copy's blocks; the attributes of all modules stay."""
         cut = self.cut
         proxy = cast("LayersCopy", weakref.proxy(self))  # no cycle: who drops this drops the tensors
         for number, name in enumerate(cut.names):
-            layer = self.module.get_submodule(name)
-            if not self.first <= number < self.last:
-                stub(layer, partial(LayersCopy._foreign_block, proxy, number))
-            else:
-                vars(layer)["forward"] = partial(LayersCopy._own_block, proxy, number, real(layer))
-        if self.first == 0 and self.last == len(cut):
-            return
-        for root in cut.entry:
-            for path, layer in self.module.get_submodule(root).named_modules(prefix=root):
-                if self.first == 0:
-                    vars(layer)["forward"] = partial(LayersCopy._first_call, proxy, path, root, real(layer))
-                elif self.last == len(cut) and root in cut.exit:
-                    vars(layer)["forward"] = partial(LayersCopy._later_call, proxy, path, root, real(layer))
-                else:
-                    stub(layer, partial(LayersCopy._later_call, proxy, path, root, None))
-        for root in cut.exit if self.last < len(cut) else ():
-            if root not in cut.entry:
-                stub(self.module.get_submodule(root), partial(LayersCopy._too_early, proxy, root))
+            block = self.module.get_submodule(name)
+            if self.first <= number < self.last:
+                intercept(block, partial(LayersCopy._own_block, proxy, number))
+                continue
+            self.unhooked += [repr(name)] if hooks_of(block) else []
+            stub(block, partial(LayersCopy._foreign_block, proxy, number))
+            for layer in block.modules():  # what an earlier forward of the model left here is not of this one
+                kept = {key: value for key, value in vars(layer).items() if isinstance(value, Tensor)}
+                vars(layer).update(unknown_like(kept, name) if kept else {})
+        for root in cut.entry if self.first or self.last < len(cut) else ():
+            entry = self.module.get_submodule(root)
+            intercept(entry, partial(LayersCopy._entry, proxy, root))
+            for layer in entry.modules() if self.first else ():
+                if layer is not entry and hooks_of(layer):
+                    intercept(layer, partial(LayersCopy._without_hooks, proxy))
 
     def _foreign_block(self, number: int, /, *args: Any, **kwargs: Any) -> Tree:
         """The forward of another stage's block: the one just before this stage returns what arrived."""
@@ -238,24 +255,21 @@ class LayersCopy(ModuleCopy):
             )
         self.at = number + 1
         if self.at < self.first:
-            if self.nothing is None:  # once for all of them
-                self.nothing = map_leaves(lambda leaf: self._unknown(leaf) if is_differentiable(leaf) else leaf, self.x)
-            return self.nothing
+            if self.earlier is None:  # once for all of them
+                self.earlier = unknown_like(self.x, self.cut.names[number])
+            return self.earlier
         self._begin()
         self._between()
         return self.x
 
-    def _own_block(self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
-        """The forward of a block of this stage; after the last one it leaves the model's forward."""
+    def _own_block(self, number: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
+        """A call of a block of this stage, with its hooks; after the last one it leaves the model's forward."""
         if not self.running:  # computed again, in a backward
-            return forward(*args, **kwargs)
+            return call(*args, **kwargs)
         if number == 0:
             self._begin()
-        out = self.x if self.passing else forward(*args, **kwargs)
+        out = call(*args, **kwargs) if self.side_outputs is None else self.side_outputs.block(call, args, kwargs)
         self.at = number + 1
-        if self.looks and self._gives_output():
-            out, nodes = marked(out)
-            self.ends += nodes
         if self.at == self.last < len(self.cut):
             self._refuse_region()
             raise Leave(out)
@@ -267,123 +281,84 @@ class LayersCopy(ModuleCopy):
         for path, layer in self.outer.items():
             self.places[id(layer)] = f"{path or 'forward'}#{self.at}"
 
-    def _first_call(self, path: str, root: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
-        """The forward of an entry in the first stage: records what it returned for later stages, without numbers."""
-        if not self.running or self.begun or self.inside:
-            return forward(*args, **kwargs)
-        self.inside = True
-        try:
-            out = forward(*args, **kwargs)
-        finally:
-            self.inside = False
-        record = out if root in self.cut.carry else map_leaves(outline, out)
-        self.calls.append((path, record))
-        return out
+    def _entry(self, root: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
+        """A call of an entry before the blocks: the first stage records what it returned, later ones take the record.
 
-    def _later_call(
-        self, path: str, root: str, forward: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
-    ) -> Tree:
-        """The forward of an entry in a later stage: returns what it did in the first, without numbers."""
+        What `Layers.carry` names travels as it is, of all else the numbers stay behind where they can have a gradient.
+        """
         if not self.running or self.begun:
-            if forward is not None:
-                return forward(*args, **kwargs)
-            entry = f"entry=[{root!r}], " if any(within(name, root) for name in self.entered) else ""
+            return call(*args, **kwargs)
+        if self.first == 0:
+            out = call(*args, **kwargs)
+            self.travelling.append((root, out if root in self.cut.carry else map_leaves(_shape_only, out)))
+            return out
+        if not self.travelling or self.travelling[0][0] != root:
+            expected = f"{self.travelling[0][0]!r} should" if self.travelling else "nothing more did in the first stage"
             raise PlanError(
-                f"{path!r} runs after the first block of {self.cut.path!r} began; if it runs after the last one, say "
-                f"so: layers=fp.models.find_layers(model, {entry}exit=[{root!r}]); else {TRACED}"
-            )
-        if not self.calls or self.calls[-1][0] != path:
-            expected = f"{self.calls[-1][0]!r} should" if self.calls else "nothing more did in the first stage"
-            raise PlanError(
-                f"{path!r} runs before the blocks of {self.cut.path!r} where {expected}: every stage must do the same "
+                f"{root!r} runs before the blocks of {self.cut.path!r} where {expected}: every stage must do the same "
                 f"there; {TRACED}"
             )
-        _, record = self.calls.pop()
-        return map_leaves(lambda leaf: self._dense(leaf) if isinstance(leaf, Blank) else leaf, record)
+        _, record = self.travelling.pop(0)
+        return record if root in self.cut.carry else map_leaves(partial(_from_shape, source=root), record)
 
-    def _too_early(self, root: str, /, *args: Any, **kwargs: Any) -> Tree:
-        """The forward of an exit in a stage before the last: it runs too early. Raises PlanError."""
-        raise PlanError(
-            f"{root!r} is registered after the blocks of {self.cut.path!r}, but runs before the last of them; if it "
-            f"runs before the first, say so: layers=fp.models.find_layers(model, entry=[{root!r}]); else {TRACED}"
-        )
+    def _without_hooks(self, call: partial[Any], /, *args: Any, **kwargs: Any) -> Tree:
+        """A call of a module inside of an entry in a later stage: before the blocks its hooks ran in the first stage."""
+        return call.args[0].forward(*args, **kwargs) if self.running and not self.begun else call(*args, **kwargs)
 
-    # -- values of other stages ------------------------------------------------------------------------------------
+    # -- what other stages have ------------------------------------------------------------------------------------
 
-    def _unknown(self, like: Tensor) -> Tensor:
-        """A stand-in of the type and shape of a tensor, without memory."""
-        return torch.full((), self.unknown, dtype=like.dtype, device=self.filled).expand(like.shape)
-
-    def _dense(self, blank: Blank) -> Tensor:
-        """A stand-in with memory: what follows an entry may write in place."""
-        return torch.full(blank.shape, self.unknown, dtype=blank.dtype, device=self.filled)
-
-    def _verify(self, y: Tree, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> None:
+    def _refuse_unknown(self, y: Tree) -> None:
         """Refuse an output that depends on values that only other stages have. Raises PlanError."""
-        if self._gives_output():
-            self._refuse_incomplete(y, x, inputs, calls)
-        before = nans(y)
-        if before is None or not any(bool(mask.any()) for mask in before):
-            return
-        assert self.filled is not None
-        self._fill(0.0, self.filled)
-        try:
-            after = nans(self._again(x, inputs, calls))
-        finally:
-            self._fill(float("nan"), self.filled)
-        if after is not None and all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
-            return  # the NaN are the model's own
-        entries = ", ".join(self.cut.entry) or "none"
-        remedy = "layers=fp.models.find_layers(model, "
-        raise PlanError(
-            f"blocks {self.cut.path}[{self.first}:{self.last}], or what follows them, use more than what the block "
-            "before them returned: what another module returned, or its parameters, which another stage holds. If it "
-            f"is what an entry ({entries}) returned, let it travel: {remedy}carry=[...]); if the end uses a parameter "
-            f"of an entry, give it to both ends: {remedy}entry=[...], exit=[...]); else {TRACED}"
+        found = first_unknown(y)
+        if found is not None:
+            place = (
+                next(
+                    place
+                    for place, leaf in zip(locations(y[0], "its output"), flatten(y[0])[0], strict=True)
+                    if is_unknown(leaf)
+                )
+                if first_unknown(y[0]) is not None
+                else "its carry"
+            )
+            raise self._refusal(f"{place} depends on", found.source)
+
+    def _refusal(self, need: str, source: str) -> PlanError:
+        """The error of a stage that needs numbers of another one."""
+        cut = self.cut
+        call = "layers=fp.models.find_layers(model, "
+        entries = [root for root in cut.entry if within(source, root)]
+        exits = [root for root in cut.exit if within(source, root)]
+        if exits and not entries:
+            remedy = f"if {exits[0]!r} runs before the blocks, say so: {call}entry={exits}); else "
+        elif entries:
+            remedy = (
+                f"if {entries[0]!r} runs after the blocks, say so: {call}exit={entries}); if both ends use it: {call}"
+                f"entry={entries}, exit={entries}); if later blocks use what it returns, let that travel: {call}"
+                f"carry={entries}); else "
+            )
+        else:
+            remedy = ""
+        return PlanError(
+            f"blocks {cut.path}[{self.first}:{self.last}], or the modules around them, use more than what the block before "
+            f"them returned: {need} {source!r}, which another stage has; {remedy}{TRACED}"
         )
 
-    def _refuse_incomplete(self, y: Tree, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> None:
-        """Refuse an output made of what blocks hand out beside what they return. Raises PlanError."""
-        if place := beside(y, self.ends, self._of_blocks()):
-            raise incomplete(place)
-        leaves = [leaf for leaf in flatten(y)[0] if isinstance(leaf, Tensor)]
-        if under_transform() or (self.ends and all(map(is_differentiable, leaves))) or len(leaves) < 2:
-            return
-        self.passing = True  # without a graph, the form of the output tells
-        try:
-            with without_modes():
-                other = self._again(x, inputs, calls)
-        except Exception:
-            return  # these blocks give something else than the one before them
-        finally:
-            self.passing = False
-        if place := differs(y, other):
-            raise incomplete(place)
+    def _refuse_incomplete(self, y: Tree, side_outputs: SideOutputs) -> None:
+        """Refuse an output made of what blocks hand out beside what they return. Raises PlanError.
+
+        The last stage has its own blocks only, so what a model collects over all of them would be incomplete.
+        """
+        for place, leaf in zip(locations(y, "output"), flatten(y)[0], strict=True):
+            if side_outputs.follows(leaf):
+                raise PlanError(
+                    f"{place} is made of what blocks hand out beside their output (collected by hooks or in a list, or "
+                    "kept as attributes), and the last stage has its own blocks only, so it would be incomplete; do "
+                    f"without it, or {TRACED}"
+                )
 
     def _gives_output(self) -> bool:
         """Is this the last of several stages."""
         return bool(self.first) and self.last == len(self.cut)
-
-    def _again(self, x: Tree, inputs: Tree, calls: tuple[Any, ...]) -> Tree:
-        """The output of one more forward, without gradients or statistics."""
-        collected = [layer.deferral.collected for layer in self.norms]
-        for layer in self.norms:
-            layer.deferral.collected = None
-        try:
-            with torch.no_grad():
-                return self._forward(x, inputs, calls)[0]
-        finally:
-            for layer, moments in zip(self.norms, collected, strict=True):
-                layer.deferral.collected = moments
-
-    def _of_blocks(self) -> set[int]:
-        """The ids of the tensors that the blocks alone have."""
-        prefix = f"{self.cut.path}." if self.cut.path else ""
-        ids: dict[bool, set[int]] = {True: set(), False: set()}
-        for path, layer in self.module.named_modules(remove_duplicate=False):
-            inside = path.startswith(prefix) and any(within(path, name) for name in self.cut.names)
-            ids[inside] |= {id(parameter) for parameter in layer.parameters(recurse=False)}
-        return ids[True] - ids[False]
 
     def _refuse_collecting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.first == 0 and self.last < len(self.cut) and (names := asked(self.module.forward, args, kwargs)):
@@ -394,7 +369,7 @@ class LayersCopy(ModuleCopy):
 
     def _refuse_region(self) -> None:
         """Refuse to leave the forward from inside of torch.utils.checkpoint. Raises PlanError."""
-        for frame in frames() if self.looks else ():
+        for frame in frames() if self.is_first_call else ():
             if frame.f_code is LayersCopy._forward.__code__:
                 break
             if frame.f_code in REGIONS:
@@ -402,3 +377,15 @@ class LayersCopy(ModuleCopy):
                     f"{type(self.module).__name__} runs its blocks inside torch.utils.checkpoint, which a stage cannot "
                     "leave; switch that off, and make plans with fp.schedules.remat(schedule)"
                 )
+
+
+def _shape_only(leaf: Any) -> Any:
+    """A leaf without its numbers, where it can have a gradient: a tensor of no elements that has its shape, but for one axis."""
+    return leaf.new_empty((0, *leaf.shape)) if is_differentiable(leaf) else leaf
+
+
+def _from_shape(leaf: Any, source: str) -> Any:
+    """The `Unknown` tensor of a leaf of `_shape_only`."""
+    if not is_differentiable(leaf):
+        return leaf
+    return unknown(leaf.shape[1:], leaf.dtype, leaf.device, source)

@@ -1,31 +1,15 @@
-"""Stand-ins for the modules of other stages in a stage of a layer cut."""
+"""How the modules of a stage's copy are replaced, or their calls seen."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from funcpipe.core.torch_names import drop_hooks
-from funcpipe.core.tree import Tree, is_differentiable
-
-
-class Blank:
-    """What later stages know of a floating tensor that an entry made in the first. No dataclass: it is one leaf."""
-
-    __slots__ = ("dtype", "shape")
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Blank) and (self.shape, self.dtype) == (other.shape, other.dtype)
-
-    def __hash__(self) -> int:
-        return hash((self.shape, self.dtype))
+from funcpipe.core.tree import Tree
 
 
 class Leave(BaseException):
@@ -41,24 +25,23 @@ def stub(layer: nn.Module, forward: Callable[..., Any]) -> None:
     drop_hooks(layer)
 
 
-def real(layer: nn.Module) -> Callable[..., Any]:
-    """The forward that a module has, without a reference to the module."""
-    replaced = vars(layer).get("forward")
-    if replaced is not None:
-        return replaced
-    reference = weakref.ref(layer)
+def intercept(layer: nn.Module, called: Callable[..., Any]) -> None:
+    """Have every call of a module go to ``called``, with the call itself, hooks and all, as its first argument.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        module = reference()
-        assert module is not None
-        return type(module).forward(module, *args, **kwargs)
+    The module gets a class of its own, because Python looks up ``__call__`` in the class.
+    """
+    kind = type(layer)
 
-    return forward
+    def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return called(partial(kind.__call__, self), *args, **kwargs)
 
-
-def outline(leaf: Any) -> Any:
-    """A leaf that an entry returned as later stages get it: a `Blank` where it can have a gradient."""
-    return Blank(tuple(leaf.shape), leaf.dtype) if is_differentiable(leaf) else leaf
+    names = {
+        "__call__": call,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    layer.__class__ = type(kind.__name__, (kind,), names)
 
 
 def outer_paths(path: str) -> list[str]:

@@ -313,7 +313,7 @@ class ModuleCopy:
         self.norms = [layer for layer in norms if layer.deferral.path in owner.norms]
         self.recurrent = [layer for layer in self.module.modules() if isinstance(layer, nn.RNNBase)]
         self.slots: list[tuple[dict[str, Any], str, str]] = []  # where tensors go, and by which name
-        self.absent: list[tuple[dict[str, Any], str, Tensor]] = []  # where those of other stages would
+        self.absent: list[tuple[dict[str, Any], str, Tensor, str]] = []  # where those of other stages would
         for path, layer in self.module.named_modules(remove_duplicate=False):
             for table in (parameters_of(layer), buffers_of(layer)):
                 for local, tensor in table.items():
@@ -321,7 +321,7 @@ class ModuleCopy:
                     if tensor is not None and alias in owner.held:
                         self.slots.append((table, local, owner.shape.canonical[alias]))
                     elif tensor is not None:
-                        self.absent.append((table, local, tensor))
+                        self.absent.append((table, local, tensor, alias))
         self.buffers: list[tuple[tuple[dict[str, Any], str, str], Tensor]] = []
 
     def install(self, params: Params, state: State) -> Self:

@@ -179,7 +179,13 @@ def _units(module: nn.Module, flat: bool) -> list[Unit]:
 def _inside(container: nn.Module, path: str, spread: bool, flat: bool) -> Iterator[Unit]:
     for number, (name, layer) in enumerate(children_of(container).items()):
         spreads = spread if number == 0 else isinstance(container, PipeSequential)
-        if flat and layer and _is_row(layer) and not (hooks_of(layer) or _has_tensors(layer)):
+        if (
+            flat
+            and layer is not None
+            and _is_row(layer)
+            and children_of(layer)
+            and not (hooks_of(layer) or _has_tensors(layer))
+        ):
             yield from _inside(layer, f"{path}{name}.", spreads, flat)
         else:
             yield Unit(f"{path}{name}", layer, spreads)  # pyright: ignore[reportArgumentType]

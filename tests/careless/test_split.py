@@ -181,11 +181,12 @@ class Collects(nn.Module):
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("kind", [{}, {"whole": True}, {"attribute": True}])
 def test_what_blocks_hand_out_beside_their_outputs_is_refused_without_a_trace(kind, grad):
-    if kind.get("attribute") and not grad:
-        pytest.skip("a sum shows in the graph alone")
     model, x = Collects(**kind), torch.randn(4, 8)
     made = fp.split(model, 2)
-    with torch.set_grad_enabled(grad), pytest.raises(fp.PlanError, match=r"output\[1\].* made of what blocks hand out"):
+    with (
+        torch.set_grad_enabled(grad),
+        pytest.raises(fp.PlanError, match=r"made of what blocks hand out|depends on 'blocks.0'"),
+    ):
         fp.apply(made.stages, made.params, x, state=made.state)
     one = fp.split(model, 1)
     assert len(fp.apply(one.stages, one.params, x).y) == 2

@@ -91,6 +91,38 @@ def copies_on_write() -> None:
     assert torch.equal(leaf.grad, torch.ones(2))
 
 
+@probe("wrapper_tensor", "plain_function", "innermost_tensor")
+def tensors_without_numbers() -> None:
+    """models cannot be cut at their blocks without a trace, or not run there under torch.func."""
+
+    class Wrapped(torch.Tensor):
+        __torch_function__ = names.plain_function
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            called.append(func.name())
+            return torch.ones(2, 3)
+
+    called = []
+
+    one = names.wrapper_tensor(Wrapped, (2, 3), strides=(3, 1), dtype=torch.int64, device="cpu")
+    assert (2, 3) == one.shape
+    assert torch.int64 is one.dtype
+    assert torch.equal(-one, torch.ones(2, 3))
+    assert ["aten::neg"] == called
+    seen = []
+    torch.func.vmap(lambda x: seen.append(names.innermost_tensor(x)) or x)(torch.arange(3.0))
+    assert [(3,)] == [tuple(tensor.shape) for tensor in seen]
+
+
+@probe("forward_hooks_of")
+def hooks_that_run_after_a_forward() -> None:
+    """hooks by which transformers collects outputs stay on the copies of a model that was called before."""
+    layer = nn.Linear(1, 1)
+    handle = layer.register_forward_hook(lambda *_: None)
+    assert [handle.id] == list(names.forward_hooks_of(layer))
+
+
 @probe("storage_number")
 def shared_memory() -> None:
     """memory that tensors share is counted twice, or not found."""
